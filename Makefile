@@ -1,0 +1,45 @@
+# Every target makes its own environment: .venv with the pinned packages of requirements.lock.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DEMO ?= --resume
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format lint types setup clean
+
+help:  ## Show this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: $(READY)  ## A swarm of four nodes that learn from each other, on this machine
+	@exec $(BIN)/swarm testbed --nodes 4 $(DEMO)
+
+test: $(READY)  ## All tests
+	$(BIN)/python -m pytest
+
+check: $(READY) format lint types test  ## Format, lint, types and tests
+
+format: $(READY)
+	$(BIN)/ruff format --check .
+
+lint: $(READY)
+	$(BIN)/ruff check .
+
+types: $(READY)
+	$(BIN)/pyright
+
+setup: $(READY)  ## Only the environment
+
+# The stamp is written last: an interrupted set-up starts over at the next call.
+$(READY): requirements.lock pyproject.toml
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python >= 3.11 is needed, found $$($(PYTHON) --version 2>&1); set PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "setting up $(VENV) (a few minutes, once)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $(READY)
+
+clean:  ## Remove the environment and caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Adapter tensors: reading and writing them, checkpoints, export."""

@@ -1,0 +1,164 @@
+"""Checkpoints that survive kill -9, a full disk and damaged files.
+
+    checkpoints/
+      round-000025/   adapter.safetensors  optimizer.safetensors  state.json  manifest.json
+      .saving-…       a save in progress or cut off; removed at the next save
+      .replaced-…     the older checkpoint of a round that was saved twice, while the newer one takes its place
+      damaged-…       failed its manifest when it was read; kept for inspection
+
+Written to a temporary folder, every file synced, the manifest (SHA-256 of each file) last, then renamed: a folder named
+`round-…` is complete, or the disk changed it afterwards, which the manifest shows. Tensors are safetensors and state is
+JSON; nothing is ever unpickled.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from swarm.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_MANIFEST = "manifest.json"
+_STATE = "state.json"
+_NAME = re.compile(r"round-(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What was saved after one round."""
+
+    round: int
+    path: Path
+    tensors: dict[str, dict[str, Tensor]]
+    """Group ("adapter", "optimizer") → name → tensor on the CPU."""
+    state: dict[str, Any]
+    """Everything else, as JSON gives it back: tuples have become lists, keys strings."""
+
+
+class CheckpointStore:
+    """The checkpoints of one node, newest `keep` of them."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+
+    def save(self, round: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
+        """Write one checkpoint and drop those beyond `keep`.
+
+        Raises CheckpointError if the disk refuses; the older ones stay.
+        """
+        target = self._folder / f"round-{round:06d}"
+        fresh = self._folder / f".saving-{target.name}-{os.getpid()}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._clean_up()
+            fresh.mkdir()
+            files = {f"{group}.safetensors": safetensors.torch.save(named) for group, named in tensors.items()}
+            files[_STATE] = json.dumps(state, allow_nan=False).encode()
+            manifest = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+            for name, content in files.items():
+                _write_synced(fresh / name, content)
+            _write_synced(fresh / _MANIFEST, json.dumps({"round": round, "sha256": manifest}).encode())
+            _sync_folder(fresh)
+            self._put_in_place(fresh, target)
+        except OSError as error:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise CheckpointError(
+                f"a checkpoint must be writable, got {error} for {target}; free disk space or mend its rights"
+            ) from None
+        for old in self._newest_first()[self._keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+        return target
+
+    def load_newest(self) -> Checkpoint | None:
+        """The newest intact checkpoint; None if there never was one. Damaged ones are set aside with a warning.
+
+        Raises CheckpointError if there are checkpoints and all of them are damaged.
+        """
+        if not self._folder.is_dir():
+            return None
+        self._clean_up()
+        paths = self._newest_first()
+        for path in paths:
+            try:
+                return _read(path)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+                aside = path.with_name(f"damaged-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.replace(aside)
+                logger.warning(
+                    "checkpoint %s is damaged (%s); falling back to the one before, it is kept as %s",
+                    path.name,
+                    error,
+                    aside.name,
+                )
+        if paths:
+            raise CheckpointError(
+                f"a checkpoint must be intact, got {len(paths)} damaged ones in {self._folder}; "
+                "remove the folder to start anew"
+            )
+        return None
+
+    def _newest_first(self) -> list[Path]:
+        return sorted(
+            (path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)),
+            key=lambda path: int(path.name.removeprefix("round-")),
+            reverse=True,
+        )
+
+    def _clean_up(self) -> None:
+        """Undo what an interrupted save left: put a replaced checkpoint back if its successor never arrived."""
+        for path in self._folder.glob(".replaced-*"):
+            target = self._folder / path.name.removeprefix(".replaced-")
+            if target.exists():
+                shutil.rmtree(path)
+            else:
+                path.replace(target)
+        for path in self._folder.glob(".saving-*"):
+            shutil.rmtree(path)
+
+    def _put_in_place(self, fresh: Path, target: Path) -> None:
+        replaced = self._folder / f".replaced-{target.name}"
+        if target.exists():  # a folder cannot be renamed over another one
+            target.replace(replaced)
+        fresh.replace(target)
+        _sync_folder(self._folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _read(path: Path) -> Checkpoint:
+    manifest = json.loads((path / _MANIFEST).read_bytes())
+    contents: dict[str, bytes] = {}
+    for name, expected in manifest["sha256"].items():
+        contents[name] = (path / name).read_bytes()
+        if hashlib.sha256(contents[name]).hexdigest() != expected:
+            raise ValueError(f"{name} does not match its hash")
+    state = json.loads(contents.pop(_STATE))
+    tensors = {name.removesuffix(".safetensors"): safetensors.torch.load(content) for name, content in contents.items()}
+    return Checkpoint(manifest["round"], path, tensors, state)
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""The bundled tiny policy and the recipe that made it."""

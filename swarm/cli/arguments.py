@@ -1,0 +1,50 @@
+"""Configuration files and `--section.key value` overrides as the commands take them."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from swarm.config import Config
+
+CONFIG_HELP = "TOML files, later ones win, and overrides such as --training.lr 1e-5."
+
+
+def load_config(arguments: Iterable[str], known_options: Sequence[str] = ()) -> "Config":
+    """The Config of files and overrides. `known_options` are the command's own, for the hint at a misspelt one.
+
+    Raises ConfigError.
+    """
+    from swarm.config import load
+
+    paths, overrides = split_arguments(list(arguments), known_options)
+    return load(paths, overrides)
+
+
+def split_arguments(arguments: list[str], known_options: Sequence[str] = ()) -> tuple[list[Path], dict[str, str]]:
+    """Files and {dotted key: text}, in any order; `--key=value` and `--key value` are the same."""
+    paths: list[Path] = []
+    overrides: dict[str, str] = {}
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("-"):
+            paths.append(Path(argument))
+            continue
+        key, has_value, value = argument.removeprefix("--").partition("=")
+        if "." not in key or argument[:2] != "--":
+            raise ConfigError(_unknown_option(argument, known_options))
+        if not has_value:
+            value = next(rest, "")
+            if not value:
+                raise ConfigError(f"an override needs a value, got {argument} alone; write {argument} VALUE")
+        overrides[key] = value
+    return paths, overrides
+
+
+def _unknown_option(argument: str, known_options: Sequence[str]) -> str:
+    close = difflib.get_close_matches(argument, [*known_options, "--help"], n=1)
+    hint = f"did you mean {close[0]}?" if close else "see --help; settings are written --section.key VALUE"
+    return f"unknown option {argument}; {hint}"

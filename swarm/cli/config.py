@@ -1,0 +1,47 @@
+"""`swarm config`: what is set, and what can be set."""
+
+import json
+
+import typer
+
+from swarm.cli.arguments import CONFIG_HELP, load_config
+from swarm.cli.run import OVERRIDES
+
+app = typer.Typer(help="Show the resolved configuration, or every setting there is.", no_args_is_help=True)
+
+
+@app.command("show", context_settings=OVERRIDES)
+def show(
+    config: list[str] = typer.Argument(None, metavar="CONFIG... [--section.key VALUE]...", help=CONFIG_HELP),
+) -> None:
+    """Print the resolved configuration as TOML."""
+    from swarm.config import dump_toml
+
+    print(dump_toml(load_config(config or [])), end="")
+
+
+@app.command("schema")
+def schema(
+    as_json: bool = typer.Option(False, "--json", help="Print JSON schema, for editors."),
+    as_markdown: bool = typer.Option(False, "--markdown", help="Print the reference page of the documentation."),
+) -> None:
+    """List every setting with type, default and meaning."""
+    from swarm.config import Config
+    from swarm.config_reference import reference_markdown, settings
+
+    if as_json:
+        print(json.dumps(Config.model_json_schema(), indent=2))
+    elif as_markdown:
+        print(reference_markdown(), end="")
+    else:
+        _print_table(settings())
+
+
+def _print_table(rows: list[tuple[str, str, str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("setting", "type", "default", "meaning", show_lines=False)
+    for row in rows:
+        table.add_row(*(cell.replace("[", r"\[") for cell in row))
+    Console().print(table)

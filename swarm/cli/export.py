@@ -1,0 +1,36 @@
+"""`swarm export`: the trained adapter, or the merged model, in Hugging Face format."""
+
+from enum import StrEnum
+from pathlib import Path
+
+import typer
+
+from swarm.cli.arguments import CONFIG_HELP, load_config
+from swarm.cli.saved_policy import config_arguments, load_saved_policy
+
+
+class Form(StrEnum):
+    """What to write."""
+
+    adapter = "adapter"
+    merged = "merged"
+
+
+def export(
+    out: Path = typer.Argument(..., help="New or empty folder to write to."),
+    config: list[str] = typer.Argument(None, metavar="CONFIG... [--section.key VALUE]...", help=CONFIG_HELP),
+    folder: Path = typer.Option(None, "--dir", help="A node's folder: use its configuration and newest checkpoint."),
+    form: Form = typer.Option(
+        Form.merged, "--format", help="merged: a model for AutoModelForCausalLM. adapter: LoRA weights for peft."
+    ),
+) -> None:
+    """Write what the node has learned for use elsewhere."""
+    resolved = load_config(config_arguments(config, folder), ("--dir", "--format"))
+    from swarm.adapters.export import export_adapter, export_merged
+
+    policy, trained_rounds = load_saved_policy(resolved)
+    if form is Form.adapter:
+        export_adapter(policy.model, policy.tokenizer, out)
+    else:
+        export_merged(policy.model, policy.tokenizer, policy.base_folder, out)
+    print(f"{form} of round {trained_rounds} written to {out}")

@@ -1,0 +1,87 @@
+"""Entry point: registers the commands and turns every error a user can cause into one line and an exit code."""
+
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import typer
+import typer.exceptions
+
+from swarm import __version__
+from swarm.cli import bootstrap, config, evaluate, export, init, run, sample, status, testbed
+from swarm.errors import SwarmError
+
+INTERRUPTED = 130
+EPILOG = (
+    "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 config, 4 identity, 5 policy, 6 tasks, 7 network, 8 checkpoint, "
+    "9 node not running, 10 memory, 11 training, 130 interrupted."
+)
+
+app = typer.Typer(
+    name="swarm",
+    help="Post-train a language model together with peers: no coordinator, no data centre, nobody to trust.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Show the version and exit.")) -> None:
+    if version:
+        print(f"swarm {__version__}")
+        raise typer.Exit
+
+
+app.command("init")(init.init)
+app.command("run", context_settings=run.OVERRIDES)(run.run)
+app.command("testbed", context_settings=run.OVERRIDES)(testbed.testbed)
+app.command("bootstrap")(bootstrap.bootstrap)
+app.command("status")(status.status)
+app.command("eval", context_settings=run.OVERRIDES)(evaluate.evaluate)
+app.command("sample", context_settings=run.OVERRIDES)(sample.sample)
+app.command("export", context_settings=run.OVERRIDES)(export.export)
+app.add_typer(config.app, name="config")
+
+
+def main() -> None:
+    """Run the command line; ends the process."""
+    sys.exit(_run())
+
+
+def _run() -> int:
+    try:
+        return app(prog_name="swarm", standalone_mode=False) or 0
+    except SwarmError as error:
+        return _say(str(error), error.exit_code)
+    except typer.Exit as error:
+        return error.exit_code
+    except typer.exceptions.TyperException as error:  # wrong usage
+        return (
+            _say(f"{message}; see --help", error.exit_code) if (message := error.format_message()) else error.exit_code
+        )
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        return 1
+    except Exception as error:  # the last resort: a person gets one line, the details go to a file
+        return _say(f"unexpected {type(error).__name__}: {error}; details in {_write_crash()}", 1)
+
+
+def _say(message: str, exit_code: int) -> int:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return exit_code
+
+
+def _write_crash() -> Path:
+    path = Path(tempfile.gettempdir()) / f"swarm-crash-{time.strftime('%Y%m%d-%H%M%S')}.log"
+    path.write_text(f"swarm {__version__}: {' '.join(sys.argv)}\n\n{traceback.format_exc()}", encoding="utf-8")
+    return path
+
+
+if __name__ == "__main__":
+    main()

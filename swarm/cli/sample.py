@@ -1,0 +1,51 @@
+"""`swarm sample`: talk to the policy."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+
+from swarm.cli.arguments import CONFIG_HELP, load_config
+from swarm.cli.saved_policy import config_arguments, load_saved_policy
+
+
+def sample(
+    config: list[str] = typer.Argument(None, metavar="CONFIG... [--section.key VALUE]...", help=CONFIG_HELP),
+    folder: Path = typer.Option(None, "--dir", help="A node's folder: use its configuration and newest checkpoint."),
+    prompt: str = typer.Option(None, help="Ask this and end; without it, prompts are read line by line."),
+    num: int = typer.Option(1, min=1, help="Answers per prompt."),
+    temperature: float = typer.Option(0.0, min=0.0, help="0 decodes greedily."),
+    seed: int = typer.Option(0, min=0, help="The same seed gives the same answers."),
+    base: bool = typer.Option(False, "--base", help="Talk to the base without its adapter."),
+) -> None:
+    """Ask the policy, once or line by line until Ctrl-D."""
+    resolved = load_config(
+        config_arguments(config, folder), ("--dir", "--prompt", "--num", "--temperature", "--seed", "--base")
+    )
+    from swarm.engine.transformers_engine import TransformersEngine
+
+    policy, _ = load_saved_policy(resolved, base_only=base)
+    engine = TransformersEngine(policy, resolved.rollouts.max_batch_sequences)
+    for number, text in enumerate([prompt] if prompt else _lines()):
+        (answers,) = engine.generate(
+            [policy.encode_prompt(text)],
+            num,
+            max_new_tokens=resolved.rollouts.max_new_tokens,
+            temperature=temperature,
+            seed=seed + number,
+        )
+        for answer in answers:
+            cut = "" if answer.finished else " …"
+            print(policy.decode(answer.token_ids) + cut, flush=True)
+
+
+def _lines() -> Iterator[str]:
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")

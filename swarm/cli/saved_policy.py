@@ -1,0 +1,47 @@
+"""The policy of a configuration with the adapter of its newest checkpoint: what eval, sample and export work on."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarm.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from swarm.config import Config
+    from swarm.policy.policy import Policy
+
+
+def load_saved_policy(config: "Config", *, base_only: bool = False) -> tuple["Policy", int | None]:
+    """(policy, round of its checkpoint), or the untrained base and None.
+
+    Raises CheckpointError where node.dir holds no checkpoint, or one of another lineage.
+    """
+    from swarm.adapters.adapter_state import write_adapter
+    from swarm.adapters.checkpoint import CheckpointStore
+    from swarm.node_folder import NodeFolder
+    from swarm.policy.policy import load_policy
+
+    folder = NodeFolder(config.node.dir)
+    cache = folder.hash_cache if folder.path.is_dir() else None
+    if base_only:
+        return load_policy(config.policy, device=config.node.device, hash_cache=cache), None
+    checkpoint = CheckpointStore(folder.checkpoints, config.checkpoint.keep).load_newest()
+    if checkpoint is None:
+        raise CheckpointError(
+            f"node.dir must hold a checkpoint, got none in {folder.path}; run the node first, set node.dir, or use --base"
+        )
+    policy = load_policy(config.policy, device=config.node.device, hash_cache=cache)
+    if checkpoint.state["lineage"]["policy"] != policy.lineage.policy:
+        raise CheckpointError(
+            f"policy settings must be those of the run, got another lineage than {checkpoint.path}; "
+            f"pass {folder.config} as the config"
+        )
+    write_adapter(policy.model, checkpoint.tensors["adapter"])
+    policy.version = checkpoint.state["policy_version"]
+    return policy, checkpoint.round
+
+
+def config_arguments(config: list[str] | None, folder: Path | None) -> list[str]:
+    """`--dir FOLDER` stands for the configuration that the node of that folder ran with."""
+    if folder is None:
+        return list(config or [])
+    return [str(folder / "config.toml"), *(config or []), f"--node.dir={folder}"]

@@ -1,0 +1,5 @@
+"""`swarm testbed`."""
+
+
+def testbed() -> None:
+    """N nodes on this machine."""

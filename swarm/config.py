@@ -1,0 +1,452 @@
+"""Every setting of a node: one frozen pydantic section per package, each knob documented beneath it.
+
+`load(paths, overrides)` merges TOML files left to right, then `section.key=value` overrides, and validates once.
+An unknown key is an error that names the nearest known one. Nothing here imports torch.
+"""
+
+import difflib
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from swarm.errors import ConfigError
+
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class NodeSection(Section):
+    """This process: where it keeps its state and how much of the machine it may take."""
+
+    dir: Path = Path("runs/node")
+    """Folder of identity, pool, checkpoints, logs and metrics. One running node per folder."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seeds task choice, sampling and adapter training."""
+    max_rounds: PositiveInt | None = None
+    """Stop after so many rounds, counted from the first start; unset means until interrupted."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where the policy runs; auto takes CUDA, then MPS, then CPU."""
+    threads: PositiveInt | None = None
+    """CPU threads for tensor work; unset leaves the choice to torch."""
+    duty_cycle: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of time that the compute thread may work; 0.5 rests as long as it worked, which keeps a laptop usable."""
+
+
+class SwarmSection(Section):
+    """The swarm to take part in."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "local"
+    """Nodes of equal name and tasks find each other's records."""
+
+
+class NetworkSection(Section):
+    """How this node reaches others."""
+
+    backend: Literal["hivemind", "off"] = "hivemind"
+    """hivemind: DHT and streams over libp2p. off: plain RL on this machine, no socket is opened."""
+    listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
+    """Multiaddresses to listen on; port 0 takes a free one. Use /ip4/0.0.0.0/tcp/PORT to be reachable from outside."""
+    announce: tuple[str, ...] = ()
+    """Multiaddresses to tell others, where they differ from `listen` (port forwarding)."""
+    initial_peers: tuple[str, ...] = ()
+    """Multiaddresses, each ending in /p2p/PEER_ID, of nodes to join through. Empty: start a swarm of one and wait."""
+    startup_timeout_s: PositiveFloat = 60.0
+    """Longest wait for the libp2p daemon to come up."""
+    request_timeout_s: PositiveFloat = 20.0
+    """Longest wait for one small request; transfers get more by size."""
+    poll_interval_s: PositiveFloat = 1.0
+    """Pause between two reads of the header index."""
+    max_connections_inbound: PositiveInt = 64
+    """Requests from peers served at the same time; more are refused."""
+
+
+class TaskSourceSection(Section):
+    """One source of tasks."""
+
+    kind: Literal["reasoning_gym", "jsonl"] = "reasoning_gym"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    """Name of a reasoning-gym data set, or a name of your own for a JSONL file."""
+    label: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{0,64}$")] = ""
+    """Name in tables and records; defaults to `name`. Needed when one data set appears twice at different difficulty."""
+    weight: PositiveFloat = 1.0
+    """Relative share of the tasks drawn."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the reasoning-gym data set, such as {max_digits = 2}."""
+    path: Path | None = None
+    """JSONL file with one {"prompt", "answer", "verifier"} object per line."""
+    verifier: Literal["exact", "numeric", "regex"] = "exact"
+    """Verifier for lines of a JSONL file that name none."""
+
+    @model_validator(mode="after")
+    def _path_matches_kind(self) -> "TaskSourceSection":
+        if self.kind == "jsonl" and self.path is None:
+            raise ValueError(f"a jsonl source needs a path, got none; set path for source {self.name!r}")
+        if self.kind == "reasoning_gym" and self.path is not None:
+            raise ValueError(f"path belongs to jsonl sources, got kind reasoning_gym; remove path of {self.name!r}")
+        return self
+
+    @property
+    def source_name(self) -> str:
+        return self.label or self.name
+
+
+DEMO_TASKS = (
+    TaskSourceSection(
+        name="chain_sum", label="sums", parameters={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+    ),
+    TaskSourceSection(
+        name="chain_sum",
+        label="longer_sums",
+        parameters={"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+    ),
+    TaskSourceSection(name="spell_backward", label="spelling", parameters={"min_word_len": 3, "max_word_len": 5}),
+    TaskSourceSection(
+        name="spell_backward", label="longer_spelling", parameters={"min_word_len": 6, "max_word_len": 8}
+    ),
+    TaskSourceSection(name="letter_counting", parameters={"min_words": 3, "max_words": 6}),
+    TaskSourceSection(name="gcd", parameters={"min_value": 1, "max_value": 60}),
+)
+"""What the bundled policy was made for, easy settings and harder ones."""
+
+
+class TasksSection(Section):
+    """What the policy is trained on."""
+
+    sources: Annotated[tuple[TaskSourceSection, ...], Field(min_length=1)] = DEMO_TASKS
+    """Weighted mixture of task sources. All nodes of a swarm use the same list."""
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> "TasksSection":
+        names = [source.source_name for source in self.sources]
+        doubled = sorted({name for name in names if names.count(name) > 1})
+        if doubled:
+            raise ValueError(f"source names must be unique, got {doubled} twice; set a different label")
+        return self
+
+
+class LoraSection(Section):
+    """The adapter (peft)."""
+
+    rank: PositiveInt = 16
+    """Rank of every factor pair."""
+    alpha: PositiveFloat = 32.0
+    """Scale is alpha / rank."""
+    dropout: Fraction = 0.0
+    """Dropout before A, in training only."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names of the linear layers to adapt, or all of them but the head."""
+    init_seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seeds A. Nodes of equal base, shape and init_seed are one lineage: they share log-probs and can merge."""
+
+
+class PolicySection(Section):
+    """Base model and adapter."""
+
+    base: str = "bundled"
+    """`bundled` (the tiny policy of this package), a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model; pin a commit in production."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: bfloat16 on CUDA devices that have it, float32 elsewhere."""
+    quantization: Literal["none", "8bit", "4bit"] = "none"
+    """Load the frozen base with bitsandbytes; the adapter stays in full precision."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    max_prompt_tokens: PositiveInt = 512
+    """Tasks with a longer prompt are skipped and counted."""
+    lora: LoraSection = LoraSection()
+
+
+class RolloutsSection(Section):
+    """How answers are sampled."""
+
+    groups_per_round: PositiveInt = 8
+    """Tasks drawn per round; each gives one group."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Rollouts per group (G). Below 4 the advantage is noisy and a warning is logged."""
+    max_new_tokens: PositiveInt = 24
+    """Longest answer in tokens; longer ones are cut and masked from the loss."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature."""
+    max_batch_sequences: PositiveInt = 64
+    """Answers decoded at the same time; lower it when memory is short."""
+
+
+class SharingSection(Section):
+    """Experience exchange (SAPO, 2509.08721): what is published and what is learned from others."""
+
+    own_groups: PositiveInt = 4
+    """I: own groups in a training batch."""
+    swarm_groups: Annotated[int, Field(ge=0)] = 4
+    """J: groups of others in a training batch. 0 is plain RL."""
+    publish: bool = True
+    """Share own groups. Off: learn from others only."""
+    time_to_live_s: PositiveFloat = 600.0
+    """How long a record is offered to others. Longer than a slow node's round."""
+    max_age_s: PositiveFloat = 600.0
+    """Older groups of others are not trained on."""
+    max_uses: PositiveInt = 1
+    """How often one group of another node is trained on."""
+    max_share_per_peer: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Largest part of the J groups of a batch from one author, where others are at hand."""
+    pool_max_groups: PositiveInt = 512
+    """Groups kept in the experience pool; the oldest go first."""
+    max_group_size: PositiveInt = 64
+    """Groups of others with more rollouts are refused."""
+    max_answer_tokens: PositiveInt = 4096
+    """Answers of others with more tokens are refused."""
+    max_records_per_peer_per_minute: PositiveInt = 240
+    """Headers beyond this rate are refused."""
+    likelihood_floor_quantile: Fraction = 0.02
+    """Text of other lineages below this quantile of own answers' mean log-prob is not trained on. 0 turns it off."""
+
+
+class TrainingSection(Section):
+    """The policy-gradient step."""
+
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate of AdamW on the adapter."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 5
+    """Steps of linear warm-up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are clipped to this global norm."""
+    inner_epochs: PositiveInt = 1
+    """Passes over one batch."""
+    micro_batch_sequences: PositiveInt = 64
+    """Sequences per forward and backward pass; gradients accumulate to the full batch."""
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    """grpo: (R - mean) / std. dr_grpo: R - mean (2503.20783)."""
+    aggregation: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    """dapo: sum over tokens / all tokens. grpo: mean per sequence, then mean. dr_grpo: sum / (sequences x max_new_tokens)."""
+    clip_low: PositiveFloat = 0.2
+    """Lower clip range of the ratio."""
+    clip_high: PositiveFloat = 0.28
+    """Upper clip range of the ratio (DAPO, 2503.14476)."""
+    clip_delta: Annotated[float, Field(gt=1)] = 4.0
+    """Cap of the ratio where the advantage is negative (two-sided clip, 2505.07291)."""
+    correction: Literal["none", "tis", "sequence_mask"] = "sequence_mask"
+    """Importance correction for groups that come with log-probs of another policy of our lineage."""
+    correction_cap: Annotated[float, Field(gt=1)] = 2.0
+    """C of the correction."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL penalty towards the base policy (k3 estimator); 0 skips the extra forward pass."""
+    mask_truncated: bool = True
+    """Leave answers without EOS out of the loss."""
+    canary_tolerance: PositiveFloat = 1e-3
+    """Largest difference between the engine's and the trainer's log-probs of the canary answer."""
+
+
+class CheckpointSection(Section):
+    """What survives a crash."""
+
+    interval_rounds: PositiveInt = 10
+    """Rounds between two checkpoints."""
+    keep: PositiveInt = 3
+    """Checkpoints kept; the newest damaged one falls back to the one before."""
+
+
+class EvaluationSection(Section):
+    """Held-out tasks, never trained on by anyone."""
+
+    tasks_per_source: Annotated[int, Field(ge=0)] = 32
+    """Tasks per source in one evaluation; 0 turns it off."""
+    interval_rounds: Annotated[int, Field(ge=0)] = 0
+    """Rounds between two evaluations; 0 evaluates at the start and the end only."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 decodes greedily."""
+
+
+class ObservabilitySection(Section):
+    """What a person and a monitor can see."""
+
+    http: bool = True
+    """Serve /metrics (Prometheus) and /health."""
+    http_host: str = "127.0.0.1"
+    """Address to bind; keep it on loopback unless a firewall guards it."""
+    http_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0 takes a free port; the node's status file names it."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Config(Section):
+    """All settings of one node."""
+
+    node: NodeSection = NodeSection()
+    swarm: SwarmSection = SwarmSection()
+    network: NetworkSection = NetworkSection()
+    tasks: TasksSection = TasksSection()
+    policy: PolicySection = PolicySection()
+    rollouts: RolloutsSection = RolloutsSection()
+    sharing: SharingSection = SharingSection()
+    training: TrainingSection = TrainingSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    observability: ObservabilitySection = ObservabilitySection()
+
+    @model_validator(mode="after")
+    def _batch_can_be_filled(self) -> "Config":
+        if self.network.backend == "off" and self.sharing.swarm_groups > 0:
+            raise ValueError(
+                f"sharing.swarm_groups must be 0 with network.backend off, got {self.sharing.swarm_groups}; "
+                'set sharing.swarm_groups = 0 or network.backend = "hivemind"'
+            )
+        if self.sharing.own_groups > self.rollouts.groups_per_round:
+            raise ValueError(
+                f"sharing.own_groups must be <= rollouts.groups_per_round, got {self.sharing.own_groups} > "
+                f"{self.rollouts.groups_per_round}; raise rollouts.groups_per_round or lower sharing.own_groups"
+            )
+        return self
+
+    @property
+    def swarm_id(self) -> str:
+        """32 hex digits over the swarm's name; part of every signature and index key."""
+        return hashlib.sha256(b"swarm-id:" + self.swarm.name.encode()).hexdigest()[:32]
+
+
+def load(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None = None) -> Config:
+    """Merge TOML files left to right (tables merge, other values replace), apply overrides, validate.
+
+    `overrides` maps dotted keys to TOML literals; text that is no TOML literal is taken as a string.
+    Relative `tasks.sources.path` entries are resolved against the file that names them.
+    Raises ConfigError, one line per mistake, each with rule, value and fix.
+    """
+    merged: dict[str, Any] = {}
+    for path in paths:
+        merged = _merge(merged, _read_toml(Path(path)))
+    for key, text in (overrides or {}).items():
+        merged = _merge(merged, _nest(key, _literal(text)))
+    return parse(merged)
+
+
+def parse(data: Mapping[str, Any]) -> Config:
+    """Validate plain data. Raises ConfigError."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from None
+
+
+def dump_toml(config: Config) -> str:
+    """The resolved configuration as TOML that `load` reads back to an equal Config."""
+    lines: list[str] = []
+    _write_table(json.loads(config.model_dump_json(exclude_none=True)), "", lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"a config must be an existing TOML file, got {path}; see node_configs/ for ready ones"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"a config must be readable UTF-8 text, got {path}: {error}; check the file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"a config must be valid TOML, got {path}: {error}; mend that line") from None
+    _resolve_paths(data, path.parent)
+    return data
+
+
+def _resolve_paths(data: dict[str, Any], folder: Path) -> None:
+    tasks = data.get("tasks")
+    sources = tasks.get("sources") if isinstance(tasks, dict) else None
+    for source in sources if isinstance(sources, list) else ():
+        if isinstance(source, dict) and isinstance(source.get("path"), str):
+            source["path"] = str((folder / source["path"]).resolve())
+
+
+def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in top.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _nest(dotted: str, value: Any) -> dict[str, Any]:
+    head, _, rest = dotted.partition(".")
+    return {head: _nest(rest, value) if rest else value}
+
+
+def _literal(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        return text
+
+
+def _explain(item: Any) -> str:
+    location = [part for part in item["loc"] if isinstance(part, str | int)]
+    key = ".".join(str(part) for part in location)
+    if item["type"] == "extra_forbidden":
+        nearest = _nearest_key(location)
+        fix = f"did you mean {nearest}?" if nearest else "see `swarm config schema`"
+        return f"unknown setting {key}; {fix}"
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"])
+    rule = item["msg"][0].lower() + item["msg"][1:]
+    return f"{key}: {rule}, got {item['input']!r}; set {key}"
+
+
+def _nearest_key(location: list[Any]) -> str | None:
+    known = _known_keys(Config)
+    wanted = ".".join(str(part) for part in location)
+    close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
+    if not close:  # right name, wrong section
+        close = [key for key in known if key.rsplit(".", 1)[-1] == str(location[-1])][:1]
+    return close[0] if close else None
+
+
+def _known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        for inner in (field.annotation, *get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                keys += _known_keys(inner, f"{prefix}{name}.")
+    return keys
+
+
+def _write_table(table: dict[str, Any], name: str, lines: list[str]) -> None:
+    plain = {key: value for key, value in table.items() if not _is_table(value)}
+    if plain and name:
+        lines.append(f"\n[{name}]")
+    lines += [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in plain.items()]
+    for key, value in table.items():
+        inner = f"{name}.{_toml_key(key)}" if name else _toml_key(key)
+        if isinstance(value, dict):
+            _write_table(value, inner, lines)
+        elif _is_table(value):
+            for row in value:
+                lines.append(f"\n[[{inner}]]")
+                lines += [f"{_toml_key(k)} = {_toml_value(v)}" for k, v in row.items()]
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
+
+
+def _toml_key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return json.dumps(value) if isinstance(value, str) else repr(value)

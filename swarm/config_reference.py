@@ -1,0 +1,92 @@
+"""Every setting as rows and as a page, generated from the pydantic sections so that it cannot go stale."""
+
+import json
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from swarm.config import Config, TaskSourceSection
+
+_INTRODUCTION = """# Configuration
+
+Settings live in TOML files, one table per section. Files are merged left to right, then overrides apply:
+
+    swarm run base.toml gpu-8gb.toml --training.lr 1e-5
+    swarm config show base.toml        # what results
+    swarm run base.toml --dry-run      # the same
+
+An unknown setting is an error that names the nearest known one. This page is generated: `swarm config schema --markdown`.
+"""
+
+
+def settings() -> list[tuple[str, str, str, str]]:
+    """(dotted key, type, default, meaning) of every setting."""
+    rows = _rows(Config, "")
+    return rows + _rows(TaskSourceSection, "tasks.sources[].")
+
+
+def reference_markdown() -> str:
+    """The page docs/configuration.md."""
+    parts = [_INTRODUCTION]
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        assert isinstance(section, type) and issubclass(section, BaseModel)
+        parts.append(f"\n## {name}\n\n{(section.__doc__ or '').strip()}\n")
+        parts.append(_markdown_table(_rows(section, f"{name}.")))
+        if name == "tasks":
+            parts.append("\nEach entry of `tasks.sources`:\n")
+            parts.append(_markdown_table(_rows(TaskSourceSection, "")))
+    return "\n".join(parts) + "\n"
+
+
+def _markdown_table(rows: list[tuple[str, str, str, str]]) -> str:
+    lines = ["| setting | type | default | meaning |", "|---|---|---|---|"]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{r[0]}`", *r[1:])) + " |" for r in rows]
+    return "\n".join(lines)
+
+
+def _rows(section: type[BaseModel], prefix: str) -> list[tuple[str, str, str, str]]:
+    rows: list[tuple[str, str, str, str]] = []
+    for name, field in section.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            rows += _rows(annotation, f"{prefix}{name}.")
+        else:
+            meaning = " ".join((field.description or "").split())
+            rows.append((f"{prefix}{name}", _type_name(annotation) + _bounds(field), _default(field), meaning))
+    return rows
+
+
+def _type_name(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(arguments[0])
+    if origin is Literal:
+        return " or ".join(json.dumps(value) for value in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(_type_name(part) for part in arguments if part is not type(None))
+    if origin is tuple:
+        return f"list of {_type_name(arguments[0])}"
+    if origin is dict:
+        return "table"
+    names = {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "Path": "path"}
+    name = getattr(annotation, "__name__", str(annotation))
+    return names.get(name, "table" if name.endswith("Section") else name)
+
+
+def _bounds(field: FieldInfo) -> str:
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    found = [f"{signs[key]} {getattr(item, key)}" for item in field.metadata for key in signs if hasattr(item, key)]
+    return f" {', '.join(found)}" if found else ""
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "required"
+    if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+        return f"{len(value)} sources of the bundled policy"
+    return "unset" if value is None else json.dumps(value, default=str)

@@ -1,0 +1,1 @@
+"""Rollout engines: prompts in, sampled answers with their log-probabilities out."""

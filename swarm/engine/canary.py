@@ -1,0 +1,47 @@
+"""Does the engine sample from the weights that are trained? One short answer, scored both ways after every update.
+
+The engine scores it as it decodes, token by token over its cache; the trainer scores it in one pass without a cache. A
+difference means that training corrects for a distribution nothing was sampled from: stale or merged weights, another
+precision, a wrong mask or position.
+"""
+
+import torch
+
+from swarm.engine.engine import Engine
+from swarm.errors import TrainingError
+from swarm.policy.logprobs import token_logprobs
+from swarm.policy.policy import Policy
+
+PROMPT = "What is 2 + 3?"
+ANSWER = "5"
+
+
+class Canary:
+    """Compares engine and trainer on one fixed answer."""
+
+    def __init__(self, policy: Policy, engine: Engine, tolerance: float) -> None:
+        self._policy = policy
+        self._engine = engine
+        self._prompt = policy.encode_prompt(PROMPT)
+        self._answer = [*policy.encode_answer(ANSWER), policy.eos_token_ids[0]]
+        self._tolerance = max(tolerance, rounding_floor(policy))
+
+    def check(self) -> float:
+        """Largest difference of the log-probs, in nats. Raises TrainingError beyond the tolerance and for NaN."""
+        sampled = torch.tensor(self._engine.score(self._prompt, self._answer))
+        with torch.no_grad():
+            result = token_logprobs(self._policy.model, [(self._prompt, self._answer)], self._policy.pad_token_id)
+        difference = (sampled - result.logprobs[0].cpu()).abs().max().item()  # NaN if any is NaN
+        if not difference <= self._tolerance:
+            raise TrainingError(
+                f"engine and trainer must agree on the canary answer within {self._tolerance:g} nats, got "
+                f"{difference:.3g} at policy version {self._policy.version}: the engine samples from other weights "
+                "than are trained; restart the node, and raise training.canary_tolerance only for reduced precision"
+            )
+        return difference
+
+
+def rounding_floor(policy: Policy) -> float:
+    """What two right computations may differ by, in nats: 8- and 16-bit activations round differently by shape."""
+    reduced = policy.dtype != torch.float32 or policy.config.quantization == "8bit"
+    return 0.1 if reduced else 0.0

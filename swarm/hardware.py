@@ -1,0 +1,77 @@
+"""What this machine has, found out without torch, and the policy that fits it."""
+
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    cpu_cores: int
+    memory_gib: float
+    gpu_name: str
+    """Empty where there is none."""
+    gpu_memory_gib: float
+
+    @property
+    def summary(self) -> str:
+        gpu = f"{self.gpu_name} with {self.gpu_memory_gib:.0f} GiB" if self.gpu_name else "no GPU"
+        return f"{self.cpu_cores} CPU cores, {self.memory_gib:.0f} GiB of memory, {gpu}"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChoice:
+    """A base that fits, and why."""
+
+    base: str
+    quantization: str
+    why: str
+    groups_per_round: int
+    max_new_tokens: int
+    lr: float
+
+
+def detect() -> Hardware:
+    """Looks at CPU, memory, NVIDIA's driver and Apple silicon; a missing tool counts as a missing GPU."""
+    memory_gib = psutil.virtual_memory().total / 2**30
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    name, gpu_gib = _nvidia_gpu()
+    if not name and platform.system() == "Darwin" and platform.machine() == "arm64":
+        name, gpu_gib = "Apple GPU (MPS)", memory_gib * 0.7
+    return Hardware(cores, memory_gib, name, gpu_gib)
+
+
+def choose_policy(hardware: Hardware) -> PolicyChoice:
+    """The largest base that leaves room for rollouts and training; without a GPU the bundled tiny policy."""
+    gib = hardware.gpu_memory_gib
+    if gib >= 22:
+        return PolicyChoice(
+            "Qwen/Qwen2.5-7B-Instruct", "4bit", "7B in 4 bit takes about 6 GiB; the rest is for answers", 16, 512, 1e-5
+        )
+    if gib >= 11:
+        return PolicyChoice("Qwen/Qwen2.5-3B-Instruct", "4bit", "3B in 4 bit takes about 2.5 GiB", 8, 512, 1e-5)
+    if gib >= 7:
+        return PolicyChoice("Qwen/Qwen2.5-1.5B-Instruct", "4bit", "1.5B in 4 bit takes about 1.5 GiB", 8, 384, 2e-5)
+    if gib >= 3.5:
+        return PolicyChoice("Qwen/Qwen2.5-0.5B-Instruct", "none", "0.5B in bfloat16 takes about 1 GiB", 8, 256, 2e-5)
+    return PolicyChoice("bundled", "none", "no GPU: the bundled policy learns on any CPU in minutes", 8, 24, 1e-3)
+
+
+def _nvidia_gpu() -> tuple[str, float]:
+    """(name, GiB) of the first NVIDIA GPU that the driver reports, or ("", 0)."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "", 0.0
+    try:
+        asked = subprocess.run(
+            [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+        name, mebibytes = asked.stdout.splitlines()[0].rsplit(",", 1)
+        return name.strip(), float(mebibytes) / 1024
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
+        return "", 0.0

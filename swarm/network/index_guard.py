@@ -1,0 +1,125 @@
+"""What stands between hivemind's DHT and peers that store or return bad entries.
+
+Imports hivemind, and so torch: only `hivemind_session` may import this module.
+
+A validator in hivemind sees the SHA-1 of a key. So that ours sees what the publisher passed, the key travels in front
+of the value, `key NUL value`, and counts only if it hashes to where the entry was found. Beyond validation, hivemind
+1.1.12 needs protection in four places, each met by hostile peers or by clocks that differ:
+- one bad subkey voids a whole reply, so that readers with a slow clock would lose a key altogether: drop the subkey;
+- a plain value without subkeys and with a later expiration replaces all subkeys of a key: refuse plain values;
+- a reply with an infinite expiration ends the search before other replicas are heard: ignore it;
+- a key over 4 MiB cannot be read any more: bound the entries under a key.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import msgpack
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import PeerID
+
+from swarm.network.index_entry import (
+    MAX_ENTRIES_PER_KEY,
+    MAX_KEY_BYTES,
+    MAX_SUBKEY_BYTES,
+    MAX_VALUE_BYTES,
+    check_entry,
+    is_live,
+)
+from swarm.network.transport import IndexValidator
+
+_KEY_END = b"\0"
+_MAX_STORED_BYTES = MAX_KEY_BYTES + MAX_VALUE_BYTES + 8
+_MAX_STORED_SUBKEY_BYTES = MAX_SUBKEY_BYTES + 8
+
+
+def wrap(key: str, value: bytes) -> bytes:
+    """The value as it is stored under `key`."""
+    return key.encode() + _KEY_END + value
+
+
+def unwrap(stored: bytes) -> bytes:
+    """The value as it was published."""
+    return stored.partition(_KEY_END)[2]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    key: str
+    subkey: str
+    value: bytes
+
+
+def decode_entry(record: DHTRecord) -> IndexEntry | None:
+    """The entry in a record of the DHT; None for anything that this program would not have stored."""
+    if len(record.value) > _MAX_STORED_BYTES or len(record.subkey) > _MAX_STORED_SUBKEY_BYTES:
+        return None
+    try:
+        subkey = msgpack.unpackb(record.subkey)
+        stored = msgpack.unpackb(record.value)
+        if not (isinstance(subkey, str) and isinstance(stored, bytes) and _KEY_END in stored):
+            return None
+        key_bytes, _, value = stored.partition(_KEY_END)
+        key = key_bytes.decode()
+        check_entry(key, subkey, value)
+    except (ValueError, msgpack.UnpackException):
+        return None
+    return IndexEntry(key, subkey, value) if DHTID.generate(source=key).to_bytes() == record.key else None
+
+
+class IndexGuard(RecordValidatorBase):
+    """The validator of one node as hivemind wants it."""
+
+    def __init__(self, validator: IndexValidator | None, now: Callable[[], float]) -> None:
+        """`now` gives swarm time; without a `validator` only form and expiration are checked."""
+        self._validator = validator
+        self._now = now
+
+    def validate(self, record: DHTRecord) -> bool:
+        if not is_live(record.expiration_time, self._now()):
+            return False
+        entry = decode_entry(record)
+        return entry is not None and (self._validator is None or self._validator(entry.key, entry.subkey, entry.value))
+
+    def protect(self, protocol: DHTProtocol) -> None:
+        """Put the guard into the protocol of a new DHTNode, before it meets a peer."""
+        validate_record, find = protocol._validate_record, protocol.call_find
+
+        def is_storable(key_bytes: bytes, subkey_bytes: bytes, value_bytes: bytes, expiration_time: float) -> bool:
+            if not validate_record(key_bytes, subkey_bytes, value_bytes, expiration_time):
+                return False
+            found = protocol.storage.get(DHTID.from_bytes(key_bytes))
+            stored = found.value if found is not None else {}
+            return len(stored) < MAX_ENTRIES_PER_KEY or msgpack.unpackb(subkey_bytes) in stored
+
+        async def find_sane(peer: PeerID, keys: Collection[DHTID]):
+            results = await find(peer, keys) or {}
+            for key, (found, neighbors) in results.items():
+                if found is not None and not is_live(found.expiration_time, self._now()):
+                    results[key] = None, neighbors
+            return results
+
+        # hivemind has no seam for these; the attributes are those of one object, its classes stay as they are.
+        protocol._validate_record = is_storable
+        protocol._validate_dictionary = self.keep_valid
+        protocol.call_find = find_sane
+
+    def keep_valid(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
+        """Drop the subkeys of a reply (or a handed over key) that are not valid; whether any is left."""
+        dictionary.maxsize = float("inf")  # chosen by the peer
+        with dictionary.freeze():
+            for subkey, (value, expires_at) in list(dictionary.items()):
+                is_kept = (
+                    isinstance(subkey, str)
+                    and isinstance(value, bytes)
+                    and isinstance(expires_at, float)
+                    and self.validate(DHTRecord(key_bytes, DHTProtocol.serializer.dumps(subkey), value, expires_at))
+                )
+                if not is_kept:
+                    del dictionary[subkey]
+            for subkey in list(dictionary.data)[MAX_ENTRIES_PER_KEY:]:
+                del dictionary[subkey]
+            return bool(dictionary.data)

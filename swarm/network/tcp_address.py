@@ -1,0 +1,90 @@
+"""The multiaddresses that nodes use: `/ip4/HOST/tcp/PORT`, with `/p2p/PEER_ID` at the end where it names a peer.
+
+The one kind of address for now: QUIC loses the last piece of a stream, and circuits need relays.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from swarm.errors import ConfigError
+from swarm.records.identity import is_peer_id
+
+_SHAPE = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([A-Za-z0-9._:-]{1,253})/tcp/([0-9]{1,5})(?:/p2p/([A-Za-z0-9]{1,64}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    kind: str
+    """ip4, ip6, dns, dns4 or dns6."""
+    host: str
+    port: int
+    peer_id: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises ValueError with the reason."""
+        match = _SHAPE.fullmatch(text)
+        if match is None:
+            raise ValueError("its form is /ip4/HOST/tcp/PORT, ending in /p2p/PEER_ID where it names a peer")
+        kind, host, port, peer_id = match.groups()
+        if kind in ("ip4", "ip6"):
+            {"ip4": ipaddress.IPv4Address, "ip6": ipaddress.IPv6Address}[kind](host)
+        if int(port) > 65535:
+            raise ValueError(f"{port} is no port")
+        if peer_id is not None and not is_peer_id(peer_id):
+            raise ValueError(f"{peer_id} is no peer id of an Ed25519 key (12D3KooW...)")
+        return cls(kind, host, int(port), peer_id)
+
+    @property
+    def transport(self) -> str:
+        """The address without the peer id."""
+        return f"/{self.kind}/{self.host}/tcp/{self.port}"
+
+    @property
+    def is_wildcard(self) -> bool:
+        """Whether it stands for every address of the machine."""
+        return self.kind in ("ip4", "ip6") and ipaddress.ip_address(self.host).is_unspecified
+
+    def __str__(self) -> str:
+        return self.transport if self.peer_id is None else f"{self.transport}/p2p/{self.peer_id}"
+
+
+def parse_setting(
+    setting: Literal["listen", "announce", "initial_peers"], texts: Sequence[str]
+) -> tuple[TcpAddress, ...]:
+    """The addresses of one setting of the network section. Raises ConfigError with rule, value and fix."""
+    if setting == "listen" and not texts:
+        raise ConfigError("network.listen must hold an address, got none; use /ip4/127.0.0.1/tcp/0")
+    return tuple(_parse_one(setting, text) for text in texts)
+
+
+def _parse_one(setting: str, text: str) -> TcpAddress:
+    try:
+        address = TcpAddress.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"network.{setting} must hold TCP multiaddresses, got {text!r}: {error}") from None
+    if setting == "listen" and address.kind not in ("ip4", "ip6"):
+        raise ConfigError(f"network.listen must hold numeric addresses, got {text!r}; use /ip4/0.0.0.0/tcp/PORT")
+    if setting == "initial_peers" and address.peer_id is None:
+        raise ConfigError(f"network.initial_peers must end in /p2p/PEER_ID, got {text!r}; append the peer's id")
+    if setting != "initial_peers" and address.peer_id is not None:
+        raise ConfigError(f"network.{setting} must not name a peer, got {text!r}; remove /p2p/...")
+    if setting != "listen" and address.port == 0:
+        raise ConfigError(f"network.{setting} must name a port, got {text!r}; replace 0 by the real one")
+    return address
+
+
+def with_actual_ports(wanted: Sequence[TcpAddress], actual: Iterable[str]) -> tuple[TcpAddress, ...]:
+    """Fill in the ports that the system chose for port 0: a restart then listens where others know the node."""
+    found = [TcpAddress.parse(text) for text in actual]
+    return tuple(_with_port(address, found) if address.port == 0 else address for address in wanted)
+
+
+def _with_port(wanted: TcpAddress, found: Sequence[TcpAddress]) -> TcpAddress:
+    for address in found:
+        if address.kind == wanted.kind and (wanted.is_wildcard or address.host == wanted.host):
+            return replace(wanted, port=address.port)
+    return wanted

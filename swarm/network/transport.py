@@ -1,0 +1,82 @@
+"""The contract between the node and a network: an expiring index, and requests to one peer.
+
+Implementations: `hivemind_transport` (libp2p daemon: DHT and streams) and `memory_transport` (in-process, seeded faults).
+Everything above this line works the same on both.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+RequestHandler = Callable[[str, bytes], Awaitable[bytes]]
+"""(peer id of the caller, request) -> response. Raising RequestRefused answers the caller with its reason."""
+
+IndexValidator = Callable[[str, str, bytes], bool]
+"""(key, subkey, value) -> whether this entry may be stored here or believed when read."""
+
+
+class RequestRefused(Exception):
+    """A handler declines a request; the reason (short ASCII) travels to the caller."""
+
+
+@dataclass(slots=True)
+class TrafficCounter:
+    """Bytes of payload through this node's own calls and handlers (the daemon's overhead is not visible from here)."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    requests_served: int = 0
+    requests_failed: int = 0
+
+
+class Transport(Protocol):
+    """Network access of one node. All methods run on the node's asyncio loop."""
+
+    peer_id: str
+    """Own peer id (base58), derived from the identity's public key."""
+    traffic: TrafficCounter
+
+    async def start(self) -> None:
+        """Join the swarm. Raises NetworkError with the cause when the network layer cannot come up."""
+        ...
+
+    async def stop(self) -> None:
+        """Leave, close every stream and end every child process. Idempotent."""
+        ...
+
+    def now(self) -> float:
+        """Swarm time in seconds since the epoch."""
+        ...
+
+    def addresses(self) -> tuple[str, ...]:
+        """Multiaddresses, each ending in /p2p/PEER_ID, that others may use as initial peers."""
+        ...
+
+    async def connected_peers(self) -> tuple[str, ...]:
+        """Peer ids with an open connection."""
+        ...
+
+    async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+        """Put one entry of at most 1 KiB into the index; a later `expires_at` replaces an earlier one.
+
+        Returns whether at least one replica took it. Raises ValueError for an oversize value.
+        """
+        ...
+
+    async def load(self, key: str) -> dict[str, bytes]:
+        """All live entries under `key` as {subkey: value}; empty when there are none or nobody answers."""
+        ...
+
+    def serve(self, protocol: str, handler: RequestHandler, *, max_request_bytes: int) -> None:
+        """Answer requests of one protocol name. To be called before `start`."""
+        ...
+
+    async def request(
+        self, peer_id: str, protocol: str, request: bytes, *, max_response_bytes: int, deadline_s: float
+    ) -> bytes:
+        """Send a request and return the verified response.
+
+        The response is refused as soon as its announced length exceeds `max_response_bytes`; its hash is checked.
+        Raises RequestError (unreachable, refused, oversize, damaged, deadline).
+        """
+        ...

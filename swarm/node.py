@@ -1,0 +1,372 @@
+"""One node: the network loop and the compute thread, wired together.
+
+    asyncio loop (this thread)                          compute thread
+    ─────────────────────────                           ──────────────
+    transport · index · admission ──→ [pool] ──draw──→  Learner.run_round
+    publisher ←── outbox (bounded, newest win) ───────  groups of the round
+    status file · /metrics · /health ←── metrics row ─  after every round
+
+Neither side waits for the other: an empty pool means a batch of own groups only, a dead network means plain RL.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from swarm.adapters.checkpoint import CheckpointStore
+from swarm.config import Config, dump_toml
+from swarm.errors import SwarmError, TrainingError
+from swarm.learner import Learner, Row
+from swarm.network.transport import Transport
+from swarm.node_folder import NodeFolder
+from swarm.observability.http_server import HttpServer
+from swarm.observability.logging_setup import set_up_logging
+from swarm.observability.metrics import Metrics
+from swarm.observability.metrics_log import MetricsLog
+from swarm.observability.status_file import NodeStatus
+from swarm.policy.policy import load_policy
+from swarm.pool.experience_pool import ExperiencePool
+from swarm.records import identity as identities
+from swarm.records.admission import Admission, Vocabulary
+from swarm.records.identity import Identity, IdentityLock
+from swarm.sharing.body_store import BodyStore
+from swarm.sharing.index import EntryValidator
+from swarm.sharing.judge import MixtureJudge
+from swarm.sharing.publisher import Publisher
+from swarm.sharing.reader import BODY_PROTOCOL, Reader
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.types import RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+_OUTBOX_ROUNDS = 8
+_SAY_INTERVAL_S = 5.0
+_STOP_GRACE_S = 3.5
+"""How long a stop waits for the round in flight before it is left to the last checkpoint."""
+
+TransportFactory = Callable[[Config, Identity, NodeFolder, EntryValidator], Transport | None]
+
+
+def run_node(config: Config, *, fresh: bool = False) -> None:
+    """Run one node until `max_rounds` or a signal. Blocks. Raises SwarmError for whatever the user can mend."""
+    folder = NodeFolder(config.node.dir)
+    folder.create()
+    with IdentityLock(folder.path):
+        if fresh and (aside := folder.set_aside()):
+            print(f"earlier run moved to {aside}")
+        set_up_logging(folder.logs, config.observability.log_level)
+        folder.config.write_text(dump_toml(config))
+        identity = identities.load_or_create(folder.identity)
+        finished = asyncio.run(Node(config, folder, identity).run_until_signal())
+    if not finished:  # the compute thread is inside a long round: leave it, the last checkpoint stands
+        logging.shutdown()
+        os._exit(130)
+
+
+def hivemind_transport(
+    config: Config, identity: Identity, folder: NodeFolder, validator: EntryValidator
+) -> Transport | None:
+    if config.network.backend == "off":
+        return None
+    from swarm.network.hivemind_transport import HivemindTransport
+
+    return HivemindTransport(config.network, identity, folder.path, validator)
+
+
+class Node:
+    """Owns every part of one node for one run of the process."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: NodeFolder,
+        identity: Identity,
+        make_transport: TransportFactory = hivemind_transport,
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.identity = identity
+        self.metrics = Metrics()
+        self._validator = EntryValidator(config.swarm_id)
+        self.transport = make_transport(config, identity, folder, self._validator)
+        self._clock = self.transport.now if self.transport else time.time
+        self.pool = ExperiencePool(folder.pool, config.sharing, self._clock)
+        self.reader: Reader | None = None
+        self._publisher: Publisher | None = None
+        self._log = MetricsLog(folder.metrics)
+        self._http = HttpServer(config.observability, self.metrics, self._health)
+        self._outbox: asyncio.Queue[Sequence[RolloutGroup]] = asyncio.Queue(_OUTBOX_ROUNDS)
+        self._stop = threading.Event()
+        self._started_at = time.time()
+        self._phase = "starting"
+        self._last_row: Row = {}
+        self._num_peers = 0
+        self._said_at = -math.inf
+
+    async def run_until_signal(self) -> bool:
+        """`run`, with SIGINT and SIGTERM asking for a stop; a second one ends the process at once."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        return await self.run()
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            os._exit(130)
+        logger.info("stopping: the round in flight is finished or left; press Ctrl-C again to end at once")
+        self.stop()
+
+    def stop(self) -> None:
+        """Ask the node to end after the round in flight. Safe from any thread."""
+        self._stop.set()
+
+    async def run(self) -> bool:
+        """Whole life of the node. Returns whether the compute thread has ended; raises what ended it."""
+        logger.info("node %s (%s) in %s", self.identity.peer_name, self.identity.peer_id, self.folder.path)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self.pool.close)
+            stack.callback(self._log.close)
+            await self._http.start()
+            stack.push_async_callback(self._http.stop)
+            self._write_status()
+            learner, _ = await asyncio.gather(asyncio.to_thread(self._build_learner), self._start_transport())
+            if self.transport is not None:
+                stack.push_async_callback(self.transport.stop)
+                self._wire_sharing(learner)
+            tasks = [asyncio.create_task(work) for work in self._network_work()]
+            stack.push_async_callback(_cancel, tasks)
+            return await self._compute(learner)
+
+    async def _start_transport(self) -> None:
+        if self.transport is None:
+            return
+        self.transport.serve(BODY_PROTOCOL, self._serve_body, max_request_bytes=64)
+        await self.transport.start()
+        for address in self.transport.addresses():
+            logger.info("listening on %s", address)
+
+    async def _serve_body(self, peer_id: str, request: bytes) -> bytes:
+        from swarm.network.transport import RequestRefused
+
+        if self.reader is None:
+            raise RequestRefused("starting")
+        return await self.reader.serve_body(peer_id, request)
+
+    def _build_learner(self) -> Learner:
+        """Everything that imports, loads or hashes for seconds; runs in a thread while the network comes up."""
+        import torch
+
+        if self.config.node.threads:
+            torch.set_num_threads(self.config.node.threads)
+        mixture = TaskMixture(self.config.tasks)
+        logger.info("loading policy %s", self.config.policy.base)
+        policy = load_policy(self.config.policy, device=self.config.node.device, hash_cache=self.folder.hash_cache)
+        logger.info("policy ready on %s, lineage %s", policy.device, policy.lineage.policy[:12])
+        learner = Learner(self.config, policy, mixture, self.pool, self.identity.peer_id, self._hand_out)
+        learner.probe_memory()
+        if learner.resume(self._checkpoints()):
+            logger.info("resumed after round %d", learner.round)
+        self._mixture = mixture
+        return learner
+
+    def _wire_sharing(self, learner: Learner) -> None:
+        assert self.transport is not None
+        policy, config = learner.policy, self.config
+        vocabulary = Vocabulary(
+            lineage=policy.lineage,
+            size=policy.vocab_size,
+            eos_token_ids=frozenset(policy.eos_token_ids),
+            decode=policy.decode,
+        )
+        judge = MixtureJudge(self._mixture)
+        admission = Admission(config.sharing, config.swarm_id, self.identity.peer_id, judge, vocabulary, self._clock)
+        bodies = BodyStore(self._clock)
+        self._publisher = Publisher(
+            config.sharing, config.swarm_id, self.identity, self.transport, bodies, self._next_sequence
+        )
+        rng = random.Random(self.identity.peer_id)
+        self.reader = Reader(
+            config.sharing, config.network, config.swarm_id, self.transport, admission, self.pool, bodies, rng
+        )
+
+    def _network_work(self) -> list[Any]:
+        work: list[Any] = [self._keep_status()]
+        if self._publisher is not None:
+            work.append(self._publish_outbox(self._publisher))
+        if self.reader is not None and self.config.sharing.swarm_groups:
+            work.append(self._keep_reading(self.reader))
+        return work
+
+    async def _publish_outbox(self, publisher: Publisher) -> None:
+        while True:
+            await publisher.publish(await self._outbox.get())
+
+    async def _keep_reading(self, reader: Reader) -> None:
+        while True:
+            await reader.poll()
+            await asyncio.sleep(self.config.network.poll_interval_s)
+
+    async def _keep_status(self) -> None:
+        while True:
+            if self.transport is not None:
+                self._num_peers = len(await self.transport.connected_peers())
+            self._write_status()
+            await asyncio.sleep(2.0)
+
+    def _hand_out(self, groups: Sequence[RolloutGroup]) -> None:
+        """Called by the compute thread: never waits; when the network lags behind, the oldest round is dropped."""
+        if self._publisher is not None:
+            self._loop.call_soon_threadsafe(self._put_out, groups)
+
+    def _put_out(self, groups: Sequence[RolloutGroup]) -> None:
+        if self._outbox.full():
+            self._outbox.get_nowait()
+            self.metrics.count("exchange/rounds_not_published")
+        self._outbox.put_nowait(groups)
+
+    async def _compute(self, learner: Learner) -> bool:
+        """Run the compute thread to its end, or leave it behind when a stop cannot wait for its round."""
+        self._loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[None] = self._loop.create_future()
+        thread = threading.Thread(target=self._compute_thread, args=(learner, outcome), name="compute", daemon=True)
+        thread.start()
+        stop_seen_at: float | None = None
+        while not outcome.done():
+            await asyncio.wait([outcome], timeout=0.25)
+            if self._stop.is_set():
+                stop_seen_at = stop_seen_at or time.monotonic()
+                if time.monotonic() - stop_seen_at > _STOP_GRACE_S:
+                    logger.warning("left round %d unfinished; the last checkpoint stands", learner.round + 1)
+                    return False
+        await outcome
+        return True
+
+    def _compute_thread(self, learner: Learner, outcome: "asyncio.Future[None]") -> None:
+        error: Exception | None = None
+        try:
+            self._rounds(learner)
+        except (SwarmError, OSError, RuntimeError) as caught:
+            error = caught if isinstance(caught, SwarmError) else TrainingError(f"training stopped: {caught}")
+            error.__cause__ = caught if error is not caught else None
+            logger.exception("the compute thread failed")
+        self._loop.call_soon_threadsafe(_settle, outcome, error)
+
+    def _rounds(self, learner: Learner) -> None:
+        store = self._checkpoints()
+        max_rounds = self.config.node.max_rounds
+        if learner.round == 0:
+            self._evaluate(learner, "start")
+        self._phase = "learning"
+        while not self._stop.is_set() and (max_rounds is None or learner.round < max_rounds):
+            row = learner.run_round()
+            self._record(row)
+            if learner.round % self.config.checkpoint.interval_rounds == 0:
+                learner.save(store)
+            interval = self.config.evaluation.interval_rounds
+            if interval and learner.round % interval == 0:
+                self._evaluate(learner, "interval")
+            self._rest(row["time/round_s"])
+        learner.save(store)
+        done = max_rounds is not None and learner.round >= max_rounds
+        if done and not self._stop.is_set():
+            self._evaluate(learner, "end")
+        self._record({"kind": "end", "reason": "max_rounds" if done else "interrupted", "round": learner.round})
+        self._phase = "ended"
+
+    def _evaluate(self, learner: Learner, phase: str) -> None:
+        if self.config.evaluation.tasks_per_source:
+            self._phase = "evaluating"
+            self._record(learner.evaluate(phase))
+
+    def _rest(self, worked_s: float) -> None:
+        duty = self.config.node.duty_cycle
+        if duty < 1:
+            self._stop.wait(worked_s * (1 / duty - 1))
+
+    def _record(self, row: Row) -> None:
+        """Write one metrics row with the exchange's totals; called by the compute thread."""
+        if row["kind"] == "round":
+            row |= self._exchange_row()
+            for name, value in row.items():
+                if "/" in name and isinstance(value, int | float):
+                    self.metrics.gauge(name, value)
+            self._last_row = row
+            self._say(row)
+        self._log.write({"time_s": time.time(), **row})
+
+    def _say(self, row: Row) -> None:
+        """Progress for whoever watches the terminal, at most every few seconds."""
+        if time.monotonic() - self._said_at < _SAY_INTERVAL_S:
+            return
+        self._said_at = time.monotonic()
+        logger.info(
+            "round %d: reward %.3f, trained on %d own + %d swarm groups, %.0f tokens/s, %d peers",
+            row["round"], row["rollout/reward_mean"], row["train/own_groups"], row["train/swarm_groups"],
+            row["rollout/tokens_per_s"], self._num_peers,
+        )  # fmt: skip
+
+    def _exchange_row(self) -> Row:
+        row: Row = {"network/peers": self._num_peers}
+        if self.transport is not None:
+            traffic = self.transport.traffic
+            row |= {"exchange/bytes_sent": traffic.bytes_sent, "exchange/bytes_received": traffic.bytes_received}
+        if self.reader is not None and self._publisher is not None:
+            row |= {
+                "exchange/records_published": self._publisher.num_published,
+                "exchange/records_admitted": self.reader.num_records_admitted,
+                "exchange/groups_admitted": self.reader.num_groups_admitted,
+                "exchange/rejected": dict(Counter(self.reader.rejected) + self._validator.rejected),
+            }
+        return row
+
+    def _health(self) -> dict[str, Any]:
+        return {
+            "phase": self._phase,
+            "round": self._last_row.get("round", 0),
+            "peers": self._num_peers,
+            "uptime_s": time.time() - self._started_at,
+        }
+
+    def _write_status(self) -> None:
+        NodeStatus(
+            peer_id=self.identity.peer_id,
+            peer_name=self.identity.peer_name,
+            pid=os.getpid(),
+            http_port=self._http.port,
+            addresses=self.transport.addresses() if self.transport else (),
+            started_at=self._started_at,
+            round=self._last_row.get("round", 0),
+            policy_version=self._last_row.get("policy_version", 0),
+            phase=self._phase,
+            last_round=self._last_row,
+        ).write(self.folder.status)
+
+    def _checkpoints(self) -> CheckpointStore:
+        return CheckpointStore(self.folder.checkpoints, self.config.checkpoint.keep)
+
+    def _next_sequence(self) -> int:
+        return self.pool.next_number("header")
+
+
+async def _cancel(tasks: Sequence["asyncio.Task[Any]"]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _settle(outcome: "asyncio.Future[None]", error: Exception | None) -> None:
+    if outcome.done():
+        return
+    if error is None:
+        outcome.set_result(None)
+    else:
+        outcome.set_exception(error)

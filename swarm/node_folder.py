@@ -1,0 +1,48 @@
+"""The folder in which one node keeps everything: identity, configuration, pool, checkpoints, logs, metrics."""
+
+from pathlib import Path
+
+from swarm.errors import ConfigError
+
+_KEPT_ON_FRESH_START = {"identity.key", "lock"}
+"""Who the node is does not change when its run starts anew."""
+
+
+class NodeFolder:
+    """Paths of one node's state."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.identity = path / "identity.key"
+        self.config = path / "config.toml"
+        self.pool = path / "pool.sqlite"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.metrics = path / "metrics.jsonl"
+        self.status = path / "status.json"
+        self.hash_cache = path / "weight_hashes.json"
+
+    def create(self) -> None:
+        """Make the folder, readable by its owner only. Raises ConfigError where that is not possible."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(
+                f"node.dir must be a folder that can be written, got {self.path}: {error}; set node.dir"
+            ) from None
+
+    def set_aside(self) -> Path | None:
+        """Move the state of earlier runs to `previous-NNN/` so that a fresh start loses nothing. None if there is none."""
+        old = [
+            item
+            for item in sorted(self.path.iterdir())
+            if item.name not in _KEPT_ON_FRESH_START and not item.name.startswith("previous-")
+        ]
+        if not (self.checkpoints.exists() or self.metrics.exists() or self.pool.exists()):
+            return None
+        number = 1 + max((int(p.name[9:]) for p in self.path.glob("previous-[0-9]*")), default=0)
+        target = self.path / f"previous-{number:03d}"
+        target.mkdir()
+        for item in old:
+            item.rename(target / item.name)
+        return target

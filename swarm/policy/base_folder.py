@@ -1,0 +1,80 @@
+"""Where the files of a base model are: the bundled one, a folder, or a download from the hub."""
+
+from pathlib import Path
+
+from swarm.errors import PolicyError
+
+BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "assets" / "tiny_policy"
+
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+_OTHER_COPIES = ("original/*", "onnx/*", "consolidated*")  # the same weights once more, in formats that are not read
+
+
+def locate_base(base: str, revision: str | None) -> Path:
+    """The folder of base model `base`, downloaded first if it is a hub id that is not in the cache yet.
+
+    Raises PolicyError: no such folder, no such hub model, gated, no network.
+    """
+    folder = BUNDLED_FOLDER if base == "bundled" else Path(base).expanduser()
+    if not folder.is_dir():
+        if base == "bundled" or _looks_like_path(base):
+            raise PolicyError(f"policy.base must be an existing folder, got {base} ({folder}); set policy.base")
+        folder = _download(base, revision)
+    if not (folder / "config.json").is_file():
+        raise PolicyError(f"policy.base must hold a config.json, got none in {folder}; point policy.base at a model")
+    return folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights: safetensors where there are any, PyTorch files else. Raises PolicyError."""
+    for pattern in ("*.safetensors", "*.bin"):
+        files = sorted(path for path in folder.glob(pattern) if not path.name.startswith(("consolidated", "adapter_")))
+        if files:
+            return files
+    raise PolicyError(f"policy.base must hold *.safetensors weights, got none in {folder}; complete the folder")
+
+
+def _looks_like_path(base: str) -> bool:
+    return base.startswith((".", "/", "~")) or "\\" in base or base.count("/") > 1
+
+
+def _download(base: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        for weights in ("*.safetensors", "*.bin"):
+            patterns = [*_SMALL_FILES, weights]
+            folder = Path(
+                snapshot_download(base, revision=revision, allow_patterns=patterns, ignore_patterns=list(_OTHER_COPIES))
+            )
+            if any(folder.glob(weights)):
+                break
+        return folder
+    except HFValidationError:
+        raise PolicyError(f"policy.base must be bundled, a folder or a hub id, got {base!r}; set policy.base") from None
+    except GatedRepoError:
+        raise PolicyError(
+            f"policy.base must be a model you may read, got gated {base}; "
+            "accept its terms on the hub and log in with `hf auth login`"
+        ) from None
+    except RevisionNotFoundError:
+        raise PolicyError(f"policy.revision must exist in {base}, got {revision}; set policy.revision") from None
+    except RepositoryNotFoundError:
+        raise PolicyError(f"policy.base must exist as a folder or on the hub, got {base}; set policy.base") from None
+    except LocalEntryNotFoundError:
+        raise PolicyError(
+            f"policy.base must be at hand or on a hub that can be reached, got no folder {base}, no cached copy and "
+            "the hub cannot be reached; connect, or set policy.base to a folder"
+        ) from None
+    except OSError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise PolicyError(
+            f"policy.base must be downloadable, got {base}: {reason}; try again, or set policy.base to a folder"
+        ) from None

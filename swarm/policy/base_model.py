@@ -1,0 +1,175 @@
+"""The frozen base: a Hugging Face causal language model in the wanted precision, checked before anything uses it."""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from swarm.config import PolicySection
+from swarm.errors import MemoryBudgetError, PolicyError
+
+_LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
+"""What transformers raises for folders that are damaged, of an unknown architecture, or need a missing package."""
+
+
+def load_base(config: PolicySection, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """The base in `folder`, frozen, with dropout off, on `device`.
+
+    Raises PolicyError: damaged or missing weights, a decoder without a standard key/value
+    cache, quantisation that is not possible here. Raises MemoryBudgetError when the weights do not fit.
+    """
+    from transformers import AutoModelForCausalLM
+
+    quantization = _quantization(config, dtype)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            device_map={"": device},
+            quantization_config=quantization,
+            output_loading_info=True,
+            local_files_only=True,
+        )
+        model, report = loaded
+    except torch.OutOfMemoryError:
+        raise MemoryBudgetError(
+            f"the base must fit into the memory of {device}, got {config.base} in {dtype}; "
+            "set policy.quantization = 4bit or take a smaller base"
+        ) from None
+    except _LOADING_ERRORS as error:
+        raise PolicyError(
+            f"policy.base must load as a causal language model, got {folder}: {_one_line(error)}; check the folder"
+        ) from None
+    _check_is_complete(report, folder)
+    _check_has_cache(model, folder)
+    _use_one_weight_layout(model)
+    model.requires_grad_(False)
+    switch_dropout_off(model)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.eval()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in `folder`, with a padding token. Raises PolicyError when there is none."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # AutoTokenizer goes by the model's architecture for some models and replaces the splitting rules of a
+    # tokenizer.json that was made by hand; a folder that declares the generic class means its tokenizer.json as it
+    # stands
+    loader = PreTrainedTokenizerFast if _declares_generic_tokenizer(folder) else AutoTokenizer
+    try:
+        tokenizer = loader.from_pretrained(folder, local_files_only=True)
+    except _LOADING_ERRORS:
+        raise PolicyError(
+            f"policy.base must come with a tokenizer, got none that loads in {folder}; add its tokenizer files"
+        ) from None
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token  # padding is always masked, so any id will do
+    return tokenizer
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends an answer; chat models often name several. Raises PolicyError where there is none."""
+    found: list[int] = []
+    for source in (
+        tokenizer.eos_token_id,
+        model.generation_config.eos_token_id,
+        model.config.get_text_config().eos_token_id,
+    ):
+        found += source if isinstance(source, list) else [source] if source is not None else []
+    if not found:
+        raise PolicyError(
+            "policy.base must define an end-of-text token, got none; set eos_token in its tokenizer_config.json"
+        )
+    return tuple(dict.fromkeys(found))
+
+
+def switch_dropout_off(model: nn.Module) -> None:
+    """Zero every dropout rate of the base: log-probabilities must not depend on train or eval mode."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if name.endswith("dropout") and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def check_is_causal(folder: Path) -> None:
+    """Raise PolicyError unless config.json names a causal language model that transformers knows."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    try:
+        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kind, architectures = data.get("model_type"), data.get("architectures") or []
+    except (OSError, ValueError, AttributeError):
+        raise PolicyError(
+            f"policy.base must hold a valid config.json, got a damaged one in {folder}; fetch the model again"
+        ) from None
+    known = {name for name in CAUSAL.values() if isinstance(name, str)}
+    is_causal = kind in CAUSAL and not data.get("is_encoder_decoder", False)
+    if not is_causal or (architectures and not known.intersection(architectures)):
+        raise PolicyError(
+            f"policy.base must be a causal language model, got {architectures or kind} in {folder}; set policy.base"
+        )
+
+
+def _declares_generic_tokenizer(folder: Path) -> bool:
+    try:
+        declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("tokenizer_class")
+    except (OSError, ValueError, AttributeError):
+        return False
+    return declared in ("TokenizersBackend", "PreTrainedTokenizerFast") and (folder / "tokenizer.json").is_file()
+
+
+def _check_is_complete(report: dict[str, Any], folder: Path) -> None:
+    absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if absent:
+        raise PolicyError(
+            f"policy.base must hold all weights, got {len(absent)} missing such as {absent[0]} in {folder}; "
+            "fetch it again"
+        )
+
+
+def _check_has_cache(model: Any, folder: Path) -> None:
+    if "past_key_values" not in inspect.signature(model.forward).parameters or model.get_output_embeddings() is None:
+        raise PolicyError(
+            f"policy.base must decode with a standard key/value cache, got {type(model).__name__} in {folder}; "
+            "set policy.base"
+        )
+
+
+def _quantization(config: PolicySection, dtype: torch.dtype) -> Any:
+    if config.quantization == "none":
+        return None
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        raise PolicyError(
+            f"policy.quantization = {config.quantization} needs bitsandbytes, got no such package; "
+            "`pip install bitsandbytes` or set policy.quantization = none"
+        ) from None
+    from transformers import BitsAndBytesConfig
+
+    if config.quantization == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+
+
+def _use_one_weight_layout(model: Any) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights on CPU at the first forward pass in eval mode.
+
+    The packed form rounds its scales to bfloat16 and is not understood by the training pass, so sampling would silently
+    use another policy than training, and the result would depend on which of the two ran first.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

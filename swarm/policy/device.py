@@ -1,0 +1,27 @@
+"""Which device and which number format the policy runs in."""
+
+import torch
+
+from swarm.errors import PolicyError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` takes CUDA, then MPS, then CPU. Raises PolicyError for a device that this machine does not have."""
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(device for device, is_there in present.items() if is_there)
+    kind = name.partition(":")[0]
+    if not present.get(kind, False):
+        there = ", ".join(device for device, is_there in present.items() if is_there)
+        raise PolicyError(f"node.device must be present on this machine ({there}), got {name}; set node.device = auto")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` takes bfloat16 on CUDA devices that compute it natively and float32 elsewhere."""
+    if name != "auto":
+        return _DTYPES[name]
+    native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if native else torch.float32

@@ -1,0 +1,118 @@
+"""What a policy descends from, as hashes that say how far its rollouts and weights are usable elsewhere.
+
+    policy    = H(contents of the base's weight files, tokenizer, adapter: rank, alpha, layers and their shapes, A seed)
+    tokenizer = H(vocabulary, special tokens, chat template)
+
+Precision is left out on purpose: a 4-bit, a bfloat16 and a float32 node with the same files share a lineage. They start
+from the same A and may average adapters (QLoRA, too, trains on a 4-bit base and deploys on the full one), token ids
+mean the same, and the small difference of their log-probs is just what the importance weight π_old/μ measures, since μ
+is what the author sampled from.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from swarm.config import LoraSection
+from swarm.errors import PolicyError
+from swarm.policy.base_folder import weight_files
+from swarm.types import Lineage
+
+_READ_BYTES = 1 << 22
+
+
+def compute_lineage(
+    folder: Path, tokenizer: Any, lora: LoraSection, adapted: Iterable[tuple[str, int, int]], cache: Path | None
+) -> Lineage:
+    """Lineage of the base in `folder` with an adapter on the layers `adapted`: (name, inputs, outputs).
+
+    `cache` is a JSON file that keeps hashes of large weight files by path, size and modification time.
+    Raises PolicyError for unreadable weights.
+    """
+    tokenizer_hash = _digest(_tokenizer_facts(tokenizer))
+    adapter = [lora.rank, float(lora.alpha), lora.init_seed, sorted(adapted)]
+    policy_hash = _digest(["policy-v1", hash_weights(folder, cache), tokenizer_hash, adapter])
+    return Lineage(policy=policy_hash[:32], tokenizer=tokenizer_hash[:32])
+
+
+def hash_weights(folder: Path, cache: Path | None = None) -> str:
+    """64 hex digits over (tensor name, dtype, shape, content) of all weights, however they are split into files.
+
+    Reads about 2 GB/s on the first call for a file; later calls with `cache` read nothing.
+    """
+    known = _read_cache(cache)
+    tensors: list[list[Any]] = []
+    for path in weight_files(folder):
+        resolved = path.resolve()  # hub files are links into a content store
+        status = resolved.stat()
+        stamp = [status.st_size, status.st_mtime_ns]
+        entry = known.get(str(resolved))
+        if not entry or entry["stamp"] != stamp:
+            entry = {"stamp": stamp, "tensors": _tensor_digests(resolved)}
+            known[str(resolved)] = entry
+        tensors += entry["tensors"]
+    _write_cache(cache, known)
+    return _digest(sorted(tensors))
+
+
+def _tensor_digests(path: Path) -> list[list[Any]]:
+    """[name, dtype, shape, SHA-256] of every tensor of one file; a PyTorch file is one tensor: it is not unpickled."""
+    try:
+        with path.open("rb") as file:
+            if path.suffix == ".bin":
+                return [[path.name, "file", [], _sha256(file, path.stat().st_size)]]
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if header_bytes > path.stat().st_size:
+                raise ValueError("the header is cut off")
+            header = json.loads(file.read(header_bytes))
+            header.pop("__metadata__", None)
+            digests: list[list[Any]] = []
+            for name, facts in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+                start, end = facts["data_offsets"]
+                file.seek(8 + header_bytes + start)
+                digests.append([name, facts["dtype"], facts["shape"], _sha256(file, end - start)])
+            return digests
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PolicyError(
+            f"policy.base must hold readable weights, got {path}: {error}; fetch the model again"
+        ) from None
+
+
+def _sha256(file: Any, num_bytes: int) -> str:
+    digest = hashlib.sha256()
+    while num_bytes > 0:
+        block = file.read(min(_READ_BYTES, num_bytes))
+        if not block:
+            raise ValueError("the file is cut off")
+        digest.update(block)
+        num_bytes -= len(block)
+    return digest.hexdigest()
+
+
+def _tokenizer_facts(tokenizer: Any) -> list[Any]:
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name != "pad_token"}
+    return ["tokenizer-v1", sorted(tokenizer.get_vocab().items()), sorted(special.items()), tokenizer.chat_template]
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _read_cache(cache: Path | None) -> dict[str, Any]:
+    try:
+        known = json.loads(cache.read_text(encoding="utf-8")) if cache else {}
+    except (OSError, ValueError):
+        return {}  # absent or damaged: hash anew
+    return known if isinstance(known, dict) else {}
+
+
+def _write_cache(cache: Path | None, known: dict[str, Any]) -> None:
+    if cache is None:
+        return
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    fresh = cache.with_suffix(f".{os.getpid()}.tmp")
+    fresh.write_text(json.dumps(known), encoding="utf-8")
+    fresh.replace(cache)

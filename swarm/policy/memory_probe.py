@@ -1,0 +1,140 @@
+"""Find out before the first step whether the longest sequences fit into memory, and say what to lower if they do not.
+
+On an accelerator the worst micro-batch is run, forward and backward. On the CPU nothing would report the shortage (the
+operating system kills the process), so the need is computed first: autograd tells exactly what it keeps for one group
+of the worst batch, the rest scales with the number of groups.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from swarm.config import RolloutsSection, TrainingSection
+from swarm.errors import MemoryBudgetError
+from swarm.policy.cached_forward import PromptCache
+from swarm.policy.logprobs import TokenSequence, token_logprobs
+from swarm.policy.policy import Policy
+
+_TEMPORARIES = 1.5
+"""Peak over what autograd keeps: gradients and operator outputs that live for a moment."""
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Estimated peak of activations and caches, in bytes, weights not included."""
+
+    training_bytes: int
+    rollout_bytes: int
+    available_bytes: int
+
+
+def probe_memory(
+    policy: Policy,
+    rollouts: RolloutsSection,
+    training: TrainingSection,
+    num_groups: int,
+    available_bytes: int | None = None,
+) -> MemoryNeed:
+    """Check a step on `num_groups` groups with the longest prompts and answers that the config allows.
+
+    `available_bytes` defaults to what the device has free now. Leaves weights, gradients and random state as they are.
+    Raises MemoryBudgetError with the value that would fit.
+    """
+    size = training.micro_batch_sequences
+    num_prompts = min(num_groups, size)
+    answers_per_prompt = math.ceil(size / num_prompts)
+    group = _worst_group(policy, answers_per_prompt, rollouts.max_new_tokens)
+    need = MemoryNeed(
+        training_bytes=int(_kept_bytes(policy, group) * num_prompts * _TEMPORARIES),
+        rollout_bytes=_cache_bytes(policy, group[0]) * rollouts.max_batch_sequences * 2,  # it is copied as it grows
+        available_bytes=_available_bytes(policy.device) if available_bytes is None else available_bytes,
+    )
+    if need.training_bytes > need.available_bytes:
+        raise _does_not_fit("training.micro_batch_sequences", size, need.training_bytes, need.available_bytes)
+    if need.rollout_bytes > need.available_bytes:
+        wanted = rollouts.max_batch_sequences
+        raise _does_not_fit("rollouts.max_batch_sequences", wanted, need.rollout_bytes, need.available_bytes)
+    if policy.device.type != "cpu":
+        _run_worst_batch(policy, group, num_prompts, size)
+    return need
+
+
+def _worst_group(policy: Policy, num_answers: int, max_new_tokens: int) -> list[TokenSequence]:
+    token = policy.eos_token_ids[0]
+    return [([token] * policy.config.max_prompt_tokens, [token] * max_new_tokens) for _ in range(num_answers)]
+
+
+def _kept_bytes(policy: Policy, group: list[TokenSequence]) -> int:
+    """Bytes that autograd keeps for the backward pass of one group, each storage counted once, parameters excluded."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        _logprob_sum(policy, group)
+    return sum(kept.values())
+
+
+def _cache_bytes(policy: Policy, sequence: TokenSequence) -> int:
+    """Bytes of keys and values of one sequence of full length."""
+    with torch.no_grad():
+        cache = PromptCache(policy.model, policy.pad_token_id)
+        cache.start([[*sequence[0], *sequence[1]]], policy.device)
+        return cache.num_bytes()
+
+
+def _run_worst_batch(policy: Policy, group: list[TokenSequence], num_prompts: int, size: int) -> None:
+    variants = [([i % policy.vocab_size, *prompt[1:]], answer) for i in range(num_prompts) for prompt, answer in group]
+    try:
+        _logprob_sum(policy, variants[:size]).backward()
+    except torch.OutOfMemoryError:
+        raise MemoryBudgetError(
+            f"one micro-batch of the longest sequences must fit into the memory of {policy.device}, got out of memory "
+            f"with training.micro_batch_sequences = {size}; halve it, or set policy.gradient_checkpointing = true"
+        ) from None
+    finally:
+        for parameter in policy.model.parameters():
+            parameter.grad = None
+        if policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _logprob_sum(policy: Policy, sequences: Sequence[TokenSequence]) -> Tensor:
+    checkpointing = policy.config.gradient_checkpointing
+    with torch.random.fork_rng(devices=[policy.device] if policy.device.type == "cuda" else []):
+        policy.model.train(checkpointing)  # checkpointing happens in train mode only
+        result = token_logprobs(policy.model, sequences, policy.pad_token_id, share_prompts=not checkpointing)
+        policy.model.eval()
+    return result.logprobs.sum()
+
+
+def _available_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available = psutil.virtual_memory().available
+    try:  # a container may have less than the machine
+        limit = (_CONTROL_GROUP / "memory.max").read_text().strip()
+        used = int((_CONTROL_GROUP / "memory.current").read_text())
+        return available if limit == "max" else min(available, max(int(limit) - used, 0))
+    except (OSError, ValueError):
+        return available
+
+
+def _does_not_fit(setting: str, value: int, need: int, available: int) -> MemoryBudgetError:
+    fitting = max(1, value * available // need)
+    return MemoryBudgetError(
+        f"the longest sequences must fit into memory, got a need of {need / 1e9:.2f} GB with {available / 1e9:.2f} GB "
+        f"free at {setting} = {value}; set {setting} = {fitting}, or lower policy.max_prompt_tokens or "
+        "rollouts.max_new_tokens"
+    )

@@ -1,0 +1,96 @@
+"""The policy: what a node samples from and trains.
+
+On the data path it stands between task and rollout (text → token ids → engine) and again at the end (batch → loss →
+adapter). `load_policy` is the only way to make one: base → quantisation → adapter → lineage.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swarm.config import PolicySection
+from swarm.errors import PolicyError
+from swarm.policy.base_folder import locate_base, weight_files
+from swarm.policy.base_model import check_is_causal, eos_token_ids, load_base, load_tokenizer
+from swarm.policy.device import resolve_device, resolve_dtype
+from swarm.policy.lineage import compute_lineage
+from swarm.policy.lora import adapter_shape, attach_adapter
+from swarm.policy.quiet import quiet_libraries
+from swarm.types import Lineage
+
+_LOADING = threading.Lock()
+"""transformers patches torch while it builds a model: two loads at a time in one process leave weights out."""
+
+
+@dataclass(slots=True)
+class Policy:
+    """A frozen base with a trainable adapter, and its tokenizer."""
+
+    model: Any
+    """The peft model; only its LoRA factors require gradients."""
+    tokenizer: Any
+    config: PolicySection
+    device: torch.device
+    dtype: torch.dtype
+    """Of the frozen base's activations; the adapter is float32."""
+    lineage: Lineage
+    base_folder: Path
+    eos_token_ids: tuple[int, ...]
+    """Any of these ends an answer; the first is appended to answers that are encoded from text."""
+    version: int = 0
+    """Optimizer steps taken."""
+    vocab_size: int = field(init=False)
+    """Token ids at or above it do not exist."""
+    pad_token_id: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.vocab_size = self.model.get_input_embeddings().num_embeddings
+        pad = self.tokenizer.pad_token_id
+        self.pad_token_id = pad if pad is not None and pad < self.vocab_size else self.eos_token_ids[0]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids that an answer follows: through the chat template where there is one, as a user's only message."""
+        if self.tokenizer.chat_template:
+            message = [{"role": "user", "content": text}]
+            return list(self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
+        token_ids = list(self.tokenizer(text).input_ids)
+        if token_ids and token_ids[-1] in self.eos_token_ids:  # some tokenizers close every text
+            token_ids.pop()
+        return token_ids
+
+    def encode_answer(self, text: str) -> list[int]:
+        """Token ids of an answer's text without EOS, which belongs to it only if the answer was finished."""
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of an answer, special tokens removed."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def load_policy(config: PolicySection, *, device: str = "auto", hash_cache: Path | None = None) -> Policy:
+    """Load base and tokenizer, attach a fresh adapter, and work out the lineage.
+
+    `hash_cache` is a JSON file that spares hashing unchanged weight files again. Torch's random state is left as it
+    was. Raises PolicyError (missing, incompatible or damaged base; unknown layer; no network) and MemoryBudgetError.
+    """
+    target = resolve_device(device)
+    dtype = resolve_dtype(config.dtype, target)
+    with _LOADING, quiet_libraries(), torch.random.fork_rng(devices=[]):
+        folder = locate_base(config.base, config.revision)
+        check_is_causal(folder)
+        weight_files(folder)
+        tokenizer = load_tokenizer(folder)
+        base = load_base(config, folder, target, dtype)
+        eos_ids = eos_token_ids(base, tokenizer)
+        model = attach_adapter(base, config.lora).eval()
+    lineage = compute_lineage(folder, tokenizer, config.lora, adapter_shape(model), hash_cache)
+    policy = Policy(model, tokenizer, config, target, dtype, lineage, folder, eos_ids)
+    if not policy.encode_prompt("1 + 1 ="):
+        raise PolicyError(
+            f"policy.base must have a tokenizer that encodes text, got none from {folder}; check its tokenizer files"
+        )
+    return policy

@@ -1,0 +1,203 @@
+"""Who a node is: an Ed25519 key whose public half is its libp2p peer id.
+
+    identity.key (32-byte seed) → key pair → peer id (12D3KooW…) → signatures that anyone checks with the peer id alone
+
+The same key signs records and authenticates every libp2p connection, so an author on the wire is an author in a record.
+"""
+
+import contextlib
+import fcntl
+import os
+import stat
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import base58
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from swarm.errors import IdentityError
+from swarm.records.peer_name import peer_name
+
+SEED_BYTES = 32
+SIGNATURE_BYTES = 64
+KEY_FILE = "identity.key"
+"""Name of the seed's file in a node's folder."""
+LOCK_FILE = "lock"
+
+# libp2p, peer-ids.md: identity multihash (00, 36 bytes) of the protobuf PublicKey {Type = 1: Ed25519, Data = 32 bytes}.
+_PEER_ID_PREFIX = bytes.fromhex("002408011220")
+# The protobuf PrivateKey {Type = 1, Data = 64 bytes: seed, public key}.
+_LIBP2P_KEY_PREFIX = bytes.fromhex("08011240")
+_MAX_PEER_ID_CHARACTERS = 64  # base58 decoding is quadratic: bound the text before looking at it
+
+
+class Identity:
+    """A key pair with the names that follow from it. Never prints its secret."""
+
+    def __init__(self, seed: bytes) -> None:
+        """`seed`: 32 random bytes. Raises ValueError for another length."""
+        self._key = Ed25519PrivateKey.from_private_bytes(seed)
+        self.seed = seed
+        self.public_key = self._key.public_key().public_bytes_raw()
+        """32 bytes."""
+        self.peer_id = base58.b58encode(_PEER_ID_PREFIX + self.public_key).decode()
+        self.peer_name = peer_name(self.peer_id)
+
+    def sign(self, data: bytes) -> bytes:
+        """64 bytes of Ed25519 signature; deterministic."""
+        return self._key.sign(data)
+
+    def __repr__(self) -> str:
+        return f"Identity({self.peer_id}, {self.peer_name})"
+
+
+def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
+    """Whether the owner of `peer_id` signed `data`. Any malformed argument is a plain False."""
+    if not (isinstance(peer_id, str) and isinstance(data, bytes) and isinstance(signature, bytes)):
+        return False
+    key = _public_key(peer_id) if len(peer_id) <= _MAX_PEER_ID_CHARACTERS else None
+    if key is None:
+        return False
+    try:
+        key.verify(signature, data)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def is_peer_id(text: str) -> bool:
+    """Whether `text` is the one canonical spelling of an Ed25519 peer id."""
+    return isinstance(text, str) and len(text) <= _MAX_PEER_ID_CHARACTERS and _public_key(text) is not None
+
+
+@lru_cache(maxsize=4096)
+def _public_key(peer_id: str) -> Ed25519PublicKey | None:
+    try:
+        decoded = base58.b58decode(peer_id)
+        # The decoder drops white space at the end: one peer must not appear under two spellings.
+        if not decoded.startswith(_PEER_ID_PREFIX) or base58.b58encode(decoded).decode() != peer_id:
+            return None
+        return Ed25519PublicKey.from_public_bytes(decoded[len(_PEER_ID_PREFIX) :])
+    except ValueError:
+        return None
+
+
+def create(path: Path) -> Identity:
+    """Draw a new identity and write its seed to `path` (mode 0600, in a folder made with mode 0700).
+
+    Raises IdentityError where there is one already, or the file cannot be written.
+    """
+    if path.exists():
+        raise IdentityError(f"an identity must not be overwritten, got one at {path}; move it away for a new one")
+    identity = Identity(os.urandom(SEED_BYTES))
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write_private(path, identity.seed)
+    except OSError as error:
+        raise IdentityError(f"an identity must be writable, got {error}; check the folder {path.parent}") from None
+    return identity
+
+
+def load(path: Path) -> Identity:
+    """Read the identity at `path`. Raises IdentityError: missing, damaged, or open to other users."""
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            seed = file.read(SEED_BYTES + 1)
+    except FileNotFoundError:
+        raise IdentityError(f"an identity must exist, got none at {path}; make one with `swarm init`") from None
+    except OSError as error:
+        raise IdentityError(f"an identity must be readable, got {error}; check {path}") from None
+    if mode & 0o077:
+        raise IdentityError(f"an identity must be closed to other users, got mode {mode:04o}; chmod 600 {path}")
+    if len(seed) != SEED_BYTES:
+        size = "more" if len(seed) > SEED_BYTES else len(seed)
+        raise IdentityError(
+            f"an identity must hold {SEED_BYTES} bytes, got {size} in {path}; "
+            "restore it from a copy, or move it away for a new one"
+        )
+    return Identity(seed)
+
+
+def load_or_create(path: Path) -> Identity:
+    """The identity at `path`, made at the first call. Raises IdentityError as `load` and `create` do."""
+    return load(path) if path.exists() else create(path)
+
+
+def write_libp2p_key(identity: Identity, path: Path) -> None:
+    """Write the private key as the protobuf file that the libp2p daemon reads (mode 0600). Raises IdentityError."""
+    try:
+        _write_private(path, _LIBP2P_KEY_PREFIX + identity.seed + identity.public_key)
+    except OSError as error:
+        raise IdentityError(f"the daemon's key must be writable, got {error}; check the folder {path.parent}") from None
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    """All of `data` or nothing at `path`, mode 0600, also when power fails in between."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)  # makes the rename itself durable
+    finally:
+        os.close(folder)
+
+
+class IdentityLock:
+    """Context manager that lets one process at a time use the identity of a folder.
+
+    Two daemons with one peer id start without an error and then steal each other's connections. The kernel drops the
+    lock with the process, however it dies; the file stays and names the last holder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK_FILE
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> Self:
+        """Raises IdentityError that names the process holding the lock."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise IdentityError(f"a node's folder must be writable, got {error}; check {self._path.parent}") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(descriptor)
+            os.close(descriptor)
+            raise IdentityError(
+                f"an identity must be used by one process, got {self._path.parent} in use by {holder}; "
+                "stop that process, or give this node another node.dir"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        self._descriptor = descriptor
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _holder(descriptor: int) -> str:
+    with contextlib.suppress(OSError):
+        pid = os.pread(descriptor, 20, 0)
+        if pid.isdigit():
+            return f"process {pid.decode()}"
+    return "another process"

@@ -1,0 +1,1 @@
+"""Exchange of experience with other nodes: headers through the index, bodies over direct streams."""

@@ -1,0 +1,87 @@
+"""Own groups → body and signed header → index; the body stays here until a reader asks for it."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from swarm.config import SharingSection
+from swarm.network.transport import Transport
+from swarm.records.codec import (
+    MAX_BODY_BYTES,
+    MAX_GROUPS_PER_BODY,
+    MAX_RECORD_BYTES,
+    body_hash,
+    encode_body,
+    encode_header,
+    encode_record,
+)
+from swarm.records.identity import Identity
+from swarm.records.signing import sign_record
+from swarm.sharing.body_store import BodyStore
+from swarm.sharing.index import experience_key, subkey
+from swarm.types import GroupSummary, Header, RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Announces groups of this node. Runs on the node's loop; compression and hashing go to a thread."""
+
+    def __init__(
+        self,
+        config: SharingSection,
+        swarm_id: str,
+        identity: Identity,
+        transport: Transport,
+        bodies: BodyStore,
+        next_sequence: Callable[[], int],
+    ) -> None:
+        self._config = config
+        self._swarm_id = swarm_id
+        self._identity = identity
+        self._transport = transport
+        self._bodies = bodies
+        self._next_sequence = next_sequence
+        self.num_published = 0
+
+    async def publish(self, groups: Sequence[RolloutGroup]) -> None:
+        """Announce groups that carry signal, in as many records as their size needs."""
+        useful = [group for group in groups if group.has_signal]
+        for start in range(0, len(useful), MAX_GROUPS_PER_BODY):
+            await self._publish(useful[start : start + MAX_GROUPS_PER_BODY])
+
+    async def _publish(self, groups: list[RolloutGroup]) -> None:
+        """One record; split in half where body or header outgrow their bounds."""
+        body, record, header = await asyncio.to_thread(self._pack, groups)
+        if len(record) > MAX_RECORD_BYTES or len(body) > MAX_BODY_BYTES:
+            if len(groups) == 1:
+                logger.warning(
+                    "a group of %d rollouts is too large to share: %d bytes", len(groups[0].rollouts), len(body)
+                )
+                return
+            await self._publish(groups[: len(groups) // 2])
+            await self._publish(groups[len(groups) // 2 :])
+            return
+        self._bodies.put(header.body_hash, body, header.expires_at)
+        key = experience_key(self._swarm_id, 0, self._transport.now())
+        if await self._transport.store(key, subkey(header.author, header.sequence), record, header.expires_at):
+            self.num_published += 1
+        else:
+            logger.debug("no replica took header %d", header.sequence)
+
+    def _pack(self, groups: list[RolloutGroup]) -> tuple[bytes, bytes, Header]:
+        body = encode_body(groups)
+        now = self._transport.now()
+        header = Header(
+            swarm_id=self._swarm_id,
+            author=self._identity.peer_id,
+            sequence=self._next_sequence(),
+            body_hash=body_hash(body),
+            body_bytes=len(body),
+            groups=tuple(GroupSummary(group.task, len(group.rollouts), group.mean_reward) for group in groups),
+            lineage=groups[0].lineage,
+            policy_version=groups[0].policy_version,
+            created_at=now,
+            expires_at=now + self._config.time_to_live_s,
+        )
+        return body, encode_record(sign_record(self._identity, self._swarm_id, encode_header(header))), header

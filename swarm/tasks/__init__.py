@@ -1,0 +1,1 @@
+"""Tasks: prompts with verifiers, rebuilt anywhere from a reference."""

@@ -1,0 +1,117 @@
+"""Tasks of a JSONL file: one {"prompt", "answer", "verifier"?} object per line.
+
+The file's content is the config digest, so two nodes share tasks only if they hold the same file. Every tenth line is held out
+for evaluation; each training stream walks through the others in an order of its own, over and over.
+"""
+
+import hashlib
+import json
+import math
+import random
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from swarm.config import TaskSourceSection
+from swarm.errors import TaskError
+from swarm.tasks.task_source import EVALUATION_SEED
+from swarm.tasks.verifiers import VERIFIERS, check_expected
+from swarm.types import Task, TaskRef
+
+_HELD_OUT_EVERY = 10
+_MIN_LINES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the file."""
+
+    prompt: str
+    answer: str
+    verifier: str
+
+
+class JsonlSource:
+    """Tasks of one file, held in memory."""
+
+    def __init__(self, config: TaskSourceSection) -> None:
+        """Raises TaskError for a file that is missing, malformed or too short."""
+        if config.path is None:
+            raise TaskError(f"a jsonl source needs a path, got none; set path for source {config.name!r}")
+        self.name = config.source_name
+        content = _read(config.path)
+        self.config_digest = hashlib.sha256(f"jsonl:{config.verifier}:".encode() + content).hexdigest()[:16]
+        lines = _parse_lines(content, config.path, config.verifier)
+        self._held_out = lines[::_HELD_OUT_EVERY]
+        self._training = [line for position, line in enumerate(lines) if position % _HELD_OUT_EVERY]
+
+    @property
+    def num_held_out(self) -> int:
+        return len(self._held_out)
+
+    def task(self, seed: int, index: int) -> Task:
+        line = self._line(seed, index)
+        verify = partial(VERIFIERS[line.verifier], line.answer)
+        return Task(TaskRef(self.name, self.config_digest, seed, index), line.prompt, verify)
+
+    def answer(self, seed: int, index: int) -> str:
+        return self._line(seed, index).answer
+
+    def _line(self, seed: int, index: int) -> Line:
+        if seed == EVALUATION_SEED:
+            return self._held_out[index % len(self._held_out)]
+        return self._training[shuffled_position(seed, index, len(self._training))]
+
+
+def shuffled_position(seed: int, index: int, count: int) -> int:
+    """Where step `index` of stream `seed` stands in a list of `count`; every `count` steps visit each position once.
+
+    An affine map with a multiplier coprime to `count` is a permutation that costs nothing to set up, so that references to any
+    number of foreign streams stay cheap.
+    """
+    rng = random.Random(seed)
+    offset, multiplier = rng.randrange(count), rng.randrange(1, count + 1)
+    while math.gcd(multiplier, count) != 1:
+        multiplier = multiplier % count + 1
+    return (multiplier * index + offset) % count
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TaskError(
+            f"a JSONL source must be a readable file, got {path}: {error.strerror}; set tasks.sources.path"
+        ) from None
+
+
+def _parse_lines(content: bytes, path: Path, default_verifier: str) -> list[Line]:
+    numbered = enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1)  # JSON text may hold other line ends
+    lines = [_parse(text, f"{path}:{number}", default_verifier) for number, text in numbered if text.strip()]
+    if len(lines) < _MIN_LINES:
+        raise TaskError(f"a JSONL source needs at least {_MIN_LINES} lines, got {len(lines)} in {path}; add tasks")
+    return lines
+
+
+def _parse(text: bytes, where: str, default_verifier: str) -> Line:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, numbers or nesting beyond the parser's bounds
+        raise TaskError(f"a line must be one JSON object in UTF-8, got {error} in {where}; mend that line") from None
+    if not isinstance(data, dict) or not isinstance(data.get("prompt"), str) or not data["prompt"].strip():
+        raise TaskError(f'a line must have a text "prompt", got none in {where}; mend that line')
+    unknown = sorted(data.keys() - {"prompt", "answer", "verifier"})
+    if unknown:
+        raise TaskError(f"a line must have prompt, answer and verifier only, got {unknown} in {where}; mend that line")
+    answer, verifier = data.get("answer"), data.get("verifier", default_verifier)
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+        raise TaskError(f'a line must have an "answer" (text or number), got {answer!r} in {where}; mend that line')
+    if not isinstance(verifier, str) or verifier not in VERIFIERS:
+        raise TaskError(
+            f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r} in {where}; mend that line"
+        )
+    try:
+        check_expected(verifier, str(answer))
+    except ValueError as error:
+        raise TaskError(f"{error} in {where}; mend that line") from None
+    return Line(data["prompt"], str(answer), verifier)

@@ -1,0 +1,107 @@
+"""Procedural tasks of reasoning-gym, each with the library's own verifier.
+
+Task `index` of stream `seed` is item 0 of the data set built with the number `seed * INDEX_SPAN + index` as its seed, and size 1.
+Nearly all data sets generate item i from `Random(seed + i)`, so one object serves every stream at no cost per stream; whether
+that holds is checked when the source is built, and a data set of which it does not is built anew for every task.
+"""
+
+import difflib
+import hashlib
+import json
+from functools import partial
+from typing import Any
+
+from swarm.config import TaskSourceSection
+from swarm.errors import TaskError
+from swarm.tasks.answer_guard import REFUSED, admissible
+from swarm.tasks.task_source import INDEX_SPAN, TaskFailure
+from swarm.types import Task, TaskRef
+
+_PROBE_NUMBER = 7 * INDEX_SPAN + 3
+"""A task of a stream that nobody draws from."""
+
+
+class ReasoningGymSource:
+    """One reasoning-gym data set."""
+
+    def __init__(self, config: TaskSourceSection) -> None:
+        """Raises TaskError for a data set that is unknown or refused, or parameters that it does not accept."""
+        self.name = config.source_name
+        self.config_digest = _digest(config)
+        self._data_set_name = config.name
+        self._parameters = config.parameters
+        _check_name(config.name)
+        try:
+            self._shared = self._build(0)
+        except Exception as error:  # each data set refuses parameters in a way of its own
+            raise TaskError(
+                f"parameters must be such that {config.name} accepts them, got {config.parameters}: {error}; "
+                f"set tasks.sources.parameters of {config.source_name!r}"
+            ) from None
+        self._is_shareable = self._numbers_items_by_seed()
+
+    @property
+    def num_held_out(self) -> int:
+        return INDEX_SPAN
+
+    def task(self, seed: int, index: int) -> Task:
+        data_set, entry = self._item(seed, index)
+        ref = TaskRef(self.name, self.config_digest, seed, index)
+        return Task(ref, entry["question"], partial(_verify, self._data_set_name, data_set, entry))
+
+    def answer(self, seed: int, index: int) -> str:
+        return str(self._item(seed, index)[1]["answer"])
+
+    def _item(self, seed: int, index: int) -> tuple[Any, dict[str, Any]]:
+        number = seed * INDEX_SPAN + index
+        try:
+            data_set, position = (self._shared, number) if self._is_shareable else (self._build(number), 0)
+            entry = data_set[position]
+        except Exception as error:  # third-party generators fail in any way they like
+            raise TaskFailure(self.name, f"building task {seed}/{index}: {type(error).__name__}: {error}") from error
+        if not isinstance(entry.get("question"), str):
+            raise TaskFailure(self.name, f"building task {seed}/{index}: no question")
+        return data_set, entry
+
+    def _build(self, number: int) -> Any:
+        import reasoning_gym  # slow to import, and not needed by nodes without such tasks
+
+        return reasoning_gym.create_dataset(self._data_set_name, seed=number, size=1, **self._parameters)
+
+    def _numbers_items_by_seed(self) -> bool:
+        """Whether the shared object gives the same item as one built for its number."""
+        try:
+            shared, own = self._shared[_PROBE_NUMBER], self._build(_PROBE_NUMBER)[0]
+        except (
+            Exception
+        ):  # items fixed at construction: IndexError, ValueError; the slow way reports what is wrong per task
+            return False
+        return (shared["question"], shared["answer"]) == (own["question"], own["answer"])
+
+
+def _verify(data_set_name: str, data_set: Any, entry: dict[str, Any], text: str) -> float:
+    return data_set.score_answer(admissible(data_set_name, text), entry)
+
+
+def _digest(config: TaskSourceSection) -> str:
+    try:
+        canonical = json.dumps([config.kind, config.name, config.parameters], sort_keys=True, separators=(",", ":"))
+    except TypeError as error:
+        raise TaskError(
+            f"parameters must be numbers, texts, lists or tables, got {config.parameters}: {error}; "
+            f"set tasks.sources.parameters of {config.source_name!r}"
+        ) from None
+    return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _check_name(name: str) -> None:
+    from reasoning_gym.factory import DATASETS
+
+    if name in REFUSED:
+        raise TaskError(
+            f"a source must be safe and the same on every node, got {name!r}: {REFUSED[name]}; choose another"
+        )
+    if name not in DATASETS:
+        close = difflib.get_close_matches(name, DATASETS, n=1)
+        hint = f"did you mean {close[0]}?" if close else "see reasoning_gym.factory.DATASETS"
+        raise TaskError(f"a reasoning_gym source must be one of its data sets, got {name!r}; {hint}")

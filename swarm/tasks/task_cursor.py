@@ -1,0 +1,73 @@
+"""Which task comes next: a weighted choice of source, then the next one of its stream. Part of every checkpoint."""
+
+import logging
+import random
+from collections import Counter
+from typing import Any
+
+from swarm.errors import TaskError
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import INDEX_SPAN, TaskFailure
+from swarm.types import Task
+
+logger = logging.getLogger(__name__)
+
+MAX_CONSECUTIVE_FAILURES = 20
+"""A source that fails so often in a row is set aside for the rest of the run."""
+
+
+class TaskCursor:
+    """Draws tasks of one stream; the same state draws the same tasks."""
+
+    def __init__(self, mixture: TaskMixture, seed: int, rng: random.Random) -> None:
+        self._mixture = mixture
+        self._seed = seed
+        self._rng = rng
+        self._next_index: dict[str, int] = dict.fromkeys(mixture.sources, 0)
+        self._consecutive: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        """Tasks that could not be built, by source."""
+
+    def draw(self, count: int) -> list[Task]:
+        """The next `count` tasks; a failing one is skipped and counted. Raises TaskError if no source is left."""
+        tasks: list[Task] = []
+        while len(tasks) < count:
+            name = self._choose()
+            index = self._next_index[name]
+            self._next_index[name] = (index + 1) % INDEX_SPAN
+            try:
+                tasks.append(self._mixture.sources[name].task(self._seed, index))
+                self._consecutive[name] = 0
+            except TaskFailure as failure:
+                self._count_failure(name, failure)
+        return tasks
+
+    def state(self) -> dict[str, Any]:
+        version, internal, gauss = self._rng.getstate()
+        return {
+            "seed": self._seed,
+            "next_index": dict(self._next_index),
+            "consecutive_failures": dict(self._consecutive),
+            "rng": [version, list(internal), gauss],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue a saved cursor; sources that were added since start at their beginning."""
+        self._seed = state["seed"]
+        self._next_index |= {name: i for name, i in state["next_index"].items() if name in self._next_index}
+        self._consecutive = Counter(state["consecutive_failures"])
+        version, internal, gauss = state["rng"]
+        self._rng.setstate((version, tuple(internal), gauss))
+
+    def _choose(self) -> str:
+        names = [name for name in self._next_index if self._consecutive[name] < MAX_CONSECUTIVE_FAILURES]
+        if not names:
+            raise TaskError(f"every task source failed {MAX_CONSECUTIVE_FAILURES} times in a row; check tasks.sources")
+        return self._rng.choices(names, [self._mixture.weights[name] for name in names])[0]
+
+    def _count_failure(self, name: str, failure: TaskFailure) -> None:
+        self.failures[name] += 1
+        self._consecutive[name] += 1
+        logger.warning("skipped a task: %s", failure)
+        if self._consecutive[name] == MAX_CONSECUTIVE_FAILURES:
+            logger.error("task source %s is set aside after %d failures in a row", name, MAX_CONSECUTIVE_FAILURES)

@@ -1,0 +1,51 @@
+"""The contract of a task source, and which streams of tasks are for what.
+
+A stream is a seed; `seed * INDEX_SPAN + index` numbers every task of a source, so streams never overlap.
+"""
+
+from typing import Protocol
+
+from swarm.types import Task
+
+INDEX_SPAN = 2**20
+"""Tasks per stream."""
+SUPERVISED_SEED = 0
+"""Stream of the bundled policy's supervised training."""
+EVALUATION_SEED = 1
+"""Stream of held-out evaluation; nobody trains on it."""
+FIRST_TRAINING_SEED = 16
+"""Streams from here on are for RL."""
+MAX_SEED = 2**31 - 1
+
+
+class TaskFailure(Exception):
+    """A task could not be built, or its verifier failed. Costs that task, never the node."""
+
+    def __init__(self, source: str, message: str) -> None:
+        super().__init__(f"{source}: {message}")
+        self.source = source
+
+
+class UnknownTask(Exception):
+    """A reference to a source that this node does not have, or outside its bounds."""
+
+
+class TaskSource(Protocol):
+    """Tasks of one kind, numbered."""
+
+    name: str
+    config_digest: str
+    """16 hex digits over everything that decides what task a number means."""
+
+    @property
+    def num_held_out(self) -> int:
+        """Different tasks in stream EVALUATION_SEED."""
+        ...
+
+    def task(self, seed: int, index: int) -> Task:
+        """0 <= seed <= MAX_SEED, 0 <= index < INDEX_SPAN. Raises TaskFailure."""
+        ...
+
+    def answer(self, seed: int, index: int) -> str:
+        """A right answer, for supervised data. Raises TaskFailure."""
+        ...

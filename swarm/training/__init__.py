@@ -1,0 +1,1 @@
+"""Advantages, corrections, losses and the policy-gradient step."""

@@ -1,0 +1,100 @@
+"""From groups to the tensors of one forward and backward pass."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from swarm.config import TrainingSection
+from swarm.errors import TrainingError
+from swarm.training.advantages import advantages
+from swarm.training.losses import sequence_scales
+from swarm.training.training_group import TrainingGroup
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSequence:
+    """One answer that takes part in the loss."""
+
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    behaviour_logprobs: tuple[float, ...] | None
+    """[T] log μ; None where no correction is possible."""
+    advantage: float
+    scale: float
+    """Weight of the sum over its tokens in the loss of the whole batch."""
+
+
+class MicroBatch(NamedTuple):
+    """Tensors of B sequences of at most T answer tokens."""
+
+    sequences: list[tuple[tuple[int, ...], tuple[int, ...]]]  # [B] (prompt ids, answer ids)
+    advantages: Tensor  # [B, 1]
+    scales: Tensor  # [B, 1]
+    behaviour: Tensor  # [B, T] log μ, 0 where there is none
+    has_behaviour: Tensor  # [B, 1] 1 or 0
+
+
+def training_sequences(
+    batch: Sequence[TrainingGroup], config: TrainingSection, max_new_tokens: int
+) -> list[TrainingSequence]:
+    """All answers that take part, with advantage and scale.
+
+    Left out are answers cut at the token limit (if `config.mask_truncated`), longer than `max_new_tokens`, or without
+    tokens; their rewards still count in the group's mean. Raises TrainingError for a group without reward differences.
+    """
+    answers = [(group, rollout) for group in batch for rollout in group.group.rollouts]
+    group_advantages = [value for group in batch for value in _advantages(group, config.advantage)]
+    counts: list[int] = []
+    for _, rollout in answers:
+        takes_part = rollout.finished or not config.mask_truncated
+        num_tokens = len(rollout.token_ids)
+        counts.append(num_tokens if takes_part and num_tokens <= max_new_tokens else 0)
+    scales = sequence_scales(torch.tensor(counts), config.aggregation, max_new_tokens).tolist()
+    return [
+        TrainingSequence(
+            group.prompt_ids,
+            rollout.token_ids,
+            rollout.logprobs if group.usable_logprobs else None,
+            advantage,
+            scale,
+        )
+        for (group, rollout), advantage, scale, count in zip(answers, group_advantages, scales, counts, strict=True)
+        if count > 0
+    ]
+
+
+def micro_batches(sequences: Sequence[TrainingSequence], size: int, device: torch.device) -> Iterator[MicroBatch]:
+    """Cut `sequences` into tensors of at most `size` sequences each, in order, so that siblings stay together."""
+    for start in range(0, len(sequences), size):
+        yield _collate(sequences[start : start + size], device)
+
+
+def _advantages(group: TrainingGroup, kind: str) -> list[float]:
+    rewards = torch.tensor([rollout.reward for rollout in group.group.rollouts], dtype=torch.float64)
+    if not group.group.has_signal:
+        task = group.group.task
+        raise TrainingError(
+            f"a training group must have differing rewards, got {rewards[0].item():g} for all {len(rewards)} rollouts "
+            f"of {task.source}/{task.seed}/{task.index}; drop groups without signal before training"
+        )
+    return advantages(rewards, kind).tolist()
+
+
+def _collate(part: Sequence[TrainingSequence], device: torch.device) -> MicroBatch:
+    longest = max(len(sequence.answer_ids) for sequence in part)
+    behaviour = [list(sequence.behaviour_logprobs or ()) for sequence in part]
+    padded = [row + [0.0] * (longest - len(row)) for row in behaviour]
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+    return MicroBatch(
+        sequences=[(sequence.prompt_ids, sequence.answer_ids) for sequence in part],
+        advantages=column([sequence.advantage for sequence in part]),
+        scales=column([sequence.scale for sequence in part]),
+        behaviour=torch.tensor(padded, dtype=torch.float32, device=device),
+        has_behaviour=column([float(sequence.behaviour_logprobs is not None) for sequence in part]),
+    )

@@ -1,0 +1,19 @@
+"""A rollout group made ready for the trainer."""
+
+from dataclasses import dataclass
+
+from swarm.types import RolloutGroup
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingGroup:
+    """One group as the trainer takes it."""
+
+    prompt_ids: tuple[int, ...]
+    """The prompt as our policy encodes it."""
+    group: RolloutGroup
+    """Token ids are valid for our tokenizer; a rollout without token ids is left out of the loss."""
+    usable_logprobs: bool
+    """Whether `logprobs` belong to the token ids and may correct for the policy that sampled them."""
+    is_own: bool
+    """Whether this node sampled it."""

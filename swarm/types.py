@@ -1,0 +1,123 @@
+"""Frozen carriers between the stages of the data path, in the order in which data meets them.
+
+    TaskRef → Task → Rollout → RolloutGroup → Header + body → SignedRecord → (admission) → RolloutGroup
+
+`T` is the number of tokens of one answer, `G` the number of rollouts of one group.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRef:
+    """A reference from which any node that knows the source rebuilds prompt, answer and verifier."""
+
+    source: str
+    """Name of the task source, such as `chain_sum`."""
+    config_digest: str
+    """16 hex digits over the source's kind, name and parameters (for a file: over its content)."""
+    seed: int
+    """Stream of tasks, 0 <= seed < 2**31. Streams below 16 are reserved (see `tasks.task_source`)."""
+    index: int
+    """Position in the stream, 0 <= index < 2**20."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A prompt with its verifier."""
+
+    ref: TaskRef
+    prompt: str
+    verify: Callable[[str], float]
+    """Reward in [0, 1] of an answer's text. Pure; may raise on hostile text: callers count that as TaskFailure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """What a policy descends from; equal fields say how far its rollouts and weights are usable."""
+
+    policy: str
+    """32 hex digits over base weights, tokenizer and adapter shape. Equal: token ids, log-probs and adapters are usable."""
+    tokenizer: str
+    """32 hex digits over vocabulary and chat template. Equal: token ids are usable; else text only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled answer."""
+
+    text: str
+    """Answer as decoded, special tokens removed."""
+    token_ids: tuple[int, ...]
+    """[T] tokens of the answer; the last one is EOS if `finished`."""
+    logprobs: tuple[float, ...]
+    """[T] log μ: log-probability of each token under the distribution it was sampled from."""
+    finished: bool
+    """Whether EOS was sampled; False means cut at the token limit."""
+    reward: float
+    """In [0, 1]. From a peer it is a claim until admission has recomputed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """Sibling rollouts of one task by one policy version."""
+
+    task: TaskRef
+    prompt_digest: str
+    """16 hex digits over the prompt's text: proves that author and reader rebuilt the same task."""
+    rollouts: tuple[Rollout, ...]
+    """[G]"""
+    author: str
+    """Peer id (base58) of the node that sampled it."""
+    lineage: Lineage
+    policy_version: int
+    """Optimizer steps that the author's policy had taken."""
+
+    @property
+    def mean_reward(self) -> float:
+        return sum(rollout.reward for rollout in self.rollouts) / len(self.rollouts)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether rewards differ: a zero-variance group has zero advantage everywhere (DAPO, 2503.14476)."""
+        return len({rollout.reward for rollout in self.rollouts}) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """What a header tells of one group, so that a reader can choose before it pulls the body."""
+
+    task: TaskRef
+    num_rollouts: int
+    mean_reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Announcement of one body; about 300 bytes signed."""
+
+    swarm_id: str
+    """32 hex digits."""
+    author: str
+    sequence: int
+    """Counts the author's headers; a restart continues it."""
+    body_hash: bytes
+    """SHA-256 of the body as transferred."""
+    body_bytes: int
+    groups: tuple[GroupSummary, ...]
+    lineage: Lineage
+    policy_version: int
+    created_at: float
+    """Swarm time, seconds since the epoch."""
+    expires_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class SignedRecord:
+    """Payload bytes exactly as sent, with the author's Ed25519 signature; never re-encoded."""
+
+    author: str
+    payload: bytes
+    signature: bytes
+    """64 bytes."""

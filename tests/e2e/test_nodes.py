@@ -1,0 +1,224 @@
+"""Node processes with real sockets: they learn together, survive kill -9, and turn hostile peers away."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import psutil
+import safetensors.torch
+import torch
+
+from swarm.config import NetworkSection, parse
+from swarm.network.hivemind_transport import HivemindTransport
+from swarm.network.transport import RequestRefused
+from swarm.policy.policy import load_policy
+from swarm.records.codec import body_hash, encode_body, encode_header, encode_record
+from swarm.records.identity import Identity
+from swarm.records.signing import sign_record
+from swarm.sharing.index import experience_key, subkey
+from swarm.sharing.judge import prompt_digest
+from swarm.sharing.reader import BODY_PROTOCOL
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.types import GroupSummary, Header, Rollout, RolloutGroup, SignedRecord, Task
+from tests.e2e.node_process import NodeProcess, node_settings, wait_for
+
+SILO = {"network": {"backend": "off"}, "sharing": {"own_groups": 6, "swarm_groups": 0}}
+
+
+def test_nodes_learn_together_and_a_late_one_joins(tmp_path: Path) -> None:
+    with NodeProcess(node_settings(tmp_path / "a")) as a:
+        join = {"initial_peers": [a.address()]}
+        with NodeProcess(node_settings(tmp_path / "b", network={"poll_interval_s": 0.2} | join)) as b:
+            b.wait_for_round(5)
+            with NodeProcess(node_settings(tmp_path / "c", network={"poll_interval_s": 0.2} | join)) as c:
+                for node in (a, b, c):
+                    learned = wait_for(
+                        lambda node=node: (
+                            node.last_round if node.last_round.get("train/swarm_groups_total", 0) > 6 else None
+                        ),
+                        "training on groups of others",
+                        node,
+                    )
+                    assert learned["exchange/records_admitted"] > 0
+                    assert set(learned["exchange/rejected"]) <= {"no_signal", "unavailable"}
+                status = a.status()
+                assert status is not None
+                health = httpx.get(f"http://127.0.0.1:{status.http_port}/health").json()
+                assert health["peers"] >= 2
+                assert health["round"] > 0
+                assert "swarm_rollout_reward_mean" in httpx.get(f"http://127.0.0.1:{status.http_port}/metrics").text
+                b.kill_9()
+                reached = a.last_round["round"]
+                a.wait_for_round(reached + 5)  # nobody waits for the dead
+        a.signal(signal.SIGINT)
+        assert a.wait(5) == 0
+
+
+def test_interrupt_ends_node_and_daemon_within_five_seconds(tmp_path: Path) -> None:
+    with NodeProcess(node_settings(tmp_path / "a")) as a:
+        a.wait_for_round(2)
+        children = psutil.Process(a.process.pid).children(recursive=True)
+        assert children, "the libp2p daemon is a child"
+        started = time.monotonic()
+        a.signal(signal.SIGINT)
+        assert a.wait(5) == 0
+        assert time.monotonic() - started < 5
+        assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        rounds = a.last_round["round"]
+    with NodeProcess(node_settings(tmp_path / "a", node={"dir": str(tmp_path / "a"), "threads": 1})) as again:
+        assert again.wait_for_round(rounds + 1)["round"] >= rounds + 1
+        assert "resumed after round" in again.output.read_text()
+
+
+def test_run_killed_at_a_random_moment_ends_bitwise_equal(tmp_path: Path) -> None:
+    def run_to_the_end(name: str, kill: bool) -> dict[str, torch.Tensor]:
+        folder = tmp_path / name
+        node = {"dir": str(folder), "threads": 1, "max_rounds": 14}
+        settings = node_settings(folder, node=node, **SILO)
+        folder.mkdir(mode=0o700)
+        key = folder / "identity.key"
+        key.write_bytes(b"k" * 32)  # the same identity draws the same tasks
+        key.chmod(0o600)
+        if kill:
+            with NodeProcess(settings) as first:
+                first.wait_for_round(5)
+                first.kill_9()
+        with NodeProcess(settings) as last:
+            assert last.wait() == 0, last.output.read_text()[-2000:]
+        return safetensors.torch.load_file(folder / "checkpoints" / "round-000014" / "adapter.safetensors")
+
+    whole, resumed = run_to_the_end("whole", kill=False), run_to_the_end("resumed", kill=True)
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert any(tensor.abs().max() > 0 for name, tensor in whole.items() if "lora_B" in name)
+
+
+def test_two_processes_cannot_share_one_identity(tmp_path: Path) -> None:
+    settings = node_settings(tmp_path / "a", **SILO)
+    with NodeProcess(settings) as first:
+        first.wait_for_round(1)
+        second = NodeProcess(settings)
+        assert second.wait(30) == 4
+        assert str(first.process.pid) in second.output.read_text()
+
+
+def test_forged_replayed_and_lying_records_are_turned_away(tmp_path: Path) -> None:
+    settings = node_settings(tmp_path / "a")
+    with NodeProcess(settings) as victim:
+        address = victim.address()
+        victim.wait_for_round(1)
+        reasons = asyncio.run(_attack(tmp_path, address, victim, parse(settings).swarm_id))
+        assert {
+            "bad_signature",
+            "reward_mismatch",
+            "tokens",
+            "replay",
+            "expired",
+            "held_out_task",
+            "unavailable",
+        } <= reasons
+        assert victim.last_round["exchange/groups_admitted"] == 1, "the one honest record gets in"
+        reached = victim.last_round["round"]
+        victim.wait_for_round(reached + 2)
+
+
+class Mallory:
+    """A peer that makes valid-looking records of every wrong kind, for tasks that the victim knows."""
+
+    def __init__(self, swarm_id: str, transport: HivemindTransport, identity: Identity) -> None:
+        self.swarm_id, self.transport, self.identity = swarm_id, transport, identity
+        self.policy = load_policy(parse({}).policy)
+        self.mixture = TaskMixture(parse({}).tasks)
+        self.bodies: dict[bytes, bytes] = {}
+        self.sequence = 0
+
+    async def serve(self, peer_id: str, request: bytes) -> bytes:
+        if request not in self.bodies:
+            raise RequestRefused("unknown body")
+        return self.bodies[request]
+
+    def task(self, index: int, seed: int = 777) -> Task:
+        return self.mixture.sources["sums"].task(seed, index)
+
+    def group(self, task: Task, texts: tuple[str, ...], claims: tuple[float, ...] | None = None) -> RolloutGroup:
+        rewards = claims or tuple(task.verify(text) for text in texts)
+        rollouts = tuple(self.rollout(text, reward) for text, reward in zip(texts, rewards, strict=True))
+        digest = prompt_digest(task.prompt)
+        return RolloutGroup(task.ref, digest, rollouts, self.identity.peer_id, self.policy.lineage, 1)
+
+    def rollout(self, text: str, reward: float) -> Rollout:
+        ids = (*self.policy.encode_answer(text), self.policy.eos_token_ids[0])
+        return Rollout(text, ids, (-0.7,) * len(ids), True, reward)
+
+    def honest(self, index: int) -> RolloutGroup:
+        answer = self.mixture.sources["sums"].answer(777, index)
+        return self.group(self.task(index), (answer, "no"))
+
+    async def announce(
+        self, group: RolloutGroup, *, identity: Identity | None = None, withhold: bool = False, **changes: object
+    ) -> bytes:
+        """Store a header for one group in the index; returns the record."""
+        body = encode_body([group])
+        if not withhold:
+            self.bodies[body_hash(body)] = body
+        now = self.transport.now()
+        header = Header(
+            self.swarm_id, self.identity.peer_id, self.sequence, body_hash(body), len(body),
+            (GroupSummary(group.task, len(group.rollouts), group.mean_reward),), group.lineage, 1, now, now + 300,
+        )  # fmt: skip
+        header = replace(header, **changes)  # type: ignore[arg-type]
+        record = sign_record(identity or self.identity, self.swarm_id, encode_header(header))
+        data = encode_record(SignedRecord(self.identity.peer_id, record.payload, record.signature))
+        await self.put(data)
+        return data
+
+    def attacks(self, good: bytes) -> dict[str, Coroutine[None, None, object]]:
+        """One record of every wrong kind, by the reason that it should be turned away for."""
+        now = self.transport.now()
+        poisoned, withheld = self.honest(4), self.honest(7)
+        wrong_ids = replace(poisoned.rollouts[0], token_ids=poisoned.rollouts[1].token_ids, logprobs=(-0.7,) * 3)
+        return {
+            "replay": self.put(good),
+            "bad_signature": self.announce(self.honest(2), identity=Identity(b"x" * 32)),
+            "reward_mismatch": self.announce(self.group(self.task(3), ("wrong", "no"), (1.0, 0.0))),
+            "tokens": self.announce(replace(poisoned, rollouts=(wrong_ids, poisoned.rollouts[1]))),
+            "expired": self.announce(self.honest(5), created_at=now - 500, expires_at=now - 100),
+            "held_out_task": self.announce(self.group(self.task(6, seed=1), ("1", "no"), (1.0, 0.0))),
+            "unavailable": self.announce(withheld, withhold=True),
+        }
+
+    async def put(self, data: bytes) -> None:
+        self.sequence += 1
+        now = self.transport.now()
+        key = experience_key(self.swarm_id, 0, now)
+        await self.transport.store(key, subkey(self.identity.peer_id, self.sequence), data, now + 300 + self.sequence)
+
+
+async def _attack(folder: Path, address: str, victim: NodeProcess, swarm_id: str) -> set[str]:
+    """Every attack in turn; returns the reasons that the victim counted."""
+    identity = Identity(b"m" * 32)
+    state = folder / "mallory"
+    state.mkdir(mode=0o700)
+    transport = HivemindTransport(NetworkSection(initial_peers=(address,)), identity, state)
+    mallory = await asyncio.to_thread(Mallory, swarm_id, transport, identity)
+    transport.serve(BODY_PROTOCOL, mallory.serve, max_request_bytes=64)
+    await transport.start()
+    try:
+        good = await mallory.announce(mallory.honest(1))
+        await _counted(victim, "an honest group", lambda row: row["exchange/groups_admitted"] == 1)
+        for reason, attack in mallory.attacks(good).items():
+            await attack
+            await _counted(victim, reason, lambda row, reason=reason: reason in row["exchange/rejected"])
+        return set(victim.last_round["exchange/rejected"])
+    finally:
+        await transport.stop()
+
+
+async def _counted(victim: NodeProcess, what: str, condition) -> None:
+    await asyncio.to_thread(
+        wait_for, lambda: row if (row := victim.last_round) and condition(row) else None, what, victim, deadline_s=30
+    )

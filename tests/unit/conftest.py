@@ -1,0 +1,34 @@
+"""Fixtures of the tests that need a model; torch and transformers are imported only where one is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from swarm.policy.policy import Policy
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """{"llama" | "qwen2" | "gpt_neox": folder} of tiny models with a character tokenizer."""
+    import torch
+
+    from tests.unit.tiny_models import write_tiny_models
+
+    torch.set_num_threads(1)
+    return write_tiny_models(tmp_path_factory.mktemp("tiny-models"))
+
+
+@pytest.fixture
+def make_policy(tiny_models: dict[str, Path]) -> Callable[..., Policy]:
+    """`make_policy("llama", trained=True, rank=4, …)`: see `tiny_models.build_policy`."""
+    from tests.unit.tiny_models import build_policy
+
+    def make(name: str = "llama", **settings: object) -> Policy:
+        return build_policy(tiny_models[name], **settings)  # type: ignore[arg-type]
+
+    return make

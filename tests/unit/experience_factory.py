@@ -1,0 +1,99 @@
+"""Groups, headers and a judge for tests of what crosses the wire."""
+
+from dataclasses import dataclass, field
+
+from swarm.config import SharingSection
+from swarm.records.admission import Admission, Vocabulary
+from swarm.records.codec import body_hash, encode_body, encode_header, encode_record
+from swarm.records.identity import Identity
+from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.records.signing import sign_record
+from swarm.types import GroupSummary, Header, Lineage, Rollout, RolloutGroup, TaskRef
+
+SWARM_ID = "ab" * 16
+NOW = 1_800_000_000.0
+LINEAGE = Lineage("11" * 16, "22" * 16)
+EOS = 1
+ALICE = Identity(b"a" * 32)
+MALLORY = Identity(b"m" * 32)
+READER = Identity(b"r" * 32)
+
+
+def ids_of(text: str, finished: bool = True) -> tuple[int, ...]:
+    """The tests' tokenizer: one token per letter, 10 and up."""
+    return tuple(10 + ord(letter) - ord("a") for letter in text) + ((EOS,) if finished else ())
+
+
+def decode(ids: tuple[int, ...]) -> str:
+    return "".join(chr(token - 10 + ord("a")) for token in ids if token != EOS)
+
+
+def rollout(text: str, reward: float | None = None, finished: bool = True) -> Rollout:
+    ids = ids_of(text, finished)
+    return Rollout(text, ids, (-0.5,) * len(ids), finished, float(text == "right") if reward is None else reward)
+
+
+def group(*texts: str, index: int = 0, author: str = ALICE.peer_id, lineage: Lineage = LINEAGE) -> RolloutGroup:
+    rollouts = tuple(rollout(text) for text in texts or ("right", "wrong"))
+    return RolloutGroup(TaskRef("spelling", "cd" * 8, 99, index), "ef" * 8, rollouts, author, lineage, 7)
+
+
+def header_of(groups: list[RolloutGroup], body: bytes, **changes: object) -> Header:
+    fields = {
+        "swarm_id": SWARM_ID,
+        "author": ALICE.peer_id,
+        "sequence": 3,
+        "body_hash": body_hash(body),
+        "body_bytes": len(body),
+        "groups": tuple(GroupSummary(g.task, len(g.rollouts), g.mean_reward) for g in groups),
+        "lineage": LINEAGE,
+        "policy_version": 7,
+        "created_at": NOW,
+        "expires_at": NOW + 600,
+    }
+    return Header(**(fields | changes))  # type: ignore[arg-type]
+
+
+def signed(header: Header, identity: Identity = ALICE, swarm_id: str = SWARM_ID) -> bytes:
+    return encode_record(sign_record(identity, swarm_id, encode_header(header)))
+
+
+def body_and_header(*groups: RolloutGroup) -> tuple[bytes, Header]:
+    listed = list(groups) or [group()]
+    body = encode_body(listed)
+    return body, header_of(listed, body)
+
+
+@dataclass
+class SpellingJudge:
+    """Rewards the text `right`; knows one source."""
+
+    prompt_digest: str = "ef" * 8
+    judged: list[RolloutGroup] = field(default_factory=list)
+
+    def check_known(self, ref: TaskRef) -> None:
+        if ref.source != "spelling":
+            raise InvalidRecord(Rejection.UNKNOWN_TASK)
+        if ref.seed < 16:
+            raise InvalidRecord(Rejection.HELD_OUT_TASK)
+
+    def rewards(self, group: RolloutGroup) -> tuple[float, ...]:
+        if group.prompt_digest != self.prompt_digest:
+            raise InvalidRecord(Rejection.TASK_MISMATCH)
+        self.judged.append(group)
+        return tuple(float(rollout.text == "right") for rollout in group.rollouts)
+
+
+@dataclass
+class Clock:
+    now: float = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def admission(clock: Clock | None = None, **settings: object) -> Admission:
+    vocabulary = Vocabulary(LINEAGE, 64, frozenset({EOS}), decode)
+    return Admission(
+        SharingSection.model_validate(settings), SWARM_ID, READER.peer_id, SpellingJudge(), vocabulary, clock or Clock()
+    )

@@ -1,0 +1,174 @@
+"""What survives: interruption at any write, damage, a full disk."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm.adapters import checkpoint as checkpoint_module
+from swarm.adapters.checkpoint import CheckpointStore
+from swarm.errors import CheckpointError
+
+
+def tensors(value: float) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        "adapter": {"layer.lora_A": torch.full((2, 3), value), "layer.lora_B": torch.arange(4.0)},
+        "optimizer": {"step:layer.lora_A": torch.tensor(value)},
+    }
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", keep=3)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_was_saved_is_loaded(store: CheckpointStore):
+    state = {"cursor": {"rng": [3, [1, 2], None]}, "round": 25, "text": "naïve"}
+    path = store.save(25, tensors(1.5), state)
+    assert names(path) == ["adapter.safetensors", "manifest.json", "optimizer.safetensors", "state.json"]
+    assert path.name == "round-000025"
+    loaded = store.load_newest()
+    assert loaded is not None
+    assert (loaded.round, loaded.path, loaded.state) == (25, path, state)
+    assert loaded.tensors.keys() == {"adapter", "optimizer"}
+    for group, named in tensors(1.5).items():
+        assert all(torch.equal(loaded.tensors[group][name], value) for name, value in named.items())
+
+
+def test_a_new_node_has_no_checkpoint(store: CheckpointStore):
+    assert store.load_newest() is None
+
+
+def test_an_optimizer_that_has_not_stepped_yet_is_saved(store: CheckpointStore):
+    store.save(0, {"adapter": tensors(1.0)["adapter"], "optimizer": {}}, {})
+    loaded = store.load_newest()
+    assert loaded is not None and loaded.tensors["optimizer"] == {}
+
+
+def test_the_newest_k_are_kept(store: CheckpointStore, tmp_path: Path):
+    for round_number in (5, 10, 100, 15):
+        store.save(round_number, tensors(round_number), {})
+    assert names(tmp_path / "checkpoints") == ["round-000010", "round-000015", "round-000100"]
+
+
+@pytest.mark.parametrize("file", ["adapter.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
+def test_a_damaged_newest_falls_back_to_the_one_before(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture, file: str, damage: str
+):
+    store.save(10, tensors(1.0), {"round": 10})
+    path = store.save(20, tensors(2.0), {"round": 20}) / file
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with caplog.at_level(logging.WARNING):
+        loaded = store.load_newest()
+    assert loaded is not None and loaded.state == {"round": 10}
+    assert "round-000020 is damaged" in caplog.text and "falling back" in caplog.text
+
+
+def test_a_damaged_one_is_kept_for_inspection_but_never_pushes_out_a_good_one(tmp_path: Path):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(10, tensors(1.0), {})
+    (shutil.copytree(tmp_path / "round-000010", tmp_path / "round-000030") / "state.json").write_text("[]")
+    assert store.load_newest() is not None
+    store.save(11, tensors(1.1), {"round": 11})
+    assert names(tmp_path) == ["damaged-round-000030", "round-000011"]
+
+
+def test_nothing_intact_is_an_error_and_not_a_fresh_start(store: CheckpointStore):
+    for round_number in (1, 2):
+        (store.save(round_number, tensors(1.0), {}) / "state.json").unlink()
+    with pytest.raises(CheckpointError, match="got 2 damaged ones"):
+        store.load_newest()
+
+
+def test_a_pickle_in_place_of_tensors_is_damage_and_is_not_loaded(store: CheckpointStore):
+    store.save(1, tensors(1.0), {"round": 1})
+    path = store.save(2, tensors(2.0), {})
+    torch.save(tensors(2.0), path / "adapter.safetensors")
+    loaded = store.load_newest()
+    assert loaded is not None and loaded.round == 1
+
+
+class PowerCut(BaseException):
+    """Ends the process in the middle of a save."""
+
+
+def interrupt_at(call: int, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Raise at the `call`-th write to disk: files, folder syncs and renames alike."""
+    count = 0
+
+    def counted(original: Callable[..., object]) -> Callable[..., object]:
+        def run(*arguments: object) -> object:
+            nonlocal count
+            count += 1
+            if count == call:
+                raise error
+            return original(*arguments)
+
+        return run
+
+    monkeypatch.setattr(checkpoint_module, "_write_synced", counted(checkpoint_module._write_synced))
+    monkeypatch.setattr(checkpoint_module, "_sync_folder", counted(checkpoint_module._sync_folder))
+    monkeypatch.setattr(Path, "replace", counted(Path.replace))
+
+
+NUM_WRITES = 8  # adapter, optimizer, state, manifest, sync, old one aside, rename, sync
+
+
+@pytest.mark.parametrize("call", range(1, NUM_WRITES + 1))
+def test_a_power_cut_during_a_save_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int):
+    """The hardest case: the same round is saved again and no other checkpoint exists."""
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(7, tensors(1.0), {"try": 1})
+    with monkeypatch.context() as patched:
+        interrupt_at(call, patched, PowerCut())
+        with pytest.raises(PowerCut):
+            store.save(7, tensors(2.0), {"try": 2})
+    loaded = CheckpointStore(tmp_path, keep=1).load_newest()
+    assert loaded is not None
+    assert loaded.state["try"] in (1, 2)
+    assert loaded.tensors["adapter"]["layer.lora_A"][0, 0].item() == loaded.state["try"]
+    assert names(tmp_path) == ["round-000007"]
+
+
+@pytest.mark.parametrize("call", range(1, NUM_WRITES + 1))
+def test_a_full_disk_is_an_error_that_keeps_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(7, tensors(1.0), {"try": 1})
+    with monkeypatch.context() as patched:
+        interrupt_at(call, patched, OSError(28, "No space left on device"))
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            store.save(7, tensors(2.0), {"try": 2})
+    loaded = store.load_newest()
+    assert loaded is not None and loaded.state["try"] in (1, 2)
+    store.save(8, tensors(3.0), {"try": 3})
+    assert names(tmp_path) == ["round-000008"]
+
+
+def test_state_that_is_not_finite_is_a_bug_and_not_written(store: CheckpointStore, tmp_path: Path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        store.save(1, tensors(1.0), {"loss": float("nan")})
+    assert store.load_newest() is None
+
+
+def test_the_manifest_lists_every_file(store: CheckpointStore):
+    path = store.save(3, tensors(1.0), {})
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["round"] == 3
+    assert sorted(manifest["sha256"]) == ["adapter.safetensors", "optimizer.safetensors", "state.json"]

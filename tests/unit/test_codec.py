@@ -1,0 +1,129 @@
+"""What is sent comes back equal; what is hostile is refused with a reason and nothing else."""
+
+from dataclasses import replace
+
+import msgpack
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.records.codec import (
+    MAX_RECORD_BYTES,
+    MAX_UNPACKED_BODY_BYTES,
+    decode_body,
+    decode_header,
+    decode_record,
+    encode_body,
+    encode_header,
+)
+from swarm.records.rejection import InvalidRecord, Rejection
+from tests.unit.experience_factory import ALICE, LINEAGE, body_and_header, group, header_of, rollout, signed
+
+
+def reason_of(call, *arguments) -> Rejection:
+    with pytest.raises(InvalidRecord) as caught:
+        call(*arguments)
+    return caught.value.reason
+
+
+def test_header_comes_back_equal_and_fits_into_an_index_entry() -> None:
+    groups = [group(index=i) for i in range(8)]
+    _, header = body_and_header(*groups)
+    record = signed(header)
+    assert len(record) <= 700 <= MAX_RECORD_BYTES
+    envelope = decode_record(record)
+    assert decode_header(envelope.payload, envelope.author) == header
+
+
+def test_body_comes_back_equal() -> None:
+    groups = (group("right", "wrong"), group("a", "b", "c", index=1))
+    assert decode_body(encode_body(groups), ALICE.peer_id, LINEAGE, 7) == groups
+
+
+@given(st.lists(st.floats(-50, 0), min_size=1, max_size=20), st.text(max_size=40))
+def test_body_keeps_logprobs_to_half_precision_and_any_text(logprobs: list[float], text: str) -> None:
+    one = replace(rollout("a"), text=text, token_ids=(5,) * len(logprobs), logprobs=tuple(logprobs))
+    sent = replace(group(), rollouts=(one, rollout("b")))
+    try:
+        body = encode_body([sent])
+    except UnicodeEncodeError:  # lone surrogates are no text
+        return
+    (received,) = decode_body(body, ALICE.peer_id, LINEAGE, 7)
+    assert received.rollouts[0].text == text
+    assert received.rollouts[0].logprobs == pytest.approx(logprobs, rel=1e-3, abs=1e-4)
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=400))
+def test_random_bytes_raise_nothing_but_invalid_record(data: bytes) -> None:
+    for decode in (decode_record, lambda b: decode_header(b, "x"), lambda b: decode_body(b, "x", LINEAGE, 0)):
+        with pytest.raises(InvalidRecord):
+            decode(data)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_changed_field_raises_nothing_but_invalid_record(data: st.DataObject) -> None:
+    fields = msgpack.unpackb(encode_header(body_and_header()[1]))
+    anything = st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary() | st.text(),
+        lambda inner: st.lists(inner, max_size=4),
+        max_leaves=6,
+    )
+    fields[data.draw(st.integers(0, len(fields) - 1))] = data.draw(anything)
+    try:
+        payload = msgpack.packb(fields)
+    except UnicodeEncodeError:
+        return
+    try:
+        decode_header(payload, "x")
+    except InvalidRecord:
+        pass
+
+
+def test_decompression_bomb_is_refused_before_it_is_unpacked() -> None:
+    bomb = zstandard.ZstdCompressor().compress(b"\0" * (MAX_UNPACKED_BODY_BYTES + 1))
+    assert len(bomb) < 2000
+    assert reason_of(decode_body, bomb, "x", LINEAGE, 0) is Rejection.OVERSIZE
+
+
+def test_frame_that_hides_its_size_is_refused() -> None:
+    hidden = zstandard.ZstdCompressor(write_content_size=False).compress(b"\0" * 100)
+    assert reason_of(decode_body, hidden, "x", LINEAGE, 0) in (Rejection.OVERSIZE, Rejection.MALFORMED)
+
+
+def test_bytes_after_the_frame_are_refused() -> None:
+    assert reason_of(decode_body, encode_body([group()]) + b"x", "x", LINEAGE, 0) is Rejection.MALFORMED
+
+
+def test_deeply_nested_arrays_are_refused() -> None:
+    assert reason_of(decode_header, b"\x91" * 100_000, "x") is Rejection.MALFORMED
+
+
+def test_other_protocol_version_is_named() -> None:
+    fields = msgpack.unpackb(encode_header(body_and_header()[1]))
+    assert reason_of(decode_header, msgpack.packb([2, *fields[1:]]), "x") is Rejection.VERSION
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1, 1.1, True, "1"])
+def test_reward_outside_its_range_is_refused(value: object) -> None:
+    one = replace(rollout("a"), reward=value)  # type: ignore[arg-type]
+    body = encode_body([replace(group(), rollouts=(one, rollout("b")))])
+    assert reason_of(decode_body, body, "x", LINEAGE, 0) is Rejection.MALFORMED
+
+
+def test_logprobs_of_another_length_are_refused() -> None:
+    one = replace(rollout("abc"), logprobs=(-0.5,))
+    body = encode_body([replace(group(), rollouts=(one, rollout("b")))])
+    assert reason_of(decode_body, body, "x", LINEAGE, 0) is Rejection.LOGPROBS
+
+
+def test_oversize_record_is_refused() -> None:
+    assert reason_of(decode_record, b"x" * (MAX_RECORD_BYTES + 1)) is Rejection.OVERSIZE
+
+
+def test_header_of_too_many_groups_is_refused() -> None:
+    body, _ = body_and_header()
+    header = header_of([group(index=i) for i in range(13)], body)
+    assert reason_of(decode_header, encode_header(header), "x") is Rejection.MALFORMED

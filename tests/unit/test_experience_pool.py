@@ -1,0 +1,135 @@
+"""The pool keeps what it was given, once, fresh first, fairly, and through a violent end."""
+
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swarm.config import SharingSection
+from swarm.pool.experience_pool import ExperiencePool
+from tests.unit.experience_factory import ALICE, MALLORY, NOW, Clock, group
+
+
+def make_pool(path: Path | str = ":memory:", clock: Clock | None = None, **settings: object) -> ExperiencePool:
+    return ExperiencePool(path, SharingSection.model_validate(settings), clock or Clock())
+
+
+def add(pool: ExperiencePool, number: int, *groups, created_at: float = NOW) -> int:
+    return pool.add(bytes([number]) * 32, NOW + 600, created_at, groups or [group(index=number)])
+
+
+def test_group_comes_back_equal_and_only_once() -> None:
+    pool = make_pool()
+    assert add(pool, 1) == 1
+    assert pool.draw(4, random.Random(0)) == [group(index=1)]
+    assert pool.draw(4, random.Random(0)) == []
+
+
+def test_known_body_adds_nothing() -> None:
+    pool = make_pool()
+    add(pool, 1)
+    assert add(pool, 1) == 0
+    assert pool.num_fresh() == 1
+    assert pool.knows_body(b"\1" * 32)
+    assert not pool.knows_body(b"\2" * 32)
+
+
+def test_old_groups_are_not_drawn() -> None:
+    clock = Clock()
+    pool = make_pool(clock=clock, max_age_s=60)
+    add(pool, 1)
+    clock.now += 61
+    assert pool.num_fresh() == 0
+    assert pool.draw(1, random.Random(0)) == []
+
+
+def test_oldest_groups_go_when_the_pool_is_full() -> None:
+    pool = make_pool(pool_max_groups=3)
+    for number in range(1, 6):
+        add(pool, number)
+    assert sorted(g.task.index for g in pool.draw(9, random.Random(0))) == [3, 4, 5]
+
+
+def test_one_author_gets_its_share_while_others_are_there() -> None:
+    pool = make_pool(max_share_per_peer=0.5)
+    add(pool, 1, *[group(index=i, author=MALLORY.peer_id) for i in range(20)])
+    add(pool, 2, *[group(index=i, author=ALICE.peer_id) for i in range(2)])
+    authors = [g.author for g in pool.draw(4, random.Random(0))]
+    assert sorted(authors) == sorted([ALICE.peer_id] * 2 + [MALLORY.peer_id] * 2)
+
+
+def test_lone_author_fills_the_batch() -> None:
+    pool = make_pool(max_share_per_peer=0.5)
+    add(pool, 1, *[group(index=i) for i in range(20)])
+    assert len(pool.draw(4, random.Random(0))) == 4
+
+
+def test_draw_is_uniform_over_groups() -> None:
+    counts = [0] * 4
+    for seed in range(400):
+        pool = make_pool()
+        add(pool, 1, *[group(index=i) for i in range(4)])
+        counts[pool.draw(1, random.Random(seed))[0].task.index] += 1
+    assert all(60 < count < 140 for count in counts)
+
+
+def test_numbers_never_repeat_across_restarts(tmp_path: Path) -> None:
+    first = make_pool(tmp_path / "pool.sqlite")
+    numbers = [first.next_number("header") for _ in range(3)]
+    first.close()
+    assert [*numbers, make_pool(tmp_path / "pool.sqlite").next_number("header")] == [0, 1, 2, 3]
+
+
+def test_pool_survives_kill_9_in_the_middle_of_writing(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from tests.unit.experience_factory import group
+from tests.unit.test_experience_pool import make_pool
+pool = make_pool(Path(sys.argv[1]), pool_max_groups=10_000)
+number = 0
+while True:
+    number += 1
+    pool.add(number.to_bytes(32, "big"), 2e9, 1.8e9, [group(index=number)])
+    print(number, flush=True)
+"""
+    path = tmp_path / "pool.sqlite"
+    writer = subprocess.Popen([sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    confirmed = 0
+    while confirmed < 25:
+        confirmed = int(writer.stdout.readline())
+    writer.send_signal(signal.SIGKILL)
+    writer.wait(10)
+    pool = make_pool(path, pool_max_groups=10_000)
+    assert pool.num_fresh() >= 25
+    assert len(pool.draw(10_000, random.Random(0))) == confirmed_or_more(pool, confirmed)
+
+
+def confirmed_or_more(pool: ExperiencePool, confirmed: int) -> int:
+    (stored,) = pool._db.execute("SELECT count(*) FROM groups").fetchone()
+    assert stored >= confirmed
+    return stored
+
+
+def test_damaged_pool_is_moved_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "pool.sqlite"
+    path.write_bytes(b"this is no database at all" * 100)
+    pool = make_pool(path)
+    assert add(pool, 1) == 1
+    assert (tmp_path / "pool.sqlite.damaged").exists()
+    assert "damaged" in caplog.text
+
+
+def test_damaged_row_is_dropped_and_the_rest_is_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "pool.sqlite"
+    pool = make_pool(path)
+    add(pool, 1, group(index=1), group(index=2))
+    other = sqlite3.connect(path)
+    with other:
+        other.execute("UPDATE groups SET payload = x'00' WHERE id = 1")
+    assert [g.task.index for g in pool.draw(2, random.Random(0))] == [2]

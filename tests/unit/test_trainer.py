@@ -1,0 +1,335 @@
+"""The step as a whole: against an independent computation, in micro-batches, interrupted, fed with bad data."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swarm.adapters.adapter_state import adapter_parameters, read_adapter
+from swarm.config import LoraSection, TrainingSection
+from swarm.engine.canary import Canary
+from swarm.engine.transformers_engine import TransformersEngine
+from swarm.errors import CheckpointError, TrainingError
+from swarm.policy.policy import Policy, load_policy
+from swarm.training.trainer import Trainer
+from swarm.training.training_group import TrainingGroup
+from swarm.types import Rollout
+from tests.unit.tiny_models import ARCHITECTURES, sampled_groups
+
+MakePolicy = Callable[..., Policy]
+MAX_NEW_TOKENS = 6
+
+
+class GradientTap(Trainer):
+    """Keeps the gradient of the last applied step."""
+
+    gradient: Tensor
+
+    def _apply(self, lr: float) -> None:
+        self.gradient = torch.cat([p.grad.flatten() for p in self._parameters.values() if p.grad is not None])
+        super()._apply(lr)
+
+
+def trainer_of(policy: Policy, kind: type[Trainer] = Trainer, temperature: float = 1.0, **settings: Any) -> Trainer:
+    config = TrainingSection.model_validate({"warmup_steps": 0, "max_grad_norm": 1e6, **settings})
+    return kind(config, policy, temperature=temperature, max_new_tokens=MAX_NEW_TOKENS)
+
+
+def gradient_of(policy: Policy, groups: list[TrainingGroup], **settings: Any) -> Tensor:
+    trainer = trainer_of(policy, GradientTap, **settings)
+    trainer.step(groups)
+    assert isinstance(trainer, GradientTap)
+    return trainer.gradient
+
+
+def with_rollouts(group: TrainingGroup, change: Callable[[int, Rollout], Rollout]) -> TrainingGroup:
+    rollouts = tuple(change(i, rollout) for i, rollout in enumerate(group.group.rollouts))
+    return replace(group, group=replace(group.group, rollouts=rollouts))
+
+
+def answer_logprobs(policy: Policy, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Tensor:
+    """[T] by one unpadded forward pass."""
+    logits = policy.model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0].double()
+    return logits.log_softmax(-1)[torch.arange(len(prompt) - 1, len(prompt) - 1 + len(answer)), torch.tensor(answer)]
+
+
+def plain_loss(policy: Policy, groups: list[TrainingGroup], kl_coef: float = 0.0) -> Tensor:
+    """DAPO aggregation, grpo advantage, tis with C = 2, π_old = π: one answer at a time, in float64."""
+    terms: list[Tensor] = []
+    for group in groups:
+        rewards = [rollout.reward for rollout in group.group.rollouts]
+        mean = sum(rewards) / len(rewards)
+        std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+        for rollout in group.group.rollouts:
+            logprobs = answer_logprobs(policy, group.prompt_ids, rollout.token_ids)
+            with policy.model.disable_adapter(), torch.no_grad():
+                base = answer_logprobs(policy, group.prompt_ids, rollout.token_ids)
+            for t, logprob in enumerate(logprobs):
+                old = logprob.detach()
+                weight = min(math.exp(old.item() - rollout.logprobs[t]), 2.0) if group.usable_logprobs else 1.0
+                term = -weight * (logprob - old).exp() * (rollout.reward - mean) / (std + 1e-6)
+                if kl_coef:
+                    difference = base[t] - logprob
+                    term = term + kl_coef * (difference.exp() - difference - 1)
+                terms.append(term)
+    return torch.stack(terms).sum() / len(terms)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_step_follows_the_gradient_of_the_plain_loss(make_policy: MakePolicy, name: str):
+    policy = make_policy(name)
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    # another policy sampled the second group, a text-only author the third
+    groups[1] = with_rollouts(groups[1], lambda i, r: replace(r, logprobs=tuple(p - 0.2 * i for p in r.logprobs)))
+    groups[2] = replace(groups[2], usable_logprobs=False)
+    loss = plain_loss(policy, groups, kl_coef=0.1)
+    expected = torch.cat(
+        [g.flatten() for g in torch.autograd.grad(loss, [p for _, p in adapter_parameters(policy.model)])]
+    )
+
+    trainer = trainer_of(policy, GradientTap, correction="tis", kl_coef=0.1)
+    report = trainer.step(groups)
+    assert isinstance(trainer, GradientTap)
+    assert (trainer.gradient - expected).norm() < 1e-4 * expected.norm()
+    assert report.loss == pytest.approx(loss.item(), abs=1e-5)
+    assert report.grad_norm == pytest.approx(expected.norm().item(), rel=1e-4)
+    assert report.num_tokens == sum(len(r.token_ids) for g in groups for r in g.group.rollouts)
+    assert report.mean_ratio == pytest.approx(1.0)
+    assert report.kl is not None and report.kl > 0
+    assert report.ess_fraction < 1
+    assert not report.skipped
+
+
+@pytest.mark.parametrize("aggregation", ["dapo", "grpo", "dr_grpo"])
+def test_micro_batches_do_not_change_the_gradient(make_policy: MakePolicy, aggregation: str):
+    gradients: list[Tensor] = []
+    for size in (64, 5, 1):
+        policy = make_policy()
+        groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+        gradients.append(gradient_of(policy, groups, micro_batch_sequences=size, aggregation=aggregation))
+    for other in gradients[1:]:
+        assert (other - gradients[0]).norm() < 2e-6 * gradients[0].norm()
+
+
+def test_micro_batches_do_not_change_the_report(make_policy: MakePolicy):
+    reports = []
+    for size in (64, 3):
+        policy = make_policy()
+        groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+        reports.append(trainer_of(policy, micro_batch_sequences=size, inner_epochs=2, kl_coef=0.01).step(groups))
+    for field in ("loss", "grad_norm", "clip_fraction", "entropy", "ess_fraction", "kl", "mean_ratio", "num_tokens"):
+        assert getattr(reports[1], field) == pytest.approx(getattr(reports[0], field), rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"quantization": "8bit"}, {"quantization": "4bit"}, {"gradient_checkpointing": True}]
+)
+def test_steps_move_the_adapter_and_make_rewarded_answers_likelier(
+    make_policy: MakePolicy, settings: dict[str, object]
+):
+    policy = make_policy(trained=False, **settings)
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    trainer = trainer_of(policy, lr=3e-3)
+    canary = Canary(policy, TransformersEngine(policy, 8), tolerance=1e-3)
+
+    def lead() -> float:
+        """How much likelier the rewarded answer is than its siblings, per group."""
+        with torch.no_grad():
+            sums = [
+                [answer_logprobs(policy, g.prompt_ids, r.token_ids).sum().item() for r in g.group.rollouts]
+                for g in groups
+            ]
+        return sum(row[0] - sum(row[1:]) / (len(row) - 1) for row in sums) / len(sums)
+
+    before = lead()
+    for step in range(4):
+        assert not trainer.step(groups).skipped
+        assert policy.version == step + 1
+        canary.check()
+    assert lead() > before + 0.5
+
+
+def test_truncated_answers_are_left_out_but_count_in_the_mean(make_policy: MakePolicy):
+    policy = make_policy()
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    cut = [with_rollouts(group, lambda i, r: replace(r, finished=i != 3)) for group in groups]
+    other_tokens = [
+        with_rollouts(g, lambda i, r: replace(r, token_ids=(5, 6), logprobs=(-1.0, -1.0)) if i == 3 else r) for g in cut
+    ]
+    other_reward = [with_rollouts(g, lambda i, r: replace(r, reward=0.5) if i == 3 else r) for g in cut]
+    gradients = [gradient_of(make_policy(), batch) for batch in (cut, other_tokens, other_reward)]
+    assert torch.equal(gradients[0], gradients[1])
+    assert not torch.allclose(gradients[0], gradients[2])
+    assert not torch.allclose(gradients[0], gradient_of(make_policy(), cut, mask_truncated=False))
+
+
+def test_answers_beyond_the_token_limit_and_without_tokens_are_left_out(make_policy: MakePolicy):
+    policy = make_policy()
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    long = with_rollouts(groups[0], lambda i, r: replace(r, token_ids=(5,) * 7, logprobs=(-1.0,) * 7) if i == 1 else r)
+    empty = with_rollouts(groups[0], lambda i, r: replace(r, token_ids=(), logprobs=()) if i == 1 else r)
+    assert torch.equal(gradient_of(make_policy(), [long]), gradient_of(make_policy(), [empty]))
+
+
+def test_sequence_mask_drops_answers_of_a_distant_policy(make_policy: MakePolicy):
+    groups = sampled_groups(make_policy(), max_new_tokens=MAX_NEW_TOKENS)
+    distant = [with_rollouts(g, lambda i, r: replace(r, logprobs=tuple(p - 3 for p in r.logprobs))) for g in groups]
+    policy = make_policy()
+    before = read_adapter(policy.model)
+    trainer = trainer_of(policy, correction="sequence_mask")
+    report = trainer.step(distant)
+    assert "outside the correction's range" in report.skip_reason
+    assert trainer.num_skipped_steps == 1 and policy.version == 0
+    assert all(torch.equal(value, before[name]) for name, value in read_adapter(policy.model).items())
+    # without usable log-probs there is nothing to correct: they are trained on as they are
+    assert not trainer.step([replace(group, usable_logprobs=False) for group in distant]).skipped
+
+
+def test_inner_epochs_move_away_from_the_frozen_policy(make_policy: MakePolicy):
+    policy = make_policy()
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    report = trainer_of(policy, inner_epochs=3, lr=2e-2).step(groups)
+    assert policy.version == 3
+    assert report.mean_ratio != pytest.approx(1.0, abs=1e-3)
+    assert report.clip_fraction > 0
+
+
+def test_temperature_is_that_of_sampling(make_policy: MakePolicy):
+    policy = make_policy()
+    prompts = [policy.encode_prompt("Hi")]
+    (completions,) = TransformersEngine(policy, 8).generate(prompts, 4, max_new_tokens=4, temperature=0.6, seed=0)
+    groups = sampled_groups(policy, ("Hi",), max_new_tokens=4)
+    fresh = with_rollouts(
+        groups[0], lambda i, r: replace(r, token_ids=completions[i].token_ids, logprobs=completions[i].logprobs)
+    )
+    assert trainer_of(make_policy(), temperature=0.6).step([fresh]).ess_fraction == pytest.approx(1.0, abs=1e-6)
+    assert trainer_of(make_policy(), temperature=1.0).step([fresh]).ess_fraction < 0.999
+
+
+def test_warm_up_is_linear_and_counts_from_one(make_policy: MakePolicy):
+    policy = make_policy()
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    trainer = trainer_of(policy, warmup_steps=4, lr=1e-3)
+    assert [trainer.step(groups).lr for _ in range(5)] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
+
+
+def test_a_step_cannot_be_larger_than_the_clip_allows(make_policy: MakePolicy):
+    policy = make_policy()
+    trainer = trainer_of(policy, GradientTap, max_grad_norm=0.01)
+    report = trainer.step(sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS))
+    assert isinstance(trainer, GradientTap)
+    assert trainer.gradient.norm().item() == pytest.approx(0.01, rel=1e-3)
+    assert report.grad_norm > 0.01
+
+
+def test_a_non_finite_step_is_skipped_and_leaves_everything_as_it_was(make_policy: MakePolicy):
+    policy = make_policy()
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    trainer = trainer_of(policy)
+    trainer.step(groups)
+    before, _ = trainer.state()
+    poisoned = next(p for n, p in policy.model.named_parameters() if "embed_tokens" in n)
+    saved = poisoned.detach().clone()
+    with torch.no_grad():
+        poisoned.fill_(float("inf"))
+    report = trainer.step(groups)
+    with torch.no_grad():
+        poisoned.copy_(saved)
+    assert report.skip_reason == "loss or gradient is not finite"
+    assert trainer.num_skipped_steps == 1 and policy.version == 1
+    after, _ = trainer.state()
+    assert all(torch.equal(after[kind][name], value) for kind, named in before.items() for name, value in named.items())
+    assert not trainer.step(groups).skipped
+
+
+def test_nothing_to_learn_from_is_skipped(make_policy: MakePolicy):
+    policy = make_policy()
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    report = trainer_of(policy).step([with_rollouts(g, lambda _, r: replace(r, finished=False)) for g in groups])
+    assert "no answer that takes part" in report.skip_reason
+    assert policy.version == 0
+
+
+def test_a_group_without_reward_differences_is_refused(make_policy: MakePolicy):
+    policy = make_policy()
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    flat = with_rollouts(groups[0], lambda _, r: replace(r, reward=0.25))
+    with pytest.raises(TrainingError, match=r"got 0\.25 for all 4 rollouts of made-up/16/0; drop groups"):
+        trainer_of(policy).step([flat])
+
+
+def test_an_adapter_that_cannot_move_is_an_error(make_policy: MakePolicy):
+    policy = make_policy()
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    trainer = trainer_of(policy, lr=1e-30)
+    with pytest.raises(TrainingError, match="must move the adapter"):
+        trainer.step(groups)
+
+
+def test_a_resumed_run_is_bitwise_equal(make_policy: MakePolicy):
+    settings = {"inner_epochs": 2, "warmup_steps": 3, "kl_coef": 0.01}
+
+    def run(policy: Policy, trainer: Trainer, seeds: range) -> None:
+        for seed in seeds:
+            trainer.step(sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS, seed=seed))
+
+    whole = make_policy(trained=False)
+    run(whole, trainer_of(whole, **settings), range(6))
+
+    first = make_policy(trained=False)
+    interrupted = trainer_of(first, **settings)
+    run(first, interrupted, range(3))
+    tensors, state = interrupted.state()
+
+    torch.manual_seed(99)  # a new process has other global random state
+    second = make_policy(trained=False)
+    resumed = trainer_of(second, **settings)
+    resumed.restore(tensors, state)
+    run(second, resumed, range(3, 6))
+
+    assert second.version == whole.version == 12
+    expected = read_adapter(whole.model)
+    assert all(torch.equal(value, expected[name]) for name, value in read_adapter(second.model).items())
+
+
+def test_dropout_masks_depend_on_the_step_alone(make_policy: MakePolicy):
+    adapters = []
+    for global_seed in (1, 2):
+        base = make_policy().base_folder
+        config = make_policy().config.model_copy(
+            update={"lora": LoraSection(rank=4, alpha=8.0, dropout=0.3), "base": str(base)}
+        )
+        policy = load_policy(config, device="cpu")
+        groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+        torch.manual_seed(global_seed)
+        trainer = trainer_of(policy)
+        reports = [trainer.step(groups) for _ in range(2)]
+        assert reports[1].mean_ratio != 1.0  # π_old is computed without dropout
+        adapters.append(read_adapter(policy.model))
+    assert all(torch.equal(value, adapters[1][name]) for name, value in adapters[0].items())
+
+
+def test_state_of_another_lineage_is_refused(make_policy: MakePolicy):
+    tensors, state = trainer_of(make_policy(rank=4)).state()
+    with pytest.raises(CheckpointError, match="must come from policy lineage"):
+        trainer_of(make_policy(rank=8)).restore(tensors, state)
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape", "nan"])
+def test_an_adapter_that_does_not_fit_is_refused_before_anything_changes(make_policy: MakePolicy, damage: str):
+    policy = make_policy()
+    trainer = trainer_of(policy)
+    tensors, state = trainer.state()
+    before = read_adapter(policy.model)
+    name = sorted(tensors["adapter"])[-1]
+    if damage == "missing":
+        del tensors["adapter"][name]
+    else:
+        tensors["adapter"][name] = torch.full((3, 3) if damage == "shape" else before[name].shape, float("nan"))
+    with pytest.raises(CheckpointError):
+        trainer.restore(tensors, state)
+    assert all(torch.equal(value, before[key]) for key, value in read_adapter(policy.model).items())
