@@ -74,6 +74,7 @@ class TaskSourceSection(Section):
     """One source of tasks."""
 
     kind: Literal["reasoning_gym", "jsonl"] = "reasoning_gym"
+    """A procedural data set of reasoning-gym, or a file of your own."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     """Name of a reasoning-gym data set, or a name of your own for a JSONL file."""
     label: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{0,64}$")] = ""
@@ -219,6 +220,7 @@ class TrainingSection(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 5
     """Steps of linear warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled decay of AdamW on the adapter."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
     inner_epochs: PositiveInt = 1
@@ -277,6 +279,7 @@ class ObservabilitySection(Section):
     http_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0 takes a free port; the node's status file names it."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severity that is logged; debug names every rejected record."""
 
 
 class Config(Section):

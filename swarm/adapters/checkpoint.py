@@ -4,7 +4,7 @@
       round-000025/   adapter.safetensors  optimizer.safetensors  state.json  manifest.json
       .saving-…       a save in progress or cut off; removed at the next save
       .replaced-…     the older checkpoint of a round that was saved twice, while the newer one takes its place
-      damaged-…       failed its manifest when it was read; kept for inspection
+      aside-…         was newer than a checkpoint saved later, so it had been found damaged; kept for inspection
 
 Written to a temporary folder, every file synced, the manifest (SHA-256 of each file) last, then renamed: a folder named
 `round-…` is complete, or the disk changed it afterwards, which the manifest shows. Tensors are safetensors and state is
@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
-_NAME = re.compile(r"round-(\d{6,})")
+_SAVING = ".saving-"
+_REPLACED = ".replaced-"
+_NAME = re.compile(r"(?:\.replaced-)?round-(\d{6,})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class CheckpointStore:
         Raises CheckpointError if the disk refuses; the older ones stay.
         """
         target = self._folder / f"round-{round:06d}"
-        fresh = self._folder / f".saving-{target.name}-{os.getpid()}"
+        fresh = self._folder / f"{_SAVING}{target.name}-{os.getpid()}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._clean_up()
@@ -72,6 +74,7 @@ class CheckpointStore:
             _write_synced(fresh / _MANIFEST, json.dumps({"round": round, "sha256": manifest}).encode())
             _sync_folder(fresh)
             self._put_in_place(fresh, target)
+            self._set_aside_newer(round)
         except OSError as error:
             shutil.rmtree(fresh, ignore_errors=True)
             raise CheckpointError(
@@ -82,27 +85,17 @@ class CheckpointStore:
         return target
 
     def load_newest(self) -> Checkpoint | None:
-        """The newest intact checkpoint; None if there never was one. Damaged ones are set aside with a warning.
+        """The newest intact checkpoint; None if there never was one. Damaged ones are passed over with a warning.
 
-        Raises CheckpointError if there are checkpoints and all of them are damaged.
+        Only reads, so another process may call it while the node runs. Raises CheckpointError if there are checkpoints
+        and all of them are damaged.
         """
-        if not self._folder.is_dir():
-            return None
-        self._clean_up()
         paths = self._newest_first()
         for path in paths:
             try:
                 return _read(path)
             except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-                aside = path.with_name(f"damaged-{path.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                path.replace(aside)
-                logger.warning(
-                    "checkpoint %s is damaged (%s); falling back to the one before, it is kept as %s",
-                    path.name,
-                    error,
-                    aside.name,
-                )
+                logger.warning("checkpoint %s is damaged (%s); falling back to the one before", path.name, error)
         if paths:
             raise CheckpointError(
                 f"a checkpoint must be intact, got {len(paths)} damaged ones in {self._folder}; "
@@ -111,30 +104,44 @@ class CheckpointStore:
         return None
 
     def _newest_first(self) -> list[Path]:
-        return sorted(
-            (path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)),
-            key=lambda path: int(path.name.removeprefix("round-")),
-            reverse=True,
-        )
+        """Complete checkpoints; of a round that is just being replaced, the one that is there."""
+        found: dict[int, Path] = {}
+        for path in sorted(self._folder.iterdir() if self._folder.is_dir() else ()):  # .replaced-… comes before round-…
+            match = _NAME.fullmatch(path.name)
+            if match:
+                found[int(match[1])] = path
+        return [found[round] for round in sorted(found, reverse=True)]
 
     def _clean_up(self) -> None:
-        """Undo what an interrupted save left: put a replaced checkpoint back if its successor never arrived."""
-        for path in self._folder.glob(".replaced-*"):
-            target = self._folder / path.name.removeprefix(".replaced-")
+        """Undo what an interrupted save left."""
+        for path in self._folder.glob(f"{_REPLACED}*"):
+            target = self._folder / path.name.removeprefix(_REPLACED)
             if target.exists():
                 shutil.rmtree(path)
             else:
                 path.replace(target)
-        for path in self._folder.glob(".saving-*"):
+        for path in self._folder.glob(f"{_SAVING}*"):
             shutil.rmtree(path)
 
+    def _set_aside_newer(self, round: int) -> None:
+        """A checkpoint of a later round than the one just saved was damaged: it must not outlive the good ones."""
+        for path in self._newest_first():
+            if _round_of(path) > round:
+                aside = path.with_name(f"aside-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.replace(aside)
+
     def _put_in_place(self, fresh: Path, target: Path) -> None:
-        replaced = self._folder / f".replaced-{target.name}"
+        replaced = self._folder / f"{_REPLACED}{target.name}"
         if target.exists():  # a folder cannot be renamed over another one
             target.replace(replaced)
         fresh.replace(target)
         _sync_folder(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _round_of(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
 
 
 def _read(path: Path) -> Checkpoint:

@@ -1,8 +1,9 @@
 """Which reasoning-gym data sets a swarm may use, and which answers their verifiers may see.
 
-Rewards of other nodes are recomputed here, so a verifier meets text that a stranger wrote. Some of the library's verifiers run
-an answer as Python code (`eval`, `sympy.parse_expr`), and one hangs on `1e999999999`. An answer reaches those only if every
-character belongs to an alphabet in which nothing but the expected literals can be written. Reviewed against reasoning-gym 0.1.25.
+Rewards of other nodes are recomputed here, so a verifier meets text that a stranger wrote. Some of the library's verifiers
+run an answer as Python code (`eval`, `sympy.parse_expr`), and one hangs on `1e999999999`. An answer reaches those only if
+every character belongs to an alphabet in which nothing but the expected literals can be written.
+Reviewed against reasoning-gym 0.1.25.
 """
 
 import re
@@ -22,7 +23,7 @@ ALPHABETS: dict[str, re.Pattern[str]] = {
     "puzzle24": _ARITHMETIC,
     "coin_flip": re.compile(r"[\d\s,./+-]{0,256}", re.ASCII),
 }
-"""Full patterns of the answers that these data sets' verifiers may see; power, names and calls are outside all of them."""
+"""Full patterns of the answers that these verifiers may see; powers, known names and calls are outside all of them."""
 
 _RUNS_ANSWERS = "its verifier runs answers as Python code, also those of strangers"
 _VARIES = "its tasks differ from process to process, so no other node could rebuild them"

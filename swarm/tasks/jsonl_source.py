@@ -1,7 +1,7 @@
 """Tasks of a JSONL file: one {"prompt", "answer", "verifier"?} object per line.
 
-The file's content is the config digest, so two nodes share tasks only if they hold the same file. Every tenth line is held out
-for evaluation; each training stream walks through the others in an order of its own, over and over.
+The file's content is the config digest, so two nodes share tasks only if they hold the same file. Every tenth line is held
+out for evaluation; each training stream walks through the others in an order of its own, over and over.
 """
 
 import hashlib
@@ -66,8 +66,8 @@ class JsonlSource:
 def shuffled_position(seed: int, index: int, count: int) -> int:
     """Where step `index` of stream `seed` stands in a list of `count`; every `count` steps visit each position once.
 
-    An affine map with a multiplier coprime to `count` is a permutation that costs nothing to set up, so that references to any
-    number of foreign streams stay cheap.
+    An affine map with a multiplier coprime to `count` is a permutation that costs nothing to set up, so that references to
+    any number of foreign streams stay cheap.
     """
     rng = random.Random(seed)
     offset, multiplier = rng.randrange(count), rng.randrange(1, count + 1)
@@ -107,9 +107,7 @@ def _parse(text: bytes, where: str, default_verifier: str) -> Line:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
         raise TaskError(f'a line must have an "answer" (text or number), got {answer!r} in {where}; mend that line')
     if not isinstance(verifier, str) or verifier not in VERIFIERS:
-        raise TaskError(
-            f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r} in {where}; mend that line"
-        )
+        raise TaskError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r} in {where}; mend that line")
     try:
         check_expected(verifier, str(answer))
     except ValueError as error:

@@ -1,8 +1,8 @@
 """Procedural tasks of reasoning-gym, each with the library's own verifier.
 
-Task `index` of stream `seed` is item 0 of the data set built with the number `seed * INDEX_SPAN + index` as its seed, and size 1.
-Nearly all data sets generate item i from `Random(seed + i)`, so one object serves every stream at no cost per stream; whether
-that holds is checked when the source is built, and a data set of which it does not is built anew for every task.
+Task `index` of stream `seed` is item 0 of the data set built with seed `seed * INDEX_SPAN + index` and size 1. Nearly all
+data sets generate item i from `Random(seed + i)`, so one object serves every stream at no cost per stream; whether that
+holds is checked when the source is built, and a data set of which it does not hold is built anew for every task.
 """
 
 import difflib

@@ -54,10 +54,8 @@ class TaskMixture:
         source = self.sources.get(ref.source)
         if source is None or source.config_digest != ref.config_digest:
             raise UnknownTask(f"source {ref.source[:64]!r} with digest {ref.config_digest[:16]}")
-        if type(ref.seed) is not int or type(ref.index) is not int:
-            raise UnknownTask(f"{ref.source}: seed and index must be whole numbers")
-        if not (0 <= ref.seed <= MAX_SEED and 0 <= ref.index < INDEX_SPAN):
-            raise UnknownTask(f"{ref.source} {ref.seed}/{ref.index} is out of bounds"[:200])
+        if not (_is_within(ref.seed, MAX_SEED + 1) and _is_within(ref.index, INDEX_SPAN)):
+            raise UnknownTask(f"a number outside the streams of {ref.source}")
         return source.task(ref.seed, ref.index)
 
     def held_out(self, tasks_per_source: int) -> list[Task]:
@@ -88,6 +86,11 @@ def training_seed(peer_id: str, node_seed: int) -> int:
     """The stream of one node: far apart for any two, and bound to the identity."""
     digest = hashlib.sha256(f"stream:{peer_id}:{node_seed}".encode()).digest()
     return FIRST_TRAINING_SEED + int.from_bytes(digest[:8], "big") % (MAX_SEED + 1 - FIRST_TRAINING_SEED)
+
+
+def _is_within(number: object, stop: int) -> bool:
+    """Whether a number from the wire is a whole one in [0, stop)."""
+    return type(number) is int and 0 <= number < stop
 
 
 def _build(section: TaskSourceSection) -> TaskSource:

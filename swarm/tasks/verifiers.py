@@ -1,7 +1,7 @@
 """Verifiers of JSONL tasks: an answer's text against the expected one, reward 1 or 0.
 
-Texts come from policies, own and foreign, so every verifier bounds them before it looks at them. White space at the ends never
-counts; case does (a regex may begin with `(?i)`).
+Texts come from policies, own and foreign, so every verifier bounds them before it looks at them. White space at the ends
+never counts; case does (a regex may begin with `(?i)`).
 """
 
 import re
@@ -18,7 +18,7 @@ _RELATIVE_TOLERANCE = Decimal("1e-6")
 _MAX_EXPONENT = 400
 _MANTISSA = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _NUMBER = re.compile(rf"(?:(?<![\w.)])[-+])?{_MANTISSA}(?:[eE][-+]?[0-9]+)?(?:/{_MANTISSA})?")
-_PATTERN_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{[0-9]*,?[0-9]*\}|\(\?[:aiLmsux-]*|.", re.DOTALL)
+_PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{[0-9]*,?[0-9]*\}|\(\?[:aiLmsux-]*|.", re.DOTALL)
 
 
 def exact(expected: str, text: str) -> float:
@@ -27,7 +27,7 @@ def exact(expected: str, text: str) -> float:
 
 
 def numeric(expected: str, text: str) -> float:
-    """The last number of the text equals the expected one within 1e-6 relative; `1,000`, `1e3` and `3/4` are numbers."""
+    """The last number of the text equals the expected one within 1e-6 relative; 1,000 and 1e3 and 3/4 are numbers."""
     if len(text) > MAX_ANSWER_CHARS:
         return 0.0
     wanted, given = last_number(expected), last_number(text)
@@ -49,7 +49,7 @@ VERIFIERS: dict[str, Callable[[str, str], float]] = {"exact": exact, "numeric": 
 
 
 def check_expected(verifier: str, expected: str) -> None:
-    """Raises ValueError, with rule and value, for an expected answer with which no text, or any time, could be right."""
+    """Raises ValueError, with rule and value, for an expected answer that no text, or no cheap check, can match."""
     if len(expected) > MAX_ANSWER_CHARS:
         raise ValueError(f"an answer must have at most {MAX_ANSWER_CHARS} characters, got {len(expected)}")
     if verifier == "numeric" and last_number(expected) is None:
@@ -78,30 +78,30 @@ def last_number(text: str) -> Decimal | None:
 def count_repeats(pattern: str) -> int:
     """Number of unbounded or counted repeats in a valid pattern.
 
-    Raises ValueError where a repeated group holds a repeat or an alternative: such a pattern may take exponential time on the
-    right text, and strangers write the texts.
+    Raises ValueError where a repeated group holds a repeat or an alternative: such a pattern may take exponential time on
+    the right text, and strangers write the texts.
     """
-    tokens = _PATTERN_TOKEN.findall(pattern)
+    parts = _PATTERN_PART.findall(pattern)
     repeats, risky = 0, [False]  # one flag per open group: whether it holds a repeat or an alternative
-    for position, token in enumerate(tokens):
-        following = tokens[position + 1] if position + 1 < len(tokens) else ""
-        if token.startswith("("):
+    for position, part in enumerate(parts):
+        following = parts[position + 1] if position + 1 < len(parts) else ""
+        if part.startswith("("):
             risky.append(False)
-        elif token == ")":
+        elif part == ")":
             group_is_risky = risky.pop()
             if group_is_risky and _is_repeat(following):
                 raise ValueError(f"a repeated group must hold no repeat and no alternative, got {pattern!r}")
             risky[-1] |= group_is_risky
-        elif token == "|":
+        elif part == "|":
             risky[-1] = True
-        elif _is_repeat(token):
+        elif _is_repeat(part):
             risky[-1] = True
             repeats += 1
     return repeats
 
 
-def _is_repeat(token: str) -> bool:
-    return token in ("*", "+") or (token.startswith("{") and token.endswith("}") and token != "{}")
+def _is_repeat(part: str) -> bool:
+    return part in ("*", "+") or (part.startswith("{") and part.endswith("}") and part != "{}")
 
 
 @lru_cache(maxsize=4096)

@@ -54,7 +54,7 @@ def test_an_optimizer_that_has_not_stepped_yet_is_saved(store: CheckpointStore):
 
 
 def test_the_newest_k_are_kept(store: CheckpointStore, tmp_path: Path):
-    for round_number in (5, 10, 100, 15):
+    for round_number in (5, 10, 15, 100):
         store.save(round_number, tensors(round_number), {})
     assert names(tmp_path / "checkpoints") == ["round-000010", "round-000015", "round-000100"]
 
@@ -85,7 +85,19 @@ def test_a_damaged_one_is_kept_for_inspection_but_never_pushes_out_a_good_one(tm
     (shutil.copytree(tmp_path / "round-000010", tmp_path / "round-000030") / "state.json").write_text("[]")
     assert store.load_newest() is not None
     store.save(11, tensors(1.1), {"round": 11})
-    assert names(tmp_path) == ["damaged-round-000030", "round-000011"]
+    assert names(tmp_path) == ["aside-round-000030", "round-000011"]
+
+
+def test_loading_only_reads(store: CheckpointStore, tmp_path: Path):
+    """`swarm eval` and `swarm export` read the folder of a node that may be in the middle of a save."""
+    store.save(10, tensors(1.0), {"round": 10})
+    (store.save(20, tensors(2.0), {}) / "state.json").unlink()
+    (tmp_path / "checkpoints" / ".saving-round-000030-1").mkdir()
+    (tmp_path / "checkpoints" / "round-000010").rename(tmp_path / "checkpoints" / ".replaced-round-000010")
+    before = names(tmp_path / "checkpoints")
+    loaded = store.load_newest()
+    assert loaded is not None and loaded.state == {"round": 10}
+    assert names(tmp_path / "checkpoints") == before
 
 
 def test_nothing_intact_is_an_error_and_not_a_fresh_start(store: CheckpointStore):
@@ -142,7 +154,8 @@ def test_a_power_cut_during_a_save_loses_no_checkpoint(tmp_path: Path, monkeypat
     assert loaded is not None
     assert loaded.state["try"] in (1, 2)
     assert loaded.tensors["adapter"]["layer.lora_A"][0, 0].item() == loaded.state["try"]
-    assert names(tmp_path) == ["round-000007"]
+    store.save(8, tensors(3.0), {"try": 3})
+    assert names(tmp_path) == ["round-000008"]
 
 
 @pytest.mark.parametrize("call", range(1, NUM_WRITES + 1))

@@ -149,6 +149,15 @@ def protected(replies: dict[DHTID, object] | None = None) -> SimpleNamespace:
     return protocol
 
 
+def test_replies_and_handed_over_keys_pass_the_guard() -> None:
+    protocol = protected()
+    reply = dictionary(
+        {"good": (stored(b"1"), protocol.now + 60), "bad": (stored(b"bad"), protocol.now + 60)},
+    )
+    assert protocol._validate_dictionary(KEY.to_bytes(), reply)
+    assert list(reply.data) == ["good"]
+
+
 def test_full_key_takes_replacements_but_nothing_new() -> None:
     protocol = protected()
     expires_at = protocol.now + 60

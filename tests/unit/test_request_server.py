@@ -2,9 +2,11 @@
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import pytest
+import pytest_asyncio
 
 from swarm.network.framing import (
     FrameError,
@@ -37,15 +39,28 @@ class Call:
         return response
 
 
-async def call(server: RequestServer, request: bytes | None, protocol: str = "echo") -> Call:
-    one, other = socket.socketpair()
-    reader, writer = await asyncio.open_connection(sock=one)
-    conversation = asyncio.create_task(
-        server.answer_stream(CALLER, protocol, *await asyncio.open_connection(sock=other))
-    )
-    if request is not None:
-        write_request(writer, request)
-    return Call(reader, writer, conversation)
+Caller = Callable[..., Awaitable[Call]]
+
+
+@pytest_asyncio.fixture
+async def call() -> AsyncIterator[Caller]:
+    """Begins calls of a server: `await call(server, request, protocol)`, with None for a caller that stays silent."""
+    calls: list[Call] = []
+
+    async def begin(server: RequestServer, request: bytes | None, protocol: str = "echo") -> Call:
+        one, other = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=one)
+        served_reader, served_writer = await asyncio.open_connection(sock=other)
+        conversation = asyncio.create_task(server.answer_stream(CALLER, protocol, served_reader, served_writer))
+        if request is not None:
+            write_request(writer, request)
+        calls.append(Call(reader, writer, conversation))
+        return calls[-1]
+
+    yield begin
+    for one in calls:
+        one.writer.close()
+    await asyncio.gather(*(one.conversation for one in calls), return_exceptions=True)
 
 
 def make_server(*, max_concurrent: int = 4, timeout_s: float = 5.0) -> tuple[RequestServer, TrafficCounter]:
@@ -59,14 +74,14 @@ def make_server(*, max_concurrent: int = 4, timeout_s: float = 5.0) -> tuple[Req
     return server, traffic
 
 
-async def test_handler_learns_the_caller_and_traffic_is_counted() -> None:
+async def test_handler_learns_the_caller_and_traffic_is_counted(call: Caller) -> None:
     server, traffic = make_server()
     response = await (await call(server, b"hello")).response()
     assert response == Response(Status.OK, CALLER.encode() + b"hello")
     assert traffic == TrafficCounter(bytes_sent=len(response.body), bytes_received=5, requests_served=1)
 
 
-async def test_reason_of_a_refusal_reaches_the_caller() -> None:
+async def test_reason_of_a_refusal_reaches_the_caller(call: Caller) -> None:
     server, traffic = make_server()
 
     async def refuse(peer_id: str, request: bytes) -> bytes:
@@ -78,7 +93,7 @@ async def test_reason_of_a_refusal_reaches_the_caller() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("secret"), KeyError(), RecursionError(), TimeoutError()])
-async def test_broken_handler_costs_its_request_only(error: Exception) -> None:
+async def test_broken_handler_costs_its_request_only(call: Caller, error: Exception) -> None:
     server, traffic = make_server()
 
     async def break_down(peer_id: str, request: bytes) -> bytes:
@@ -90,7 +105,7 @@ async def test_broken_handler_costs_its_request_only(error: Exception) -> None:
     assert (await (await call(server, b"")).response()).status == Status.OK
 
 
-async def test_handler_that_hangs_is_cut_off() -> None:
+async def test_handler_that_hangs_is_cut_off(call: Caller) -> None:
     server, _ = make_server(timeout_s=0.05)
 
     async def hang(peer_id: str, request: bytes) -> bytes:
@@ -100,7 +115,7 @@ async def test_handler_that_hangs_is_cut_off() -> None:
     assert (await (await call(server, b"", "hang")).response()).status == Status.FAILED
 
 
-async def test_callers_over_the_limit_are_refused_at_once_and_served_later() -> None:
+async def test_callers_over_the_limit_are_refused_at_once_and_served_later(call: Caller) -> None:
     server, _ = make_server(max_concurrent=2)
     is_open = asyncio.Event()
 
@@ -116,7 +131,7 @@ async def test_callers_over_the_limit_are_refused_at_once_and_served_later() -> 
     assert (await (await call(server, b"", "wait")).response()).body == b"done"
 
 
-async def test_flood_of_callers_is_cut_off_without_a_word() -> None:
+async def test_flood_of_callers_is_cut_off_without_a_word(call: Caller) -> None:
     server, _ = make_server(max_concurrent=1)
     silent = [await call(server, None) for _ in range(2)]  # one has the place, one is being refused
     with pytest.raises((FrameError, ConnectionError)):
@@ -125,14 +140,16 @@ async def test_flood_of_callers_is_cut_off_without_a_word() -> None:
     assert all(one.conversation.done() for one in silent)
 
 
-async def test_oversize_request_is_refused_although_the_caller_goes_on_sending() -> None:
+async def test_oversize_request_is_refused_although_the_caller_goes_on_sending(call: Caller) -> None:
     server, _ = make_server()
     response = await (await call(server, bytes(1_000_000))).response()
     assert response == Response(Status.REFUSED, b"a request must be <= 100 bytes, got 1000000")
 
 
 @pytest.mark.parametrize("request_bytes", [None, b"half"])
-async def test_caller_that_never_finishes_its_request_loses_its_place(request_bytes: bytes | None) -> None:
+async def test_caller_that_never_finishes_its_request_loses_its_place(
+    call: Caller, request_bytes: bytes | None
+) -> None:
     server, traffic = make_server(max_concurrent=1, timeout_s=0.05)
     slow = await call(server, None)
     if request_bytes is not None:
@@ -142,7 +159,7 @@ async def test_caller_that_never_finishes_its_request_loses_its_place(request_by
     assert (await (await call(server, b"")).response()).status == Status.OK
 
 
-async def test_reader_that_never_acknowledges_loses_its_place() -> None:
+async def test_reader_that_never_acknowledges_loses_its_place(call: Caller) -> None:
     server, traffic = make_server(max_concurrent=1, timeout_s=0.05)
     slow = await call(server, b"hello")
     await slow.conversation
@@ -155,7 +172,7 @@ async def test_transfers_get_time_by_size() -> None:
     assert transfer_timeout_s(20.0, 16 * 2**20) == 20.0 + 256.0
 
 
-async def test_close_cuts_off_what_is_being_served() -> None:
+async def test_close_cuts_off_what_is_being_served(call: Caller) -> None:
     server, _ = make_server()
     silent = await call(server, None)
     await asyncio.wait_for(server.close(), 1)
@@ -163,7 +180,7 @@ async def test_close_cuts_off_what_is_being_served() -> None:
     assert await silent.reader.read() == b""
 
 
-async def test_request_in_memory_meets_the_same_limits() -> None:
+async def test_request_in_memory_meets_the_same_limits(call: Caller) -> None:
     server, _ = make_server(max_concurrent=1)
     assert (await server.answer(CALLER, "echo", b"x")).body == CALLER.encode() + b"x"
     assert await server.answer(CALLER, "none", b"x") == Response(Status.REFUSED, b"unknown protocol")

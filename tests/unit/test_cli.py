@@ -1,0 +1,128 @@
+"""The command line as a person meets it: output, exit codes, one-line errors."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swarm import __version__
+from swarm.config import load
+from swarm.observability.status_file import NodeStatus
+
+SILO = ("--network.backend", "off", "--sharing.swarm_groups", "0")
+
+
+def swarm(*arguments: str, cwd: Path | None = None, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "swarm.cli.main", *arguments],
+        capture_output=True, text=True, timeout=120, cwd=cwd, input=stdin, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_version_and_help() -> None:
+    assert swarm("--version").stdout.strip() == f"swarm {__version__}"
+    told = swarm("--help").stdout
+    commands = ("init", "run", "testbed", "bootstrap", "status", "eval", "sample", "export", "config")
+    assert all(f" {command} " in told for command in commands)
+    assert "Exit codes" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["frob"], 2, "No such command"),
+        (["run", "--trainin.lr", "1"], 3, "did you mean training?"),
+        (["run", "--frsh"], 3, "did you mean --fresh?"),
+        (["run", "--training.lr"], 3, "needs a value"),
+        (["run", "nowhere.toml"], 3, "nowhere.toml"),
+        (["run", "--policy.base", "/no/such/model", *SILO], 5, "/no/such"),
+        (["run", "--tasks.sources", '[{name = "no_such_set"}]', *SILO], 6, "no_such_set"),
+        (["run", "--network.listen", '["nonsense"]'], 3, "nonsense"),
+        (["export", "out", "--dir", "empty"], 3, "config.toml"),
+        (["sample", "--prompt", "hi"], 8, "must hold a checkpoint"),
+        (["status", "empty"], 9, "status.json"),
+        (["eval", "--tasks", "0"], 2, "--tasks"),
+    ],
+)  # fmt: skip
+def test_mistake_ends_in_one_line_and_its_exit_code(tmp_path: Path, arguments: list[str], code: int, told: str) -> None:
+    ended = swarm(*arguments, cwd=tmp_path)
+    assert ended.returncode == code, ended.stderr
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert told in last
+    assert "Traceback" not in ended.stderr
+
+
+def test_dry_run_prints_what_would_run(tmp_path: Path) -> None:
+    ended = swarm("run", "--training.lr", "1e-5", "--dry-run", cwd=tmp_path)
+    path = tmp_path / "resolved.toml"
+    path.write_text(ended.stdout)
+    assert load([path]).training.lr == 1e-5
+    assert list(tmp_path.iterdir()) == [path], "a dry run writes nothing"
+
+
+def test_init_creates_once_and_keeps_the_identity(tmp_path: Path) -> None:
+    first = swarm("init", "mine", "--name", "friends", cwd=tmp_path)
+    assert first.returncode == 0
+    key = (tmp_path / "mine" / "identity.key").read_bytes()
+    config = tmp_path / "mine" / "node.toml"
+    assert load([config]).swarm.name == "friends"
+    config.write_text(config.read_text().replace("friends", "others"))
+    again = swarm("init", "mine", cwd=tmp_path)
+    assert "kept identity" in again.stdout
+    assert load([config]).swarm.name == "others"
+    assert swarm("init", "mine", "--force", cwd=tmp_path).returncode == 0
+    assert load([config]).swarm.name == "local"
+    assert (tmp_path / "mine" / "identity.key").read_bytes() == key
+    assert (tmp_path / "mine" / "identity.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_status_of_a_node_that_has_ended_shows_what_is_known(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    row = {
+        "rollout/reward_mean": 0.5, "rollout/tokens_per_s": 10.0, "time/round_s": 1.0, "network/peers": 2,
+        "train/own_groups_total": 7, "train/swarm_groups_total": 9, "exchange/rejected": {"replay": 3},
+    }  # fmt: skip
+    NodeStatus("12D3x", "brave-otter-3f", dead.pid, 0.0, "learning", round=5, last_round=row).write(
+        tmp_path / "status.json"
+    )
+    ended = swarm("status", str(tmp_path))
+    assert ended.returncode == 9
+    assert "7 own and 9 swarm groups" in ended.stdout
+    assert "replay 3" in ended.stdout
+    as_json = swarm("status", str(tmp_path), "--json")
+    assert json.loads(as_json.stdout)["running"] is False
+
+
+def test_schema_is_a_json_schema_with_every_section() -> None:
+    schema = json.loads(swarm("config", "schema", "--json").stdout)
+    assert {"node", "training", "sharing"} <= set(schema["properties"])
+
+
+def test_run_eval_sample_and_export_work_on_one_folder(tmp_path: Path) -> None:
+    ran = swarm(
+        "run", "--node.dir", "n", "--node.max_rounds", "2", *SILO, "--evaluation.tasks_per_source", "1", cwd=tmp_path
+    )
+    assert ran.returncode == 0, ran.stderr
+    evaluated = swarm("eval", "--dir", "n", "--tasks", "2", "--json", cwd=tmp_path)
+    assert 0 <= json.loads(evaluated.stdout)["reward_mean"] <= 1
+    sampled = swarm("sample", "--dir", "n", cwd=tmp_path, stdin="1 + 1 =\nagain\n")
+    assert len(sampled.stdout.splitlines()) == 2, sampled.stderr
+    assert swarm("export", "merged", "--dir", "n", cwd=tmp_path).returncode == 0
+    assert swarm("export", "adapter", "--dir", "n", "--format", "adapter", cwd=tmp_path).returncode == 0
+    check = (
+        "import sys\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "print(AutoModelForCausalLM.from_pretrained('merged').num_parameters())\nAutoTokenizer.from_pretrained('merged')"
+    )
+    loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert int(loaded.stdout) > 100_000, loaded.stderr
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+    refused = swarm("export", "merged", "--dir", "n", cwd=tmp_path)
+    assert refused.returncode != 0
+    fresh = swarm("run", "n/config.toml", "--fresh", "--node.dir", "n", cwd=tmp_path)
+    assert "earlier run moved to" in fresh.stdout
+    assert (tmp_path / "n" / "previous-001" / "metrics.jsonl").exists()

@@ -1,0 +1,120 @@
+"""Configuration: merging, overrides, and mistakes that are told with rule, value and fix."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from swarm.config import Config, dump_toml, load, parse
+from swarm.config_reference import reference_markdown, settings
+from swarm.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "node_configs").glob("*.toml"))
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_later_files_win_and_overrides_win_over_files(tmp_path: Path) -> None:
+    base = write(tmp_path, "base.toml", "[training]\nlr = 0.1\nclip_low = 0.1\n[rollouts]\ngroup_size = 4\n")
+    top = write(tmp_path, "top.toml", "[training]\nlr = 0.2\n")
+    config = load([base, top], {"rollouts.group_size": "6"})
+    assert (config.training.lr, config.training.clip_low, config.rollouts.group_size) == (0.2, 0.1, 6)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("training.lr", "1e-5", 1e-5),
+        ("sharing.publish", "false", False),
+        ("policy.base", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B"),
+        ("network.initial_peers", '["/ip4/1.2.3.4/tcp/5/p2p/x"]', ("/ip4/1.2.3.4/tcp/5/p2p/x",)),
+        ("policy.lora.rank", "8", 8),
+    ],
+)
+def test_override_is_a_toml_value_or_plain_text(key: str, text: str, expected: object) -> None:
+    value: object = load([], {key: text})
+    for part in key.split("."):
+        value = getattr(value, part)
+    assert value == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "told"),
+    [
+        ("training.lrr", "1", "did you mean training.lr?"),
+        ("trainin", "1", "did you mean training?"),
+        ("group_size", "4", "did you mean rollouts.group_size?"),
+        ("rollouts.group_size", "1", "greater than or equal to 2, got 1; set rollouts.group_size"),
+        ("training.advantage", '"ppo"', "'grpo' or 'dr_grpo', got 'ppo'; set training.advantage"),
+        ("network.backend", '"off"', "sharing.swarm_groups must be 0"),
+        ("sharing.own_groups", "99", "sharing.own_groups must be <= rollouts.groups_per_round, got 99 > 8"),
+        ("swarm.name", '"a b"', "swarm.name"),
+    ],
+)
+def test_mistake_is_told_with_value_and_fix(key: str, text: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([], {key: text})
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[training", "lr = = 1", "\xff"])
+def test_damaged_file_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"bad\.toml"):
+        load([path])
+
+
+def test_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+        load(["nowhere.toml"])
+
+
+def test_doubled_source_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="set a different label"):
+        parse({"tasks": {"sources": [{"name": "gcd"}, {"name": "gcd"}]}})
+
+
+def test_path_of_a_task_file_is_relative_to_its_config(tmp_path: Path) -> None:
+    config = write(tmp_path, "c.toml", '[[tasks.sources]]\nkind = "jsonl"\nname = "mine"\npath = "tasks.jsonl"\n')
+    assert load([config]).tasks.sources[0].path == tmp_path / "tasks.jsonl"
+
+
+def test_dumped_configuration_is_read_back_equal() -> None:
+    config = load([], {"node.max_rounds": "3", "network.listen": '["/ip4/127.0.0.1/tcp/1"]', "policy.base": 'a"b\\c'})
+    assert parse(tomllib.loads(dump_toml(config))) == config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_ready_config_is_valid_and_says_why(path: Path) -> None:
+    config = load([path])
+    assert config != Config()
+    assert path.read_text().count("#") >= 3
+
+
+def test_there_are_ready_configs() -> None:
+    names = {path.stem for path in CONFIGS}
+    assert {"testbed", "public", "silo", "laptop-cpu", "gpu-8gb", "gpu-24gb"} <= names
+
+
+def test_every_setting_says_what_it_means() -> None:
+    unexplained = [key for key, _, _, meaning in settings() if not meaning]
+    assert unexplained == []
+
+
+def test_reference_page_is_what_the_code_says() -> None:
+    assert (ROOT / "docs" / "configuration.md").read_text() == reference_markdown(), (
+        "run: swarm config schema --markdown > docs/configuration.md"
+    )
+
+
+def test_swarm_id_depends_on_the_name_alone() -> None:
+    one, other = load([], {"swarm.name": '"a"'}), load([], {"swarm.name": '"b"', "training.lr": "1"})
+    assert one.swarm_id == load([], {"swarm.name": '"a"', "node.seed": "5"}).swarm_id != other.swarm_id
+    assert len(bytes.fromhex(one.swarm_id)) == 16

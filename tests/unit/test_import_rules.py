@@ -1,0 +1,71 @@
+"""Who may import whom, read from the source; and which commands start without torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "swarm"
+EVERYONE = {"types", "config", "errors", "observability", "__init__"}
+ALLOWED: dict[str, set[str]] = {
+    "observability": set(),
+    "tasks": set(),
+    "records": set(),
+    "adapters": set(),
+    "network": {"records"},  # the identity is the libp2p key
+    "pool": {"records"},  # groups are kept in the wire format
+    "policy": {"adapters"},
+    "engine": {"policy"},
+    "training": {"policy", "adapters"},
+    "rollouts": {"tasks", "policy", "engine"},
+    "sharing": {"tasks", "records", "network", "pool"},
+    "testbed": {"node", "node_folder"},
+}
+TORCH_FREE = {"observability", "tasks", "records", "network", "pool", "sharing", "cli", "testbed"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Dotted modules that a file imports anywhere, function bodies included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("package", sorted(ALLOWED))
+def test_package_imports_only_what_it_may(package: str) -> None:
+    may = ALLOWED[package] | EVERYONE | {package}
+    for path in (ROOT / package).rglob("*.py"):
+        used = {name.split(".")[1] for name in imports_of(path) if name.startswith("swarm.")}
+        assert used <= may, f"{path.relative_to(ROOT)} imports {sorted(used - may)}"
+
+
+def test_every_package_has_a_rule() -> None:
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages == set(ALLOWED) | {"cli", "assets"}, "a package without a rule, or a rule without a package"
+
+
+@pytest.mark.parametrize("package", sorted(TORCH_FREE))
+def test_torch_is_not_imported_by_the_network_side(package: str) -> None:
+    for path in (ROOT / package).rglob("*.py"):
+        heavy = {name.split(".")[0] for name in imports_of(path)} & {"torch", "transformers", "peft", "safetensors"}
+        assert not heavy, f"{path.relative_to(ROOT)} imports {sorted(heavy)}"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["config", "show"], ["run", "--dry-run"], ["status", "--help"]]
+)
+def test_command_starts_without_torch(arguments: list[str]) -> None:
+    script = (
+        "import sys\nfrom swarm.cli.main import _run\n"
+        f"sys.argv = ['swarm', *{arguments!r}]\ncode = _run()\n"
+        "heavy = {'torch', 'transformers', 'hivemind', 'reasoning_gym', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imports {sorted(heavy)}' if heavy else code)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr[-500:]

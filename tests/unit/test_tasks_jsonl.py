@@ -1,0 +1,126 @@
+"""JSONL task files: split, streams, digests, and what a malformed line says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.config import TaskSourceSection
+from swarm.errors import TaskError
+from swarm.tasks.jsonl_source import JsonlSource, shuffled_position
+from swarm.tasks.task_mixture import score
+from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, MAX_SEED, SUPERVISED_SEED
+
+NUM_LINES = 25
+
+
+def write(path: Path, rows: list[Any]) -> TaskSourceSection:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
+    return TaskSourceSection(kind="jsonl", name="mine", path=path)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> JsonlSource:
+    return JsonlSource(write(tmp_path / "t.jsonl", [{"prompt": f"p{i}", "answer": i} for i in range(NUM_LINES)]))
+
+
+def prompts(source: JsonlSource, seed: int, count: int) -> list[str]:
+    return [source.task(seed, index).prompt for index in range(count)]
+
+
+def test_every_tenth_line_is_held_out_and_nothing_else(source: JsonlSource) -> None:
+    assert source.num_held_out == 3
+    assert prompts(source, EVALUATION_SEED, 3) == ["p0", "p10", "p20"]
+    assert not set(prompts(source, EVALUATION_SEED, 100)) & set(prompts(source, 16, 100))
+
+
+@pytest.mark.parametrize("seed", [SUPERVISED_SEED, 16, 17, MAX_SEED])
+def test_a_stream_visits_every_training_line_once_per_pass(source: JsonlSource, seed: int) -> None:
+    num_training = NUM_LINES - 3
+    first, second = prompts(source, seed, num_training), prompts(source, seed, 2 * num_training)[num_training:]
+    assert len(set(first)) == num_training
+    assert first == second
+
+
+def test_streams_differ_in_order(source: JsonlSource) -> None:
+    assert len({tuple(prompts(source, seed, 22)) for seed in range(16, 26)}) > 5
+
+
+def test_the_order_of_a_stream_is_golden(source: JsonlSource) -> None:
+    assert prompts(source, 16, 5) == ["p13", "p7", "p2", "p21", "p15"]
+
+
+@given(st.integers(0, MAX_SEED), st.integers(1, 300))
+def test_positions_are_a_permutation(seed: int, count: int) -> None:
+    assert sorted(shuffled_position(seed, index, count) for index in range(count)) == list(range(count))
+
+
+def test_the_last_reference_of_the_last_stream_is_cheap_and_valid(source: JsonlSource) -> None:
+    task = source.task(MAX_SEED, INDEX_SPAN - 1)
+    assert score(task, source.answer(MAX_SEED, INDEX_SPAN - 1)) == 1.0
+
+
+def test_the_digest_covers_content_and_default_verifier_but_not_the_name(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+    section = write(tmp_path / "t.jsonl", rows)
+    moved = write(tmp_path / "u.jsonl", rows).model_copy(update={"label": "other"})
+    numeric = section.model_copy(update={"verifier": "numeric"})
+    changed = write(tmp_path / "v.jsonl", [*rows[:1], {"prompt": "b", "answer": "3"}])
+    digests = [JsonlSource(item).config_digest for item in (section, moved, numeric, changed)]
+    assert digests[0] == digests[1] == "da9506e760ca3dcd"
+    assert len(set(digests)) == 3
+
+
+def test_a_line_may_name_its_own_verifier(tmp_path: Path) -> None:
+    rows = [{"prompt": "held", "answer": "x"}, {"prompt": "q", "answer": "1000", "verifier": "numeric"}]
+    task = JsonlSource(write(tmp_path / "t.jsonl", rows)).task(16, 0)
+    assert score(task, "it is 1,000") == 1.0
+    assert score(task, "it is 1,001") == 0.0
+
+
+def test_unusual_line_ends_inside_texts_do_not_split_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes('\ufeff{"prompt": "a\u2028b", "answer": "1"}\r\n\r\n{"prompt": "c", "answer": "2"}'.encode())
+    source = JsonlSource(TaskSourceSection(kind="jsonl", name="mine", path=path))
+    assert prompts(source, EVALUATION_SEED, 1) == ["a\u2028b"]
+    assert prompts(source, 16, 1) == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        (b"{", "one JSON object"),
+        (b"\xff\xfe", "one JSON object"),
+        (b'{"prompt": "a", "answer": ' + b"9" * 5000 + b"}", "one JSON object"),
+        (b"[" * 100_000, "one JSON object"),
+        (b"[1]", 'text "prompt"'),
+        (b'{"prompt": " ", "answer": 1}', 'text "prompt"'),
+        (b'{"prompt": 1, "answer": 1}', 'text "prompt"'),
+        (b'{"prompt": "a"}', '"answer"'),
+        (b'{"prompt": "a", "answer": true}', '"answer"'),
+        (b'{"prompt": "a", "answer": ""}', '"answer"'),
+        (b'{"prompt": "a", "answer": 1, "verifer": "exact"}', "verifer"),
+        (b'{"prompt": "a", "answer": 1, "verifier": "fuzzy"}', "exact, numeric, regex"),
+        (b'{"prompt": "a", "answer": 1, "verifier": []}', "exact, numeric, regex"),
+        (b'{"prompt": "a", "answer": "(a+)+", "verifier": "regex"}', "repeated group"),
+        (b'{"prompt": "a", "answer": "many", "verifier": "numeric"}', "must have a number"),
+    ],
+)
+def test_a_malformed_line_is_named_with_its_number_and_rule(tmp_path: Path, line: bytes, rule: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b'{"prompt": "a", "answer": 1}\n' + line + b"\n")
+    with pytest.raises(TaskError) as caught:
+        JsonlSource(TaskSourceSection(kind="jsonl", name="mine", path=path))
+    assert f"{path}:2" in str(caught.value)
+    assert rule in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_missing_or_too_short_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="readable file"):
+        JsonlSource(TaskSourceSection(kind="jsonl", name="mine", path=tmp_path / "none.jsonl"))
+    with pytest.raises(TaskError, match="at least 2 lines, got 1"):
+        JsonlSource(write(tmp_path / "t.jsonl", [{"prompt": "a", "answer": "1"}]))

@@ -1,0 +1,195 @@
+"""reasoning-gym sources: golden digests and prompts, streams, refusals."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.config import DEMO_TASKS, TaskSourceSection
+from swarm.errors import TaskError
+from swarm.tasks.answer_guard import ALPHABETS, REFUSED, admissible
+from swarm.tasks.reasoning_gym_source import ReasoningGymSource
+from swarm.tasks.task_mixture import score
+from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, MAX_SEED, SUPERVISED_SEED, TaskFailure
+
+GCD = TaskSourceSection(name="gcd", parameters={"min_value": 1, "max_value": 60})
+
+
+@pytest.fixture(scope="module")
+def gcd() -> ReasoningGymSource:
+    return ReasoningGymSource(GCD)
+
+
+def test_prompts_and_digest_are_golden(gcd: ReasoningGymSource) -> None:
+    assert gcd.config_digest == "40b77d233a639f96"
+    question = "Find the Greatest Common Divisor (GCD) of these numbers: {}. Give only the GCD as your final answer."
+    assert (gcd.task(16, 0).prompt, gcd.answer(16, 0)) == (question.format("27, 27"), "27")
+    last = (MAX_SEED, INDEX_SPAN - 1)
+    assert (gcd.task(*last).prompt, gcd.answer(*last)) == (question.format("52, 1"), "1")
+
+
+def test_the_digest_covers_name_and_parameters_but_neither_label_nor_order_nor_weight() -> None:
+    same = TaskSourceSection(name="gcd", label="x", weight=3.0, parameters={"max_value": 60, "min_value": 1})
+    harder = TaskSourceSection(name="gcd", parameters={"min_value": 1, "max_value": 61})
+    other = TaskSourceSection(name="lcm", parameters={"min_value": 1, "max_value": 60})
+    digests = [ReasoningGymSource(item).config_digest for item in (GCD, same, harder, other)]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+
+
+def test_a_task_is_the_first_item_of_the_data_set_of_its_number(gcd: ReasoningGymSource) -> None:
+    import reasoning_gym
+
+    number = 17 * INDEX_SPAN + 5
+    item = reasoning_gym.create_dataset("gcd", seed=number, size=1, min_value=1, max_value=60)[0]
+    assert (gcd.task(17, 5).prompt, gcd.answer(17, 5)) == (item["question"], item["answer"])
+
+
+def test_streams_do_not_overlap() -> None:
+    source = ReasoningGymSource(
+        TaskSourceSection(
+            name="chain_sum", parameters={"min_terms": 6, "max_terms": 6, "min_digits": 4, "max_digits": 4}
+        )
+    )
+    streams = (SUPERVISED_SEED, EVALUATION_SEED, 16, 17, MAX_SEED)
+    # The end of one stream meets the beginning of the next: that is where an off-by-one would show.
+    indices = [*range(100), *range(INDEX_SPAN - 100, INDEX_SPAN)]
+    prompts = [source.task(seed, index).prompt for seed in streams for index in indices]
+    assert len(set(prompts)) == len(streams) * len(indices)
+
+
+def test_the_librarys_partial_credit_is_kept() -> None:
+    task = ReasoningGymSource(TaskSourceSection(name="spell_backward")).task(16, 0)
+    word = task.prompt.rsplit(" ", 1)[1]
+    right = word[::-1]
+    assert score(task, right) == 1.0
+    assert score(task, right[:-1] + "#") == pytest.approx((len(word) - 1) / len(word))
+
+
+def test_a_data_set_that_fixes_its_items_when_built_is_built_per_task() -> None:
+    source = ReasoningGymSource(TaskSourceSection(name="list_functions"))
+    assert source.task(16, 0).prompt != source.task(16, 1).prompt
+    assert source.task(16, 1).prompt == ReasoningGymSource(TaskSourceSection(name="list_functions")).task(16, 1).prompt
+    assert score(source.task(MAX_SEED, INDEX_SPAN - 1), source.answer(MAX_SEED, INDEX_SPAN - 1)) == 1.0
+
+
+def test_prompts_do_not_depend_on_the_hash_seed_of_the_process() -> None:
+    program = (
+        "from swarm.config import DEMO_TASKS\n"
+        "from swarm.tasks.reasoning_gym_source import ReasoningGymSource\n"
+        "for section in DEMO_TASKS:\n"
+        "    source = ReasoningGymSource(section)\n"
+        "    print(source.config_digest, [(source.task(99, i).prompt, source.answer(99, i)) for i in range(20)])\n"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+    assert outputs.pop().count("\n") == len(DEMO_TASKS)
+
+
+@pytest.mark.parametrize(
+    ("section", "rule"),
+    [
+        (TaskSourceSection(name="chain_sums"), "did you mean chain_sum?"),
+        (TaskSourceSection(name="qqq"), "DATASETS"),
+        (TaskSourceSection(name="gcd", parameters={"max_valeu": 3}), "max_valeu"),
+        (TaskSourceSection(name="gcd", parameters={"min_value": 5, "max_value": 2}), "max_value must be"),
+        (TaskSourceSection(name="gcd", parameters={"seed": 3}), "seed"),
+        (TaskSourceSection(name="gcd", parameters={"max_value": {1, 2}}), "numbers, texts, lists or tables"),
+        (TaskSourceSection(name="spell_backward", parameters={"data_file": "none.txt"}), "accepts them"),
+    ],
+)
+def test_a_source_that_cannot_be_built_says_why(section: TaskSourceSection, rule: str) -> None:
+    with pytest.raises(TaskError) as caught:
+        ReasoningGymSource(section)
+    assert rule in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_unsafe_and_unrepeatable_data_sets_are_refused(name: str) -> None:
+    with pytest.raises(TaskError, match="safe and the same on every node"):
+        ReasoningGymSource(TaskSourceSection(name=name))
+
+
+def test_every_verifier_of_the_library_that_runs_code_is_guarded() -> None:
+    """A new release of the library may add one: then this test names the module."""
+    import reasoning_gym
+
+    # These run only text that the generator itself wrote.
+    harmless = {"basic_arithmetic", "bitwise_arithmetic", "number_sorting", "propositional_logic"}
+    root = Path(reasoning_gym.__file__).parent
+    suspects = {
+        path.stem
+        for path in root.glob("*/*.py")
+        if any(word in path.read_text() for word in ("eval(", "exec(", "parse_expr(", "sympify(", "parse_latex("))
+    }
+    assert suspects - harmless <= set(ALPHABETS) | set(REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("data_set", "text"),
+    [
+        ("binary_matrix", "__import__('os').abort()"),
+        ("binary_matrix", "[[0, 1], [exit()]]"),
+        ("spiral_matrix", "9**9**9"),
+        ("n_queens", "[Q.__class__]"),
+        ("string_insertion", "A.__class__"),
+        ("countdown", "9 ** 9 ** 9 ** 9"),
+        ("countdown", "9* *9"),
+        ("countdown", "9//2"),
+        ("puzzle24", "exit()"),
+        ("coin_flip", "1e999999999"),
+        ("gcd", "1" * 20_000),
+    ],
+)
+def test_hostile_answers_do_not_reach_the_verifier(data_set: str, text: str) -> None:
+    assert admissible(data_set, text) == ""
+
+
+@pytest.mark.parametrize(
+    ("data_set", "text"),
+    [
+        ("binary_matrix", "[[0, 1], [1, 2]]"),
+        ("spiral_matrix", "1 2 -3"),
+        ("n_queens", "_ Q\nQ _"),
+        ("string_insertion", "['A', \"B\"]"),
+        ("countdown", "(3 + 4)*5 - 10/2"),
+        ("coin_flip", "3/8"),
+        ("gcd", "the answer is 7"),
+    ],
+)
+def test_ordinary_answers_reach_the_verifier(data_set: str, text: str) -> None:
+    assert admissible(data_set, text) == text
+
+
+@pytest.mark.parametrize("name", sorted(ALPHABETS))
+def test_right_answers_pass_the_guard(name: str) -> None:
+    source = ReasoningGymSource(TaskSourceSection(name=name))
+    task, answer = source.task(16, 3), source.answer(16, 3)
+    if name != "puzzle24":  # its answer column is one solution with the target: "(1 + 2) * 8 = 24"
+        assert admissible(name, answer) == answer
+        assert score(task, answer) == 1.0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=60) | st.text("0123456789.,-+*/()[]eE \n'\"ABQ_", max_size=60))
+def test_any_text_scores_within_bounds_or_costs_the_task(text: str) -> None:
+    for source in GUARDED_SOURCES:
+        try:
+            assert 0.0 <= score(source.task(16, 1), text) <= 1.0
+        except TaskFailure as failure:
+            assert failure.source == source.name
+
+
+GUARDED_SOURCES = [ReasoningGymSource(TaskSourceSection(name=name)) for name in ("binary_matrix", "countdown", "gcd")]
