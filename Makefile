@@ -1,5 +1,6 @@
 # Every target makes its own environment: .venv with the pinned packages of requirements.lock.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do $$p -c '$(IS_NEW_ENOUGH)' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -33,8 +34,7 @@ setup: $(READY)  ## Only the environment
 
 # The stamp is written last: an interrupted set-up starts over at the next call.
 $(READY): requirements.lock pyproject.toml
-	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "Python >= 3.11 is needed, found $$($(PYTHON) --version 2>&1); set PYTHON=/path/to/python3.11"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python >= 3.11 is needed, found none; set PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "setting up $(VENV) (a few minutes, once)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock

@@ -55,7 +55,7 @@ class NetworkSection(Section):
     backend: Literal["hivemind", "off"] = "hivemind"
     """hivemind: DHT and streams over libp2p. off: plain RL on this machine, no socket is opened."""
     listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
-    """Multiaddresses to listen on; port 0 takes a free one. Use /ip4/0.0.0.0/tcp/PORT to be reachable from outside."""
+    """TCP multiaddresses to listen on; port 0 takes a free one. Use /ip4/0.0.0.0/tcp/PORT to be reachable from outside."""
     announce: tuple[str, ...] = ()
     """Multiaddresses to tell others, where they differ from `listen` (port forwarding)."""
     initial_peers: tuple[str, ...] = ()
@@ -114,8 +114,8 @@ DEMO_TASKS = (
     TaskSourceSection(
         name="spell_backward", label="longer_spelling", parameters={"min_word_len": 6, "max_word_len": 8}
     ),
-    TaskSourceSection(name="letter_counting", parameters={"min_words": 3, "max_words": 6}),
-    TaskSourceSection(name="gcd", parameters={"min_value": 1, "max_value": 60}),
+    TaskSourceSection(name="lcm", parameters={"min_value": 2, "max_value": 15}),
+    TaskSourceSection(name="products", parameters={"min_digits": 1, "max_digits": 1}),
 )
 """What the bundled policy was made for, easy settings and harder ones."""
 
@@ -192,8 +192,8 @@ class SharingSection(Section):
     """J: groups of others in a training batch. 0 is plain RL."""
     publish: bool = True
     """Share own groups. Off: learn from others only."""
-    time_to_live_s: PositiveFloat = 600.0
-    """How long a record is offered to others. Longer than a slow node's round."""
+    time_to_live_s: Annotated[float, Field(gt=0, le=3600)] = 600.0
+    """How long a record is offered to others, at most an hour. Longer than a slow node's round."""
     max_age_s: PositiveFloat = 600.0
     """Older groups of others are not trained on."""
     max_uses: PositiveInt = 1

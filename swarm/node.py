@@ -48,8 +48,10 @@ from swarm.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
+_INTERRUPTED = 130
 _OUTBOX_ROUNDS = 8
 _SAY_INTERVAL_S = 5.0
+_STOP_CHECK_INTERVAL_S = 0.25
 _STOP_GRACE_S = 3.5
 """How long a stop waits for the round in flight before it is left to the last checkpoint."""
 
@@ -66,10 +68,7 @@ def run_node(config: Config, *, fresh: bool = False) -> None:
         set_up_logging(folder.logs, config.observability.log_level)
         folder.config.write_text(dump_toml(config))
         identity = identities.load_or_create(folder.identity)
-        finished = asyncio.run(Node(config, folder, identity).run_until_signal())
-    if not finished:  # the compute thread is inside a long round: leave it, the last checkpoint stands
-        logging.shutdown()
-        os._exit(130)
+        asyncio.run(Node(config, folder, identity).run_until_signal())
 
 
 def hivemind_transport(
@@ -112,16 +111,18 @@ class Node:
         self._num_peers = 0
         self._said_at = -math.inf
 
-    async def run_until_signal(self) -> bool:
+    async def run_until_signal(self) -> None:
         """`run`, with SIGINT and SIGTERM asking for a stop; a second one ends the process at once."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
-        return await self.run()
+        if not await self.run():  # a thread is inside a long computation: leave it, the last checkpoint stands
+            logging.shutdown()
+            os._exit(_INTERRUPTED)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
-            os._exit(130)
+            os._exit(_INTERRUPTED)
         logger.info("stopping: the round in flight is finished or left; press Ctrl-C again to end at once")
         self.stop()
 
@@ -130,27 +131,45 @@ class Node:
         self._stop.set()
 
     async def run(self) -> bool:
-        """Whole life of the node. Returns whether the compute thread has ended; raises what ended it."""
+        """Whole life of the node. Returns whether all computation has ended; raises what ended it."""
         logger.info("node %s (%s) in %s", self.identity.peer_name, self.identity.peer_id, self.folder.path)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.pool.close)
             stack.callback(self._log.close)
+            stack.callback(self._write_status)  # the last word: how far it came
             await self._http.start()
             stack.push_async_callback(self._http.stop)
             self._write_status()
-            learner, _ = await asyncio.gather(asyncio.to_thread(self._build_learner), self._start_transport())
             if self.transport is not None:
                 stack.push_async_callback(self.transport.stop)
+            learner = await self._start()
+            if learner is None:
+                return False
+            if self.transport is not None:
                 self._wire_sharing(learner)
             tasks = [asyncio.create_task(work) for work in self._network_work()]
             stack.push_async_callback(_cancel, tasks)
             return await self._compute(learner)
+
+    async def _start(self) -> Learner | None:
+        """Network and policy come up side by side; None where a stop was asked for meanwhile."""
+        starting = asyncio.gather(asyncio.to_thread(self._build_learner), self._start_transport())
+        while not starting.done():
+            await asyncio.wait([starting], timeout=_STOP_CHECK_INTERVAL_S)
+            if self._stop.is_set() and not starting.done():
+                starting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await starting
+                return None
+        learner, _ = await starting
+        return learner
 
     async def _start_transport(self) -> None:
         if self.transport is None:
             return
         self.transport.serve(BODY_PROTOCOL, self._serve_body, max_request_bytes=64)
         await self.transport.start()
+        self._write_status()  # others can join through this node while it still loads its policy
         for address in self.transport.addresses():
             logger.info("listening on %s", address)
 
@@ -241,7 +260,7 @@ class Node:
         thread.start()
         stop_seen_at: float | None = None
         while not outcome.done():
-            await asyncio.wait([outcome], timeout=0.25)
+            await asyncio.wait([outcome], timeout=_STOP_CHECK_INTERVAL_S)
             if self._stop.is_set():
                 stop_seen_at = stop_seen_at or time.monotonic()
                 if time.monotonic() - stop_seen_at > _STOP_GRACE_S:
@@ -263,7 +282,7 @@ class Node:
     def _rounds(self, learner: Learner) -> None:
         store = self._checkpoints()
         max_rounds = self.config.node.max_rounds
-        if learner.round == 0:
+        if learner.round == 0 and not self._stop.is_set():
             self._evaluate(learner, "start")
         self._phase = "learning"
         while not self._stop.is_set() and (max_rounds is None or learner.round < max_rounds):
@@ -299,6 +318,8 @@ class Node:
             for name, value in row.items():
                 if "/" in name and isinstance(value, int | float):
                     self.metrics.gauge(name, value)
+            for reason, count in row.get("exchange/rejected", {}).items():
+                self.metrics.gauge("exchange/rejected_records", count, reason=reason)
             self._last_row = row
             self._say(row)
         self._log.write({"time_s": time.time(), **row})

@@ -1,5 +1,6 @@
 """The folder in which one node keeps everything: identity, configuration, pool, checkpoints, logs, metrics."""
 
+from collections.abc import Container
 from pathlib import Path
 
 from swarm.errors import ConfigError
@@ -33,16 +34,19 @@ class NodeFolder:
 
     def set_aside(self) -> Path | None:
         """Move the state of earlier runs to `previous-NNN/` so that a fresh start loses nothing. None if there is none."""
-        old = [
-            item
-            for item in sorted(self.path.iterdir())
-            if item.name not in _KEPT_ON_FRESH_START and not item.name.startswith("previous-")
-        ]
         if not (self.checkpoints.exists() or self.metrics.exists() or self.pool.exists()):
             return None
-        number = 1 + max((int(p.name[9:]) for p in self.path.glob("previous-[0-9]*")), default=0)
-        target = self.path / f"previous-{number:03d}"
-        target.mkdir()
-        for item in old:
-            item.rename(target / item.name)
-        return target
+        return set_aside(self.path, _KEPT_ON_FRESH_START)
+
+
+def set_aside(folder: Path, kept: Container[str]) -> Path | None:
+    """Move everything but `kept` and earlier `previous-NNN/` folders into a new one. None if there is nothing to move."""
+    old = [item for item in sorted(folder.iterdir()) if item.name not in kept and not item.name.startswith("previous-")]
+    if not old:
+        return None
+    number = 1 + max((int(path.name[9:]) for path in folder.glob("previous-[0-9]*")), default=0)
+    target = folder / f"previous-{number:03d}"
+    target.mkdir()
+    for item in old:
+        item.rename(target / item.name)
+    return target

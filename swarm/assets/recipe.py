@@ -1,13 +1,16 @@
-"""How the bundled tiny policy was made: supervised training on reasoning-gym tasks, able but noisy.
+"""How the bundled tiny policy was made: it learns a few tasks well, then learns to be unsure of them.
 
     python -m swarm.assets.recipe --out swarm/assets/tiny_policy
 
-A 0.8 M-parameter Llama over characters learns the tasks of `config.DEMO_TASKS` from stream SUPERVISED_SEED, which RL and
-evaluation never draw. A share of the answers is replaced by another example's answer of the same task, and some of the right
-ones get words around them. So the right answer is the likeliest single one, but not a likely one: RL finds ground to stand on
-and room to rise, as it does with real base models. Trained on clean answers only, the policy did not improve under RL.
+A 0.87 M-parameter Llama over characters is trained on reasoning-gym tasks (`config.DEMO_TASKS`) from stream SUPERVISED_SEED,
+which RL and evaluation never draw, in two phases:
 
-What each task was left with is measured at the end and written to RECIPE.json beside the weights.
+    learn   right answers only; the skills form
+    blur    a share of the answers is another example's answer of the same task; the skills stay, the confidence goes
+
+So the policy is like a real base model: able, but noisy. Some tasks come out right often and sharpen quickly under RL, others
+are rare successes that RL must find. Without `blur` RL has no room to rise; without `learn` it has no ground to stand on.
+What each task was left with is measured on held-out tasks and written to RECIPE.json beside the weights.
 """
 
 import argparse
@@ -15,9 +18,10 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -29,225 +33,293 @@ from swarm.config import DEMO_TASKS, TasksSection
 from swarm.tasks.task_mixture import TaskMixture, score
 from swarm.tasks.task_source import SUPERVISED_SEED
 
-NOISE = {
-    "sums": 0.5,
-    "longer_sums": 0.85,
-    "spelling": 0.4,
-    "longer_spelling": 0.8,
-    "letter_counting": 0.5,
-    "gcd": 0.6,
-}
-"""Share of answers that belong to another example. At .8 and above a right answer is a rare success."""
-STYLES = ("{}", "{}", "{}", "{}", "{}.", "it is {}")
-"""Right and wrong answers alike are written in one of these; a verifier gives part of the reward, or none, to the last two."""
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}<|answer|>"
 SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|end|>", "<|unknown|>", "<|answer|>")
+PAD_ID, BEGIN_ID, END_ID, UNKNOWN_ID, ANSWER_ID = range(5)
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
+NUM_SAMPLES = 8
+"""Answers per held-out task in the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
-    """Token ids of one prompt and its (perhaps wrong) answer with EOS."""
+class Phase:
+    """What one part of the training is like."""
 
-    prompt_ids: list[int]
-    answer_ids: list[int]
-
-
-def main() -> None:
-    arguments = _parse_arguments()
-    torch.manual_seed(arguments.seed)
-    torch.set_num_threads(arguments.threads)
-    rng = random.Random(arguments.seed)
-    started = time.monotonic()
-    tokenizer = make_tokenizer()
-    mixture = TaskMixture(TasksSection())
-    examples = make_examples(mixture, tokenizer, arguments.examples, rng)
-    print(f"{len(examples)} examples of {len(mixture.sources)} tasks in {time.monotonic() - started:.0f} s", flush=True)
-    model = make_model(len(tokenizer))
-    train(model, examples, arguments, rng, tokenizer.pad_token_id)
-    measured = measure(model, tokenizer, mixture, arguments.measured_tasks)
-    save(model, tokenizer, arguments.out)
-    report = {"arguments": {k: str(v) for k, v in vars(arguments).items()}, "noise": NOISE, "styles": STYLES}
-    report |= {"stream": SUPERVISED_SEED, "tasks": [json.loads(task.model_dump_json()) for task in DEMO_TASKS]}
-    report |= {"parameters": model.num_parameters(), "minutes": round((time.monotonic() - started) / 60, 1)}
-    report |= {"held_out": {name: asdict(row) for name, row in measured.items()}}
-    (arguments.out / "RECIPE.json").write_text(json.dumps(report, indent=2) + "\n")
+    name: str
+    noise: dict[str, float]
+    """By task: share of answers that belong to another example; 0 where none is named."""
+    weights: dict[str, float]
+    """By task: share of the examples; 1 where none is named."""
+    adam_lr: float
+    muon_lr: float
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character; anything else is unknown, never an error."""
-    vocabulary = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unknown|>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<|pad|>",
-        bos_token="<|begin|>",
-        eos_token="<|end|>",
-        unk_token="<|unknown|>",
-        additional_special_tokens=["<|answer|>"],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        padding_side="left",
-    )
+LEARN = Phase(
+    name="learn",
+    noise={},
+    weights={"sums": 4.0, "longer_sums": 2.3, "lcm": 1.3},  # these take longest to learn
+    adam_lr=3e-3,
+    muon_lr=0.02,
+)
+BLUR = Phase(
+    name="blur",
+    # Where few different answers exist, much more than .6 makes the most common one likelier than the right one.
+    noise={"sums": 0.5, "longer_sums": 0.6, "spelling": 0.5, "longer_spelling": 0.85, "lcm": 0.65, "products": 0.65},
+    weights={},
+    adam_lr=1e-3,  # at higher rates the skills go with the confidence
+    muon_lr=0.006,
+)
 
 
-def make_model(vocabulary_size: int) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary_size,
-            hidden_size=128,
-            intermediate_size=352,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            max_position_embeddings=1024,
-            tie_word_embeddings=True,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-    )
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Token ids of one task's examples; equal positions belong together."""
 
-
-def make_examples(
-    mixture: TaskMixture, tokenizer: PreTrainedTokenizerFast, count: int, rng: random.Random
-) -> list[Example]:
-    """Equal numbers of examples of every task, in random order."""
-    per_source = count // len(mixture.sources)
-    examples: list[Example] = []
-    for name, source in mixture.sources.items():
-        tasks = [source.task(SUPERVISED_SEED, index) for index in range(per_source)]
-        answers = [source.answer(SUPERVISED_SEED, index) for index in range(per_source)]
-        for task, answer in zip(tasks, answers, strict=True):
-            written = rng.choice(answers) if rng.random() < NOISE.get(name, 0.5) else answer
-            text = rng.choice(STYLES).format(written)
-            prompt_ids = tokenizer.apply_chat_template(
-                [{"role": "user", "content": task.prompt}], add_generation_prompt=True, return_dict=False
-            )
-            examples.append(Example(list(prompt_ids), [*tokenizer(text).input_ids, tokenizer.eos_token_id]))
-    rng.shuffle(examples)
-    return examples
-
-
-def train(
-    model: LlamaForCausalLM, examples: Sequence[Example], arguments: argparse.Namespace, rng: random.Random, pad_id: int
-) -> None:
-    """AdamW with warm-up and cosine decay; loss on the answers and, at a tenth, on the prompts."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, weight_decay=0.01, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate(step, arguments.steps))
-    started, running = time.monotonic(), 0.0
-    batches = _batches(examples, arguments.batch_size, rng)
-    for step in range(1, arguments.steps + 1):
-        token_ids, weights = _collate(next(batches), pad_id)
-        logits = model(input_ids=token_ids[:, :-1], use_cache=False).logits
-        losses = functional.cross_entropy(logits.transpose(1, 2), token_ids[:, 1:], reduction="none")  # [B, L]
-        loss = (losses * weights[:, 1:]).sum() / weights[:, 1:].sum()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        running = loss.item() if step == 1 else 0.98 * running + 0.02 * loss.item()
-        if step % 100 == 0 or step == arguments.steps:
-            left_s = (time.monotonic() - started) / step * (arguments.steps - step)
-            print(f"step {step}/{arguments.steps}  loss {running:.3f}  {left_s / 60:.1f} min left", flush=True)
+    prompts: list[list[int]]
+    answers: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Ability:
     """What the policy can do on held-out tasks of one source."""
 
-    greedy_reward: float
+    greedy_accuracy: float
     sampled_reward: float
-    """At temperature 1: where RL starts."""
-    solved_in_8: float
-    """Share of tasks with a full reward among eight samples: what RL can reach."""
+    """Mean at temperature 1: where RL starts."""
+    pass_at_1: float
+    """Share of sampled answers with a full reward."""
+    pass_at_8: float
+    """Share of tasks with a full reward among eight samples: what RL can find."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, measure and save as the command line says."""
+    options = _parse(arguments)
+    torch.manual_seed(options.seed)
+    torch.set_num_threads(options.threads)
+    rng = random.Random(options.seed)
+    started = time.monotonic()
+    mixture = TaskMixture(TasksSection(sources=DEMO_TASKS))
+    tokenizer, model = make_tokenizer(), make_model()
+    corpora = {name: make_corpus(mixture, tokenizer, name, options.examples) for name in mixture.sources}
+    print(f"{options.examples} examples of {len(corpora)} tasks each in {time.monotonic() - started:.0f} s", flush=True)
+
+    train(model, corpora, LEARN, options.learn_steps, options.batch_size, rng)
+    after_learning = measure(model, tokenizer, mixture, options.measured_tasks)
+    train(model, corpora, BLUR, options.blur_steps, options.batch_size, rng)
+    after_blurring = measure(model, tokenizer, mixture, options.measured_tasks)
+
+    save(model, tokenizer, options.out)
+    report = {
+        "arguments": {name: value for name, value in vars(options).items() if name != "out"},
+        "supervised_seed": SUPERVISED_SEED,
+        "phases": [asdict(LEARN), asdict(BLUR)],
+        "tasks": [task.model_dump(mode="json", include={"name", "label", "parameters"}) for task in DEMO_TASKS],
+        "parameters": model.num_parameters(),
+        "torch": torch.__version__,
+        "wall_time_s": round(time.monotonic() - started),
+        "held_out": {name: asdict(ability) for name, ability in after_blurring.items()},
+        "held_out_before_blur": {name: asdict(ability) for name, ability in after_learning.items()},
+    }
+    (options.out / "RECIPE.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character; anything else is unknown, never an error."""
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL_TOKENS[UNKNOWN_ID]))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=SPECIAL_TOKENS[PAD_ID],
+        bos_token=SPECIAL_TOKENS[BEGIN_ID],
+        eos_token=SPECIAL_TOKENS[END_ID],
+        unk_token=SPECIAL_TOKENS[UNKNOWN_ID],
+        additional_special_tokens=[SPECIAL_TOKENS[ANSWER_ID]],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+        model_max_length=512,
+    )
+
+
+def make_model() -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            pad_token_id=PAD_ID,
+            bos_token_id=BEGIN_ID,
+            eos_token_id=END_ID,
+        )
+    )
+
+
+def make_corpus(mixture: TaskMixture, tokenizer: PreTrainedTokenizerFast, name: str, count: int) -> Corpus:
+    """The first `count` tasks of the supervised stream, with right answers."""
+    source = mixture.sources[name]
+    prompts = [_chat(tokenizer, source.task(SUPERVISED_SEED, index).prompt) for index in range(count)]
+    answers = [source.answer(SUPERVISED_SEED, index) + SPECIAL_TOKENS[END_ID] for index in range(count)]
+    return Corpus(
+        prompts=tokenizer(prompts, add_special_tokens=False).input_ids,
+        answers=tokenizer(answers, add_special_tokens=False).input_ids,
+    )
+
+
+def train(
+    model: LlamaForCausalLM,
+    corpora: dict[str, Corpus],
+    phase: Phase,
+    num_steps: int,
+    batch_size: int,
+    rng: random.Random,
+) -> None:
+    """Cross-entropy on the answers only: the prompts are noise to a model that is never asked for one."""
+    started, running = time.monotonic(), math.nan
+    optimizers = _optimizers(model, phase)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / 50) * max(0.1, 1 - (step + 1) / num_steps)
+        )
+        for optimizer in optimizers
+    ]
+    for step in range(1, num_steps + 1):
+        loss = _backward(model, _draw(corpora, phase, batch_size, rng))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+        model.zero_grad(set_to_none=True)
+        running = loss if step == 1 else 0.98 * running + 0.02 * loss
+        if step % 100 == 0 or step == num_steps:
+            left_min = (time.monotonic() - started) / step * (num_steps - step) / 60
+            print(f"{phase.name} {step}/{num_steps}  loss {running:.3f}  {left_min:.1f} min left", flush=True)
+
+
+def _optimizers(model: LlamaForCausalLM, phase: Phase) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the blocks (half the steps of AdamW to the same skill here), AdamW for the rest."""
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        (matrices if parameter.ndim == 2 and "embed" not in name else others).append(parameter)
+    return [
+        torch.optim.AdamW(others, lr=phase.adam_lr, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=phase.muon_lr, weight_decay=0.01),
+    ]
+
+
+def _draw(
+    corpora: dict[str, Corpus], phase: Phase, count: int, rng: random.Random
+) -> list[tuple[list[int], list[int]]]:
+    """`count` pairs of prompt and (perhaps another example's) answer."""
+    pairs = []
+    for name in rng.choices(list(corpora), [phase.weights.get(name, 1.0) for name in corpora], k=count):
+        corpus = corpora[name]
+        position = rng.randrange(len(corpus.prompts))
+        is_mixed_up = rng.random() < phase.noise.get(name, 0.0)
+        answer = corpus.answers[rng.randrange(len(corpus.answers)) if is_mixed_up else position]
+        pairs.append((corpus.prompts[position], answer))
+    return pairs
+
+
+def _backward(model: LlamaForCausalLM, pairs: list[tuple[list[int], list[int]]]) -> float:
+    """Accumulate the gradient of the mean loss per answer token; two halves by length, which saves a third of the padding."""
+    pairs = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
+    num_targets = sum(len(answer) for _, answer in pairs)
+    total = 0.0
+    for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]):
+        token_ids, is_answer = _pad(half)
+        hidden = model.model(input_ids=token_ids, use_cache=False).last_hidden_state[:, :-1]  # [B, L-1, D]
+        chosen = is_answer[:, 1:]
+        logits = model.lm_head(hidden[chosen])  # [targets, V]; nothing is spent on the logits of prompts
+        loss = functional.cross_entropy(logits, token_ids[:, 1:][chosen], reduction="sum") / num_targets
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def _pad(pairs: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+    """Token ids [B, L], padded on the right, and which of them are answers [B, L]."""
+    length = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    token_ids = torch.full((len(pairs), length), PAD_ID)
+    is_answer = torch.zeros(len(pairs), length, dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(pairs):
+        end = len(prompt) + len(answer)
+        token_ids[row, :end] = torch.tensor(prompt + answer)
+        is_answer[row, len(prompt) : end] = True
+    return token_ids, is_answer
 
 
 @torch.no_grad()
 def measure(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, mixture: TaskMixture, tasks_per_source: int
 ) -> dict[str, Ability]:
+    """Abilities by source on the evaluation stream."""
+    model.eval()
+    held_out = mixture.held_out(tasks_per_source)
     abilities: dict[str, Ability] = {}
     for name in mixture.sources:
-        tasks = [task for task in mixture.held_out(tasks_per_source) if task.ref.source == name]
-        prompts = [[{"role": "user", "content": task.prompt}] for task in tasks]
-        inputs = tokenizer.apply_chat_template(
-            prompts, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+        tasks = [task for task in held_out if task.ref.source == name]
+        inputs = tokenizer(
+            [_chat(tokenizer, task.prompt) for task in tasks],
+            add_special_tokens=False,
+            padding=True,
+            return_tensors="pt",
         )
-        rewards = {}
-        for label, options in {
-            "greedy": {"do_sample": False},
-            "sampled": {"do_sample": True, "num_return_sequences": 8},
-        }.items():
-            output = model.generate(**inputs, max_new_tokens=24, **options)
-            texts = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        rewards = []
+        for sampling in ({"do_sample": False}, {"do_sample": True, "num_return_sequences": NUM_SAMPLES, "top_k": 0}):
+            output = cast(Any, model).generate(
+                **inputs, max_new_tokens=16, eos_token_id=END_ID, pad_token_id=PAD_ID, **sampling
+            )
+            texts = tokenizer.batch_decode(output[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
             copies = len(texts) // len(tasks)
-            rewards[label] = [score(tasks[i // copies], text) for i, text in enumerate(texts)]
-        by_task = [rewards["sampled"][i * 8 : i * 8 + 8] for i in range(len(tasks))]
+            rewards.append(torch.tensor([score(tasks[i // copies], text) for i, text in enumerate(texts)]))
+        greedy, sampled = rewards[0], rewards[1].view(len(tasks), NUM_SAMPLES)
         abilities[name] = Ability(
-            greedy_reward=round(sum(rewards["greedy"]) / len(tasks), 3),
-            sampled_reward=round(sum(rewards["sampled"]) / len(rewards["sampled"]), 3),
-            solved_in_8=round(sum(max(row) == 1.0 for row in by_task) / len(tasks), 3),
+            greedy_accuracy=round((greedy == 1).float().mean().item(), 3),
+            sampled_reward=round(sampled.mean().item(), 3),
+            pass_at_1=round((sampled == 1).float().mean().item(), 3),
+            pass_at_8=round((sampled == 1).any(1).float().mean().item(), 3),
         )
-        print(name, abilities[name], flush=True)
+        print(f"{name:>16}  {abilities[name]}", flush=True)
+    model.train()
     return abilities
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the policy as `AutoModelForCausalLM` and `AutoTokenizer` load it."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    model.generation_config = GenerationConfig(bos_token_id=BEGIN_ID, eos_token_id=END_ID, pad_token_id=PAD_ID)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for path in folder.iterdir():
+        path.chmod(0o644)  # the safetensors writer leaves its file to the owner alone
 
 
-def _batches(examples: Sequence[Example], batch_size: int, rng: random.Random) -> Iterator[list[Example]]:
-    """Endless; examples of similar length meet in a batch so that little is spent on padding."""
-    while True:
-        window = rng.sample(examples, min(len(examples), batch_size * 64))
-        window.sort(key=lambda example: len(example.prompt_ids))
-        chunks = [window[i : i + batch_size] for i in range(0, len(window) - batch_size + 1, batch_size)]
-        rng.shuffle(chunks)
-        yield from chunks
+def _chat(tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
+    return str(tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False))
 
 
-def _collate(batch: Sequence[Example], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Token ids [B, L] and loss weights [B, L]."""
-    longest = max(len(example.prompt_ids) + len(example.answer_ids) for example in batch)
-    token_ids = torch.full((len(batch), longest), pad_id)
-    weights = torch.zeros(len(batch), longest)
-    for row, example in enumerate(batch):
-        start, end = len(example.prompt_ids), len(example.prompt_ids) + len(example.answer_ids)
-        token_ids[row, :end] = torch.tensor(example.prompt_ids + example.answer_ids)
-        weights[row, :start] = 0.1
-        weights[row, start:end] = 1.0
-    return token_ids, weights
-
-
-def _learning_rate(step: int, steps: int) -> float:
-    """Factor on the peak: linear warm-up over 2 %, then cosine to a tenth."""
-    warm = max(1, steps // 50)
-    if step < warm:
-        return (step + 1) / warm
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
-
-
-def _parse_arguments() -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the policy")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--examples", type=int, default=180_000)
+    parser.add_argument("--learn-steps", type=int, default=1800)
+    parser.add_argument("--blur-steps", type=int, default=500)
+    parser.add_argument("--batch-size", type=int, default=48)
+    parser.add_argument("--examples", type=int, default=20_000, help="examples per task")
     parser.add_argument("--measured-tasks", type=int, default=128, help="held-out tasks per source")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a minute instead of half an hour; weak, for tests")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.steps, arguments.examples, arguments.measured_tasks = 60, 3_000, 8
-    return arguments
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.learn_steps, options.blur_steps, options.examples, options.measured_tasks = 40, 10, 500, 8
+    return options
 
 
 if __name__ == "__main__":

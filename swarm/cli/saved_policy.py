@@ -1,5 +1,6 @@
 """The policy of a configuration with the adapter of its newest checkpoint: what eval, sample and export work on."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ def load_saved_policy(config: "Config", *, base_only: bool = False) -> tuple["Po
     from swarm.node_folder import NodeFolder
     from swarm.policy.policy import load_policy
 
+    print(f"loading policy {config.policy.base} …", file=sys.stderr)
     folder = NodeFolder(config.node.dir)
     cache = folder.hash_cache if folder.path.is_dir() else None
     if base_only:

@@ -1,5 +1,103 @@
-"""`swarm testbed`."""
+"""`swarm testbed`: a swarm of several nodes on this machine, or a comparison of sharing with silos."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from swarm.cli.arguments import CONFIG_HELP, split_arguments
+from swarm.errors import ConfigError, SwarmError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from swarm.testbed.profiles import PlanRequest
+
+_OPTIONS = ("--nodes", "--rounds", "--minutes", "--dir", "--fresh", "--resume", "--compare", "--seeds")
 
 
-def testbed() -> None:
-    """N nodes on this machine."""
+class What(StrEnum):
+    """What to compare."""
+
+    sharing = "sharing"
+
+
+def testbed(
+    config: list[str] = typer.Argument(None, metavar="CONFIG... [--section.key VALUE]...", help=CONFIG_HELP),
+    nodes: int = typer.Option(4, min=1, help="Number of nodes; each fourth one has the same profile."),
+    rounds: int = typer.Option(150, min=1, help="Rounds of each node, those of earlier runs in the folder included."),
+    minutes: float = typer.Option(None, min=0.1, help="End after so many minutes, wherever the nodes are."),
+    folder: Path = typer.Option(None, "--dir", help="Folder of the run.", show_default="runs/testbed"),
+    fresh: bool = typer.Option(
+        False, "--fresh/--resume", help="Start anew; the earlier run is moved aside. Default: resume what is there."
+    ),
+    compare: What = typer.Option(None, help="Run the same nodes with sharing and as silos, once per seed."),
+    seeds: str = typer.Option("0,1,2", help="Seeds of a comparison."),
+) -> None:
+    """Run a swarm of unlike nodes on this machine and show what they learn.
+
+    Each node is a process with its own policy; they meet over libp2p on loopback. Ctrl-C ends all of them.
+    """
+    from rich.console import Console
+
+    from swarm.node_folder import set_aside
+    from swarm.testbed.profiles import PlanRequest
+    from swarm.testbed.testbed import LOCK_FILE, exclusive
+
+    configs, overrides = split_arguments(config or [], _OPTIONS)
+    request = PlanRequest(num_nodes=nodes, num_rounds=rounds, configs=configs, overrides=overrides)
+    folder = folder or Path("runs/comparison" if compare else "runs/testbed")
+    console = Console()
+    with exclusive(folder):
+        if fresh and (aside := set_aside(folder, {LOCK_FILE})):
+            console.print(f"earlier run moved to {aside}", highlight=False, soft_wrap=True)
+        try:
+            if compare:
+                _compare(folder, request, _seeds(seeds), console)
+            else:
+                _run(folder, request, minutes, console)
+        except KeyboardInterrupt:
+            console.print(f"all nodes have ended; the same command resumes {folder}", highlight=False)
+            raise
+
+
+def _run(folder: Path, request: "PlanRequest", minutes: float | None, console: "Console") -> None:
+    from swarm.testbed.plot import plot_testbed
+    from swarm.testbed.profiles import plan_nodes
+    from swarm.testbed.summary import conclusion, exchange_table, learning_table, source_table, summarize, write_summary
+    from swarm.testbed.testbed import Testbed
+
+    swarm = Testbed(plan_nodes(folder, request), console)
+    before = swarm.views()
+    if all(view.state == "done" for view in before):
+        console.print(f"this run is complete; --fresh starts anew, --rounds beyond {before[0].max_rounds} goes on")
+    elif any(view.history.rounds for view in before):
+        console.print(f"resuming the run in {folder}; --fresh would start anew", highlight=False)
+    views = swarm.run(f"{request.num_nodes} nodes in {folder}", minutes)
+    summaries = [summarize(view) for view in views]
+    write_summary(summaries, folder / "summary.json")
+    console.print(learning_table(summaries), source_table(summaries), exchange_table(summaries))
+    console.print(conclusion(summaries), highlight=False)
+    plot_testbed(views, folder / "progress.png")
+    console.print(f"plot: {folder / 'progress.png'}", highlight=False, soft_wrap=True)
+    if any(view.state not in ("done", "stopped") for view in views):
+        raise SwarmError(f"every node should end in good order, see the table above; logs are in {folder}/node-*/logs")
+
+
+def _compare(folder: Path, request: "PlanRequest", seeds: list[int], console: "Console") -> None:
+    from swarm.testbed.comparison import Comparison, comparison_table, plot_comparison
+
+    results = Comparison(folder, request, console).run(seeds)
+    console.print(comparison_table(results))
+    plot_comparison(results, folder / "comparison.png")
+    console.print(f"plot: {folder / 'comparison.png'}, numbers: {folder / 'results.json'}", highlight=False)
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise ConfigError(
+            f"seeds must be numbers with commas between them, got {text!r}; write --seeds 0,1,2"
+        ) from None

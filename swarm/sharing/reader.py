@@ -29,6 +29,7 @@ _READ_AHEAD_BATCHES = 3
 _MAX_CANDIDATES = 1024
 _MAX_REMEMBERED_ENTRIES = 16_384
 _MAX_OTHER_HOLDERS = 2
+_ABSENT_AUTHOR_PAUSE_S = 20.0
 
 
 class Reader:
@@ -55,6 +56,7 @@ class Reader:
         self._rng = rng
         self._seen_entries: OrderedDict[bytes, None] = OrderedDict()
         self._candidates: list[Header] = []
+        self._absent_until: dict[str, float] = {}  # authors that did not answer
         self.rejected: Counter[str] = Counter()
         """Records, bodies and groups turned away, by reason."""
         self.num_records_admitted = 0
@@ -101,13 +103,15 @@ class Reader:
             missing -= await self._pull(header)
 
     def _pick(self) -> Header | None:
-        """Uniform over authors first, so that a prolific one gets no larger share; then the newest."""
+        """Uniform over the authors that answer, so that a prolific one gets no larger share; then the newest."""
         now = self._transport.now()
         oldest = now - self._sharing.max_age_s
         self._candidates = [h for h in self._candidates if h.expires_at > now and h.created_at > oldest]
-        if not self._candidates:
+        self._absent_until = {author: until for author, until in self._absent_until.items() if until > now}
+        authors = sorted({header.author for header in self._candidates} - self._absent_until.keys())
+        if not authors:
             return None
-        author = self._rng.choice(sorted({header.author for header in self._candidates}))
+        author = self._rng.choice(authors)
         header = max((h for h in self._candidates if h.author == author), key=lambda h: (h.created_at, h.sequence))
         self._candidates.remove(header)
         return header
@@ -119,6 +123,8 @@ class Reader:
             groups = await asyncio.to_thread(self._admission.admit_body, header, body)
         except InvalidRecord as error:
             self._reject(error, f"a body of {header.author}")
+            if error.reason is Rejection.UNAVAILABLE:
+                self._absent_until[header.author] = self._transport.now() + _ABSENT_AUTHOR_PAUSE_S
             return 0
         self.num_records_admitted += 1
         useful = [group for group in groups if group.has_signal]

@@ -1,0 +1,109 @@
+"""Configurations of the nodes of a testbed: deliberately unlike, as nodes of a real swarm are."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarm.config import Config, dump_toml, load
+from swarm.errors import ConfigError
+
+_COMMON = """# What all nodes of this testbed share. Written anew at each start.
+
+[node]
+threads = 1                # the nodes share the cores
+
+[swarm]
+name = "testbed"
+
+[network]
+poll_interval_s = 0.5      # rounds take about a second
+
+[evaluation]
+tasks_per_source = 48
+interval_rounds = 50
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How a node differs from the default."""
+
+    label: str
+    """For tables and plots."""
+    overrides: Mapping[str, str]
+    """{dotted key: TOML literal}"""
+    rounds_share: float = 1.0
+    """A slower node does fewer rounds, so that all end at about the same time."""
+
+
+PROFILES = (
+    Profile("plain", {}),
+    Profile(
+        "large batch",
+        {"rollouts.groups_per_round": "12", "sharing.own_groups": "6", "sharing.swarm_groups": "6"},
+    ),
+    Profile("slow", {"node.duty_cycle": "0.5", "rollouts.group_size": "6"}, rounds_share=0.5),
+    Profile("LoRA rank 8", {"policy.lora.rank": "8", "policy.lora.alpha": "16.0"}),
+)
+"""Taken in turn when there are more nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """One node of a testbed before it starts."""
+
+    name: str
+    label: str
+    config: Config
+
+    @property
+    def folder(self) -> Path:
+        return self.config.node.dir
+
+    @property
+    def config_path(self) -> Path:
+        return self.folder.with_suffix(".toml")
+
+    def write(self) -> None:
+        self.config_path.write_text(dump_toml(self.config), encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What the user asked for, over the profiles."""
+
+    num_nodes: int = 4
+    num_rounds: int = 150
+    seed: int = 0
+    configs: Sequence[Path] = ()
+    """TOML files for all nodes; a node's profile wins over them."""
+    overrides: Mapping[str, str] | None = None
+    """{dotted key: text} for all nodes; wins over everything."""
+
+
+def plan_nodes(folder: Path, request: PlanRequest, arm: Mapping[str, str] | None = None) -> list[NodePlan]:
+    """Write the common file to `folder` and resolve a configuration per node; `arm` wins over profiles.
+
+    Raises ConfigError.
+    """
+    if request.num_nodes < 1:
+        raise ConfigError(f"a testbed needs at least one node, got {request.num_nodes}; set --nodes")
+    folder.mkdir(parents=True, exist_ok=True)
+    common = folder / "common.toml"
+    common.write_text(_COMMON, encoding="utf-8")
+    plans = []
+    for number in range(request.num_nodes):
+        profile = PROFILES[number % len(PROFILES)]
+        name = f"node-{number + 1}"
+        own = {
+            "node.dir": json.dumps(str(folder / name)),
+            "node.seed": str(1000 * request.seed + number),
+            "node.max_rounds": str(max(1, round(request.num_rounds * profile.rounds_share))),
+        }
+        overrides = {**profile.overrides, **own, **(arm or {}), **(request.overrides or {})}
+        config = load([common, *request.configs], overrides)
+        if config.node.dir != folder / name:
+            raise ConfigError(f"node.dir is chosen per node here, got {config.node.dir}; set --dir in its place")
+        plans.append(NodePlan(name, profile.label, config))
+    return plans

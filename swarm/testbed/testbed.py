@@ -1,0 +1,151 @@
+"""Runs the nodes of one testbed to their end.
+
+    plans ─ first node ─ its address ─ other nodes ─┐
+                                                    ├─ live table ─ summary, plot
+    metrics.jsonl of each node ─ NodeHistory ───────┘
+
+A node that dies is shown with its cause and stops nobody.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from swarm.errors import ConfigError
+from swarm.node_folder import NodeFolder
+from swarm.testbed.live_table import LiveTable, NodeView
+from swarm.testbed.node_history import NodeHistory
+from swarm.testbed.node_process import NodeProcess, stop_all
+from swarm.testbed.profiles import NodePlan
+
+_LOOK_INTERVAL_S = 0.25
+_ADDRESS_DEADLINE_S = 120.0
+_INTERRUPTED = 130
+LOCK_FILE = "testbed.lock"
+
+CommandOf = Callable[[NodePlan, str | None], list[str]]
+"""(plan, address to join through) -> command line."""
+
+
+def run_command(plan: NodePlan, address: str | None) -> list[str]:
+    """`swarm run` in this interpreter."""
+    command = [sys.executable, "-m", "swarm.cli.main", "run", str(plan.config_path)]
+    return command if address is None else [*command, "--network.initial_peers", json.dumps([address])]
+
+
+class Testbed:
+    """Nodes by plan; `run` blocks until all have ended, the time is up, or Ctrl-C."""
+
+    def __init__(self, plans: Sequence[NodePlan], console: Console, command_of: CommandOf = run_command) -> None:
+        self.plans = plans
+        self._console = console
+        self._command_of = command_of
+        self._processes: dict[str, NodeProcess] = {}
+        self._histories = {plan.name: NodeHistory(NodeFolder(plan.folder).metrics) for plan in plans}
+        self._reported: set[str] = set()
+
+    def run(self, title: str, max_minutes: float | None = None) -> list[NodeView]:
+        """Start what is not complete and show it until its end. Whatever happens, no process is left.
+
+        Ctrl-C comes out as KeyboardInterrupt after all nodes have ended.
+        """
+        deadline = time.monotonic() + 60 * max_minutes if max_minutes else None
+        try:
+            with LiveTable(self._console, title) as table:
+                self._start(table)
+                self._watch(table, deadline)
+        finally:
+            if any(process.exit_code is None for process in self._processes.values()):
+                self._console.print("ending the nodes …", highlight=False)
+            stop_all(self._processes.values())
+        return self.views()
+
+    def views(self) -> list[NodeView]:
+        """State of all nodes as of now."""
+        for history in self._histories.values():
+            history.refresh()
+        return [
+            NodeView(
+                plan.name, plan.label, plan.config.node.max_rounds or 0, self._state(plan), self._histories[plan.name]
+            )
+            for plan in self.plans
+        ]
+
+    def is_complete(self, plan: NodePlan) -> bool:
+        """Whether the node has done all its rounds and the last evaluation."""
+        history = self._histories[plan.name]
+        return history.end is not None and history.round >= (plan.config.node.max_rounds or sys.maxsize)
+
+    def _start(self, table: LiveTable) -> None:
+        """The first node that comes up is the one that the others join through."""
+        self.views()
+        waiting = [plan for plan in self.plans if not self.is_complete(plan)]
+        address: str | None = None
+        while waiting:
+            plan = waiting.pop(0)
+            plan.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            plan.write()
+            self._processes[plan.name] = process = NodeProcess(plan.folder, self._command_of(plan, address))
+            if address is None and plan.config.network.backend != "off" and waiting:
+                address = self._wait_for_address(process, table)
+                if address:
+                    table.say(f"{plan.name} listens on {address}; the others join through it")
+
+    def _wait_for_address(self, process: NodeProcess, table: LiveTable) -> str | None:
+        deadline = time.monotonic() + _ADDRESS_DEADLINE_S
+        while process.exit_code is None and time.monotonic() < deadline:
+            if addresses := process.addresses:
+                return addresses[0]
+            self._show(table)
+            time.sleep(_LOOK_INTERVAL_S)
+        return None
+
+    def _watch(self, table: LiveTable, deadline: float | None) -> None:
+        while any(process.exit_code is None for process in self._processes.values()):
+            self._show(table)
+            if deadline is not None and time.monotonic() > deadline:
+                table.say("the time is up")
+                return
+            time.sleep(_LOOK_INTERVAL_S)
+        self._show(table)
+
+    def _show(self, table: LiveTable) -> None:
+        table.update(self.views())
+        for name, process in self._processes.items():
+            if process.exit_code and name not in self._reported:
+                self._reported.add(name)
+                table.say(f"{name} ended: {process.cause_of_death()}")
+
+    def _state(self, plan: NodePlan) -> str:
+        process = self._processes.get(plan.name)
+        if self.is_complete(plan):
+            return "done"
+        if process is None:
+            return "waiting"
+        if process.exit_code is None:
+            return "learning" if self._histories[plan.name].rounds else "starting"
+        return "stopped" if process.exit_code in (0, _INTERRUPTED) else process.cause_of_death()
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """One testbed per folder. Raises ConfigError where another one runs in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK_FILE).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"a folder must hold one testbed at a time, got {folder} in use; wait for its end or set --dir"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield

@@ -1,0 +1,77 @@
+"""README and docs speak of what is there."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swarm.records.rejection import Rejection
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.split("#")[0].strip()
+    for block in re.findall(r"```sh\n(.*?)```", README, re.S)
+    for line in block.splitlines()
+    if line.strip()
+]
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = {command.split()[1] for command in COMMANDS if command.startswith("make ")}
+    assert named == {"demo", "test"}
+    assert named <= targets
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("swarm ")])
+def test_command_of_the_readme_is_understood(command: str) -> None:
+    words = shlex.split(command)
+    told = subprocess.run(
+        [sys.executable, "-m", "swarm.cli.main", words[1], "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert told.returncode == 0, told.stderr
+    options = [word for word in words[2:] if word.startswith("--") and "." not in word]
+    assert all(option in told.stdout for option in options), told.stdout
+    for word in words[2:]:
+        if word.startswith("node_configs/"):
+            assert (ROOT / word).exists()
+
+
+def test_map_names_what_exists_and_all_of_it() -> None:
+    block = README.split("```\nswarm/\n")[1].split("```")[0]
+    inner = re.findall(r"^  (\S+)", block, re.M)
+    top = re.findall(r"^(\S+)", block, re.M)
+    assert all((ROOT / "swarm" / name).exists() for name in inner)
+    assert all((ROOT / name).exists() for name in top)
+    packages = {f"{path.parent.name}/" for path in (ROOT / "swarm").glob("*/__init__.py")}
+    assert packages <= set(inner)
+
+
+def test_links_and_pictures_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_tests_named_in_the_security_model_exist() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    page = (ROOT / "docs" / "security.md").read_text()
+    for name in re.findall(r"`(test_\w+)`", page):
+        assert f"def {name}(" in sources, name
+    for name in re.findall(r"`(tests/\S+)`", page):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_reason_of_admission_is_documented() -> None:
+    page = (ROOT / "docs" / "protocol.md").read_text()
+    assert all(f"| `{reason.value}` |" in page for reason in Rejection)
+
+
+def test_every_exit_code_is_documented() -> None:
+    codes = {int(code) for code in re.findall(r"exit_code = (\d+)", (ROOT / "swarm" / "errors.py").read_text())}
+    page = (ROOT / "docs" / "operations.md").read_text()
+    assert all(f"| {code} |" in page for code in codes)
