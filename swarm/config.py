@@ -6,12 +6,12 @@ An unknown key is an error that names the nearest known one. Nothing here import
 
 import difflib
 import hashlib
-import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from swarm.errors import ConfigError
@@ -265,8 +265,8 @@ class EvaluationSection(Section):
     """Tasks per source in one evaluation; 0 turns it off."""
     interval_rounds: Annotated[int, Field(ge=0)] = 0
     """Rounds between two evaluations; 0 evaluates at the start and the end only."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    """0 decodes greedily."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """1 measures the policy as it is trained, the mean reward of a sampled answer; 0 decodes greedily."""
 
 
 class ObservabilitySection(Section):
@@ -342,9 +342,7 @@ def parse(data: Mapping[str, Any]) -> Config:
 
 def dump_toml(config: Config) -> str:
     """The resolved configuration as TOML that `load` reads back to an equal Config."""
-    lines: list[str] = []
-    _write_table(json.loads(config.model_dump_json(exclude_none=True)), "", lines)
-    return "\n".join(lines).strip() + "\n"
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -420,36 +418,3 @@ def _known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 keys += _known_keys(inner, f"{prefix}{name}.")
     return keys
-
-
-def _write_table(table: dict[str, Any], name: str, lines: list[str]) -> None:
-    plain = {key: value for key, value in table.items() if not _is_table(value)}
-    if plain and name:
-        lines.append(f"\n[{name}]")
-    lines += [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in plain.items()]
-    for key, value in table.items():
-        inner = f"{name}.{_toml_key(key)}" if name else _toml_key(key)
-        if isinstance(value, dict):
-            _write_table(value, inner, lines)
-        elif _is_table(value):
-            for row in value:
-                lines.append(f"\n[[{inner}]]")
-                lines += [f"{_toml_key(k)} = {_toml_value(v)}" for k, v in row.items()]
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and bool(value) and isinstance(value[0], dict))
-
-
-def _toml_key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return json.dumps(value) if isinstance(value, str) else repr(value)

@@ -16,15 +16,16 @@ import math
 import os
 import random
 import signal
+import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, dump_toml
-from swarm.errors import SwarmError, TrainingError
+from swarm.errors import SwarmError
 from swarm.learner import Learner, Row
 from swarm.network.transport import Transport
 from swarm.node_folder import NodeFolder
@@ -52,6 +53,8 @@ _INTERRUPTED = 130
 _OUTBOX_ROUNDS = 8
 _SAY_INTERVAL_S = 5.0
 _STOP_CHECK_INTERVAL_S = 0.25
+_STATUS_INTERVAL_S = 2.0
+_RETRY_PAUSE_S = 1.0
 _STOP_GRACE_S = 3.5
 """How long a stop waits for the round in flight before it is left to the last checkpoint."""
 
@@ -149,7 +152,7 @@ class Node:
                 self._wire_sharing(learner)
             tasks = [asyncio.create_task(work) for work in self._network_work()]
             stack.push_async_callback(_cancel, tasks)
-            return await self._compute(learner)
+            return await self._compute(learner, tasks)
 
     async def _start(self) -> Learner | None:
         """Network and policy come up side by side; None where a stop was asked for meanwhile."""
@@ -217,29 +220,33 @@ class Node:
             config.sharing, config.network, config.swarm_id, self.transport, admission, self.pool, bodies, rng
         )
 
-    def _network_work(self) -> list[Any]:
-        work: list[Any] = [self._keep_status()]
+    def _network_work(self) -> list[Coroutine[Any, Any, None]]:
+        work: list[Coroutine[Any, Any, None]] = [self._keep(self._refresh_status, _STATUS_INTERVAL_S)]
         if self._publisher is not None:
-            work.append(self._publish_outbox(self._publisher))
+            work.append(self._keep(self._publish_next, 0.0))
         if self.reader is not None and self.config.sharing.swarm_groups:
-            work.append(self._keep_reading(self.reader))
+            work.append(self._keep(self.reader.poll, self.config.network.poll_interval_s))
         return work
 
-    async def _publish_outbox(self, publisher: Publisher) -> None:
+    async def _keep(self, step: Callable[[], Awaitable[None]], pause_s: float) -> None:
+        """Do one thing again and again. What disk or network refuse is told, counted and tried again."""
         while True:
-            await publisher.publish(await self._outbox.get())
+            try:
+                await step()
+            except (OSError, sqlite3.Error, SwarmError) as error:
+                self.metrics.count("node/failed_steps")
+                logger.warning("%s failed and is tried again: %s", step.__qualname__, error)
+                await asyncio.sleep(_RETRY_PAUSE_S)
+            await asyncio.sleep(pause_s)
 
-    async def _keep_reading(self, reader: Reader) -> None:
-        while True:
-            await reader.poll()
-            await asyncio.sleep(self.config.network.poll_interval_s)
+    async def _publish_next(self) -> None:
+        assert self._publisher is not None
+        await self._publisher.publish(await self._outbox.get())
 
-    async def _keep_status(self) -> None:
-        while True:
-            if self.transport is not None:
-                self._num_peers = len(await self.transport.connected_peers())
-            self._write_status()
-            await asyncio.sleep(2.0)
+    async def _refresh_status(self) -> None:
+        if self.transport is not None:
+            self._num_peers = len(await self.transport.connected_peers())
+        self._write_status()
 
     def _hand_out(self, groups: Sequence[RolloutGroup]) -> None:
         """Called by the compute thread: never waits; when the network lags behind, the oldest round is dropped."""
@@ -252,15 +259,22 @@ class Node:
             self.metrics.count("exchange/rounds_not_published")
         self._outbox.put_nowait(groups)
 
-    async def _compute(self, learner: Learner) -> bool:
-        """Run the compute thread to its end, or leave it behind when a stop cannot wait for its round."""
+    async def _compute(self, learner: Learner, tasks: Sequence["asyncio.Task[None]"]) -> bool:
+        """Run the compute thread to its end, or leave it behind when a stop cannot wait for its round.
+
+        A network task that ends has met a bug: that is raised here, never passed over.
+        """
         self._loop = asyncio.get_running_loop()
         outcome: asyncio.Future[None] = self._loop.create_future()
         thread = threading.Thread(target=self._compute_thread, args=(learner, outcome), name="compute", daemon=True)
         thread.start()
         stop_seen_at: float | None = None
         while not outcome.done():
-            await asyncio.wait([outcome], timeout=_STOP_CHECK_INTERVAL_S)
+            await asyncio.wait([outcome, *tasks], timeout=_STOP_CHECK_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    self._stop.set()
+                    task.result()
             if self._stop.is_set():
                 stop_seen_at = stop_seen_at or time.monotonic()
                 if time.monotonic() - stop_seen_at > _STOP_GRACE_S:
@@ -273,10 +287,8 @@ class Node:
         error: Exception | None = None
         try:
             self._rounds(learner)
-        except (SwarmError, OSError, RuntimeError) as caught:
-            error = caught if isinstance(caught, SwarmError) else TrainingError(f"training stopped: {caught}")
-            error.__cause__ = caught if error is not caught else None
-            logger.exception("the compute thread failed")
+        except Exception as caught:  # the thread's edge: whatever it is, the loop raises it
+            error = caught
         self._loop.call_soon_threadsafe(_settle, outcome, error)
 
     def _rounds(self, learner: Learner) -> None:

@@ -65,7 +65,7 @@ class Admission:
         self._judge = judge
         self._vocabulary = vocabulary
         self._clock = clock
-        self._announced: OrderedDict[bytes, float] = OrderedDict()  # body hash -> expires_at
+        self._announced: OrderedDict[tuple[str, bytes], float] = OrderedDict()  # (author, body hash) -> expires_at
         self._allowance: OrderedDict[str, tuple[float, float]] = OrderedDict()  # author -> (headers left, since)
 
     def admit_header(self, data: bytes) -> Header:
@@ -117,10 +117,11 @@ class Admission:
             raise InvalidRecord(Rejection.CLOCK_SKEW, f"lives longer than {MAX_TIME_TO_LIVE_S:.0f} s")
 
     def _check_new(self, header: Header) -> None:
-        """A body hash counts as announced until it expires, so a forgotten one cannot come back."""
-        if header.body_hash in self._announced:
+        """Remembered by author, so that announcing another's body first does not shut its author out."""
+        key = (header.author, header.body_hash)
+        if key in self._announced:
             raise InvalidRecord(Rejection.REPLAY)
-        self._announced[header.body_hash] = header.expires_at
+        self._announced[key] = header.expires_at
         while len(self._announced) > _MAX_REMEMBERED_BODIES:
             self._announced.popitem(last=False)
 

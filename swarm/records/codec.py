@@ -78,14 +78,16 @@ def decode_header(payload: bytes, author: str) -> Header:
 
 
 def encode_body(groups: Sequence[RolloutGroup]) -> bytes:
-    """Groups of one author, lineage and policy version, which travel in the header."""
-    packed = _pack([PROTOCOL_VERSION, [_group_fields(group) for group in groups]])
+    """Groups of one author, lineage and policy version. The author is inside, so that nobody can announce it as their own."""
+    packed = _pack([PROTOCOL_VERSION, groups[0].author, [_group_fields(group) for group in groups]])
     return zstandard.ZstdCompressor(level=3, write_content_size=True).compress(packed)
 
 
 def decode_body(body: bytes, author: str, lineage: Lineage, policy_version: int) -> tuple[RolloutGroup, ...]:
     """Groups with their claimed rewards; token ids and log-probs are checked for shape and range only."""
-    _, groups = _array(_check_version(_unpack(_decompress(body))), 2)
+    _, named_author, groups = _array(_check_version(_unpack(_decompress(body))), 3)
+    if named_author != author:
+        raise InvalidRecord(Rejection.HEADER_MISMATCH, "the body names another author")
     return tuple(_group(row, author, lineage, policy_version) for row in _list(groups, 1, MAX_GROUPS_PER_BODY))
 
 

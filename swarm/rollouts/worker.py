@@ -4,7 +4,6 @@ task ─▶ prompt ─▶ token ids ─▶ engine ─▶ text ─▶ verifier �
      too long: counted                   raises: group dropped, counted
 """
 
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from swarm.config import RolloutsSection
 from swarm.engine.engine import Completion, Engine
 from swarm.policy.policy import Policy
 from swarm.tasks.task_mixture import score
-from swarm.tasks.task_source import TaskFailure
+from swarm.tasks.task_source import TaskFailure, prompt_digest
 from swarm.types import Rollout, RolloutGroup, Task
 
 logger = logging.getLogger(__name__)
@@ -98,7 +97,7 @@ class RolloutWorker:
             rollouts.append(Rollout(text, completion.token_ids, completion.logprobs, completion.finished, reward))
         return RolloutGroup(
             task=task.ref,
-            prompt_digest=hashlib.sha256(task.prompt.encode()).hexdigest()[:16],
+            prompt_digest=prompt_digest(task.prompt),
             rollouts=tuple(rollouts),
             author=self._author,
             lineage=self._policy.lineage,

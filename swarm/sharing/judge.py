@@ -1,16 +1,9 @@
 """Recomputes what a peer claims: the task from its reference, the reward from the answer's text."""
 
-import hashlib
-
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.tasks.task_mixture import TaskMixture, score
-from swarm.tasks.task_source import FIRST_TRAINING_SEED, TaskFailure, UnknownTask
+from swarm.tasks.task_source import FIRST_TRAINING_SEED, TaskFailure, UnknownTask, prompt_digest
 from swarm.types import RolloutGroup, Task, TaskRef
-
-
-def prompt_digest(prompt: str) -> str:
-    """16 hex digits over a prompt's text."""
-    return hashlib.sha256(prompt.encode()).hexdigest()[:16]
 
 
 class MixtureJudge:

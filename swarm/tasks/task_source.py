@@ -3,6 +3,7 @@
 A stream is a seed; `seed * INDEX_SPAN + index` numbers every task of a source, so streams never overlap.
 """
 
+import hashlib
 from typing import Protocol
 
 from swarm.types import Task
@@ -28,6 +29,11 @@ class TaskFailure(Exception):
 
 class UnknownTask(Exception):
     """A reference to a source that this node does not have, or outside its bounds."""
+
+
+def prompt_digest(prompt: str) -> str:
+    """16 hex digits over a prompt's text: tells whether two nodes rebuilt the same task."""
+    return hashlib.sha256(prompt.encode()).hexdigest()[:16]
 
 
 class TaskSource(Protocol):

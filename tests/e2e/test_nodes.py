@@ -20,9 +20,9 @@ from swarm.records.codec import body_hash, encode_body, encode_header, encode_re
 from swarm.records.identity import Identity
 from swarm.records.signing import sign_record
 from swarm.sharing.index import experience_key, subkey
-from swarm.sharing.judge import prompt_digest
 from swarm.sharing.reader import BODY_PROTOCOL
 from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import prompt_digest
 from swarm.types import GroupSummary, Header, Rollout, RolloutGroup, SignedRecord, Task
 from tests.e2e.node_process import NodeProcess, node_settings, wait_for
 

@@ -68,7 +68,8 @@ def test_it_leaves_ground_and_room(report: dict[str, Any]) -> None:
     abilities = report["held_out"].values()
     rare = [ability for ability in abilities if ability["pass_at_1"] <= 0.15]
     assert len(rare) >= 2
-    assert all(ability["pass_at_8"] >= 2 * ability["pass_at_1"] > 0 for ability in rare)
+    assert all(ability["pass_at_8"] >= 2 * ability["pass_at_1"] for ability in rare)
+    assert all(ability["sampled_reward"] >= 0.05 for ability in rare), "a way up, in whole or partial rewards"
     assert any(ability["sampled_reward"] >= 0.3 for ability in abilities)
     assert all(ability["sampled_reward"] <= 0.75 for ability in abilities)
 

@@ -94,7 +94,7 @@ def test_frame_that_hides_its_size_is_refused() -> None:
 
 
 def test_bytes_after_the_frame_are_refused() -> None:
-    assert reason_of(decode_body, encode_body([group()]) + b"x", "x", LINEAGE, 0) is Rejection.MALFORMED
+    assert reason_of(decode_body, encode_body([group()]) + b"x", ALICE.peer_id, LINEAGE, 0) is Rejection.MALFORMED
 
 
 def test_deeply_nested_arrays_are_refused() -> None:
@@ -110,13 +110,13 @@ def test_other_protocol_version_is_named() -> None:
 def test_reward_outside_its_range_is_refused(value: object) -> None:
     one = replace(rollout("a"), reward=value)  # type: ignore[arg-type]
     body = encode_body([replace(group(), rollouts=(one, rollout("b")))])
-    assert reason_of(decode_body, body, "x", LINEAGE, 0) is Rejection.MALFORMED
+    assert reason_of(decode_body, body, ALICE.peer_id, LINEAGE, 0) is Rejection.MALFORMED
 
 
 def test_logprobs_of_another_length_are_refused() -> None:
     one = replace(rollout("abc"), logprobs=(-0.5,))
     body = encode_body([replace(group(), rollouts=(one, rollout("b")))])
-    assert reason_of(decode_body, body, "x", LINEAGE, 0) is Rejection.LOGPROBS
+    assert reason_of(decode_body, body, ALICE.peer_id, LINEAGE, 0) is Rejection.LOGPROBS
 
 
 def test_oversize_record_is_refused() -> None:

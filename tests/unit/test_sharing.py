@@ -140,16 +140,20 @@ async def test_entry_under_another_authors_slot_is_not_stored() -> None:
     assert alice.validator.rejected == {"wrong_slot": 2, "foreign_swarm": 1}
 
 
-async def test_copy_of_a_body_under_another_name_is_a_replay() -> None:
+async def test_copy_of_a_body_under_another_name_is_turned_away() -> None:
     _, (alice, mallory, reader) = await peers(ALICE, MALLORY, READER)
     groups = [group()]
     body = encode_body(groups)
-    await store(alice, signed(header_of(groups, body)), body)
-    await reader.reader.poll()
     copied = [replace(groups[0], author=MALLORY.peer_id)]
     await store(mallory, signed(header_of(copied, body, author=MALLORY.peer_id), MALLORY), body)
     await reader.reader.poll()
-    assert reader.reader.rejected == {"replay": 1}
+    assert reader.reader.rejected == {"header_mismatch": 1}
+    await store(alice, signed(header_of(groups, body)), body)
+    await reader.reader.poll()
+    assert reader.reader.num_groups_admitted == 1
+    await store(mallory, signed(header_of(copied, body, author=MALLORY.peer_id, sequence=9), MALLORY), body)
+    await reader.reader.poll()
+    assert reader.reader.rejected == {"header_mismatch": 1, "replay": 1}
     assert reader.reader.num_groups_admitted == 1
 
 
