@@ -1,7 +1,7 @@
 """The controlled experiment: the same nodes for the same number of rounds, sharing experience and as silos.
 
-Both arms train on at most eight groups a round, both drop groups without signal, and nodes of equal name have the same
-identity in both, hence the same stream of tasks. What differs is whether half of the groups may come from others.
+All arms sample the same number of answers and drop groups without signal, and nodes of equal name have the same identity in
+all, hence the same stream of tasks. What differs is where the groups of a batch come from.
 """
 
 import hashlib
@@ -33,8 +33,11 @@ ARMS: Mapping[str, Mapping[str, str]] = {
         "sharing.swarm_groups": "0",
         "sharing.publish": "false",
     },
+    "sharing-added": {"sharing.own_groups": "8", "sharing.swarm_groups": "8"},
 }
-_COLORS = {"sharing": "tab:blue", "silos": "tab:orange"}
+"""sharing: others' groups in place of own ones (4/4). silos: own groups only (8/0). sharing-added: others' on top (8/8)."""
+_BASELINE = "silos"
+_COLORS = {"sharing": "tab:blue", "silos": "tab:orange", "sharing-added": "tab:green"}
 _WINDOW_ROUNDS = 10
 
 
@@ -111,9 +114,9 @@ def write_results(results: Sequence[ArmResult], path: Path) -> None:
 
 
 def comparison_table(results: Sequence[ArmResult]) -> Table:
-    """Both arms as mean ± standard deviation over seeds, and their difference seed by seed."""
+    """Every arm as mean ± standard deviation over seeds, and its difference to the silos seed by seed."""
     by_arm = _by_arm(results)
-    table = Table(title=f"Sharing and silos, {len(by_arm['silos'])} seeds", title_justify="left")
+    table = Table(title=f"Sharing and silos, {len(by_arm[_BASELINE])} seeds", title_justify="left")
     table.add_column("")
     for header in ("cumulative reward", "held-out start", "held-out end"):
         table.add_column(header, justify="right", no_wrap=True)
@@ -122,12 +125,12 @@ def comparison_table(results: Sequence[ArmResult]) -> Table:
             arm, _spread([r.cumulative_reward for r in rows], 1), _spread([r.held_out_start for r in rows], 3),
             _spread([r.held_out_end for r in rows], 3),
         )  # fmt: skip
-    pairs = list(zip(by_arm["sharing"], by_arm["silos"], strict=True))
-    gains = [a.cumulative_reward - b.cumulative_reward for a, b in pairs]
-    ends = [a.held_out_end - b.held_out_end for a, b in pairs]
-    table.add_row("difference", _spread(gains, 1, sign="+"), "", _spread(ends, 3, sign="+"))
-    relative = [100 * (a.cumulative_reward / b.cumulative_reward - 1) for a, b in pairs if b.cumulative_reward]
-    table.add_row("", _spread(relative, 1, sign="+") + " %" if relative else "", "", "")
+    for arm in [name for name in by_arm if name != _BASELINE]:
+        pairs = list(zip(by_arm[arm], by_arm[_BASELINE], strict=True))
+        relative = [100 * (a.cumulative_reward / b.cumulative_reward - 1) for a, b in pairs if b.cumulative_reward]
+        ends = [a.held_out_end - b.held_out_end for a, b in pairs]
+        told = _spread(relative, 1, sign="+") + " %" if relative else ""
+        table.add_row(f"{arm} − {_BASELINE}", told, "", _spread(ends, 3, sign="+"))
     return table
 
 

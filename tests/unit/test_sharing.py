@@ -151,7 +151,8 @@ async def test_copy_of_a_body_under_another_name_is_turned_away() -> None:
     await store(alice, signed(header_of(groups, body)), body)
     await reader.reader.poll()
     assert reader.reader.num_groups_admitted == 1
-    await store(mallory, signed(header_of(copied, body, author=MALLORY.peer_id, sequence=9), MALLORY), body)
+    again = header_of(copied, body, author=MALLORY.peer_id, sequence=9)
+    await store(mallory, signed(again, MALLORY), body, slot=4)
     await reader.reader.poll()
     assert reader.reader.rejected == {"header_mismatch": 1, "replay": 1}
     assert reader.reader.num_groups_admitted == 1
@@ -184,7 +185,7 @@ def test_body_store_is_bounded_and_forgets() -> None:
     assert store.get(b"\x04") is None
 
 
-async def store(peer: Peer, record: bytes, body: bytes) -> None:
+async def store(peer: Peer, record: bytes, body: bytes, slot: int = 3) -> None:
     peer.bodies.put(body_hash(body), body, NOW + 600)
     key = experience_key(SWARM_ID, 0, NOW)
-    assert await peer.transport.store(key, subkey(peer.transport.peer_id, 3), record, NOW + 600)
+    assert await peer.transport.store(key, subkey(peer.transport.peer_id, slot), record, NOW + 600)

@@ -18,7 +18,7 @@ from swarm.config import load
 from swarm.errors import ConfigError, SwarmError
 from swarm.node_folder import set_aside
 from swarm.testbed import tethered
-from swarm.testbed.comparison import ArmResult, Comparison, comparison_table, plot_comparison
+from swarm.testbed.comparison import ARMS, ArmResult, Comparison, comparison_table, plot_comparison
 from swarm.testbed.live_table import NodeView, sparkline
 from swarm.testbed.node_history import NodeHistory
 from swarm.testbed.node_process import NodeProcess, stop_all
@@ -320,9 +320,9 @@ class TestSummary:
 class TestComparison:
     REQUEST = PlanRequest(num_rounds=4, num_nodes=2)
 
-    def test_both_arms_run_with_each_seed_and_finished_ones_are_kept(self, tmp_path: Path) -> None:
+    def test_all_arms_run_with_each_seed_and_finished_ones_are_kept(self, tmp_path: Path) -> None:
         results = Comparison(tmp_path, self.REQUEST, console(), fake_command({})).run([0, 1])
-        assert [(r.seed, r.arm) for r in results] == [(0, "sharing"), (0, "silos"), (1, "sharing"), (1, "silos")]
+        assert [(r.seed, r.arm) for r in results] == [(seed, arm) for seed in (0, 1) for arm in ARMS]
         # rewards of 4 rounds: 1/8 + 2/8 + 3/8 + 4/8 on each of two nodes
         assert {r.cumulative_reward for r in results} == {2.5}
         assert results[0].reward_by_round == [0.125, 0.25, 0.375, 0.5]
@@ -367,10 +367,12 @@ class TestComparison:
     def test_table_and_plot_show_mean_spread_and_paired_difference(self, tmp_path: Path) -> None:
         results = [arm("sharing", 0, 110.0, 0.6), arm("silos", 0, 100.0, 0.5)]
         results += [arm("sharing", 1, 130.0, 0.7), arm("silos", 1, 100.0, 0.6)]
+        results += [arm("sharing-added", seed, 90.0, 0.5) for seed in (0, 1)]
         told = printed(console(), comparison_table(results))
         assert "120.0 ± 14.1" in told
         assert "+20.0 ± 14.1" in told
         assert "+0.100 ± 0.000" in told
+        assert "-10.0 ± 0.0" in told
         plot_comparison(results, tmp_path / "comparison.png")
         assert (tmp_path / "comparison.png").read_bytes().startswith(PNG)
 
