@@ -186,10 +186,10 @@ class RolloutsSection(Section):
 class SharingSection(Section):
     """Experience exchange (SAPO, 2509.08721): what is published and what is learned from others."""
 
-    own_groups: PositiveInt = 4
-    """I: own groups in a training batch."""
-    swarm_groups: Annotated[int, Field(ge=0)] = 4
-    """J: groups of others in a training batch. 0 is plain RL."""
+    own_groups: PositiveInt = 8
+    """I: own groups in a training batch, at most. All of a round's by default: measured better than leaving some out."""
+    swarm_groups: Annotated[int, Field(ge=0)] = 8
+    """J: groups of others in a training batch, on top of the own ones. 0 is plain RL."""
     publish: bool = True
     """Share own groups. Off: learn from others only."""
     time_to_live_s: Annotated[float, Field(gt=0, le=3600)] = 600.0
@@ -298,18 +298,18 @@ class Config(Section):
     observability: ObservabilitySection = ObservabilitySection()
 
     @model_validator(mode="after")
-    def _batch_can_be_filled(self) -> "Config":
+    def _batch_comes_from_somewhere(self) -> "Config":
         if self.network.backend == "off" and self.sharing.swarm_groups > 0:
             raise ValueError(
                 f"sharing.swarm_groups must be 0 with network.backend off, got {self.sharing.swarm_groups}; "
                 'set sharing.swarm_groups = 0 or network.backend = "hivemind"'
             )
-        if self.sharing.own_groups > self.rollouts.groups_per_round:
-            raise ValueError(
-                f"sharing.own_groups must be <= rollouts.groups_per_round, got {self.sharing.own_groups} > "
-                f"{self.rollouts.groups_per_round}; raise rollouts.groups_per_round or lower sharing.own_groups"
-            )
         return self
+
+    @property
+    def max_batch_groups(self) -> int:
+        """Groups in a training batch, at most."""
+        return min(self.sharing.own_groups, self.rollouts.groups_per_round) + self.sharing.swarm_groups
 
     @property
     def swarm_id(self) -> str:

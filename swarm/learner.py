@@ -107,8 +107,7 @@ class Learner:
     def probe_memory(self) -> None:
         """Raises MemoryBudgetError before the first round where the longest batch would not fit."""
         config = self._config
-        num_groups = config.sharing.own_groups + config.sharing.swarm_groups
-        probe_memory(self.policy, config.rollouts, config.training, num_groups)
+        probe_memory(self.policy, config.rollouts, config.training, config.max_batch_groups)
 
     def save(self, store: CheckpointStore) -> None:
         tensors, trainer_state = self._trainer.state()
@@ -150,8 +149,9 @@ class Learner:
         self._translator.observe_own(groups)
         prompts = {task.ref: task.prompt for task in tasks}
         own = [self._translator.own(prompts[g.task], g) for g in groups if g.has_signal]
-        total = sharing.own_groups + sharing.swarm_groups
-        wanted = sharing.swarm_groups + max(0, sharing.own_groups - len(own)) if sharing.swarm_groups else 0
+        total = self._config.max_batch_groups
+        num_own = min(len(own), total - sharing.swarm_groups)
+        wanted = total - num_own if sharing.swarm_groups else 0
         foreign = [group for drawn in self._pool.draw(wanted, self._rng) if (group := self._foreign(drawn))]
         chosen = self._rng.sample(own, min(len(own), total - len(foreign)))
         return chosen + foreign

@@ -41,7 +41,7 @@ PROFILES = (
     Profile("plain", {}),
     Profile(
         "large batch",
-        {"rollouts.groups_per_round": "12", "sharing.own_groups": "6", "sharing.swarm_groups": "6"},
+        {"rollouts.groups_per_round": "12", "sharing.own_groups": "12", "sharing.swarm_groups": "12"},
     ),
     Profile("slow", {"node.duty_cycle": "0.5", "rollouts.group_size": "6"}, rounds_share=0.5),
     Profile("LoRA rank 8", {"policy.lora.rank": "8", "policy.lora.alpha": "16.0"}),

@@ -52,7 +52,6 @@ def test_override_is_a_toml_value_or_plain_text(key: str, text: str, expected: o
         ("rollouts.group_size", "1", "greater than or equal to 2, got 1; set rollouts.group_size"),
         ("training.advantage", '"ppo"', "'grpo' or 'dr_grpo', got 'ppo'; set training.advantage"),
         ("network.backend", '"off"', "sharing.swarm_groups must be 0"),
-        ("sharing.own_groups", "99", "sharing.own_groups must be <= rollouts.groups_per_round, got 99 > 8"),
         ("swarm.name", '"a b"', "swarm.name"),
     ],
 )
@@ -96,6 +95,14 @@ def test_ready_config_is_valid_and_says_why(path: Path) -> None:
     config = load([path])
     assert config != Config()
     assert path.read_text().count("#") >= 3
+
+
+@pytest.mark.parametrize("path", [p for p in CONFIGS if p.stem not in ("public", "silo")], ids=lambda path: path.name)
+@pytest.mark.parametrize("mode", ["public", "silo"])
+def test_hardware_and_mode_compose(path: Path, mode: str) -> None:
+    config = load([path, ROOT / "node_configs" / f"{mode}.toml"])
+    assert (config.network.backend == "off") == (mode == "silo")
+    assert config.max_batch_groups >= config.sharing.swarm_groups + 1
 
 
 def test_there_are_ready_configs() -> None:
