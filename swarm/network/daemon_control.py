@@ -1,6 +1,6 @@
 """Questions to the libp2p daemon over its control socket, each on a connection of its own that is closed for certain.
 
-Imports hivemind, and so torch: only `hivemind_session` may import this module.
+Imports hivemind: only `hivemind_session` may import this module.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -11,11 +11,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import base58
-from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
-from hivemind.proto import p2pd_pb2
-from hivemind.utils.multiaddr import Multiaddr
 
 from swarm.errors import NetworkError
+from swarm.network.hivemind_parts import Multiaddr, p2pd_pb2, read_pbmsg_safe, write_pbmsg
 
 _MAX_CAUSE_CHARACTERS = 300
 

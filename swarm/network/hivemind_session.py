@@ -1,7 +1,7 @@
 """One life of the libp2p daemon with a node of hivemind's DHT on it.
 
 A session that broke is closed and replaced by a new one (`hivemind_transport`), never mended.
-Imports hivemind, and so torch: `hivemind_transport` imports this module when it starts, not before.
+Imports hivemind: `hivemind_transport` imports this module when it starts, not before.
 """
 
 import asyncio
@@ -13,18 +13,22 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import hivemind.hivemind_cli
-from hivemind.dht.node import DHTNode
-from hivemind.dht.protocol import DHTProtocol
-from hivemind.dht.routing import DHTID
-from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
-from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
-from hivemind.utils.logging import use_hivemind_log_handler
-from hivemind.utils.multiaddr import Multiaddr
-
 from swarm.errors import NetworkError
 from swarm.network.daemon import Daemon
 from swarm.network.daemon_control import DaemonControl
+from swarm.network.hivemind_parts import (
+    DHTID,
+    P2P,
+    DHTNode,
+    DHTProtocol,
+    Multiaddr,
+    P2PDaemonError,
+    P2PHandlerError,
+    PeerID,
+    StreamInfo,
+    hivemind_cli,
+    use_hivemind_log_handler,
+)
 from swarm.network.index_guard import IndexGuard, unwrap, wrap
 from swarm.network.tcp_address import TcpAddress
 
@@ -74,7 +78,7 @@ class HivemindSession:
         quiet_hivemind()
         # Paths of sockets have at most 107 bytes, so they lie in /tmp; in a folder that is closed to others.
         folder = Path(tempfile.mkdtemp(prefix="swarm-", dir="/tmp"))
-        binary = Path(hivemind.hivemind_cli.__path__[0]) / "p2pd"
+        binary = Path(hivemind_cli.__path__[0]) / "p2pd"
         daemon = Daemon(binary, folder / "control.sock", key_file, listen, announce)
         try:
             async with contextlib.AsyncExitStack() as undo, asyncio.timeout(timeout_s):

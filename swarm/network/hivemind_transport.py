@@ -3,7 +3,7 @@
     node → HivemindTransport → HivemindSession: daemon (Go) + DHT node → peers
                   └ a supervisor that replaces a broken session and joins again when no peer is left
 
-hivemind is imported by `start`, never before: it brings torch along.
+hivemind is imported by `start`, never before: a command that opens no socket starts without it.
 """
 
 import asyncio

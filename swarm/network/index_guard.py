@@ -1,6 +1,6 @@
 """What stands between hivemind's DHT and peers that store or return bad entries.
 
-Imports hivemind, and so torch: only `hivemind_session` may import this module.
+Imports hivemind: only `hivemind_session` may import this module.
 
 A validator in hivemind sees the SHA-1 of a key. So that ours sees what the publisher passed, the key travels in front
 of the value, `key NUL value`, and counts only if it hashes to where the entry was found. Beyond validation, hivemind
@@ -15,12 +15,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import msgpack
-from hivemind.dht.protocol import DHTProtocol
-from hivemind.dht.routing import DHTID
-from hivemind.dht.storage import DictionaryDHTValue
-from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.p2p import PeerID
 
+from swarm.network.hivemind_parts import (
+    DHTID,
+    DHTProtocol,
+    DHTRecord,
+    DictionaryDHTValue,
+    PeerID,
+    RecordValidatorBase,
+)
 from swarm.network.index_entry import (
     MAX_ENTRIES_PER_KEY,
     MAX_KEY_BYTES,

@@ -1,4 +1,4 @@
-"""The contract between the node and a network: an expiring index, and requests to one peer.
+"""The contract between the node and a network: an expiring index, requests to one peer, gossip to all.
 
 Implementations: `hivemind_transport` (libp2p daemon: DHT and streams) and `memory_transport` (in-process, seeded faults).
 Everything above this line works the same on both.
@@ -6,6 +6,7 @@ Everything above this line works the same on both.
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 RequestHandler = Callable[[str, bytes], Awaitable[bytes]]
@@ -13,6 +14,24 @@ RequestHandler = Callable[[str, bytes], Awaitable[bytes]]
 
 IndexValidator = Callable[[str, str, bytes], bool]
 """(key, subkey, value) -> whether this entry may be stored here or believed when read."""
+
+
+class Verdict(Enum):
+    """What a gossip handler says of a message."""
+
+    ACCEPT = "accept"
+    """Valid: it was taken and is passed on."""
+    IGNORE = "ignore"
+    """Of no use, through nobody's fault: it is not passed on."""
+    REJECT = "reject"
+    """Invalid: it is not passed on, and held against the peer that passed it here."""
+
+
+GossipHandler = Callable[[str, bytes], Verdict]
+"""(peer id that passed it here, message) -> verdict. Runs on the node's loop before the message is passed on: quick."""
+
+MAX_GOSSIP_BYTES = 1024
+"""Longest message of a topic: a signed header."""
 
 
 class RequestRefused(Exception):
@@ -78,5 +97,20 @@ class Transport(Protocol):
 
         The response is refused as soon as its announced length exceeds `max_response_bytes`; its hash is checked.
         Raises RequestError (unreachable, refused, oversize, damaged, deadline).
+        """
+        ...
+
+    def subscribe(self, topic: str, handler: GossipHandler) -> None:
+        """Take part in a topic, at any time; a second call replaces the handler."""
+        ...
+
+    def unsubscribe(self, topic: str) -> None:
+        """Leave a topic; nothing happens if this node is not in it."""
+        ...
+
+    async def publish(self, topic: str, message: bytes) -> None:
+        """Spread a message of at most MAX_GOSSIP_BYTES among the subscribers of a topic, this node excepted.
+
+        Nobody confirms: it may be lost, and is when nobody is connected. Raises ValueError for an oversize message.
         """
         ...
