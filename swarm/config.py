@@ -17,8 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from swarm.errors import ConfigError
 
 PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+SwarmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
 class Section(BaseModel):
@@ -45,21 +47,37 @@ class NodeSection(Section):
 class SwarmSection(Section):
     """The swarm to take part in."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "local"
+    name: SwarmName = "local"
     """Nodes of equal name and tasks find each other's records."""
+    id: Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
+    """32 hex digits that bind the swarm to its founder; `swarm join` takes them from the manifest. Empty: the name decides."""
 
 
 class NetworkSection(Section):
     """How this node reaches others."""
 
-    backend: Literal["hivemind", "off"] = "hivemind"
-    """hivemind: DHT and streams over libp2p. off: plain RL on this machine, no socket is opened."""
+    backend: Literal["hivemind", "libp2p", "off"] = "hivemind"
+    """hivemind: DHT and streams by the libp2p daemon (Linux, x86-64). libp2p: all in Python. off: plain RL, no socket."""
+    gossip: Literal["libp2p", "daemon", "off"] = "libp2p"
+    """libp2p: validates before it passes on. daemon: less CPU, among friends. off: index only. The same on all nodes."""
+    gossip_listen: tuple[str, ...] = ()
+    """TCP multiaddresses of the libp2p gossip; it works without an open port. Empty: the hosts of `listen`, free ports."""
+    gossip_announce: tuple[str, ...] = ()
+    """Multiaddresses to tell others, where they differ from `gossip_listen`."""
     listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
     """TCP multiaddresses to listen on; port 0 takes a free one. Use /ip4/0.0.0.0/tcp/PORT to be reachable from outside."""
     announce: tuple[str, ...] = ()
     """Multiaddresses to tell others, where they differ from `listen` (port forwarding)."""
     initial_peers: tuple[str, ...] = ()
     """Multiaddresses, each ending in /p2p/PEER_ID, of nodes to join through. Empty: start a swarm of one and wait."""
+    reachability: Literal["auto", "public", "private"] = "auto"
+    """auto: host none of the index until peers prove that they can dial this node. public, private: take it as given."""
+    relays: tuple[str, ...] = ()
+    """Multiaddresses, each ending in /p2p/PEER_ID, of relays to be reached through. Empty: the initial peers."""
+    serve_relay: bool = False
+    """Carry the traffic of others that cannot be reached. Bootstrap peers do it by default."""
+    hole_punching: bool = True
+    """Try a direct connection where two nodes first met through a relay."""
     startup_timeout_s: PositiveFloat = 60.0
     """Longest wait for the libp2p daemon to come up."""
     request_timeout_s: PositiveFloat = 20.0
@@ -67,11 +85,19 @@ class NetworkSection(Section):
     poll_interval_s: PositiveFloat = 1.0
     """Pause between two reads of the header index."""
     max_connections_inbound: PositiveInt = 64
-    """Requests from peers served at the same time; more are refused."""
+    """Requests from peers served at the same time; more are refused. One peer gets at most a quarter of the places."""
+    requests_per_peer_per_s: PositiveFloat = 100.0
+    """Requests of one peer that are served per second, over time; twice as many at once."""
+    upload_bytes_per_peer_per_s: PositiveInt = 33_554_432
+    """Bytes per second sent to one peer, over time; twice as many at once."""
+    max_upload_bytes_per_s: NonNegativeInt = 0
+    """Bytes per second sent to all peers together, for a line that is needed for other things too. 0: no limit."""
+    response_bytes_in_flight: PositiveInt = 67_108_864
+    """Bytes of responses that are being sent at the same time; requests beyond are refused."""
 
 
-class TaskSourceSection(Section):
-    """One source of tasks."""
+class TaskSourceFacts(Section):
+    """What all nodes know of one source of tasks."""
 
     kind: Literal["reasoning_gym", "jsonl"] = "reasoning_gym"
     """A procedural data set of reasoning-gym, or a file of your own."""
@@ -83,10 +109,19 @@ class TaskSourceSection(Section):
     """Relative share of the tasks drawn."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the reasoning-gym data set, such as {max_digits = 2}."""
-    path: Path | None = None
-    """JSONL file with one {"prompt", "answer", "verifier"} object per line."""
     verifier: Literal["exact", "numeric", "regex"] = "exact"
     """Verifier for lines of a JSONL file that name none."""
+
+    @property
+    def source_name(self) -> str:
+        return self.label or self.name
+
+
+class TaskSourceSection(TaskSourceFacts):
+    """One source of tasks."""
+
+    path: Path | None = None
+    """JSONL file with one {"prompt", "answer", "verifier"} object per line."""
 
     @model_validator(mode="after")
     def _path_matches_kind(self) -> "TaskSourceSection":
@@ -95,10 +130,6 @@ class TaskSourceSection(Section):
         if self.kind == "reasoning_gym" and self.path is not None:
             raise ValueError(f"path belongs to jsonl sources, got kind reasoning_gym; remove path of {self.name!r}")
         return self
-
-    @property
-    def source_name(self) -> str:
-        return self.label or self.name
 
 
 DEMO_TASKS = (
@@ -313,8 +344,8 @@ class Config(Section):
 
     @property
     def swarm_id(self) -> str:
-        """32 hex digits over the swarm's name; part of every signature and index key."""
-        return hashlib.sha256(b"swarm-id:" + self.swarm.name.encode()).hexdigest()[:32]
+        """32 hex digits, over the swarm's name unless `swarm.id` says them; part of every signature and index key."""
+        return self.swarm.id or hashlib.sha256(b"swarm-id:" + self.swarm.name.encode()).hexdigest()[:32]
 
 
 def load(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None = None) -> Config:
@@ -324,12 +355,17 @@ def load(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None =
     Relative `tasks.sources.path` entries are resolved against the file that names them.
     Raises ConfigError, one line per mistake, each with rule, value and fix.
     """
+    return parse(read(paths, overrides))
+
+
+def read(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What files and overrides say, merged as `load` does, before defaults and validation. Raises ConfigError."""
     merged: dict[str, Any] = {}
     for path in paths:
-        merged = _merge(merged, _read_toml(Path(path)))
+        merged = merge(merged, _read_toml(Path(path)))
     for key, text in (overrides or {}).items():
-        merged = _merge(merged, _nest(key, _literal(text)))
-    return parse(merged)
+        merged = merge(merged, _nest(key, _literal(text)))
+    return merged
 
 
 def parse(data: Mapping[str, Any]) -> Config:
@@ -368,11 +404,12 @@ def _resolve_paths(data: dict[str, Any], folder: Path) -> None:
             source["path"] = str((folder / source["path"]).resolve())
 
 
-def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """`top` over `base`: tables merge, other values replace."""
     merged = dict(base)
     for key, value in top.items():
         old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
 
 

@@ -4,6 +4,8 @@ A message says the rule, the value that broke it and the fix, in one line:
 `group_size must be >= 2, got 1; set rollouts.group_size`.
 """
 
+from typing import Literal
+
 
 class SwarmError(Exception):
     """Base of every error that ends a command in one line instead of a traceback."""
@@ -65,5 +67,31 @@ class TrainingError(SwarmError):
     exit_code = 11
 
 
+class ManifestError(SwarmError):
+    """A swarm's manifest is malformed, not signed by its founder, of another founder, or not for this software."""
+
+    exit_code = 12
+
+
+class PreflightError(SwarmError):
+    """This machine, as it is, cannot take part in the swarm; the findings say why."""
+
+    exit_code = 13
+
+
+RequestFailure = Literal["unreachable", "refused", "busy", "oversize", "damaged", "deadline", "cut"]
+"""Why a request failed. busy: the peer has no place now, ask later. damaged: not the bytes that were announced."""
+
+
+class DoctorError(SwarmError):
+    """`swarm doctor` found a problem."""
+
+    exit_code = 14
+
+
 class RequestError(NetworkError):
-    """A request to one peer failed: unreachable, too slow, refused, oversize or damaged. Never fatal to a node."""
+    """A request to one peer failed; `reason` says how, in one stable word. Never fatal to a node."""
+
+    def __init__(self, message: str, reason: RequestFailure = "unreachable") -> None:
+        super().__init__(message)
+        self.reason: RequestFailure = reason

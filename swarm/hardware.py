@@ -4,7 +4,8 @@ import os
 import platform
 import shutil
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -45,20 +46,36 @@ def detect() -> Hardware:
     return Hardware(cores, memory_gib, name, gpu_gib)
 
 
-def choose_policy(hardware: Hardware) -> PolicyChoice:
-    """The largest base that leaves room for rollouts and training; without a GPU the bundled tiny policy."""
-    gib = hardware.gpu_memory_gib
-    if gib >= 22:
-        return PolicyChoice(
+_SMALLEST_HUB_CHOICE = PolicyChoice(
+    "Qwen/Qwen2.5-0.5B-Instruct", "none", "0.5B in bfloat16 takes about 1 GiB", 8, 256, 2e-5
+)
+_CHOICES = (
+    (
+        22.0,
+        PolicyChoice(
             "Qwen/Qwen2.5-7B-Instruct", "4bit", "7B in 4 bit takes about 6 GiB; the rest is for answers", 16, 512, 1e-5
-        )
-    if gib >= 11:
-        return PolicyChoice("Qwen/Qwen2.5-3B-Instruct", "4bit", "3B in 4 bit takes about 2.5 GiB", 8, 512, 1e-5)
-    if gib >= 7:
-        return PolicyChoice("Qwen/Qwen2.5-1.5B-Instruct", "4bit", "1.5B in 4 bit takes about 1.5 GiB", 8, 384, 2e-5)
-    if gib >= 3.5:
-        return PolicyChoice("Qwen/Qwen2.5-0.5B-Instruct", "none", "0.5B in bfloat16 takes about 1 GiB", 8, 256, 2e-5)
-    return PolicyChoice("bundled", "none", "no GPU: the bundled policy learns on any CPU in minutes", 8, 24, 1e-3)
+        ),
+    ),
+    (11.0, PolicyChoice("Qwen/Qwen2.5-3B-Instruct", "4bit", "3B in 4 bit takes about 2.5 GiB", 8, 512, 1e-5)),
+    (7.0, PolicyChoice("Qwen/Qwen2.5-1.5B-Instruct", "4bit", "1.5B in 4 bit takes about 1.5 GiB", 8, 384, 2e-5)),
+    (3.5, _SMALLEST_HUB_CHOICE),
+    (0.0, PolicyChoice("bundled", "none", "the bundled policy learns on any CPU in minutes", 8, 24, 1e-3)),
+)
+"""(GiB of GPU memory that it needs, choice), the largest first."""
+
+
+def choose_policy(hardware: Hardware, allowed: Sequence[str] = ()) -> PolicyChoice:
+    """The largest base that leaves room for rollouts and training; without a GPU the bundled tiny policy.
+
+    `allowed` are the bases to choose among, empty for any. Where none of them is known to fit, it is the first of them,
+    with the settings that it is known to learn with, or those of a small model.
+    """
+    for gpu_memory_gib, choice in _CHOICES:
+        if hardware.gpu_memory_gib >= gpu_memory_gib and (not allowed or choice.base in allowed):
+            return choice
+    known = {choice.base: choice for _, choice in _CHOICES}
+    why = f"not known to fit into {hardware.summary}"
+    return replace(known.get(allowed[0], _SMALLEST_HUB_CHOICE), base=allowed[0], why=why)
 
 
 def _nvidia_gpu() -> tuple[str, float]:

@@ -27,7 +27,8 @@ from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, dump_toml
 from swarm.errors import SwarmError
 from swarm.learner import Learner, Row
-from swarm.network.transport import Transport
+from swarm.network.make_transport import make_transport
+from swarm.network.transport import RequestRefused, Transport
 from swarm.node_folder import NodeFolder
 from swarm.observability.http_server import HttpServer
 from swarm.observability.logging_setup import set_up_logging
@@ -40,10 +41,12 @@ from swarm.records import identity as identities
 from swarm.records.admission import Admission, Vocabulary
 from swarm.records.identity import Identity, IdentityLock
 from swarm.sharing.body_store import BodyStore
+from swarm.sharing.directory import Directory
 from swarm.sharing.index import EntryValidator
 from swarm.sharing.judge import MixtureJudge
 from swarm.sharing.publisher import Publisher
 from swarm.sharing.reader import BODY_PROTOCOL, Reader
+from swarm.sharing.shard import Shard
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.types import RolloutGroup
 
@@ -65,23 +68,20 @@ def run_node(config: Config, *, fresh: bool = False) -> None:
     """Run one node until `max_rounds` or a signal. Blocks. Raises SwarmError for whatever the user can mend."""
     folder = NodeFolder(config.node.dir)
     folder.create()
-    with IdentityLock(folder.path):
+    with IdentityLock(folder.path) as lock:
+        identity = identities.load_or_create(folder.identity)
+        lock.claim(identity)
         if fresh and (aside := folder.set_aside()):
             print(f"earlier run moved to {aside}")
         set_up_logging(folder.logs, config.observability.log_level)
         folder.config.write_text(dump_toml(config))
-        identity = identities.load_or_create(folder.identity)
         asyncio.run(Node(config, folder, identity).run_until_signal())
 
 
-def hivemind_transport(
+def configured_transport(
     config: Config, identity: Identity, folder: NodeFolder, validator: EntryValidator
 ) -> Transport | None:
-    if config.network.backend == "off":
-        return None
-    from swarm.network.hivemind_transport import HivemindTransport
-
-    return HivemindTransport(config.network, identity, folder.path, validator)
+    return make_transport(config.network, identity, folder.path, validator)
 
 
 class Node:
@@ -92,7 +92,7 @@ class Node:
         config: Config,
         folder: NodeFolder,
         identity: Identity,
-        make_transport: TransportFactory = hivemind_transport,
+        make_transport: TransportFactory = configured_transport,
     ) -> None:
         self.config = config
         self.folder = folder
@@ -103,6 +103,7 @@ class Node:
         self._clock = self.transport.now if self.transport else time.time
         self.pool = ExperiencePool(folder.pool, config.sharing, self._clock)
         self.reader: Reader | None = None
+        self.directory: Directory | None = None
         self._publisher: Publisher | None = None
         self._log = MetricsLog(folder.metrics)
         self._http = HttpServer(config.observability, self.metrics, self._health)
@@ -177,8 +178,6 @@ class Node:
             logger.info("listening on %s", address)
 
     async def _serve_body(self, peer_id: str, request: bytes) -> bytes:
-        from swarm.network.transport import RequestRefused
-
         if self.reader is None:
             raise RequestRefused("starting")
         return await self.reader.serve_body(peer_id, request)
@@ -212,20 +211,33 @@ class Node:
         judge = MixtureJudge(self._mixture)
         admission = Admission(config.sharing, config.swarm_id, self.identity.peer_id, judge, vocabulary, self._clock)
         bodies = BodyStore(self._clock)
+        directory = Directory(
+            config.swarm_id,
+            self.identity,
+            self.transport,
+            lambda: self.reader.num_authors_heard() if self.reader else 0,
+        )
+
+        def shard() -> Shard:
+            return directory.shard
+
+        self.directory = directory
         self._publisher = Publisher(
-            config.sharing, config.swarm_id, self.identity, self.transport, bodies, self._next_sequence
+            config.sharing, config.swarm_id, self.identity, self.transport, bodies, self._next_sequence, shard
         )
         rng = random.Random(self.identity.peer_id)
         self.reader = Reader(
-            config.sharing, config.network, config.swarm_id, self.transport, admission, self.pool, bodies, rng
+            config.sharing, config.network, config.swarm_id, self.transport, admission, self.pool, bodies, rng, shard
         )
 
     def _network_work(self) -> list[Coroutine[Any, Any, None]]:
         work: list[Coroutine[Any, Any, None]] = [self._keep(self._refresh_status, _STATUS_INTERVAL_S)]
         if self._publisher is not None:
             work.append(self._keep(self._publish_next, 0.0))
+        if self.directory is not None:
+            work.append(self._keep(self._turn_directory, 0.0))
         if self.reader is not None and self.config.sharing.swarm_groups:
-            work.append(self._keep(self.reader.poll, self.config.network.poll_interval_s))
+            work.append(self._keep(self.reader.poll, 0.0))
         return work
 
     async def _keep(self, step: Callable[[], Awaitable[None]], pause_s: float) -> None:
@@ -242,6 +254,10 @@ class Node:
     async def _publish_next(self) -> None:
         assert self._publisher is not None
         await self._publisher.publish(await self._outbox.get())
+
+    async def _turn_directory(self) -> None:
+        assert self.directory is not None
+        await asyncio.sleep(await self.directory.turn())
 
     async def _refresh_status(self) -> None:
         if self.transport is not None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from swarm.errors import ConfigError
 
-_KEPT_ON_FRESH_START = {"identity.key", "lock"}
-"""Who the node is does not change when its run starts anew."""
+_KEPT_ON_FRESH_START = {"lock", "manifest.toml", "peers.json"}
+"""With the files of the identity: who the node is, of which swarm, and whom it knows, stays when its run starts anew."""
 
 
 class NodeFolder:
@@ -16,6 +16,7 @@ class NodeFolder:
         self.path = path
         self.identity = path / "identity.key"
         self.config = path / "config.toml"
+        self.manifest = path / "manifest.toml"
         self.pool = path / "pool.sqlite"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
@@ -36,7 +37,7 @@ class NodeFolder:
         """Move the state of earlier runs to `previous-NNN/` so that a fresh start loses nothing. None if there is none."""
         if not (self.checkpoints.exists() or self.metrics.exists() or self.pool.exists()):
             return None
-        return set_aside(self.path, _KEPT_ON_FRESH_START)
+        return set_aside(self.path, _KEPT_ON_FRESH_START | {path.name for path in self.path.glob("identity.*")})
 
 
 def set_aside(folder: Path, kept: Container[str]) -> Path | None:

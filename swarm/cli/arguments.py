@@ -44,6 +44,16 @@ def split_arguments(arguments: list[str], known_options: Sequence[str] = ()) -> 
     return paths, overrides
 
 
+def take_first(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The first argument that is neither an override nor its value, or None, and the others."""
+    is_value = False
+    for position, argument in enumerate(arguments):
+        if not argument.startswith("-") and not is_value:
+            return argument, [*arguments[:position], *arguments[position + 1 :]]
+        is_value = argument.startswith("--") and "=" not in argument
+    return None, arguments
+
+
 def _unknown_option(argument: str, known_options: Sequence[str]) -> str:
     close = difflib.get_close_matches(argument, [*known_options, "--help"], n=1)
     hint = f"did you mean {close[0]}?" if close else "see --help; settings are written --section.key VALUE"

@@ -11,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from swarm.config import Config
+    from swarm.manifest import Manifest
     from swarm.node_folder import NodeFolder
     from swarm.records.identity import Identity
 
@@ -22,26 +23,54 @@ def bootstrap(
     listen: list[str] = typer.Option(
         ["/ip4/127.0.0.1/tcp/0"], help="Address to listen on; /ip4/0.0.0.0/tcp/PORT to be reachable from outside."
     ),
+    announce: list[str] = typer.Option([], help="Address to tell others, where it differs (port forwarding)."),
+    relay: bool = typer.Option(True, help="Carry the traffic of nodes that cannot be reached from outside."),
     join: list[str] = typer.Option([], help="Addresses of other peers of the swarm."),
-    name: str = typer.Option("local", help="Name of the swarm."),
+    name: str = typer.Option("local", help="Name of the swarm, where it has no manifest."),
+    manifest: str = typer.Option(
+        None,
+        metavar="MANIFEST",
+        help="The swarm's manifest, a file or an http(s) address: its name, id and peers count.",
+    ),
+    founder: str = typer.Option(None, metavar="PEER_ID", help="Take only a manifest that this founder has signed."),
 ) -> None:
-    """Serve the swarm's index so that nodes find each other. Prints the address to join through."""
+    """Serve the swarm's index so that nodes find each other. Prints the address to join through.
+
+    Needs no model and no torch. A swarm may have any number of them, and lives on without them.
+    """
     from swarm.config import parse
     from swarm.node_folder import NodeFolder
     from swarm.records import identity as identities
     from swarm.records.identity import IdentityLock
 
-    network = {"listen": listen, "initial_peers": join}
-    config = parse({"swarm": {"name": name}, "network": network, "node": {"dir": str(folder)}})
+    swarm = {"name": name}
+    if manifest is not None:
+        known = _manifest(manifest, founder)
+        swarm, join = {"name": known.name, "id": known.id}, [*join, *known.bootstrap]
+    network = {"listen": listen, "announce": announce, "initial_peers": join, "reachability": "public"}
+    network |= {"serve_relay": relay, "gossip": "off"}  # it reads no headers: a gossip plane would only cost memory
+    config = parse({"swarm": swarm, "network": network, "node": {"dir": str(folder)}})
     files = NodeFolder(folder)
     files.create()
-    with IdentityLock(folder):
+    with IdentityLock(folder) as lock:
         identity = identities.load_or_create(files.identity)
+        lock.claim(identity)
         asyncio.run(_serve(config, files, identity))
 
 
+def _manifest(source: str, founder: str | None) -> "Manifest":
+    from swarm.manifest import check_protocol
+    from swarm.manifest_file import read_manifest
+    from swarm.records.codec import PROTOCOL_VERSION
+
+    manifest = read_manifest(source, founder)
+    check_protocol(manifest, PROTOCOL_VERSION)
+    print(f"swarm {manifest.name}, founded by {manifest.founder_name} ({manifest.founder})")
+    return manifest
+
+
 async def _serve(config: "Config", files: "NodeFolder", identity: "Identity") -> None:
-    from swarm.network.hivemind_transport import HivemindTransport
+    from swarm.network.hivemind.transport import HivemindTransport
     from swarm.observability.http_server import HttpServer
     from swarm.observability.metrics import Metrics
     from swarm.observability.status_file import NodeStatus

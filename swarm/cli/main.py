@@ -10,13 +10,27 @@ import typer
 import typer.exceptions
 
 from swarm import __version__
-from swarm.cli import bootstrap, config, evaluate, export, init, run, sample, status, testbed
+from swarm.cli import (
+    bootstrap,
+    config,
+    create,
+    doctor,
+    evaluate,
+    export,
+    identity,
+    init,
+    join,
+    run,
+    sample,
+    status,
+    testbed,
+)
 from swarm.errors import SwarmError
 
 INTERRUPTED = 130
 EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 config, 4 identity, 5 policy, 6 tasks, 7 network, 8 checkpoint, "
-    "9 node not running, 10 memory, 11 training, 130 interrupted."
+    "9 node not running, 10 memory, 11 training, 12 manifest, 13 cannot join, 14 doctor found a problem, 130 interrupted."
 )
 
 app = typer.Typer(
@@ -40,11 +54,15 @@ def _root(version: bool = typer.Option(False, "--version", help="Show the versio
 app.command("init")(init.init)
 app.command("run", context_settings=run.OVERRIDES)(run.run)
 app.command("testbed", context_settings=run.OVERRIDES)(testbed.testbed)
+app.command("create", context_settings=run.OVERRIDES)(create.create)
+app.command("join", context_settings=run.OVERRIDES)(join.join)
 app.command("bootstrap")(bootstrap.bootstrap)
 app.command("status")(status.status)
+app.command("doctor", context_settings=run.OVERRIDES)(doctor.doctor)
 app.command("eval", context_settings=run.OVERRIDES)(evaluate.evaluate)
 app.command("sample", context_settings=run.OVERRIDES)(sample.sample)
 app.command("export", context_settings=run.OVERRIDES)(export.export)
+app.add_typer(identity.app, name="identity")
 app.add_typer(config.app, name="config")
 
 

@@ -1,6 +1,7 @@
 """The multiaddresses that nodes use: `/ip4/HOST/tcp/PORT`, with `/p2p/PEER_ID` at the end where it names a peer.
 
-The one kind of address for now: QUIC loses the last piece of a stream, and circuits need relays.
+To a peer that cannot be reached from outside leads a circuit: `RELAY'S ADDRESS/p2p/RELAY/p2p-circuit/p2p/PEER_ID`.
+No other kind: QUIC loses the last piece of a stream.
 """
 
 import ipaddress
@@ -12,7 +13,10 @@ from typing import Literal, Self
 from swarm.errors import ConfigError
 from swarm.records.identity import is_peer_id
 
-_SHAPE = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([A-Za-z0-9._:-]{1,253})/tcp/([0-9]{1,5})(?:/p2p/([A-Za-z0-9]{1,64}))?")
+_SHAPE = re.compile(
+    r"/(ip4|ip6|dns|dns4|dns6)/([A-Za-z0-9._:-]{1,253})/tcp/([0-9]{1,5})"
+    r"(?:/p2p/([A-Za-z0-9]{1,64})/p2p-circuit)?(?:/p2p/([A-Za-z0-9]{1,64}))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,26 +26,37 @@ class TcpAddress:
     host: str
     port: int
     peer_id: str | None = None
+    relay_id: str | None = None
+    """Peer id of the relay at host and port, where the address is a circuit through it."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Raises ValueError with the reason."""
         match = _SHAPE.fullmatch(text)
+        if match is None and "/quic" in text:
+            raise ValueError("QUIC loses the last piece of a stream; use /tcp/PORT")
         if match is None:
             raise ValueError("its form is /ip4/HOST/tcp/PORT, ending in /p2p/PEER_ID where it names a peer")
-        kind, host, port, peer_id = match.groups()
+        kind, host, port, relay_id, peer_id = match.groups()
         if kind in ("ip4", "ip6"):
             {"ip4": ipaddress.IPv4Address, "ip6": ipaddress.IPv6Address}[kind](host)
         if int(port) > 65535:
             raise ValueError(f"{port} is no port")
-        if peer_id is not None and not is_peer_id(peer_id):
-            raise ValueError(f"{peer_id} is no peer id of an Ed25519 key (12D3KooW...)")
-        return cls(kind, host, int(port), peer_id)
+        for name in (relay_id, peer_id):
+            if name is not None and not is_peer_id(name):
+                raise ValueError(f"{name} is no peer id of an Ed25519 key (12D3KooW...)")
+        return cls(kind, host, int(port), peer_id, relay_id)
 
     @property
     def transport(self) -> str:
         """The address without the peer id."""
-        return f"/{self.kind}/{self.host}/tcp/{self.port}"
+        circuit = "" if self.relay_id is None else f"/p2p/{self.relay_id}/p2p-circuit"
+        return f"/{self.kind}/{self.host}/tcp/{self.port}{circuit}"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only programs of this machine can use it."""
+        return self.kind in ("ip4", "ip6") and ipaddress.ip_address(self.host).is_loopback
 
     @property
     def is_wildcard(self) -> bool:
@@ -53,7 +68,8 @@ class TcpAddress:
 
 
 def parse_setting(
-    setting: Literal["listen", "announce", "initial_peers"], texts: Sequence[str]
+    setting: Literal["listen", "announce", "initial_peers", "relays", "gossip_listen", "gossip_announce"],
+    texts: Sequence[str],
 ) -> tuple[TcpAddress, ...]:
     """The addresses of one setting of the network section. Raises ConfigError with rule, value and fix."""
     if setting == "listen" and not texts:
@@ -68,10 +84,15 @@ def _parse_one(setting: str, text: str) -> TcpAddress:
         raise ConfigError(f"network.{setting} must hold TCP multiaddresses, got {text!r}: {error}") from None
     if setting == "listen" and address.kind not in ("ip4", "ip6"):
         raise ConfigError(f"network.listen must hold numeric addresses, got {text!r}; use /ip4/0.0.0.0/tcp/PORT")
-    if setting == "initial_peers" and address.peer_id is None:
-        raise ConfigError(f"network.initial_peers must end in /p2p/PEER_ID, got {text!r}; append the peer's id")
-    if setting != "initial_peers" and address.peer_id is not None:
+    names_peers = setting in ("initial_peers", "relays")
+    if names_peers and address.peer_id is None:
+        raise ConfigError(f"network.{setting} must end in /p2p/PEER_ID, got {text!r}; append the peer's id")
+    if not names_peers and (address.peer_id or address.relay_id) is not None:
         raise ConfigError(f"network.{setting} must not name a peer, got {text!r}; remove /p2p/...")
+    if setting == "relays" and address.relay_id is not None:
+        raise ConfigError(
+            f"network.relays must be reachable themselves, got {text!r}; name a relay with a public address"
+        )
     if setting != "listen" and address.port == 0:
         raise ConfigError(f"network.{setting} must name a port, got {text!r}; replace 0 by the real one")
     return address
@@ -79,7 +100,7 @@ def _parse_one(setting: str, text: str) -> TcpAddress:
 
 def with_actual_ports(wanted: Sequence[TcpAddress], actual: Iterable[str]) -> tuple[TcpAddress, ...]:
     """Fill in the ports that the system chose for port 0: a restart then listens where others know the node."""
-    found = [TcpAddress.parse(text) for text in actual]
+    found = [TcpAddress.parse(text) for text in actual if "/p2p-circuit" not in text]
     return tuple(_with_port(address, found) if address.port == 0 else address for address in wanted)
 
 

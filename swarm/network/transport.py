@@ -34,6 +34,17 @@ MAX_GOSSIP_BYTES = 1024
 """Longest message of a topic: a signed header."""
 
 
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """How a peer can be reached."""
+
+    peer_id: str
+    addresses: tuple[str, ...]
+    """Multiaddresses without /p2p; empty for a peer that only calls others."""
+    gossip_addresses: tuple[str, ...]
+    hosts_index: bool
+
+
 class RequestRefused(Exception):
     """A handler declines a request; the reason (short ASCII) travels to the caller."""
 
@@ -46,6 +57,11 @@ class TrafficCounter:
     bytes_received: int = 0
     requests_served: int = 0
     requests_failed: int = 0
+    gossip_messages_sent: int = 0
+    """Copies of messages and control messages, as far as visible from here; their bytes are part of those above."""
+    gossip_messages_received: int = 0
+    gossip_bytes_sent: int = 0
+    gossip_bytes_received: int = 0
 
 
 class Transport(Protocol):
@@ -69,6 +85,19 @@ class Transport(Protocol):
 
     def addresses(self) -> tuple[str, ...]:
         """Multiaddresses, each ending in /p2p/PEER_ID, that others may use as initial peers."""
+        ...
+
+    def gossip_addresses(self) -> tuple[str, ...]:
+        """Multiaddresses, without /p2p, at which the gossip of others may connect to that of this node."""
+        ...
+
+    @property
+    def hosts_index(self) -> bool:
+        """Whether this node holds a part of the index and looks into it for nodes that cannot."""
+        ...
+
+    def meet(self, contact: "Contact") -> None:
+        """Learn how a peer can be reached, from what it has signed itself."""
         ...
 
     async def connected_peers(self) -> tuple[str, ...]:

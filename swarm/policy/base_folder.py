@@ -25,6 +25,23 @@ def locate_base(base: str, revision: str | None) -> Path:
     return folder
 
 
+def base_at_hand(base: str, revision: str | None) -> Path | None:
+    """The folder of a base that loads without the network, or None. Downloads nothing, raises nothing."""
+    folder = BUNDLED_FOLDER if base == "bundled" else Path(base).expanduser()
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        try:
+            folder = Path(snapshot_download(base, revision=revision, local_files_only=True))
+        except (HFValidationError, LocalEntryNotFoundError, OSError):
+            return None
+    try:
+        return folder if (folder / "config.json").is_file() and weight_files(folder) else None
+    except PolicyError:
+        return None
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights: safetensors where there are any, PyTorch files else. Raises PolicyError."""
     for pattern in ("*.safetensors", "*.bin"):

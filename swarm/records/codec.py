@@ -5,18 +5,31 @@ InvalidRecord. Encoders write the canonical form; what was received is never enc
 """
 
 import hashlib
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import msgpack
 import numpy as np
 import zstandard
 
+from swarm.records.body_reader import MAX_ROLLOUTS_PER_BODY, MAX_TOKENS_PER_BODY, BodyReader
+from swarm.records.fields import (
+    MAX_ARRAY_ITEMS,
+    PROTOCOL_VERSION,
+    check_array,
+    check_bool,
+    check_bytes,
+    check_float,
+    check_int,
+    check_list,
+    check_text,
+    check_version,
+    check_versioned,
+    pack,
+    unpack,
+)
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.types import GroupSummary, Header, Lineage, Rollout, RolloutGroup, SignedRecord, TaskRef
 
-PROTOCOL_VERSION = 1
 MAX_RECORD_BYTES = 1024
 """A header must fit into one index entry."""
 MAX_BODY_BYTES = 1 << 20
@@ -30,20 +43,20 @@ MAX_NAME_CHARS = 64
 
 
 def encode_record(record: SignedRecord) -> bytes:
-    return _pack([record.author, record.payload, record.signature])
+    return pack([record.author, record.payload, record.signature])
 
 
 def decode_record(data: bytes) -> SignedRecord:
     """Envelope of at most MAX_RECORD_BYTES. Says nothing about the signature."""
     if len(data) > MAX_RECORD_BYTES:
         raise InvalidRecord(Rejection.OVERSIZE, f"{len(data)} bytes > {MAX_RECORD_BYTES}")
-    author, payload, signature = _array(_unpack(data), 3)
-    return SignedRecord(_text(author, MAX_PEER_ID_CHARS), _bytes(payload), _bytes(signature, 64))
+    author, payload, signature = check_array(unpack(data), 3)
+    return SignedRecord(check_text(author, MAX_PEER_ID_CHARS), check_bytes(payload), check_bytes(signature, 64))
 
 
 def encode_header(header: Header) -> bytes:
     """Payload of a signed record; the author is in the envelope, bound by its signature."""
-    return _pack(
+    return pack(
         [
             PROTOCOL_VERSION,
             bytes.fromhex(header.swarm_id),
@@ -61,34 +74,51 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(payload: bytes, author: str) -> Header:
-    fields = _versioned(_unpack(payload), 11)
+    fields = check_versioned(unpack(payload), 11)
     swarm_id, sequence, body_hash, body_bytes, groups, policy, tokenizer, version, created_at, expires_at = fields
     return Header(
-        swarm_id=_bytes(swarm_id, 16).hex(),
+        swarm_id=check_bytes(swarm_id, 16).hex(),
         author=author,
-        sequence=_int(sequence, 0, 2**48),
-        body_hash=_bytes(body_hash, 32),
-        body_bytes=_int(body_bytes, 1, MAX_BODY_BYTES),
-        groups=tuple(_summary(row) for row in _list(groups, 1, MAX_GROUPS_PER_BODY)),
-        lineage=Lineage(_bytes(policy, 16).hex(), _bytes(tokenizer, 16).hex()),
-        policy_version=_int(version, 0, 2**48),
-        created_at=_float(created_at, 0.0, 1e11),
-        expires_at=_float(expires_at, 0.0, 1e11),
+        sequence=check_int(sequence, 0, 2**48),
+        body_hash=check_bytes(body_hash, 32),
+        body_bytes=check_int(body_bytes, 1, MAX_BODY_BYTES),
+        groups=tuple(_summary(row) for row in check_list(groups, 1, MAX_GROUPS_PER_BODY)),
+        lineage=Lineage(check_bytes(policy, 16).hex(), check_bytes(tokenizer, 16).hex()),
+        policy_version=check_int(version, 0, 2**48),
+        created_at=check_float(created_at, 0.0, 1e11),
+        expires_at=check_float(expires_at, 0.0, 1e11),
     )
 
 
 def encode_body(groups: Sequence[RolloutGroup]) -> bytes:
     """Groups of one author, lineage and policy version. The author is inside, so that nobody can announce it as their own."""
-    packed = _pack([PROTOCOL_VERSION, groups[0].author, [_group_fields(group) for group in groups]])
+    packed = pack([PROTOCOL_VERSION, groups[0].author, [_group_fields(group) for group in groups]])
     return zstandard.ZstdCompressor(level=3, write_content_size=True).compress(packed)
 
 
 def decode_body(body: bytes, author: str, lineage: Lineage, policy_version: int) -> tuple[RolloutGroup, ...]:
     """Groups with their claimed rewards; token ids and log-probs are checked for shape and range only."""
-    _, named_author, groups = _array(_check_version(_unpack(_decompress(body))), 3)
-    if named_author != author:
+    reader = BodyReader(_decompress(body))
+    num_fields = reader.array(1, MAX_ARRAY_ITEMS)
+    check_version(reader.item())
+    if num_fields != 3:
+        raise InvalidRecord(Rejection.MALFORMED, f"expected 3 fields, got {num_fields}")
+    if reader.item() != author:
         raise InvalidRecord(Rejection.HEADER_MISMATCH, "the body names another author")
-    return tuple(_group(row, author, lineage, policy_version) for row in _list(groups, 1, MAX_GROUPS_PER_BODY))
+    num_groups = reader.array(1, MAX_GROUPS_PER_BODY)
+    groups = tuple(_group(reader, author, lineage, policy_version) for _ in range(num_groups))
+    reader.finish()
+    return groups
+
+
+def fits_into_body(groups: Sequence[RolloutGroup]) -> bool:
+    """Whether readers take so many groups, rollouts and tokens. Bounds in bytes show when they are encoded."""
+    token_counts = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
+    return (
+        len(groups) <= MAX_GROUPS_PER_BODY
+        and len(token_counts) <= MAX_ROLLOUTS_PER_BODY
+        and sum(token_counts) <= MAX_TOKENS_PER_BODY
+    )
 
 
 def body_hash(body: bytes) -> bytes:
@@ -115,46 +145,51 @@ def _group_fields(group: RolloutGroup) -> list[Any]:
 
 
 def _summary(row: Any) -> GroupSummary:
-    source, digest, seed, index, num_rollouts, mean_reward = _array(row, 6)
-    return GroupSummary(_ref(source, digest, seed, index), _int(num_rollouts, 2, 1024), _float(mean_reward, 0.0, 1.0))
+    source, digest, seed, index, num_rollouts, mean_reward = check_array(row, 6)
+    num_rollouts = check_int(num_rollouts, 2, MAX_ROLLOUTS_PER_BODY)
+    return GroupSummary(_ref(source, digest, seed, index), num_rollouts, check_float(mean_reward, 0.0, 1.0))
 
 
-def _group(row: Any, author: str, lineage: Lineage, policy_version: int) -> RolloutGroup:
-    source, digest, seed, index, prompt_digest, rollouts = _array(row, 6)
+def _group(reader: BodyReader, author: str, lineage: Lineage, policy_version: int) -> RolloutGroup:
+    reader.array(6, 6)
     return RolloutGroup(
-        task=_ref(source, digest, seed, index),
-        prompt_digest=_bytes(prompt_digest, 8).hex(),
-        rollouts=tuple(_rollout(item) for item in _list(rollouts, 2, 1024)),
+        task=_ref(reader.item(), reader.item(), reader.item(), reader.item()),
+        prompt_digest=check_bytes(reader.item(), 8).hex(),
+        rollouts=tuple(_rollout(reader) for _ in range(reader.rollouts())),
         author=author,
         lineage=lineage,
         policy_version=policy_version,
     )
 
 
-def _rollout(row: Any) -> Rollout:
-    text, token_ids, logprobs, finished, reward = _array(row, 5)
-    token_bytes, logprob_bytes = _bytes(token_ids), _bytes(logprobs)
+def _rollout(reader: BodyReader) -> Rollout:
+    reader.array(5, 5)
+    text = check_text(reader.item(), MAX_TEXT_CHARS)
+    token_bytes, logprob_bytes = check_bytes(reader.item()), check_bytes(reader.item())
+    finished, reward = check_bool(reader.item()), check_float(reader.item(), 0.0, 1.0)
     if len(token_bytes) % 4 or len(logprob_bytes) != len(token_bytes) // 2:
         raise InvalidRecord(
             Rejection.LOGPROBS, f"{len(logprob_bytes)} bytes of log-probs for {len(token_bytes)} of tokens"
         )
+    reader.count_tokens(len(token_bytes) // 4)
     values = np.frombuffer(logprob_bytes, dtype="<f2").astype(np.float32)  # [T]
     if values.size and not bool(np.all((values <= 1e-3) & (values > -np.inf))):  # NaN fails both
         raise InvalidRecord(Rejection.LOGPROBS, "a log-prob is positive, infinite or not a number")
-    if not isinstance(finished, bool):
-        raise InvalidRecord(Rejection.MALFORMED, "finished is no boolean")
     return Rollout(
-        text=_text(text, MAX_TEXT_CHARS),
+        text=text,
         token_ids=tuple(np.frombuffer(token_bytes, dtype="<u4").tolist()),
         logprobs=tuple(values.tolist()),
         finished=finished,
-        reward=_float(reward, 0.0, 1.0),
+        reward=reward,
     )
 
 
 def _ref(source: Any, digest: Any, seed: Any, index: Any) -> TaskRef:
     return TaskRef(
-        _text(source, MAX_NAME_CHARS), _bytes(digest, 8).hex(), _int(seed, 0, 2**31 - 1), _int(index, 0, 2**20 - 1)
+        check_text(source, MAX_NAME_CHARS),
+        check_bytes(digest, 8).hex(),
+        check_int(seed, 0, 2**31 - 1),
+        check_int(index, 0, 2**20 - 1),
     )
 
 
@@ -172,64 +207,3 @@ def _decompress(body: bytes) -> bytes:
         return decompressor.decompress(body, max_output_size=MAX_UNPACKED_BODY_BYTES, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise InvalidRecord(Rejection.MALFORMED, str(error)) from None
-
-
-def _pack(fields: list[Any]) -> bytes:
-    packed = msgpack.packb(fields)
-    assert packed is not None, "only a streaming packer returns None"
-    return packed
-
-
-def _unpack(data: bytes) -> Any:
-    try:
-        return msgpack.unpackb(data, raw=False, strict_map_key=True)
-    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
-        raise InvalidRecord(Rejection.MALFORMED, type(error).__name__) from None
-
-
-def _check_version(fields: Any) -> Any:
-    if not isinstance(fields, list) or not fields:
-        raise InvalidRecord(Rejection.MALFORMED, "no array")
-    if fields[0] != PROTOCOL_VERSION:
-        raise InvalidRecord(Rejection.VERSION, f"got {str(fields[0])[:20]}, this node speaks {PROTOCOL_VERSION}")
-    return fields
-
-
-def _versioned(fields: Any, length: int) -> list[Any]:
-    return _array(_check_version(fields), length)[1:]
-
-
-def _array(value: Any, length: int) -> list[Any]:
-    return _list(value, length, length)
-
-
-def _list(value: Any, least: int, most: int) -> list[Any]:
-    if not isinstance(value, list) or not least <= len(value) <= most:
-        raise InvalidRecord(Rejection.MALFORMED, f"expected an array of {least} to {most}")
-    return value
-
-
-def _bytes(value: Any, length: int | None = None) -> bytes:
-    if not isinstance(value, bytes) or (length is not None and len(value) != length):
-        raise InvalidRecord(Rejection.MALFORMED, f"expected {'some' if length is None else length} bytes")
-    return value
-
-
-def _text(value: Any, max_chars: int) -> str:
-    if not isinstance(value, str) or len(value) > max_chars:
-        raise InvalidRecord(Rejection.MALFORMED, f"expected text of at most {max_chars} characters")
-    return value
-
-
-def _int(value: Any, least: int, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise InvalidRecord(Rejection.MALFORMED, f"expected an integer from {least} to {most}")
-    return value
-
-
-def _float(value: Any, least: float, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRecord(Rejection.MALFORMED, "expected a number")
-    if not math.isfinite(value) or not least <= value <= most:
-        raise InvalidRecord(Rejection.MALFORMED, f"expected a number from {least} to {most}")
-    return float(value)

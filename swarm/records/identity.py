@@ -7,8 +7,10 @@ The same key signs records and authenticates every libp2p connection, so an auth
 
 import contextlib
 import fcntl
+import logging
 import os
 import stat
+import tempfile
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +22,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from swarm.errors import IdentityError
 from swarm.records.peer_name import peer_name
+
+logger = logging.getLogger(__name__)
 
 SEED_BYTES = 32
 SIGNATURE_BYTES = 64
@@ -93,12 +97,17 @@ def create(path: Path) -> Identity:
     if path.exists():
         raise IdentityError(f"an identity must not be overwritten, got one at {path}; move it away for a new one")
     identity = Identity(os.urandom(SEED_BYTES))
+    write_seed(identity, path)
+    return identity
+
+
+def write_seed(identity: Identity, path: Path) -> None:
+    """Write the seed to `path` in place of what is there, all of it or nothing. Raises IdentityError."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write_private(path, identity.seed)
+        write_private(path, identity.seed)
     except OSError as error:
         raise IdentityError(f"an identity must be writable, got {error}; check the folder {path.parent}") from None
-    return identity
 
 
 def load(path: Path) -> Identity:
@@ -130,12 +139,12 @@ def load_or_create(path: Path) -> Identity:
 def write_libp2p_key(identity: Identity, path: Path) -> None:
     """Write the private key as the protobuf file that the libp2p daemon reads (mode 0600). Raises IdentityError."""
     try:
-        _write_private(path, _LIBP2P_KEY_PREFIX + identity.seed + identity.public_key)
+        write_private(path, _LIBP2P_KEY_PREFIX + identity.seed + identity.public_key)
     except OSError as error:
         raise IdentityError(f"the daemon's key must be writable, got {error}; check the folder {path.parent}") from None
 
 
-def _write_private(path: Path, data: bytes) -> None:
+def write_private(path: Path, data: bytes) -> None:
     """All of `data` or nothing at `path`, mode 0600, also when power fails in between."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
@@ -163,36 +172,62 @@ class IdentityLock:
     lock with the process, however it dies; the file stays and names the last holder.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK_FILE
-        self._descriptor: int | None = None
+    def __init__(self, folder: Path, runtime_folder: Path | None = None) -> None:
+        """`runtime_folder`: where processes of this user tell which peer ids they use; by default the user's own."""
+        self._folder = folder
+        self._runtime_folder = runtime_folder
+        self._descriptors: list[int] = []
 
     def __enter__(self) -> Self:
         """Raises IdentityError that names the process holding the lock."""
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock(self._folder / LOCK_FILE, str(self._folder), "or give this node another node.dir")
         except OSError as error:
-            raise IdentityError(f"a node's folder must be writable, got {error}; check {self._path.parent}") from None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _holder(descriptor)
-            os.close(descriptor)
-            raise IdentityError(
-                f"an identity must be used by one process, got {self._path.parent} in use by {holder}; "
-                "stop that process, or give this node another node.dir"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        self._descriptor = descriptor
+            raise IdentityError(f"a node's folder must be writable, got {error}; check {self._folder}") from None
         return self
+
+    def claim(self, identity: Identity) -> None:
+        """Also keep other folders with a copy of this key from being used on this machine by this user.
+
+        Raises IdentityError that names the process using it. Where the runtime folder cannot be used, only warns.
+        """
+        folder = self._runtime_folder or _runtime_folder()
+        fix = "or make this node an identity of its own with `swarm identity rotate`"
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if folder.lstat().st_uid != os.geteuid():
+                raise PermissionError(f"{folder} belongs to another user")
+            self._lock(folder / f"{identity.peer_id}.lock", f"{identity.peer_name} ({identity.peer_id})", fix)
+        except OSError as error:
+            logger.warning("a second process with this identity would not be noticed on this machine: %s", error)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def _lock(self, path: Path, what: str, fix: str) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = _holder(descriptor)
+            os.close(descriptor)
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise IdentityError(
+                f"an identity must be used by one process, got {what} in use by {holder}; stop that process, {fix}"
+            ) from None
+        self._descriptors.append(descriptor)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+
+
+def _runtime_folder() -> Path:
+    """Of this user on this machine; it need not outlive a restart of the machine."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(runtime, "swarm") if runtime else Path(tempfile.gettempdir(), f"swarm-{os.geteuid()}")
 
 
 def _holder(descriptor: int) -> str:

@@ -2,31 +2,70 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
+
+_AUTHOR_SHARE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    data: bytes
+    expires_at: float
 
 
 class BodyStore:
-    """Bodies by hash, in memory, at most `max_bytes` in sum; the oldest go first."""
+    """Bodies by hash, in memory, at most `max_bytes` in sum.
+
+    An author gets an eighth of it; of what is over that, its own oldest bodies go. Where all is full, the author that
+    holds most gives up its oldest. Own bodies give way to nobody, only to newer own ones: nobody else may have them yet.
+    """
 
     def __init__(self, clock: Callable[[], float], max_bytes: int = 64 << 20) -> None:
         self._clock = clock
         self._max_bytes = max_bytes
-        self._bodies: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
-        self._num_bytes = 0
+        self._max_author_bytes = max_bytes // _AUTHOR_SHARE
+        self._bodies: dict[str, OrderedDict[bytes, _Body]] = {}  # by author, oldest first
+        self._authors: dict[bytes, str] = {}
+        self._author_bytes: dict[str, int] = {}
 
-    def put(self, body_hash: bytes, body: bytes, expires_at: float) -> None:
+    def put(self, body_hash: bytes, body: bytes, expires_at: float, author: str = "") -> None:
+        """Keep a body of `author`; without one it is this node's own."""
         self._remove(body_hash)
-        self._bodies[body_hash] = (body, expires_at)
-        self._num_bytes += len(body)
-        while self._num_bytes > self._max_bytes:
-            self._remove(next(iter(self._bodies)))
+        if expires_at <= self._clock():
+            return
+        self._bodies.setdefault(author, OrderedDict())[body_hash] = _Body(body, expires_at)
+        self._authors[body_hash] = author
+        self._author_bytes[author] = self._author_bytes.get(author, 0) + len(body)
+        while author and self._author_bytes.get(author, 0) > self._max_author_bytes:
+            self._remove(next(iter(self._bodies[author])))
+        if sum(self._author_bytes.values()) > self._max_bytes:
+            self._remove_expired()
+        while sum(self._author_bytes.values()) > self._max_bytes:
+            # Its own only where nobody else is left: `bool(author)` comes first.
+            largest = max(self._author_bytes, key=lambda name: (bool(name), self._author_bytes[name]))
+            self._remove(next(iter(self._bodies[largest])))
 
     def get(self, body_hash: bytes) -> bytes | None:
-        body, expires_at = self._bodies.get(body_hash, (None, 0.0))
-        if body is not None and expires_at <= self._clock():
+        author = self._authors.get(body_hash)
+        if author is None:
+            return None
+        body = self._bodies[author][body_hash]
+        if body.expires_at <= self._clock():
             self._remove(body_hash)
             return None
-        return body
+        return body.data
+
+    def _remove_expired(self) -> None:
+        now = self._clock()
+        for bodies in list(self._bodies.values()):
+            for body_hash in [body_hash for body_hash, body in bodies.items() if body.expires_at <= now]:
+                self._remove(body_hash)
 
     def _remove(self, body_hash: bytes) -> None:
-        body, _ = self._bodies.pop(body_hash, (b"", 0.0))
-        self._num_bytes -= len(body)
+        author = self._authors.pop(body_hash, None)
+        if author is None:
+            return
+        body = self._bodies[author].pop(body_hash)
+        self._author_bytes[author] -= len(body.data)
+        if not self._bodies[author]:
+            del self._bodies[author], self._author_bytes[author]

@@ -1,28 +1,38 @@
-"""Where headers lie in the index, and which entries a node stores or believes.
+"""Where headers and presence lie in the index and in gossip, and which entries a node stores, passes on or believes.
 
-Key `<swarm id>/experience/<shard>/<window>`, subkey `<peer id>/<slot>`. An author has SLOTS_PER_WINDOW entries per window,
-so that no key outgrows what a reader can fetch: 64 authors of a shard times 8 slots times 1 KiB is half a MiB.
+    headers   key `<swarm id>/experience/<shard>/<window>`, subkey `<peer id>/<slot>`; topic `<swarm id>/experience/<shard>`
+    presence  key `<swarm id>/presence/<shard>`,            subkey `<peer id>`
+
+An author has SLOTS_PER_WINDOW entries per window, so that no key outgrows what a reader can fetch: 64 authors of a shard
+times 8 slots times 1 KiB is half a MiB.
 """
 
 import re
 from collections import Counter
 
 from swarm.records.codec import decode_record
+from swarm.records.presence import verify_presence
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.records.signing import signature_is_valid
+from swarm.sharing.shard import Shard, shard_of
 
 WINDOW_S = 30.0
 SLOTS_PER_WINDOW = 8
-_SUBKEY = re.compile(rf"([1-9A-HJ-NP-Za-km-z]{{40,64}})/([0-{SLOTS_PER_WINDOW - 1}])")
+_PEER = r"[1-9A-HJ-NP-Za-km-z]{40,64}"
+_SLOT = re.compile(rf"({_PEER})/([0-{SLOTS_PER_WINDOW - 1}])")
+_WINDOW = re.compile(r"(.{3,8})/([0-9]{1,10})")
 
 
-def experience_key(swarm_id: str, shard: int, now: float) -> str:
-    return f"{swarm_id}/experience/{shard}/{int(now // WINDOW_S)}"
+def experience_key(swarm_id: str, shard: Shard, now: float) -> str:
+    return f"{swarm_id}/experience/{shard.name}/{int(now // WINDOW_S)}"
 
 
-def current_keys(swarm_id: str, shard: int, now: float) -> tuple[str, str]:
-    """Keys of this window and the one before: what a reader polls."""
-    return experience_key(swarm_id, shard, now), experience_key(swarm_id, shard, now - WINDOW_S)
+def experience_topic(swarm_id: str, shard: Shard) -> str:
+    return f"{swarm_id}/experience/{shard.name}"
+
+
+def presence_key(swarm_id: str, shard: Shard) -> str:
+    return f"{swarm_id}/presence/{shard.name}"
 
 
 def subkey(peer_id: str, sequence: int) -> str:
@@ -46,11 +56,28 @@ class EntryValidator:
         return True
 
     def _check(self, key: str, subkey: str, value: bytes) -> None:
-        if not key.startswith(f"{self._swarm_id}/"):
+        swarm_id, _, place = key.partition("/")
+        kind, _, rest = place.partition("/")
+        if swarm_id != self._swarm_id:
             raise InvalidRecord(Rejection.FOREIGN_SWARM)
-        match = _SUBKEY.fullmatch(subkey)
+        if kind == "experience":
+            self._check_header(rest, subkey, value)
+        elif kind == "presence":
+            self._check_presence(rest, subkey, value)
+        else:
+            raise InvalidRecord(Rejection.WRONG_SLOT)
+
+    def _check_header(self, rest: str, subkey: str, value: bytes) -> None:
+        place, slot = _WINDOW.fullmatch(rest), _SLOT.fullmatch(subkey)
         record = decode_record(value)
-        if match is None or record.author != match[1]:
+        shard = Shard.parse(place[1]) if place else None
+        if place is None or shard is None or slot is None or record.author != slot[1]:
+            raise InvalidRecord(Rejection.WRONG_SLOT)
+        if shard_of(self._swarm_id, record.author, shard.level, int(place[2]) * WINDOW_S) != shard:
             raise InvalidRecord(Rejection.WRONG_SLOT)
         if not signature_is_valid(record, self._swarm_id):
             raise InvalidRecord(Rejection.BAD_SIGNATURE)
+
+    def _check_presence(self, rest: str, subkey: str, value: bytes) -> None:
+        if Shard.parse(rest) is None or verify_presence(value, self._swarm_id).peer_id != subkey:
+            raise InvalidRecord(Rejection.WRONG_SLOT)

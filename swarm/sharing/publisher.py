@@ -1,4 +1,4 @@
-"""Own groups → body and signed header → index; the body stays here until a reader asks for it."""
+"""Own groups → body and signed header → gossip and index; the body stays here until a reader asks for it."""
 
 import asyncio
 import logging
@@ -18,7 +18,8 @@ from swarm.records.codec import (
 from swarm.records.identity import Identity
 from swarm.records.signing import sign_record
 from swarm.sharing.body_store import BodyStore
-from swarm.sharing.index import experience_key, subkey
+from swarm.sharing.index import experience_key, experience_topic, subkey
+from swarm.sharing.shard import Shard
 from swarm.types import GroupSummary, Header, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -35,13 +36,16 @@ class Publisher:
         transport: Transport,
         bodies: BodyStore,
         next_sequence: Callable[[], int],
+        shard: Callable[[], Shard],
     ) -> None:
+        """`shard`: the one that this node shares in at this moment."""
         self._config = config
         self._swarm_id = swarm_id
         self._identity = identity
         self._transport = transport
         self._bodies = bodies
         self._next_sequence = next_sequence
+        self._shard = shard
         self.num_published = 0
 
     async def publish(self, groups: Sequence[RolloutGroup]) -> None:
@@ -63,7 +67,9 @@ class Publisher:
             await self._publish(groups[len(groups) // 2 :])
             return
         self._bodies.put(header.body_hash, body, header.expires_at)
-        key = experience_key(self._swarm_id, 0, self._transport.now())
+        shard, now = self._shard(), self._transport.now()
+        await self._transport.publish(experience_topic(self._swarm_id, shard), record)
+        key = experience_key(self._swarm_id, shard, now)
         if await self._transport.store(key, subkey(header.author, header.sequence), record, header.expires_at):
             self.num_published += 1
         else:

@@ -1,35 +1,40 @@
-"""Index → header admission → pull the body → body admission → pool.
+"""Candidates → pull the body → body admission → pool.
 
-    poll:  load keys ─ new entries ─ admit_header ─ candidates
-    pull:  while the pool holds fewer fresh groups than wanted: pick a candidate ─ fetch ─ admit_body ─ pool.add
+    poll:  wait for a header or the end of the interval ─ sweep the index where that is due ─ pull
+    pull:  while the pool holds fewer fresh groups than wanted: pick candidates ─ fetch ─ admit_body ─ pool.add
 
 A node pulls what it is going to train on, not all that is offered: cost per node stays flat as the swarm grows.
 """
 
 import asyncio
+import contextlib
 import logging
+import math
 import random
-from collections import Counter, OrderedDict
+from collections import Counter
+from collections.abc import Callable
 
 from swarm.config import NetworkSection, SharingSection
 from swarm.errors import RequestError
-from swarm.network.transport import RequestRefused, Transport
+from swarm.network.transport import RequestRefused, Transport, Verdict
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
 from swarm.records.codec import body_hash
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.body_store import BodyStore
-from swarm.sharing.index import current_keys
+from swarm.sharing.inbox import Inbox
+from swarm.sharing.index import WINDOW_S, experience_key, experience_topic
+from swarm.sharing.shard import Shard
 from swarm.types import Header
 
 logger = logging.getLogger(__name__)
 
 BODY_PROTOCOL = "swarm/body/1"
 _READ_AHEAD_BATCHES = 3
-_MAX_CANDIDATES = 1024
-_MAX_REMEMBERED_ENTRIES = 16_384
+_MAX_PULLS_AT_ONCE = 4
 _MAX_OTHER_HOLDERS = 2
-_ABSENT_AUTHOR_PAUSE_S = 20.0
+_GOSSIP_IS_ALIVE_FOR_S = 30.0
+"""Without a gossiped header for so long the index is read at every poll."""
 
 
 class Reader:
@@ -45,7 +50,9 @@ class Reader:
         pool: ExperiencePool,
         bodies: BodyStore,
         rng: random.Random,
+        shard: Callable[[], Shard],
     ) -> None:
+        """`shard`: the one that this node shares in at this moment."""
         self._sharing = sharing
         self._network = network
         self._swarm_id = swarm_id
@@ -54,19 +61,33 @@ class Reader:
         self._pool = pool
         self._bodies = bodies
         self._rng = rng
-        self._seen_entries: OrderedDict[bytes, None] = OrderedDict()
-        self._candidates: list[Header] = []
-        self._absent_until: dict[str, float] = {}  # authors that did not answer
-        self.rejected: Counter[str] = Counter()
-        """Records, bodies and groups turned away, by reason."""
+        self._shard = shard
+        self._topic: str | None = None
+        self._swept_at = -math.inf
+        self._gossip_at = -math.inf
+        self._inbox = Inbox(sharing, swarm_id, transport.peer_id, admission, pool, transport.now, rng)
+        self._refused: Counter[str] = Counter()  # bodies and groups, by reason
         self.num_records_admitted = 0
         self.num_groups_admitted = 0
 
+    @property
+    def rejected(self) -> Counter[str]:
+        """Records, bodies and groups turned away, by reason."""
+        return self._inbox.rejected + self._refused
+
+    def num_authors_heard(self) -> int:
+        """Authors of whom a header was admitted of late."""
+        return self._inbox.num_authors_heard()
+
     async def poll(self) -> None:
-        """One reading of the index and as many pulls as the pool is short of."""
-        for key in current_keys(self._swarm_id, 0, self._transport.now()):
-            for subkey, value in (await self._transport.load(key)).items():
-                self._consider(subkey, value)
+        """Wait for something to do, at most one poll interval, and do it."""
+        self._follow_shard()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._network.poll_interval_s):
+                await self._inbox.arrived.wait()
+        self._inbox.arrived.clear()
+        if self._transport.now() - self._swept_at >= self._sweep_interval_s():
+            await self._sweep()
         await self._pull_missing()
 
     async def serve_body(self, peer_id: str, request: bytes) -> bytes:
@@ -76,64 +97,68 @@ class Reader:
             raise RequestRefused("unknown body")
         return body
 
-    def _consider(self, subkey: str, value: bytes) -> None:
-        """An entry read again on every poll is judged once; another node's copy of it is a replay."""
-        fingerprint = body_hash(subkey.encode() + b"\x00" + value)
-        if fingerprint in self._seen_entries or subkey.startswith(f"{self._transport.peer_id}/"):
+    def _follow_shard(self) -> None:
+        """Listen in the topic of the own shard, which changes from epoch to epoch."""
+        shard = self._shard()
+        topic = experience_topic(self._swarm_id, shard)
+        if topic == self._topic:
             return
-        self._seen_entries[fingerprint] = None
-        while len(self._seen_entries) > _MAX_REMEMBERED_ENTRIES:
-            self._seen_entries.popitem(last=False)
-        try:
-            header = self._admission.admit_header(value)
-            if not subkey.startswith(f"{header.author}/"):
-                raise InvalidRecord(Rejection.WRONG_SLOT)
-            if self._pool.knows_body(header.body_hash):
-                raise InvalidRecord(Rejection.REPLAY)
-        except InvalidRecord as error:
-            self._reject(error, "a header")
-            return
-        self._candidates.append(header)
-        del self._candidates[:-_MAX_CANDIDATES]
+        if self._topic is not None:
+            self._transport.unsubscribe(self._topic)
+        self._topic, self._swept_at = topic, -math.inf
+
+        def take(forwarder: str, record: bytes) -> Verdict:
+            verdict = self._inbox.take_gossip(shard, record)
+            if verdict is Verdict.ACCEPT:
+                self._gossip_at = self._transport.now()
+            return verdict
+
+        self._transport.subscribe(topic, take)
+
+    def _sweep_interval_s(self) -> float:
+        """Where gossip works, the index only holds what it lost: read once per window, which is kept for two."""
+        is_alive = self._transport.now() - self._gossip_at < _GOSSIP_IS_ALIVE_FOR_S
+        return WINDOW_S if is_alive else self._network.poll_interval_s
+
+    async def _sweep(self) -> None:
+        """Read the current window of the own shard, and the one before."""
+        now = self._transport.now()
+        self._swept_at = now
+        for time_s in (now, now - WINDOW_S):
+            entries = await self._transport.load(experience_key(self._swarm_id, self._shard(), time_s))
+            for subkey, record in entries.items():
+                self._inbox.take_entry(subkey, record)
 
     async def _pull_missing(self) -> None:
         wanted = _READ_AHEAD_BATCHES * self._sharing.swarm_groups
-        missing = wanted - self._pool.num_fresh()
-        while missing > 0 and (header := self._pick()):
-            missing -= await self._pull(header)
+        while (missing := wanted - self._pool.num_fresh()) > 0 and (headers := self._choose(missing)):
+            await asyncio.gather(*map(self._pull, headers))
 
-    def _pick(self) -> Header | None:
-        """Uniform over the authors that answer, so that a prolific one gets no larger share; then the newest."""
-        now = self._transport.now()
-        oldest = now - self._sharing.max_age_s
-        self._candidates = [h for h in self._candidates if h.expires_at > now and h.created_at > oldest]
-        self._absent_until = {author: until for author, until in self._absent_until.items() if until > now}
-        authors = sorted({header.author for header in self._candidates} - self._absent_until.keys())
-        if not authors:
-            return None
-        author = self._rng.choice(authors)
-        header = max((h for h in self._candidates if h.author == author), key=lambda h: (h.created_at, h.sequence))
-        self._candidates.remove(header)
-        return header
+    def _choose(self, num_groups: int) -> list[Header]:
+        """Candidates that announce as many groups as are missing, but no more at once than a line carries well."""
+        chosen: list[Header] = []
+        while num_groups > 0 and len(chosen) < _MAX_PULLS_AT_ONCE and (header := self._inbox.pick()):
+            chosen.append(header)
+            num_groups -= len(header.groups)
+        return chosen
 
-    async def _pull(self, header: Header) -> int:
-        """Fetch and admit one body. Returns the number of groups that entered the pool."""
+    async def _pull(self, header: Header) -> None:
+        """Fetch and admit one body."""
         try:
             body = await self._fetch(header)
             groups = await asyncio.to_thread(self._admission.admit_body, header, body)
         except InvalidRecord as error:
-            self._reject(error, f"a body of {header.author}")
+            self._refused[error.reason.value] += 1
+            logger.debug("rejected a body of %s: %s", header.author, error)
             if error.reason is Rejection.UNAVAILABLE:
-                self._absent_until[header.author] = self._transport.now() + _ABSENT_AUTHOR_PAUSE_S
-            return 0
+                self._inbox.leave_alone(header.author)
+            return
         self.num_records_admitted += 1
         useful = [group for group in groups if group.has_signal]
         if len(useful) < len(groups):
-            self.rejected[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
+            self._refused[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
         self._bodies.put(header.body_hash, body, header.expires_at)
-        added = self._pool.add(header.body_hash, header.expires_at, header.created_at, useful)
-        self.num_groups_admitted += added
-        return added
+        self.num_groups_admitted += self._pool.add(header.body_hash, header.expires_at, header.created_at, useful)
 
     async def _fetch(self, header: Header) -> bytes:
         """The body from its author, else from a few other peers, who may have read it."""
@@ -156,7 +181,3 @@ class Reader:
             if holder == header.author or body_hash(body) == header.body_hash:
                 return body
         raise InvalidRecord(Rejection.UNAVAILABLE, f"asked {len(holders)} peers")
-
-    def _reject(self, error: InvalidRecord, what: str) -> None:
-        self.rejected[error.reason.value] += 1
-        logger.debug("rejected %s: %s", what, error)

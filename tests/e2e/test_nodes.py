@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from swarm.config import NetworkSection, parse
-from swarm.network.hivemind_transport import HivemindTransport
+from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.transport import RequestRefused
 from swarm.policy.policy import load_policy
 from swarm.records.codec import body_hash, encode_body, encode_header, encode_record
@@ -21,6 +21,7 @@ from swarm.records.identity import Identity
 from swarm.records.signing import sign_record
 from swarm.sharing.index import experience_key, subkey
 from swarm.sharing.reader import BODY_PROTOCOL
+from swarm.sharing.shard import Shard
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.tasks.task_source import prompt_digest
 from swarm.types import GroupSummary, Header, Rollout, RolloutGroup, SignedRecord, Task
@@ -176,13 +177,13 @@ class Mallory:
         await self.put(data)
         return data
 
-    def attacks(self, good: bytes) -> dict[str, Coroutine[None, None, object]]:
+    def attacks(self) -> dict[str, Coroutine[None, None, object]]:
         """One record of every wrong kind, by the reason that it should be turned away for."""
         now = self.transport.now()
         poisoned, withheld = self.honest(4), self.honest(7)
         wrong_ids = replace(poisoned.rollouts[0], token_ids=poisoned.rollouts[1].token_ids, logprobs=(-0.7,) * 3)
         return {
-            "replay": self.put(good),
+            "replay": self.announce(self.honest(1)),
             "bad_signature": self.announce(self.honest(2), identity=Identity(b"x" * 32)),
             "reward_mismatch": self.announce(self.group(self.task(3), ("wrong", "no"), (1.0, 0.0))),
             "tokens": self.announce(replace(poisoned, rollouts=(wrong_ids, poisoned.rollouts[1]))),
@@ -194,7 +195,7 @@ class Mallory:
     async def put(self, data: bytes) -> None:
         self.sequence += 1
         now = self.transport.now()
-        key = experience_key(self.swarm_id, 0, now)
+        key = experience_key(self.swarm_id, Shard(0, 0), now)
         await self.transport.store(key, subkey(self.identity.peer_id, self.sequence), data, now + 300 + self.sequence)
 
 
@@ -208,9 +209,9 @@ async def _attack(folder: Path, address: str, victim: NodeProcess, swarm_id: str
     transport.serve(BODY_PROTOCOL, mallory.serve, max_request_bytes=64)
     await transport.start()
     try:
-        good = await mallory.announce(mallory.honest(1))
+        await mallory.announce(mallory.honest(1))
         await _counted(victim, "an honest group", lambda row: row["exchange/groups_admitted"] == 1)
-        for reason, attack in mallory.attacks(good).items():
+        for reason, attack in mallory.attacks().items():
             await attack
             await _counted(victim, reason, lambda row, reason=reason: reason in row["exchange/rejected"])
         return set(victim.last_round["exchange/rejected"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swarm.config import Config, parse
-from swarm.network.memory_transport import Faults, MemoryNetwork, MemoryTransport
+from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
 from swarm.network.transport import Transport
 from swarm.node import Node
 from swarm.node_folder import NodeFolder

@@ -25,7 +25,7 @@ def swarm(*arguments: str, cwd: Path | None = None, stdin: str | None = None) ->
 def test_version_and_help() -> None:
     assert swarm("--version").stdout.strip() == f"swarm {__version__}"
     told = swarm("--help").stdout
-    commands = ("init", "run", "testbed", "bootstrap", "status", "eval", "sample", "export", "config")
+    commands = ("init", "run", "testbed", "bootstrap", "status", "eval", "sample", "export", "identity", "config")
     assert all(f" {command} " in told for command in commands)
     assert "Exit codes" in told
 

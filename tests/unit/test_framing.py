@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.network.framing import (
+from swarm.network.requests.framing import (
     MAX_REASON_BYTES,
     PIECE_BYTES,
     FrameError,
@@ -126,6 +126,41 @@ async def test_unknown_status_is_refused() -> None:
 async def test_missing_acknowledgement_is_noticed(answer: bytes) -> None:
     with pytest.raises(FrameError):
         await read_acknowledgement(received(answer))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (response_bytes(b"", length=2**40), "oversize"),
+        (response_bytes(b"", status=9), "damaged"),
+        (response_bytes(b"body", digest=bytes(32)), "damaged"),
+        (response_bytes(b"body")[:-1], "cut"),
+        (b"", "cut"),
+    ],
+)
+async def test_failure_has_one_stable_word(data: bytes, reason: str) -> None:
+    with pytest.raises(FrameError) as caught:
+        await read_response(received(data), 100)
+    assert caught.value.reason == reason
+
+
+async def test_refusal_for_lack_of_room_is_told_from_one_for_good() -> None:
+    assert Response.because(Status.REFUSED, "busy").failure == "busy"
+    assert Response.because(Status.REFUSED, "rate").failure == "busy"
+    assert Response.because(Status.REFUSED, "unknown blob").failure == "refused"
+
+
+async def test_writer_is_held_back_before_every_piece() -> None:
+    sizes: list[int] = []
+
+    async def before_piece(num_bytes: int) -> None:
+        sizes.append(num_bytes)
+
+    async with connection() as ((reader, _), (_, writer)):
+        writing = asyncio.create_task(write_response(writer, Response(Status.OK, bytes(PIECE_BYTES + 7)), before_piece))
+        await read_response(reader, 10**6)
+        await writing
+    assert sizes == [PIECE_BYTES, 7]
 
 
 async def test_reason_of_a_hostile_server_is_one_printable_line() -> None:

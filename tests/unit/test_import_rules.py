@@ -21,9 +21,11 @@ ALLOWED: dict[str, set[str]] = {
     "training": {"policy", "adapters"},
     "rollouts": {"tasks", "policy", "engine"},
     "sharing": {"tasks", "records", "network", "pool"},
+    "simulation": {"tasks", "records", "network", "pool", "sharing"},
     "testbed": {"node", "node_folder"},
+    "diagnostics": {"records", "network", "node_folder", "hardware"},  # torch in a program of its own only
 }
-TORCH_FREE = {"observability", "tasks", "records", "network", "pool", "sharing", "cli", "testbed"}
+TORCH_FREE = {"observability", "tasks", "records", "network", "pool", "sharing", "simulation", "cli", "testbed"}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -45,6 +47,13 @@ def test_package_imports_only_what_it_may(package: str) -> None:
         assert used <= may, f"{path.relative_to(ROOT)} imports {sorted(used - may)}"
 
 
+@pytest.mark.parametrize("library", ["hivemind", "libp2p", "trio"])
+def test_each_network_library_stays_in_its_own_package(library: str) -> None:
+    home = ROOT / "network" / ("libp2p" if library == "trio" else library)
+    users = {path for path in ROOT.rglob("*.py") if library in {name.split(".")[0] for name in imports_of(path)}}
+    assert users and all(path.is_relative_to(home) for path in users), users
+
+
 def test_every_package_has_a_rule() -> None:
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert packages == set(ALLOWED) | {"cli", "assets"}, "a package without a rule, or a rule without a package"
@@ -58,7 +67,17 @@ def test_torch_is_not_imported_by_the_network_side(package: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["config", "show"], ["run", "--dry-run"], ["status", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        ["run", "--help"],
+        ["config", "show"],
+        ["run", "--dry-run"],
+        ["status", "--help"],
+        ["doctor", "--help"],
+        ["join", "--help"],
+        ["create", "--help"],
+    ],
 )
 def test_command_starts_without_torch(arguments: list[str]) -> None:
     script = (

@@ -10,14 +10,14 @@ import msgpack
 import pytest
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
-from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm.network.hivemind.index_guard import IndexEntry, IndexGuard, decode_entry, unwrap, wrap
 from swarm.network.index_entry import CLOCK_SKEW_S, MAX_ENTRIES_PER_KEY, MAX_LIFETIME_S
-from swarm.network.index_guard import IndexEntry, IndexGuard, decode_entry, unwrap, wrap
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 NOW = 1_000.0
@@ -139,8 +139,11 @@ def protected(replies: dict[DHTID, object] | None = None) -> SimpleNamespace:
     now = get_dht_time()
     subject = guard(now)
     protocol = SimpleNamespace(
-        storage=DHTLocalStorage(),
         call_find=call_find,
+        get_stub=None,
+        p2p=SimpleNamespace(
+            _client=SimpleNamespace(control=SimpleNamespace(unary_handlers={}), add_unary_handler=None)
+        ),
         _validate_record=lambda *parts: subject.validate(DHTRecord(*parts)),
         _validate_dictionary=None,
         now=now,
@@ -158,18 +161,12 @@ def test_replies_and_handed_over_keys_pass_the_guard() -> None:
     assert list(reply.data) == ["good"]
 
 
-def test_full_key_takes_replacements_but_nothing_new() -> None:
+def test_stored_entries_are_bounded_and_the_cache_takes_none() -> None:
     protocol = protected()
     expires_at = protocol.now + 60
-
-    def is_storable(subkey: str) -> bool:
-        return protocol._validate_record(KEY.to_bytes(), packb(subkey), stored(b"x"), expires_at)
-
-    for number in range(MAX_ENTRIES_PER_KEY):
-        assert is_storable(str(number))
-        protocol.storage.store(KEY, stored(b"x"), expires_at, subkey=str(number))
-    assert is_storable("7")
-    assert not is_storable("new")
+    assert protocol.storage.store(KEY, stored(b"x"), expires_at, subkey="author/0")
+    assert not protocol.cache.store(KEY, stored(b"x"), expires_at, subkey="author/0")
+    assert not protocol.storage.store(KEY, stored(b"x"), expires_at + 1)
 
 
 def test_reply_with_an_endless_life_does_not_end_a_search() -> None:

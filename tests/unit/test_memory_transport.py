@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from swarm.errors import NetworkError, RequestError
-from swarm.network.memory_transport import Faults, MemoryNetwork, MemoryTransport
+from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
 from swarm.network.transport import IndexValidator, RequestRefused, Transport
 
 pytestmark = pytest.mark.asyncio

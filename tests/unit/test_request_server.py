@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pytest
 import pytest_asyncio
 
-from swarm.network.framing import (
+from swarm.config import NetworkSection
+from swarm.network.requests.framing import (
     FrameError,
     Response,
     Status,
@@ -16,10 +17,10 @@ from swarm.network.framing import (
     write_acknowledgement,
     write_request,
 )
-from swarm.network.request_server import RequestServer, transfer_timeout_s
+from swarm.network.requests.limits import MAX_REMEMBERED_PEERS, MAX_WAIT_S, CallerTable, RequestLimits
+from swarm.network.requests.server import RequestServer, transfer_timeout_s
 from swarm.network.transport import RequestRefused, TrafficCounter
 
-pytestmark = pytest.mark.asyncio
 CALLER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 
 
@@ -44,14 +45,16 @@ Caller = Callable[..., Awaitable[Call]]
 
 @pytest_asyncio.fixture
 async def call() -> AsyncIterator[Caller]:
-    """Begins calls of a server: `await call(server, request, protocol)`, with None for a caller that stays silent."""
+    """Begins calls: `await call(server, request, protocol, peer_id)`, with None for a caller that stays silent."""
     calls: list[Call] = []
 
-    async def begin(server: RequestServer, request: bytes | None, protocol: str = "echo") -> Call:
+    async def begin(
+        server: RequestServer, request: bytes | None, protocol: str = "echo", peer_id: str = CALLER
+    ) -> Call:
         one, other = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=one)
         served_reader, served_writer = await asyncio.open_connection(sock=other)
-        conversation = asyncio.create_task(server.answer_stream(CALLER, protocol, served_reader, served_writer))
+        conversation = asyncio.create_task(server.answer_stream(peer_id, protocol, served_reader, served_writer))
         if request is not None:
             write_request(writer, request)
         calls.append(Call(reader, writer, conversation))
@@ -63,9 +66,12 @@ async def call() -> AsyncIterator[Caller]:
     await asyncio.gather(*(one.conversation for one in calls), return_exceptions=True)
 
 
-def make_server(*, max_concurrent: int = 4, timeout_s: float = 5.0) -> tuple[RequestServer, TrafficCounter]:
+def make_server(
+    *, max_concurrent: int = 4, timeout_s: float = 5.0, **limits: float
+) -> tuple[RequestServer, TrafficCounter]:
     traffic = TrafficCounter()
-    server = RequestServer(max_concurrent=max_concurrent, timeout_s=timeout_s, traffic=traffic)
+    rates = RequestLimits(**limits)  # type: ignore[arg-type]
+    server = RequestServer(max_concurrent=max_concurrent, timeout_s=timeout_s, traffic=traffic, limits=rates)
 
     async def echo(peer_id: str, request: bytes) -> bytes:
         return peer_id.encode() + request
@@ -206,3 +212,150 @@ async def test_second_handler_of_a_protocol_is_a_mistake() -> None:
 
     with pytest.raises(ValueError, match="one handler"):
         server.serve("echo", other, max_request_bytes=1)
+
+
+def large(server: RequestServer, num_bytes: int) -> None:
+    async def handler(peer_id: str, request: bytes) -> bytes:
+        return bytes(num_bytes)
+
+    server.serve("large", handler, max_request_bytes=100)
+
+
+async def test_one_peer_gets_a_quarter_of_the_places_and_others_are_served(call: Caller) -> None:
+    server, _ = make_server(max_concurrent=16)
+    greedy = [await call(server, None) for _ in range(4)]
+    assert await (await call(server, b"")).response() == Response(Status.REFUSED, b"busy")
+    other = await call(server, b"hi", "echo", "another peer")
+    assert (await other.response()).body == b"another peerhi"
+    assert server.refused == {"busy": 1}
+    await server.close()
+    assert all(one.conversation.done() for one in greedy)
+
+
+async def test_flood_of_one_peer_is_cut_off_without_a_word_and_others_are_served(call: Caller) -> None:
+    server, _ = make_server(max_concurrent=16)
+    for _ in range(8):  # four places, and four that are being refused
+        await call(server, None)
+    for _ in range(20):
+        with pytest.raises((FrameError, ConnectionError)):
+            await (await call(server, b"")).response()
+    assert server.refused["flood"] == 20
+    assert (await (await call(server, b"", "echo", "another peer")).response()).status == Status.OK
+    await server.close()
+
+
+async def test_requests_over_the_rate_of_a_peer_are_refused(call: Caller) -> None:
+    server, _ = make_server(requests_per_peer_per_s=0.001)
+    assert (await (await call(server, b"")).response()).status == Status.OK
+    refused = await (await call(server, b"")).response()
+    assert (refused, refused.failure) == (Response(Status.REFUSED, b"rate"), "busy")
+    assert (await server.answer(CALLER, "echo", b"")).body == b"rate"
+    assert (await (await call(server, b"", "echo", "another peer")).response()).status == Status.OK
+    assert server.refused == {"rate": 2}
+
+
+async def test_peer_that_took_its_share_of_the_line_waits(call: Caller) -> None:
+    server, _ = make_server(upload_bytes_per_peer_per_s=10_000)
+    large(server, 100_000)  # eight seconds of its rate are missing afterwards
+    assert len((await server.answer(CALLER, "large", b"")).body) == 100_000
+    assert (await (await call(server, b"", "large")).response()).body == b"rate"
+    assert (await server.answer("another peer", "large", b"")).status == Status.OK
+
+
+async def test_upload_cap_holds_for_all_peers_together(call: Caller) -> None:
+    server, _ = make_server(max_upload_bytes_per_s=2_000_000)
+    large(server, 500_000)
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    calls = [await call(server, b"", "large", f"peer{number}") for number in range(4)]
+    await asyncio.gather(*(one.response() for one in calls))
+    assert loop.time() - start < 0.3  # a second's worth at once
+    more = await call(server, b"", "large")
+    await more.response()
+    assert 0.15 < loop.time() - start < 1.0  # half a MB later: a quarter of a second
+
+
+async def test_responses_in_flight_are_bounded_in_sum(call: Caller) -> None:
+    server, _ = make_server(max_concurrent=8, response_bytes_in_flight=1_500_000)
+    large(server, 1_000_000)
+    unread = await call(server, b"", "large", "slow reader")
+    await unread.reader.readexactly(1)
+    assert (await (await call(server, b"", "large")).response()).body == b"busy"
+    await unread.reader.readexactly(40 + 1_000_000)
+    write_acknowledgement(unread.writer)
+    await unread.conversation
+    assert len((await (await call(server, b"", "large")).response()).body) == 1_000_000
+
+
+async def test_one_response_over_the_bound_is_sent_alone(call: Caller) -> None:
+    server, _ = make_server(response_bytes_in_flight=10)
+    assert (await (await call(server, b"hello")).response()).status == Status.OK
+
+
+async def test_reader_that_never_reads_loses_its_place(call: Caller) -> None:
+    server, _ = make_server(max_concurrent=1, timeout_s=0.05)
+
+    async def huge(peer_id: str, request: bytes) -> bytes:
+        return bytes(8_000_000)
+
+    server.serve("huge", huge, max_request_bytes=100)
+    unread = await call(server, b"", "huge")
+    unread.reader._transport.pause_reading()  # type: ignore[attr-defined]
+    await asyncio.wait_for(unread.conversation, 30)
+    assert server.refused == {"slow": 1}
+    assert (await (await call(server, b"")).response()).status == Status.OK
+
+
+async def test_request_that_trickles_in_loses_its_place(call: Caller) -> None:
+    server, _ = make_server(max_concurrent=1, timeout_s=0.1)
+    trickle = await call(server, None)
+    trickle.writer.write(b"\0\0\0\x50")
+
+    async def drip() -> None:
+        while True:
+            trickle.writer.write(b"x")
+            await asyncio.sleep(0.02)
+
+    dripping = asyncio.create_task(drip())
+    await asyncio.wait_for(trickle.conversation, 5)
+    dripping.cancel()
+    assert server.refused == {"slow": 1}
+    assert (await (await call(server, b"")).response()).status == Status.OK
+
+
+async def test_reasons_are_counted(call: Caller) -> None:
+    server, _ = make_server()
+    await (await call(server, bytes(101))).response()
+    await server.answer(CALLER, "echo", bytes(101))
+    await server.answer(CALLER, "none", b"")
+    gone = await call(server, None)
+    gone.writer.close()
+    await gone.conversation
+    assert server.refused == {"oversize": 2, "unknown_protocol": 1, "cut": 1}
+
+
+def test_table_of_callers_forgets_the_idle_and_keeps_the_busy() -> None:
+    table = CallerTable(RequestLimits(requests_per_peer_per_s=1), 8)
+    table.enter("busy", 0.0)
+    for number in range(2 * MAX_REMEMBERED_PEERS):
+        table.enter(f"peer{number}", 0.0)
+        table.leave(f"peer{number}")
+    assert table.num_peers == MAX_REMEMBERED_PEERS
+    table.leave("busy")
+
+
+def test_line_that_is_booked_out_refuses_instead_of_promising() -> None:
+    table = CallerTable(RequestLimits(max_upload_bytes_per_s=1000), 8)
+    table.take_place("peer", 0.0)
+    assert table.charge("peer", 1000, 0.0) == 0.0
+    assert table.charge("peer", 3000, 0.0) == 3.0
+    table.begin_response("peer", 10, 0.0)
+    table.charge("peer", 3000, 0.0)
+    with pytest.raises(RequestRefused, match="busy"):
+        table.begin_response("peer", 10, 0.0)
+    table.begin_response("peer", 10, 6.0 - MAX_WAIT_S)
+
+
+def test_limits_come_from_the_network_section() -> None:
+    config = NetworkSection(requests_per_peer_per_s=3, max_upload_bytes_per_s=5)
+    assert RequestLimits.of(config) == RequestLimits(3, config.upload_bytes_per_peer_per_s, 5, 67_108_864)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from swarm.config import NetworkSection, SharingSection
-from swarm.network.memory_transport import MemoryNetwork, MemoryTransport
+from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.transport import RequestRefused
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import body_hash, encode_body
@@ -15,6 +15,7 @@ from swarm.sharing.body_store import BodyStore
 from swarm.sharing.index import SLOTS_PER_WINDOW, EntryValidator, experience_key, subkey
 from swarm.sharing.publisher import Publisher
 from swarm.sharing.reader import BODY_PROTOCOL, Reader
+from swarm.sharing.shard import Shard
 from tests.unit.experience_factory import (
     ALICE,
     MALLORY,
@@ -28,6 +29,9 @@ from tests.unit.experience_factory import (
     signed,
 )
 
+WHOLE_SWARM = Shard(0, 0)
+POLL_S = NetworkSection().poll_interval_s
+
 
 class Peer:
     """One member of an in-memory swarm: publisher and reader with their stores."""
@@ -39,18 +43,22 @@ class Peer:
         self.pool = ExperiencePool(":memory:", config, network.clock)
         self.bodies = BodyStore(network.clock)
         numbers = iter(range(1_000_000))
-        self.publisher = Publisher(config, SWARM_ID, identity, self.transport, self.bodies, lambda: next(numbers))
+        self.publisher = Publisher(
+            config, SWARM_ID, identity, self.transport, self.bodies, lambda: next(numbers), lambda: WHOLE_SWARM
+        )
         door = admission(network.clock, **settings)  # type: ignore[arg-type]
         door._own_peer_id = identity.peer_id
         self.reader = Reader(
             config, NetworkSection(request_timeout_s=0.2), SWARM_ID, self.transport, door, self.pool, self.bodies,
-            random.Random(0),
+            random.Random(0), lambda: WHOLE_SWARM,
         )  # fmt: skip
         self.transport.serve(BODY_PROTOCOL, self.reader.serve_body, max_request_bytes=64)
 
 
-async def peers(*identities: Identity, **settings: object) -> tuple[MemoryNetwork, list[Peer]]:
-    network = MemoryNetwork(random.Random(0), Clock())
+async def peers(
+    *identities: Identity, clock: Clock | None = None, **settings: object
+) -> tuple[MemoryNetwork, list[Peer]]:
+    network = MemoryNetwork(random.Random(0), clock or Clock())
     members = [Peer(network, identity, **settings) for identity in identities]
     for member in members:
         await member.transport.start()
@@ -132,16 +140,17 @@ async def test_entry_under_another_authors_slot_is_not_stored() -> None:
     groups = [group(author=MALLORY.peer_id)]
     body = encode_body(groups)
     forged = signed(header_of(groups, body, author=MALLORY.peer_id), MALLORY)
-    key = experience_key(SWARM_ID, 0, NOW)
+    key = experience_key(SWARM_ID, WHOLE_SWARM, NOW)
     assert not alice.validator(key, subkey(ALICE.peer_id, 3), forged)
     assert not alice.validator(key, f"{MALLORY.peer_id}/{SLOTS_PER_WINDOW}", forged)
-    assert not alice.validator("other/experience/0/1", subkey(MALLORY.peer_id, 3), forged)
+    assert not alice.validator("other/experience/0.0/1", subkey(MALLORY.peer_id, 3), forged)
     assert alice.validator(key, subkey(MALLORY.peer_id, 3), forged)
     assert alice.validator.rejected == {"wrong_slot": 2, "foreign_swarm": 1}
 
 
 async def test_copy_of_a_body_under_another_name_is_turned_away() -> None:
-    _, (alice, mallory, reader) = await peers(ALICE, MALLORY, READER)
+    clock = Clock()
+    _, (alice, mallory, reader) = await peers(ALICE, MALLORY, READER, clock=clock)
     groups = [group()]
     body = encode_body(groups)
     copied = [replace(groups[0], author=MALLORY.peer_id)]
@@ -149,10 +158,12 @@ async def test_copy_of_a_body_under_another_name_is_turned_away() -> None:
     await reader.reader.poll()
     assert reader.reader.rejected == {"header_mismatch": 1}
     await store(alice, signed(header_of(groups, body)), body)
+    clock.now += POLL_S
     await reader.reader.poll()
     assert reader.reader.num_groups_admitted == 1
     again = header_of(copied, body, author=MALLORY.peer_id, sequence=9)
     await store(mallory, signed(again, MALLORY), body, slot=4)
+    clock.now += POLL_S
     await reader.reader.poll()
     assert reader.reader.rejected == {"header_mismatch": 1, "replay": 1}
     assert reader.reader.num_groups_admitted == 1
@@ -187,5 +198,5 @@ def test_body_store_is_bounded_and_forgets() -> None:
 
 async def store(peer: Peer, record: bytes, body: bytes, slot: int = 3) -> None:
     peer.bodies.put(body_hash(body), body, NOW + 600)
-    key = experience_key(SWARM_ID, 0, NOW)
+    key = experience_key(SWARM_ID, WHOLE_SWARM, NOW)
     assert await peer.transport.store(key, subkey(peer.transport.peer_id, slot), record, NOW + 600)

@@ -1,0 +1,57 @@
+"""`swarm doctor`: what works on this machine and in its network, and the command that mends what does not."""
+
+import asyncio
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import typer
+
+from swarm.cli.arguments import CONFIG_HELP, load_config
+from swarm.errors import DoctorError
+
+if TYPE_CHECKING:
+    from swarm.diagnostics.finding import Finding
+
+_SIGNS = {"ok": "ok     ", "warning": "warning", "problem": "problem"}
+
+
+def doctor(
+    config: list[str] = typer.Argument(None, metavar="CONFIG... [--section.key VALUE]...", help=CONFIG_HELP),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    network: bool = typer.Option(True, help="Join the swarm for a moment, where initial peers are configured."),
+) -> None:
+    """Check this machine, its software and its way to the swarm. Exit code 14 if there is a problem."""
+    from swarm.diagnostics.accelerator import check_accelerator
+    from swarm.diagnostics.finding import Level
+    from swarm.diagnostics.machine import check_machine
+    from swarm.diagnostics.swarm_view import check_swarm
+
+    resolved = load_config(config or [], ("--json", "--network", "--no-network"))
+    findings: list[Finding] = []
+
+    def report(found: "Finding") -> None:
+        findings.append(found)
+        if not as_json:
+            _print(found)
+
+    for found in check_machine(resolved):
+        report(found)
+    for found in check_accelerator(resolved):
+        report(found)
+    if network and resolved.network.backend != "off":
+        for found in asyncio.run(check_swarm(resolved.network)):
+            report(found)
+    if as_json:
+        print(json.dumps({"findings": [asdict(found) | {"level": found.level.value} for found in findings]}))
+    problems = [found.name for found in findings if found.level is Level.PROBLEM]
+    if problems:
+        raise DoctorError(
+            f"a node needs all of these to work, got problems with {', '.join(problems)}; mend them as said"
+        )
+
+
+def _print(found: "Finding") -> None:
+    print(f"{_SIGNS[found.level.value]}  {found.name}: {found.text}")
+    if found.fix:
+        print(f"           mend it: {found.fix}")

@@ -1,0 +1,161 @@
+"""`swarm join`: take part in the swarm of a manifest, or find out whether this machine can."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from swarm.cli.arguments import split_arguments, take_first
+from swarm.errors import ConfigError, PreflightError, SwarmError
+
+if TYPE_CHECKING:
+    from swarm.cli.preflight import Finding
+    from swarm.config import Config
+    from swarm.hardware import Hardware
+    from swarm.manifest import Manifest
+
+_OPTIONS = ("--founder", "--task-file", "--check", "--dial", "--dry-run", "--fresh", "--resume")
+
+
+def join(
+    arguments: list[str] = typer.Argument(
+        None,
+        metavar="MANIFEST [CONFIG]... [--section.key VALUE]...",
+        help="The swarm's manifest, a file or an http(s) address; then settings as `swarm run` takes them.",
+    ),
+    founder: str = typer.Option(None, metavar="PEER_ID", help="Take only a manifest that this founder has signed."),
+    task_file: list[str] = typer.Option([], metavar="NAME=PATH", help="Your copy of the file of a jsonl task."),
+    check: bool = typer.Option(False, "--check", help="Only tell whether and how this machine can take part."),
+    dial: bool = typer.Option(False, "--dial", help="With --check: connect to the bootstrap peers, and hang up."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print the resolved configuration and exit."),
+    fresh: bool = typer.Option(
+        False, "--fresh/--resume", help="Start anew; the earlier run is moved aside. Default: resume what is there."
+    ),
+) -> None:
+    """Take part in a swarm: check its manifest, choose a configuration for this machine, run a node.
+
+    Nothing is sent to anyone before signature, protocol version, base and tasks have been checked.
+    """
+    from swarm.hardware import detect
+    from swarm.manifest import check_protocol, parse
+    from swarm.manifest_file import check_joined, fetch, write_text
+    from swarm.node_folder import NodeFolder
+    from swarm.records.codec import PROTOCOL_VERSION
+
+    source, settings = take_first(arguments or [])
+    if source is None or (dial and not check):
+        mistake = "a manifest, got none; name the file or address" if source is None else "--check for --dial; add it"
+        raise ConfigError(f"swarm join needs {mistake}")
+    data = fetch(source)
+    manifest = parse(data, founder)
+    _introduce(manifest, is_pinned=founder is not None)
+    hardware = detect()
+    if check:
+        _report(manifest, list(_findings(manifest, hardware, settings, task_file, dial=dial)))
+        return
+    check_protocol(manifest, PROTOCOL_VERSION)
+    config = _resolve(manifest, hardware, settings, task_file)
+    files = NodeFolder(config.node.dir)
+    check_joined(files.manifest, manifest)
+    if dry_run:
+        from swarm.config import dump_toml
+
+        print(dump_toml(config), end="")
+        return
+    _check_learning(manifest, config)
+    files.create()
+    write_text(files.manifest, data.decode())
+    from swarm.node import run_node
+
+    run_node(config, fresh=fresh)
+
+
+def _introduce(manifest: "Manifest", *, is_pinned: bool) -> None:
+    """On stderr: stdout is for --dry-run."""
+    print(f"swarm {manifest.name}, founded by {manifest.founder_name} ({manifest.founder})", file=sys.stderr)
+    if manifest.description:
+        print(manifest.description, file=sys.stderr)
+    if not is_pinned:
+        print(f"ask the founder whether that is their id, or pin it: --founder {manifest.founder}", file=sys.stderr)
+
+
+def _resolve(manifest: "Manifest", hardware: "Hardware", settings: list[str], task_files: list[str]) -> "Config":
+    """The node's configuration. Raises SwarmError: contradictions, files that are missing or others."""
+    import tomllib
+
+    from swarm.cli.hardware_config import hardware_config
+    from swarm.config import read
+    from swarm.joining import choose, compose
+
+    user = read(*split_arguments(settings, _OPTIONS))
+    folder = Path("runs") / manifest.name
+    defaults = tomllib.loads(hardware_config(hardware, choose(manifest, user, hardware), folder, manifest.name))
+    return compose(manifest, defaults, user, _paths_by_task(task_files))
+
+
+def _paths_by_task(task_files: list[str]) -> dict[str, Path]:
+    paths: dict[str, Path] = {}
+    for text in task_files:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            raise ConfigError(f"--task-file must be NAME=PATH, got {text!r}; write the task's name, = and its file")
+        paths[name] = Path(path)
+    return paths
+
+
+def _check_learning(manifest: "Manifest", config: "Config") -> None:
+    """What takes seconds: tasks, and the lineage where it decides. Raises SwarmError."""
+    from swarm.joining import check_lineage, check_tasks, needs_lineage
+
+    check_tasks(config)
+    if needs_lineage(manifest, config):
+        check_lineage(manifest, config)
+
+
+def _findings(
+    manifest: "Manifest", hardware: "Hardware", settings: list[str], task_files: list[str], *, dial: bool
+) -> Iterator["Finding"]:
+    from swarm.cli.dial import dial_findings
+    from swarm.cli.preflight import Finding, Verdict, machine_findings, tried
+    from swarm.joining import check_tasks, needs_lineage
+    from swarm.manifest import check_protocol
+    from swarm.manifest_file import check_joined
+    from swarm.node_folder import NodeFolder
+    from swarm.records.codec import PROTOCOL_VERSION
+
+    yield Finding("signature", Verdict.OK, f"edition {manifest.edition}, signed by {manifest.founder_name}")
+    speaks = f"version {manifest.protocol}, as this software"
+    yield tried("protocol", speaks, lambda: check_protocol(manifest, PROTOCOL_VERSION))
+    try:
+        config = _resolve(manifest, hardware, settings, task_files)
+    except SwarmError as error:
+        yield Finding("settings", Verdict.PROBLEM, str(error))
+        return
+    yield Finding("settings", Verdict.OK, f"{config.policy.base} in {config.node.dir}")
+    kept = NodeFolder(config.node.dir).manifest
+    yield tried("folder", f"{config.node.dir} is new or of this swarm", lambda: check_joined(kept, manifest))
+    yield tried("tasks", f"all {len(manifest.tasks)} work here", lambda: check_tasks(config))
+    if needs_lineage(manifest, config):
+        yield Finding("lineage", Verdict.NOTE, f"whether {config.policy.base} is allowed is found out at the start")
+    yield from machine_findings(config, hardware)
+    if dial and config.network.initial_peers:
+        yield from dial_findings(config.network)
+
+
+def _report(manifest: "Manifest", findings: list["Finding"]) -> None:
+    """Raises PreflightError where anything stands in the way."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from swarm.cli.preflight import Verdict
+
+    table = Table("what", "", "finding", title=f"taking part in {manifest.name}", title_justify="left")
+    for finding in findings:
+        table.add_row(finding.about, finding.verdict, finding.text)
+    Console(markup=False, highlight=False).print(table)
+    problems = [finding.about for finding in findings if finding.verdict is Verdict.PROBLEM]
+    if problems:
+        raise PreflightError(f"nothing may stand in the way, got problems with {', '.join(problems)}; see the table")
+    print("can join")

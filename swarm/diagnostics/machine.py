@@ -1,0 +1,157 @@
+"""Checks of this machine that need no network: software, identity, disk, memory, descriptors, clock."""
+
+import importlib.metadata
+import importlib.util
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+
+from swarm.config import Config
+from swarm.diagnostics.finding import Finding, ok, problem, warning
+from swarm.errors import SwarmError
+from swarm.network.tcp_address import TcpAddress
+from swarm.node_folder import NodeFolder
+from swarm.records import identity as identities
+
+_PACKAGES = ("hivemind", "torch", "transformers", "peft", "bitsandbytes", "cryptography")
+_OLDEST_PYTHON = (3, 11)
+_LOW_DISK_GIB, _NO_DISK_GIB = 5.0, 0.5
+_LOW_MEMORY_GIB = 1.5
+_MIN_DESCRIPTORS = 1024
+"""A daemon with 512 connections needs one each, and a node has streams and files on top."""
+_DAEMON_TIMEOUT_S = 10
+
+
+def check_machine(config: Config) -> Iterable[Finding]:
+    """All of them, one after the other; a check that fails is a finding."""
+    folder = NodeFolder(config.node.dir)
+    checks: list[Callable[[], Finding]] = [
+        check_python,
+        check_packages,
+        lambda: check_identity(folder),
+        lambda: check_disk(folder.path),
+        check_memory,
+        check_descriptors,
+        check_clock_service,
+    ]
+    if config.network.backend != "off":
+        checks += [check_daemon, lambda: check_ports(config.network.listen)]
+    for check in checks:
+        yield check()
+
+
+def check_python() -> Finding:
+    text = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.version_info < _OLDEST_PYTHON:
+        return problem("python", text, "uv python install 3.11")
+    return ok("python", text)
+
+
+def check_packages() -> Finding:
+    found, missing = [], []
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    if missing:
+        return problem("packages", f"missing: {', '.join(missing)}", f"{sys.executable} -m pip install swarm-rl")
+    return ok("packages", ", ".join(found))
+
+
+def check_daemon() -> Finding:
+    """The libp2p daemon's binary is there and runs on this processor."""
+    spec = importlib.util.find_spec("hivemind")
+    places = spec.submodule_search_locations if spec else None
+    if not places:
+        return problem(
+            "daemon", "the package hivemind is missing", f"{sys.executable} -m pip install 'hivemind>=1.1.12'"
+        )
+    binary = Path(places[0]) / "hivemind_cli" / "p2pd"
+    fix = f"{sys.executable} -m pip install --force-reinstall --no-deps hivemind"
+    try:
+        ran = subprocess.run([binary, "-help"], capture_output=True, text=True, timeout=_DAEMON_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return problem("daemon", f"the libp2p daemon does not run: {error}", fix)
+    if "-hostAddrs" not in ran.stderr + ran.stdout:
+        return problem("daemon", f"the libp2p daemon ended with code {ran.returncode}", fix)
+    return ok("daemon", f"the libp2p daemon runs ({binary.stat().st_size / 2**20:.0f} MiB)")
+
+
+def check_identity(folder: NodeFolder) -> Finding:
+    if not folder.identity.exists():
+        return ok("identity", f"none in {folder.path} yet; the first start makes one")
+    try:
+        identity = identities.load(folder.identity)
+    except SwarmError as error:
+        return problem("identity", str(error), f"chmod 600 {folder.identity}, or restore it from your backup")
+    return ok("identity", f"{identity.peer_name} ({identity.peer_id})")
+
+
+def check_disk(path: Path) -> Finding:
+    existing = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    free_gib = shutil.disk_usage(existing).free / 2**30
+    text = f"{free_gib:.1f} GiB free at {existing}"
+    fix = "set node.dir to a disk with room, or lower checkpoint.keep"
+    if free_gib < _NO_DISK_GIB:
+        return problem("disk", text, fix)
+    return warning("disk", text, fix) if free_gib < _LOW_DISK_GIB else ok("disk", text)
+
+
+def check_memory() -> Finding:
+    memory = psutil.virtual_memory()
+    text = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory available"
+    if memory.available / 2**30 < _LOW_MEMORY_GIB:
+        return warning("memory", text, "end other programs, or set policy.base to a smaller model")
+    return ok("memory", text)
+
+
+def check_descriptors() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"at most {soft} open files"
+    if soft >= _MIN_DESCRIPTORS:
+        return ok("files", text)
+    return warning("files", text, f"ulimit -n {min(4096, hard) if hard > 0 else 4096}")
+
+
+def check_clock_service() -> Finding:
+    """Whether the system keeps its clock by NTP, as far as timedatectl says."""
+    tool = shutil.which("timedatectl")
+    if tool is None:
+        return ok("clock service", "this system does not say whether it synchronises its clock")
+    try:
+        said = subprocess.run(
+            [tool, "show", "--property=NTPSynchronized", "--value"],
+            capture_output=True, text=True, timeout=5, check=False,
+        ).stdout.strip()  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        said = ""
+    if said == "no":
+        return warning("clock service", "the clock is not synchronised", "sudo timedatectl set-ntp true")
+    return ok("clock service", "synchronised by NTP" if said == "yes" else "timedatectl gives no answer here")
+
+
+def check_ports(listen: Iterable[str]) -> Finding:
+    """Whether the addresses of network.listen can be bound. A running node of one's own holds them, too."""
+    for text in listen:
+        try:
+            address = TcpAddress.parse(text)
+        except ValueError as error:
+            return problem("port", f"network.listen {text!r}: {error}", "set network.listen to /ip4/0.0.0.0/tcp/PORT")
+        family = socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address.host, address.port))
+            except OSError as error:
+                reason = (error.strerror or str(error)).lower()
+                who = f"ss -ltnp 'sport = :{address.port}'"
+                return warning("port", f"{text}: {reason}", f"{who} shows who has it; or set another network.listen")
+    return ok("port", "free: " + ", ".join(listen))

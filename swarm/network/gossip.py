@@ -1,0 +1,209 @@
+"""What the two gossip planes have in common: their contract, whom they connect to, and when they shut a peer out.
+
+Implementations: `libp2p_gossip` (py-libp2p: validates before it passes on) and `daemon_gossip` (the Go daemon's pubsub:
+faster, but passes on what it has not looked at; for swarms whose members trust each other).
+"""
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, Verdict
+
+Addresses = tuple[str, ...]
+"""Multiaddresses of one peer, without /p2p."""
+
+MAX_KNOWN_PEERS = 256
+
+
+class Gossip(Protocol):
+    """One gossip plane of one node. All methods run on the node's asyncio loop."""
+
+    @property
+    def rejected(self) -> Counter[str]:
+        """Messages that were not passed on, by reason."""
+        ...
+
+    @property
+    def addresses(self) -> Addresses:
+        """Where other nodes' planes can connect to this one; empty where it has no address of its own."""
+        ...
+
+    async def start(self) -> None:
+        """Raises NetworkError."""
+        ...
+
+    async def stop(self) -> None: ...
+
+    def peers(self) -> tuple[str, ...]:
+        """Peer ids with a connection on this plane."""
+        ...
+
+    def meet(self, peer_id: str, addresses: Addresses) -> None:
+        """Tell the plane of a peer that it may connect to."""
+        ...
+
+    def subscribe(self, topic: str, handler: GossipHandler) -> None: ...
+
+    def unsubscribe(self, topic: str) -> None: ...
+
+    async def publish(self, topic: str, message: bytes) -> None: ...
+
+
+class GossipAddressBook:
+    """Peers that a gossip plane may connect to: bounded, the ones heard of last stay."""
+
+    def __init__(self, own_peer_id: str, rng: random.Random) -> None:
+        self._own_peer_id = own_peer_id
+        self._rng = rng
+        self._known: OrderedDict[str, Addresses] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def meet(self, peer_id: str, addresses: Addresses) -> None:
+        if peer_id == self._own_peer_id or not addresses:
+            return
+        self._known[peer_id] = addresses
+        self._known.move_to_end(peer_id)
+        while len(self._known) > MAX_KNOWN_PEERS:
+            self._known.popitem(last=False)
+
+    def forget(self, peer_id: str) -> None:
+        self._known.pop(peer_id, None)
+
+    def choose(self, count: int, connected: Iterable[str]) -> dict[str, Addresses]:
+        """Up to `count` random known peers that are not connected."""
+        others = sorted(self._known.keys() - set(connected))
+        chosen = self._rng.sample(others, min(max(count, 0), len(others)))
+        return {peer_id: self._known[peer_id] for peer_id in chosen}
+
+
+@dataclass(slots=True)
+class _Forwarder:
+    allowance: float
+    since: float
+    faults: float = 0.0
+    shut_out_until: float = 0.0
+
+
+class ForwarderGuard:
+    """Decides, before a message is looked at, whether the peer that passed it here is still listened to.
+
+    A token bucket per forwarder bounds what a flood costs; each REJECT is a fault; too many shut the forwarder out for a
+    while. Faults fade, so that an honest peer that passed on something stale now and then is never shut out.
+    """
+
+    RATE_PER_S = 200.0
+    """Messages of one forwarder: more than a full shard of honest nodes sends through all its neighbours."""
+    MAX_FAULTS = 20.0
+    FAULTS_FADE_PER_S = 0.1
+    SHUT_OUT_S = 300.0
+    MAX_FORWARDERS = 1024
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: seconds of any origin that never go back."""
+        self._clock = clock
+        self._forwarders: OrderedDict[str, _Forwarder] = OrderedDict()
+        self.rejected: Counter[str] = Counter()
+
+    def judge(self, peer_id: str, message: bytes, handler: GossipHandler | None) -> Verdict:
+        """The handler's verdict, or IGNORE or REJECT where the message does not reach it."""
+        now, state = self._clock(), self._state(peer_id)
+        if now < state.shut_out_until:
+            self.rejected["shut_out"] += 1
+            return Verdict.IGNORE
+        state.allowance = min(2 * self.RATE_PER_S, state.allowance + (now - state.since) * self.RATE_PER_S)
+        state.faults = max(0.0, state.faults - (now - state.since) * self.FAULTS_FADE_PER_S)
+        state.since = now
+        if state.allowance < 1:
+            self.rejected["flood"] += 1
+            self._blame(state, now, 0.2)
+            return Verdict.IGNORE
+        state.allowance -= 1
+        if handler is None:
+            return Verdict.IGNORE
+        verdict = handler(peer_id, message) if len(message) <= MAX_GOSSIP_BYTES else Verdict.REJECT
+        if verdict is Verdict.REJECT:
+            self.rejected["invalid"] += 1
+            self._blame(state, now, 1.0)
+        return verdict
+
+    def is_shut_out(self, peer_id: str) -> bool:
+        state = self._forwarders.get(peer_id)
+        return state is not None and self._clock() < state.shut_out_until
+
+    def blame(self, peer_id: str) -> None:
+        """A fault that shows outside messages, such as bytes that are none."""
+        self._blame(self._state(peer_id), self._clock(), 1.0)
+
+    def _blame(self, state: _Forwarder, now: float, faults: float) -> None:
+        state.faults += faults
+        if state.faults > self.MAX_FAULTS:
+            state.faults, state.shut_out_until = 0.0, now + self.SHUT_OUT_S
+
+    def _state(self, peer_id: str) -> _Forwarder:
+        state = self._forwarders.get(peer_id)
+        if state is None:
+            state = self._forwarders[peer_id] = _Forwarder(2 * self.RATE_PER_S, self._clock())
+        self._forwarders.move_to_end(peer_id)
+        while len(self._forwarders) > self.MAX_FORWARDERS:
+            self._forwarders.popitem(last=False)
+        return state
+
+
+class GossipSlot:
+    """The gossip plane of a transport, or none: topics may be joined before it is up, or where there is none."""
+
+    def __init__(self, make: Callable[[], Gossip] | None) -> None:
+        """`make` is called at `start`, since it imports what only a running node needs."""
+        self._make = make
+        self._plane: Gossip | None = None
+        self._handlers: dict[str, GossipHandler] = {}
+
+    async def start(self) -> None:
+        """Raises NetworkError."""
+        if self._make is None:
+            return
+        self._plane = self._make()
+        for topic, handler in self._handlers.items():
+            self._plane.subscribe(topic, handler)
+        await self._plane.start()
+
+    async def stop(self) -> None:
+        plane, self._plane = self._plane, None
+        if plane is not None:
+            await plane.stop()
+
+    @property
+    def addresses(self) -> Addresses:
+        return () if self._plane is None else self._plane.addresses
+
+    @property
+    def rejected(self) -> Counter[str]:
+        return Counter() if self._plane is None else self._plane.rejected
+
+    def peers(self) -> tuple[str, ...]:
+        return () if self._plane is None else self._plane.peers()
+
+    def meet(self, peer_id: str, addresses: Addresses) -> None:
+        if self._plane is not None:
+            self._plane.meet(peer_id, addresses)
+
+    def subscribe(self, topic: str, handler: GossipHandler) -> None:
+        self._handlers[topic] = handler
+        if self._plane is not None:
+            self._plane.subscribe(topic, handler)
+
+    def unsubscribe(self, topic: str) -> None:
+        self._handlers.pop(topic, None)
+        if self._plane is not None:
+            self._plane.unsubscribe(topic)
+
+    async def publish(self, topic: str, message: bytes) -> None:
+        if len(message) > MAX_GOSSIP_BYTES:
+            raise ValueError(f"a gossip message must be <= {MAX_GOSSIP_BYTES} bytes, got {len(message)}")
+        if self._plane is not None:
+            await self._plane.publish(topic, message)

@@ -1,0 +1,164 @@
+"""The libp2p daemon (a Go program) as a child process.
+
+It ends by itself when its last control connection closes, so it never outlives its node, not even one that is killed;
+until the first connection its idle timeout does the same.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from swarm.errors import NetworkError
+from swarm.network.reach.role import Role
+from swarm.network.tcp_address import TcpAddress
+
+logger = logging.getLogger(__name__)
+
+_READY_LINE = "Peer ID:"
+_GREETING = ("Control socket:", "Peer Addrs:", "/ip4/", "/ip6/")
+_CRASH = ("panic:", "fatal error:")
+_IDLE_TIMEOUT_S = 30
+_STOP_GRACE_S = 1.0
+_NUM_LAST_LINES = 5
+
+
+class Daemon:
+    """One process of the daemon, from `start` to its exit. Not to be started twice."""
+
+    def __init__(
+        self,
+        binary: Path,
+        control_socket: Path,
+        key_file: Path,
+        listen: Sequence[TcpAddress],
+        announce: Sequence[TcpAddress],
+        role: Role,
+        *,
+        idle_timeout_s: int = _IDLE_TIMEOUT_S,
+    ) -> None:
+        """`key_file` is a libp2p private key, `announce` what others are told in place of `listen`.
+
+        `idle_timeout_s`: how long it waits for its first control connection before it ends by itself.
+        """
+        self._listen = tuple(listen)
+        self._command = [
+            str(binary),
+            f"-listen=/unix{control_socket}",
+            f"-id={key_file}",
+            f"-hostAddrs={','.join(map(str, listen))}",
+            *([f"-announceAddrs={','.join(map(str, announce))}"] if announce else []),
+            *role.daemon_flags(),
+            "-connManager=1",
+            "-natPortMap=0",
+            f"-idleTimeout={idle_timeout_s}s",
+        ]
+        self._environment = role.daemon_environment
+        self._process: asyncio.subprocess.Process | None = None
+        self._output: asyncio.Task[None] | None = None
+        self._ready = asyncio.Event()
+        self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
+
+    async def start(self, timeout_s: float) -> None:
+        """Returns when the control socket takes connections. Raises NetworkError with the daemon's own words."""
+        for address in self._listen:
+            check_port_is_free(address)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=os.environ | self._environment,
+                start_new_session=True,  # Ctrl-C is for the node, which then ends the daemon in good order
+            )
+        except OSError as error:
+            raise NetworkError(
+                f"the libp2p daemon must run on this machine (Linux x86-64), got {error}; "
+                'set network.backend = "off", or run the node where it exists'
+            ) from None
+        self._output = asyncio.create_task(self._read_output(self._process))
+        ready = asyncio.create_task(self._ready.wait())
+        try:
+            await asyncio.wait({ready, self._output}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+            if not self._ready.is_set():
+                await self.stop()
+        if not self._ready.is_set():
+            raise NetworkError(f"the libp2p daemon must start within {timeout_s:.0f} s, got: {self.last_words}")
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def last_words(self) -> str:
+        """What it printed last, in one line: the cause of its death or of its not starting."""
+        return " / ".join(self._last_lines) or "no output"
+
+    async def wait(self) -> int:
+        """Wait for the end of the process; its exit code, negative for a signal."""
+        assert self._process is not None, "not started"
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """End the process, within a second or by force. Idempotent."""
+        if self._process is None:
+            return
+        try:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            async with asyncio.timeout(_STOP_GRACE_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        if self._output is not None:
+            await self._output
+
+    async def _read_output(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        has_crashed = False
+        while line := await _read_line(process.stdout):
+            text = line.decode(errors="replace").strip()
+            if text.startswith(_READY_LINE):
+                self._ready.set()
+            elif text and not text.startswith(_GREETING):
+                logger.debug("libp2p daemon: %s", text)
+                has_crashed = has_crashed or text.startswith(_CRASH)
+                if not has_crashed or text.startswith(_CRASH):  # a crash ends in hundreds of lines of stack traces
+                    self._last_lines.append(text)
+
+
+async def _read_line(stream: asyncio.StreamReader) -> bytes:
+    while True:
+        try:
+            return await stream.readline()
+        except ValueError:  # a line longer than the stream's limit is dropped, the pipe must not fill up
+            continue
+
+
+def check_port_is_free(address: TcpAddress) -> None:
+    """Raises NetworkError where something listens on the address already.
+
+    The daemon would share the port with another daemon without a word, and each then get half the callers.
+    """
+    if address.port == 0:
+        return
+    family = socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run may linger
+        try:
+            probe.bind((address.host, address.port))
+        except OSError as error:
+            fix = "set network.listen to an address of this machine, such as /ip4/0.0.0.0/tcp/PORT"
+            if error.errno == errno.EADDRINUSE:
+                fix = "stop the other program, or set another port in network.listen"
+            reason = error.strerror or str(error)
+            raise NetworkError(f"network.listen must be free, got {address}: {reason.lower()}; {fix}") from None

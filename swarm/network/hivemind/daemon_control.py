@@ -1,0 +1,123 @@
+"""Questions to the libp2p daemon over its control socket, each on a connection of its own that is closed for certain.
+
+Imports hivemind: only `hivemind_session` may import this module.
+"""
+
+# pyright: reportAttributeAccessIssue=false
+# (the classes of hivemind's generated protobuf module are made at run time)
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+
+import base58
+from google.protobuf.message import DecodeError
+
+from swarm.errors import NetworkError
+from swarm.network.hivemind.parts import p2pd_pb2, read_pbmsg_safe, write_pbmsg
+from swarm.network.hivemind.relay_address import address_bytes, address_text
+
+_MAX_CAUSE_CHARACTERS = 300
+
+
+class DaemonControl:
+    """What hivemind's own client does as well, but without leaving a connection open after a failure or cancellation.
+
+    Every method raises NetworkError with the daemon's answer, or where the daemon is gone. Deadlines are the caller's.
+    """
+
+    def __init__(self, control_socket: Path) -> None:
+        self._socket = control_socket
+
+    async def addresses(self) -> tuple[str, ...]:
+        """Multiaddresses under which this node can be reached, without /p2p."""
+        response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY))
+        return _decoded(response.identify.addrs)
+
+    async def peers(self) -> dict[str, tuple[str, ...]]:
+        """Peers with an open connection, and the addresses at which they were seen."""
+        response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
+        peers: dict[str, tuple[str, ...]] = {}
+        for peer in response.peers:  # one item per connection
+            peer_id = base58.b58encode(peer.id).decode()
+            peers[peer_id] = tuple(dict.fromkeys((*peers.get(peer_id, ()), *_decoded(peer.addrs))))
+        return peers
+
+    async def listening_addresses(self, peer_id: str) -> tuple[str, ...]:
+        """Where a connected peer listens, as it told the daemon. For a peer that is not connected, a search in the DHT."""
+        find = p2pd_pb2.DHTRequest(type=p2pd_pb2.DHTRequest.FIND_PEER, peer=base58.b58decode(peer_id))
+        response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.DHT, dht=find))
+        return _decoded(response.dht.peer.addrs)
+
+    async def disconnect(self, peer_id: str) -> None:
+        """Close all connections to a peer."""
+        disconnect = p2pd_pb2.DisconnectRequest(peer=base58.b58decode(peer_id))
+        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=disconnect))
+
+    async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
+        """Open a connection, at once if there is one already."""
+        encoded = [address_bytes(address) for address in addresses]
+        connect = p2pd_pb2.ConnectRequest(peer=base58.b58decode(peer_id), addrs=encoded)
+        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect))
+
+    async def open_stream(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A raw stream to a peer; the daemon finds its address. To be closed by the caller."""
+        stream = p2pd_pb2.StreamOpenRequest(peer=base58.b58decode(peer_id), proto=[protocol])
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=stream)
+        _, reader, writer = await self._exchange(request)
+        return reader, writer
+
+    async def publish(self, topic: str, message: bytes) -> None:
+        """Spread a message over the daemon's pubsub."""
+        publish = p2pd_pb2.PSRequest(type=p2pd_pb2.PSRequest.PUBLISH, topic=topic, data=message)
+        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.PUBSUB, pubsub=publish))
+
+    async def subscribe(self, topic: str) -> AsyncIterator[tuple[str, bytes]]:
+        """(peer id of the author, message) of a topic, own ones too, until the daemon goes or the caller stops."""
+        subscribe = p2pd_pb2.PSRequest(type=p2pd_pb2.PSRequest.SUBSCRIBE, topic=topic)
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.PUBSUB, pubsub=subscribe)
+        _, reader, writer = await self._exchange(request)
+        try:
+            while True:
+                message = p2pd_pb2.PSMessage()
+                await read_pbmsg_safe(reader, message)
+                yield base58.b58encode(getattr(message, "from")).decode(), message.data
+        except (OSError, EOFError, DecodeError) as error:
+            raise NetworkError(f"the libp2p daemon does not answer: {error or type(error).__name__}") from None
+        finally:
+            writer.transport.abort()
+
+    async def _ask(self, request: p2pd_pb2.Request) -> p2pd_pb2.Response:
+        response, _, writer = await self._exchange(request)
+        writer.close()
+        return response
+
+    async def _exchange(
+        self, request: p2pd_pb2.Request
+    ) -> tuple[p2pd_pb2.Response, asyncio.StreamReader, asyncio.StreamWriter]:
+        response, has_answer = p2pd_pb2.Response(), False
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._socket)
+            try:
+                await write_pbmsg(writer, request)
+                await read_pbmsg_safe(reader, response)
+                has_answer = response.type != p2pd_pb2.Response.ERROR
+            finally:
+                if not has_answer:
+                    writer.transport.abort()
+        except (OSError, EOFError) as error:
+            raise NetworkError(f"the libp2p daemon does not answer: {error or type(error).__name__}") from None
+        if not has_answer:
+            raise NetworkError(" ".join(response.error.msg.split())[:_MAX_CAUSE_CHARACTERS])
+        return response, reader, writer
+
+
+def _decoded(addresses: Iterable[bytes]) -> tuple[str, ...]:
+    """As text; an address of a kind that hivemind does not know is left out."""
+    texts = []
+    for address in addresses:
+        try:
+            texts.append(address_text(address))
+        except (ValueError, LookupError):
+            continue
+    return tuple(texts)

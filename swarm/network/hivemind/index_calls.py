@@ -1,0 +1,206 @@
+"""What a call to or from a peer's DHT may carry, and how often a peer may call.
+
+Imports hivemind: only `index_guard` may import this module.
+
+hivemind 1.1.12 answers every call and decodes every reply as they come. So that a stranger cannot hold up the loop:
+- calls are counted per peer, by number and by bytes in both directions, before they are decoded;
+- a call asks for a bounded number of keys, each of which costs a sort of the routing table;
+- a reply names peers by ids of a sane length (base58 of a long one takes quadratic time), and nodes by ids of theirs
+  (any other raised an error in whoever asked, the supervisor included);
+- a dictionary is decoded flat: 4 MiB of nested empty lists would take 240 MB.
+"""
+
+import asyncio
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgpack
+
+from swarm.network.hivemind.parts import DHTProtocol, DictionaryDHTValue, PeerID, dht_pb2
+from swarm.network.index_entry import MAX_ENTRIES_PER_KEY
+from swarm.network.token_bucket import TokenBucket
+
+CALLS_PER_PEER_PER_S = 100.0
+STORED_BYTES_PER_PEER_PER_S = 256 * 1024.0
+RETURNED_BYTES_PER_PEER_PER_S = 4 * 1024 * 1024.0
+BURST_S = 10.0
+"""What a peer may do at once: its rates over this time; a node that joins is handed whole keys."""
+MAX_CALL_BYTES = 8 * 1024
+"""Anything but a store: about 370 keys."""
+MAX_REMEMBERED_CALLERS = 1024
+NODE_ID_BYTES = 20
+MAX_PEER_ID_BYTES = 64
+MAX_NEIGHBORS = 64
+"""Of one key in a reply; hivemind sends 20."""
+_DICTIONARY_CODE = 0x50
+_messages: Any = dht_pb2  # protobuf makes its classes while it runs
+_REQUESTS: dict[str, Any] = {
+    "DHTProtocol.rpc_ping": _messages.PingRequest,
+    "DHTProtocol.rpc_store": _messages.StoreRequest,
+    "DHTProtocol.rpc_find": _messages.FindRequest,
+}
+
+UnaryHandler = Callable[[bytes, PeerID], Awaitable[bytes]]
+
+
+class CallRefused(Exception):
+    """Answers the caller with an error."""
+
+
+class _Caller:
+    __slots__ = ("calls", "returned", "stored")
+
+    def __init__(self, now: float) -> None:
+        self.calls = TokenBucket(CALLS_PER_PEER_PER_S, BURST_S * CALLS_PER_PEER_PER_S, now)
+        self.stored = TokenBucket(STORED_BYTES_PER_PEER_PER_S, 4 * BURST_S * STORED_BYTES_PER_PEER_PER_S, now)
+        self.returned = TokenBucket(RETURNED_BYTES_PER_PEER_PER_S, BURST_S * RETURNED_BYTES_PER_PEER_PER_S, now)
+
+
+class CallLimits:
+    """Limits on the calls that peers make of this node's DHT."""
+
+    def __init__(self) -> None:
+        self.refused: Counter[str] = Counter()
+        """Calls that were refused, by reason: rate, oversize, malformed."""
+        self._callers: OrderedDict[PeerID, _Caller] = OrderedDict()
+
+    def install(self, client: Any) -> None:
+        """Into hivemind's client of the daemon: the DHT's handlers there, and those that are added later."""
+        handlers, add = client.control.unary_handlers, client.add_unary_handler
+        for name in handlers:
+            handlers[name] = self.limited(name, handlers[name], client)
+
+        async def add_limited(name: str, handler: UnaryHandler, *args: Any, **options: Any) -> None:
+            await add(name, self.limited(name, handler, client), *args, **options)
+
+        client.add_unary_handler = add_limited
+
+    def limited(self, name: str, handler: UnaryHandler, client: Any) -> UnaryHandler:
+        """`handler` behind these limits; unchanged where it is none of the DHT's."""
+        if name not in _REQUESTS:
+            return handler
+
+        async def answer(request: bytes, peer_id: PeerID) -> bytes:
+            _forget_when_cancelled(client.control)
+            caller = self._admit(name, request, peer_id)
+            response = await handler(request, peer_id)
+            caller.returned.take(len(response), _now())
+            return response
+
+        return answer
+
+    def _admit(self, name: str, request: bytes, peer_id: PeerID) -> _Caller:
+        caller, now = self._caller(peer_id), _now()
+        if not caller.calls.try_take(1, now) or caller.returned.wait_s(now) > 0:
+            raise self._refusal("rate")
+        if not name.endswith("rpc_store") and len(request) > MAX_CALL_BYTES:
+            raise self._refusal("oversize")
+        if not caller.stored.try_take(len(request), now):
+            raise self._refusal("rate")
+        sender = _REQUESTS[name].FromString(request).peer
+        if len(sender.node_id) not in (0, NODE_ID_BYTES):  # none: a client that hosts nothing
+            raise self._refusal("malformed")
+        return caller
+
+    def _caller(self, peer_id: PeerID) -> _Caller:
+        caller = self._callers.get(peer_id)
+        if caller is None:
+            caller = self._callers[peer_id] = _Caller(_now())
+            while len(self._callers) > MAX_REMEMBERED_CALLERS:
+                self._callers.popitem(last=False)
+        self._callers.move_to_end(peer_id)
+        return caller
+
+    def _refusal(self, reason: str) -> CallRefused:
+        self.refused[reason] += 1
+        return CallRefused(reason)
+
+
+class CheckedStub:
+    """Calls one peer's DHT and looks at the replies before hivemind does. Raises ValueError: hivemind expects errors."""
+
+    def __init__(self, stub: Any) -> None:
+        self._stub = stub
+
+    async def rpc_ping(self, request: Any, timeout: float | None = None) -> Any:
+        return _checked_sender(await self._stub.rpc_ping(request, timeout=timeout))
+
+    async def rpc_store(self, request: Any, timeout: float | None = None) -> Any:
+        return _checked_sender(await self._stub.rpc_store(request, timeout=timeout))
+
+    async def rpc_find(self, request: Any, timeout: float | None = None) -> Any:
+        response = _checked_sender(await self._stub.rpc_find(request, timeout=timeout))
+        for result in response.results:
+            if max(len(result.nearest_node_ids), len(result.nearest_peer_ids)) > MAX_NEIGHBORS:
+                raise ValueError(f"a reply must name at most {MAX_NEIGHBORS} neighbours")
+            if any(len(node_id) != NODE_ID_BYTES for node_id in result.nearest_node_ids):
+                raise ValueError("a reply names a node by an id of another length")
+            if any(not 0 < len(peer_id) <= MAX_PEER_ID_BYTES for peer_id in result.nearest_peer_ids):
+                raise ValueError("a reply names a peer by an id of another length")
+        return response
+
+
+class FlatSerializer:
+    """hivemind's serializer, as far as the index needs it, for bytes of strangers: no lists in lists."""
+
+    dumps = staticmethod(DHTProtocol.serializer.dumps)
+
+    @staticmethod
+    def loads(data: bytes) -> object:
+        """A scalar or a DictionaryDHTValue. Raises ValueError (msgpack's errors are such) for anything else."""
+        value = msgpack.unpackb(data, raw=False, max_array_len=0, max_map_len=0)
+        if not isinstance(value, msgpack.ExtType):
+            return value
+        if value.code != _DICTIONARY_CODE:
+            raise ValueError(f"an index value must be a dictionary or a scalar, got type {value.code}")
+        return _dictionary(value.data)
+
+
+def _dictionary(data: bytes) -> DictionaryDHTValue:
+    """[size limit, latest expiration, [[subkey, value, expiration], ...]]: the first two are the peer's own business."""
+    unpacker = msgpack.Unpacker(raw=False, max_array_len=0, max_map_len=0, max_buffer_size=len(data) or 1)
+    unpacker.feed(data)
+    try:
+        if unpacker.read_array_header() != 3:
+            raise ValueError("a dictionary must have 3 parts")
+        unpacker.skip()
+        unpacker.skip()
+        num_entries = unpacker.read_array_header()
+        if num_entries > MAX_ENTRIES_PER_KEY:
+            raise ValueError(f"a key must have at most {MAX_ENTRIES_PER_KEY} entries, got {num_entries}")
+        with DictionaryDHTValue().freeze() as entries:
+            for _ in range(num_entries):
+                if unpacker.read_array_header() != 3:
+                    raise ValueError("an entry must have 3 parts")
+                subkey, value, expires_at = unpacker.unpack(), unpacker.unpack(), unpacker.unpack()
+                is_sane = isinstance(subkey, str) and isinstance(value, bytes) and isinstance(expires_at, float)
+                if is_sane and math.isfinite(expires_at):
+                    entries.store(subkey, value, expires_at)
+            return entries
+    except msgpack.UnpackException as error:  # OutOfData: it ended early
+        raise ValueError(f"a dictionary must be complete msgpack, got {type(error).__name__}") from None
+
+
+def _checked_sender(response: Any) -> Any:
+    if len(response.peer.node_id) not in (0, NODE_ID_BYTES):
+        raise ValueError("a reply names its sender by an id of another length")
+    return response
+
+
+def _forget_when_cancelled(control: Any) -> None:
+    """hivemind keeps the task of a call for ever that the caller cancelled."""
+
+    def forget(task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            for call_id in [call_id for call_id, known in control._handler_tasks.items() if known is task]:
+                del control._handler_tasks[call_id]
+
+    task = asyncio.current_task()
+    assert task is not None, "handlers run in tasks"
+    task.add_done_callback(forget)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

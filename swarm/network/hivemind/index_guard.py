@@ -1,0 +1,131 @@
+"""What stands between hivemind's DHT and peers that store or return bad entries.
+
+Imports hivemind: only `hivemind_session` may import this module.
+
+A validator in hivemind sees the SHA-1 of a key. So that ours sees what the publisher passed, the key travels in front
+of the value, `key NUL value`, and counts only if it hashes to where the entry was found. Beyond validation, hivemind
+1.1.12 needs protection in four places, each met by hostile peers or by clocks that differ:
+- one bad subkey voids a whole reply, so that readers with a slow clock would lose a key altogether: drop the subkey;
+- a plain value without subkeys and with a later expiration replaces all subkeys of a key: refuse plain values;
+- a reply with an infinite expiration ends the search before other replicas are heard: ignore it;
+- a key over 4 MiB cannot be read any more: bound the entries under a key (`index_storage`).
+Bounds on memory are in `index_storage`, bounds on calls and replies in `index_calls`.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import msgpack
+
+from swarm.network.hivemind.index_calls import CallLimits, CheckedStub, FlatSerializer
+from swarm.network.hivemind.index_storage import IndexStorage
+from swarm.network.hivemind.parts import (
+    DHTID,
+    DHTProtocol,
+    DHTRecord,
+    DictionaryDHTValue,
+    PeerID,
+    RecordValidatorBase,
+)
+from swarm.network.index_entry import (
+    MAX_ENTRIES_PER_KEY,
+    MAX_KEY_BYTES,
+    MAX_SUBKEY_BYTES,
+    MAX_VALUE_BYTES,
+    check_entry,
+    is_live,
+)
+from swarm.network.transport import IndexValidator
+
+_KEY_END = b"\0"
+_MAX_STORED_BYTES = MAX_KEY_BYTES + MAX_VALUE_BYTES + 8
+_MAX_STORED_SUBKEY_BYTES = MAX_SUBKEY_BYTES + 8
+
+
+def wrap(key: str, value: bytes) -> bytes:
+    """The value as it is stored under `key`."""
+    return key.encode() + _KEY_END + value
+
+
+def unwrap(stored: bytes) -> bytes:
+    """The value as it was published."""
+    return stored.partition(_KEY_END)[2]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    key: str
+    subkey: str
+    value: bytes
+
+
+def decode_entry(record: DHTRecord) -> IndexEntry | None:
+    """The entry in a record of the DHT; None for anything that this program would not have stored."""
+    if len(record.value) > _MAX_STORED_BYTES or len(record.subkey) > _MAX_STORED_SUBKEY_BYTES:
+        return None
+    try:
+        subkey = msgpack.unpackb(record.subkey)
+        stored = msgpack.unpackb(record.value)
+        if not (isinstance(subkey, str) and isinstance(stored, bytes) and _KEY_END in stored):
+            return None
+        key_bytes, _, value = stored.partition(_KEY_END)
+        key = key_bytes.decode()
+        check_entry(key, subkey, value)
+    except (ValueError, msgpack.UnpackException):
+        return None
+    return IndexEntry(key, subkey, value) if DHTID.generate(source=key).to_bytes() == record.key else None
+
+
+class IndexGuard(RecordValidatorBase):
+    """The validator of one node as hivemind wants it."""
+
+    def __init__(self, validator: IndexValidator | None, now: Callable[[], float]) -> None:
+        """`now` gives swarm time; without a `validator` only form and expiration are checked."""
+        self._validator = validator
+        self._now = now
+        self.calls = CallLimits()
+        self.storage: IndexStorage | None = None
+        """This node's share of the index, once there is a node."""
+
+    def validate(self, record: DHTRecord) -> bool:
+        if not is_live(record.expiration_time, self._now()):
+            return False
+        entry = decode_entry(record)
+        return entry is not None and (self._validator is None or self._validator(entry.key, entry.subkey, entry.value))
+
+    def protect(self, protocol: DHTProtocol) -> None:
+        """Put the guard into the protocol of a new DHTNode, before it meets a peer."""
+        find, get_stub = protocol.call_find, protocol.get_stub
+
+        async def find_sane(peer: PeerID, keys: Collection[DHTID]):
+            results = await find(peer, keys) or {}
+            for key, (found, neighbors) in results.items():
+                if found is not None and not is_live(found.expiration_time, self._now()):
+                    results[key] = None, neighbors
+            return results
+
+        # hivemind has no seam for these; the attributes are those of one object, its classes stay as they are.
+        protocol.storage = self.storage = IndexStorage(self._now)
+        protocol.cache = IndexStorage(self._now, max_bytes=0)  # where a stranger says "cache" we say no
+        protocol.serializer = FlatSerializer  # type: ignore[assignment]
+        protocol._validate_dictionary = self.keep_valid
+        protocol.call_find = find_sane
+        protocol.get_stub = lambda peer: CheckedStub(get_stub(peer))  # type: ignore[assignment, return-value]
+        self.calls.install(protocol.p2p._client)
+
+    def keep_valid(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
+        """Drop the subkeys of a reply (or a handed over key) that are not valid; whether any is left."""
+        dictionary.maxsize = float("inf")  # chosen by the peer
+        with dictionary.freeze():
+            for subkey, (value, expires_at) in list(dictionary.items()):
+                is_kept = (
+                    isinstance(subkey, str)
+                    and isinstance(value, bytes)
+                    and isinstance(expires_at, float)
+                    and self.validate(DHTRecord(key_bytes, DHTProtocol.serializer.dumps(subkey), value, expires_at))
+                )
+                if not is_kept:
+                    del dictionary[subkey]
+            for subkey in list(dictionary.data)[MAX_ENTRIES_PER_KEY:]:
+                del dictionary[subkey]
+            return bool(dictionary.data)

@@ -1,0 +1,83 @@
+"""The parts of hivemind that the network needs, imported without torch.
+
+`import hivemind` runs the package's `__init__`, which brings its trainers and so torch along: 3 s and 280 MB that a
+bootstrap peer on a small server has no use for. The DHT and the daemon's client need none of it. So the three packages
+on the way to them are entered here without their `__init__`, under the names that hivemind's own modules import them
+by. Where something else has imported hivemind already, that one is used.
+
+Every other module takes hivemind from here: from swarm.network.hivemind.parts import DHTNode.
+"""
+
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+
+from swarm.errors import NetworkError
+
+_UTILS = ("asyncio", "logging", "networking", "serializer", "timed_storage")
+"""Submodules of hivemind.utils whose names hivemind's own modules import from the package."""
+
+
+def _enter() -> None:
+    """Put `hivemind`, `hivemind.utils` and `hivemind.dht` into sys.modules without running their code."""
+    spec = importlib.util.find_spec("hivemind")
+    if spec is None or spec.submodule_search_locations is None:
+        raise NetworkError('network.backend "hivemind" needs the package hivemind; install it, or set "off"')
+    (root,) = spec.submodule_search_locations
+    package = _shell("hivemind", root)
+    utils, dht = _shell("hivemind.utils", f"{root}/utils"), _shell("hivemind.dht", f"{root}/dht")
+    package.utils, package.dht = utils, dht  # type: ignore[attr-defined]
+    for name in _UTILS:
+        module = importlib.import_module(f"hivemind.utils.{name}")
+        vars(utils).update({key: value for key, value in vars(module).items() if not key.startswith("_")})
+
+
+def _shell(name: str, folder: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__path__ = [folder]
+    module.__package__ = name
+    sys.modules[name] = module
+    return module
+
+
+if "hivemind" not in sys.modules:
+    _enter()
+
+from hivemind import hivemind_cli  # noqa: E402
+from hivemind.dht.node import DHTNode  # noqa: E402
+from hivemind.dht.protocol import DHTProtocol  # noqa: E402
+from hivemind.dht.routing import DHTID  # noqa: E402
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue  # noqa: E402
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase  # noqa: E402
+from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID  # noqa: E402
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo  # noqa: E402
+from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg  # noqa: E402
+from hivemind.proto import dht_pb2, p2pd_pb2  # noqa: E402
+from hivemind.utils.logging import use_hivemind_log_handler  # noqa: E402
+from hivemind.utils.multiaddr import Multiaddr  # noqa: E402
+from hivemind.utils.timed_storage import TimedStorage, ValueWithExpiration  # noqa: E402
+
+__all__ = [
+    "DHTID",
+    "P2P",
+    "DHTLocalStorage",
+    "DHTNode",
+    "DHTProtocol",
+    "DHTRecord",
+    "DictionaryDHTValue",
+    "Multiaddr",
+    "P2PDaemonError",
+    "P2PHandlerError",
+    "PeerID",
+    "RecordValidatorBase",
+    "StreamInfo",
+    "TimedStorage",
+    "ValueWithExpiration",
+    "dht_pb2",
+    "hivemind_cli",
+    "p2pd_pb2",
+    "read_pbmsg_safe",
+    "use_hivemind_log_handler",
+    "write_pbmsg",
+]

@@ -1,0 +1,289 @@
+"""One life of the libp2p daemon with a node of hivemind's DHT on it.
+
+A session that broke is closed and replaced by a new one (`hivemind_transport`), never mended.
+Imports hivemind: `hivemind_transport` imports this module when it starts, not before.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from swarm.errors import NetworkError
+from swarm.network.hivemind.daemon import Daemon
+from swarm.network.hivemind.daemon_control import DaemonControl
+from swarm.network.hivemind.index_guard import IndexGuard, unwrap, wrap
+from swarm.network.hivemind.parts import (
+    DHTID,
+    P2P,
+    DHTNode,
+    DHTProtocol,
+    Multiaddr,
+    P2PDaemonError,
+    P2PHandlerError,
+    PeerID,
+    StreamInfo,
+    hivemind_cli,
+    use_hivemind_log_handler,
+)
+from swarm.network.hivemind.runtime_folder import RuntimeFolder, remove_abandoned
+from swarm.network.reach.role import Role
+from swarm.network.tcp_address import TcpAddress
+
+logger = logging.getLogger(__name__)
+
+StreamHandler = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""(peer id, protocol, reader, writer); closes the stream, raises nothing."""
+
+NUM_REPLICAS = 5
+_RPC_TIMEOUT_S = 3.0
+"""One question to one peer. A peer that is silent for so long holds up every search that meets it."""
+_CONNECT_TIMEOUT_S = 5.0
+_BAN_S = 2.0
+_BAN_GROWTH = 1.5
+"""A peer that did not answer is left alone for 2, 3, 4.5, ... seconds; hivemind's own growth soon reaches minutes."""
+_CONTROL_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 0.5
+_NOBODY = PeerID(b"\x00")
+"""Not a peer id."""
+
+
+class HivemindSession:
+    """Daemon, control connection and DHT node, made by `open`. Not to be used after `close`."""
+
+    def __init__(
+        self, daemon: Daemon, folder: RuntimeFolder, p2p: P2P, node: DHTNode, role: Role, control: DaemonControl
+    ) -> None:
+        self._daemon = daemon
+        self._folder = folder
+        self._p2p = p2p
+        self._node = node
+        self._role = role
+        self.control = control
+        self.addresses: tuple[str, ...] = ()
+        """Multiaddresses of this node, without /p2p."""
+
+    @classmethod
+    async def open(
+        cls,
+        *,
+        key_file: Path,
+        listen: Sequence[TcpAddress],
+        announce: Sequence[TcpAddress],
+        role: Role,
+        guard: IndexGuard,
+        protocols: Sequence[str],
+        handler: StreamHandler,
+        timeout_s: float,
+    ) -> "HivemindSession":
+        """Start a daemon and a DHT node that knows no peer yet. Raises NetworkError, leaving nothing behind."""
+        quiet_hivemind()
+        # Paths of sockets have at most 107 bytes, so they lie in /tmp; in a folder that is closed to others.
+        await asyncio.to_thread(remove_abandoned)
+        folder = RuntimeFolder()
+        binary = Path(hivemind_cli.__path__[0]) / "p2pd"
+        daemon = Daemon(binary, folder.path / "control.sock", key_file, listen, announce, role)
+        try:
+            async with contextlib.AsyncExitStack() as undo, asyncio.timeout(timeout_s):
+                undo.push_async_callback(_remove, daemon, folder)
+                await daemon.start(timeout_s)
+                session = await cls._attach(daemon, folder, guard, role)
+                undo.push_async_callback(session.close)
+                for protocol in protocols:
+                    await session._p2p.add_binary_stream_handler(protocol, _adapted(protocol, handler))
+                session.addresses = await session.control.addresses()
+                undo.pop_all()
+                return session
+        except (P2PDaemonError, OSError, EOFError) as error:
+            cause = str(error) or f"no answer within {timeout_s:.0f} s"
+            raise NetworkError(f"the libp2p daemon must answer, got {cause}; it said: {daemon.last_words}") from None
+
+    @classmethod
+    async def _attach(cls, daemon: Daemon, folder: RuntimeFolder, guard: IndexGuard, role: Role) -> "HivemindSession":
+        # A class of its own per session is the way to tell hivemind where its client socket goes.
+        private_p2p: type[P2P] = type("PrivateP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder.path}/"})
+        p2p = await private_p2p.replicate(Multiaddr(f"/unix{folder.path}/control.sock"))
+        assert p2p.peer_id is not None, "replicate has asked for it"
+        client: Any = p2p._client  # hivemind declares it as None
+        for task in (client.control._read_task, client.control._write_task):
+            # They end with an error when the daemon dies, which is noticed elsewhere, and nobody would look at it.
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        node = await DHTNode.create(
+            p2p=p2p,
+            node_id=DHTID.generate(source=p2p.peer_id.to_bytes()),  # one place in the DHT over restarts
+            num_replicas=NUM_REPLICAS,
+            wait_timeout=_RPC_TIMEOUT_S,
+            blacklist_time=_BAN_S,
+            backoff_rate=_BAN_GROWTH,
+            record_validator=guard,
+            client_mode=not role.is_full,
+            # Entries change by the second and every reader wants the latest: each kind of cache only costs traffic.
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+            reuse_get_requests=False,  # it never forgets a key
+        )
+        guard.protect(node.protocol)
+        return cls(daemon, folder, p2p, node, role, DaemonControl(folder.path / "control.sock"))
+
+    async def exited(self) -> str:
+        """Wait until the daemon is gone; why, as far as it said."""
+        exit_code = await self._daemon.wait()
+        return f"exit code {exit_code}, last output: {self._daemon.last_words}"
+
+    @property
+    def daemon_pid(self) -> int | None:
+        return self._daemon.pid
+
+    @property
+    def neighbors(self) -> frozenset[str]:
+        """Peer ids in the routing table of the DHT."""
+        return frozenset(peer_id.to_base58() for peer_id in self._node.protocol.routing_table.peer_id_to_uid)
+
+    async def greet(self, peers: Mapping[str, Sequence[str]]) -> int:
+        """Connect to peers {peer id: addresses} and enter each other's routing tables; how many answered."""
+        answers = await asyncio.gather(*(self._greet(peer_id, addresses) for peer_id, addresses in peers.items()))
+        return sum(answers)
+
+    async def refresh(self) -> None:
+        """Look for the own neighbours: fills the routing table, and removes from it who does not answer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(3 * _RPC_TIMEOUT_S):
+                await self._node.find_nearest_nodes([self._node.node_id])
+
+    async def check(self) -> None:
+        """A round trip on the connection that carries the DHT. Raises NetworkError where nothing comes back."""
+        client: Any = self._p2p._client
+        try:
+            async with asyncio.timeout(_CONTROL_TIMEOUT_S):
+                await client.call_unary_handler(_NOBODY, "round-trip", b"")
+        except (P2PDaemonError, P2PHandlerError):
+            return  # refused by the daemon itself, without asking any peer: that is the answer
+        except TimeoutError:
+            raise NetworkError(f"the libp2p daemon must answer within {_CONTROL_TIMEOUT_S:.0f} s") from None
+
+    async def peers(self) -> dict[str, tuple[str, ...]]:
+        """Connected peers with the addresses they were seen at. Raises NetworkError where the daemon hangs."""
+        try:
+            async with asyncio.timeout(_CONTROL_TIMEOUT_S):
+                return await self.control.peers()
+        except TimeoutError:
+            raise NetworkError(f"the libp2p daemon must answer within {_CONTROL_TIMEOUT_S:.0f} s") from None
+
+    async def listening_addresses(self, peer_ids: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Where connected peers listen, {peer id: addresses}; a peer of which that is not known is left out."""
+        found: dict[str, tuple[str, ...]] = {}
+        with contextlib.suppress(TimeoutError, NetworkError):
+            async with asyncio.timeout(_CONTROL_TIMEOUT_S):
+                for peer_id in peer_ids:
+                    found[peer_id] = await self.control.listening_addresses(peer_id)
+        return found
+
+    async def drop_connections(self) -> None:
+        """Close every connection: after a sleep or in another network they are dead, which TCP finds out late."""
+        with contextlib.suppress(TimeoutError, NetworkError):
+            async with asyncio.timeout(_CONTROL_TIMEOUT_S):
+                for peer_id in await self.control.peers():
+                    await self.control.disconnect(peer_id)
+
+    async def observed(self, peer_id: str) -> tuple[str, ...]:
+        """The addresses at which a connected peer is seen; none where there is no answer."""
+        with contextlib.suppress(NetworkError):
+            return (await self.peers()).get(peer_id, ())
+        return ()
+
+    async def refresh_addresses(self) -> None:
+        """Relays' reservations come and go, and so do the machine's networks. Raises NetworkError where it hangs."""
+        try:
+            async with asyncio.timeout(_CONTROL_TIMEOUT_S):
+                self.addresses = await self.control.addresses()
+        except TimeoutError:
+            raise NetworkError(f"the libp2p daemon must answer within {_CONTROL_TIMEOUT_S:.0f} s") from None
+
+    async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+        """Whether any of the nodes nearest to `key` took the entry.
+
+        hivemind's own `store` returns what the slowest replica said, so that a hostile one could deny every success.
+        """
+        key_id, entry = DHTID.generate(source=key), DHTProtocol.serializer.dumps(wrap(key, value))
+        nearest = await self._node.find_nearest_nodes(
+            [key_id], k_nearest=2 * NUM_REPLICAS, exclude_self=not self._role.is_full
+        )
+        candidates = list(nearest[key_id].items())  # nearest first, this node among them, some perhaps dead
+        num_answers, is_taken = 0, False
+        while candidates and num_answers < NUM_REPLICAS:
+            num_missing = NUM_REPLICAS - num_answers
+            chosen, candidates = candidates[:num_missing], candidates[num_missing:]
+            answers = await asyncio.gather(
+                *(self._store_at(node_id, peer_id, key_id, subkey, entry, expires_at) for node_id, peer_id in chosen)
+            )
+            num_answers += sum(answer is not None for answer in answers)
+            is_taken = is_taken or any(answers)
+        return is_taken
+
+    async def load(self, key: str) -> dict[str, tuple[bytes, float]]:
+        """{subkey: (value, expires_at)}"""
+        found = await self._node.get(key, latest=True)
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        return {subkey: (unwrap(entry.value), entry.expiration_time) for subkey, entry in found.value.items()}
+
+    async def open_stream(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Raises NetworkError: no such peer, not reachable, or it does not serve the protocol."""
+        return await self.control.open_stream(peer_id, protocol)
+
+    async def close(self) -> None:
+        """Take leave of the DHT and end the daemon. Never raises, never takes more than two seconds."""
+        self._node.is_alive = False
+        with contextlib.suppress(TimeoutError, P2PDaemonError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):  # a dead daemon never answers
+                await self._node.shutdown()
+        await self._p2p.shutdown()
+        await _remove(self._daemon, self._folder)
+
+    async def _store_at(
+        self, node_id: DHTID, peer_id: PeerID, key_id: DHTID, subkey: str, entry: bytes, expires_at: float
+    ) -> bool | None:
+        """None where there is no answer."""
+        protocol = self._node.protocol
+        if node_id != self._node.node_id:
+            answers = await protocol.call_store(peer_id, [key_id], [entry], [expires_at], [subkey])
+            return answers[0] if answers else None
+        subkey_bytes = protocol.serializer.dumps(subkey)
+        return protocol._validate_record(key_id.to_bytes(), subkey_bytes, entry, expires_at) and (
+            protocol.storage.store(key_id, entry, expires_at, subkey=subkey)
+        )
+
+    async def _greet(self, peer_id: str, addresses: Sequence[str]) -> bool:
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await self.control.connect(peer_id, addresses)
+        except (NetworkError, TimeoutError) as error:
+            logger.debug("peer %s does not answer at %s: %s", peer_id, addresses, error or "timeout")
+            return False
+        # It pings back before it lists this node, and hivemind warns if it cannot, or if the clocks differ by 3 s.
+        node_id = await self._node.protocol.call_ping(PeerID.from_base58(peer_id), validate=True, strict=False)
+        return node_id is not None
+
+
+def _adapted(protocol: str, handler: StreamHandler):
+    async def on_stream(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await handler(info.peer_id.to_base58(), protocol, reader, writer)
+
+    return on_stream
+
+
+async def _remove(daemon: Daemon, folder: RuntimeFolder) -> None:
+    await daemon.stop()
+    folder.remove()
+
+
+def quiet_hivemind() -> None:
+    """Undo what importing hivemind does to logging: a handler of its own, and WARNING renamed to WARN everywhere."""
+    use_hivemind_log_handler("nowhere")
+    logging.addLevelName(logging.WARNING, "WARNING")
+    is_debugging = logging.getLogger().isEnabledFor(logging.DEBUG)
+    logging.getLogger("hivemind").setLevel(logging.DEBUG if is_debugging else logging.WARNING)

@@ -1,0 +1,92 @@
+"""The index for nodes that cannot host it: a full peer stores and looks up for them (`swarm/index/1`).
+
+    light node ── [store, key, subkey, value, expires at] ──> full peer ── DHT          answer: [taken]
+               ── [load, key] ───────────────────────────> full peer ── DHT          answer: {subkey: value}
+
+The full peer is not trusted: entries are signed by their owners, and the light node validates what it is told. It can
+only withhold, so a light node asks more than one.
+"""
+
+from typing import Any
+
+import msgpack
+
+from swarm.errors import RequestError
+from swarm.network.index_entry import MAX_ENTRIES_PER_KEY, MAX_KEY_BYTES, MAX_SUBKEY_BYTES, MAX_VALUE_BYTES
+from swarm.network.transport import RequestRefused, Transport
+
+INDEX_PROTOCOL = "swarm/index/1"
+MAX_INDEX_REQUEST_BYTES = MAX_KEY_BYTES + MAX_SUBKEY_BYTES + MAX_VALUE_BYTES + 64
+MAX_INDEX_RESPONSE_BYTES = 1 << 20
+_STORE, _LOAD = 0, 1
+_ENTRY_OVERHEAD_BYTES = 8
+
+
+def store_request(key: str, subkey: str, value: bytes, expires_at: float) -> bytes:
+    return _pack([_STORE, key, subkey, value, float(expires_at)])
+
+
+def load_request(key: str) -> bytes:
+    return _pack([_LOAD, key])
+
+
+def read_stored(response: bytes) -> bool:
+    """Raises RequestError for a malformed answer."""
+    match _unpacked(response):
+        case bool(is_taken):
+            return is_taken
+    raise RequestError("an index peer must answer yes or no, got something else", "damaged")
+
+
+def read_loaded(response: bytes) -> dict[str, bytes]:
+    """Raises RequestError for a malformed answer. Says nothing about the validity of the entries."""
+    entries = _unpacked(response)
+    if not isinstance(entries, dict) or len(entries) > MAX_ENTRIES_PER_KEY:
+        raise RequestError("an index peer must answer with entries, got something else", "damaged")
+    return {key: value for key, value in entries.items() if isinstance(key, str) and isinstance(value, bytes)}
+
+
+class IndexGateway:
+    """The full peer's side: a request handler over its own transport."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    async def answer(self, peer_id: str, request: bytes) -> bytes:
+        try:
+            fields = msgpack.unpackb(request)
+        except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
+            raise RequestRefused("malformed") from None
+        match fields:
+            case [0, str(key), str(subkey), bytes(value), float(expires_at)]:
+                try:
+                    return _pack(await self._transport.store(key, subkey, value, expires_at))
+                except ValueError:
+                    raise RequestRefused("invalid entry") from None
+            case [1, str(key)] if len(key.encode()) <= MAX_KEY_BYTES:
+                return _packed_within_bound(await self._transport.load(key))
+        raise RequestRefused("malformed")
+
+
+def _packed_within_bound(entries: dict[str, bytes]) -> bytes:
+    """As many entries as an answer may hold; readers ask again, and others."""
+    kept, num_bytes = {}, 16
+    for subkey, value in entries.items():
+        num_bytes += len(subkey.encode()) + len(value) + _ENTRY_OVERHEAD_BYTES
+        if num_bytes > MAX_INDEX_RESPONSE_BYTES:
+            break
+        kept[subkey] = value
+    return _pack(kept)
+
+
+def _pack(fields: Any) -> bytes:
+    packed = msgpack.packb(fields)
+    assert packed is not None, "packb returns bytes"
+    return packed
+
+
+def _unpacked(response: bytes) -> Any:
+    try:
+        return msgpack.unpackb(response)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
+        raise RequestError("an index peer must answer in msgpack, got something else", "damaged") from None

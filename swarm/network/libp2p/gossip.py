@@ -1,0 +1,279 @@
+"""Gossip over py-libp2p's GossipSub: a message is judged before it is passed on, so garbage dies at the first honest hop.
+
+    peer → stream → GuardedPubsub (forwarder still listened to? handler's verdict) → mesh of the topic
+
+It needs no inbound port: a node behind a router dials others. Messages carry no signature of pubsub's own, the record
+inside is signed by its author. The plane may end by whatever a peer found to break py-libp2p with: it is then opened
+again, and the index carries the headers meanwhile.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Self
+
+from swarm.config import NetworkSection
+from swarm.errors import NetworkError
+from swarm.network.gossip import Addresses, ForwarderGuard, GossipAddressBook
+from swarm.network.libp2p.host import Libp2pHost
+from swarm.network.libp2p.parts import (
+    ID,
+    PROTOCOL_ID_V11,
+    GossipSub,
+    IHost,
+    INetStream,
+    Pubsub,
+    ValidationError,
+    background_trio_service,
+    rpc_pb2,
+)
+from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
+from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, Verdict
+from swarm.records.identity import Identity
+
+logger = logging.getLogger(__name__)
+
+NUM_NEIGHBORS = 8
+"""Connections a node sees to; others may connect to it beyond that."""
+DEGREE, DEGREE_LOW, DEGREE_HIGH = 4, 3, 8
+HEARTBEAT_S = 1
+MAINTENANCE_INTERVAL_S = 2.0
+_MAX_RPC_BYTES = 256 * 1024
+_MAX_RESTART_PAUSE_S = 30.0
+
+
+class GuardedGossipSub(GossipSub):
+    """Without two of py-libp2p's protections, which a stranger can turn against honest authors."""
+
+    def _check_equivocation(self, msg: rpc_pb2.Message) -> bool:
+        # Author and sequence number of an unsigned message are anybody's claim; and it would remember all of them.
+        return True
+
+
+class GuardedPubsub(Pubsub):
+    """Judges messages synchronously, and lets no exception of a hostile message end the host."""
+
+    def __init__(
+        self, host: IHost, router: GossipSub, guard: ForwarderGuard, handlers: dict[str, GossipHandler]
+    ) -> None:
+        super().__init__(
+            host,
+            router,
+            strict_signing=False,
+            msg_id_constructor=_message_id,
+            max_inbound_rpc_size=_MAX_RPC_BYTES,
+            max_subscriptions_per_rpc=64,
+            max_subscriptions_per_peer=64,
+        )
+        self._guard = guard
+        self._handlers = handlers
+
+    async def stream_handler(self, stream: INetStream) -> None:
+        try:
+            await super().stream_handler(stream)
+        except Exception as error:  # bytes that are no protobuf, too many messages at once, ...
+            logger.debug("a gossip stream broke: %s: %s", type(error).__name__, error)
+            self._guard.blame(str(stream.muxed_conn.peer_id))
+            with contextlib.suppress(Exception):
+                await stream.reset()
+
+    async def push_msg(self, msg_forwarder: ID, msg: rpc_pb2.Message) -> None:
+        try:
+            await super().push_msg(msg_forwarder, msg)
+        except Exception as error:  # a field that py-libp2p did not expect
+            logger.debug("a gossip message broke: %s: %s", type(error).__name__, error)
+            self._guard.blame(str(msg_forwarder))
+
+    async def validate_msg(self, msg_forwarder: ID, msg: rpc_pb2.Message) -> None:
+        if msg_forwarder == self.my_id:
+            return
+        topics = list(msg.topicIDs)
+        handler = self._handlers.get(topics[0]) if len(topics) == 1 else None
+        if self._guard.judge(str(msg_forwarder), msg.data, handler) is not Verdict.ACCEPT:
+            raise ValidationError("not passed on")
+
+    def notify_subscriptions(self, publish_message: rpc_pb2.Message) -> None:
+        """The handler has taken it already."""
+
+
+class Libp2pGossip:
+    """See `gossip.Gossip`."""
+
+    def __init__(
+        self, identity: Identity, listen: Sequence[TcpAddress], announce: Sequence[TcpAddress], *, timeout_s: float
+    ) -> None:
+        """`timeout_s`: longest wait for the host to come up. `announce`: told to others in place of `listen`."""
+        self._identity = identity
+        self._listen = tuple(listen)
+        self._announce = tuple(announce)
+        self._timeout_s = timeout_s
+        self._handlers: dict[str, GossipHandler] = {}
+        self._guard = ForwarderGuard(time.monotonic)
+        self._rng = random.Random(identity.peer_id + "gossip")  # each node picks others
+        self._book = GossipAddressBook(identity.peer_id, self._rng)
+        self._host: Libp2pHost | None = None
+        self._pubsub: GuardedPubsub | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.num_restarts = 0
+
+    @classmethod
+    def of(cls, config: NetworkSection, identity: Identity) -> Self:
+        """With the addresses of the settings. Raises ConfigError for a malformed one."""
+        listen = parse_setting("gossip_listen", config.gossip_listen) or tuple(
+            replace(address, port=0) for address in parse_setting("listen", config.listen)
+        )
+        announce = parse_setting("gossip_announce", config.gossip_announce)
+        return cls(identity, listen, announce, timeout_s=config.startup_timeout_s)
+
+    @property
+    def rejected(self) -> Counter[str]:
+        return self._guard.rejected
+
+    @property
+    def addresses(self) -> Addresses:
+        if self._announce:
+            return tuple(map(str, self._announce))
+        return () if self._host is None else self._host.addresses
+
+    async def start(self) -> None:
+        """Raises NetworkError."""
+        await self._open()
+        self._supervisor = asyncio.create_task(self._supervise(), name="gossip-supervisor")
+
+    async def stop(self) -> None:
+        tasks = [task for task in (self._supervisor, *self._tasks) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        host, self._host, self._pubsub, self._supervisor = self._host, None, None, None
+        if host is not None:
+            await host.close()
+
+    def peers(self) -> tuple[str, ...]:
+        return () if self._host is None else self._host.peers()
+
+    def meet(self, peer_id: str, addresses: Addresses) -> None:
+        num_known = len(self._book)
+        self._book.meet(peer_id, addresses)
+        if len(self._book) > num_known and len(self.peers()) < NUM_NEIGHBORS:
+            self._wake.set()
+
+    def subscribe(self, topic: str, handler: GossipHandler) -> None:
+        is_new = topic not in self._handlers
+        self._handlers[topic] = handler
+        if is_new and self._pubsub is not None:
+            self._in_background(self._pubsub.subscribe, topic)
+
+    def unsubscribe(self, topic: str) -> None:
+        if self._handlers.pop(topic, None) is not None and self._pubsub is not None:
+            self._in_background(self._pubsub.unsubscribe, topic)
+
+    async def publish(self, topic: str, message: bytes) -> None:
+        if len(message) > MAX_GOSSIP_BYTES:
+            raise ValueError(f"a gossip message must be <= {MAX_GOSSIP_BYTES} bytes, got {len(message)}")
+        if self._pubsub is not None and self._host is not None:
+            with contextlib.suppress(NetworkError):  # being restarted; the index has the record
+                await self._host.run(self._pubsub.publish, topic, message)
+
+    async def _open(self) -> None:
+        self._host = await Libp2pHost.open(
+            self._identity, self._listen, services=self._services, timeout_s=self._timeout_s
+        )
+        self._listen = with_actual_ports(self._listen, self._host.addresses)  # others know these ports by now
+        assert self._pubsub is not None, "made by _services"
+        for topic in self._handlers:
+            await self._host.run(self._pubsub.subscribe, topic)
+
+    @contextlib.asynccontextmanager
+    async def _services(self, host: IHost) -> AsyncIterator[None]:
+        """In trio: pubsub on a new host, for as long as that lives."""
+        router = GuardedGossipSub(
+            protocols=[PROTOCOL_ID_V11],
+            degree=DEGREE,
+            degree_low=DEGREE_LOW,
+            degree_high=DEGREE_HIGH,
+            heartbeat_interval=HEARTBEAT_S,  # py-libp2p's own is 120 s: that long until a mesh exists
+            heartbeat_initial_delay=0.1,
+            prune_back_off=10,
+            spam_protection_enabled=False,  # drops honest messages above 10 per second without a word; see the guard
+            eclipse_protection_enabled=False,  # counts addresses, and all of a testbed's nodes have one
+            adaptive_gossip_enabled=False,
+        )
+        pubsub = GuardedPubsub(host, router, self._guard, self._handlers)
+        async with background_trio_service(pubsub), background_trio_service(router):
+            await pubsub.wait_until_ready()
+            self._pubsub = pubsub
+            yield
+
+    async def _supervise(self) -> None:
+        """Keep an open host with enough neighbours, for as long as the node runs."""
+        num_failures = 0
+        while True:
+            if self._host is None:
+                await asyncio.sleep(min(2.0**num_failures, _MAX_RESTART_PAUSE_S) * self._rng.uniform(0.5, 1.0))
+                num_failures = 0 if await self._reopen() else num_failures + 1
+                continue
+            exited = asyncio.create_task(self._host.exited())
+            woken = asyncio.create_task(self._wake.wait())
+            await asyncio.wait({exited, woken}, timeout=MAINTENANCE_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+            woken.cancel()
+            if exited.done():
+                logger.warning("the gossip plane broke down and is opened again: %s", exited.result())
+                host, self._host, self._pubsub = self._host, None, None
+                await host.close()
+            else:
+                exited.cancel()
+                self._wake.clear()
+                await self._tend(self._host)
+
+    async def _reopen(self) -> bool:
+        self.num_restarts += 1
+        try:
+            await self._open()
+        except NetworkError as error:
+            logger.warning("the gossip plane did not open: %s", error)
+            return False
+        return True
+
+    async def _tend(self, host: Libp2pHost) -> None:
+        """Drop peers that are shut out, and connect to others where there are too few."""
+        for peer_id in host.peers():
+            if self._guard.is_shut_out(peer_id):
+                logger.info("gossip peer %s is shut out for a while: too many invalid messages", peer_id)
+                self._book.forget(peer_id)
+                with contextlib.suppress(NetworkError):
+                    await host.disconnect(peer_id)
+        connected = host.peers()
+        chosen = self._book.choose(NUM_NEIGHBORS - len(connected), connected)
+        chosen = {peer_id: at for peer_id, at in chosen.items() if not self._guard.is_shut_out(peer_id)}
+        await asyncio.gather(*(self._connect(host, peer_id, at) for peer_id, at in chosen.items()))
+
+    async def _connect(self, host: Libp2pHost, peer_id: str, addresses: Addresses) -> None:
+        try:
+            await host.connect(peer_id, addresses)
+        except NetworkError as error:
+            logger.debug("gossip peer %s: %s", peer_id, error)
+            self._book.forget(peer_id)  # its next presence record brings it back
+
+    def _in_background(self, function, topic: str) -> None:
+        async def work() -> None:
+            if self._host is not None:
+                with contextlib.suppress(NetworkError):
+                    await self._host.run(function, topic)
+
+        task = asyncio.create_task(work())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _message_id(message: rpc_pb2.Message) -> bytes:
+    topic = message.topicIDs[0] if message.topicIDs else ""
+    return hashlib.sha256(topic.encode() + b"\0" + message.data).digest()[:16]

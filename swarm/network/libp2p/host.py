@@ -1,0 +1,248 @@
+"""A libp2p host in Python (py-libp2p): what the daemon does, for machines that have no daemon, and for gossip.
+
+    asyncio: StreamReader/StreamWriter ══ socket pair ══ pump (trio) ══ libp2p stream ══ peer
+
+It speaks to the Go daemon of other nodes and to its own kind. py-libp2p ends a whole host with whatever exception a
+handler lets out, so every handler is wrapped here, and a host that ended all the same says so through `exited`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+
+from swarm.errors import NetworkError
+from swarm.network.libp2p.parts import (
+    ID,
+    ConnectionConfig,
+    IHost,
+    INetStream,
+    Multiaddr,
+    PeerInfo,
+    StreamError,
+    TProtocol,
+    create_new_key_pair,
+    new_host,
+    trio,
+)
+from swarm.network.libp2p.trio_guest import TrioGuest
+from swarm.network.requests.framing import PIECE_BYTES
+from swarm.network.tcp_address import TcpAddress
+from swarm.records.identity import Identity
+
+logger = logging.getLogger(__name__)
+
+StreamHandler = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""(peer id, protocol, reader, writer); closes the stream, raises nothing. Runs on asyncio."""
+HostServices = Callable[[IHost], AbstractAsyncContextManager[None]]
+"""What runs on a host as long as it lives, such as pubsub (a trio context)."""
+
+_DIAL_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 1.0
+_MAX_CONNECTIONS = 128
+_MAX_CONNECTIONS_PER_PEER = 2
+
+
+class Libp2pHost:
+    """One host, from `open` to `close`. Not to be used after `close`."""
+
+    def __init__(
+        self,
+        guest: TrioGuest,
+        identity: Identity,
+        listen: Sequence[TcpAddress],
+        handlers: dict[str, StreamHandler],
+        services: HostServices,
+    ) -> None:
+        self._guest = guest
+        self._identity = identity
+        self._listen = [Multiaddr(str(address)) for address in listen]
+        self._handlers = handlers
+        self._services = services
+        self._conversations: set[asyncio.Task[None]] = set()
+        self._life: asyncio.Task[None] | None = None
+        self._cause = "it was closed"
+
+    @classmethod
+    async def open(
+        cls,
+        identity: Identity,
+        listen: Sequence[TcpAddress],
+        *,
+        protocols: Sequence[str] = (),
+        handler: StreamHandler | None = None,
+        services: HostServices | None = None,
+        timeout_s: float,
+    ) -> "Libp2pHost":
+        """A host that listens. Raises NetworkError with the cause."""
+        quiet_libp2p()
+        handlers = {protocol: handler for protocol in protocols if handler is not None}
+        host = cls(await TrioGuest.enter(), identity, listen, handlers, services or _no_services)
+        ready = asyncio.get_running_loop().create_future()
+        host._life = asyncio.create_task(host._live(ready), name="libp2p-host")
+        try:
+            await asyncio.wait([ready, host._life], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                cause = host._cause if host._life.done() else f"no answer within {timeout_s:.0f} s"
+                raise NetworkError(f"py-libp2p must start on {', '.join(map(str, listen))}, got {cause}")
+        except BaseException:
+            await host.close()
+            raise
+        return host
+
+    async def close(self) -> None:
+        """End the host and every stream on it. Idempotent."""
+        if self._life is None:
+            return
+        life, self._life = self._life, None
+        for task in (life, *self._conversations):
+            task.cancel()
+        await asyncio.gather(life, *self._conversations, return_exceptions=True)
+        await self._guest.leave()
+
+    async def exited(self) -> str:
+        """Wait until the host has ended by itself; why."""
+        assert self._life is not None, "closed"
+        await asyncio.wait([self._life])
+        return self._cause
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Listening multiaddresses, without /p2p."""
+        return tuple(str(address).rpartition("/p2p/")[0] or str(address) for address in self._host.get_addrs())
+
+    def peers(self) -> tuple[str, ...]:
+        """Peer ids with an open connection."""
+        return tuple(str(peer_id) for peer_id in self._host.get_connected_peers())
+
+    async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
+        """Open a connection, at once if there is one already. Raises NetworkError."""
+        try:
+            info = PeerInfo(ID.from_base58(peer_id), [Multiaddr(address) for address in addresses])
+        except ValueError as error:  # a stranger announced them
+            raise NetworkError(f"connect to {peer_id}: {error}") from None
+        await self._ask(f"connect to {peer_id}", self._host.connect, info)
+
+    async def disconnect(self, peer_id: str) -> None:
+        """Close all connections to a peer. Raises NetworkError."""
+        await self._ask(f"disconnect {peer_id}", self._host.disconnect, ID.from_base58(peer_id))
+
+    async def open_stream(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A raw stream to a connected peer, to be closed by the caller. Raises NetworkError."""
+        stream = await self._ask(
+            f"open {protocol} to {peer_id}", self._host.new_stream, ID.from_base58(peer_id), [TProtocol(protocol)]
+        )
+        near, far = socket.socketpair()
+        self._converse(self._pump(stream, far))
+        return await asyncio.open_connection(sock=near)
+
+    async def run(self, function: Callable, *arguments):
+        """Await a trio coroutine of a service that lives on this host. Raises NetworkError, or what it raises."""
+        return await self._guest.run(function, *arguments)
+
+    async def _ask(self, what: str, function: Callable, *arguments):
+        try:
+            async with asyncio.timeout(_DIAL_TIMEOUT_S):
+                return await self._guest.run(function, *arguments)
+        except TimeoutError:
+            raise NetworkError(f"{what}: no answer within {_DIAL_TIMEOUT_S:.0f} s") from None
+        except NetworkError:
+            raise
+        except Exception as error:  # py-libp2p has dozens of types for "this peer cannot be reached"
+            raise NetworkError(f"{what}: {error or type(error).__name__}") from None
+
+    async def _live(self, ready: "asyncio.Future[None]") -> None:
+        try:
+            await self._guest.run(self._serve, ready)
+        except Exception as error:  # the host's edge: the supervisor asks for the cause and opens another one
+            self._cause = _innermost(error)
+
+    async def _serve(self, ready: "asyncio.Future[None]") -> None:
+        """The life of the host, in trio."""
+        config = ConnectionConfig(
+            max_connections=_MAX_CONNECTIONS,
+            high_watermark=_MAX_CONNECTIONS,
+            low_watermark=0,
+            min_connections=0,  # connections are made by who needs them
+            max_connections_per_peer=_MAX_CONNECTIONS_PER_PEER,
+            dial_timeout=_DIAL_TIMEOUT_S,
+        )
+        self._host = new_host(
+            key_pair=create_new_key_pair(self._identity.seed),
+            listen_addrs=self._listen,
+            muxer_preference="YAMUX",
+            connection_config=config,
+        )
+        for protocol, handler in self._handlers.items():
+            self._host.set_stream_handler(TProtocol(protocol), self._inbound(protocol, handler))
+        async with self._host.run(listen_addrs=self._listen), self._services(self._host):
+            if not ready.done():
+                ready.set_result(None)
+            await trio.sleep_forever()
+
+    def _inbound(self, protocol: str, handler: StreamHandler) -> Callable[[INetStream], Awaitable[None]]:
+        async def on_stream(stream: INetStream) -> None:
+            near, far = socket.socketpair()
+            self._converse(self._answer(str(stream.muxed_conn.peer_id), protocol, handler, near))
+            await pump(stream, far)
+
+        return on_stream
+
+    async def _answer(self, peer_id: str, protocol: str, handler: StreamHandler, near: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=near)
+        await handler(peer_id, protocol, reader, writer)
+
+    async def _pump(self, stream: INetStream, far: socket.socket) -> None:
+        with contextlib.suppress(NetworkError):
+            await self._guest.run(pump, stream, far)
+
+    def _converse(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._conversations.add(task)
+        task.add_done_callback(self._conversations.discard)
+
+
+async def pump(stream: INetStream, far: socket.socket) -> None:
+    """Carry bytes between a libp2p stream and a socket until both directions end. In trio; raises nothing."""
+    side = trio.SocketStream(trio.socket.from_stdlib_socket(far))
+    try:
+        async with side, trio.open_nursery() as nursery:
+            nursery.start_soon(_carry_in, stream, side)
+            await _carry_out(side, stream)
+            nursery.cancel_scope.cancel()
+    except Exception as error:  # a peer must not end the host by the way in which it breaks a stream
+        logger.debug("a stream broke: %s", _innermost(error))
+    with trio.move_on_after(_CLOSE_TIMEOUT_S) as scope, contextlib.suppress(Exception):
+        scope.shield = True
+        await stream.close()
+
+
+async def _carry_in(stream: INetStream, side: "trio.SocketStream") -> None:
+    with contextlib.suppress(StreamError):  # also how a plain end is told
+        while data := await stream.read(PIECE_BYTES):
+            await side.send_all(data)
+    await side.send_eof()
+
+
+async def _carry_out(side: "trio.SocketStream", stream: INetStream) -> None:
+    while data := await side.receive_some(PIECE_BYTES):
+        await stream.write(data)
+
+
+@contextlib.asynccontextmanager
+async def _no_services(host: IHost):
+    yield
+
+
+def _innermost(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
+
+
+def quiet_libp2p() -> None:
+    """py-libp2p warns of what peers do wrong, once per message: only with debug logging."""
+    is_debugging = logging.getLogger().isEnabledFor(logging.DEBUG)
+    logging.getLogger("libp2p").setLevel(logging.DEBUG if is_debugging else logging.CRITICAL)

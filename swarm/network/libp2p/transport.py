@@ -1,0 +1,250 @@
+"""The transport of a node without the daemon, which ships for Linux on x86-64 only: all of it in Python.
+
+    index    → `swarm/index/1` of full peers (configured ones, and those whose presence says that they host the index)
+    requests → streams of a py-libp2p host, to daemons and to its own kind
+    gossip   → a second host, as on every node
+
+It hosts no part of the index, and others reach it only over connections that it made or where its address is open.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+
+from swarm.config import NetworkSection
+from swarm.errors import NetworkError, RequestError
+from swarm.network.gossip import Gossip, GossipSlot
+from swarm.network.index_entry import MAX_LIFETIME_S, check_entry
+from swarm.network.index_gateway import (
+    INDEX_PROTOCOL,
+    MAX_INDEX_RESPONSE_BYTES,
+    load_request,
+    read_loaded,
+    read_stored,
+    store_request,
+)
+from swarm.network.libp2p.host import Libp2pHost
+from swarm.network.requests.client import Stream, StreamRequests
+from swarm.network.requests.server import RequestServer
+from swarm.network.tcp_address import parse_setting, with_actual_ports
+from swarm.network.transport import Contact, GossipHandler, IndexValidator, RequestHandler, TrafficCounter
+from swarm.records.identity import Identity
+
+logger = logging.getLogger(__name__)
+
+NUM_INDEX_PEERS = 3
+"""Full peers that a node keeps a connection to, and asks: one alone could withhold entries."""
+_TEND_INTERVAL_S = 5.0
+_MAX_CONTACTS = 512
+_INDEX_TIMEOUT_S = 5.0
+
+
+class LightTransport:
+    """See `transport.Transport`."""
+
+    hosts_index = False
+
+    def __init__(
+        self,
+        config: NetworkSection,
+        identity: Identity,
+        validator: IndexValidator | None = None,
+    ) -> None:
+        """Raises ConfigError for a malformed address."""
+        self.peer_id = identity.peer_id
+        self.traffic = TrafficCounter()
+        self.gossip = GossipSlot(None if config.gossip == "off" else self._make_gossip)
+        self._config = config
+        self._identity = identity
+        self._validator = validator
+        self._rng = random.Random(identity.peer_id)
+        self._listen = parse_setting("listen", config.listen)
+        self._announce = parse_setting("announce", config.announce)
+        self._server = RequestServer.of(config, self.traffic)
+        self._requests = StreamRequests(self._open_stream, self.traffic)
+        self._contacts: dict[str, Contact] = {}
+        for address in parse_setting("initial_peers", config.initial_peers):
+            if address.peer_id is not None and address.peer_id != self.peer_id:
+                known = self._contacts.get(address.peer_id)
+                addresses = (*(known.addresses if known else ()), address.transport)
+                self._contacts[address.peer_id] = Contact(address.peer_id, addresses, (), hosts_index=True)
+        self._configured = frozenset(self._contacts)
+        self._host: Libp2pHost | None = None
+        self._tender: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raises NetworkError. Full peers that do not answer are no error: they are tried again."""
+        assert self._host is None, "started twice"
+        try:
+            self._host = await self._open()
+            await self.gossip.start()
+            await self._tend(self._host)
+        except BaseException:
+            await self.stop()
+            raise
+        self._tender = asyncio.create_task(self._keep_tending(), name="network-supervisor")
+
+    async def stop(self) -> None:
+        if self._tender is not None:
+            self._tender.cancel()
+            await asyncio.gather(self._tender, return_exceptions=True)
+            self._tender = None
+        await self._server.close()
+        await self.gossip.stop()
+        host, self._host = self._host, None
+        if host is not None:
+            await host.close()
+
+    def now(self) -> float:
+        return time.time()
+
+    def addresses(self) -> tuple[str, ...]:
+        if self._host is None:
+            return ()
+        addresses = tuple(map(str, self._announce)) or self._host.addresses
+        return tuple(f"{address}/p2p/{self.peer_id}" for address in addresses)
+
+    def gossip_addresses(self) -> tuple[str, ...]:
+        return self.gossip.addresses
+
+    def meet(self, contact: Contact) -> None:
+        self.gossip.meet(contact.peer_id, contact.gossip_addresses)
+        if contact.peer_id == self.peer_id or contact.peer_id in self._configured or not contact.addresses:
+            return
+        self._contacts.pop(contact.peer_id, None)
+        self._contacts[contact.peer_id] = contact
+        while len(self._contacts) > _MAX_CONTACTS:
+            oldest = next(peer_id for peer_id in self._contacts if peer_id not in self._configured)
+            del self._contacts[oldest]
+
+    async def connected_peers(self) -> tuple[str, ...]:
+        return () if self._host is None else self._host.peers()
+
+    async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+        check_entry(key, subkey, value)
+        expires_at = min(expires_at, self.now() + MAX_LIFETIME_S)
+        request = store_request(key, subkey, value, expires_at)
+        is_taken = False
+        for answer in await self._ask_index(request):
+            with contextlib.suppress(RequestError):  # this peer is broken; the others count
+                is_taken = read_stored(answer) or is_taken
+        return is_taken
+
+    async def load(self, key: str) -> dict[str, bytes]:
+        entries: dict[str, bytes] = {}
+        for answer in await self._ask_index(load_request(key)):
+            with contextlib.suppress(RequestError):  # this peer is broken; the others count
+                entries |= read_loaded(answer)
+        is_valid = self._validator
+        return {sub: value for sub, value in entries.items() if is_valid is None or is_valid(key, sub, value)}
+
+    def serve(self, protocol: str, handler: RequestHandler, *, max_request_bytes: int) -> None:
+        assert self._host is None, "serve() comes before start()"
+        self._server.serve(protocol, handler, max_request_bytes=max_request_bytes)
+
+    async def request(
+        self, peer_id: str, protocol: str, request: bytes, *, max_response_bytes: int, deadline_s: float
+    ) -> bytes:
+        return await self._requests.request(
+            peer_id, protocol, request, max_response_bytes=max_response_bytes, deadline_s=deadline_s
+        )
+
+    def subscribe(self, topic: str, handler: GossipHandler) -> None:
+        self.gossip.subscribe(topic, handler)
+
+    def unsubscribe(self, topic: str) -> None:
+        self.gossip.unsubscribe(topic)
+
+    async def publish(self, topic: str, message: bytes) -> None:
+        await self.gossip.publish(topic, message)
+
+    def _make_gossip(self) -> Gossip:
+        if self._config.gossip == "daemon":
+            raise NetworkError('network.gossip = "daemon" needs network.backend = "hivemind", got "libp2p"; change one')
+        from swarm.network.libp2p.gossip import Libp2pGossip
+
+        return Libp2pGossip.of(self._config, self._identity)
+
+    async def _open(self) -> Libp2pHost:
+        host = await Libp2pHost.open(
+            self._identity,
+            self._listen,
+            protocols=self._server.protocols,
+            handler=self._server.answer_stream,
+            timeout_s=self._config.startup_timeout_s,
+        )
+        self._listen = with_actual_ports(self._listen, host.addresses)
+        return host
+
+    async def _open_stream(self, peer_id: str, protocol: str) -> Stream:
+        host = self._host
+        if host is None:
+            raise NetworkError("the network is down; it is being restarted")
+        contact = self._contacts.get(peer_id)
+        if peer_id not in host.peers():
+            if contact is None:
+                raise NetworkError("no address of this peer is known")
+            await host.connect(peer_id, contact.addresses)
+        return await host.open_stream(peer_id, protocol)
+
+    async def _ask_index(self, request: bytes) -> list[bytes]:
+        """The answers of the full peers that are asked, as many as come."""
+        host = self._host
+        connected = set(host.peers()) if host is not None else set()
+        full = [peer_id for peer_id, contact in self._contacts.items() if contact.hosts_index]
+        full.sort(key=lambda peer_id: (peer_id not in connected, peer_id not in self._configured))
+        answers = await asyncio.gather(
+            *(self._ask(peer_id, request) for peer_id in full[:NUM_INDEX_PEERS]), return_exceptions=False
+        )
+        return [answer for answer in answers if answer is not None]
+
+    async def _ask(self, peer_id: str, request: bytes) -> bytes | None:
+        try:
+            return await self.request(
+                peer_id,
+                INDEX_PROTOCOL,
+                request,
+                max_response_bytes=MAX_INDEX_RESPONSE_BYTES,
+                deadline_s=min(_INDEX_TIMEOUT_S, self._config.request_timeout_s),
+            )
+        except RequestError as error:
+            logger.debug("index peer %s: %s", peer_id, error)
+            return None
+
+    async def _keep_tending(self) -> None:
+        """Keep an open host with connections to full peers, for as long as the node runs."""
+        while True:
+            if self._host is None:
+                try:
+                    self._host = await self._open()
+                except NetworkError as error:
+                    logger.warning("network did not restart, it is tried again: %s", error)
+                    await asyncio.sleep(_TEND_INTERVAL_S)
+                    continue
+            exited = asyncio.create_task(self._host.exited())
+            await asyncio.wait({exited}, timeout=_TEND_INTERVAL_S)
+            if exited.done():
+                logger.warning("the network broke down and is restarted: %s", exited.result())
+                host, self._host = self._host, None
+                await host.close()
+            else:
+                exited.cancel()
+                await self._tend(self._host)
+
+    async def _tend(self, host: Libp2pHost) -> None:
+        connected = set(host.peers())
+        full = [contact for contact in self._contacts.values() if contact.hosts_index]
+        absent = [contact for contact in full if contact.peer_id not in connected]
+        num_missing = NUM_INDEX_PEERS - (len(full) - len(absent))
+        self._rng.shuffle(absent)
+        absent.sort(key=lambda contact: contact.peer_id not in self._configured)
+        await asyncio.gather(*(self._connect(host, contact) for contact in absent[: max(num_missing, 0)]))
+
+    @staticmethod
+    async def _connect(host: Libp2pHost, contact: Contact) -> None:
+        try:
+            await host.connect(contact.peer_id, contact.addresses)
+        except NetworkError as error:
+            logger.debug("full peer %s: %s", contact.peer_id, error)

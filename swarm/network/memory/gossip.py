@@ -1,0 +1,290 @@
+"""GossipSub in small (libp2p's pubsub v1.1), for the in-memory network.
+
+    publish ─→ mesh of D peers per topic ─→ each: seen before? → handler's verdict → its own mesh
+    every heartbeat: mesh kept between D_LOW and D_HIGH · ids of recent messages (IHAVE) to peers outside the mesh,
+                     who ask for what they lack (IWANT): so a message that was lost on the way still comes
+
+As in the original: validation before forwarding, a seen-cache, grafts and prunes with back-off, fan-out to a topic that the
+node is not in, a score that invalid messages lower until the forwarder is pruned and then ignored, and a bound on what one
+peer may send between two heartbeats. Idealised: whom to find in a topic comes from the network object (its cost is charged as
+one index lookup), control messages that tend the mesh are never lost, and scores count invalid messages only.
+"""
+
+import functools
+import itertools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from swarm.network.memory.mesh import D_LOW, Control, D, TopicMesh, find_in_topic
+from swarm.network.memory.message import FRAME_BYTES, ID_BYTES, GossipMessage
+from swarm.network.memory.network import MemoryNetwork
+from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, TrafficCounter, Verdict
+
+logger = logging.getLogger(__name__)
+
+D_LAZY = 6
+"""Peers outside the mesh that are told the ids of recent messages at each heartbeat."""
+HEARTBEAT_S = 1.0
+HISTORY_HEARTBEATS = 5
+"""So long a message can be asked for."""
+GOSSIP_HEARTBEATS = 3
+"""So long its id is told."""
+SEEN_S = 120.0
+MAX_SEEN = 65_536
+MAX_CACHED = 4_096
+MAX_FANOUT_TOPICS = 64
+FANOUT_S = 60.0
+MAX_IDS = 500
+"""Ids in one IHAVE or IWANT; more are cut off."""
+MAX_NEW_PER_HEARTBEAT = 500
+"""New messages of one peer that are looked at between two heartbeats; more are dropped unseen."""
+INVALID_PENALTY, PRUNE_SCORE, IGNORE_SCORE, SCORE_DECAY = -1.0, -2.5, -9.5, 0.97
+"""Three invalid messages within some seconds cost a place in the mesh, ten the hearing."""
+OnAccept = Callable[[str, GossipMessage, int], None]
+"""(peer id, message, links that it crossed), for every node that takes a message; 0 links at its author."""
+
+
+@dataclass(slots=True)
+class _Topic:
+    handler: GossipHandler
+    mesh: TopicMesh
+    recent: list[list[bytes]] = field(default_factory=lambda: [[]])  # ids by heartbeat, newest first
+
+
+class GossipRouter:
+    """Gossip of one node. Handlers run in it, on the loop; what they raise costs the message, never the node."""
+
+    def __init__(self, network: MemoryNetwork, peer_id: str, traffic: TrafficCounter) -> None:
+        self.num_dropped = 0
+        """Messages beyond what one peer may send."""
+        self.num_rejected = 0
+        self.on_accept: OnAccept | None = None
+        self._network = network
+        self._peer_id = peer_id
+        self._traffic = traffic
+        self._is_running = False
+        self._topics: dict[str, _Topic] = {}
+        self._seen: OrderedDict[bytes, float] = OrderedDict()  # id -> when
+        self._cache: OrderedDict[bytes, tuple[GossipMessage, int, float]] = OrderedDict()  # id -> message, hops, until
+        self._fanout: OrderedDict[str, tuple[list[str], float]] = OrderedDict()  # topic -> peers, until
+        self._scores: dict[str, float] = {}
+        self._num_new: dict[str, int] = {}  # by peer, since the last heartbeat
+        self._asked: set[bytes] = set()
+
+    # ---- the node's side
+
+    def start(self) -> None:
+        self._is_running = True
+        for topic in self._topics.values():
+            topic.mesh.join()
+        self._network.calendar.schedule(self._network.rng.random() * HEARTBEAT_S, self._heartbeat)
+
+    def stop(self) -> None:
+        self._is_running = False
+        for topic in self._topics.values():
+            topic.mesh.forget_all()
+
+    def topics(self) -> tuple[str, ...]:
+        return tuple(self._topics)
+
+    def mesh(self, topic: str) -> tuple[str, ...]:
+        return tuple(self._topics[topic].mesh.members)
+
+    def score(self, peer_id: str) -> float:
+        """0 for a peer without fault, negative otherwise."""
+        return self._scores.get(peer_id, 0.0)
+
+    def num_remembered(self) -> int:
+        """Items in all that is remembered of peers and messages: bounded, whatever peers do."""
+        in_topics = sum(len(topic.mesh) + sum(map(len, topic.recent)) for topic in self._topics.values())
+        stores = (self._seen, self._cache, self._fanout, self._scores, self._num_new, self._asked)
+        return in_topics + sum(map(len, stores))
+
+    def subscribe(self, name: str, handler: GossipHandler) -> None:
+        if name in self._topics:
+            self._topics[name].handler = handler
+            return
+        mesh = TopicMesh(
+            self._network, self._peer_id, name, self._traffic, functools.partial(self._tell, name), self._is_trusted
+        )
+        self._topics[name] = _Topic(handler, mesh)
+        if self._is_running:
+            mesh.join()
+
+    def unsubscribe(self, name: str) -> None:
+        topic = self._topics.pop(name, None)
+        if topic is not None and self._is_running:
+            topic.mesh.leave()
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Raises ValueError for an oversize message."""
+        if len(data) > MAX_GOSSIP_BYTES:
+            raise ValueError(f"a gossip message must be <= {MAX_GOSSIP_BYTES} bytes, got {len(data)}")
+        message = GossipMessage.of(name, data)
+        if not self._is_running or message.id in self._seen:
+            return
+        self._accept(message, 0)
+        for peer_id in self._audience(name):
+            self._send(peer_id, message, 1)
+
+    # ---- what arrives from peers; also the way in for a hostile one
+
+    def on_message(self, sender: str, message: GossipMessage, hops: int) -> None:
+        self._count_in(message.num_bytes)
+        topic = self._topics.get(message.topic)
+        if message.id in self._seen or topic is None or self.score(sender) <= IGNORE_SCORE:
+            return
+        num_new = self._num_new[sender] = self._num_new.get(sender, 0) + 1
+        if num_new > MAX_NEW_PER_HEARTBEAT:
+            self.num_dropped += 1
+            return
+        verdict = self._verdict(topic.handler, sender, message.data)
+        if verdict is Verdict.ACCEPT:
+            self._accept(message, hops)
+            for peer_id in topic.mesh.members:
+                if peer_id != sender:
+                    self._send(peer_id, message, hops + 1)
+            return
+        self._remember(message.id)
+        if verdict is Verdict.REJECT:
+            self._hold_against(sender)
+
+    def on_have(self, sender: str, name: str, ids: tuple[bytes, ...]) -> None:
+        self._count_in(FRAME_BYTES + len(name) + ID_BYTES * len(ids))
+        if name not in self._topics or not self._is_trusted(sender):
+            return
+        wanted = tuple(i for i in ids[:MAX_IDS] if i not in self._seen and i not in self._asked)
+        if wanted and len(self._asked) < MAX_CACHED:
+            self._asked.update(wanted)
+            self._post(sender, FRAME_BYTES + ID_BYTES * len(wanted), GossipRouter.on_want, wanted)
+
+    def on_want(self, sender: str, ids: tuple[bytes, ...]) -> None:
+        self._count_in(FRAME_BYTES + ID_BYTES * len(ids))
+        for message_id in ids[:MAX_IDS]:
+            if message_id in self._cache and self._is_trusted(sender):
+                message, hops, _ = self._cache[message_id]
+                self._send(sender, message, hops + 1)
+
+    def on_control(self, sender: str, name: str, word: Control) -> None:
+        self._count_in(FRAME_BYTES + len(name))
+        topic = self._topics.get(name)
+        if topic is not None:
+            topic.mesh.hear(sender, word)
+        elif word is Control.GRAFT:
+            self._tell(name, sender, Control.LEAVE)
+
+    # ---- once a second
+
+    def _heartbeat(self) -> None:
+        if not self._is_running:
+            return
+        now = self._network.clock()
+        self._num_new.clear()
+        self._asked.clear()
+        self._scores = {peer: s * SCORE_DECAY for peer, s in self._scores.items() if s < -0.1}
+        _forget(self._seen, lambda seen_at: seen_at < now - SEEN_S)
+        _forget(self._cache, lambda entry: entry[2] < now)
+        _forget(self._fanout, lambda entry: entry[1] < now)
+        for name, topic in self._topics.items():
+            topic.mesh.tend()
+            self._tell_ids(name, topic)
+        self._network.calendar.schedule(HEARTBEAT_S, self._heartbeat)
+
+    def _tell_ids(self, name: str, topic: _Topic) -> None:
+        ids = tuple(itertools.chain.from_iterable(topic.recent[:GOSSIP_HEARTBEATS]))[:MAX_IDS]
+        topic.recent = [[], *topic.recent[: HISTORY_HEARTBEATS - 1]]
+        if not ids:
+            return
+        others = topic.mesh.outsiders()
+        for peer_id in self._network.rng.sample(others, min(len(others), D_LAZY)):
+            self._post(peer_id, FRAME_BYTES + len(name) + ID_BYTES * len(ids), GossipRouter.on_have, name, ids)
+
+    # ---- parts
+
+    def _audience(self, name: str) -> Iterable[str]:
+        """Whom an own message goes to first."""
+        topic = self._topics.get(name)
+        if topic is not None:
+            return topic.mesh.audience()
+        peers, _ = self._fanout.pop(name, ([], 0.0))
+        peers = [p for p in peers if self._network.connected(self._peer_id, p)]
+        if len(peers) < D_LOW:
+            peers = find_in_topic(self._network, name, self._peer_id, self._traffic)[:D]
+        self._fanout[name] = peers, self._network.clock() + FANOUT_S
+        while len(self._fanout) > MAX_FANOUT_TOPICS:
+            self._fanout.popitem(last=False)
+        return peers
+
+    def _hold_against(self, sender: str) -> None:
+        self.num_rejected += 1
+        self._scores[sender] = self.score(sender) + INVALID_PENALTY
+        if not self._is_trusted(sender):
+            for topic in self._topics.values():
+                topic.mesh.expel(sender)
+
+    def _is_trusted(self, peer_id: str) -> bool:
+        return self.score(peer_id) >= PRUNE_SCORE
+
+    def _accept(self, message: GossipMessage, hops: int) -> None:
+        self._remember(message.id)
+        until = self._network.clock() + HISTORY_HEARTBEATS * HEARTBEAT_S
+        self._cache[message.id] = message, hops, until
+        while len(self._cache) > MAX_CACHED:
+            self._cache.popitem(last=False)
+        topic = self._topics.get(message.topic)
+        if topic is not None and len(topic.recent[0]) < MAX_IDS:
+            topic.recent[0].append(message.id)
+        if self.on_accept is not None:
+            self.on_accept(self._peer_id, message, hops)
+
+    def _remember(self, message_id: bytes) -> None:
+        self._seen[message_id] = self._network.clock()
+        while len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+
+    def _verdict(self, handler: GossipHandler, sender: str, data: bytes) -> Verdict:
+        if len(data) > MAX_GOSSIP_BYTES:
+            return Verdict.REJECT
+        try:
+            return handler(sender, data)
+        except Exception:  # a broken handler costs its message, never the node
+            logger.warning("a gossip handler broke on a message of %s", sender, exc_info=True)
+            return Verdict.IGNORE
+
+    def _send(self, recipient: str, message: GossipMessage, hops: int) -> None:
+        damaged = self._network.damage(message.data)
+        if damaged is not message.data:
+            message = GossipMessage.of(message.topic, damaged)
+        self._post(recipient, message.num_bytes, GossipRouter.on_message, message, hops)
+
+    def _tell(self, name: str, recipient: str, word: Control) -> None:
+        """A control message that the mesh depends on: a real connection repeats it until it arrives or breaks."""
+        num_bytes = FRAME_BYTES + len(name)
+        self._post(recipient, num_bytes, GossipRouter.on_control, name, word, is_lossless=True)
+
+    def _post(
+        self,
+        recipient: str,
+        num_bytes: int,
+        action: Callable[..., None],
+        *arguments: object,
+        is_lossless: bool = False,
+    ) -> None:
+        traffic = self._traffic
+        traffic.gossip_messages_sent += 1
+        traffic.gossip_bytes_sent += num_bytes
+        traffic.bytes_sent += num_bytes
+        self._network.post(self._peer_id, recipient, num_bytes, action, *arguments, is_lossless=is_lossless)
+
+    def _count_in(self, num_bytes: int) -> None:
+        self._traffic.gossip_messages_received += 1
+        self._traffic.gossip_bytes_received += num_bytes
+        self._traffic.bytes_received += num_bytes
+
+
+def _forget(stored: OrderedDict, is_old: Callable[..., bool]) -> None:
+    """Drop from the front while it is old."""
+    while stored and is_old(next(iter(stored.values()))):
+        stored.popitem(last=False)

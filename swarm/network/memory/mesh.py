@@ -1,0 +1,170 @@
+"""The peers of one node in one gossip topic: whom it knows there, and the few of them it passes messages on to."""
+
+from collections.abc import Callable
+from enum import Enum
+
+from swarm.network.memory.network import LOOKUP_REQUEST_BYTES, LOOKUP_RESPONSE_BYTES, MemoryNetwork
+from swarm.network.transport import TrafficCounter
+
+D, D_LOW, D_HIGH = 6, 4, 12
+"""Peers in a mesh: wanted, least, most."""
+MAX_TOPIC_PEERS = 64
+BACKOFF_S = 10.0
+"""After a prune neither side grafts the other for so long."""
+NUM_DISCOVERED = 16
+DISCOVERY_INTERVAL_S = 5.0
+
+
+class Control(Enum):
+    """What peers tell each other of a topic."""
+
+    JOIN = "join"
+    """I am in it."""
+    LEAVE = "leave"
+    """I am not, or no longer."""
+    GRAFT = "graft"
+    """Let us pass all messages on to each other."""
+    PRUNE = "prune"
+    """Let us not."""
+
+
+class TopicMesh:
+    """All of it in dicts, as sets of text have no order that is the same in every process."""
+
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        peer_id: str,
+        topic: str,
+        traffic: TrafficCounter,
+        tell: Callable[[str, Control], None],
+        is_trusted: Callable[[str], bool],
+    ) -> None:
+        """`tell` sends a word of control to a peer; `is_trusted` says whether a peer may be in the mesh."""
+        self.members: dict[str, None] = {}
+        self.peers: dict[str, None] = {}
+        """Known to be in the topic, the mesh's members among them."""
+        self._network = network
+        self._peer_id = peer_id
+        self._topic = topic
+        self._traffic = traffic
+        self._tell = tell
+        self._is_trusted = is_trusted
+        self._backoff_until: dict[str, float] = {}
+        self._discovered_at = -DISCOVERY_INTERVAL_S
+
+    def __len__(self) -> int:
+        """Items remembered."""
+        return len(self.members) + len(self.peers) + len(self._backoff_until)
+
+    def join(self) -> None:
+        self._network.join_topic(self._topic, self._peer_id)
+        self._discover(self._network.clock())
+        for peer_id in list(self.peers)[:D]:
+            self._graft(peer_id)
+
+    def leave(self) -> None:
+        self._network.leave_topic(self._topic, self._peer_id)
+        for peer_id in self.peers:
+            self._tell(peer_id, Control.LEAVE)
+        self.forget_all()
+
+    def forget_all(self) -> None:
+        self.members.clear()
+        self.peers.clear()
+        self._backoff_until.clear()
+
+    def hear(self, sender: str, word: Control) -> None:
+        if word is Control.JOIN:
+            self._meet(sender)
+        elif word is Control.LEAVE:
+            self.peers.pop(sender, None)
+            self.members.pop(sender, None)
+        elif word is Control.PRUNE and sender in self.members:
+            self._drop(sender)
+        elif word is Control.GRAFT:
+            self._take(sender)
+
+    def audience(self) -> list[str]:
+        """Whom an own message goes to first: the mesh, and others while the mesh is small."""
+        spare = self.outsiders()[: D - len(self.members)] if len(self.members) < D_LOW else []
+        return [*self.members, *spare]
+
+    def outsiders(self) -> list[str]:
+        return [peer_id for peer_id in self.peers if peer_id not in self.members]
+
+    def expel(self, peer_id: str) -> None:
+        """Part with a peer, for some time at least."""
+        if peer_id in self.members:
+            self._drop(peer_id)
+            self._tell(peer_id, Control.PRUNE)
+
+    def tend(self) -> None:
+        """Heartbeat: forget members whose connection broke, find new ones where few are left, part with some of many."""
+        now, rng = self._network.clock(), self._network.rng
+        for peer_id in [p for p in self.members if not self._network.connected(self._peer_id, p)]:
+            del self.members[peer_id]
+        if self._backoff_until:
+            self._backoff_until = {p: until for p, until in self._backoff_until.items() if until > now}
+        if len(self.members) < D_LOW:
+            num_wanted = D - len(self.members)
+            candidates = self._candidates()
+            if len(candidates) < num_wanted and now - self._discovered_at >= DISCOVERY_INTERVAL_S:
+                self._discover(now)
+                candidates = self._candidates()
+            for peer_id in rng.sample(candidates, min(len(candidates), num_wanted)):
+                self._graft(peer_id)
+        elif len(self.members) > D_HIGH:
+            for peer_id in rng.sample(list(self.members), len(self.members) - D):
+                self.expel(peer_id)
+
+    def _discover(self, now: float) -> None:
+        self._discovered_at = now
+        for peer_id in find_in_topic(self._network, self._topic, self._peer_id, self._traffic):
+            if peer_id not in self.peers and self._meet(peer_id):
+                self._tell(peer_id, Control.JOIN)
+
+    def _meet(self, peer_id: str) -> bool:
+        """Whether there was room for one more, which there is once those that are gone are forgotten."""
+        if len(self.peers) >= MAX_TOPIC_PEERS:
+            self.peers = {other: None for other in self.peers if other in self._network}
+        if len(self.peers) >= MAX_TOPIC_PEERS:
+            return False
+        self.peers[peer_id] = None
+        return True
+
+    def _candidates(self) -> list[str]:
+        self.peers = {peer_id: None for peer_id in self.peers if peer_id in self._network}
+        return [
+            peer_id
+            for peer_id in self.outsiders()
+            if self._is_trusted(peer_id)
+            and peer_id not in self._backoff_until
+            and self._network.connected(self._peer_id, peer_id)
+        ]
+
+    def _graft(self, peer_id: str) -> None:
+        self.members[peer_id] = None
+        self._tell(peer_id, Control.GRAFT)
+
+    def _take(self, sender: str) -> None:
+        is_welcome = self._is_trusted(sender) and sender not in self._backoff_until
+        is_room = sender in self.members or len(self.members) < D_HIGH
+        if is_welcome and is_room and self._meet(sender):
+            self.members[sender] = None
+        else:
+            self._tell(sender, Control.PRUNE)
+
+    def _drop(self, peer_id: str) -> None:
+        self.members.pop(peer_id, None)
+        self._backoff_until[peer_id] = self._network.clock() + BACKOFF_S
+
+
+def find_in_topic(network: MemoryNetwork, topic: str, peer_id: str, traffic: TrafficCounter) -> list[str]:
+    """Some members of a topic, for the price of one lookup in the index, which all that take part in it pay."""
+    for member in network.lookup_path(peer_id):
+        member.traffic.bytes_received += LOOKUP_REQUEST_BYTES
+        member.traffic.bytes_sent += LOOKUP_RESPONSE_BYTES
+        traffic.bytes_sent += LOOKUP_REQUEST_BYTES
+        traffic.bytes_received += LOOKUP_RESPONSE_BYTES
+    return network.find_in_topic(topic, peer_id, NUM_DISCOVERED)

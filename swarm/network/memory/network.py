@@ -1,0 +1,263 @@
+"""The air between the nodes of one process: who is there, who knows whom, and what happens to messages on the way.
+
+    MemoryTransport ── post / carry ──> MemoryNetwork (loss, delay, duplication, partition, freeze) ──> MemoryTransport
+
+What one node knows of the others is bounded, as in a real swarm: a sample of MAX_KNOWN_PEERS of them, and of a topic
+those that its gossip router found. Nothing here costs more than O(log N) per message.
+"""
+
+import bisect
+import hashlib
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from swarm.errors import NetworkError
+from swarm.network.memory.calendar import Calendar
+
+if TYPE_CHECKING:
+    from swarm.network.memory.transport import MemoryTransport
+
+NUM_REPLICAS = 5
+MAX_KNOWN_PEERS = 64
+"""A node of a larger swarm knows a random sample of it, as with routing tables and connection limits."""
+BUCKET_SIZE = 20
+"""Peers in one answer of a lookup, as in hivemind's DHT: what is nearer than that needs no further hop."""
+LOOKUP_REQUEST_BYTES = 60
+LOOKUP_RESPONSE_BYTES = BUCKET_SIZE * 60
+
+Observer = Callable[[str, str, str, int], None]
+"""(what, sender, recipient, bytes), for every message that arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """What happens to messages between two nodes. A request is two messages, as is a question to a replica."""
+
+    loss: float = 0.0
+    """Probability that a message disappears; a lost request or response ends in RequestError at the deadline."""
+    duplication: float = 0.0
+    """Probability that a request, a stored entry or a gossip message arrives twice."""
+    corruption: float = 0.0
+    """Probability that a byte of a response, a returned index value or a gossip message is changed."""
+    delay_s: tuple[float, float] = (0.0, 0.0)
+    """Range of the time a message takes, uniform."""
+
+
+class MemoryNetwork:
+    """Deterministic for one seed, one loop and one order of calls."""
+
+    def __init__(self, rng: random.Random, clock: Callable[[], float], faults: Faults | None = None) -> None:
+        """`clock` gives swarm time in seconds since the epoch."""
+        self.clock = clock
+        self.rng = rng
+        self.faults = faults or Faults()
+        """May be replaced at any time."""
+        self.observer: Observer | None = None
+        self.calendar = Calendar()
+        self._members: dict[str, MemoryTransport] = {}
+        self._ring: list[tuple[int, str]] = []  # (position, peer id) of all members, sorted
+        self._topics: dict[str, dict[str, None]] = {}
+        self._known: dict[str, list[str]] = {}
+        self._partition: dict[str, int] = {}
+        self._frozen: set[str] = set()
+        self._clock_offset_s: dict[str, float] = {}
+        self._uplink_bytes_per_s: dict[str, float] = {}
+        self._uplink_free_at: dict[str, float] = {}
+
+    # ---- faults that a test or a simulation causes
+
+    def partition(self, *sides: Iterable[str]) -> None:
+        """Let peers reach only those of their own side; peers that are on no side form one more."""
+        self._partition = {peer_id: number for number, side in enumerate(sides) for peer_id in side}
+
+    def heal(self) -> None:
+        self._partition = {}
+
+    def crash(self, peer_id: str) -> None:
+        """End a peer as `kill -9` does: no goodbye, its connections break. Its own calls reach nobody from now on."""
+        if peer_id in self._members:
+            self.leave(self._members[peer_id])
+
+    def freeze(self, peer_id: str) -> None:
+        """Make a peer silent while it still looks connected: what goes to it or comes from it is lost until `thaw`."""
+        self._frozen.add(peer_id)
+
+    def thaw(self, peer_id: str) -> None:
+        self._frozen.discard(peer_id)
+
+    def skew_clock(self, peer_id: str, offset_s: float) -> None:
+        """Set a peer's clock ahead (or, negative, behind)."""
+        self._clock_offset_s[peer_id] = offset_s
+
+    def limit_uplink(self, peer_id: str, bytes_per_s: float) -> None:
+        """Let a peer send no faster than this; messages queue up."""
+        self._uplink_bytes_per_s[peer_id] = bytes_per_s
+
+    # ---- membership
+
+    def enter(self, member: "MemoryTransport") -> None:
+        """Raises NetworkError for a peer id that is in use."""
+        if member.peer_id in self._members:
+            raise NetworkError(f"a peer id must be used once, got {member.peer_id} again; use another identity")
+        self._members[member.peer_id] = member
+        bisect.insort(self._ring, (member.position, member.peer_id))
+
+    def leave(self, member: "MemoryTransport") -> None:
+        if self._members.get(member.peer_id) is not member:
+            return
+        del self._members[member.peer_id]
+        del self._ring[bisect.bisect_left(self._ring, (member.position, member.peer_id))]
+        for topic in member.gossip.topics():
+            self.leave_topic(topic, member.peer_id)
+        member.gossip.stop()
+
+    def members(self) -> tuple[str, ...]:
+        return tuple(self._members)
+
+    def __contains__(self, peer_id: str) -> bool:
+        return peer_id in self._members
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def now_of(self, peer_id: str) -> float:
+        """The swarm's time as this peer's clock has it."""
+        return self.clock() + self._clock_offset_s.get(peer_id, 0.0)
+
+    def connected(self, one: str, other: str) -> bool:
+        """Whether both are up and no partition is between them."""
+        both_up = one in self._members and other in self._members
+        return both_up and (not self._partition or self._partition.get(one, -1) == self._partition.get(other, -1))
+
+    def known_peers(self, peer_id: str) -> list[str]:
+        """Peers that this one has heard of: all of a small swarm, else a sample that is renewed as they leave."""
+        if len(self._members) <= MAX_KNOWN_PEERS + 1:
+            return [other for other in self._members if other != peer_id]
+        known = [other for other in self._known.get(peer_id, ()) if other in self._members]
+        if len(known) <= MAX_KNOWN_PEERS // 2:
+            drawn = (other for _, other in self.rng.sample(self._ring, MAX_KNOWN_PEERS))
+            known = [other for other in drawn if other != peer_id]
+            self._known[peer_id] = known
+        return known
+
+    # ---- the index: where keys lie, and what finding them costs
+
+    def replicas(self, key: str, seen_by: str) -> "list[MemoryTransport]":
+        """The nodes that hold `key`, nearest first, as far as `seen_by` can reach them."""
+        nearest = self._by_distance(position_of(key), 0, len(self._ring), 0, 160)
+        reachable = (self._members[peer_id] for peer_id in nearest if self.connected(seen_by, peer_id))
+        return list(itertools.islice(reachable, NUM_REPLICAS))
+
+    def _by_distance(self, target: int, start: int, end: int, prefix: int, num_bits: int) -> Iterator[str]:
+        """Members of ring[start:end], which share all but `num_bits` bits with `prefix`, by XOR distance to `target`."""
+        if end - start <= 1:
+            yield from (peer_id for _, peer_id in self._ring[start:end])
+            return
+        bit = 1 << (num_bits - 1)
+        middle = bisect.bisect_left(self._ring, (prefix | bit, ""), start, end)
+        zeros = self._by_distance(target, start, middle, prefix, num_bits - 1)
+        ones = self._by_distance(target, middle, end, prefix | bit, num_bits - 1)
+        yield from itertools.chain(ones, zeros) if target & bit else itertools.chain(zeros, ones)
+
+    def lookup_path(self, peer_id: str) -> "list[MemoryTransport]":
+        """Nodes that are asked one after the other until the replicas of a key are known: about log2(N / bucket size).
+
+        Kademlia would ask those that lie on the way; which ones makes no difference to the cost, so any are taken.
+        """
+        num_hops = max(0, math.ceil(math.log2(max(1, len(self._ring)) / BUCKET_SIZE)))
+        drawn = (self._members[self.rng.choice(self._ring)[1]] for _ in range(num_hops))
+        return [member for member in drawn if self.connected(peer_id, member.peer_id)]
+
+    # ---- topics
+
+    def join_topic(self, topic: str, peer_id: str) -> None:
+        self._topics.setdefault(topic, {})[peer_id] = None
+
+    def leave_topic(self, topic: str, peer_id: str) -> None:
+        members = self._topics.get(topic, {})
+        members.pop(peer_id, None)
+        if not members:
+            self._topics.pop(topic, None)
+
+    def topic_size(self, topic: str) -> int:
+        return len(self._topics.get(topic, ()))
+
+    def find_in_topic(self, topic: str, seen_by: str, count: int) -> list[str]:
+        """A random sample of a topic's members that `seen_by` can reach, at most `count`."""
+        members = list(self._topics.get(topic, ()))
+        sample = self.rng.sample(members, min(len(members), count + 1))
+        return [peer_id for peer_id in sample if peer_id != seen_by and self.connected(seen_by, peer_id)][:count]
+
+    # ---- messages
+
+    async def carry(self, sender: str, recipient: str, num_bytes: int = 0) -> "MemoryTransport | None":
+        """One message on its way: the recipient after the delay, or None where it does not arrive."""
+        if sender == recipient:
+            return self._members.get(recipient)
+        is_lost = self.rng.random() < self.faults.loss
+        delay_s = self._delay_s(sender, num_bytes)
+        if delay_s > 0:
+            await self.calendar.sleep(delay_s)
+        if is_lost or not self._passes(sender, recipient):
+            return None
+        if self.observer is not None:
+            self.observer("carry", sender, recipient, num_bytes)
+        return self._members.get(recipient)
+
+    def post(
+        self,
+        sender: str,
+        recipient: str,
+        num_bytes: int,
+        action: Callable[..., None],
+        *arguments: Any,
+        is_lossless: bool = False,
+    ) -> None:
+        """Send without waiting: `action(recipient's gossip router, sender, *arguments)` where and when it arrives."""
+        if not is_lossless and self.faults.loss and self.rng.random() < self.faults.loss:
+            return
+        for _ in range(1 if is_lossless else self.num_copies()):
+            delay_s = self._delay_s(sender, num_bytes)
+            self.calendar.schedule(delay_s, self._arrive, sender, recipient, num_bytes, action, arguments)
+
+    def _arrive(
+        self, sender: str, recipient: str, num_bytes: int, action: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
+        if self._passes(sender, recipient):
+            if self.observer is not None:
+                self.observer(action.__name__, sender, recipient, num_bytes)
+            action(self._members[recipient].gossip, sender, *arguments)
+
+    def _passes(self, sender: str, recipient: str) -> bool:
+        is_silent = bool(self._frozen) and (sender in self._frozen or recipient in self._frozen)
+        return not is_silent and self.connected(sender, recipient)
+
+    def _delay_s(self, sender: str, num_bytes: int) -> float:
+        least, most = self.faults.delay_s
+        delay_s = least + (most - least) * self.rng.random() if most else 0.0
+        bytes_per_s = self._uplink_bytes_per_s.get(sender) if self._uplink_bytes_per_s else None
+        if bytes_per_s is None:
+            return delay_s
+        now = self.clock()
+        self._uplink_free_at[sender] = max(now, self._uplink_free_at.get(sender, now)) + num_bytes / bytes_per_s
+        return delay_s + self._uplink_free_at[sender] - now
+
+    def num_copies(self) -> int:
+        """How often the next message arrives, if it does."""
+        return 2 if self.faults.duplication and self.rng.random() < self.faults.duplication else 1
+
+    def damage(self, data: bytes) -> bytes:
+        """`data`, or with the probability of corruption the same with one byte changed."""
+        if not data or not self.faults.corruption or self.rng.random() >= self.faults.corruption:
+            return data
+        position = self.rng.randrange(len(data))
+        return data[:position] + bytes([data[position] ^ self.rng.randint(1, 255)]) + data[position + 1 :]
+
+
+def position_of(name: str) -> int:
+    """Where a peer or a key lies in the 160-bit space of the index."""
+    return int.from_bytes(hashlib.sha1(name.encode(), usedforsecurity=False).digest(), "big")

@@ -1,0 +1,227 @@
+"""The transport inside one process, for tests and simulations: same contract, faults from a seed instead of from life.
+
+    MemoryTransport ── message ──> MemoryNetwork (loss, delay, duplication, partition) ──> MemoryTransport
+
+Every node keeps a share of the index, as in the real one: an entry goes to the nodes nearest to its key, each of which
+runs its own validator, and a reader merges what those answer. Finding those nodes costs the hops that Kademlia would
+take. Waiting is done by the running loop, so that a loop with virtual time makes all of it virtual.
+"""
+
+import asyncio
+
+from swarm.errors import RequestError
+from swarm.network.index_entry import MAX_ENTRIES_PER_KEY, MAX_LIFETIME_S, check_entry, is_live
+from swarm.network.memory.gossip import GossipRouter
+from swarm.network.memory.network import (
+    LOOKUP_REQUEST_BYTES,
+    LOOKUP_RESPONSE_BYTES,
+    Faults,
+    MemoryNetwork,
+    position_of,
+)
+from swarm.network.requests.framing import Response, Status
+from swarm.network.requests.server import RequestServer
+from swarm.network.transport import Contact, GossipHandler, IndexValidator, RequestHandler, TrafficCounter
+
+__all__ = ["Faults", "MemoryNetwork", "MemoryTransport"]
+
+_MIN_KEYS_TO_SWEEP = 64
+
+
+class MemoryTransport:
+    """See `transport.Transport`."""
+
+    def __init__(
+        self,
+        network: MemoryNetwork,
+        peer_id: str,
+        validator: IndexValidator | None = None,
+        *,
+        max_connections_inbound: int = 64,
+        request_timeout_s: float = 20.0,
+    ) -> None:
+        self.peer_id = peer_id
+        self.traffic = TrafficCounter()
+        self.position = position_of(peer_id)
+        self.gossip = GossipRouter(network, peer_id, self.traffic)
+        self._network = network
+        self._validator = validator
+        self._entries: dict[str, dict[str, tuple[bytes, float]]] = {}
+        self._sweep_at = _MIN_KEYS_TO_SWEEP
+        self._tasks: set[asyncio.Task[Response]] = set()
+        self._server = RequestServer(
+            max_concurrent=max_connections_inbound, timeout_s=request_timeout_s, traffic=self.traffic
+        )
+
+    async def start(self) -> None:
+        self._network.enter(self)
+        self.gossip.start()
+
+    async def stop(self) -> None:
+        self._network.leave(self)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def now(self) -> float:
+        return self._network.now_of(self.peer_id)
+
+    def addresses(self) -> tuple[str, ...]:
+        return (f"/memory/{self.position}/p2p/{self.peer_id}",)
+
+    def gossip_addresses(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def hosts_index(self) -> bool:
+        return True
+
+    def meet(self, contact: Contact) -> None:
+        """Nothing to learn: in one process a peer id is all that it takes to reach its owner."""
+
+    async def connected_peers(self) -> tuple[str, ...]:
+        known = self._network.known_peers(self.peer_id)
+        return tuple(peer_id for peer_id in known if self._network.connected(self.peer_id, peer_id))
+
+    async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+        check_entry(key, subkey, value)
+        expires_at = min(expires_at, self.now() + MAX_LIFETIME_S)
+        replicas = await self._find_replicas(key)
+        return any(
+            await asyncio.gather(*(self._store_at(replica, key, subkey, value, expires_at) for replica in replicas))
+        )
+
+    async def load(self, key: str) -> dict[str, bytes]:
+        replicas = await self._find_replicas(key)
+        now = self.now()
+        newest: dict[str, tuple[bytes, float]] = {}
+        for entries in await asyncio.gather(*(self._load_from(replica, key) for replica in replicas)):
+            for subkey, (value, expires_at) in entries.items():
+                is_newer = subkey not in newest or newest[subkey][1] < expires_at
+                if is_newer and self._is_valid(key, subkey, value, expires_at, now):
+                    newest[subkey] = value, expires_at
+        return {subkey: value for subkey, (value, _) in newest.items()}
+
+    async def _find_replicas(self, key: str) -> "list[MemoryTransport]":
+        """The nodes that hold a key, after as many hops, each there and back, as a lookup takes."""
+        for member in self._network.lookup_path(self.peer_id):
+            self.traffic.bytes_sent += LOOKUP_REQUEST_BYTES
+            if await self._network.carry(self.peer_id, member.peer_id, LOOKUP_REQUEST_BYTES) is None:
+                continue  # the search goes on with another peer
+            member.traffic.bytes_received += LOOKUP_REQUEST_BYTES
+            member.traffic.bytes_sent += LOOKUP_RESPONSE_BYTES
+            if await self._network.carry(member.peer_id, self.peer_id, LOOKUP_RESPONSE_BYTES) is not None:
+                self.traffic.bytes_received += LOOKUP_RESPONSE_BYTES
+        return self._network.replicas(key, self.peer_id)
+
+    def serve(self, protocol: str, handler: RequestHandler, *, max_request_bytes: int) -> None:
+        self._server.serve(protocol, handler, max_request_bytes=max_request_bytes)
+
+    async def request(
+        self, peer_id: str, protocol: str, request: bytes, *, max_response_bytes: int, deadline_s: float
+    ) -> bytes:
+        try:
+            async with asyncio.timeout(deadline_s):
+                response = await self._exchange(peer_id, protocol, request)
+        except TimeoutError:
+            raise self._failure(peer_id, protocol, f"no answer within {deadline_s:g} s") from None
+        body = self._network.damage(response.body)
+        self.traffic.bytes_sent += len(request)
+        if response.status != Status.OK:
+            raise self._failure(peer_id, protocol, f"{response.status.name.lower()}: {response.reason}")
+        if len(body) > max_response_bytes:
+            raise self._failure(peer_id, protocol, f"a response must be <= {max_response_bytes} bytes, got {len(body)}")
+        self.traffic.bytes_received += len(body)
+        if body != response.body:
+            raise self._failure(peer_id, protocol, f"a response of {len(body)} bytes was damaged: its hash differs")
+        return body
+
+    async def _exchange(self, peer_id: str, protocol: str, request: bytes) -> Response:
+        if not self._network.connected(self.peer_id, peer_id):
+            raise self._failure(peer_id, protocol, "not reachable")
+        num_copies = self._network.num_copies()
+        server = await self._network.carry(self.peer_id, peer_id, len(request))
+        if server is not None:
+            for _ in range(num_copies - 1):
+                server.answer_in_background(self.peer_id, protocol, request)
+            response = await server.answer(self.peer_id, protocol, request)
+            if await self._network.carry(peer_id, self.peer_id, len(response.body)) is not None:
+                return response
+        return await asyncio.get_running_loop().create_future()  # lost: silence until the deadline
+
+    async def answer(self, caller: str, protocol: str, request: bytes) -> Response:
+        """A request that arrived."""
+        return await self._server.answer(caller, protocol, request)
+
+    def answer_in_background(self, caller: str, protocol: str, request: bytes) -> None:
+        """The second copy of a request, whose response nobody waits for."""
+        task = asyncio.create_task(self.answer(caller, protocol, request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def take(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+        """An entry that arrived for the own share of the index: whether it is valid and newer than what is there."""
+        if key not in self._entries and len(self._entries) >= self._sweep_at:
+            self._sweep()
+        now = self.now()
+        entries = self._entries.setdefault(key, {})
+        for expired in [name for name, (_, end) in entries.items() if end <= now]:
+            del entries[expired]
+        if not self._is_valid(key, subkey, value, expires_at, now):
+            return False
+        if subkey in entries and entries[subkey][1] >= expires_at:
+            return False
+        if subkey not in entries and len(entries) >= MAX_ENTRIES_PER_KEY:
+            return False
+        entries[subkey] = value, expires_at
+        return True
+
+    def _sweep(self) -> None:
+        """Forget keys of which nothing is left, each time that there are twice as many as after the last sweep."""
+        now = self.now()
+        self._entries = {k: v for k, v in self._entries.items() if any(end > now for _, end in v.values())}
+        self._sweep_at = max(_MIN_KEYS_TO_SWEEP, 2 * len(self._entries))
+
+    async def _store_at(
+        self, replica: "MemoryTransport", key: str, subkey: str, value: bytes, expires_at: float
+    ) -> bool:
+        num_copies = self._network.num_copies()
+        if replica is not self:
+            self.traffic.bytes_sent += len(value)
+        arrived = await self._network.carry(self.peer_id, replica.peer_id, len(value))
+        if arrived is None:
+            return False
+        if arrived is not self:
+            arrived.traffic.bytes_received += len(value)
+        outcomes = [arrived.take(key, subkey, value, expires_at) for _ in range(num_copies)]
+        return any(outcomes)
+
+    async def _load_from(self, replica: "MemoryTransport", key: str) -> dict[str, tuple[bytes, float]]:
+        arrived = await self._network.carry(self.peer_id, replica.peer_id, len(key))
+        if arrived is None:
+            return {}
+        entries = dict(arrived._entries.get(key, {}))
+        num_bytes = sum(len(subkey) + len(value) for subkey, (value, _) in entries.items())
+        if arrived is not self:
+            arrived.traffic.bytes_sent += num_bytes
+        if await self._network.carry(replica.peer_id, self.peer_id, num_bytes) is None:
+            return {}
+        if arrived is not self:
+            self.traffic.bytes_received += num_bytes
+        return {subkey: (self._network.damage(value), expires_at) for subkey, (value, expires_at) in entries.items()}
+
+    def subscribe(self, topic: str, handler: GossipHandler) -> None:
+        self.gossip.subscribe(topic, handler)
+
+    def unsubscribe(self, topic: str) -> None:
+        self.gossip.unsubscribe(topic)
+
+    async def publish(self, topic: str, message: bytes) -> None:
+        self.gossip.publish(topic, message)
+
+    def _is_valid(self, key: str, subkey: str, value: bytes, expires_at: float, now: float) -> bool:
+        return is_live(expires_at, now) and (self._validator is None or self._validator(key, subkey, value))
+
+    def _failure(self, peer_id: str, protocol: str, reason: str) -> RequestError:
+        self.traffic.requests_failed += 1
+        return RequestError(f"request {protocol} to {peer_id} failed: {reason}")

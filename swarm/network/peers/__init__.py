@@ -1,0 +1,1 @@
+"""Whom a node knows, and how it finds the swarm again."""

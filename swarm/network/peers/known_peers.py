@@ -1,0 +1,168 @@
+"""The peers through which a node joins, and joins again when it has lost everyone.
+
+    configured (initial_peers) ─┐
+    connected  ── see ──────────┼─→ KnownPeers ──> greeted at start, when lonely, and now and then
+    announced  ── learn ────────┘        └─ peers.json, read at the next start
+
+A connected peer is often seen at a port that only its own outgoing connection has. What it announces can be dialled, so
+announced addresses replace those seen.
+"""
+
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from swarm.network.peers.peer_list import MAX_AGE_S, MAX_PEERS, Addresses, StoredPeer, dialable, read_peers, write_peers
+from swarm.network.tcp_address import TcpAddress
+
+SAVE_INTERVAL_S = 30.0
+_TOUCH_INTERVAL_S = 3600.0
+"""The file is written so often even when only the times in it have changed."""
+_ANNOUNCEMENT_AGE_S = 300.0
+"""Announced addresses of a connected peer are asked for again after this time."""
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    addresses: Addresses
+    seen_at: float
+    """When it was last connected, or told of."""
+    announced_at: float = _NEVER
+    """When `addresses` were announced; never for addresses that it was seen at."""
+    is_elsewhere: bool = False
+    """Whether it was last seen at a host that it had not announced: it has moved, or is behind a router."""
+    is_met: bool = False
+    """Whether this node was connected to it, now or before."""
+
+
+class KnownPeers:
+    """Configured peers, which are never forgotten, and at most MAX_PEERS others."""
+
+    def __init__(
+        self,
+        initial: Iterable[TcpAddress],
+        own_peer_id: str,
+        path: Path | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`initial`: addresses that each name a peer; those of this node itself are left out. `path`: the stored list."""
+        self._own_peer_id = own_peer_id
+        self._path = path
+        self._clock = clock
+        self._initial: dict[str, Addresses] = {}
+        for address in initial:
+            if address.peer_id is not None and address.peer_id != own_peer_id:
+                self._initial[address.peer_id] = (*self._initial.get(address.peer_id, ()), address.transport)
+        stored = read_peers(path, clock()) if path is not None else {}
+        self._peers: dict[str, _Peer] = {
+            peer_id: _Peer(peer.addresses, peer.last_seen, peer.last_seen, is_met=True)
+            for peer_id, peer in sorted(stored.items(), key=lambda item: item[1].last_seen)
+            if peer_id != own_peer_id
+        }
+        """The one seen last is last."""
+        self._has_changed = False
+        self._saved_at = _NEVER
+
+    def see(self, connected: Mapping[str, Addresses]) -> None:
+        """Remember peers with an open connection, {peer id: addresses they were seen at}."""
+        now = self._clock()
+        # Those known come first and keep their place when there is no room.
+        for peer_id in sorted(connected, key=lambda peer_id: peer_id not in self._peers):
+            known = self._peers.get(peer_id)
+            seen_at = dialable(peer_id, connected[peer_id])
+            if known is None or known.announced_at == _NEVER:
+                self._remember(peer_id, _Peer(seen_at, now, is_met=True))
+            else:
+                is_elsewhere = not _hosts(seen_at) <= _hosts(known.addresses)
+                self._remember(peer_id, replace(known, seen_at=now, is_elsewhere=is_elsewhere, is_met=True))
+
+    def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
+        """Remember the addresses that a peer announces for itself. A stranger never displaces a peer that was met."""
+        now, announced = self._clock(), dialable(peer_id, addresses)
+        known = self._peers.get(peer_id)
+        if announced:
+            self._remember(peer_id, _Peer(announced, now, now, is_met=known is not None and known.is_met))
+
+    def unannounced(self, connected: Iterable[str]) -> list[str]:
+        """Those of `connected` that are remembered, and whose announced addresses are not known, old or doubtful."""
+        since = self._clock() - _ANNOUNCEMENT_AGE_S
+        known = ((peer_id, self._peers[peer_id]) for peer_id in connected if peer_id in self._peers)
+        return [peer_id for peer_id, peer in known if peer.announced_at < since or peer.is_elsewhere]
+
+    def configured(self) -> dict[str, Addresses]:
+        """{peer id: addresses} of the configured peers, with where else they were seen."""
+        return {peer_id: self._addresses(peer_id) for peer_id in self._initial}
+
+    def stored(self) -> dict[str, Addresses]:
+        """{peer id: addresses} of the others, the one seen last first."""
+        return {
+            peer_id: self._addresses(peer_id)
+            for peer_id, peer in reversed(self._peers.items())
+            if peer_id not in self._initial and peer.addresses
+        }
+
+    def absent(self, neighbors: Collection[str], rng: random.Random) -> dict[str, Addresses]:
+        """The configured peers that are not among `neighbors`, and one of the others, by chance.
+
+        A bootstrap peer that starts anew knows nobody, and after a partition neither half knows the other: unless
+        somebody greets them, there are two swarms from then on.
+        """
+        others = [peer_id for peer_id in self.stored() if peer_id not in neighbors]
+        chosen = [rng.choice(others)] if others else []
+        missing = [peer_id for peer_id in self._initial if peer_id not in neighbors]
+        return {peer_id: self._addresses(peer_id) for peer_id in (*missing, *chosen)}
+
+    def save(self, *, at_once: bool = False) -> None:
+        """Write the list if it has changed, at most every SAVE_INTERVAL_S unless `at_once`."""
+        now = self._clock()
+        age_s = abs(now - self._saved_at)  # clocks are set back, too
+        is_due = age_s >= (SAVE_INTERVAL_S if self._has_changed else _TOUCH_INTERVAL_S)
+        if self._path is None or not self._peers or not (is_due or at_once):
+            return
+        self._saved_at, self._has_changed = now, False
+        write_peers(
+            self._path,
+            {
+                peer_id: StoredPeer(peer_id=peer_id, addresses=peer.addresses, last_seen=peer.seen_at)
+                for peer_id, peer in self._peers.items()
+                if peer.addresses
+            },
+        )
+
+    def _addresses(self, peer_id: str) -> Addresses:
+        peer = self._peers.get(peer_id)
+        return tuple(dict.fromkeys((*self._initial.get(peer_id, ()), *(peer.addresses if peer else ()))))
+
+    def _remember(self, peer_id: str, peer: _Peer) -> None:
+        """Enter it as the one seen last, where there is room for it."""
+        if peer_id == self._own_peer_id:
+            return
+        known = self._peers.pop(peer_id, None)
+        if known is None and not self._make_room(peer):
+            return
+        self._has_changed = self._has_changed or known is None or known.addresses != peer.addresses
+        self._peers[peer_id] = replace(peer, is_met=peer.is_met or (known is not None and known.is_met))
+
+    def _make_room(self, newcomer: _Peer) -> bool:
+        """Drop who was not seen for a week; else a stranger; else, for a peer that is connected, the one longest gone."""
+        oldest = newcomer.seen_at - MAX_AGE_S
+        for peer_id in [peer_id for peer_id, peer in self._peers.items() if peer.seen_at < oldest]:
+            del self._peers[peer_id]
+        if len(self._peers) < MAX_PEERS:
+            return True
+        leaving = next((peer_id for peer_id, peer in self._peers.items() if not peer.is_met), None)
+        if (
+            leaving is None and newcomer.is_met
+        ):  # peers seen in this very moment stay: they have proven themselves longer
+            leaving = next((peer_id for peer_id, peer in self._peers.items() if peer.seen_at < newcomer.seen_at), None)
+        if leaving is None:
+            return False
+        del self._peers[leaving]
+        return True
+
+
+def _hosts(addresses: Addresses) -> set[str]:
+    return {TcpAddress.parse(address).host for address in addresses}

@@ -1,0 +1,62 @@
+"""Notices what a program is not told: that the machine slept, or that it is in another network now."""
+
+import ipaddress
+import time
+from collections.abc import Callable
+from enum import Enum
+
+import psutil
+
+MAX_GAP_S = 30.0
+MAX_SILENCE_S = 60.0
+"""Longest time between two looks of a node that runs: two searches that end in time-outs."""
+
+
+class Change(Enum):
+    """What has changed since the last look."""
+
+    NONE = "none"
+    ADDRESS_ADDED = "the machine has a new address"
+    ADDRESS_LOST = "the machine has lost an address"
+    GAP = "the machine or this process was suspended, or its clock was set"
+
+
+def local_addresses() -> frozenset[str]:
+    """IP addresses of this machine that mean something to others: no loopback, no link-local ones."""
+    found = set()
+    for interface in psutil.net_if_addrs().values():
+        for entry in interface:
+            try:
+                address = ipaddress.ip_address(entry.address.partition("%")[0])
+            except ValueError:  # a hardware address
+                continue
+            if not (address.is_loopback or address.is_link_local):
+                found.add(str(address))
+    return frozenset(found)
+
+
+class Surroundings:
+    """Compares the clocks and interfaces at one look with those of the look before."""
+
+    def __init__(
+        self,
+        wall_clock: Callable[[], float] = time.time,
+        monotonic_clock: Callable[[], float] = time.monotonic,
+        addresses: Callable[[], frozenset[str]] = local_addresses,
+    ) -> None:
+        self._wall_clock = wall_clock
+        self._monotonic_clock = monotonic_clock
+        self._addresses = addresses
+        self._last = (wall_clock(), monotonic_clock(), addresses())
+
+    def look(self) -> Change:
+        """To be called at every health check. The gravest change wins."""
+        before, self._last = self._last, (self._wall_clock(), self._monotonic_clock(), self._addresses())
+        wall_s, monotonic_s = self._last[0] - before[0], self._last[1] - before[1]
+        lost, added = before[2] - self._last[2], self._last[2] - before[2]
+        # In suspend the wall clock goes on and the monotonic one of Linux stands still; a stopped process misses both.
+        if abs(wall_s - monotonic_s) > MAX_GAP_S or monotonic_s > MAX_SILENCE_S:
+            return Change.GAP
+        if lost:
+            return Change.ADDRESS_LOST
+        return Change.ADDRESS_ADDED if added else Change.NONE

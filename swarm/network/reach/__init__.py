@@ -1,0 +1,1 @@
+"""Whether others can dial this node, and the part it takes accordingly."""

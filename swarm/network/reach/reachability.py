@@ -1,0 +1,201 @@
+"""Can others dial this node? Asked of peers before it hosts a part of the index, and answered to them.
+
+    asker: hello → (swarm time, address that I seem to have)      dial PORT → dialled back, yes or no
+    peer:  the address comes from its own list of connections, never from the request: nobody can have a third party
+           dialled; `dial_back` accepts only the asker's own signature at that address
+
+Protocol `swarm/reach/1`; docs/protocol.md has the bytes. `swarm doctor` measures clocks and bandwidth with it as well.
+"""
+
+import asyncio
+import ipaddress
+import os
+import struct
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from swarm.errors import RequestError
+from swarm.network.reach.dial_back import answers_as
+from swarm.network.tcp_address import TcpAddress
+from swarm.network.transport import RequestRefused
+
+REACH_PROTOCOL = "swarm/reach/1"
+MAX_REACH_REQUEST_BYTES = 5
+MAX_TEST_BYTES = 1 << 20
+DIAL_TIMEOUT_S = 4.0
+ASK_TIMEOUT_S = 8.0
+NUM_WITNESSES = 5
+"""Peers asked at a time; two of them must have dialled back where two answer."""
+
+_HELLO, _DIAL, _BYTES = 0, 1, 2
+_WINDOW_S = 60.0
+_PER_PEER = {_HELLO: 20, _DIAL: 4, _BYTES: 4}
+_GLOBAL = {_HELLO: 600, _DIAL: 30, _BYTES: 20}
+"""Answers per minute by kind of request."""
+
+ObservedAddresses = Callable[[str], Awaitable[Sequence[str]]]
+"""peer id -> multiaddresses at which this node sees it."""
+Ask = Callable[[str, bytes], Awaitable[bytes]]
+"""(peer id, request) -> response of `swarm/reach/1`; raises RequestError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What a peer says to `hello`."""
+
+    time_s: float
+    """Its swarm time."""
+    host: str
+    """The IP address that it sees this node at; empty where they are connected through a relay."""
+
+
+def hello_request() -> bytes:
+    return struct.pack(">B", _HELLO)
+
+
+def dial_request(port: int) -> bytes:
+    return struct.pack(">BH", _DIAL, port)
+
+
+def bytes_request(num_bytes: int) -> bytes:
+    return struct.pack(">BI", _BYTES, num_bytes)
+
+
+def read_greeting(response: bytes) -> Greeting:
+    """Raises RequestError for a malformed one."""
+    try:
+        (time_s,) = struct.unpack_from(">d", response)
+        host = response[8:].decode("ascii")
+        if host:
+            ipaddress.ip_address(host)
+    except (struct.error, ValueError):
+        raise RequestError(f"a greeting must be a time and an address, got {response[:64]!r}") from None
+    return Greeting(time_s, host)
+
+
+class ReachService:
+    """Answers `swarm/reach/1`, within strict limits per peer and over all peers."""
+
+    def __init__(
+        self,
+        observed: ObservedAddresses,
+        clock: Callable[[], float],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock`: swarm time, which may jump; `monotonic` does not."""
+        self._observed = observed
+        self._clock = clock
+        self._monotonic = monotonic
+        self._answered: deque[tuple[float, str, int]] = deque()  # (time, peer id, kind), within the last minute
+
+    async def answer(self, peer_id: str, request: bytes) -> bytes:
+        """The request handler. Raises RequestRefused."""
+        kind, argument = _parsed(request)
+        self._admit(peer_id, kind)
+        if kind == _BYTES:
+            return os.urandom(argument)
+        host = _direct_host(await self._observed(peer_id))
+        if kind == _HELLO:
+            return struct.pack(">d", self._clock()) + host.encode()
+        if not host or not _may_be_dialled(host):
+            raise RequestRefused("your address is not known here")
+        return bytes([await answers_as(peer_id, host, argument, timeout_s=DIAL_TIMEOUT_S)])
+
+    def _admit(self, peer_id: str, kind: int) -> None:
+        now = self._monotonic()
+        while self._answered and self._answered[0][0] <= now - _WINDOW_S:
+            self._answered.popleft()
+        same_kind = [name for _, name, other in self._answered if other == kind]
+        if len(same_kind) >= _GLOBAL[kind] or same_kind.count(peer_id) >= _PER_PEER[kind]:
+            raise RequestRefused("too many of these per minute")
+        self._answered.append((now, peer_id, kind))
+
+
+def _parsed(request: bytes) -> tuple[int, int]:
+    """(kind, argument). Raises RequestRefused."""
+    if request == hello_request():
+        return _HELLO, 0
+    if len(request) == 3 and request[0] == _DIAL and (port := int.from_bytes(request[1:], "big")):
+        return _DIAL, port
+    if len(request) == 5 and request[0] == _BYTES and (size := int.from_bytes(request[1:], "big")) <= MAX_TEST_BYTES:
+        return _BYTES, size
+    raise RequestRefused("malformed")
+
+
+def _direct_host(addresses: Sequence[str]) -> str:
+    """The IP address of the first direct connection; empty where all go through relays."""
+    for text in addresses:
+        try:
+            address = TcpAddress.parse(text)
+        except ValueError:
+            continue
+        if address.relay_id is None and address.kind in ("ip4", "ip6"):
+            return address.host
+    return ""
+
+
+def _may_be_dialled(host: str) -> bool:
+    """Not addresses that mean something else here than there: a proxy or tunnel in front of this node has them too."""
+    ip = ipaddress.ip_address(host)
+    return not (ip.is_loopback or ip.is_unspecified or ip.is_multicast or ip.is_link_local)
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What one peer found out about this node."""
+
+    host: str
+    """The IP address that it sees this node at."""
+    port: int | None
+    """Where it dialled back with success; None where it could not."""
+
+    @property
+    def is_public(self) -> bool:
+        return ipaddress.ip_address(self.host).is_global
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Whether others can dial this node, and where; None where no peer could tell."""
+
+    is_reachable: bool | None
+    address: TcpAddress | None = None
+
+
+async def look_from_outside(ask: Ask, peer_ids: Sequence[str], ports: Sequence[int]) -> Finding:
+    """Have peers dial the ports of this node. Raises nothing: a peer that fails to answer is no witness."""
+    answers = await asyncio.gather(*(_ask_one(ask, peer_id, ports) for peer_id in peer_ids[:NUM_WITNESSES]))
+    return conclude([answer for answer in answers if answer is not None])
+
+
+def conclude(sightings: Sequence[Sighting]) -> Finding:
+    """Reachable if two peers dialled back where two answer, and no majority could not.
+
+    If any of them sees this node at a public address, only those count: a neighbour in the same home proves nothing
+    about the world outside.
+    """
+    told = [one for one in sightings if one.is_public] or sightings
+    if not told:
+        return Finding(None)
+    proofs = Counter((one.host, one.port) for one in told if one.port is not None)
+    num_proofs = proofs.total()
+    if num_proofs < min(2, len(told)) or num_proofs < len(told) - num_proofs:
+        return Finding(False)
+    ((host, port), _) = proofs.most_common(1)[0]
+    assert port is not None
+    return Finding(True, TcpAddress("ip6" if ":" in host else "ip4", host, port))
+
+
+async def _ask_one(ask: Ask, peer_id: str, ports: Sequence[int]) -> Sighting | None:
+    try:
+        host = read_greeting(await ask(peer_id, hello_request())).host
+        if not host or ipaddress.ip_address(host).is_loopback:
+            return None  # connected through a relay, or on one machine: that peer cannot tell
+        for port in ports:
+            if await ask(peer_id, dial_request(port)) == b"\x01":
+                return Sighting(host, port)
+    except RequestError:
+        return None
+    return Sighting(host, None)

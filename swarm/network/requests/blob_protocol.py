@@ -1,0 +1,110 @@
+"""How a piece of a blob is asked for and handed out; `transfer` is the asking side.
+
+    request   SHA-256 of the blob (32 bytes) · offset (u64) · length (u32), big-endian
+    response  that range of the blob; for length 0 its manifest: the SHA-256 of each piece of 1 MiB, one after the other
+
+It travels over `framing`, or any other transport of requests.
+"""
+
+import asyncio
+import hashlib
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from swarm.network.transport import RequestHandler, RequestRefused
+
+PIECE_BYTES = 1 << 20
+"""Longest range of one request."""
+DIGEST_BYTES = 32
+MAX_BLOB_BYTES = 4 << 30
+BLOB_REQUEST_BYTES = DIGEST_BYTES + 12
+"""Length of every request: the `max_request_bytes` to serve blobs with."""
+MAX_INLINE_HASH_BYTES = 256 * 1024
+"""So much is hashed on the loop, in a fraction of a millisecond; more goes to a thread."""
+_MAX_MANIFESTS = 64
+_REQUEST = struct.Struct(f">{DIGEST_BYTES}sQI")
+
+BlobLookup = Callable[[bytes], bytes | None]
+"""SHA-256 -> the blob of that address, if it is here."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlobRequest:
+    """A range of a blob; of length 0 for its manifest."""
+
+    digest: bytes
+    offset: int = 0
+    length: int = 0
+
+    def encode(self) -> bytes:
+        return _REQUEST.pack(self.digest, self.offset, self.length)
+
+    @classmethod
+    def decode(cls, request: bytes) -> Self:
+        """Raises RequestRefused for anything that is no request."""
+        if len(request) != BLOB_REQUEST_BYTES:
+            raise RequestRefused(f"a request must have {BLOB_REQUEST_BYTES} bytes, got {len(request)}")
+        return cls(*_REQUEST.unpack(request))
+
+
+def num_pieces(num_bytes: int) -> int:
+    return -(-num_bytes // PIECE_BYTES)
+
+
+def piece_length(index: int, num_bytes: int) -> int:
+    """All pieces are of PIECE_BYTES, the last one of what remains."""
+    return min(PIECE_BYTES, num_bytes - index * PIECE_BYTES)
+
+
+def manifest_of(blob: bytes) -> bytes:
+    """[num_pieces x 32 bytes]"""
+    view = memoryview(blob)
+    starts = range(0, len(blob), PIECE_BYTES)
+    return b"".join(hashlib.sha256(view[start : start + PIECE_BYTES]).digest() for start in starts)
+
+
+async def sha256(data: bytes) -> bytes:
+    """Without holding up the loop."""
+    if len(data) <= MAX_INLINE_HASH_BYTES:
+        return hashlib.sha256(data).digest()
+    return await asyncio.to_thread(lambda: hashlib.sha256(data).digest())
+
+
+def serve_blobs(lookup: BlobLookup) -> RequestHandler:
+    """A request handler that hands out the blobs that `lookup` finds, piece by piece.
+
+    Refuses unknown blobs and ranges that are longer than a piece or reach over the end.
+    """
+    return _BlobServer(lookup).answer
+
+
+class _BlobServer:
+    def __init__(self, lookup: BlobLookup) -> None:
+        self._lookup = lookup
+        self._manifests: OrderedDict[bytes, bytes] = OrderedDict()
+        self._hashing = asyncio.Lock()  # one at a time: a stranger asks in a few bytes for the hash of all that is here
+
+    async def answer(self, peer_id: str, request: bytes) -> bytes:
+        wanted = BlobRequest.decode(request)
+        blob = self._lookup(wanted.digest)
+        if blob is None:
+            raise RequestRefused("unknown blob")
+        if wanted.length == 0 and wanted.offset == 0:
+            return await self._manifest(wanted.digest, blob)
+        if not 0 < wanted.length <= PIECE_BYTES:
+            raise RequestRefused(f"a piece must have 1 to {PIECE_BYTES} bytes, got {wanted.length}")
+        if wanted.offset + wanted.length > len(blob):
+            raise RequestRefused(f"a piece must end within {len(blob)} bytes, got {wanted.offset + wanted.length}")
+        is_all = wanted.length == len(blob)
+        return blob if is_all else blob[wanted.offset : wanted.offset + wanted.length]
+
+    async def _manifest(self, digest: bytes, blob: bytes) -> bytes:
+        async with self._hashing:
+            if digest not in self._manifests:
+                self._manifests[digest] = await asyncio.to_thread(manifest_of, blob)
+                while len(self._manifests) > _MAX_MANIFESTS:
+                    self._manifests.popitem(last=False)
+            return self._manifests[digest]

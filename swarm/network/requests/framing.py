@@ -1,0 +1,163 @@
+"""How one request and its response look on a byte stream.
+
+    caller → server   request length (u32) · request
+    server → caller   status (u8) · body length (u64) · SHA-256 of the body (32 bytes) · body in pieces of 256 KiB
+    caller → server   acknowledgement (1 byte); then both close
+
+Length, hash and acknowledgement are on every transfer because a libp2p stream may lose its last piece without an error
+(seen over QUIC). Nothing is read before its announced length is checked. Deadlines are the callers' business: every
+coroutine here may wait for as long as the other side is silent. Integers are big-endian.
+"""
+
+import asyncio
+import hashlib
+import struct
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+from swarm.errors import RequestFailure
+from swarm.network.transport import RequestRefused
+
+PIECE_BYTES = 256 * 1024
+"""One message of 64 MB runs at 41 MB/s, pieces of this size at 290 MB/s."""
+MAX_REASON_BYTES = 200
+"""Longest reason of a refusal or failure; the rest is cut."""
+
+_REQUEST_HEADER = struct.Struct(">I")
+_RESPONSE_HEADER = struct.Struct(">BQ32s")
+_ACKNOWLEDGEMENT = b"\x06"
+
+
+BUSY_REASONS = ("busy", "rate")
+"""Reasons of a refusal that say: ask later, or another peer."""
+
+
+class FrameError(Exception):
+    """The other side broke the protocol, or the stream ended early."""
+
+    def __init__(self, message: str, reason: Literal["oversize", "damaged", "cut"] = "cut") -> None:
+        super().__init__(message)
+        self.reason: Literal["oversize", "damaged", "cut"] = reason
+
+
+class Status(IntEnum):
+    OK = 0
+    """The body answers the request."""
+    REFUSED = 1
+    """The handler declined; the body is its reason."""
+    FAILED = 2
+    """The handler broke; the body is a short text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    status: Status
+    body: bytes
+
+    @classmethod
+    def because(cls, status: Status, reason: str) -> "Response":
+        return cls(status, reason.encode("ascii", "replace")[:MAX_REASON_BYTES])
+
+    @property
+    def reason(self) -> str:
+        """The body of a refusal or failure as one printable line, whatever a hostile server put there."""
+        return "".join(chr(code) if 32 <= code < 127 else "?" for code in self.body)
+
+    @property
+    def failure(self) -> RequestFailure:
+        """What a caller makes of a response that is not OK."""
+        return "busy" if self.reason in BUSY_REASONS else "refused"
+
+
+def write_request(writer: asyncio.StreamWriter, request: bytes) -> None:
+    """Queue a request without waiting for it to leave (it is in memory anyway): so an early refusal is heard."""
+    writer.write(_REQUEST_HEADER.pack(len(request)))
+    writer.write(request)
+
+
+async def read_request(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
+    """Raises RequestRefused for an announced length over `max_bytes`, FrameError for a stream that ends early."""
+    return await read_request_body(reader, await read_request_length(reader, max_bytes))
+
+
+async def read_request_length(reader: asyncio.StreamReader, max_bytes: int) -> int:
+    """The first half of `read_request`: for a server whose patience depends on the length."""
+    (length,) = _REQUEST_HEADER.unpack(await _read_exactly(reader, _REQUEST_HEADER.size))
+    if length > max_bytes:
+        raise RequestRefused(f"a request must be <= {max_bytes} bytes, got {length}")
+    return length
+
+
+async def read_request_body(reader: asyncio.StreamReader, length: int) -> bytes:
+    """The second half. Raises FrameError for a stream that ends early."""
+    return await _read_exactly(reader, length)
+
+
+async def write_response(
+    writer: asyncio.StreamWriter, response: Response, before_piece: Callable[[int], Awaitable[None]] | None = None
+) -> None:
+    """Send a response, waiting for a reader that is slower than the own memory.
+
+    `before_piece` is told the bytes of every piece before it leaves, and may hold it back.
+    """
+    body = response.body
+    # Up to one piece takes less than a millisecond to hash; more would hold up the loop.
+    digest = _sha256(body) if len(body) <= PIECE_BYTES else await asyncio.to_thread(_sha256, body)
+    writer.write(_RESPONSE_HEADER.pack(response.status, len(body), digest))
+    view = memoryview(body)
+    for start in range(0, len(body), PIECE_BYTES):
+        piece = view[start : start + PIECE_BYTES]
+        if before_piece is not None:
+            await before_piece(len(piece))
+        writer.write(piece)
+        await writer.drain()
+    await writer.drain()
+
+
+async def read_response(reader: asyncio.StreamReader, max_bytes: int) -> Response:
+    """Raises FrameError: over `max_bytes` (before any of it is read), cut off, damaged or not of this protocol."""
+    status, length, digest = _RESPONSE_HEADER.unpack(await _read_exactly(reader, _RESPONSE_HEADER.size))
+    if status not in (Status.OK, Status.REFUSED, Status.FAILED):
+        raise FrameError(f"a response status must be 0, 1 or 2, got {status}", "damaged")
+    bound = max_bytes if status == Status.OK else MAX_REASON_BYTES
+    if length > bound:
+        raise FrameError(f"a response must be <= {bound} bytes, got {length}", "oversize")
+    return Response(Status(status), await _read_body(reader, length, digest))
+
+
+def write_acknowledgement(writer: asyncio.StreamWriter) -> None:
+    """Tell the server that the response arrived whole, so that it may close."""
+    writer.write(_ACKNOWLEDGEMENT)
+
+
+async def read_acknowledgement(reader: asyncio.StreamReader) -> None:
+    """Raises FrameError where the caller went away without acknowledging."""
+    if await _read_exactly(reader, len(_ACKNOWLEDGEMENT)) != _ACKNOWLEDGEMENT:
+        raise FrameError("a response must be acknowledged, got another byte")
+
+
+async def _read_body(reader: asyncio.StreamReader, length: int, digest: bytes) -> bytes:
+    # Grows with what arrives, not with what is announced; hashed on the way, so that no piece holds up the loop.
+    body, sha256 = bytearray(), hashlib.sha256()
+    while len(body) < length:
+        piece = await reader.read(min(PIECE_BYTES, length - len(body)))
+        if not piece:
+            raise FrameError(f"a response of {length} bytes was cut off after {len(body)}")
+        body += piece
+        sha256.update(piece)
+    if sha256.digest() != digest:
+        raise FrameError(f"a response of {length} bytes was damaged: its hash differs", "damaged")
+    return bytes(body)
+
+
+async def _read_exactly(reader: asyncio.StreamReader, num_bytes: int) -> bytes:
+    try:
+        return await reader.readexactly(num_bytes)
+    except asyncio.IncompleteReadError as error:
+        raise FrameError(f"the stream ended after {len(error.partial)} of {num_bytes} bytes") from None
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()

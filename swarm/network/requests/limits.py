@@ -1,0 +1,132 @@
+"""What one peer, and all peers together, may take of this node's places, requests and bytes.
+
+admit ── place ── charge (per peer, per node) ── leave
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Self
+
+from swarm.config import NetworkSection
+from swarm.network.token_bucket import TokenBucket
+from swarm.network.transport import RequestRefused
+
+PEER_SHARE = 4
+"""A peer holds at most one place in so many ..."""
+MIN_PLACES_PER_PEER = 2
+"""... but so many in any case."""
+BURST_S = 2.0
+"""What a peer may take at once: its rate over this time."""
+MAX_WAIT_S = 5.0
+"""A response that would wait longer for its turn on the line is refused instead: its reader would give up."""
+MAX_REMEMBERED_PEERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Rates of the network section; 0 is no limit."""
+
+    requests_per_peer_per_s: float = 0.0
+    upload_bytes_per_peer_per_s: float = 0.0
+    max_upload_bytes_per_s: float = 0.0
+    response_bytes_in_flight: int = 64 << 20
+
+    @classmethod
+    def of(cls, config: NetworkSection) -> Self:
+        return cls(
+            config.requests_per_peer_per_s,
+            config.upload_bytes_per_peer_per_s,
+            config.max_upload_bytes_per_s,
+            config.response_bytes_in_flight,
+        )
+
+
+class _Peer:
+    """What is remembered of one caller."""
+
+    __slots__ = ("num_conversations", "num_places", "requests", "upload")
+
+    def __init__(self, limits: RequestLimits, now: float) -> None:
+        self.num_conversations = 0
+        self.num_places = 0
+        requests, upload = limits.requests_per_peer_per_s, limits.upload_bytes_per_peer_per_s
+        self.requests = TokenBucket(requests, max(1.0, BURST_S * requests), now)
+        self.upload = TokenBucket(upload, BURST_S * upload, now)
+
+
+class CallerTable:
+    """Places, rates and bytes of the callers of one node. Raises RequestRefused ("busy", "rate") for what is too much."""
+
+    def __init__(self, limits: RequestLimits, max_concurrent: int) -> None:
+        self._limits = limits
+        self._max_places = max_concurrent
+        self._max_places_per_peer = max(MIN_PLACES_PER_PEER, max_concurrent // PEER_SHARE)
+        self._num_places = 0
+        self._num_conversations = 0
+        self._bytes_in_flight = 0
+        self._upload = TokenBucket(limits.max_upload_bytes_per_s, limits.max_upload_bytes_per_s, now=0.0)
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()
+
+    @property
+    def num_peers(self) -> int:
+        return len(self._peers)
+
+    def enter(self, peer_id: str, now: float) -> bool:
+        """A conversation begins: whether it is worth a word. Beyond twice the places even refusals cost too much."""
+        peer = self._peer(peer_id, now)
+        is_welcome = (
+            self._num_conversations < 2 * self._max_places and peer.num_conversations < 2 * self._max_places_per_peer
+        )
+        self._num_conversations += 1
+        peer.num_conversations += 1
+        return is_welcome
+
+    def leave(self, peer_id: str) -> None:
+        self._num_conversations -= 1
+        self._peers[peer_id].num_conversations -= 1
+
+    def take_place(self, peer_id: str, now: float) -> None:
+        peer = self._peer(peer_id, now)
+        if self._num_places >= self._max_places or peer.num_places >= self._max_places_per_peer:
+            raise RequestRefused("busy")
+        if not peer.requests.try_take(1, now):
+            raise RequestRefused("rate")
+        self._num_places += 1
+        peer.num_places += 1
+
+    def give_place_back(self, peer_id: str) -> None:
+        self._num_places -= 1
+        self._peers[peer_id].num_places -= 1
+
+    def begin_response(self, peer_id: str, num_bytes: int, now: float) -> None:
+        """Room in memory and on the line for a response; to be ended by `end_response`."""
+        is_full = self._bytes_in_flight + num_bytes > self._limits.response_bytes_in_flight
+        if (is_full and self._bytes_in_flight > 0) or self._upload.wait_s(now) > MAX_WAIT_S:
+            raise RequestRefused("busy")
+        if self._peers[peer_id].upload.wait_s(now) > MAX_WAIT_S:
+            raise RequestRefused("rate")
+        self._bytes_in_flight += num_bytes
+
+    def end_response(self, num_bytes: int) -> None:
+        self._bytes_in_flight -= num_bytes
+
+    def charge(self, peer_id: str, num_bytes: int, now: float) -> float:
+        """Account for bytes about to be sent; seconds to wait before that."""
+        return max(self._peers[peer_id].upload.take(num_bytes, now), self._upload.take(num_bytes, now))
+
+    def _peer(self, peer_id: str, now: float) -> _Peer:
+        peer = self._peers.get(peer_id)
+        if peer is None:
+            self._forget_the_idle()
+            peer = self._peers[peer_id] = _Peer(self._limits, now)
+        self._peers.move_to_end(peer_id)
+        return peer
+
+    def _forget_the_idle(self) -> None:
+        """The longest unheard first. Callers in a conversation stay: they are bounded by the places."""
+        if len(self._peers) < MAX_REMEMBERED_PEERS:
+            return
+        for peer_id, peer in self._peers.items():
+            if peer.num_conversations == 0 and peer.num_places == 0:
+                del self._peers[peer_id]
+                return

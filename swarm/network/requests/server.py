@@ -1,0 +1,251 @@
+"""Answers to requests of peers, and the limits that keep a peer from doing harm with them.
+
+    stream → (place free?) → request read → handler → (line free?) → response sent → acknowledged
+
+The one place where handlers are registered and where what they raise is caught. `request_limits` holds the counts.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Self
+
+from swarm.config import NetworkSection
+from swarm.network.requests.framing import (
+    BUSY_REASONS,
+    FrameError,
+    Response,
+    Status,
+    read_acknowledgement,
+    read_request_body,
+    read_request_length,
+    write_response,
+)
+from swarm.network.requests.limits import CallerTable, RequestLimits
+from swarm.network.transport import RequestHandler, RequestRefused, TrafficCounter
+
+logger = logging.getLogger(__name__)
+
+MIN_BYTES_PER_S = 64 * 1024
+"""A reader slower than this (half a megabit) loses its response: its place is for others."""
+REFUSAL_TIMEOUT_S = 2.0
+"""A refused caller has this long to take note ..."""
+MAX_DRAINED_BYTES = 4 << 20
+"""... and may go on sending so much."""
+STALL_TIMEOUT_S = 5.0
+"""Longest silence of a caller where its next bytes are due."""
+MAX_BUFFERED_BYTES = 16 << 20
+"""So much of a response may have left and not arrived: in buffers of the system, of libp2p and of the line."""
+
+
+def transfer_timeout_s(base_s: float, num_bytes: int) -> float:
+    """Longest wait for a transfer of known size."""
+    return base_s + num_bytes / MIN_BYTES_PER_S
+
+
+@dataclass(frozen=True, slots=True)
+class _Service:
+    handler: RequestHandler
+    max_request_bytes: int
+
+
+class RequestServer:
+    """Handlers of one node by protocol name, with bounds on what callers may take."""
+
+    def __init__(
+        self, *, max_concurrent: int, timeout_s: float, traffic: TrafficCounter, limits: RequestLimits | None = None
+    ) -> None:
+        """`timeout_s` bounds each of: reading a request, running its handler, sending a response of no size."""
+        self._timeout_s = timeout_s
+        self._stall_timeout_s = min(STALL_TIMEOUT_S, timeout_s)
+        self._traffic = traffic
+        self._callers = CallerTable(limits or RequestLimits(), max_concurrent)
+        self._services: dict[str, _Service] = {}
+        self._conversations: set[asyncio.Task[None]] = set()
+        self._is_closing = False
+        self.refused: Counter[str] = Counter()
+        """Requests without an answer, by reason: busy, rate, flood, oversize, slow, cut, unknown_protocol, handler."""
+
+    @classmethod
+    def of(cls, config: NetworkSection, traffic: TrafficCounter) -> Self:
+        """With the limits of the settings."""
+        return cls(
+            max_concurrent=config.max_connections_inbound,
+            timeout_s=config.request_timeout_s,
+            traffic=traffic,
+            limits=RequestLimits.of(config),
+        )
+
+    @property
+    def protocols(self) -> tuple[str, ...]:
+        return tuple(self._services)
+
+    def serve(self, protocol: str, handler: RequestHandler, *, max_request_bytes: int) -> None:
+        """Register the handler of a protocol. Raises ValueError for a name that has one."""
+        if protocol in self._services:
+            raise ValueError(f"a protocol must have one handler, got a second for {protocol!r}")
+        self._services[protocol] = _Service(handler, max_request_bytes)
+
+    async def answer(self, peer_id: str, protocol: str, request: bytes) -> Response:
+        """The response to a request that is in memory already. Raises nothing that a peer or a handler can cause.
+
+        Rates and places count as on a stream, but nothing waits for its turn on the line: there is none.
+        """
+        service = self._services.get(protocol)
+        if service is None:
+            return self._refusal("unknown protocol", "unknown_protocol")
+        if len(request) > service.max_request_bytes:
+            reason = f"a request must be <= {service.max_request_bytes} bytes, got {len(request)}"
+            return self._refusal(reason, "oversize")
+        try:
+            with self._place(peer_id):
+                response = await self._handle(service, peer_id, protocol, request)
+                with self._room(peer_id, response):
+                    self._callers.charge(peer_id, len(response.body), _now())
+        except RequestRefused as refusal:
+            return self._refusal(str(refusal), _word(refusal))
+        self._count(request, response)
+        return response
+
+    async def answer_stream(
+        self, peer_id: str, protocol: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Hold one conversation as in `framing`, and close it. Whatever the peer does, it ends in bounded time."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._conversations.add(task)
+        is_welcome = self._callers.enter(peer_id, _now())
+        try:
+            if is_welcome:
+                await self._converse_or_refuse(peer_id, protocol, reader, writer)
+                writer.close()
+            else:  # too many even to refuse them all
+                self.refused["flood"] += 1
+        except (FrameError, OSError) as error:  # OSError includes TimeoutError and a connection that was reset
+            self._traffic.requests_failed += 1
+            self.refused["slow" if isinstance(error, TimeoutError) else "cut"] += 1
+            logger.debug("request %s of %s failed: %s", protocol, peer_id, error or type(error).__name__)
+        except asyncio.CancelledError:
+            if not self._is_closing:  # else it is over anyway, and asyncio's stream server complains of cancelled tasks
+                raise
+        finally:
+            self._callers.leave(peer_id)
+            self._conversations.discard(task)
+            if not writer.is_closing():
+                writer.transport.abort()  # no waiting for a peer to take what is buffered
+
+    async def close(self) -> None:
+        """Cut off the requests that are being served. The server can be used again afterwards."""
+        self._is_closing = True
+        conversations = tuple(self._conversations)
+        for task in conversations:
+            task.cancel()
+        await asyncio.gather(*conversations, return_exceptions=True)
+        self._is_closing = False
+
+    async def _converse_or_refuse(
+        self, peer_id: str, protocol: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            with self._place(peer_id):
+                await self._converse(self._services[protocol], peer_id, protocol, reader, writer)
+        except RequestRefused as refusal:
+            response = self._refusal(str(refusal), _word(refusal))
+            async with asyncio.timeout(REFUSAL_TIMEOUT_S):
+                await write_response(writer, response)
+                await _drain(reader)
+
+    async def _converse(
+        self,
+        service: _Service,
+        peer_id: str,
+        protocol: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        async with asyncio.timeout(self._stall_timeout_s) as deadline:
+            length = await read_request_length(reader, service.max_request_bytes)
+            deadline.reschedule(_now() + transfer_timeout_s(self._stall_timeout_s, length))
+            request = await read_request_body(reader, length)
+        response = await self._handle(service, peer_id, protocol, request)
+        with self._room(peer_id, response):
+            await self._send(peer_id, response, reader, writer)
+        self._count(request, response)
+
+    async def _send(
+        self, peer_id: str, response: Response, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Piece by piece, as fast as the limits allow and the reader takes it, if that is fast enough."""
+        async with asyncio.timeout(self._stall_timeout_s) as deadline:
+
+            async def before_piece(num_bytes: int) -> None:
+                wait_s = self._callers.charge(peer_id, num_bytes, _now())
+                deadline.reschedule(_now() + wait_s + transfer_timeout_s(self._stall_timeout_s, num_bytes))
+                if wait_s > 0:
+                    await asyncio.sleep(wait_s)
+
+            await write_response(writer, response, before_piece)
+            # Much of it may still be on its way, in buffers of the system and of libp2p.
+            deadline.reschedule(
+                _now() + transfer_timeout_s(self._timeout_s, min(len(response.body), MAX_BUFFERED_BYTES))
+            )
+            await read_acknowledgement(reader)
+
+    async def _handle(self, service: _Service, peer_id: str, protocol: str, request: bytes) -> Response:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return Response(Status.OK, await service.handler(peer_id, request))
+        except RequestRefused as refusal:
+            self.refused["handler"] += 1
+            return Response.because(Status.REFUSED, str(refusal))
+        except Exception:  # a broken handler costs its request, never the node
+            logger.warning("the handler of %s broke on a request of %s", protocol, peer_id, exc_info=True)
+            return Response.because(Status.FAILED, "the handler broke")
+
+    def _refusal(self, reason: str, word: str) -> Response:
+        self.refused[word] += 1
+        return Response.because(Status.REFUSED, reason)
+
+    def _count(self, request: bytes, response: Response) -> None:
+        self._traffic.bytes_received += len(request)
+        self._traffic.bytes_sent += len(response.body)
+        if response.status == Status.FAILED:
+            self._traffic.requests_failed += 1
+        else:
+            self._traffic.requests_served += 1
+
+    @contextmanager
+    def _place(self, peer_id: str) -> Iterator[None]:
+        self._callers.take_place(peer_id, _now())
+        try:
+            yield
+        finally:
+            self._callers.give_place_back(peer_id)
+
+    @contextmanager
+    def _room(self, peer_id: str, response: Response) -> Iterator[None]:
+        self._callers.begin_response(peer_id, len(response.body), _now())
+        try:
+            yield
+        finally:
+            self._callers.end_response(len(response.body))
+
+
+async def _drain(reader: asyncio.StreamReader) -> None:
+    """Closing on unread bytes resets the stream, and a refusal is lost."""
+    num_bytes = 0
+    while num_bytes < MAX_DRAINED_BYTES and (data := await reader.read(65_536)):
+        num_bytes += len(data)
+
+
+def _word(refusal: RequestRefused) -> str:
+    """Under what to count a refusal that is not a handler's: the only other one names a size."""
+    reason = str(refusal)
+    return reason if reason in BUSY_REASONS else "oversize"
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,45 @@
+"""A rate with a burst: what may happen now, and how long the rest has to wait."""
+
+
+class TokenBucket:
+    """Fills at `per_s` up to `burst`; a rate of 0 means no limit. May be overdrawn: later takers wait for it.
+
+    Time is passed in (seconds of any clock that does not run backwards), so that a virtual loop needs nothing else.
+    """
+
+    __slots__ = ("_burst", "_filled_at", "_per_s", "_tokens")
+
+    def __init__(self, per_s: float, burst: float, now: float) -> None:
+        self._per_s = per_s
+        self._burst = burst
+        self._tokens = burst
+        self._filled_at = now
+
+    def try_take(self, amount: float, now: float) -> bool:
+        """Take `amount` if it is there."""
+        if self._per_s <= 0:
+            return True
+        self._fill(now)
+        if self._tokens < amount:
+            return False
+        self._tokens -= amount
+        return True
+
+    def take(self, amount: float, now: float) -> float:
+        """Take `amount` in any case; seconds to wait until it would have been there."""
+        if self._per_s <= 0:
+            return 0.0
+        self._fill(now)
+        self._tokens -= amount
+        return max(0.0, -self._tokens / self._per_s)
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until what was taken so far is paid for."""
+        if self._per_s <= 0:
+            return 0.0
+        self._fill(now)
+        return max(0.0, -self._tokens / self._per_s)
+
+    def _fill(self, now: float) -> None:
+        self._tokens = min(self._burst, self._tokens + (now - self._filled_at) * self._per_s)
+        self._filled_at = now

@@ -1,0 +1,119 @@
+"""Who is there: each node lists itself in the index, signed, and learns from the lists whom it can connect to.
+
+    every PRESENCE_INTERVAL_S:  own presence ─> list of the own shard, thinned out also of the wider shards above it
+                                list of the own shard ─> transport.meet(each) · size of the shard ─> level of the shard
+
+Every list has about as many entries as a shard has members, however large the swarm: in the list of a shard k levels
+above its own a node appears with probability 2**-k. A newcomer reads the widest list, sees the level of those in it, and
+goes to its own shard.
+"""
+
+import logging
+import statistics
+from collections.abc import Callable
+
+from swarm.network.transport import Contact, Transport
+from swarm.records.identity import Identity
+from swarm.records.presence import MAX_ADDRESSES, Presence, sign_presence, verify_presence
+from swarm.records.rejection import InvalidRecord
+from swarm.sharing.index import presence_key
+from swarm.sharing.shard import Shard, next_level, shard_of, thinning_depth
+
+logger = logging.getLogger(__name__)
+
+PRESENCE_INTERVAL_S = 30.0
+PRESENCE_LIFETIME_S = 120.0
+FIRST_INTERVALS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+"""A node that has just started looks more often: others may be starting with it."""
+
+
+class Directory:
+    """Own presence and the own shard of one node. Runs on the node's loop."""
+
+    def __init__(
+        self, swarm_id: str, identity: Identity, transport: Transport, num_authors_heard: Callable[[], int]
+    ) -> None:
+        """`num_authors_heard`: authors of the shard whose headers were admitted of late."""
+        self._swarm_id = swarm_id
+        self._identity = identity
+        self._transport = transport
+        self._num_authors_heard = num_authors_heard
+        self._num_turns = 0
+        self.level = 0
+        self.num_members = 1
+        """Nodes in the list of the own shard, this one included."""
+
+    @property
+    def shard(self) -> Shard:
+        """Own shard at this moment."""
+        return shard_of(self._swarm_id, self._identity.peer_id, self.level, self._transport.now())
+
+    @property
+    def swarm_size(self) -> int:
+        """Estimate of the number of nodes in the swarm."""
+        return self.num_members << self.level
+
+    async def turn(self) -> float:
+        """List this node and look who else is there. Returns the seconds until the next turn."""
+        if self._num_turns == 0:
+            await self._find_level()
+        await self._announce()
+        members = await self._members(self.shard)
+        self.num_members = len(members.keys() | {self._identity.peer_id})
+        level = next_level(self.level, self.num_members, self._num_authors_heard())
+        if level != self.level:
+            logger.info("shard %s has %d members: going to level %d", self.shard.name, self.num_members, level)
+            self.level = level
+            await self._announce()
+        self._num_turns += 1
+        return (
+            FIRST_INTERVALS_S[self._num_turns - 1] if self._num_turns <= len(FIRST_INTERVALS_S) else PRESENCE_INTERVAL_S
+        )
+
+    async def _find_level(self) -> None:
+        """The level that most nodes of the widest list are at."""
+        members = await self._members(Shard(0, 0))
+        if members:
+            self.level = int(statistics.median(presence.level for presence in members.values()))
+
+    async def _announce(self) -> None:
+        transport, now = self._transport, self._transport.now()
+        presence = Presence(
+            peer_id=self._identity.peer_id,
+            addresses=tuple(address.rpartition("/p2p/")[0] for address in transport.addresses()),
+            gossip_addresses=transport.gossip_addresses(),
+            hosts_index=transport.hosts_index,
+            level=self.level,
+            created_at=now,
+            expires_at=now + PRESENCE_LIFETIME_S,
+        )
+        record = sign_presence(self._identity, self._swarm_id, presence)
+        depth = thinning_depth(self._swarm_id, self._identity.peer_id)
+        for level in range(max(0, self.level - depth), self.level + 1):
+            shard = shard_of(self._swarm_id, self._identity.peer_id, level, now)
+            key = presence_key(self._swarm_id, shard)
+            await transport.store(key, self._identity.peer_id, record, presence.expires_at)
+
+    async def _members(self, shard: Shard) -> dict[str, Presence]:
+        """The others in a list, who are introduced to the transport."""
+        members: dict[str, Presence] = {}
+        for subkey, value in (await self._transport.load(presence_key(self._swarm_id, shard))).items():
+            try:
+                presence = verify_presence(value, self._swarm_id)
+            except InvalidRecord:
+                continue
+            if presence.peer_id != subkey or presence.peer_id == self._identity.peer_id:
+                continue
+            if presence.expires_at > self._transport.now():
+                members[presence.peer_id] = presence
+                self._transport.meet(_contact(presence))
+        return members
+
+
+def _contact(presence: Presence) -> Contact:
+    return Contact(
+        presence.peer_id,
+        presence.addresses[:MAX_ADDRESSES],
+        presence.gossip_addresses[:MAX_ADDRESSES],
+        presence.hosts_index,
+    )

@@ -1,0 +1,148 @@
+"""A node without a policy: light rollouts at a steady pace, all else the code of a real node.
+
+light_group ─ Publisher ─→ Transport ─→ Reader ─ Admission ─→ ExperiencePool ─ draw
+"""
+
+import asyncio
+import functools
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swarm.config import NetworkSection, SharingSection
+from swarm.network.transport import Transport
+from swarm.pool.experience_pool import ExperiencePool
+from swarm.records.admission import Admission
+from swarm.records.identity import Identity
+from swarm.sharing.body_store import BodyStore
+from swarm.sharing.directory import Directory
+from swarm.sharing.publisher import Publisher
+from swarm.sharing.reader import BODY_PROTOCOL, Reader
+from swarm.sharing.shard import Shard
+from swarm.simulation.light_rollouts import VOCABULARY, LightJudge, light_group
+from swarm.types import Header, RolloutGroup
+
+OnHeader = Callable[["LightNode", Header], None]
+"""(reader, header), when it passed the reader's admission."""
+
+
+@dataclass(frozen=True, slots=True)
+class LightRounds:
+    """What every node does."""
+
+    round_s: float = 20.0
+    """Mean time of a round; each one takes 0.75 to 1.25 of it."""
+    groups_per_round: int = 2
+    group_size: int = 4
+    swarm_groups: int = 2
+    """Groups of others in a training batch."""
+
+
+class LightNode:
+    """`transport` is not started yet: `start` does that, `stop` ends it."""
+
+    def __init__(
+        self,
+        rounds: LightRounds,
+        sharing: SharingSection,
+        network: NetworkSection,
+        swarm_id: str,
+        identity: Identity,
+        transport: Transport,
+        rng: random.Random,
+        *,
+        on_header: OnHeader | None = None,
+    ) -> None:
+        self.transport = transport
+        self.num_groups_trained = 0
+        self._rounds = rounds
+        self._rng = rng
+        self._round = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self.pool = ExperiencePool(":memory:", sharing, transport.now)
+        self.bodies = BodyStore(transport.now)
+        self.admission = WatchedAdmission(sharing, swarm_id, identity.peer_id, LightJudge(), VOCABULARY, transport.now)
+        if on_header is not None:
+            self.admission.on_header = functools.partial(on_header, self)
+        sequence = itertools.count()
+        self.directory = Directory(swarm_id, identity, transport, lambda: self.reader.num_authors_heard())
+        self.publisher = Publisher(
+            sharing, swarm_id, identity, transport, self.bodies, lambda: next(sequence), self._shard
+        )
+        self.reader = Reader(
+            sharing, network, swarm_id, transport, self.admission, self.pool, self.bodies, rng, self._shard
+        )
+        transport.serve(BODY_PROTOCOL, self.reader.serve_body, max_request_bytes=64)
+
+    @property
+    def peer_id(self) -> str:
+        return self.transport.peer_id
+
+    @property
+    def rejected(self) -> Counter[str]:
+        return self.reader.rejected
+
+    def _shard(self) -> Shard:
+        return self.directory.shard
+
+    async def start(self) -> None:
+        await self.transport.start()
+        self.work()
+
+    def work(self) -> None:
+        """Begin what the node does on its own, where the transport has been started already."""
+        self._tasks = [asyncio.create_task(step) for step in (self._learn(), self._read(), self._tend_directory())]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        await self.transport.stop()
+        self.pool.close()
+
+    def raise_failure(self) -> None:
+        """Raises what ended one of the node's tasks, if anything did."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    async def run_round(self) -> None:
+        """Roll out, publish, and train on what others published."""
+        rounds = self._rounds
+        first = self._round * rounds.groups_per_round
+        groups = [self._group(first + number) for number in range(rounds.groups_per_round)]
+        self._round += 1
+        await self.publisher.publish(groups)
+        self.num_groups_trained += len(self.pool.draw(rounds.swarm_groups, self._rng))
+
+    def _group(self, index: int) -> RolloutGroup:
+        return light_group(self.peer_id, index, self._rounds.group_size, self._rng)
+
+    async def _learn(self) -> None:
+        await asyncio.sleep(self._rng.random() * self._rounds.round_s)
+        while True:
+            await self.run_round()
+            await asyncio.sleep(self._rng.uniform(0.75, 1.25) * self._rounds.round_s)
+
+    async def _read(self) -> None:
+        while True:
+            await self.reader.poll()
+
+    async def _tend_directory(self) -> None:
+        while True:  # noqa: ASYNC110 - nothing tells when the next turn is due but the clock
+            await asyncio.sleep(await self.directory.turn())
+
+
+class WatchedAdmission(Admission):
+    """Admission that tells of every header it lets in."""
+
+    on_header: Callable[[Header], None] | None = None
+
+    def admit_header(self, data: bytes) -> Header:
+        header = super().admit_header(data)
+        if self.on_header is not None:
+            self.on_header(header)
+        return header

@@ -1,0 +1,99 @@
+"""A public swarm from its founding on: create, bootstrap, join, and the death of the bootstrap peers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import tomli_w
+
+from swarm.manifest_file import read_manifest
+from tests.e2e.node_process import NodeProcess, node_settings, wait_for
+
+MAX_BOOTSTRAP_MIB = 200
+
+
+class Command(NodeProcess):
+    """A `swarm` command that runs on, with its status file in `folder`."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        self.output = folder.parent / f"{folder.name}.out"
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "swarm.cli.main", *arguments],
+                stdout=output, stderr=subprocess.STDOUT, cwd=folder.parent, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+
+
+def bootstrap(folder: Path, manifest: Path) -> Command:
+    return Command(folder, "bootstrap", "--manifest", str(manifest), "--dir", str(folder))
+
+
+def joined(folder: Path, manifest: Path) -> Command:
+    settings = node_settings(folder, network={"poll_interval_s": 0.2, "listen": ["/ip4/127.0.0.1/tcp/0"]})
+    path = folder.with_suffix(".toml")
+    path.write_text(tomli_w.dumps(settings))
+    return Command(folder, "join", str(manifest), str(path))
+
+
+def swarm(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    ended = subprocess.run(
+        [sys.executable, "-m", "swarm.cli.main", *arguments], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended
+
+
+def admitted(node: Command, more_than: int) -> int:
+    """Records of others that `node` has admitted, once they are more than that and it has learned from some."""
+
+    def count() -> int | None:
+        row = node.last_round
+        records = row.get("exchange/records_admitted", 0)
+        return records if records > more_than and row["train/swarm_groups_total"] > 0 else None
+
+    return wait_for(count, f"more than {more_than} records of others", node)
+
+
+def memory_mib(node: Command) -> float:
+    """Resident memory of the process and its daemon."""
+    process = psutil.Process(node.process.pid)
+    return sum(part.memory_info().rss for part in (process, *process.children(recursive=True))) / 2**20
+
+
+def test_swarm_is_founded_joined_and_outlives_its_bootstrap_peer(tmp_path: Path) -> None:
+    swarm(tmp_path, "create", "friends")
+    manifest = tmp_path / "friends.swarm.toml"
+    with bootstrap(tmp_path / "entry", manifest) as entry:
+        swarm(tmp_path, "create", "--update", str(manifest), "--bootstrap", entry.address())
+        dialled = swarm(tmp_path, "join", str(manifest), "--check", "--dial")
+        assert "answers" in dialled.stdout
+        assert dialled.stdout.strip().endswith("can join")
+        with joined(tmp_path / "a", manifest) as a, joined(tmp_path / "b", manifest) as b:
+            for node in (a, b):
+                admitted(node, 0)
+            entry.kill_9()
+            for node in (a, b):
+                admitted(node, admitted(node, 0) + 5)  # more than can have been on the way
+            assert read_manifest(str(tmp_path / "a" / "manifest.toml")).edition == 2
+
+
+def test_bootstrap_peers_are_light_and_know_each_other(tmp_path: Path) -> None:
+    swarm(tmp_path, "create", "friends")
+    manifest = tmp_path / "friends.swarm.toml"
+    with bootstrap(tmp_path / "one", manifest) as one:
+        swarm(tmp_path, "create", "--update", str(manifest), "--bootstrap", one.address())
+        with bootstrap(tmp_path / "two", manifest) as two:
+            swarm(tmp_path, "create", "--update", str(manifest), "--bootstrap", two.address())
+            one.kill_9()
+            with bootstrap(tmp_path / "three", manifest) as three:
+                three.address()
+                for peer in (two, three):
+                    loaded = (Path("/proc") / str(peer.process.pid) / "maps").read_text()
+                    assert "cryptography" in loaded, "the libraries that are loaded are listed there"
+                    assert "torch" not in loaded
+                    assert memory_mib(peer) < MAX_BOOTSTRAP_MIB
+                dialled = swarm(tmp_path, "join", str(manifest), "--check", "--dial")
+                assert dialled.stdout.strip().endswith("can join")

@@ -1,0 +1,119 @@
+"""The doctor: what it finds, the command it names, and that it survives what it asks."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swarm.config import NetworkSection, parse
+from swarm.diagnostics.accelerator import check_accelerator
+from swarm.diagnostics.finding import Finding, Level
+from swarm.diagnostics.machine import check_daemon, check_identity, check_machine, check_ports
+from swarm.diagnostics.swarm_view import PeerView, check_swarm, judge_views
+from swarm.network.hivemind.transport import HivemindTransport
+from swarm.node_folder import NodeFolder
+from swarm.records.identity import create
+
+
+def levels(findings: list[Finding]) -> dict[str, Level]:
+    return {found.name: found.level for found in findings}
+
+
+def says(text: str) -> list[str]:
+    """A program that prints a text."""
+    return [sys.executable, "-c", f"print({text!r})"]
+
+
+def test_this_machine_is_fit_and_every_flaw_comes_with_a_fix(tmp_path: Path) -> None:
+    findings = list(check_machine(parse({"node": {"dir": str(tmp_path / "node")}})))
+    assert Level.PROBLEM not in levels(findings).values()
+    assert {"python", "packages", "identity", "disk", "memory", "files", "daemon", "port"} <= set(levels(findings))
+    assert all(bool(found.fix) == (found.level is not Level.OK) for found in findings)
+
+
+def test_daemon_really_runs() -> None:
+    assert check_daemon().level is Level.OK
+
+
+def test_identity_that_others_can_read_is_a_problem(tmp_path: Path) -> None:
+    folder = NodeFolder(tmp_path)
+    create(folder.identity)
+    assert check_identity(folder).level is Level.OK
+    folder.identity.chmod(0o644)
+    found = check_identity(folder)
+    assert found.level is Level.PROBLEM
+    assert f"chmod 600 {folder.identity}" in found.fix
+
+
+def test_port_in_use_is_named() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        found = check_ports([f"/ip4/127.0.0.1/tcp/{port}"])
+    assert found.level is Level.WARNING
+    assert f"sport = :{port}" in found.fix
+
+
+def test_working_accelerator_is_told() -> None:
+    said = json.dumps({"torch": "2.8", "device": "cpu", "matmul": True, "int8": True})
+    assert levels(check_accelerator(parse({}), says(said))) == {"torch": Level.OK, "8-bit": Level.OK}
+
+
+def test_torch_that_dies_hangs_or_lies_is_a_problem() -> None:
+    crash = [sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"]
+    hang = [sys.executable, "-c", "import signal; signal.pause()"]
+    wrong = says(json.dumps({"torch": "2.8", "device": "cpu", "matmul": False}))
+    for command in (crash, hang, wrong, says("no json")):
+        found = check_accelerator(parse({}), command, timeout_s=1.0)[0]
+        assert (found.name, found.level) == ("torch", Level.PROBLEM)
+        assert found.fix
+
+
+def test_missing_8_bit_is_a_problem_only_for_a_quantised_base() -> None:
+    command = says(json.dumps({"torch": "2.8", "device": "cpu", "matmul": True, "int8_error": "no kernel"}))
+    for quantization, level in (("none", Level.WARNING), ("8bit", Level.PROBLEM)):
+        findings = check_accelerator(parse({"policy": {"quantization": quantization}}), command)
+        assert levels(findings)["8-bit"] is level
+
+
+@pytest.mark.parametrize(("skew_s", "level"), [(0.2, Level.OK), (-2.0, Level.WARNING), (60.0, Level.PROBLEM)])
+def test_clock_is_judged_by_the_median_of_the_peers(skew_s: float, level: Level) -> None:
+    views = [PeerView(0.02, skew_s, 5.0), PeerView(0.02, skew_s, 5.0), PeerView(0.02, 9999.0, 5.0)]
+    assert levels(judge_views(views)) == {"clock": level, "bandwidth": Level.OK}
+
+
+def test_slow_line_is_a_warning() -> None:
+    assert levels(judge_views([PeerView(0.4, 0.0, 0.05)]))["bandwidth"] is Level.WARNING
+
+
+async def test_swarm_is_measured_through_a_real_peer(tmp_path: Path) -> None:
+    node = HivemindTransport(NetworkSection(), create(tmp_path / "identity.key"), tmp_path)
+    await node.start()
+    try:
+        findings = await check_swarm(NetworkSection(initial_peers=node.addresses()))
+    finally:
+        await node.stop()
+    assert levels(findings) == dict.fromkeys(("peers", "reachability", "clock", "bandwidth"), Level.OK)
+
+
+async def test_absent_peers_are_a_problem() -> None:
+    absent = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
+    assert levels(await check_swarm(NetworkSection(initial_peers=(absent,)))) == {"peers": Level.PROBLEM}
+
+
+def test_command_prints_json_and_ends_with_its_own_code(tmp_path: Path) -> None:
+    absent = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
+    ended = subprocess.run(
+        [sys.executable, "-m", "swarm.cli.main", "doctor", "--json", f"--node.dir={tmp_path}",
+         "--network.initial_peers", json.dumps([absent])],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 14, ended.stderr
+    assert "peers" in ended.stderr
+    found = {one["name"]: one["level"] for one in json.loads(ended.stdout)["findings"]}
+    assert found["peers"] == "problem"
+    assert found["torch"] == "ok"

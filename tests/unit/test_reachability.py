@@ -1,0 +1,188 @@
+"""Dialling back: who is dialled, how often, whose proof counts; and when a node asks."""
+
+import asyncio
+import struct
+from collections.abc import Sequence
+
+import pytest
+
+from swarm.errors import RequestError
+from swarm.network.reach.dial_back import answers_as, is_signed_by
+from swarm.network.reach.reachability import (
+    MAX_TEST_BYTES,
+    Finding,
+    ReachService,
+    Sighting,
+    bytes_request,
+    conclude,
+    dial_request,
+    hello_request,
+    read_greeting,
+)
+from swarm.network.reach.reachability_watch import PROBE_INTERVAL_S, ReachabilityWatch
+from swarm.network.tcp_address import TcpAddress
+from swarm.network.transport import RequestRefused
+from tests.unit.experience_factory import Clock
+
+PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
+RELAY = "12D3KooWPNiWGyhCcR5PdrR4GK4fxuvZ6XbEsxtT3svW5aT2PLeF"
+
+
+def service(*addresses: str, clock: Clock | None = None) -> ReachService:
+    async def observed(peer_id: str) -> Sequence[str]:
+        return addresses
+
+    return ReachService(observed, lambda: 1234.5, clock or Clock())
+
+
+async def test_greeting_tells_time_and_the_address_seen() -> None:
+    greeting = read_greeting(await service("/ip4/11.0.0.3/tcp/9").answer(PEER, hello_request()))
+    assert (greeting.time_s, greeting.host) == (1234.5, "11.0.0.3")
+
+
+async def test_peer_behind_a_relay_has_no_address_and_is_not_dialled() -> None:
+    relayed = service(f"/ip4/11.0.0.2/tcp/1/p2p/{RELAY}/p2p-circuit")
+    assert read_greeting(await relayed.answer(PEER, hello_request())).host == ""
+    with pytest.raises(RequestRefused):
+        await relayed.answer(PEER, dial_request(4001))
+
+
+@pytest.mark.parametrize("address", ["/ip4/127.0.0.1/tcp/1", "/ip6/::1/tcp/1", "/ip4/169.254.1.1/tcp/1"])
+async def test_addresses_of_this_machine_are_never_dialled(address: str) -> None:
+    with pytest.raises(RequestRefused, match="not known"):
+        await service(address).answer(PEER, dial_request(4001))
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [b"", b"\x03", b"\x00\x00", dial_request(0), b"\x01\x01", bytes_request(MAX_TEST_BYTES + 1), b"\x02\x01"],
+)
+async def test_malformed_request_is_refused(request_bytes: bytes) -> None:
+    with pytest.raises(RequestRefused, match="malformed"):
+        await service().answer(PEER, request_bytes)
+
+
+async def test_each_peer_and_all_together_are_limited_per_minute() -> None:
+    clock = Clock()
+    asked = service(clock=clock)
+    for _ in range(4):
+        assert len(await asked.answer(PEER, bytes_request(10))) == 10
+    with pytest.raises(RequestRefused, match="too many"):
+        await asked.answer(PEER, bytes_request(10))
+    for number in range(16):
+        await asked.answer(f"other {number}", bytes_request(1))
+    with pytest.raises(RequestRefused, match="too many"):
+        await asked.answer("one more", bytes_request(1))
+    clock.now += 61
+    await asked.answer(PEER, bytes_request(10))
+
+
+@pytest.mark.parametrize("response", [b"", b"1234567", struct.pack(">d", 1.0) + b"here", b"\x00" * 8 + b"\xff"])
+def test_malformed_greeting_is_a_request_error(response: bytes) -> None:
+    with pytest.raises(RequestError):
+        read_greeting(response)
+
+
+PUBLIC, OTHER, PRIVATE = Sighting("11.0.0.3", 4001), Sighting("11.0.0.3", None), Sighting("192.168.1.2", 4001)
+
+
+@pytest.mark.parametrize(
+    ("sightings", "is_reachable"),
+    [
+        ([], None),
+        ([PUBLIC], True),
+        ([OTHER], False),
+        ([PUBLIC, OTHER], False),  # two answer, so two must have got through
+        ([PUBLIC, PUBLIC, OTHER], True),
+        ([PUBLIC, PUBLIC, OTHER, OTHER, OTHER], False),
+        ([PRIVATE, PRIVATE], True),  # a swarm of one home
+        ([PRIVATE, PRIVATE, OTHER], False),  # neighbours do not outvote the world
+    ],
+)
+def test_who_is_believed(sightings: list[Sighting], is_reachable: bool | None) -> None:
+    assert conclude(sightings).is_reachable is is_reachable
+
+
+def test_finding_names_the_address_that_was_reached() -> None:
+    assert conclude([PUBLIC, PUBLIC]) == Finding(True, TcpAddress("ip4", "11.0.0.3", 4001))
+
+
+async def test_who_does_not_speak_libp2p_is_nobody() -> None:
+    async def http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(http, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        assert not await answers_as(PEER, "127.0.0.1", port, timeout_s=2.0)
+    assert not await answers_as(PEER, "127.0.0.1", port, timeout_s=2.0)  # nobody listens any more
+
+
+@pytest.mark.parametrize("certificate", [b"", b"\x30\x03\x02\x01\x05", b"x" * 500])
+def test_garbage_is_no_certificate(certificate: bytes) -> None:
+    assert not is_signed_by(PEER, certificate)
+
+
+def asks(*answers: bytes | None):
+    """A network of one peer that sees this node at 11.0.0.3; answers to the dial request in turn, None: no answer."""
+    rest = list(answers)
+
+    async def ask(peer_id: str, request: bytes) -> bytes:
+        if rest[0] is None:
+            rest.pop(0)
+            raise RequestError("gone")
+        return struct.pack(">d", 0.0) + b"11.0.0.3" if request == hello_request() else rest.pop(0) or b""
+
+    return ask
+
+
+def watch(clock: Clock, **settings: object) -> ReachabilityWatch:
+    defaults: dict[str, object] = {"setting": "auto", "is_local": False, "has_known_peers": True}
+    return ReachabilityWatch(**(defaults | settings), clock=clock)  # type: ignore[arg-type]
+
+
+async def test_node_hosts_nothing_until_a_peer_got_through() -> None:
+    clock = Clock()
+    watched = watch(clock)
+    assert not watched.is_reachable
+    assert watched.is_due(["/ip4/10.0.0.1/tcp/1"])
+    assert await watched.look(asks(b"\x01"), [PEER], [4001])
+    assert watched.is_reachable
+    assert not watched.is_due(["/ip4/10.0.0.1/tcp/1"])
+    clock.now += PROBE_INTERVAL_S
+    assert watched.is_due(["/ip4/10.0.0.1/tcp/1"])
+
+
+async def test_reachable_node_is_demoted_by_the_second_failure_only() -> None:
+    watched = watch(Clock())
+    await watched.look(asks(b"\x01"), [PEER], [4001])
+    assert not await watched.look(asks(None), [PEER], [4001])  # nobody could tell: nothing is learned
+    assert not await watched.look(asks(b"\x00"), [PEER], [4001])
+    assert await watched.look(asks(b"\x00"), [PEER], [4001])
+    assert not watched.is_reachable
+
+
+async def test_change_of_address_makes_a_look_due() -> None:
+    watched = watch(Clock())
+    assert watched.is_due(["/ip4/10.0.0.1/tcp/1"])
+    await watched.look(asks(b"\x01"), [PEER], [4001])
+    assert not watched.is_due(["/ip4/10.0.0.1/tcp/1", f"/ip4/1.1.1.1/tcp/1/p2p/{RELAY}/p2p-circuit"])
+    assert watched.is_due(["/ip4/10.0.0.7/tcp/1"])
+
+
+def test_settings_and_loopback_need_no_look() -> None:
+    for settings, is_reachable in (
+        ({"setting": "public"}, True),
+        ({"setting": "private"}, False),
+        ({"is_local": True}, True),
+    ):
+        watched = watch(Clock(), **settings)
+        assert watched.is_reachable is is_reachable
+        assert not watched.is_due(["/ip4/10.0.0.1/tcp/1"])
+
+
+def test_first_node_of_a_swarm_takes_itself_for_reachable_until_asked() -> None:
+    watched = watch(Clock(), has_known_peers=False)
+    assert watched.is_reachable
+    assert watched.is_due(["/ip4/10.0.0.1/tcp/1"])
