@@ -1,0 +1,1 @@
+"""Parts that the benchmarks share: processes of many nodes on one machine, their memory, processor time and traffic."""

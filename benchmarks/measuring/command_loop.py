@@ -1,0 +1,20 @@
+"""The node's side of `node_processes`: commands in, replies out. Standard library only: peers' environments run it too."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+
+def take_over_stdout() -> TextIO:
+    """The stream for replies. Whatever else prints to standard output now goes to standard error."""
+    sys.stdout.flush()
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return replies
+
+
+def reply(replies: TextIO, answer: Mapping[str, Any]) -> None:
+    replies.write(json.dumps(answer) + "\n")
+    replies.flush()

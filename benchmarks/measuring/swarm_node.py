@@ -1,0 +1,236 @@
+"""One node of this project without a policy: its real transport, gossip, publisher, reader, admission and pool.
+
+    sized groups ─→ Publisher ─→ gossip + index ─→ Reader ─→ body over a stream ─→ Admission ─→ ExperiencePool
+
+What `swarm.node` does with these parts it does too; commands come from `node_processes`. Run as a module.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+import sqlite3
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from measuring.command_loop import reply, take_over_stdout
+from measuring.sized_groups import GROUPS_PER_BODY, SizedJudge, sized_groups, vocabulary
+from swarm.config import NetworkSection, SharingSection
+from swarm.errors import SwarmError
+from swarm.network.hivemind.transport import HivemindTransport
+from swarm.network.transport import TrafficCounter
+from swarm.pool.experience_pool import ExperiencePool
+from swarm.records.admission import Admission
+from swarm.records.identity import load_or_create
+from swarm.sharing.body_store import BodyStore
+from swarm.sharing.directory import Directory
+from swarm.sharing.index import EntryValidator
+from swarm.sharing.publisher import Publisher
+from swarm.sharing.reader import BODY_PROTOCOL, Reader
+from swarm.types import RolloutGroup
+
+SWARM_ID = "5e" * 16
+_LEFTOVERS_TIMEOUT_S = 5.0
+_RETRY_PAUSE_S = 1.0
+
+
+class WatchedTransport(HivemindTransport):
+    """Adds up how long its calls took."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.calls: dict[str, list[float]] = {}
+        """Seconds of each call, by name."""
+
+    async def store(self, *args: Any, **named: Any) -> bool:
+        with self._timed("store"):
+            return await super().store(*args, **named)
+
+    async def load(self, *args: Any, **named: Any) -> dict[str, bytes]:
+        with self._timed("load"):
+            return await super().load(*args, **named)
+
+    async def request(self, *args: Any, **named: Any) -> bytes:
+        with self._timed("request"):
+            return await super().request(*args, **named)
+
+    async def publish(self, *args: Any, **named: Any) -> None:
+        with self._timed("gossip"):
+            await super().publish(*args, **named)
+
+    @contextlib.contextmanager
+    def _timed(self, name: str):
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.calls.setdefault(name, []).append(time.monotonic() - start)
+
+
+class WatchedPool(ExperiencePool):
+    """Tells when each body of a round came in, and claims a stock, so that the reader wants a certain number of bodies."""
+
+    def __init__(self, config: SharingSection, clock: Callable[[], float]) -> None:
+        super().__init__(":memory:", config, clock)
+        self.round = -1
+        self.arrivals: list[float] = []
+        """Monotonic time at which each body of this round was in the pool."""
+        self.stock_groups = 0
+        self._changed = asyncio.Event()
+
+    def add(
+        self, body_hash: bytes, expires_at: float, created_at: float, groups: Sequence[RolloutGroup], *rest: Any
+    ) -> int:
+        added = super().add(body_hash, expires_at, created_at, groups, *rest)
+        if added and groups[0].policy_version == self.round:
+            self.arrivals.append(time.monotonic())
+            self._changed.set()
+        return added
+
+    def num_fresh(self) -> int:
+        return super().num_fresh() + self.stock_groups
+
+    async def wait_for(self, num_bodies: int, timeout_s: float) -> None:
+        """Until so many bodies of this round are here, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while len(self.arrivals) < num_bodies:
+                    self._changed.clear()
+                    await self._changed.wait()
+
+
+class ExchangeNode:
+    """Wired as `swarm.node.Node` wires it, less the policy."""
+
+    def __init__(self, folder: Path, num_nodes: int, settings: dict[str, Any]) -> None:
+        self._num_others = num_nodes - 1
+        self._identity = load_or_create(folder / "identity.key")
+        self._rng = random.Random(self._identity.peer_id)
+        # A batch wants one group of every other node; with its read-ahead of three batches that is every body.
+        sharing = SharingSection(swarm_groups=self._num_others)
+        network = NetworkSection.model_validate(settings)
+        self.transport = WatchedTransport(network, self._identity, folder, EntryValidator(SWARM_ID))
+        clock = self.transport.now
+        self._pool = WatchedPool(sharing, clock)
+        self._bodies = BodyStore(clock)
+        self._directory = Directory(SWARM_ID, self._identity, self.transport, lambda: self._reader.num_authors_heard())
+        admission = Admission(sharing, SWARM_ID, self._identity.peer_id, SizedJudge(), vocabulary(), clock)
+        self._publisher = Publisher(
+            sharing, SWARM_ID, self._identity, self.transport, self._bodies, self._next_sequence, self._shard
+        )
+        self._reader = Reader(
+            sharing, network, SWARM_ID, self.transport, admission, self._pool, self._bodies, self._rng, self._shard
+        )
+        self.transport.serve(BODY_PROTOCOL, self._reader.serve_body, max_request_bytes=64)
+        self._groups: list[RolloutGroup] = []
+        self._num_wanted = 0
+        self._traffic_before = TrafficCounter()
+        self._work: list[asyncio.Task[None]] = []
+        self.num_failed_steps = 0
+
+    async def start(self) -> dict[str, Any]:
+        await self.transport.start()
+        steps = (self._reader.poll, self._turn_directory)
+        self._work = [asyncio.create_task(self._keep(step)) for step in steps]
+        return {"addresses": self.transport.addresses()}
+
+    async def stop(self) -> None:
+        for task in self._work:
+            task.cancel()
+        await asyncio.gather(*self._work, return_exceptions=True)
+        await self.transport.stop()
+        self._pool.close()
+
+    async def prepare(self, *, number: int, body_bytes: int, num_bodies: int, **_: Any) -> dict[str, Any]:
+        """Make the batch to publish, and want `num_bodies` of others, once they are announced."""
+        self._groups = sized_groups(self._identity.peer_id, number, body_bytes, self._rng)
+        self._num_wanted = num_bodies
+        self._pool.round, self._pool.arrivals = number, []
+        self._pool.stock_groups = GROUPS_PER_BODY * (self._num_others - num_bodies)
+        return {}
+
+    async def go(self, *, start_at: float, time_limit_s: float) -> dict[str, Any]:
+        """Publish at that moment; the reply comes when the bodies are here, or too late."""
+        await asyncio.sleep(start_at - time.monotonic())
+        self.transport.calls.clear()
+        self._traffic_before = replace(self.transport.traffic)
+        published, _ = await asyncio.gather(self._publish(), self._pool.wait_for(self._num_wanted, time_limit_s))
+        arrivals = self._pool.arrivals
+        is_complete = len(arrivals) >= self._num_wanted
+        return {
+            "seconds": arrivals[self._num_wanted - 1] - start_at if is_complete else None,
+            "first_s": arrivals[0] - start_at if arrivals else None,
+            "published_s": published - start_at,
+            "calls": {name: (len(times), sum(times), max(times)) for name, times in self.transport.calls.items()},
+        }
+
+    async def clear(self) -> dict[str, Any]:
+        """The round is over for all: count its payload, then pull what is left and empty the pool for the next one."""
+        traffic, before = replace(self.transport.traffic), self._traffic_before
+        self._pool.stock_groups = 0
+        await self._pool.wait_for(self._num_others, _LEFTOVERS_TIMEOUT_S)
+        drawn = self._pool.draw(GROUPS_PER_BODY * (self._num_others + 1), self._rng)
+        return {
+            "bytes_sent": traffic.bytes_sent - before.bytes_sent,
+            "bytes_received": traffic.bytes_received - before.bytes_received,
+            "leftover_groups": len(drawn) - GROUPS_PER_BODY * self._num_wanted,
+            "rejected": dict(self._reader.rejected),
+            "failed_steps": self.num_failed_steps,
+        }
+
+    async def _publish(self) -> float:
+        await self._publisher.publish(self._groups)
+        return time.monotonic()
+
+    async def _keep(self, step: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await step()
+            except (OSError, sqlite3.Error, SwarmError):
+                self.num_failed_steps += 1
+                await asyncio.sleep(_RETRY_PAUSE_S)
+            await asyncio.sleep(0)
+
+    async def _turn_directory(self) -> None:
+        await asyncio.sleep(await self._directory.turn())
+
+    def _shard(self):
+        return self._directory.shard
+
+    def _next_sequence(self) -> int:
+        return self._pool.next_number("header")
+
+
+async def _commands() -> AsyncIterator[dict[str, Any]]:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        yield json.loads(line)
+
+
+async def _serve(replies: TextIO) -> None:
+    node: ExchangeNode | None = None
+    try:
+        async for command in _commands():
+            name = command.pop("do")
+            if name == "start":
+                settings = {"initial_peers": command["initial_peers"], **command["network"]}
+                node = ExchangeNode(Path(command["folder"]), command["num_nodes"], settings)
+                reply(replies, await node.start())
+            else:
+                assert node is not None, "start comes first"
+                step = {"prepare": node.prepare, "go": node.go, "clear": node.clear}[name]
+                reply(replies, await step(**command))
+    finally:
+        if node is not None:
+            await node.stop()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    asyncio.run(_serve(take_over_stdout()))
