@@ -1,225 +1,173 @@
 """What one node pays as the swarm grows, and how long a header takes to its readers.
 
-    python benchmarks/gossip_scale.py [--quick] [--sizes 8,32,…] [--plot FILE]
+    python benchmarks/gossip_scale.py            real processes to 32 nodes, simulated to 5,000; under a quarter of an hour
+    python benchmarks/gossip_scale.py --quick    8 processes, simulated to 128; under a minute
 
-Two tables on a virtual clock, both with one-way delays of 20 to 120 ms:
-  one topic   one message among N subscribers of one topic: hops and time against log2 N (no sharding)
-  swarm       N light nodes with the real Publisher, Reader, Admission, Directory: traffic per node, time to 95 % of a shard
-Above 200 nodes a signature is checked once per process instead of once per node. The last line is JSON.
+Three tables:
+  processes  N light nodes on this machine: libp2p daemon, streams, py-libp2p gossip over loopback
+  swarm      the same nodes, simulated: the same Publisher, Reader, Admission, Directory and pool on the in-memory transport
+             and a virtual clock, with one-way delays of 20 to 120 ms
+  topic      gossip alone, simulated: one message among N subscribers of one topic; hops and time against log2 N
+A light node publishes two groups about every 20 s and trains on two of others, as a real one does, but has no policy.
+Above 64 simulated nodes a signature is checked once per process instead of once per node. The last line is one JSON object.
 """
 
 import argparse
 import asyncio
 import json
 import math
-import random
-import resource
+import multiprocessing
+import os
 import sys
-import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from swarm.network.memory.message import GossipMessage
-from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
-from swarm.network.memory.virtual_clock import run, virtual_now
-from swarm.network.transport import TrafficCounter, Verdict
-from swarm.simulation.simulation import INTERNET, Simulation, SimulationSettings
-from swarm.simulation.spread_log import quantile
+from measuring.loopback import enter_private_network
+from measuring.node_processes import NodeFailed
+from measuring.real_scale import RealRow, measure_processes
+from measuring.simulated_scale import SwarmRow, TopicRow, measure_swarm, measure_topic
 
-SIZES, QUICK_SIZES = (8, 32, 128, 512, 2048, 5000), (8, 32, 128)
-TOPIC_SIZES, QUICK_TOPIC_SIZES = (8, 32, 128, 512, 2048, 5000), (8, 32, 128, 512)
-NUM_MESSAGES = 10
-SETTLE_S, MEASURE_S, TAIL_S = 20.0, 60.0, 10.0
-MAX_REAL_CHECKS = 200
+_HEADLINE_NODES = 128
+"""From here on shards are full, and cost should stay flat."""
 
 
 @dataclass(frozen=True, slots=True)
-class TopicRow:
-    """Means over the messages."""
-
-    nodes: int
-    hops_95: float
-    t95_s: float
-    reached: float
-    received: float
-    """What a node receives per message: copies of it, and control."""
+class Plan:
+    real_sizes: tuple[int, ...] = (8, 16, 32)
+    settle_s: float = 32.0
+    """Until the real nodes look into the index at their steady pace."""
+    measure_s: float = 60.0
+    swarm_sizes: tuple[int, ...] = (8, 16, 32, 128, 512, 2048, 5000)
+    topic_sizes: tuple[int, ...] = (8, 32, 128, 512, 2048, 5000)
 
 
-@dataclass(frozen=True, slots=True)
-class SwarmRow:
-    """Per node and minute, except times."""
-
-    nodes: int
-    shard_nodes: float
-    headers: float
-    """Different headers of others that a node admitted."""
-    gossip_messages: float
-    """Messages sent, copies and control together."""
-    gossip_bytes: float
-    bodies: float
-    bytes: float
-    """All bytes sent: gossip, index and bodies."""
-    t50_s: float
-    t95_s: float
-    coverage: float
-    real_s: float
+_QUICK = Plan((8,), 6.0, 14.0, (8, 32, 128), (8, 32, 128, 512))
 
 
-async def spread_in_one_topic(num_nodes: int, seed: int) -> TopicRow:
-    network = MemoryNetwork(random.Random(seed), virtual_now, INTERNET)
-    nodes = [MemoryTransport(network, f"node-{number}") for number in range(num_nodes)]
-    arrivals: dict[bytes, list[tuple[float, int]]] = {}
-
-    def note(peer_id: str, message: GossipMessage, hops: int) -> None:
-        arrivals.setdefault(message.id, []).append((virtual_now(), hops))
-
-    for node in nodes:
-        node.gossip.on_accept = note
-        node.subscribe("topic", lambda sender, data: Verdict.ACCEPT)
-        await node.start()
-    await asyncio.sleep(5)
-    received = 0
-    for number in range(NUM_MESSAGES):
-        before = sum(node.traffic.gossip_messages_received for node in nodes)
-        await network.rng.choice(nodes).publish("topic", b"%0300d" % number)
-        await asyncio.sleep(0.99)
-        received += sum(node.traffic.gossip_messages_received for node in nodes) - before
-    await asyncio.sleep(5)
-    spreads = list(arrivals.values())
-    return TopicRow(
-        nodes=num_nodes,
-        hops_95=_mean([quantile([hops for _, hops in spread], 0.95) for spread in spreads]),
-        t95_s=_mean([quantile([when - spread[0][0] for when, _ in spread], 0.95) for spread in spreads]),
-        reached=_mean([len(spread) / num_nodes for spread in spreads]),
-        received=received / NUM_MESSAGES / num_nodes,
-    )
+def measure_real(plan: Plan) -> list[RealRow]:
+    rows: list[RealRow] = []
+    if plan.real_sizes and not enter_private_network():
+        _say("no network of its own: other programs' traffic on loopback is counted too")
+    for size in plan.real_sizes:
+        try:
+            rows.append(asyncio.run(measure_processes(size, plan.settle_s, plan.measure_s)))
+        except NodeFailed as error:
+            _say(f"{size} processes: {error}")
+            continue
+        _say(
+            f"{size} processes: {rows[-1].t95_s:.3f} s to 95 %, {rows[-1].wire_bytes / 1e3:,.0f} kB per node and minute"
+        )
+    return rows
 
 
-async def live_as_swarm(num_nodes: int, seed: int) -> SwarmRow:
-    started_at = time.monotonic()
-    verify = "real" if num_nodes <= MAX_REAL_CHECKS else "cached"
-    simulation = Simulation(SimulationSettings(num_nodes, seed, verify=verify))
-    with simulation.verified():
-        await simulation.start_grown()
-    await simulation.let(SETTLE_S)
-    simulation.spread.begin(virtual_now())
-    before, bodies_before = _traffic(simulation), _bodies(simulation)
-    await simulation.let(MEASURE_S)
-    sent = [now - then for now, then in zip(_traffic(simulation), before, strict=True)]
-    num_bodies = _bodies(simulation) - bodies_before
-    num_headers = simulation.spread.num_arrivals()
-    until = virtual_now()
-    await simulation.let(TAIL_S)
-    times = simulation.spread.times_s(0.5, until), simulation.spread.times_s(0.95, until)
-    shards = {node.directory.shard for node in simulation.nodes}
-    row = SwarmRow(
-        nodes=num_nodes,
-        shard_nodes=num_nodes / len(shards),
-        headers=num_headers / num_nodes * 60 / MEASURE_S,
-        gossip_messages=sent[0] / num_nodes * 60 / MEASURE_S,
-        gossip_bytes=sent[1] / num_nodes * 60 / MEASURE_S,
-        bodies=num_bodies / num_nodes * 60 / MEASURE_S,
-        bytes=sent[2] / num_nodes * 60 / MEASURE_S,
-        t50_s=quantile(times[0], 0.5),
-        t95_s=quantile(times[1], 0.5),
-        coverage=simulation.spread.coverage(until),
-        real_s=time.monotonic() - started_at,
-    )
-    await simulation.stop()
-    return row
-
-
-def _traffic(simulation: Simulation) -> list[int]:
-    counters: list[TrafficCounter] = [node.transport.traffic for node in simulation.nodes]
-    return [
-        sum(counter.gossip_messages_sent for counter in counters),
-        sum(counter.gossip_bytes_sent for counter in counters),
-        sum(counter.bytes_sent for counter in counters),
-    ]
-
-
-def _bodies(simulation: Simulation) -> int:
-    return sum(node.reader.num_records_admitted for node in simulation.nodes)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def measure_swarms(sizes: Sequence[int], seed: int) -> list[SwarmRow]:
+    """Largest first, each in a process of its own; virtual time does not mind what else the machine does."""
+    context, workers = multiprocessing.get_context("spawn"), min(2, os.cpu_count() or 1)
+    rows: list[SwarmRow] = []
+    with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
+        runs = [pool.submit(measure_swarm, size, seed) for size in sorted(sizes, reverse=True)]
+        for one in reversed(runs):
+            rows.append(one.result())
+            _say(f"{rows[-1].nodes} simulated nodes took {rows[-1].run_s:.0f} s")
+    return rows
 
 
 def hops_per_doubling(rows: Sequence[TopicRow]) -> float:
     """Slope of the least-squares line of hops over log2 N."""
     xs, ys = [math.log2(row.nodes) for row in rows], [row.hops_95 for row in rows]
-    mean_x, mean_y = _mean(xs), _mean(ys)
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
 
 
-def show(rows: Sequence[TopicRow] | Sequence[SwarmRow]) -> None:
+def show(title: str, rows: Sequence[RealRow | SwarmRow | TopicRow]) -> None:
     """A Markdown table."""
-    names = list(asdict(rows[0]))
-    print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
+    if not rows:
+        return
+    print(f"{title}\n\n| " + " | ".join(asdict(rows[0])) + " |\n|" + "---|" * len(asdict(rows[0])))
     for row in rows:
         print("| " + " | ".join(_cell(value) for value in asdict(row).values()) + " |")
     print(flush=True)
+
+
+def plot(real: Sequence[RealRow], swarms: Sequence[SwarmRow], topics: Sequence[TopicRow], path: Path) -> None:
+    from swarm.testbed.plot import new_figure
+
+    figure, (cost, speed) = new_figure(2, 9.0, 3.6)
+    cost.plot([r.nodes for r in swarms], [r.bytes / 1e3 for r in swarms], "o-", label="simulated, all")
+    cost.plot([r.nodes for r in swarms], [r.gossip_bytes / 1e3 for r in swarms], "s--", label="simulated, gossip alone")
+    cost.plot([r.nodes for r in real], [r.wire_bytes / 1e3 for r in real], "^-", label="processes, on the wire")
+    cost.set(title="kB sent per node and minute")
+    speed.plot([r.nodes for r in swarms], [r.t95_s for r in swarms], "o-", label="simulated, shards")
+    speed.plot([r.nodes for r in topics], [r.t95_s for r in topics], "s--", label="simulated, one topic of all")
+    speed.plot([r.nodes for r in real], [r.t95_s for r in real], "^-", label="processes, loopback")
+    speed.set(title="seconds until 95 % of the readers have a header")
+    for axis in (cost, speed):
+        axis.set(xscale="log", ylim=(0, None), xlabel="nodes")
+        axis.legend(fontsize=8)
+    figure.savefig(path)
+
+
+def figures(real: Sequence[RealRow], swarms: Sequence[SwarmRow], topics: Sequence[TopicRow]) -> dict[str, Any]:
+    full = [row for row in swarms if row.nodes >= _HEADLINE_NODES] or list(swarms)
+    return {
+        "flat_ratio": _number(full[-1].bytes / full[0].bytes) if full else None,
+        "hops_per_doubling": _number(hops_per_doubling(topics)) if len(topics) > 1 else None,
+        "bytes_per_node": {row.nodes: round(row.bytes) for row in swarms},
+        "t95_s": {row.nodes: _number(row.t95_s) for row in swarms},
+        "topic_t95_s": {row.nodes: _number(row.t95_s) for row in topics},
+        "topic_hops": {row.nodes: _number(row.hops_95) for row in topics},
+        "real_wire_bytes_per_node": {row.nodes: round(row.wire_bytes) for row in real},
+        "real_t95_s": {row.nodes: _number(row.t95_s) for row in real},
+        "real_coverage": {row.nodes: _number(row.coverage) for row in real},
+        "coverage": {row.nodes: _number(row.coverage) for row in swarms},
+    }
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute")
+    parser.add_argument("--real", type=_numbers, help="numbers of processes, comma-separated; `none` for none")
+    parser.add_argument("--sizes", type=_numbers, help="sizes of simulated swarms, comma-separated; `none` for none")
+    parser.add_argument("--seed", type=int, default=0, help="of the simulations, default 0")
+    parser.add_argument("--plot", type=Path, help="PNG to write")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = parse(arguments)
+    plan = _QUICK if options.quick else Plan()
+    real_sizes = plan.real_sizes if options.real is None else options.real
+    swarm_sizes = plan.swarm_sizes if options.sizes is None else options.sizes
+    real = measure_real(Plan(real_sizes, plan.settle_s, plan.measure_s))
+    topics = [measure_topic(size, options.seed) for size in plan.topic_sizes]
+    swarms = measure_swarms(swarm_sizes, options.seed)
+    show("processes", real)
+    show("swarm", swarms)
+    show("topic", topics)
+    if options.plot:
+        plot(real, swarms, topics, options.plot)
+    print(json.dumps(figures(real, swarms, topics)))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return () if text == "none" else tuple(sorted(int(part) for part in text.split(",")))
 
 
 def _cell(value: float) -> str:
     return f"{value:,.0f}" if isinstance(value, int) or value >= 100 else f"{value:.3g}"
 
 
-def plot(rows: Sequence[SwarmRow], topics: Sequence[TopicRow], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (cost, speed) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    cost.plot([r.nodes for r in rows], [r.bytes / 1e3 for r in rows], "o-", label="all")
-    cost.plot([r.nodes for r in rows], [r.gossip_bytes / 1e3 for r in rows], "s--", label="gossip")
-    cost.set(xscale="log", ylim=(0, None), xlabel="nodes", ylabel="kB sent per node and minute")
-    cost.legend()
-    speed.plot([r.nodes for r in rows], [r.t95_s for r in rows], "o-", label="to 95 % of a shard")
-    speed.plot([r.nodes for r in topics], [r.t95_s for r in topics], "s--", label="to 95 % of one topic of all")
-    speed.set(xscale="log", ylim=(0, None), xlabel="nodes", ylabel="s")
-    speed.legend()
-    figure.savefig(path, dpi=120)
+def _number(value: float) -> float | None:
+    """As JSON can say it."""
+    return round(value, 3) if math.isfinite(value) else None
 
 
-def figures(topics: Sequence[TopicRow], rows: Sequence[SwarmRow]) -> dict[str, object]:
-    cost = {row.nodes: row.bytes for row in rows}
-    return {
-        **{f"bytes_per_node_{nodes}": round(value) for nodes, value in cost.items()},
-        "flat_ratio": round(rows[-1].bytes / cost.get(128, rows[0].bytes), 3),
-        "t95_s": {row.nodes: round(row.t95_s, 3) for row in rows},
-        "topic_t95_s": {row.nodes: round(row.t95_s, 3) for row in topics},
-        "hops": {row.nodes: round(row.hops_95, 2) for row in topics},
-        "hops_per_doubling": round(hops_per_doubling(topics), 3),
-        "max_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute")
-    parser.add_argument("--sizes", help="sizes of the swarm, such as 8,128,5000")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", type=Path, help="PNG to write")
-    arguments = parser.parse_args()
-    sizes = QUICK_SIZES if arguments.quick else SIZES
-    if arguments.sizes:
-        sizes = tuple(int(size) for size in arguments.sizes.split(","))
-    topic_sizes = QUICK_TOPIC_SIZES if arguments.quick else TOPIC_SIZES
-    topics = [run(spread_in_one_topic(size, arguments.seed)) for size in topic_sizes]
-    show(topics)
-    rows: list[SwarmRow] = []
-    for size in sizes:
-        rows.append(run(live_as_swarm(size, arguments.seed)))
-        print(f"{size} nodes: {rows[-1].real_s:.0f} s", file=sys.stderr, flush=True)
-    show(rows)
-    if arguments.plot:
-        plot(rows, topics, arguments.plot)
-    print(json.dumps(figures(topics, rows)))
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -3,7 +3,7 @@
     asyncio loop (this thread)                          compute thread
     ─────────────────────────                           ──────────────
     transport · index · admission ──→ [pool] ──draw──→  Learner.run_round
-    publisher ←── outbox (bounded, newest win) ───────  groups of the round
+    exchange.hand_out ←─────────────────────────────── groups of the round
     status file · /metrics · /health ←── metrics row ─  after every round
 
 Neither side waits for the other: an empty pool means a batch of own groups only, a dead network means plain RL.
@@ -16,24 +16,22 @@ import math
 import os
 import random
 import signal
-import sqlite3
 import threading
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, dump_toml
-from swarm.errors import SwarmError
 from swarm.learner import Learner, Row
 from swarm.network.make_transport import make_transport
-from swarm.network.transport import RequestRefused, Transport
+from swarm.network.transport import Transport
 from swarm.node_folder import NodeFolder
 from swarm.observability.http_server import HttpServer
 from swarm.observability.logging_setup import set_up_logging
 from swarm.observability.metrics import Metrics
 from swarm.observability.metrics_log import MetricsLog
+from swarm.observability.repeat import repeat
 from swarm.observability.status_file import NodeStatus
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
@@ -41,23 +39,18 @@ from swarm.records import identity as identities
 from swarm.records.admission import Admission, Vocabulary
 from swarm.records.identity import Identity, IdentityLock
 from swarm.sharing.body_store import BodyStore
-from swarm.sharing.directory import Directory
+from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
 from swarm.sharing.judge import MixtureJudge
-from swarm.sharing.publisher import Publisher
-from swarm.sharing.reader import BODY_PROTOCOL, Reader
-from swarm.sharing.shard import Shard
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 _INTERRUPTED = 130
-_OUTBOX_ROUNDS = 8
 _SAY_INTERVAL_S = 5.0
 _STOP_CHECK_INTERVAL_S = 0.25
 _STATUS_INTERVAL_S = 2.0
-_RETRY_PAUSE_S = 1.0
 _STOP_GRACE_S = 3.5
 """How long a stop waits for the round in flight before it is left to the last checkpoint."""
 
@@ -102,12 +95,10 @@ class Node:
         self.transport = make_transport(config, identity, folder, self._validator)
         self._clock = self.transport.now if self.transport else time.time
         self.pool = ExperiencePool(folder.pool, config.sharing, self._clock)
-        self.reader: Reader | None = None
-        self.directory: Directory | None = None
-        self._publisher: Publisher | None = None
+        self.exchange: Exchange | None = None
+        self._bodies = BodyStore(self._clock)
         self._log = MetricsLog(folder.metrics)
         self._http = HttpServer(config.observability, self.metrics, self._health)
-        self._outbox: asyncio.Queue[Sequence[RolloutGroup]] = asyncio.Queue(_OUTBOX_ROUNDS)
         self._stop = threading.Event()
         self._started_at = time.time()
         self._phase = "starting"
@@ -150,7 +141,7 @@ class Node:
             if learner is None:
                 return False
             if self.transport is not None:
-                self._wire_sharing(learner)
+                self.exchange = self._wire_exchange(learner, self.transport)
             tasks = [asyncio.create_task(work) for work in self._network_work()]
             stack.push_async_callback(_cancel, tasks)
             return await self._compute(learner, tasks)
@@ -171,16 +162,11 @@ class Node:
     async def _start_transport(self) -> None:
         if self.transport is None:
             return
-        self.transport.serve(BODY_PROTOCOL, self._serve_body, max_request_bytes=64)
+        self._bodies.serve_on(self.transport)
         await self.transport.start()
         self._write_status()  # others can join through this node while it still loads its policy
         for address in self.transport.addresses():
             logger.info("listening on %s", address)
-
-    async def _serve_body(self, peer_id: str, request: bytes) -> bytes:
-        if self.reader is None:
-            raise RequestRefused("starting")
-        return await self.reader.serve_body(peer_id, request)
 
     def _build_learner(self) -> Learner:
         """Everything that imports, loads or hashes for seconds; runs in a thread while the network comes up."""
@@ -199,8 +185,7 @@ class Node:
         self._mixture = mixture
         return learner
 
-    def _wire_sharing(self, learner: Learner) -> None:
-        assert self.transport is not None
+    def _wire_exchange(self, learner: Learner, transport: Transport) -> Exchange:
         policy, config = learner.policy, self.config
         vocabulary = Vocabulary(
             lineage=policy.lineage,
@@ -210,54 +195,18 @@ class Node:
         )
         judge = MixtureJudge(self._mixture)
         admission = Admission(config.sharing, config.swarm_id, self.identity.peer_id, judge, vocabulary, self._clock)
-        bodies = BodyStore(self._clock)
-        directory = Directory(
-            config.swarm_id,
-            self.identity,
-            self.transport,
-            lambda: self.reader.num_authors_heard() if self.reader else 0,
-        )
-
-        def shard() -> Shard:
-            return directory.shard
-
-        self.directory = directory
-        self._publisher = Publisher(
-            config.sharing, config.swarm_id, self.identity, self.transport, bodies, self._next_sequence, shard
-        )
         rng = random.Random(self.identity.peer_id)
-        self.reader = Reader(
-            config.sharing, config.network, config.swarm_id, self.transport, admission, self.pool, bodies, rng, shard
-        )
+        return Exchange(
+            config.sharing, config.network, config.swarm_id, self.identity, transport, admission, self.pool,
+            self._bodies, self._next_sequence, rng,
+        )  # fmt: skip
 
     def _network_work(self) -> list[Coroutine[Any, Any, None]]:
-        work: list[Coroutine[Any, Any, None]] = [self._keep(self._refresh_status, _STATUS_INTERVAL_S)]
-        if self._publisher is not None:
-            work.append(self._keep(self._publish_next, 0.0))
-        if self.directory is not None:
-            work.append(self._keep(self._turn_directory, 0.0))
-        if self.reader is not None and self.config.sharing.swarm_groups:
-            work.append(self._keep(self.reader.poll, 0.0))
-        return work
+        status = repeat(self._refresh_status, pause_s=_STATUS_INTERVAL_S, on_failure=self._count_failed_step)
+        return [status, *(self.exchange.work(self._count_failed_step) if self.exchange else ())]
 
-    async def _keep(self, step: Callable[[], Awaitable[None]], pause_s: float) -> None:
-        """Do one thing again and again. What disk or network refuse is told, counted and tried again."""
-        while True:
-            try:
-                await step()
-            except (OSError, sqlite3.Error, SwarmError) as error:
-                self.metrics.count("node/failed_steps")
-                logger.warning("%s failed and is tried again: %s", step.__qualname__, error)
-                await asyncio.sleep(_RETRY_PAUSE_S)
-            await asyncio.sleep(pause_s)
-
-    async def _publish_next(self) -> None:
-        assert self._publisher is not None
-        await self._publisher.publish(await self._outbox.get())
-
-    async def _turn_directory(self) -> None:
-        assert self.directory is not None
-        await asyncio.sleep(await self.directory.turn())
+    def _count_failed_step(self) -> None:
+        self.metrics.count("node/failed_steps")
 
     async def _refresh_status(self) -> None:
         if self.transport is not None:
@@ -265,15 +214,9 @@ class Node:
         self._write_status()
 
     def _hand_out(self, groups: Sequence[RolloutGroup]) -> None:
-        """Called by the compute thread: never waits; when the network lags behind, the oldest round is dropped."""
-        if self._publisher is not None:
-            self._loop.call_soon_threadsafe(self._put_out, groups)
-
-    def _put_out(self, groups: Sequence[RolloutGroup]) -> None:
-        if self._outbox.full():
-            self._outbox.get_nowait()
-            self.metrics.count("exchange/rounds_not_published")
-        self._outbox.put_nowait(groups)
+        """Called by the compute thread, which never waits for the network."""
+        if self.exchange is not None:
+            self._loop.call_soon_threadsafe(self.exchange.hand_out, groups)
 
     async def _compute(self, learner: Learner, tasks: Sequence["asyncio.Task[None]"]) -> bool:
         """Run the compute thread to its end, or leave it behind when a stop cannot wait for its round.
@@ -348,6 +291,8 @@ class Node:
                     self.metrics.gauge(name, value)
             for reason, count in row.get("exchange/rejected", {}).items():
                 self.metrics.gauge("exchange/rejected_records", count, reason=reason)
+            for reason, count in row.get("network/refused", {}).items():
+                self.metrics.gauge("network/refused", count, reason=reason)
             self._last_row = row
             self._say(row)
         self._log.write({"time_s": time.time(), **row})
@@ -368,12 +313,19 @@ class Node:
         if self.transport is not None:
             traffic = self.transport.traffic
             row |= {"exchange/bytes_sent": traffic.bytes_sent, "exchange/bytes_received": traffic.bytes_received}
-        if self.reader is not None and self._publisher is not None:
+            row["network/refused"] = dict(self.transport.refused)
             row |= {
-                "exchange/records_published": self._publisher.num_published,
-                "exchange/records_admitted": self.reader.num_records_admitted,
-                "exchange/groups_admitted": self.reader.num_groups_admitted,
-                "exchange/rejected": dict(Counter(self.reader.rejected) + self._validator.rejected),
+                "exchange/gossip_bytes_sent": traffic.gossip_bytes_sent,
+                "exchange/gossip_bytes_received": traffic.gossip_bytes_received,
+            }
+        if self.exchange is not None:
+            publisher, reader = self.exchange.publisher, self.exchange.reader
+            row |= {
+                "exchange/records_published": publisher.num_published,
+                "exchange/rounds_not_published": self.exchange.num_rounds_not_published,
+                "exchange/records_admitted": reader.num_records_admitted,
+                "exchange/groups_admitted": reader.num_groups_admitted,
+                "exchange/rejected": dict(reader.rejected + self._validator.rejected),
             }
         return row
 

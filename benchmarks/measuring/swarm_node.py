@@ -31,7 +31,7 @@ from swarm.sharing.body_store import BodyStore
 from swarm.sharing.directory import Directory
 from swarm.sharing.index import EntryValidator
 from swarm.sharing.publisher import Publisher
-from swarm.sharing.reader import BODY_PROTOCOL, Reader
+from swarm.sharing.reader import Reader
 from swarm.types import RolloutGroup
 
 SWARM_ID = "5e" * 16
@@ -126,7 +126,7 @@ class ExchangeNode:
         self._reader = Reader(
             sharing, network, SWARM_ID, self.transport, admission, self._pool, self._bodies, self._rng, self._shard
         )
-        self.transport.serve(BODY_PROTOCOL, self._reader.serve_body, max_request_bytes=64)
+        self._bodies.serve_on(self.transport)
         self._groups: list[RolloutGroup] = []
         self._num_wanted = 0
         self._traffic_before = TrafficCounter()

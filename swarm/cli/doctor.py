@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import logging
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,7 @@ def doctor(
     from swarm.diagnostics.swarm_view import check_swarm
 
     resolved = load_config(config or [], ("--json", "--network", "--no-network"))
+    logging.getLogger("swarm").setLevel(logging.CRITICAL)  # what the network has to say becomes a finding
     findings: list[Finding] = []
 
     def report(found: "Finding") -> None:
@@ -44,6 +47,9 @@ def doctor(
             report(found)
     if as_json:
         print(json.dumps({"findings": [asdict(found) | {"level": found.level.value} for found in findings]}))
+    else:
+        count = Counter(found.level for found in findings)
+        print(f"{count[Level.OK]} ok, {count[Level.WARNING]} to look at, {count[Level.PROBLEM]} to mend")
     problems = [found.name for found in findings if found.level is Level.PROBLEM]
     if problems:
         raise DoctorError(
@@ -52,6 +58,6 @@ def doctor(
 
 
 def _print(found: "Finding") -> None:
-    print(f"{_SIGNS[found.level.value]}  {found.name}: {found.text}")
+    print(f"{_SIGNS[found.level.value]}  {found.name}: {found.text}", flush=True)
     if found.fix:
-        print(f"           mend it: {found.fix}")
+        print(f"           mend it: {found.fix}", flush=True)

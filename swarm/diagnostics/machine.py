@@ -1,5 +1,6 @@
 """Checks of this machine that need no network: software, identity, disk, memory, descriptors, clock."""
 
+import errno
 import importlib.metadata
 import importlib.util
 import platform
@@ -8,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from swarm.diagnostics.finding import Finding, ok, problem, warning
 from swarm.errors import SwarmError
 from swarm.network.tcp_address import TcpAddress
 from swarm.node_folder import NodeFolder
+from swarm.observability.status_file import read_status
 from swarm.records import identity as identities
 
 _PACKAGES = ("hivemind", "torch", "transformers", "peft", "bitsandbytes", "cryptography")
@@ -41,8 +44,10 @@ def check_machine(config: Config) -> Iterable[Finding]:
         check_descriptors,
         check_clock_service,
     ]
+    if config.network.backend == "hivemind":
+        checks.append(check_daemon)
     if config.network.backend != "off":
-        checks += [check_daemon, lambda: check_ports(config.network.listen)]
+        checks.append(lambda: check_ports(config.network.listen, is_running=is_running(folder)))
     for check in checks:
         yield check()
 
@@ -75,7 +80,7 @@ def check_daemon() -> Finding:
             "daemon", "the package hivemind is missing", f"{sys.executable} -m pip install 'hivemind>=1.1.12'"
         )
     binary = Path(places[0]) / "hivemind_cli" / "p2pd"
-    fix = f"{sys.executable} -m pip install --force-reinstall --no-deps hivemind"
+    fix = f"{sys.executable} -m pip install --force-reinstall --no-deps hivemind, or set network.backend to libp2p"
     try:
         ran = subprocess.run([binary, "-help"], capture_output=True, text=True, timeout=_DAEMON_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -95,10 +100,25 @@ def check_identity(folder: NodeFolder) -> Finding:
     return ok("identity", f"{identity.peer_name} ({identity.peer_id})")
 
 
+def is_running(folder: NodeFolder) -> bool:
+    """Whether a node runs in this folder, as far as its status file says."""
+    try:
+        return read_status(folder.status).is_alive
+    except SwarmError:
+        return False
+
+
 def check_disk(path: Path) -> Finding:
+    """Room for checkpoints and pool, and whether the folder can be made and written."""
     existing = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     free_gib = shutil.disk_usage(existing).free / 2**30
     text = f"{free_gib:.1f} GiB free at {existing}"
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        return problem("disk", f"{existing} cannot be written: {why}", "set node.dir to a folder of your own")
     fix = "set node.dir to a disk with room, or lower checkpoint.keep"
     if free_gib < _NO_DISK_GIB:
         return problem("disk", text, fix)
@@ -138,8 +158,8 @@ def check_clock_service() -> Finding:
     return ok("clock service", "synchronised by NTP" if said == "yes" else "timedatectl gives no answer here")
 
 
-def check_ports(listen: Iterable[str]) -> Finding:
-    """Whether the addresses of network.listen can be bound. A running node of one's own holds them, too."""
+def check_ports(listen: Iterable[str], *, is_running: bool = False) -> Finding:
+    """Whether the addresses of network.listen can be bound. `is_running`: by the node itself, they need not be free."""
     for text in listen:
         try:
             address = TcpAddress.parse(text)
@@ -152,6 +172,8 @@ def check_ports(listen: Iterable[str]) -> Finding:
                 probe.bind((address.host, address.port))
             except OSError as error:
                 reason = (error.strerror or str(error)).lower()
+                if is_running and error.errno == errno.EADDRINUSE:
+                    return ok("port", f"{text} is in use; the node of this folder is running")
                 who = f"ss -ltnp 'sport = :{address.port}'"
-                return warning("port", f"{text}: {reason}", f"{who} shows who has it; or set another network.listen")
+                return problem("port", f"{text}: {reason}", f"{who} shows who has it; or set another network.listen")
     return ok("port", "free: " + ", ".join(listen))

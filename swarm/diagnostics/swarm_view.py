@@ -4,6 +4,8 @@ The node itself may be running meanwhile: its identity and port stay alone. Then
 and find another peer there than the one that asks, so that reachability is not measured.
 """
 
+import asyncio
+import contextlib
 import tempfile
 import time
 from collections.abc import Sequence
@@ -14,7 +16,8 @@ from statistics import median
 from swarm.config import NetworkSection
 from swarm.diagnostics.finding import Finding, Level, ok, problem, warning
 from swarm.diagnostics.machine import check_ports
-from swarm.errors import NetworkError, RequestError
+from swarm.diagnostics.unanswered import check_unanswered
+from swarm.errors import ConfigError, NetworkError, RequestError
 from swarm.network.reach.reachability import (
     ASK_TIMEOUT_S,
     MAX_TEST_BYTES,
@@ -24,7 +27,7 @@ from swarm.network.reach.reachability import (
     look_from_outside,
     read_greeting,
 )
-from swarm.network.tcp_address import parse_setting
+from swarm.network.tcp_address import TcpAddress, parse_setting
 from swarm.network.transport import Transport
 from swarm.records.identity import create
 
@@ -34,6 +37,9 @@ _MAX_SKEW_S = 3.0
 _WARN_SKEW_S = 1.0
 _SLOW_MB_PER_S = 0.25
 _BANDWIDTH_TIMEOUT_S = 20.0
+_START_TIMEOUT_S = 20.0
+_HEALTH_INTERVAL_S = 1.0
+_RELAY_TIMEOUT_S = 6.0
 _FORWARD = "forward TCP port {port} on your router to this machine"
 
 
@@ -48,44 +54,69 @@ class PeerView:
 
 
 async def check_swarm(config: NetworkSection) -> list[Finding]:
-    """Findings of peers, reachability, clock and bandwidth. Raises nothing."""
-    from swarm.network.hivemind.transport import HivemindTransport
-
+    """Findings of peers, reachability, relay, clock and bandwidth. Raises nothing."""
     if not config.initial_peers:
         return [ok("peers", "no initial peers are configured: reachability, clock and bandwidth are not measured")]
     has_port = check_ports(config.listen).level is Level.OK
-    changes = {"reachability": "private", "startup_timeout_s": min(config.startup_timeout_s, 20.0)}
-    if not has_port:
-        changes["listen"] = ("/ip4/0.0.0.0/tcp/0",)
     with tempfile.TemporaryDirectory(prefix="swarm-doctor-") as name:
-        folder = Path(name)
-        transport = HivemindTransport(config.model_copy(update=changes), create(folder / "identity.key"), folder)
+        try:
+            transport = _transport(config, Path(name), has_port)
+        except ConfigError as error:
+            return [problem("network", str(error), "mend that setting")]
         try:
             await transport.start()
             return await _look(transport, config, is_alone=has_port)
         except NetworkError as error:
-            return [problem("network", str(error), "swarm doctor --json, and see the finding `daemon`")]
+            return [problem("network", str(error), "mend what is said of the daemon and the port, then run it again")]
         finally:
             await transport.stop()
+
+
+def _transport(config: NetworkSection, folder: Path, has_port: bool) -> Transport:
+    """A stranger without gossip that hosts nothing, on the node's own port where that is free. Raises ConfigError."""
+    changes: dict[str, object] = {"reachability": "private", "gossip": "off"}
+    changes["startup_timeout_s"] = min(config.startup_timeout_s, _START_TIMEOUT_S)
+    if not has_port:
+        changes["listen"] = ("/ip4/0.0.0.0/tcp/0",)
+    quiet, identity = config.model_copy(update=changes), create(folder / "identity.key")
+    if config.backend == "hivemind":
+        from swarm.network.hivemind.transport import HivemindTransport
+
+        return HivemindTransport(quiet, identity, folder, health_interval_s=_HEALTH_INTERVAL_S)
+    from swarm.network.libp2p.transport import LightTransport
+
+    return LightTransport(quiet, identity)
 
 
 async def _look(transport: Transport, config: NetworkSection, *, is_alone: bool) -> list[Finding]:
     peers = await transport.connected_peers()
     if not peers:
-        return [
-            problem(
-                "peers",
-                f"none of {len(config.initial_peers)} initial peers answers",
-                "check network.initial_peers and that a firewall lets TCP out, or ask for newer addresses",
-            )
-        ]
+        return [await check_unanswered(parse_setting("initial_peers", config.initial_peers))]
     views = [view for peer in peers[:_NUM_PEERS_ASKED] if (view := await _view(transport, peer)) is not None]
-    findings = [ok("peers", f"{len(peers)} connected, {len(views)} of those asked answered")]
-    if is_alone:
+    text = f"{len(peers)} connected, {len(views)} of those asked answered"
+    findings = [ok("peers", text) if views else warning("peers", text, "run it again in a minute; they may be busy")]
+    if config.backend != "hivemind":
+        findings.append(ok("reachability", "not measured: a node of this backend calls others and need not be called"))
+    elif is_alone:
         findings.append(await _reachability(transport, config, peers))
     else:
         findings.append(ok("reachability", "not measured: the port is in use, perhaps by this node itself"))
+    if findings[-1].level is not Level.OK:
+        findings.append(await _relay(transport))
     return [*findings, *(judge_views(views) if views else [])]
+
+
+async def _relay(transport: Transport) -> Finding:
+    """For a node that cannot be dialled: whether a relay lets others reach it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_RELAY_TIMEOUT_S):
+            while True:  # the daemon asks for a place in the background, and the transport looks once per second
+                for address in map(TcpAddress.parse, transport.addresses()):
+                    if address.relay_id is not None:
+                        return ok("relay", f"others can reach this node through {address.host}:{address.port}")
+                await asyncio.sleep(_HEALTH_INTERVAL_S / 2)
+    fix = "set network.relays to the address of a public node that has network.serve_relay = true"
+    return warning("relay", "no relay keeps a place for this node: it can ask others, but they cannot ask it", fix)
 
 
 async def _view(transport: Transport, peer_id: str) -> PeerView | None:
@@ -137,7 +168,7 @@ def judge_views(views: Sequence[PeerView]) -> list[Finding]:
     """Findings "clock" and "bandwidth": medians over the peers, so that one wrong peer alarms nobody."""
     skew_s = median(view.skew_s for view in views)
     round_trip_ms = median(view.round_trip_s for view in views) * 1e3
-    text = f"differs by {abs(skew_s):.2f} s from {len(views)} peers"
+    text = f"differs by {abs(skew_s):.2f} s from {_peers(len(views))}"
     fix = "sudo timedatectl set-ntp true"
     clock = ok("clock", text)
     if abs(skew_s) > _WARN_SKEW_S:
@@ -145,7 +176,11 @@ def judge_views(views: Sequence[PeerView]) -> list[Finding]:
     rates = [view.mb_per_s for view in views if view.mb_per_s is not None]
     if not rates:
         return [clock, warning("bandwidth", f"not measured; round trip {round_trip_ms:.0f} ms", "run it in a minute")]
-    text = f"{median(rates):.2f} MB/s from {len(rates)} peers, round trip {round_trip_ms:.0f} ms"
+    text = f"{median(rates):.2f} MB/s from {_peers(len(rates))}, round trip {round_trip_ms:.0f} ms"
     if median(rates) < _SLOW_MB_PER_S:
         return [clock, warning("bandwidth", text, "set sharing.swarm_groups lower, or use a faster line")]
     return [clock, ok("bandwidth", text)]
+
+
+def _peers(count: int) -> str:
+    return "1 peer" if count == 1 else f"{count} peers"

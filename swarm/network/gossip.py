@@ -1,9 +1,10 @@
 """What the two gossip planes have in common: their contract, whom they connect to, and when they shut a peer out.
 
-Implementations: `libp2p_gossip` (py-libp2p: validates before it passes on) and `daemon_gossip` (the Go daemon's pubsub:
-faster, but passes on what it has not looked at; for swarms whose members trust each other).
+Implementations: `libp2p.gossip` (py-libp2p: validates before it passes on) and `hivemind.daemon_gossip` (the Go daemon's
+pubsub: faster, but passes on what it has not looked at; for swarms whose members trust each other).
 """
 
+import logging
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, Verdict
+
+logger = logging.getLogger(__name__)
 
 Addresses = tuple[str, ...]
 """Multiaddresses of one peer, without /p2p."""
@@ -115,21 +118,20 @@ class ForwarderGuard:
         if now < state.shut_out_until:
             self.rejected["shut_out"] += 1
             return Verdict.IGNORE
-        state.allowance = min(2 * self.RATE_PER_S, state.allowance + (now - state.since) * self.RATE_PER_S)
-        state.faults = max(0.0, state.faults - (now - state.since) * self.FAULTS_FADE_PER_S)
-        state.since = now
-        if state.allowance < 1:
-            self.rejected["flood"] += 1
-            self._blame(state, now, 0.2)
+        if not self._spend(state, now, 1):
             return Verdict.IGNORE
-        state.allowance -= 1
         if handler is None:
             return Verdict.IGNORE
-        verdict = handler(peer_id, message) if len(message) <= MAX_GOSSIP_BYTES else Verdict.REJECT
+        verdict = self._ask(handler, peer_id, message) if len(message) <= MAX_GOSSIP_BYTES else Verdict.REJECT
         if verdict is Verdict.REJECT:
             self.rejected["invalid"] += 1
             self._blame(state, now, 1.0)
         return verdict
+
+    def admit(self, peer_id: str, count: int) -> bool:
+        """Whether a peer may make this node work on `count` other things, such as subscriptions, at the same rate."""
+        now, state = self._clock(), self._state(peer_id)
+        return now >= state.shut_out_until and self._spend(state, now, count)
 
     def is_shut_out(self, peer_id: str) -> bool:
         state = self._forwarders.get(peer_id)
@@ -138,6 +140,25 @@ class ForwarderGuard:
     def blame(self, peer_id: str) -> None:
         """A fault that shows outside messages, such as bytes that are none."""
         self._blame(self._state(peer_id), self._clock(), 1.0)
+
+    def _spend(self, state: _Forwarder, now: float, count: int) -> bool:
+        state.allowance = min(2 * self.RATE_PER_S, state.allowance + (now - state.since) * self.RATE_PER_S)
+        state.faults = max(0.0, state.faults - (now - state.since) * self.FAULTS_FADE_PER_S)
+        state.since = now
+        if state.allowance < count:
+            self.rejected["flood"] += 1
+            self._blame(state, now, 0.2)
+            return False
+        state.allowance -= count
+        return True
+
+    @staticmethod
+    def _ask(handler: GossipHandler, peer_id: str, message: bytes) -> Verdict:
+        try:
+            return handler(peer_id, message)
+        except Exception:  # a broken handler costs its message, never the plane
+            logger.warning("a gossip handler broke on a message of %s", peer_id, exc_info=True)
+            return Verdict.IGNORE
 
     def _blame(self, state: _Forwarder, now: float, faults: float) -> None:
         state.faults += faults

@@ -7,6 +7,7 @@ The full peer is not trusted: entries are signed by their owners, and the light 
 only withhold, so a light node asks more than one.
 """
 
+import math
 from typing import Any
 
 import msgpack
@@ -58,7 +59,7 @@ class IndexGateway:
         except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
             raise RequestRefused("malformed") from None
         match fields:
-            case [0, str(key), str(subkey), bytes(value), float(expires_at)]:
+            case [0, str(key), str(subkey), bytes(value), float(expires_at)] if math.isfinite(expires_at):
                 try:
                     return _pack(await self._transport.store(key, subkey, value, expires_at))
                 except ValueError:
@@ -87,6 +88,6 @@ def _pack(fields: Any) -> bytes:
 
 def _unpacked(response: bytes) -> Any:
     try:
-        return msgpack.unpackb(response)
+        return msgpack.unpackb(response, max_array_len=0, max_map_len=MAX_ENTRIES_PER_KEY, max_ext_len=0)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
         raise RequestError("an index peer must answer in msgpack, got something else", "damaged") from None

@@ -17,6 +17,8 @@ _SHAPE = re.compile(
     r"/(ip4|ip6|dns|dns4|dns6)/([A-Za-z0-9._:-]{1,253})/tcp/([0-9]{1,5})"
     r"(?:/p2p/([A-Za-z0-9]{1,64})/p2p-circuit)?(?:/p2p/([A-Za-z0-9]{1,64}))?"
 )
+_LABEL = "(?!-)[A-Za-z0-9-]{1,63}(?<!-)"
+_DNS_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class TcpAddress:
         kind, host, port, relay_id, peer_id = match.groups()
         if kind in ("ip4", "ip6"):
             {"ip4": ipaddress.IPv4Address, "ip6": ipaddress.IPv6Address}[kind](host)
+        elif _DNS_NAME.fullmatch(host) is None:
+            raise ValueError(f"{host} is no name of a host")
         if int(port) > 65535:
             raise ValueError(f"{port} is no port")
         for name in (relay_id, peer_id):

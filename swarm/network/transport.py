@@ -1,9 +1,10 @@
 """The contract between the node and a network: an expiring index, requests to one peer, gossip to all.
 
-Implementations: `hivemind_transport` (libp2p daemon: DHT and streams) and `memory_transport` (in-process, seeded faults).
-Everything above this line works the same on both.
+Implementations: `hivemind.transport` (libp2p daemon: DHT and streams), `libp2p.transport` (all of it in Python, for machines
+without the daemon) and `memory.transport` (in-process, seeded faults). Everything above this line works the same on all.
 """
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -64,12 +65,22 @@ class TrafficCounter:
     gossip_bytes_received: int = 0
 
 
+def by_place(**counters: Counter[str]) -> Counter[str]:
+    """Counters by reason as one by `place/reason`."""
+    return Counter({f"{place}/{reason}": n for place, counts in counters.items() for reason, n in counts.items()})
+
+
 class Transport(Protocol):
     """Network access of one node. All methods run on the node's asyncio loop."""
 
     peer_id: str
     """Own peer id (base58), derived from the identity's public key."""
     traffic: TrafficCounter
+
+    @property
+    def refused(self) -> Counter[str]:
+        """What peers sent or asked and was turned away before anybody looked at it, by `place/reason`."""
+        ...
 
     async def start(self) -> None:
         """Join the swarm. Raises NetworkError with the cause when the network layer cannot come up."""

@@ -32,7 +32,7 @@ def signature_is_valid(record: SignedRecord, swarm_id: str, purpose: Purpose = P
 
 @contextmanager
 def verified_by(other: Verify) -> Iterator[None]:
-    """Check signatures by another function in this context and the tasks made in it. For simulations only."""
+    """Check signatures by another function in this context and the tasks made in it: for simulations and fuzzing."""
     token = _verify.set(other)
     try:
         yield

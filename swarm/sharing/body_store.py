@@ -4,6 +4,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from swarm.network.transport import RequestRefused, Transport
+
+BODY_PROTOCOL = "swarm/body/1"
+"""A 32-byte hash asks for that body."""
 _AUTHOR_SHARE = 8
 
 
@@ -27,6 +31,10 @@ class BodyStore:
         self._bodies: dict[str, OrderedDict[bytes, _Body]] = {}  # by author, oldest first
         self._authors: dict[bytes, str] = {}
         self._author_bytes: dict[str, int] = {}
+
+    def serve_on(self, transport: Transport) -> None:
+        """Hand the bodies out to whoever asks. To be called before the transport starts."""
+        transport.serve(BODY_PROTOCOL, self._answer, max_request_bytes=64)
 
     def put(self, body_hash: bytes, body: bytes, expires_at: float, author: str = "") -> None:
         """Keep a body of `author`; without one it is this node's own."""
@@ -54,6 +62,12 @@ class BodyStore:
             self._remove(body_hash)
             return None
         return body.data
+
+    async def _answer(self, peer_id: str, request: bytes) -> bytes:
+        body = self.get(request)
+        if body is None:
+            raise RequestRefused("unknown body")
+        return body
 
     def _remove_expired(self) -> None:
         now = self._clock()

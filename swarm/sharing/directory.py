@@ -12,17 +12,20 @@ import logging
 import statistics
 from collections.abc import Callable
 
+from swarm.network.index_entry import CLOCK_SKEW_S
 from swarm.network.transport import Contact, Transport
 from swarm.records.identity import Identity
 from swarm.records.presence import MAX_ADDRESSES, Presence, sign_presence, verify_presence
 from swarm.records.rejection import InvalidRecord
 from swarm.sharing.index import presence_key
-from swarm.sharing.shard import Shard, next_level, shard_of, thinning_depth
+from swarm.sharing.shard import EPOCH_S, Shard, next_level, shard_of, thinning_depth
 
 logger = logging.getLogger(__name__)
 
 PRESENCE_INTERVAL_S = 30.0
 PRESENCE_LIFETIME_S = 120.0
+SETTLE_S = 2 * PRESENCE_INTERVAL_S
+"""So long after all shards were drawn anew no node changes its level: the others are still listing themselves."""
 FIRST_INTERVALS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """A node that has just started looks more often: others may be starting with it."""
 
@@ -60,7 +63,9 @@ class Directory:
         await self._announce()
         members = await self._members(self.shard)
         self.num_members = len(members.keys() | {self._identity.peer_id})
-        level = next_level(self.level, self.num_members, self._num_authors_heard())
+        level = (
+            self.level if self._is_settling() else next_level(self.level, self.num_members, self._num_authors_heard())
+        )
         if level != self.level:
             logger.info("shard %s has %d members: going to level %d", self.shard.name, self.num_members, level)
             self.level = level
@@ -69,6 +74,10 @@ class Directory:
         return (
             FIRST_INTERVALS_S[self._num_turns - 1] if self._num_turns <= len(FIRST_INTERVALS_S) else PRESENCE_INTERVAL_S
         )
+
+    def _is_settling(self) -> bool:
+        """Whether the lists of a new epoch still fill: they look small, and are not."""
+        return self._transport.now() % EPOCH_S < SETTLE_S
 
     async def _find_level(self) -> None:
         """The level that most nodes of the widest list are at."""
@@ -95,8 +104,9 @@ class Directory:
             await transport.store(key, self._identity.peer_id, record, presence.expires_at)
 
     async def _members(self, shard: Shard) -> dict[str, Presence]:
-        """The others in a list, who are introduced to the transport."""
+        """The others in a list, who are introduced to the transport. Those that an earlier epoch put there are passed over."""
         members: dict[str, Presence] = {}
+        now = self._transport.now()
         for subkey, value in (await self._transport.load(presence_key(self._swarm_id, shard))).items():
             try:
                 presence = verify_presence(value, self._swarm_id)
@@ -104,7 +114,8 @@ class Directory:
                 continue
             if presence.peer_id != subkey or presence.peer_id == self._identity.peer_id:
                 continue
-            if presence.expires_at > self._transport.now():
+            is_current = presence.created_at <= now + CLOCK_SKEW_S and now < presence.expires_at
+            if is_current and shard_of(self._swarm_id, presence.peer_id, shard.level, now) == shard:
                 members[presence.peer_id] = presence
                 self._transport.meet(_contact(presence))
         return members

@@ -25,7 +25,15 @@ _MAX_REMEMBERED_AUTHORS = 1024
 _ABSENT_AUTHOR_PAUSE_S = 20.0
 _HEARD_FOR_S = 120.0
 _NOBODYS_FAULT = frozenset(
-    {Rejection.OWN_RECORD, Rejection.EXPIRED, Rejection.REPLAY, Rejection.RATE, Rejection.UNKNOWN_TASK}
+    {
+        Rejection.VERSION,  # during an upgrade
+        Rejection.OWN_RECORD,
+        Rejection.EXPIRED,
+        Rejection.CLOCK_SKEW,  # the clock that is wrong may be the own one
+        Rejection.REPLAY,
+        Rejection.RATE,
+        Rejection.UNKNOWN_TASK,
+    }
 )
 """What an honest peer may pass on in good faith."""
 

@@ -14,7 +14,7 @@ from swarm.records.codec import decode_record
 from swarm.records.presence import verify_presence
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.records.signing import signature_is_valid
-from swarm.sharing.shard import Shard, shard_of
+from swarm.sharing.shard import Shard, shard_of, thinning_depth
 
 WINDOW_S = 30.0
 SLOTS_PER_WINDOW = 8
@@ -79,5 +79,11 @@ class EntryValidator:
             raise InvalidRecord(Rejection.BAD_SIGNATURE)
 
     def _check_presence(self, rest: str, subkey: str, value: bytes) -> None:
-        if Shard.parse(rest) is None or verify_presence(value, self._swarm_id).peer_id != subkey:
+        presence, shard = verify_presence(value, self._swarm_id), Shard.parse(rest)
+        if shard is None or presence.peer_id != subkey:
+            raise InvalidRecord(Rejection.WRONG_SLOT)
+        levels_above = presence.level - shard.level
+        if not 0 <= levels_above <= thinning_depth(self._swarm_id, subkey):
+            raise InvalidRecord(Rejection.WRONG_SLOT, "too far from the own shard")
+        if shard_of(self._swarm_id, subkey, shard.level, presence.created_at) != shard:
             raise InvalidRecord(Rejection.WRONG_SLOT)

@@ -3,6 +3,7 @@
     poll:  wait for a header or the end of the interval ─ sweep the index where that is due ─ pull
     pull:  while the pool holds fewer fresh groups than wanted: pick candidates ─ fetch ─ admit_body ─ pool.add
 
+Pulls do not wait for each other: a holder that stays silent costs a place for a while, and nobody else's body.
 A node pulls what it is going to train on, not all that is offered: cost per node stays flat as the swarm grows.
 """
 
@@ -12,16 +13,17 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from swarm.config import NetworkSection, SharingSection
 from swarm.errors import RequestError
-from swarm.network.transport import RequestRefused, Transport, Verdict
+from swarm.network.requests.blob_protocol import sha256
+from swarm.network.requests.server import transfer_timeout_s
+from swarm.network.transport import Transport, Verdict
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
-from swarm.records.codec import body_hash
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.sharing.body_store import BodyStore
+from swarm.sharing.body_store import BODY_PROTOCOL, BodyStore
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import WINDOW_S, experience_key, experience_topic
 from swarm.sharing.shard import Shard
@@ -29,7 +31,6 @@ from swarm.types import Header
 
 logger = logging.getLogger(__name__)
 
-BODY_PROTOCOL = "swarm/body/1"
 _READ_AHEAD_BATCHES = 3
 _MAX_PULLS_AT_ONCE = 4
 _MAX_OTHER_HOLDERS = 2
@@ -86,16 +87,8 @@ class Reader:
             async with asyncio.timeout(self._network.poll_interval_s):
                 await self._inbox.arrived.wait()
         self._inbox.arrived.clear()
-        if self._transport.now() - self._swept_at >= self._sweep_interval_s():
-            await self._sweep()
+        await self._sweep_if_due()
         await self._pull_missing()
-
-    async def serve_body(self, peer_id: str, request: bytes) -> bytes:
-        """Request handler of BODY_PROTOCOL: a 32-byte hash asks for that body."""
-        body = self._bodies.get(request) if len(request) == 32 else None
-        if body is None:
-            raise RequestRefused("unknown body")
-        return body
 
     def _follow_shard(self) -> None:
         """Listen in the topic of the own shard, which changes from epoch to epoch."""
@@ -120,9 +113,11 @@ class Reader:
         is_alive = self._transport.now() - self._gossip_at < _GOSSIP_IS_ALIVE_FOR_S
         return WINDOW_S if is_alive else self._network.poll_interval_s
 
-    async def _sweep(self) -> None:
+    async def _sweep_if_due(self) -> None:
         """Read the current window of the own shard, and the one before."""
         now = self._transport.now()
+        if now - self._swept_at < self._sweep_interval_s():
+            return
         self._swept_at = now
         for time_s in (now, now - WINDOW_S):
             entries = await self._transport.load(experience_key(self._swarm_id, self._shard(), time_s))
@@ -130,16 +125,35 @@ class Reader:
                 self._inbox.take_entry(subkey, record)
 
     async def _pull_missing(self) -> None:
-        wanted = _READ_AHEAD_BATCHES * self._sharing.swarm_groups
-        while (missing := wanted - self._pool.num_fresh()) > 0 and (headers := self._choose(missing)):
-            await asyncio.gather(*map(self._pull, headers))
+        """Returns when the pool has enough or nobody offers more, and no pull is left."""
+        pulls: dict[asyncio.Task[None], Header] = {}
+        try:
+            while True:
+                for header in self._choose(pulls.values()):
+                    pulls[asyncio.create_task(self._pull(header))] = header
+                if not pulls:
+                    return
+                done, _ = await asyncio.wait(
+                    pulls, timeout=self._network.poll_interval_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                for pull in done:
+                    del pulls[pull]
+                    pull.result()
+                self._follow_shard()
+                await self._sweep_if_due()
+        finally:
+            for pull in pulls:
+                pull.cancel()
+            await asyncio.gather(*pulls, return_exceptions=True)
 
-    def _choose(self, num_groups: int) -> list[Header]:
+    def _choose(self, being_pulled: Collection[Header]) -> list[Header]:
         """Candidates that announce as many groups as are missing, but no more at once than a line carries well."""
         chosen: list[Header] = []
-        while num_groups > 0 and len(chosen) < _MAX_PULLS_AT_ONCE and (header := self._inbox.pick()):
+        missing = _READ_AHEAD_BATCHES * self._sharing.swarm_groups - self._pool.num_fresh()
+        missing -= sum(len(header.groups) for header in being_pulled)
+        while missing > 0 and len(being_pulled) + len(chosen) < _MAX_PULLS_AT_ONCE and (header := self._inbox.pick()):
             chosen.append(header)
-            num_groups -= len(header.groups)
+            missing -= len(header.groups)
         return chosen
 
     async def _pull(self, header: Header) -> None:
@@ -157,7 +171,7 @@ class Reader:
         useful = [group for group in groups if group.has_signal]
         if len(useful) < len(groups):
             self._refused[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
-        self._bodies.put(header.body_hash, body, header.expires_at)
+        self._bodies.put(header.body_hash, body, header.expires_at, header.author)
         self.num_groups_admitted += self._pool.add(header.body_hash, header.expires_at, header.created_at, useful)
 
     async def _fetch(self, header: Header) -> bytes:
@@ -166,18 +180,22 @@ class Reader:
             p for p in await self._transport.connected_peers() if p not in (header.author, self._transport.peer_id)
         ]
         holders = [header.author, *self._rng.sample(others, min(len(others), _MAX_OTHER_HOLDERS))]
+        rejection = Rejection.UNAVAILABLE
         for holder in holders:
             try:
+                # In one piece, as a body may not be longer than that: `transfer` has nothing to add.
                 body = await self._transport.request(
                     holder,
                     BODY_PROTOCOL,
                     header.body_hash,
                     max_response_bytes=header.body_bytes,
-                    deadline_s=self._network.request_timeout_s,
+                    deadline_s=transfer_timeout_s(self._network.request_timeout_s, header.body_bytes),
                 )
             except RequestError as error:
                 logger.debug("no body from %s: %s", holder, error)
                 continue
-            if holder == header.author or body_hash(body) == header.body_hash:
+            if await sha256(body) == header.body_hash:
                 return body
-        raise InvalidRecord(Rejection.UNAVAILABLE, f"asked {len(holders)} peers")
+            if holder == header.author:
+                rejection = Rejection.WRONG_HASH
+        raise InvalidRecord(rejection, f"asked {len(holders)} peers")

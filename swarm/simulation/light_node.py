@@ -1,6 +1,6 @@
 """A node without a policy: light rollouts at a steady pace, all else the code of a real node.
 
-light_group ─ Publisher ─→ Transport ─→ Reader ─ Admission ─→ ExperiencePool ─ draw
+light_group ─→ Exchange (Publisher, Transport, Reader, Admission, Directory) ─→ ExperiencePool ─ draw
 """
 
 import asyncio
@@ -17,10 +17,7 @@ from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
 from swarm.records.identity import Identity
 from swarm.sharing.body_store import BodyStore
-from swarm.sharing.directory import Directory
-from swarm.sharing.publisher import Publisher
-from swarm.sharing.reader import BODY_PROTOCOL, Reader
-from swarm.sharing.shard import Shard
+from swarm.sharing.exchange import Exchange
 from swarm.simulation.light_rollouts import VOCABULARY, LightJudge, light_group
 from swarm.types import Header, RolloutGroup
 
@@ -57,6 +54,7 @@ class LightNode:
     ) -> None:
         self.transport = transport
         self.num_groups_trained = 0
+        self.num_failed_steps = 0
         self._rounds = rounds
         self._rng = rng
         self._round = 0
@@ -67,14 +65,12 @@ class LightNode:
         if on_header is not None:
             self.admission.on_header = functools.partial(on_header, self)
         sequence = itertools.count()
-        self.directory = Directory(swarm_id, identity, transport, lambda: self.reader.num_authors_heard())
-        self.publisher = Publisher(
-            sharing, swarm_id, identity, transport, self.bodies, lambda: next(sequence), self._shard
-        )
-        self.reader = Reader(
-            sharing, network, swarm_id, transport, self.admission, self.pool, self.bodies, rng, self._shard
-        )
-        transport.serve(BODY_PROTOCOL, self.reader.serve_body, max_request_bytes=64)
+        self._exchange = Exchange(
+            sharing, network, swarm_id, identity, transport, self.admission, self.pool, self.bodies,
+            lambda: next(sequence), rng,
+        )  # fmt: skip
+        self.directory, self.reader = self._exchange.directory, self._exchange.reader
+        self.bodies.serve_on(transport)
 
     @property
     def peer_id(self) -> str:
@@ -84,16 +80,15 @@ class LightNode:
     def rejected(self) -> Counter[str]:
         return self.reader.rejected
 
-    def _shard(self) -> Shard:
-        return self.directory.shard
-
     async def start(self) -> None:
         await self.transport.start()
         self.work()
 
     def work(self) -> None:
         """Begin what the node does on its own, where the transport has been started already."""
-        self._tasks = [asyncio.create_task(step) for step in (self._learn(), self._read(), self._tend_directory())]
+        self._tasks = [
+            asyncio.create_task(one) for one in (self._learn(), *self._exchange.work(self._count_failed_step))
+        ]
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -109,13 +104,13 @@ class LightNode:
             if task.done() and not task.cancelled():
                 task.result()
 
-    async def run_round(self) -> None:
+    def run_round(self) -> None:
         """Roll out, publish, and train on what others published."""
         rounds = self._rounds
         first = self._round * rounds.groups_per_round
         groups = [self._group(first + number) for number in range(rounds.groups_per_round)]
         self._round += 1
-        await self.publisher.publish(groups)
+        self._exchange.hand_out(groups)
         self.num_groups_trained += len(self.pool.draw(rounds.swarm_groups, self._rng))
 
     def _group(self, index: int) -> RolloutGroup:
@@ -124,16 +119,11 @@ class LightNode:
     async def _learn(self) -> None:
         await asyncio.sleep(self._rng.random() * self._rounds.round_s)
         while True:
-            await self.run_round()
+            self.run_round()
             await asyncio.sleep(self._rng.uniform(0.75, 1.25) * self._rounds.round_s)
 
-    async def _read(self) -> None:
-        while True:
-            await self.reader.poll()
-
-    async def _tend_directory(self) -> None:
-        while True:  # noqa: ASYNC110 - nothing tells when the next turn is due but the clock
-            await asyncio.sleep(await self.directory.turn())
+    def _count_failed_step(self) -> None:
+        self.num_failed_steps += 1
 
 
 class WatchedAdmission(Admission):

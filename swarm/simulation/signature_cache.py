@@ -20,7 +20,7 @@ class SignatureCache:
         self._entries: OrderedDict[tuple[str, str, bytes], bool] = OrderedDict()
 
     def verify(self, peer_id: str, data: bytes, signature: bytes) -> bool:
-        """As `identity.verify`. To be put in its place by `signing.verified_by`."""
+        """As `identity.verify`, whose place it takes within `signing.verified_by`."""
         key = peer_id, data, signature
         verdict = self._signatures.get(key)
         if verdict is None:

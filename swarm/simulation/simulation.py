@@ -1,6 +1,6 @@
 """A swarm of light nodes on the in-memory network and a virtual clock; the same seed gives the same run.
 
-Simulation(settings) ─ start ─ let(60) ─ faults … ─ let(60) ─ stop, all inside `virtual_clock.run`
+async with Simulation(settings) as simulation: start ─ let(60) ─ faults … ─ let(60)      inside `virtual_clock.run`
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import hashlib
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from swarm.config import NetworkSection, SharingSection
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
@@ -45,15 +45,26 @@ class SimulationSettings:
 
 
 class Simulation:
-    """To be made and used inside `virtual_clock.run`."""
+    """To be made and used inside `virtual_clock.run`. Leaving it as a context stops the nodes."""
 
     def __init__(self, settings: SimulationSettings) -> None:
         self._settings = settings
         self._rng = random.Random(settings.seed)
         self._cache = SignatureCache() if settings.verify == "cached" else None
+        self._undo = contextlib.ExitStack()
         self.network = MemoryNetwork(random.Random(self._rng.random()), virtual_now, settings.faults)
         self.spread = SpreadLog()
         self.nodes = [self.make_node(number) for number in range(settings.num_nodes)]
+
+    async def __aenter__(self) -> Self:
+        if self._cache is not None:
+            self._undo.enter_context(verified_by(self._cache.verify))
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for node in self.nodes:
+            await node.stop()
+        self._undo.close()
 
     def make_node(self, number: int) -> LightNode:
         """Node `number` of this seed, not started. Numbers beyond those of the settings are free for late joiners."""
@@ -104,18 +115,11 @@ class Simulation:
         for node in self.nodes:
             node.raise_failure()
 
-    def verified(self) -> "contextlib.AbstractContextManager[None]":
-        """The context to run in: signatures are checked as the settings say."""
-        return verified_by(self._cache.verify) if self._cache else contextlib.nullcontext()
-
-    async def stop(self) -> None:
-        for node in self.nodes:
-            await node.stop()
-
     def rejected(self) -> Counter[str]:
         """Records turned away by any node, by reason."""
         return sum((node.rejected for node in self.nodes), Counter())
 
     def _note(self, reader: LightNode, header: Header) -> None:
         topic = experience_topic(SWARM_ID, reader.directory.shard)
-        self.spread.note(header, virtual_now(), self.network.topic_size(topic) - 1)  # the author is in it
+        num_readers = self.network.topic_size(topic) - 1  # the author is in it
+        self.spread.note((header.author, header.body_hash), header.created_at, virtual_now(), num_readers)

@@ -1,10 +1,8 @@
 """When headers came to their readers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-
-from swarm.types import Header
 
 
 @dataclass(slots=True)
@@ -19,16 +17,18 @@ class SpreadLog:
 
     def __init__(self) -> None:
         self._since = -math.inf
-        self._spreads: dict[tuple[str, bytes], _Spread] = {}
+        self._spreads: dict[Hashable, _Spread] = {}
 
-    def note(self, header: Header, now: float, num_readers: int) -> None:
-        """`num_readers`: how many should get it in the end, as known when the first one does."""
-        if header.created_at < self._since:
+    def note(self, header: Hashable, created_at: float, now: float, num_readers: int) -> None:
+        """One reader admitted `header` (any name of it that is its own).
+
+        `num_readers`: how many should get it in the end, as known when the first one does.
+        """
+        if created_at < self._since:
             return
-        key = header.author, header.body_hash
-        if key not in self._spreads:
-            self._spreads[key] = _Spread(header.created_at, num_readers)
-        self._spreads[key].delays_s.append(now - header.created_at)
+        if header not in self._spreads:
+            self._spreads[header] = _Spread(created_at, num_readers)
+        self._spreads[header].delays_s.append(now - created_at)
 
     def begin(self, now: float) -> None:
         """Forget what was, as when a swarm has settled: headers made from now on count."""

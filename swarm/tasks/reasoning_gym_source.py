@@ -95,13 +95,15 @@ def _digest(config: TaskSourceSection) -> str:
 
 
 def _check_name(name: str) -> None:
-    from reasoning_gym.factory import DATASETS
+    import reasoning_gym  # waits for another thread that imports it; its factory alone is there early, and empty
+
+    data_sets = reasoning_gym.factory.DATASETS
 
     if name in REFUSED:
         raise TaskError(
             f"a source must be safe and the same on every node, got {name!r}: {REFUSED[name]}; choose another"
         )
-    if name not in DATASETS:
-        close = difflib.get_close_matches(name, DATASETS, n=1)
+    if name not in data_sets:
+        close = difflib.get_close_matches(name, data_sets, n=1)
         hint = f"did you mean {close[0]}?" if close else "see reasoning_gym.factory.DATASETS"
         raise TaskError(f"a reasoning_gym source must be one of its data sets, got {name!r}; {hint}")

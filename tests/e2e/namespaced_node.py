@@ -4,13 +4,13 @@
     ← {"peer_id", "addresses"}                      once, when it has started
     → {"call": "request", ...} ← {"result"} or {"error"}    one line of JSON each
 
-Serves `test/body`: request [offset, bytes] as two big-endian 32-bit numbers, response that part of a fixed body.
+Serves a body as large as an adapter and the groups that it has published, both as blobs; takes what is gossiped.
 """
 
 import asyncio
+import hashlib
 import json
 import random
-import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,14 +18,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from swarm.config import NetworkSection
+from swarm.network.hivemind.transport import HivemindTransport
+from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, serve_blobs
+from swarm.network.requests.transfer import Download, fetch
+from swarm.network.transport import Verdict
+from swarm.records.identity import Identity, create
+from swarm.sharing.directory import Directory
+from swarm.sharing.index import EntryValidator, experience_key, experience_topic, subkey
+from swarm.sharing.shard import Shard, shard_of
 from tests.e2e.namespaces import Host
+from tests.unit.experience_factory import SWARM_ID, Clock, admission, body_and_header, group, signed
 
 BODY_BYTES = 16 << 20
 BODY_PROTOCOL = "test/body"
-_PART_BYTES = 1 << 20
-_DEADLINE_S = 60.0
+_REQUEST_TIMEOUT_S = 20.0
 _BODIES: dict[bytes, bytes] = {}
-"""Groups that this process has published, by body hash."""
+"""What this process serves, by SHA-256."""
+_HEARD: list[bytes] = []
+"""Records that came by gossip."""
 
 
 def body_of(peer_id: str) -> bytes:
@@ -82,27 +93,15 @@ class NamespacedNode:
 
 
 async def _serve(folder: Path, settings: dict[str, Any]) -> None:
-    from swarm.config import NetworkSection
-    from swarm.network.hivemind.transport import HivemindTransport
-    from swarm.records.identity import create
-    from swarm.sharing.index import EntryValidator
-    from tests.unit.experience_factory import SWARM_ID
-
     identity = create(folder / "identity.key")
     node = HivemindTransport(
         NetworkSection.model_validate(settings), identity, folder, EntryValidator(SWARM_ID), health_interval_s=1.0
     )
     body = body_of(node.peer_id)
-
-    async def part(peer_id: str, request: bytes) -> bytes:
-        offset, num_bytes = struct.unpack(">II", request)
-        return body[offset : offset + num_bytes]
-
-    async def rollouts(peer_id: str, request: bytes) -> bytes:
-        return _BODIES[request]
-
-    node.serve(BODY_PROTOCOL, part, max_request_bytes=8)
-    node.serve("test/rollouts", rollouts, max_request_bytes=64)
+    _BODIES[hashlib.sha256(body).digest()] = body
+    node.serve(BODY_PROTOCOL, serve_blobs(_BODIES.get), max_request_bytes=BLOB_REQUEST_BYTES)
+    node.subscribe(experience_topic(SWARM_ID, shard_of(SWARM_ID, node.peer_id, 0, 0.0)), _hear)
+    worker = _Worker(node, identity, Directory(SWARM_ID, identity, node, lambda: 0))
     await node.start()
     try:
         _say(peer_id=node.peer_id, addresses=node.addresses())
@@ -110,7 +109,7 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
         while line := await loop.run_in_executor(None, sys.stdin.readline):
             call = json.loads(line)
             try:
-                _say(result=await _CALLS[call.pop("call")](node, identity, **call))
+                _say(result=await getattr(worker, call.pop("call"))(**call))
             except Exception as error:  # the test sees it
                 _say(error=f"{type(error).__name__}: {error}")
     finally:
@@ -121,71 +120,94 @@ def _say(**message: object) -> None:
     print(json.dumps(message), flush=True)
 
 
-async def _state(node: Any, identity: Any) -> dict[str, Any]:
-    """Where it is, whom it is connected to and how, and whether it hosts a part of the index."""
-    session = node._session
-    if session is None:
-        return {"is_full": None, "addresses": [], "peers": {}, "neighbors": []}
-    return {
-        "is_full": session._role.is_full,
-        "addresses": node.addresses(),
-        "peers": await session.peers(),
-        "neighbors": sorted(session.neighbors),
-        "num_keys": len(session._node.protocol.storage),
-    }
+def _hear(forwarder: str, record: bytes) -> Verdict:
+    _HEARD.append(record)
+    return Verdict.ACCEPT
 
 
-def _key(node: Any) -> str:
-    """One key for all: in a swarm of this size there is a single shard, and the window does not matter here."""
-    from swarm.sharing.index import experience_key
-    from swarm.sharing.shard import shard_of
-    from tests.unit.experience_factory import SWARM_ID
+class _Worker:
+    """What the node does when it is told to; arguments and results travel as JSON."""
 
-    return experience_key(SWARM_ID, shard_of(SWARM_ID, node.peer_id, 0, 0.0), 0.0)
+    def __init__(self, node: HivemindTransport, identity: Identity, directory: Directory) -> None:
+        self._node = node
+        self._identity = identity
+        self._directory = directory
 
+    async def state(self) -> dict[str, Any]:
+        """Where it is, whom it is connected to and how, whom it remembers, and what of the index it hosts."""
+        session = self._node._session
+        if session is None:
+            return {"is_full": None, "addresses": [], "peers": {}, "neighbors": [], "remembered": {}, "num_keys": 0}
+        return {
+            "is_full": session._role.is_full,
+            "addresses": self._node.addresses(),
+            "peers": await session.peers(),
+            "neighbors": sorted(session.neighbors),
+            "remembered": self._node._peers.stored(),
+            "num_keys": len(session._node.protocol.storage),
+        }
 
-async def _publish(node: Any, identity: Any, index: int) -> bool:
-    """Sign a header of one group of rollouts, put it into the index and serve the body."""
-    from swarm.sharing.index import subkey
-    from tests.unit.experience_factory import body_and_header, group, signed
+    async def meet_others(self) -> list[str]:
+        """List itself, meet those that are listed; the peers that its gossip is connected to."""
+        await self._directory.turn()
+        return sorted(self._node.gossip.peers())
 
-    body, header = body_and_header(group(index=index, author=identity.peer_id))
-    header = replace(header, author=identity.peer_id, created_at=node.now(), expires_at=node.now() + 300)
-    _BODIES[header.body_hash] = body
-    record = signed(header, identity)
-    return await node.store(_key(node), subkey(node.peer_id, index), record, header.expires_at)
+    async def publish(self, index: int) -> bool:
+        """Sign a header of one group of rollouts, put it into the index and serve the body."""
+        record, expires_at = self._signed_group(index)
+        return await self._node.store(self._key, subkey(self._node.peer_id, index), record, expires_at)
 
+    async def gossip(self, index: int) -> None:
+        """The same without the index."""
+        record, _ = self._signed_group(index)
+        await self._node.publish(experience_topic(SWARM_ID, self._shard), record)
 
-async def _admit(node: Any, identity: Any) -> dict[str, list[int]]:
-    """Read the index and take what others offer through the real door: {author: indices of the groups admitted}."""
-    from tests.unit.experience_factory import admission
+    async def admit(self) -> dict[str, list[int]]:
+        """Take what others have put into the index: {author: indices of the groups admitted}."""
+        entries = await self._node.load(self._key)
+        return await self._admitted([record for sub, record in entries.items() if self._node.peer_id not in sub])
 
-    door = admission(node.now)
-    admitted: dict[str, list[int]] = {}
-    for subkey, record in (await node.load(_key(node))).items():
-        if subkey.startswith(node.peer_id):
-            continue
-        header = door.admit_header(record)
-        body = await node.request(
-            header.author, "test/rollouts", header.body_hash, max_response_bytes=1 << 20, deadline_s=20.0
-        )
-        groups = door.admit_body(header, body)
-        admitted.setdefault(header.author, []).extend(group.task.index for group in groups)
-    return admitted
+    async def admit_gossiped(self) -> dict[str, list[int]]:
+        """Take what was gossiped, in the same way."""
+        return await self._admitted(_HEARD)
 
+    async def fetch(self, peer_id: str) -> dict[str, Any]:
+        """The large body of a peer; whether it is right, and how long it took."""
+        start, expected = self._node.now(), body_of(peer_id)
+        body = await self._fetched(peer_id, hashlib.sha256(expected).digest(), BODY_BYTES)
+        return {"is_right": body == expected, "seconds": self._node.now() - start}
 
-async def _fetch(node: Any, identity: Any, peer_id: str) -> dict[str, Any]:
-    """The whole body of a peer in parts; whether it is right, and how long it took."""
-    start, parts = node.now(), []
-    for offset in range(0, BODY_BYTES, _PART_BYTES):
-        request = struct.pack(">II", offset, _PART_BYTES)
-        parts.append(
-            await node.request(peer_id, BODY_PROTOCOL, request, max_response_bytes=_PART_BYTES, deadline_s=_DEADLINE_S)
-        )
-    return {"is_right": b"".join(parts) == body_of(peer_id), "seconds": node.now() - start}
+    @property
+    def _shard(self) -> Shard:
+        """One for all: a swarm of this size has a single shard, and the epoch does not matter here."""
+        return shard_of(SWARM_ID, self._node.peer_id, 0, 0.0)
 
+    @property
+    def _key(self) -> str:
+        return experience_key(SWARM_ID, self._shard, 0.0)
 
-_CALLS = {"state": _state, "publish": _publish, "admit": _admit, "fetch": _fetch}
+    def _signed_group(self, index: int) -> tuple[bytes, float]:
+        """(record, when it expires)"""
+        body, header = body_and_header(group(index=index, author=self._identity.peer_id))
+        expires_at = self._node.now() + 300
+        header = replace(header, author=self._identity.peer_id, created_at=self._node.now(), expires_at=expires_at)
+        _BODIES[header.body_hash] = body
+        return signed(header, self._identity), expires_at
+
+    async def _admitted(self, records: list[bytes]) -> dict[str, list[int]]:
+        """Through the real door, bodies from their authors."""
+        door = admission(Clock(self._node.now()))
+        admitted: dict[str, list[int]] = {}
+        for record in records:
+            header = door.admit_header(record)
+            body = await self._fetched(header.author, header.body_hash, header.body_bytes)
+            admitted.setdefault(header.author, []).extend(one.task.index for one in door.admit_body(header, body))
+        return admitted
+
+    async def _fetched(self, peer_id: str, digest: bytes, num_bytes: int) -> bytes:
+        download = Download(digest, num_bytes, BODY_PROTOCOL, base_timeout_s=_REQUEST_TIMEOUT_S)
+        return await fetch(self._node, [peer_id], download, random.Random(0))
+
 
 if __name__ == "__main__":
     import logging

@@ -148,7 +148,9 @@ class Network:
             router.run("iptables", "-t", "nat", "-A", "PREROUTING", *rule)
             router.run("iptables", "-A", "FORWARD", "-i", "wan", "-p", "tcp", "-d", address, "-j", "ACCEPT")
         for rule in (["-m", "conntrack", "--ctstate", "ESTABLISHED,RELATED", "-j", "ACCEPT"], ["-j", "DROP"]):
-            router.run("iptables", "-A", "FORWARD", "-i", "wan", *rule)
+            # Also at the router itself, as home routers do: a refusal would end the attempt to punch a hole.
+            for chain in ("FORWARD", "INPUT"):
+                router.run("iptables", "-A", chain, "-i", "wan", *rule)
         return Home(router, Host(name, address, "lan"))
 
     def _namespace(self, suffix: str) -> str:

@@ -19,8 +19,8 @@ from swarm.policy.policy import load_policy
 from swarm.records.codec import body_hash, encode_body, encode_header, encode_record
 from swarm.records.identity import Identity
 from swarm.records.signing import sign_record
+from swarm.sharing.body_store import BODY_PROTOCOL
 from swarm.sharing.index import experience_key, subkey
-from swarm.sharing.reader import BODY_PROTOCOL
 from swarm.sharing.shard import Shard
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.tasks.task_source import prompt_digest

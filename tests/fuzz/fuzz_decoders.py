@@ -16,7 +16,7 @@ _MAX_INPUT_BYTES = 4096
 def main() -> None:
     import atheris
 
-    with atheris.instrument_imports(include=["swarm", "tests.fuzz.targets"]):
+    with atheris.instrument_imports(include=["swarm", "hivemind.dht", "libp2p.pubsub"]):
         from tests.fuzz.targets import TARGETS
     from tests.fuzz.mutations import mutate, mutate_body
     from tests.fuzz.seeds import seeds
@@ -42,7 +42,7 @@ def main() -> None:
             return atheris.Mutate(data, max_bytes)
 
     atheris.Setup(
-        [sys.argv[0], f"-max_len={_MAX_INPUT_BYTES}", *sys.argv[2:]],
+        [sys.argv[0], f"-max_len={_MAX_INPUT_BYTES}", "-timeout=5", "-rss_limit_mb=1024", *sys.argv[2:]],
         lambda data: target(data) and None,
         custom_mutator=changed,
     )

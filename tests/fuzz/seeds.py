@@ -1,9 +1,12 @@
 """Valid bytes for every target: where mutation begins."""
 
 import asyncio
+import json
 import struct
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
+import base58
 import msgpack
 import zstandard
 from cryptography import x509
@@ -13,17 +16,26 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from swarm.manifest import create, dump
 from swarm.network.hivemind.index_guard import wrap
-from swarm.network.hivemind.parts import DHTProtocol, DictionaryDHTValue
+from swarm.network.hivemind.parts import DHTID, DHTProtocol, DictionaryDHTValue, dht_pb2, p2pd_pb2
 from swarm.network.hivemind.relay_address import address_bytes
+from swarm.network.index_gateway import load_request, store_request
+from swarm.network.libp2p.frames import encode_frame
+from swarm.network.libp2p.parts import rpc_pb2
 from swarm.network.reach.reachability import bytes_request, dial_request, hello_request
 from swarm.network.requests.blob_protocol import BlobRequest
 from swarm.network.requests.framing import Response, Status, write_acknowledgement, write_request, write_response
 from swarm.records.codec import encode_header
 from swarm.records.presence import Presence, sign_presence
+from swarm.records.rotation import make_statement
 from swarm.sharing.index import subkey
-from tests.fuzz.targets import HEADER_KEY
+from tests.fuzz.dht_targets import DHT_KEY, DHT_NOW
+from tests.fuzz.gossip_targets import TOPIC
+from tests.fuzz.record_targets import HEADER_KEY
 from tests.unit.experience_factory import ALICE, MALLORY, NOW, SWARM_ID, body_and_header, group, signed
 
+_messages: Any = dht_pb2
+_daemon: Any = p2pd_pb2
+_rpc: Any = rpc_pb2
 _ADDRESSES = ("/ip4/192.0.2.7/tcp/31000", "/ip6/2001:db8::1/tcp/31000", "/dns4/node.example.org/tcp/443")
 
 
@@ -43,12 +55,16 @@ def seeds() -> dict[str, list[bytes]]:
         "packed_body": [zstandard.ZstdDecompressor().decompress(body) for body in bodies],
         "entry": [subkeys[0].encode() + b"\0" + records[0], subkeys[1].encode() + b"\0" + presences[0]],
         "stored_entry": [_stored(HEADER_KEY, subkeys[0], records[0]), _stored(HEADER_KEY, subkeys[1], presences[0])],
-        "dictionary": [_dictionary(subkeys[0], records[0]), _dictionary(subkeys[1], b"")],
+        "dictionary": [
+            _entries(HEADER_KEY, subkeys[0], records[0], NOW + 60),
+            _entries(HEADER_KEY, subkeys[1], b"", NOW + 60),
+        ],
         "request": [_request(b"hello"), _request(b"")],
         "response": [_response(Status.OK, b"hello"), _response(Status.REFUSED, b"busy")],
         "blob_request": [BlobRequest(b"h" * 32, 1 << 20, 1 << 20).encode(), BlobRequest(b"h" * 32).encode()],
         "reach": [hello_request(), dial_request(31000), bytes_request(1000), struct.pack(">d", NOW) + b"192.0.2.7"],
         "gateway": [msgpack.packb(True) or b"", msgpack.packb({subkeys[0]: records[0]}) or b""],
+        "gateway_request": [store_request(HEADER_KEY, subkeys[0], records[0], NOW + 60), load_request(HEADER_KEY)],
         "certificate": [_certificate()],
         "address": [
             *(address.encode() for address in _ADDRESSES),
@@ -59,6 +75,14 @@ def seeds() -> dict[str, list[bytes]]:
             *map(address_bytes, _ADDRESSES),
             address_bytes(f"{_ADDRESSES[0]}/p2p/{ALICE.peer_id}/p2p-circuit"),
         ],
+        "dht_call": _dht_calls(),
+        "dht_reply": _dht_replies(),
+        "gossip_frames": [encode_frame(b"one") + encode_frame(b"") + encode_frame(bytes(200))],
+        "gossip_stream": [_gossip(records[0])],
+        "peers_file": [_peers_file()],
+        "rotation": [json.dumps([make_statement(ALICE, MALLORY, NOW)]).encode()],
+        "identity_export": _exports(),
+        "daemon_answer": _daemon_answers(),
         "manifest": [_manifest()],
         "manifest_content": [_manifest()],
         "answer": [b"1", b"The answer is -3/4 or 1,000.5e3", b"Yes!", b"[[1, 2], [3, 4]]", b"(1 + 2) * 3"],
@@ -66,7 +90,7 @@ def seeds() -> dict[str, list[bytes]]:
 
 
 def _presence(addresses: tuple[str, ...], hosts_index: bool) -> bytes:
-    return sign_presence(ALICE, SWARM_ID, Presence(ALICE.peer_id, addresses, addresses, hosts_index, 3, NOW, NOW + 120))
+    return sign_presence(ALICE, SWARM_ID, Presence(ALICE.peer_id, addresses, addresses, hosts_index, 1, NOW, NOW + 120))
 
 
 def _stored(key: str, name: str, value: bytes) -> bytes:
@@ -74,10 +98,11 @@ def _stored(key: str, name: str, value: bytes) -> bytes:
     return bytes([len(packed)]) + packed + DHTProtocol.serializer.dumps(wrap(key, value))
 
 
-def _dictionary(name: str, value: bytes) -> bytes:
+def _entries(key: str, name: str, value: bytes, expires_at: float) -> bytes:
+    """A dictionary of one entry, as replicas hand it over."""
     entries = DictionaryDHTValue()
     with entries.freeze():
-        entries.store(name, DHTProtocol.serializer.dumps(wrap(HEADER_KEY, value)), NOW + 60)
+        entries.store(name, DHTProtocol.serializer.dumps(wrap(key, value)), expires_at)
     return DHTProtocol.serializer.dumps(entries)
 
 
@@ -122,3 +147,74 @@ def _certificate() -> bytes:
 def _manifest() -> bytes:
     tasks = [{"kind": "reasoning_gym", "name": "chain_sum"}]
     return dump(create(ALICE, "friends", 1, NOW, tasks=tasks, description="sums"), ALICE).encode()
+
+
+def _dht_calls() -> list[bytes]:
+    """Each begins with the number of the call."""
+    sender = _messages.NodeInfo(node_id=bytes(20))
+    key, loads = DHTID.generate(source=DHT_KEY).to_bytes(), DHTProtocol.serializer.dumps
+    entry = {"keys": [key], "expiration_time": [DHT_NOW + 60], "in_cache": [False], "peer": sender}
+    one = _messages.StoreRequest(subkeys=[loads("a/0")], values=[loads(wrap(DHT_KEY, b"value"))], **entry)
+    many = _messages.StoreRequest(subkeys=[b""], values=[_entries(DHT_KEY, "a/1", b"value", DHT_NOW + 60)], **entry)
+    return [
+        b"\0" + _messages.PingRequest(peer=sender, validate=True).SerializeToString(),
+        b"\1" + one.SerializeToString(),
+        b"\1" + many.SerializeToString(),
+        b"\2" + _messages.FindRequest(keys=[key, bytes(20)], peer=sender).SerializeToString(),
+    ]
+
+
+def _dht_replies() -> list[bytes]:
+    sender = _messages.NodeInfo(node_id=bytes(20))
+    neighbors = {"nearest_node_ids": [bytes(20)], "nearest_peer_ids": [base58.b58decode(ALICE.peer_id)]}
+    value = _entries(DHT_KEY, "a/0", b"value", DHT_NOW + 60)
+    found = _messages.FindResult(
+        type=_messages.FOUND_DICTIONARY, value=value, expiration_time=DHT_NOW + 60, **neighbors
+    )
+    absent = _messages.FindResult(type=_messages.NOT_FOUND, **neighbors)
+    return [
+        b"\0" + _messages.PingResponse(peer=sender, dht_time=DHT_NOW, available=True).SerializeToString(),
+        b"\1" + _messages.StoreResponse(store_ok=[True], peer=sender).SerializeToString(),
+        b"\2" + _messages.FindResponse(results=[found], peer=sender).SerializeToString(),
+        b"\2" + _messages.FindResponse(results=[absent], peer=sender).SerializeToString(),
+    ]
+
+
+def _gossip(record: bytes) -> bytes:
+    control = _rpc.ControlMessage(
+        ihave=[_rpc.ControlIHave(topicID=TOPIC, messageIDs=[bytes(16)])],
+        iwant=[_rpc.ControlIWant(messageIDs=[bytes(16)])],
+        graft=[_rpc.ControlGraft(topicID=TOPIC)],
+        prune=[_rpc.ControlPrune(topicID=TOPIC, backoff=5)],
+    )
+    hello = _rpc.RPC(subscriptions=[_rpc.RPC.SubOpts(subscribe=True, topicid=TOPIC)])
+    message = _rpc.RPC(publish=[_rpc.Message(data=record, topicIDs=[TOPIC])], control=control)
+    return b"".join(encode_frame(call.SerializeToString()) for call in (hello, message))
+
+
+def _peers_file() -> bytes:
+    peer = {"peer_id": ALICE.peer_id, "addresses": [_ADDRESSES[0]], "last_seen": NOW - 60}
+    return json.dumps({"version": 1, "peers": [peer]}).encode()
+
+
+def _exports() -> list[bytes]:
+    head = {"format": "swarm-identity", "version": 1, "peer_id": ALICE.peer_id}
+    sealed = {"salt": "00" * 16, "nonce": "00" * 12, "sealed": "00" * 48}
+    return [json.dumps(head | {"seed": ALICE.seed.hex()}).encode(), json.dumps(head | sealed).encode()]
+
+
+def _daemon_answers() -> list[bytes]:
+    peer, addresses = base58.b58decode(ALICE.peer_id), list(map(address_bytes, _ADDRESSES))
+    found = _daemon.PeerInfo(id=peer, addrs=addresses)
+    answers = (
+        _daemon.Response(type=_daemon.Response.OK, identify=_daemon.IdentifyResponse(id=peer, addrs=addresses)),
+        _daemon.Response(type=_daemon.Response.OK, peers=[found]),
+        _daemon.Response(type=_daemon.Response.OK, dht=_daemon.DHTResponse(type=_daemon.DHTResponse.VALUE, peer=found)),
+        _daemon.Response(type=_daemon.Response.ERROR, error=_daemon.ErrorResponse(msg="no such peer")),
+    )
+    message = _daemon.PSMessage(data=b"message", topicIDs=[TOPIC], **{"from": peer})
+    subscribed = _daemon.Response(type=_daemon.Response.OK)
+    return [
+        *(encode_frame(answer.SerializeToString()) for answer in answers),
+        encode_frame(subscribed.SerializeToString()) + encode_frame(message.SerializeToString()),
+    ]

@@ -1,5 +1,6 @@
 """The doctor: what it finds, the command it names, and that it survives what it asks."""
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -11,9 +12,11 @@ import pytest
 from swarm.config import NetworkSection, parse
 from swarm.diagnostics.accelerator import check_accelerator
 from swarm.diagnostics.finding import Finding, Level
-from swarm.diagnostics.machine import check_daemon, check_identity, check_machine, check_ports
+from swarm.diagnostics.machine import check_daemon, check_disk, check_identity, check_machine, check_ports
 from swarm.diagnostics.swarm_view import PeerView, check_swarm, judge_views
+from swarm.diagnostics.unanswered import check_unanswered
 from swarm.network.hivemind.transport import HivemindTransport
+from swarm.network.tcp_address import TcpAddress
 from swarm.node_folder import NodeFolder
 from swarm.records.identity import create
 
@@ -48,14 +51,31 @@ def test_identity_that_others_can_read_is_a_problem(tmp_path: Path) -> None:
     assert f"chmod 600 {folder.identity}" in found.fix
 
 
+def test_folder_that_cannot_be_made_is_a_problem(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert check_disk(tmp_path / "node").level is not Level.PROBLEM
+    found = check_disk(file / "node")
+    assert found.level is Level.PROBLEM
+    assert "cannot be written" in found.text
+    assert "node.dir" in found.fix
+
+
+def test_malformed_address_is_a_finding() -> None:
+    findings = asyncio.run(check_swarm(NetworkSection(initial_peers=("/ip4/127.0.0.1/tcp/1",))))
+    assert levels(findings) == {"network": Level.PROBLEM}
+
+
 def test_port_in_use_is_named() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
         found = check_ports([f"/ip4/127.0.0.1/tcp/{port}"])
-    assert found.level is Level.WARNING
+        own = check_ports([f"/ip4/127.0.0.1/tcp/{port}"], is_running=True)
+    assert found.level is Level.PROBLEM
     assert f"sport = :{port}" in found.fix
+    assert own.level is Level.OK
 
 
 def test_working_accelerator_is_told() -> None:
@@ -98,6 +118,53 @@ async def test_swarm_is_measured_through_a_real_peer(tmp_path: Path) -> None:
     finally:
         await node.stop()
     assert levels(findings) == dict.fromkeys(("peers", "reachability", "clock", "bandwidth"), Level.OK)
+
+
+async def test_node_without_the_daemon_is_measured_as_well(tmp_path: Path) -> None:
+    node = HivemindTransport(NetworkSection(), create(tmp_path / "identity.key"), tmp_path)
+    await node.start()
+    try:
+        findings = await check_swarm(NetworkSection(backend="libp2p", initial_peers=node.addresses()))
+    finally:
+        await node.stop()
+    assert levels(findings) == dict.fromkeys(("peers", "reachability", "clock", "bandwidth"), Level.OK)
+
+
+class AheadOfTime(HivemindTransport):
+    """A peer whose clock is a minute ahead."""
+
+    def now(self) -> float:
+        return super().now() + 60
+
+
+async def test_clock_that_is_a_minute_off_is_found_through_a_real_peer(tmp_path: Path) -> None:
+    node = AheadOfTime(NetworkSection(), create(tmp_path / "identity.key"), tmp_path)
+    await node.start()
+    try:
+        findings = await check_swarm(NetworkSection(initial_peers=node.addresses()))
+    finally:
+        await node.stop()
+    (clock,) = (found for found in findings if found.name == "clock")
+    assert clock.level is Level.PROBLEM
+    assert clock.text.startswith(("differs by 60.", "differs by 59."))
+    assert "set-ntp" in clock.fix
+
+
+async def test_reason_why_no_peer_answers_is_named(tmp_path: Path) -> None:
+    own_id = create(tmp_path / "identity.key").peer_id
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        silent = TcpAddress("ip4", "127.0.0.1", closed.getsockname()[1], own_id)
+        refused = await check_unanswered([silent])
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        other = await check_unanswered([TcpAddress("ip4", "127.0.0.1", port, own_id)])
+    alone = await check_unanswered([TcpAddress("ip4", "11.0.0.2", 1, own_id)], frozenset)
+    assert "refuses the connection" in refused.text
+    assert f"it is not {own_id} who answers" in other.text
+    assert "this machine has no network" in alone.text
+    assert {found.level for found in (refused, other, alone)} == {Level.PROBLEM}
 
 
 async def test_absent_peers_are_a_problem() -> None:

@@ -108,6 +108,18 @@ async def test_entries_that_fail_validation_are_neither_stored_nor_believed() ->
         assert await a.load("key") == {"s": b"good"}
 
 
+async def test_an_author_gets_its_share_of_the_index_and_no_more() -> None:
+    async with swarm("a") as (_, clock, (a,)):
+        taken = [await a.store(f"key {number}", "a/0", b"", clock() + 60) for number in range(1025)]
+        assert taken == [True] * 1024 + [False]
+        assert a.index_share.refused == {"author_full": 1}
+        assert await a.store("key 0", "b/0", b"", clock() + 60)
+        assert await a.store("key 0", "a/0", b"", clock() + 61)  # in place of an earlier one
+        clock.now_s += 70
+        assert await a.store("key", "a/0", b"", clock() + 60)
+        assert len(a.index_share) == 1
+
+
 async def test_request_is_answered_and_counted() -> None:
     async with swarm() as (_, _clock, (a, b, *_rest)):
         assert await ask(a, "b") == b"a:hi"

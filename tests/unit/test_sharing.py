@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 
 from swarm.config import NetworkSection, SharingSection
+from swarm.errors import RequestError
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
-from swarm.network.transport import RequestRefused
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import body_hash, encode_body
 from swarm.records.identity import Identity
-from swarm.sharing.body_store import BodyStore
+from swarm.sharing.body_store import BODY_PROTOCOL, BodyStore
 from swarm.sharing.index import SLOTS_PER_WINDOW, EntryValidator, experience_key, subkey
 from swarm.sharing.publisher import Publisher
-from swarm.sharing.reader import BODY_PROTOCOL, Reader
+from swarm.sharing.reader import Reader
 from swarm.sharing.shard import Shard
 from tests.unit.experience_factory import (
     ALICE,
@@ -52,7 +52,7 @@ class Peer:
             config, NetworkSection(request_timeout_s=0.2), SWARM_ID, self.transport, door, self.pool, self.bodies,
             random.Random(0), lambda: WHOLE_SWARM,
         )  # fmt: skip
-        self.transport.serve(BODY_PROTOCOL, self.reader.serve_body, max_request_bytes=64)
+        self.bodies.serve_on(self.transport)
 
 
 async def peers(
@@ -180,20 +180,13 @@ async def test_other_bytes_under_the_announced_hash_are_rejected() -> None:
 
 
 async def test_unknown_body_is_refused() -> None:
-    _, (alice,) = await peers(ALICE)
+    _, (alice, reader) = await peers(ALICE, READER)
     for request in (b"", b"x" * 32, b"y" * 64):
-        with pytest.raises(RequestRefused):
-            await alice.reader.serve_body("anyone", request)
-
-
-def test_body_store_is_bounded_and_forgets() -> None:
-    clock = Clock()
-    store = BodyStore(clock, max_bytes=100)
-    for number in range(5):
-        store.put(bytes([number]), b"x" * 40, NOW + 10)
-    assert [store.get(bytes([number])) is not None for number in range(5)] == [False, False, False, True, True]
-    clock.now += 11
-    assert store.get(b"\x04") is None
+        with pytest.raises(RequestError) as caught:
+            await reader.transport.request(
+                alice.transport.peer_id, BODY_PROTOCOL, request, max_response_bytes=64, deadline_s=1
+            )
+        assert caught.value.reason == "refused"
 
 
 async def store(peer: Peer, record: bytes, body: bytes, slot: int = 3) -> None:

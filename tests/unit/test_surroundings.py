@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarm.network.hivemind.runtime_folder import OWNER_FILE, RuntimeFolder, remove_abandoned
-from swarm.network.peers.surroundings import Change, Surroundings, local_addresses
+from swarm.network.peers.surroundings import Change, Surroundings, local_addresses, told_to_others
 
 
 class World:
@@ -46,6 +46,13 @@ def test_change_is_told_once(wall_s: float, monotonic_s: float, addresses: set[s
 def test_loopback_and_link_local_addresses_do_not_count() -> None:
     found = local_addresses()
     assert not [address for address in found if address.startswith(("127.", "169.254.", "fe80:")) or address == "::1"]
+
+
+def test_wildcards_are_told_as_what_they_stand_for_the_public_address_first() -> None:
+    hosts = frozenset({"10.0.0.7", "11.0.0.7", "2001:4860::7"})
+    told = told_to_others(["/ip4/0.0.0.0/tcp/5", "/ip6/::/tcp/6", "/ip4/127.0.0.1/tcp/7"], lambda: hosts)
+    assert told == ("/ip4/11.0.0.7/tcp/5", "/ip4/10.0.0.7/tcp/5", "/ip6/2001:4860::7/tcp/6", "/ip4/127.0.0.1/tcp/7")
+    assert told_to_others(["/ip4/0.0.0.0/tcp/5"], frozenset) == ("/ip4/127.0.0.1/tcp/5",)
 
 
 def test_folder_of_a_killed_owner_is_removed_and_no_other(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from swarm.network.hivemind.parts import p2pd_pb2, read_pbmsg_safe, write_pbmsg
 from swarm.network.hivemind.relay_address import address_bytes, address_text
 
 _MAX_CAUSE_CHARACTERS = 300
+_NO_ANSWER = (OSError, EOFError, DecodeError, ValueError)
+"""It is gone, or what it sent is no message: ValueError for a length out of bounds."""
 
 
 class DaemonControl:
@@ -56,8 +58,7 @@ class DaemonControl:
 
     async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Open a connection, at once if there is one already."""
-        encoded = [address_bytes(address) for address in addresses]
-        connect = p2pd_pb2.ConnectRequest(peer=base58.b58decode(peer_id), addrs=encoded)
+        connect = p2pd_pb2.ConnectRequest(peer=base58.b58decode(peer_id), addrs=encoded(addresses))
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect))
 
     async def open_stream(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -82,7 +83,7 @@ class DaemonControl:
                 message = p2pd_pb2.PSMessage()
                 await read_pbmsg_safe(reader, message)
                 yield base58.b58encode(getattr(message, "from")).decode(), message.data
-        except (OSError, EOFError, DecodeError) as error:
+        except _NO_ANSWER as error:
             raise NetworkError(f"the libp2p daemon does not answer: {error or type(error).__name__}") from None
         finally:
             writer.transport.abort()
@@ -105,11 +106,29 @@ class DaemonControl:
             finally:
                 if not has_answer:
                     writer.transport.abort()
-        except (OSError, EOFError) as error:
+        except _NO_ANSWER as error:
             raise NetworkError(f"the libp2p daemon does not answer: {error or type(error).__name__}") from None
         if not has_answer:
-            raise NetworkError(" ".join(response.error.msg.split())[:_MAX_CAUSE_CHARACTERS])
+            raise NetworkError(_printable(response.error.msg))
         return response, reader, writer
+
+
+def _printable(cause: str | bytes) -> str:
+    """One line of the daemon's words; protobuf gives bytes where those of a stranger in them are no text."""
+    text = cause.decode(errors="replace") if isinstance(cause, bytes) else cause
+    words = " ".join(text.split())[:_MAX_CAUSE_CHARACTERS]
+    return "".join(letter if letter.isprintable() else "?" for letter in words)
+
+
+def encoded(addresses: Iterable[str]) -> list[bytes]:
+    """In binary; one that hivemind cannot write, such as a host name that a stranger made up, is left out."""
+    binary = []
+    for address in addresses:
+        try:
+            binary.append(address_bytes(address))
+        except (ValueError, LookupError):
+            continue
+    return binary
 
 
 def _decoded(addresses: Iterable[bytes]) -> tuple[str, ...]:

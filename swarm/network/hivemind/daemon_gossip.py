@@ -14,7 +14,7 @@ from collections.abc import Callable
 from swarm.errors import NetworkError
 from swarm.network.gossip import Addresses, ForwarderGuard
 from swarm.network.hivemind.daemon_control import DaemonControl
-from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler
+from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, TrafficCounter
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +26,11 @@ class DaemonGossip:
 
     addresses: Addresses = ()
 
-    def __init__(self, own_peer_id: str, control: Callable[[], DaemonControl | None]) -> None:
+    def __init__(self, own_peer_id: str, control: Callable[[], DaemonControl | None], traffic: TrafficCounter) -> None:
         """`control`: the daemon's control socket at this moment, None while it is being restarted."""
         self._own_peer_id = own_peer_id
         self._control = control
+        self._traffic = traffic
         self._guard = ForwarderGuard(time.monotonic)
         self._handlers: dict[str, GossipHandler] = {}
         self._listeners: dict[str, asyncio.Task[None]] = {}
@@ -75,6 +76,9 @@ class DaemonGossip:
         if control is not None:
             with contextlib.suppress(NetworkError):  # being restarted; the index has the record
                 await control.publish(topic, message)
+                self._traffic.gossip_messages_sent += 1
+                self._traffic.gossip_bytes_sent += len(message)
+                self._traffic.bytes_sent += len(message)
 
     def _listen(self, topic: str) -> None:
         self._listeners[topic] = asyncio.create_task(self._keep_listening(topic), name=f"gossip {topic}")
@@ -86,6 +90,9 @@ class DaemonGossip:
                 try:
                     async for author, message in control.subscribe(topic):
                         if author != self._own_peer_id:
+                            self._traffic.gossip_messages_received += 1
+                            self._traffic.gossip_bytes_received += len(message)
+                            self._traffic.bytes_received += len(message)
                             self._guard.judge(author, message, self._handlers.get(topic))
                 except NetworkError as error:
                     logger.debug("the daemon's pubsub ended: %s", error)

@@ -139,6 +139,8 @@ class CheckedStub:
                 raise ValueError("a reply names a node by an id of another length")
             if any(not 0 < len(peer_id) <= MAX_PEER_ID_BYTES for peer_id in result.nearest_peer_ids):
                 raise ValueError("a reply names a peer by an id of another length")
+            if result.type not in _messages.ResultType.values():
+                raise ValueError("a reply is of an unknown type")  # of which hivemind would log an error
         return response
 
 

@@ -12,6 +12,7 @@ of the value, `key NUL value`, and counts only if it hashes to where the entry w
 Bounds on memory are in `index_storage`, bounds on calls and replies in `index_calls`.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -86,6 +87,11 @@ class IndexGuard(RecordValidatorBase):
         self.calls = CallLimits()
         self.storage: IndexStorage | None = None
         """This node's share of the index, once there is a node."""
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Calls and entries that were refused, and entries evicted, by reason, since this guard was made."""
+        return self.calls.refused + (Counter() if self.storage is None else self.storage.refused)
 
     def validate(self, record: DHTRecord) -> bool:
         if not is_live(record.expiration_time, self._now()):

@@ -28,11 +28,18 @@ def address_bytes(text: str) -> bytes:
 def address_text(data: bytes) -> str:
     """The opposite. Raises ValueError or LookupError for a kind of address that hivemind does not know."""
     if not data.endswith(_CIRCUIT_CODE):
-        return str(Multiaddr(data))
+        return _text(data)
     for start in range(
         len(data)
     ):  # the peer id is the last part before the circuit, and its length says where it begins
         head, rest = data[:start], data[start : -len(_CIRCUIT_CODE)]
         if rest.startswith(_P2P_CODE) and len(rest) > 3 and rest[2] == len(rest) - 3:
-            return f"{Multiaddr(head)}/p2p/{base58.b58encode(rest[3:]).decode()}{CIRCUIT}"
+            return f"{_text(head)}/p2p/{base58.b58encode(rest[3:]).decode()}{CIRCUIT}"
     raise ValueError("a circuit address without a relay")
+
+
+def _text(data: bytes) -> str:
+    try:
+        return str(Multiaddr(data))
+    except (TypeError, OverflowError):  # hivemind's words for a number that ends too early, or never
+        raise ValueError("an address with a broken number") from None

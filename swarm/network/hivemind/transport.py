@@ -11,6 +11,7 @@ import contextlib
 import logging
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,10 +28,11 @@ from swarm.network.reach.role import role_of
 from swarm.network.requests.client import Stream, StreamRequests
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
-from swarm.network.transport import Contact, GossipHandler, IndexValidator, RequestHandler, TrafficCounter
+from swarm.network.transport import Contact, GossipHandler, IndexValidator, RequestHandler, TrafficCounter, by_place
 from swarm.records.identity import Identity, write_libp2p_key
 
 if TYPE_CHECKING:
+    from swarm.network.hivemind.index_guard import IndexGuard
     from swarm.network.hivemind.session import HivemindSession
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class HivemindTransport:
         self.traffic = TrafficCounter()
         self.num_restarts = 0
         self._session: HivemindSession | None = None
+        self._guard: IndexGuard | None = None  # of the session
         self._supervisor: asyncio.Task[None] | None = None
         self._config = config
         self._identity = identity
@@ -111,6 +114,12 @@ class HivemindTransport:
         if session is not None:
             await self._joining.leave(session)
             await session.close()
+
+    @property
+    def refused(self) -> Counter[str]:
+        guard = self._guard
+        index = Counter[str]() if guard is None else guard.refused
+        return by_place(requests=self._server.refused, gossip=self.gossip.rejected, index=index)
 
     def now(self) -> float:
         return time.time()
@@ -189,10 +198,12 @@ class HivemindTransport:
         if self._config.gossip == "daemon":
             from swarm.network.hivemind.daemon_gossip import DaemonGossip
 
-            return DaemonGossip(self.peer_id, lambda: self._session.control if self._session is not None else None)
+            return DaemonGossip(
+                self.peer_id, lambda: self._session.control if self._session is not None else None, self.traffic
+            )
         from swarm.network.libp2p.gossip import Libp2pGossip
 
-        return Libp2pGossip.of(self._config, self._identity)
+        return Libp2pGossip.of(self._config, self._identity, self.traffic)
 
     async def _open_stream(self, peer_id: str, protocol: str) -> Stream:
         session = self._session
@@ -223,12 +234,13 @@ class HivemindTransport:
             raise NetworkError(
                 f'network.backend "hivemind" needs the package hivemind, got {error}; install it, or set "off"'
             ) from None
+        self._guard = IndexGuard(self._validator, self.now)
         return await HivemindSession.open(
             key_file=self._key_file,
             listen=self._listen,
             announce=self._announced(),
             role=role_of(self._config, self._listen, self._relays, is_reachable=self._watch.is_reachable),
-            guard=IndexGuard(self._validator, self.now),
+            guard=self._guard,
             protocols=self._server.protocols,
             handler=self._server.answer_stream,
             timeout_s=timeout_s,

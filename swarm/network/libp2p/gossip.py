@@ -1,6 +1,6 @@
 """Gossip over py-libp2p's GossipSub: a message is judged before it is passed on, so garbage dies at the first honest hop.
 
-    peer → stream → GuardedPubsub (forwarder still listened to? handler's verdict) → mesh of the topic
+    peer → stream → pubsub (forwarder still listened to? handler's verdict) → mesh of the topic
 
 It needs no inbound port: a node behind a router dials others. Messages carry no signature of pubsub's own, the record
 inside is signed by its author. The plane may end by whatever a peer found to break py-libp2p with: it is then opened
@@ -9,7 +9,6 @@ again, and the index carries the headers meanwhile.
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import random
 import time
@@ -22,96 +21,39 @@ from swarm.config import NetworkSection
 from swarm.errors import NetworkError
 from swarm.network.gossip import Addresses, ForwarderGuard, GossipAddressBook
 from swarm.network.libp2p.host import Libp2pHost
-from swarm.network.libp2p.parts import (
-    ID,
-    PROTOCOL_ID_V11,
-    GossipSub,
-    IHost,
-    INetStream,
-    Pubsub,
-    ValidationError,
-    background_trio_service,
-    rpc_pb2,
-)
+from swarm.network.libp2p.parts import IHost, background_trio_service
+from swarm.network.libp2p.pubsub import GuardedPubsub
+from swarm.network.libp2p.router import BoundedGossipSub
+from swarm.network.peers.surroundings import told_to_others
 from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
-from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, Verdict
+from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, TrafficCounter
 from swarm.records.identity import Identity
 
 logger = logging.getLogger(__name__)
 
 NUM_NEIGHBORS = 8
 """Connections a node sees to; others may connect to it beyond that."""
-DEGREE, DEGREE_LOW, DEGREE_HIGH = 4, 3, 8
-HEARTBEAT_S = 1
 MAINTENANCE_INTERVAL_S = 2.0
-_MAX_RPC_BYTES = 256 * 1024
 _MAX_RESTART_PAUSE_S = 30.0
-
-
-class GuardedGossipSub(GossipSub):
-    """Without two of py-libp2p's protections, which a stranger can turn against honest authors."""
-
-    def _check_equivocation(self, msg: rpc_pb2.Message) -> bool:
-        # Author and sequence number of an unsigned message are anybody's claim; and it would remember all of them.
-        return True
-
-
-class GuardedPubsub(Pubsub):
-    """Judges messages synchronously, and lets no exception of a hostile message end the host."""
-
-    def __init__(
-        self, host: IHost, router: GossipSub, guard: ForwarderGuard, handlers: dict[str, GossipHandler]
-    ) -> None:
-        super().__init__(
-            host,
-            router,
-            strict_signing=False,
-            msg_id_constructor=_message_id,
-            max_inbound_rpc_size=_MAX_RPC_BYTES,
-            max_subscriptions_per_rpc=64,
-            max_subscriptions_per_peer=64,
-        )
-        self._guard = guard
-        self._handlers = handlers
-
-    async def stream_handler(self, stream: INetStream) -> None:
-        try:
-            await super().stream_handler(stream)
-        except Exception as error:  # bytes that are no protobuf, too many messages at once, ...
-            logger.debug("a gossip stream broke: %s: %s", type(error).__name__, error)
-            self._guard.blame(str(stream.muxed_conn.peer_id))
-            with contextlib.suppress(Exception):
-                await stream.reset()
-
-    async def push_msg(self, msg_forwarder: ID, msg: rpc_pb2.Message) -> None:
-        try:
-            await super().push_msg(msg_forwarder, msg)
-        except Exception as error:  # a field that py-libp2p did not expect
-            logger.debug("a gossip message broke: %s: %s", type(error).__name__, error)
-            self._guard.blame(str(msg_forwarder))
-
-    async def validate_msg(self, msg_forwarder: ID, msg: rpc_pb2.Message) -> None:
-        if msg_forwarder == self.my_id:
-            return
-        topics = list(msg.topicIDs)
-        handler = self._handlers.get(topics[0]) if len(topics) == 1 else None
-        if self._guard.judge(str(msg_forwarder), msg.data, handler) is not Verdict.ACCEPT:
-            raise ValidationError("not passed on")
-
-    def notify_subscriptions(self, publish_message: rpc_pb2.Message) -> None:
-        """The handler has taken it already."""
 
 
 class Libp2pGossip:
     """See `gossip.Gossip`."""
 
     def __init__(
-        self, identity: Identity, listen: Sequence[TcpAddress], announce: Sequence[TcpAddress], *, timeout_s: float
+        self,
+        identity: Identity,
+        listen: Sequence[TcpAddress],
+        announce: Sequence[TcpAddress],
+        traffic: TrafficCounter,
+        *,
+        timeout_s: float,
     ) -> None:
         """`timeout_s`: longest wait for the host to come up. `announce`: told to others in place of `listen`."""
         self._identity = identity
         self._listen = tuple(listen)
         self._announce = tuple(announce)
+        self._traffic = traffic
         self._timeout_s = timeout_s
         self._handlers: dict[str, GossipHandler] = {}
         self._guard = ForwarderGuard(time.monotonic)
@@ -125,13 +67,13 @@ class Libp2pGossip:
         self.num_restarts = 0
 
     @classmethod
-    def of(cls, config: NetworkSection, identity: Identity) -> Self:
+    def of(cls, config: NetworkSection, identity: Identity, traffic: TrafficCounter) -> Self:
         """With the addresses of the settings. Raises ConfigError for a malformed one."""
         listen = parse_setting("gossip_listen", config.gossip_listen) or tuple(
             replace(address, port=0) for address in parse_setting("listen", config.listen)
         )
         announce = parse_setting("gossip_announce", config.gossip_announce)
-        return cls(identity, listen, announce, timeout_s=config.startup_timeout_s)
+        return cls(identity, listen, announce, traffic, timeout_s=config.startup_timeout_s)
 
     @property
     def rejected(self) -> Counter[str]:
@@ -141,7 +83,7 @@ class Libp2pGossip:
     def addresses(self) -> Addresses:
         if self._announce:
             return tuple(map(str, self._announce))
-        return () if self._host is None else self._host.addresses
+        return () if self._host is None else told_to_others(self._host.addresses)
 
     async def start(self) -> None:
         """Raises NetworkError."""
@@ -195,19 +137,8 @@ class Libp2pGossip:
     @contextlib.asynccontextmanager
     async def _services(self, host: IHost) -> AsyncIterator[None]:
         """In trio: pubsub on a new host, for as long as that lives."""
-        router = GuardedGossipSub(
-            protocols=[PROTOCOL_ID_V11],
-            degree=DEGREE,
-            degree_low=DEGREE_LOW,
-            degree_high=DEGREE_HIGH,
-            heartbeat_interval=HEARTBEAT_S,  # py-libp2p's own is 120 s: that long until a mesh exists
-            heartbeat_initial_delay=0.1,
-            prune_back_off=10,
-            spam_protection_enabled=False,  # drops honest messages above 10 per second without a word; see the guard
-            eclipse_protection_enabled=False,  # counts addresses, and all of a testbed's nodes have one
-            adaptive_gossip_enabled=False,
-        )
-        pubsub = GuardedPubsub(host, router, self._guard, self._handlers)
+        router = BoundedGossipSub()
+        pubsub = GuardedPubsub(host, router, self._guard, self._handlers, self._traffic)
         async with background_trio_service(pubsub), background_trio_service(router):
             await pubsub.wait_until_ready()
             self._pubsub = pubsub
@@ -272,8 +203,3 @@ class Libp2pGossip:
         task = asyncio.create_task(work())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _message_id(message: rpc_pb2.Message) -> bytes:
-    topic = message.topicIDs[0] if message.topicIDs else ""
-    return hashlib.sha256(topic.encode() + b"\0" + message.data).digest()[:16]

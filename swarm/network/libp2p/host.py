@@ -10,10 +10,13 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 from swarm.errors import NetworkError
+from swarm.network.libp2p.inbound_door import HANDSHAKE_TIMEOUT_S, MAX_CONNECTIONS, InboundDoor, security_of
 from swarm.network.libp2p.parts import (
     ID,
     ConnectionConfig,
@@ -27,6 +30,7 @@ from swarm.network.libp2p.parts import (
     new_host,
     trio,
 )
+from swarm.network.libp2p.restraint import restrain
 from swarm.network.libp2p.trio_guest import TrioGuest
 from swarm.network.requests.framing import PIECE_BYTES
 from swarm.network.tcp_address import TcpAddress
@@ -41,7 +45,8 @@ HostServices = Callable[[IHost], AbstractAsyncContextManager[None]]
 
 _DIAL_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 1.0
-_MAX_CONNECTIONS = 128
+_NEGOTIATION_TIMEOUT_S = 5.0
+_STALL_TIMEOUT_S = 20.0
 _MAX_CONNECTIONS_PER_PEER = 2
 
 
@@ -55,7 +60,9 @@ class Libp2pHost:
         listen: Sequence[TcpAddress],
         handlers: dict[str, StreamHandler],
         services: HostServices,
+        refused: Counter[str] | None = None,
     ) -> None:
+        """`refused` is told what was turned away: handshake, connections, streams, overrun, broken."""
         self._guest = guest
         self._identity = identity
         self._listen = [Multiaddr(str(address)) for address in listen]
@@ -64,6 +71,7 @@ class Libp2pHost:
         self._conversations: set[asyncio.Task[None]] = set()
         self._life: asyncio.Task[None] | None = None
         self._cause = "it was closed"
+        self._refused: Counter[str] = Counter() if refused is None else refused
 
     @classmethod
     async def open(
@@ -74,12 +82,15 @@ class Libp2pHost:
         protocols: Sequence[str] = (),
         handler: StreamHandler | None = None,
         services: HostServices | None = None,
+        refused: Counter[str] | None = None,
         timeout_s: float,
     ) -> "Libp2pHost":
         """A host that listens. Raises NetworkError with the cause."""
+        for address in listen:
+            _check_free(address)
         quiet_libp2p()
         handlers = {protocol: handler for protocol in protocols if handler is not None}
-        host = cls(await TrioGuest.enter(), identity, listen, handlers, services or _no_services)
+        host = cls(await TrioGuest.enter(), identity, listen, handlers, services or _no_services, refused)
         ready = asyncio.get_running_loop().create_future()
         host._life = asyncio.create_task(host._live(ready), name="libp2p-host")
         try:
@@ -123,6 +134,8 @@ class Libp2pHost:
             info = PeerInfo(ID.from_base58(peer_id), [Multiaddr(address) for address in addresses])
         except ValueError as error:  # a stranger announced them
             raise NetworkError(f"connect to {peer_id}: {error}") from None
+        network: Any = self._host.get_network()
+        network.unblock_peer(info.peer_id)  # who could not be reached is tried again when its owner thinks fit
         await self._ask(f"connect to {peer_id}", self._host.connect, info)
 
     async def disconnect(self, peer_id: str) -> None:
@@ -162,25 +175,34 @@ class Libp2pHost:
     async def _serve(self, ready: "asyncio.Future[None]") -> None:
         """The life of the host, in trio."""
         config = ConnectionConfig(
-            max_connections=_MAX_CONNECTIONS,
-            high_watermark=_MAX_CONNECTIONS,
+            max_connections=MAX_CONNECTIONS,
+            high_watermark=MAX_CONNECTIONS,
             low_watermark=0,
             min_connections=0,  # connections are made by who needs them
             max_connections_per_peer=_MAX_CONNECTIONS_PER_PEER,
             dial_timeout=_DIAL_TIMEOUT_S,
+            inbound_upgrade_timeout=HANDSHAKE_TIMEOUT_S,
+            inbound_stream_protocol_negotiation_timeout=_NEGOTIATION_TIMEOUT_S,
         )
+        key_pair = create_new_key_pair(self._identity.seed)
         self._host = new_host(
-            key_pair=create_new_key_pair(self._identity.seed),
+            key_pair=key_pair,
             listen_addrs=self._listen,
-            muxer_preference="YAMUX",
+            sec_opt=security_of(key_pair),
             connection_config=config,
         )
+        restrain(self._host)
+        InboundDoor(self._refused).install(self._host)
         for protocol, handler in self._handlers.items():
             self._host.set_stream_handler(TProtocol(protocol), self._inbound(protocol, handler))
-        async with self._host.run(listen_addrs=self._listen), self._services(self._host):
-            if not ready.done():
-                ready.set_result(None)
-            await trio.sleep_forever()
+        async with self._host.run(listen_addrs=self._listen):
+            try:
+                async with self._services(self._host):
+                    if not ready.done():
+                        ready.set_result(None)
+                    await trio.sleep_forever()
+            finally:
+                await _take_leave(self._host)
 
     def _inbound(self, protocol: str, handler: StreamHandler) -> Callable[[INetStream], Awaitable[None]]:
         async def on_stream(stream: INetStream) -> None:
@@ -214,9 +236,10 @@ async def pump(stream: INetStream, far: socket.socket) -> None:
             nursery.cancel_scope.cancel()
     except Exception as error:  # a peer must not end the host by the way in which it breaks a stream
         logger.debug("a stream broke: %s", _innermost(error))
-    with trio.move_on_after(_CLOSE_TIMEOUT_S) as scope, contextlib.suppress(Exception):
-        scope.shield = True
-        await stream.close()
+    for end in (_close, _reset):
+        with trio.move_on_after(_CLOSE_TIMEOUT_S) as scope:
+            scope.shield = True
+            await end(stream)
 
 
 async def _carry_in(stream: INetStream, side: "trio.SocketStream") -> None:
@@ -228,7 +251,50 @@ async def _carry_in(stream: INetStream, side: "trio.SocketStream") -> None:
 
 async def _carry_out(side: "trio.SocketStream", stream: INetStream) -> None:
     while data := await side.receive_some(PIECE_BYTES):
-        await stream.write(data)
+        with trio.fail_after(_STALL_TIMEOUT_S):  # a peer may take it byte by byte
+            await stream.write(data)
+
+
+async def _close(stream: INetStream) -> None:
+    """Say goodbye, and wait for the other side to do so."""
+    with contextlib.suppress(Exception):
+        await stream.close()
+        while await stream.read(PIECE_BYTES):
+            pass
+
+
+async def _reset(stream: INetStream) -> None:
+    """Half closed, a stream would stay for as long as the connection; closed by both, it takes no notice."""
+    with contextlib.suppress(Exception):
+        await stream.reset()
+
+
+async def _take_leave(host: IHost) -> None:
+    """Close ports and connections; py-libp2p, when cancelled, leaves its ports open, and they go on taking connections."""
+    network: Any = host.get_network()  # a Swarm; the interface does not tell of its parts
+    with trio.move_on_after(_CLOSE_TIMEOUT_S) as scope:
+        scope.shield = True
+        async with trio.open_nursery() as nursery:
+            for part in (*network.listeners.values(), *network.get_connections()):
+                nursery.start_soon(_close_quietly, part)
+
+
+async def _close_quietly(part: Any) -> None:
+    try:
+        await part.close()
+    except Exception as error:  # it is broken already
+        logger.debug("a part of the host did not close: %s", _innermost(error))
+
+
+def _check_free(address: TcpAddress) -> None:
+    """Raises NetworkError for a port that another program has; py-libp2p would share it, and lose connections to it."""
+    family = socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+        except OSError as error:
+            raise NetworkError(f"py-libp2p must start on {address}, got {error.strerror}; choose another port") from None
 
 
 @contextlib.asynccontextmanager

@@ -59,35 +59,61 @@ def _without_fastecdsa() -> Iterator[None]:
 with _own_descriptor_pool(), _without_fastecdsa():
     import trio
     from libp2p import new_host
-    from libp2p.abc import IHost, INetStream
+    from libp2p.abc import IHost, IMuxedStream, INetConn, INetStream, INetwork, INotifee, ISecureConn
     from libp2p.crypto.ed25519 import create_new_key_pair
+    from libp2p.crypto.keys import KeyPair
+    from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
     from libp2p.custom_types import TProtocol
-    from libp2p.exceptions import ValidationError
+    from libp2p.network.auto_connector import AutoConnector
     from libp2p.network.config import ConnectionConfig
+    from libp2p.network.connection.raw_connection import RawConnection
     from libp2p.network.stream.exceptions import StreamError
     from libp2p.peer.id import ID
     from libp2p.peer.peerinfo import PeerInfo
+    from libp2p.peer.peerstore import PeerStoreError
     from libp2p.pubsub.gossipsub import PROTOCOL_ID_V11, GossipSub
     from libp2p.pubsub.pb import rpc_pb2
     from libp2p.pubsub.pubsub import Pubsub
+    from libp2p.pubsub.rpc_queue import RpcQueue
+    from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL_ID
+    from libp2p.security.noise.transport import Transport as NoiseTransport
+    from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
+    from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_PROTOCOL_ID
+    from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
     from libp2p.tools.anyio_service import background_trio_service
     from multiaddr import Multiaddr
 
 __all__ = [
     "ID",
+    "NOISE_PROTOCOL_ID",
     "PROTOCOL_ID_V11",
+    "YAMUX_PROTOCOL_ID",
+    "AutoConnector",
     "ConnectionConfig",
     "GossipSub",
     "IHost",
+    "IMuxedStream",
+    "INetConn",
     "INetStream",
+    "INetwork",
+    "INotifee",
+    "ISecureConn",
+    "KeyPair",
     "Multiaddr",
+    "MuxerMultistream",
+    "NoiseTransport",
     "PeerInfo",
+    "PeerStoreError",
     "Pubsub",
+    "RawConnection",
+    "RpcQueue",
     "StreamError",
     "TProtocol",
-    "ValidationError",
+    "Yamux",
+    "YamuxStream",
     "background_trio_service",
     "create_new_key_pair",
+    "create_new_x25519_key_pair",
     "new_host",
     "rpc_pb2",
     "trio",

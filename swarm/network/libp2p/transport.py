@@ -12,6 +12,7 @@ import contextlib
 import logging
 import random
 import time
+from collections import Counter
 
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError, RequestError
@@ -26,10 +27,11 @@ from swarm.network.index_gateway import (
     store_request,
 )
 from swarm.network.libp2p.host import Libp2pHost
+from swarm.network.peers.surroundings import told_to_others
 from swarm.network.requests.client import Stream, StreamRequests
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import parse_setting, with_actual_ports
-from swarm.network.transport import Contact, GossipHandler, IndexValidator, RequestHandler, TrafficCounter
+from swarm.network.transport import Contact, GossipHandler, IndexValidator, RequestHandler, TrafficCounter, by_place
 from swarm.records.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ class LightTransport:
                 self._contacts[address.peer_id] = Contact(address.peer_id, addresses, (), hosts_index=True)
         self._configured = frozenset(self._contacts)
         self._host: Libp2pHost | None = None
+        self._host_refused: Counter[str] = Counter()
         self._tender: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -97,13 +100,17 @@ class LightTransport:
         if host is not None:
             await host.close()
 
+    @property
+    def refused(self) -> Counter[str]:
+        return by_place(requests=self._server.refused, gossip=self.gossip.rejected, host=self._host_refused)
+
     def now(self) -> float:
         return time.time()
 
     def addresses(self) -> tuple[str, ...]:
         if self._host is None:
             return ()
-        addresses = tuple(map(str, self._announce)) or self._host.addresses
+        addresses = tuple(map(str, self._announce)) or told_to_others(self._host.addresses)
         return tuple(f"{address}/p2p/{self.peer_id}" for address in addresses)
 
     def gossip_addresses(self) -> tuple[str, ...]:
@@ -165,7 +172,7 @@ class LightTransport:
             raise NetworkError('network.gossip = "daemon" needs network.backend = "hivemind", got "libp2p"; change one')
         from swarm.network.libp2p.gossip import Libp2pGossip
 
-        return Libp2pGossip.of(self._config, self._identity)
+        return Libp2pGossip.of(self._config, self._identity, self.traffic)
 
     async def _open(self) -> Libp2pHost:
         host = await Libp2pHost.open(
@@ -173,6 +180,7 @@ class LightTransport:
             self._listen,
             protocols=self._server.protocols,
             handler=self._server.answer_stream,
+            refused=self._host_refused,
             timeout_s=self._config.startup_timeout_s,
         )
         self._listen = with_actual_ports(self._listen, host.addresses)

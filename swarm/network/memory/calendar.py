@@ -7,9 +7,12 @@ tuples takes a tenth of the time of that many asyncio timers.
 import asyncio
 import heapq
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
+_TICK_S = 1e-4
+"""Events happen at multiples of it: in a large swarm many at once, for one turn of the loop."""
 _MAX_EVENTS_AT_ONCE = 1000
 """Then the loop's tasks have a turn, though the clock may not move."""
 
@@ -32,7 +35,7 @@ class Calendar:
         if loop is not self._loop:
             self._loop, self._timer = loop, None
             self._events.clear()
-        when = loop.time() + delay_s
+        when = math.ceil((loop.time() + delay_s) / _TICK_S - 1e-6) * _TICK_S
         heapq.heappush(self._events, (when, next(self._numbers), action, arguments))
         if self._timer is None or when < self._timer.when():
             self._set_timer(loop)

@@ -8,10 +8,12 @@ take. Waiting is done by the running loop, so that a loop with virtual time make
 """
 
 import asyncio
+from collections import Counter
 
-from swarm.errors import RequestError
-from swarm.network.index_entry import MAX_ENTRIES_PER_KEY, MAX_LIFETIME_S, check_entry, is_live
+from swarm.errors import RequestError, RequestFailure
+from swarm.network.index_entry import MAX_LIFETIME_S, check_entry, is_live
 from swarm.network.memory.gossip import GossipRouter
+from swarm.network.memory.index_share import IndexShare
 from swarm.network.memory.network import (
     LOOKUP_REQUEST_BYTES,
     LOOKUP_RESPONSE_BYTES,
@@ -21,11 +23,9 @@ from swarm.network.memory.network import (
 )
 from swarm.network.requests.framing import Response, Status
 from swarm.network.requests.server import RequestServer
-from swarm.network.transport import Contact, GossipHandler, IndexValidator, RequestHandler, TrafficCounter
+from swarm.network.transport import Contact, GossipHandler, IndexValidator, RequestHandler, TrafficCounter, by_place
 
 __all__ = ["Faults", "MemoryNetwork", "MemoryTransport"]
-
-_MIN_KEYS_TO_SWEEP = 64
 
 
 class MemoryTransport:
@@ -46,8 +46,7 @@ class MemoryTransport:
         self.gossip = GossipRouter(network, peer_id, self.traffic)
         self._network = network
         self._validator = validator
-        self._entries: dict[str, dict[str, tuple[bytes, float]]] = {}
-        self._sweep_at = _MIN_KEYS_TO_SWEEP
+        self.index_share = IndexShare(self.now)
         self._tasks: set[asyncio.Task[Response]] = set()
         self._server = RequestServer(
             max_concurrent=max_connections_inbound, timeout_s=request_timeout_s, traffic=self.traffic
@@ -62,6 +61,10 @@ class MemoryTransport:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def refused(self) -> Counter[str]:
+        return by_place(requests=self._server.refused)
 
     def now(self) -> float:
         return self._network.now_of(self.peer_id)
@@ -124,21 +127,24 @@ class MemoryTransport:
             async with asyncio.timeout(deadline_s):
                 response = await self._exchange(peer_id, protocol, request)
         except TimeoutError:
-            raise self._failure(peer_id, protocol, f"no answer within {deadline_s:g} s") from None
+            raise self._failure(peer_id, protocol, "deadline", f"no answer within {deadline_s:g} s") from None
         body = self._network.damage(response.body)
         self.traffic.bytes_sent += len(request)
         if response.status != Status.OK:
-            raise self._failure(peer_id, protocol, f"{response.status.name.lower()}: {response.reason}")
+            what = f"{response.status.name.lower()}: {response.reason}"
+            raise self._failure(peer_id, protocol, response.failure, what)
         if len(body) > max_response_bytes:
-            raise self._failure(peer_id, protocol, f"a response must be <= {max_response_bytes} bytes, got {len(body)}")
+            what = f"a response must be <= {max_response_bytes} bytes, got {len(body)}"
+            raise self._failure(peer_id, protocol, "oversize", what)
         self.traffic.bytes_received += len(body)
         if body != response.body:
-            raise self._failure(peer_id, protocol, f"a response of {len(body)} bytes was damaged: its hash differs")
+            what = f"a response of {len(body)} bytes was damaged: its hash differs"
+            raise self._failure(peer_id, protocol, "damaged", what)
         return body
 
     async def _exchange(self, peer_id: str, protocol: str, request: bytes) -> Response:
         if not self._network.connected(self.peer_id, peer_id):
-            raise self._failure(peer_id, protocol, "not reachable")
+            raise self._failure(peer_id, protocol, "unreachable", "not reachable")
         num_copies = self._network.num_copies()
         server = await self._network.carry(self.peer_id, peer_id, len(request))
         if server is not None:
@@ -160,27 +166,9 @@ class MemoryTransport:
         task.add_done_callback(self._tasks.discard)
 
     def take(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
-        """An entry that arrived for the own share of the index: whether it is valid and newer than what is there."""
-        if key not in self._entries and len(self._entries) >= self._sweep_at:
-            self._sweep()
-        now = self.now()
-        entries = self._entries.setdefault(key, {})
-        for expired in [name for name, (_, end) in entries.items() if end <= now]:
-            del entries[expired]
-        if not self._is_valid(key, subkey, value, expires_at, now):
-            return False
-        if subkey in entries and entries[subkey][1] >= expires_at:
-            return False
-        if subkey not in entries and len(entries) >= MAX_ENTRIES_PER_KEY:
-            return False
-        entries[subkey] = value, expires_at
-        return True
-
-    def _sweep(self) -> None:
-        """Forget keys of which nothing is left, each time that there are twice as many as after the last sweep."""
-        now = self.now()
-        self._entries = {k: v for k, v in self._entries.items() if any(end > now for _, end in v.values())}
-        self._sweep_at = max(_MIN_KEYS_TO_SWEEP, 2 * len(self._entries))
+        """An entry that arrived for the own share of the index: whether it is valid and was taken."""
+        is_valid = self._is_valid(key, subkey, value, expires_at, self.now())
+        return is_valid and self.index_share.take(key, subkey, value, expires_at)
 
     async def _store_at(
         self, replica: "MemoryTransport", key: str, subkey: str, value: bytes, expires_at: float
@@ -200,7 +188,7 @@ class MemoryTransport:
         arrived = await self._network.carry(self.peer_id, replica.peer_id, len(key))
         if arrived is None:
             return {}
-        entries = dict(arrived._entries.get(key, {}))
+        entries = arrived.index_share.get(key)
         num_bytes = sum(len(subkey) + len(value) for subkey, (value, _) in entries.items())
         if arrived is not self:
             arrived.traffic.bytes_sent += num_bytes
@@ -222,6 +210,6 @@ class MemoryTransport:
     def _is_valid(self, key: str, subkey: str, value: bytes, expires_at: float, now: float) -> bool:
         return is_live(expires_at, now) and (self._validator is None or self._validator(key, subkey, value))
 
-    def _failure(self, peer_id: str, protocol: str, reason: str) -> RequestError:
+    def _failure(self, peer_id: str, protocol: str, reason: RequestFailure, detail: str) -> RequestError:
         self.traffic.requests_failed += 1
-        return RequestError(f"request {protocol} to {peer_id} failed: {reason}")
+        return RequestError(f"request {protocol} to {peer_id} failed: {detail}", reason)

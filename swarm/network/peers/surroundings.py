@@ -2,10 +2,13 @@
 
 import ipaddress
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from enum import Enum
 
 import psutil
+
+from swarm.network.tcp_address import TcpAddress
 
 MAX_GAP_S = 30.0
 MAX_SILENCE_S = 60.0
@@ -33,6 +36,20 @@ def local_addresses() -> frozenset[str]:
             if not (address.is_loopback or address.is_link_local):
                 found.add(str(address))
     return frozenset(found)
+
+
+def told_to_others(listening: Iterable[str], hosts: Callable[[], frozenset[str]] = local_addresses) -> tuple[str, ...]:
+    """Multiaddresses that are listened on, without /p2p, with 0.0.0.0 and :: replaced by what they stand for here.
+
+    Those that anybody can dial come first, for whoever keeps only a few.
+    """
+    own = sorted(hosts() or ("127.0.0.1",), key=lambda host: (not ipaddress.ip_address(host).is_global, host))
+    told: dict[str, None] = {}
+    for address in map(TcpAddress.parse, listening):
+        same_kind = [host for host in own if (":" in host) == (address.kind == "ip6")]
+        for host in same_kind if address.is_wildcard else [address.host]:
+            told[replace(address, host=host).transport] = None
+    return tuple(told)
 
 
 class Surroundings:

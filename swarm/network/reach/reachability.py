@@ -9,6 +9,7 @@ Protocol `swarm/reach/1`; docs/protocol.md has the bytes. `swarm doctor` measure
 
 import asyncio
 import ipaddress
+import math
 import os
 import struct
 import time
@@ -68,6 +69,8 @@ def read_greeting(response: bytes) -> Greeting:
     try:
         (time_s,) = struct.unpack_from(">d", response)
         host = response[8:].decode("ascii")
+        if not math.isfinite(time_s) or "%" in host:  # a scope behind the address may be any text
+            raise ValueError
         if host:
             ipaddress.ip_address(host)
     except (struct.error, ValueError):

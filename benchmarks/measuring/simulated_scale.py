@@ -1,0 +1,154 @@
+"""Gossip and whole swarms on the in-memory network and a virtual clock, with one-way delays of 20 to 120 ms.
+
+Times and bytes are those of the simulated network: they do not depend on the machine, nor on what else it does.
+"""
+
+import asyncio
+import gc
+import random
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm.network.memory.message import GossipMessage
+from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
+from swarm.network.memory.virtual_clock import run, virtual_now
+from swarm.network.transport import TrafficCounter, Verdict
+from swarm.simulation.simulation import INTERNET, Simulation, SimulationSettings
+from swarm.simulation.spread_log import quantile
+
+_NUM_MESSAGES = 10
+_SETTLE_S = 30.0
+"""Until nodes look into the index at their steady pace."""
+_MEASURE_S = 30.0
+"""One window of the index, one interval of presence: whatever a node does at intervals it does once."""
+_TAIL_S = 5.0
+_MAX_REAL_CHECKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TopicRow:
+    """Means over the messages."""
+
+    nodes: int
+    hops_95: float
+    t95_s: float
+    reached: float
+    received: float
+    """What a node receives per message: copies of it, and control."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmRow:
+    """Per node and minute, except times."""
+
+    nodes: int
+    shard_nodes: float
+    headers: float
+    """Different headers of others that a node admitted."""
+    bodies: float
+    gossip_messages: float
+    """Messages sent, copies and control together."""
+    gossip_bytes: float
+    bytes: float
+    """All bytes sent: gossip, index and bodies."""
+    t50_s: float
+    t95_s: float
+    """Until 95 % of its readers have a header: the median header."""
+    t95_slow_s: float
+    """The same for the header at the 95th percentile."""
+    coverage: float
+    run_s: float
+    """How long this machine took."""
+    rss_mib: float
+
+
+def measure_topic(num_nodes: int, seed: int) -> TopicRow:
+    """One message after the other among the subscribers of one topic: no shards, no sharing, gossip alone."""
+    return run(_spread_in_one_topic(num_nodes, seed))
+
+
+def measure_swarm(num_nodes: int, seed: int) -> SwarmRow:
+    """Light nodes with the real Publisher, Reader, Admission, Directory and pool. In a process of its own."""
+    gc.disable()  # it would walk millions of live objects again and again; the process ends with the run
+    return run(_live(num_nodes, seed))
+
+
+async def _spread_in_one_topic(num_nodes: int, seed: int) -> TopicRow:
+    network = MemoryNetwork(random.Random(seed), virtual_now, INTERNET)
+    nodes = [MemoryTransport(network, f"node-{number}") for number in range(num_nodes)]
+    arrivals: dict[bytes, list[tuple[float, int]]] = {}
+
+    def note(peer_id: str, message: GossipMessage, hops: int) -> None:
+        arrivals.setdefault(message.id, []).append((virtual_now(), hops))
+
+    for node in nodes:
+        node.gossip.on_accept = note
+        node.subscribe("topic", lambda sender, data: Verdict.ACCEPT)
+        await node.start()
+    await asyncio.sleep(5)
+    before = sum(node.traffic.gossip_messages_received for node in nodes)
+    for number in range(_NUM_MESSAGES):
+        await network.rng.choice(nodes).publish("topic", b"%0300d" % number)
+        await asyncio.sleep(1)
+    received = sum(node.traffic.gossip_messages_received for node in nodes) - before
+    await asyncio.sleep(5)
+    spreads = list(arrivals.values())
+    return TopicRow(
+        nodes=num_nodes,
+        hops_95=_mean([quantile([hops for _, hops in spread], 0.95) for spread in spreads]),
+        t95_s=_mean([quantile([when - spread[0][0] for when, _ in spread], 0.95) for spread in spreads]),
+        reached=_mean([len(spread) / num_nodes for spread in spreads]),
+        received=received / _NUM_MESSAGES / num_nodes,
+    )
+
+
+async def _live(num_nodes: int, seed: int) -> SwarmRow:
+    started_at = time.monotonic()
+    verify = "real" if num_nodes <= _MAX_REAL_CHECKS else "cached"
+    async with Simulation(SimulationSettings(num_nodes, seed, verify=verify)) as simulation:
+        spread = simulation.spread
+        await simulation.start_grown()
+        await simulation.let(_SETTLE_S)
+        spread.begin(virtual_now())
+        before = _counts(simulation)
+        await simulation.let(_MEASURE_S)
+        messages, gossip_bytes, all_bytes, bodies = (
+            (now - then) / num_nodes * 60 / _MEASURE_S for now, then in zip(_counts(simulation), before, strict=True)
+        )
+        headers, until = spread.num_arrivals() / num_nodes * 60 / _MEASURE_S, virtual_now()
+        await simulation.let(_TAIL_S)
+        shard_nodes = num_nodes / len({node.directory.shard for node in simulation.nodes})
+        t50s, t95s = spread.times_s(0.5, until), spread.times_s(0.95, until)
+        coverage = spread.coverage(until)
+    return SwarmRow(
+        nodes=num_nodes,
+        shard_nodes=shard_nodes,
+        headers=headers,
+        bodies=bodies,
+        gossip_messages=messages,
+        gossip_bytes=gossip_bytes,
+        bytes=all_bytes,
+        t50_s=quantile(t50s, 0.5),
+        t95_s=quantile(t95s, 0.5),
+        t95_slow_s=quantile(t95s, 0.95),
+        coverage=coverage,
+        run_s=time.monotonic() - started_at,
+        rss_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    )
+
+
+def _counts(simulation: Simulation) -> tuple[int, int, int, int]:
+    """So far, all nodes together: gossip messages, gossip bytes and all bytes sent, bodies read."""
+    counters: list[TrafficCounter] = [node.transport.traffic for node in simulation.nodes]
+    return (
+        sum(counter.gossip_messages_sent for counter in counters),
+        sum(counter.gossip_bytes_sent for counter in counters),
+        sum(counter.bytes_sent for counter in counters),
+        sum(node.reader.num_records_admitted for node in simulation.nodes),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

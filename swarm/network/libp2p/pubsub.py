@@ -1,0 +1,209 @@
+"""py-libp2p's Pubsub with a door: every message is judged before it is passed on, and every call costs its sender.
+
+    stream ─ frames ─ call ─┬ messages ─ seen? ─ guard (still listened to?) ─ handler's verdict ─ router ─ queues ─ streams
+                            ├ subscriptions, bounded
+                            └ control ─ router
+
+py-libp2p ends a whole host with any exception that a handler lets out; none leaves `stream_handler`.
+"""
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from swarm.network.gossip import ForwarderGuard
+from swarm.network.libp2p.frames import FrameReader, encode_frame
+from swarm.network.libp2p.parts import ID, IHost, INetStream, Pubsub, RpcQueue, StreamError, rpc_pb2, trio
+from swarm.network.libp2p.recent_messages import SeenMessages, message_id
+from swarm.network.libp2p.router import BoundedGossipSub
+from swarm.network.transport import GossipHandler, TrafficCounter, Verdict
+
+logger = logging.getLogger(__name__)
+
+MAX_CALL_BYTES = 64 * 1024
+MAX_TOPIC_CHARS = 128
+MAX_TOPICS_PER_PEER = 64
+MAX_QUEUED_CALLS = 256
+"""To one peer; what a slower peer cannot take is dropped, and it asks for it later."""
+_MAX_STREAMS_PER_PEER = 4
+_READ_BYTES = 16 * 1024
+_WRITE_BYTES = 16 * 1024
+_SEND_TIMEOUT_S = 10.0
+_CREDIT_BYTES = 64 * 1024
+_MESSAGES_AT_ONCE = 16
+
+
+class GuardedPubsub(Pubsub):
+    """One per host. `handlers` by topic may change at any time."""
+
+    router: BoundedGossipSub
+
+    def __init__(
+        self,
+        host: IHost,
+        router: BoundedGossipSub,
+        guard: ForwarderGuard,
+        handlers: Mapping[str, GossipHandler],
+        traffic: TrafficCounter,
+    ) -> None:
+        super().__init__(
+            host,
+            router,
+            strict_signing=False,
+            max_inbound_rpc_size=MAX_CALL_BYTES,
+            max_subscriptions_per_rpc=MAX_TOPICS_PER_PEER,
+            max_subscriptions_per_peer=MAX_TOPICS_PER_PEER,
+        )
+        self.seen_messages.stop()  # it has a thread
+        self.seen_messages = SeenMessages(trio.current_time)  # pyright: ignore[reportAttributeAccessIssue]
+        self._guard = guard
+        self._handlers = handlers
+        self._traffic = traffic
+        self._num_streams: Counter[str] = Counter()
+
+    # ---- in
+
+    async def stream_handler(self, stream: INetStream) -> None:
+        """One inbound stream, for as long as its peer behaves. Raises nothing."""
+        peer_id = stream.muxed_conn.peer_id
+        name = str(peer_id)
+        self._num_streams[name] += 1
+        try:
+            if self._num_streams[name] <= _MAX_STREAMS_PER_PEER and not self._guard.is_shut_out(name):
+                await self._read(stream, peer_id)
+        except StreamError as error:  # also how a plain end is told
+            logger.debug("a gossip stream of %s ended: %s", name, error)
+        except Exception as error:  # no frame, no protobuf, a field that py-libp2p did not expect, ...
+            logger.debug("a gossip stream of %s broke: %s: %s", name, type(error).__name__, error)
+            self._guard.blame(name)
+        finally:
+            self._num_streams[name] -= 1
+            if not self._num_streams[name]:
+                del self._num_streams[name]
+            with contextlib.suppress(Exception):
+                await stream.reset()
+
+    async def _read(self, stream: INetStream, peer_id: ID) -> None:
+        _grant_credit_in_bulk(stream)
+        frames, name = FrameReader(MAX_CALL_BYTES), str(peer_id)
+        while piece := await stream.read(_READ_BYTES):
+            self._traffic.bytes_received += len(piece)
+            self._traffic.gossip_bytes_received += len(piece)
+            for frame in frames.feed(piece):
+                await self._take(rpc_pb2.RPC.FromString(frame), peer_id, name)
+                if self._guard.is_shut_out(name):
+                    return
+
+    async def _take(self, call: rpc_pb2.RPC, peer_id: ID, name: str) -> None:
+        control = call.control
+        num_words = len(control.graft) + len(control.prune) + len(control.ihave) + len(control.iwant)
+        cost = len(call.subscriptions) + num_words
+        # Messages are counted one by one; a call with nothing in it is not free either: 16,384 of them fit into one read.
+        charge = cost if call.publish else max(cost, 1)
+        if charge and not self._guard.admit(name, charge):
+            return
+        self._traffic.gossip_messages_received += len(call.publish) + cost
+        for subscription in call.subscriptions:
+            if not subscription.subscribe or len(subscription.topicid) <= MAX_TOPIC_CHARS:
+                self.handle_subscription(peer_id, subscription)
+        for number, message in enumerate(call.publish, 1):
+            self._judge(peer_id, name, message)
+            if number % _MESSAGES_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
+        if num_words:
+            await self.router.handle_rpc(call, peer_id)
+
+    def _judge(self, forwarder: ID, name: str, message: rpc_pb2.Message) -> None:
+        if len(message.topicIDs) != 1:
+            self._guard.blame(name)
+            return
+        topic, data = message.topicIDs[0], message.data
+        handler, known_as = self._handlers.get(topic), message_id(topic, data)
+        if self.seen_messages.has(known_as):
+            return
+
+        def judge(peer: str, data: bytes) -> Verdict:
+            assert handler is not None, "else the guard calls nobody"
+            self.seen_messages.add(known_as)
+            return handler(peer, data)
+
+        if self._guard.judge(name, data, judge if handler is not None else None) is Verdict.ACCEPT:
+            # anew, since unknown fields of a stranger's message would travel on
+            self.router.forward(forwarder, topic, known_as, rpc_pb2.Message(data=data, topicIDs=[topic]))
+
+    # ---- out
+
+    async def publish(self, topic_id: str | list[str], data: bytes) -> None:
+        assert isinstance(topic_id, str), "one topic per message"
+        known_as = message_id(topic_id, data)
+        if not self.seen_messages.has(known_as):
+            self.seen_messages.add(known_as)
+            message = rpc_pb2.Message(data=data, topicIDs=[topic_id])
+            self.router.forward(self.my_id, topic_id, known_as, message)
+
+    async def handle_sending_messages(self, peer_id: ID, stream: INetStream, queue: RpcQueue) -> None:
+        """Write what is queued for a peer, as much at once as there is. Ends with the queue or the stream."""
+        queue.max_message_size = MAX_CALL_BYTES
+        waiting = queue._queue  # no public way to take without waiting
+        waiting.max_size = MAX_QUEUED_CALLS
+        try:
+            while (call := await queue.pop()) is not None:
+                data = self._encode(call)
+                while len(data) < _WRITE_BYTES and (call := waiting.pop()) is not None:
+                    data += self._encode(call)
+                with trio.fail_after(_SEND_TIMEOUT_S):
+                    await stream.write(data)
+                self._traffic.bytes_sent += len(data)
+                self._traffic.gossip_bytes_sent += len(data)
+        except Exception as error:  # slow, or gone
+            logger.debug("gossip to %s ended: %s: %s", peer_id, type(error).__name__, error)
+            with contextlib.suppress(Exception):
+                await stream.reset()
+            self._handle_dead_peer(peer_id)
+
+    def _encode(self, call: rpc_pb2.RPC) -> bytes:
+        control = call.control
+        num_words = len(control.graft) + len(control.prune) + len(control.ihave) + len(control.iwant)
+        self._traffic.gossip_messages_sent += len(call.publish) + len(call.subscriptions) + num_words
+        return encode_frame(call.SerializeToString())
+
+    # ---- what py-libp2p would add or remember
+
+    def get_hello_packet(self) -> rpc_pb2.RPC:
+        topics = [rpc_pb2.RPC.SubOpts(subscribe=True, topicid=topic) for topic in self.topic_ids]
+        return rpc_pb2.RPC(subscriptions=topics)
+
+    def _build_announce_rpc(self, topic_id: str, subscribe: bool) -> tuple[rpc_pb2.RPC, rpc_pb2.RPC.SubOpts]:
+        announcement = rpc_pb2.RPC.SubOpts(subscribe=subscribe, topicid=topic_id)
+        return rpc_pb2.RPC(subscriptions=[announcement]), announcement
+
+    async def _replay_recent_messages(self, peer_id: ID, topic: str) -> None:
+        if topic in self._handlers:
+            await super()._replay_recent_messages(peer_id, topic)
+
+    def _forget_subscription(self, peer_id: ID, topic: str) -> None:
+        # A peer that leaves and joins a topic again and again is not told all of it each time.
+        told = self._replayed_recent_topics.get(peer_id, set()) & self._handlers.keys()
+        super()._forget_subscription(peer_id, topic)
+        if told:
+            self._replayed_recent_topics[peer_id] = told
+
+
+def _grant_credit_in_bulk(stream: INetStream) -> None:
+    """Tell the sender what it may send once per _CREDIT_BYTES; py-libp2p does after every read, in a frame of its own."""
+    muxed: Any = getattr(stream, "muxed_stream", None)
+    grant = getattr(muxed, "_auto_tune_and_send_window_update", None)
+    if grant is None:  # another multiplexer
+        return
+    num_read = 0
+
+    async def grant_rarely(*, bytes_read: int = 0) -> None:
+        nonlocal num_read
+        num_read += bytes_read
+        if num_read >= _CREDIT_BYTES:
+            granted, num_read = num_read, 0
+            await grant(bytes_read=granted)
+
+    muxed._auto_tune_and_send_window_update = grant_rarely

@@ -1,0 +1,100 @@
+"""py-libp2p's GossipSub router with bounds: it tends the meshes, and what a stranger can make it do or remember is limited.
+
+Differences from py-libp2p's own: messages are known by their wire id; no signed address record rides on every message
+(each would be verified by each receiver); no dialing of whom a stranger recommends; no scores, the ForwarderGuard judges.
+"""
+
+import time
+from collections.abc import Iterable
+
+from swarm.network.libp2p.parts import ID, PROTOCOL_ID_V11, GossipSub, Pubsub, rpc_pb2
+from swarm.network.libp2p.recent_messages import RecentMessages
+
+DEGREE, DEGREE_LOW, DEGREE_HIGH = 4, 3, 8
+HEARTBEAT_S = 1
+MAX_IDS = 500
+"""Message ids of one call that are looked at."""
+_PRUNE_BACK_OFF_S = 10
+_MAX_BACK_OFF_S = 60
+
+
+class BoundedGossipSub(GossipSub):
+    """To be attached to a Pubsub, whose `seen_messages` it reads."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            protocols=[PROTOCOL_ID_V11],
+            degree=DEGREE,
+            degree_low=DEGREE_LOW,
+            degree_high=DEGREE_HIGH,
+            heartbeat_interval=HEARTBEAT_S,  # py-libp2p's own is 120 s: that long until a mesh exists
+            heartbeat_initial_delay=0.1,
+            prune_back_off=_PRUNE_BACK_OFF_S,
+            spam_protection_enabled=False,  # drops honest messages above 10 per second without a word; see the guard
+            eclipse_protection_enabled=False,  # counts addresses, and all of a testbed's nodes have one
+            adaptive_gossip_enabled=False,
+        )
+        self.mcache = self._recent = RecentMessages()  # pyright: ignore[reportAttributeAccessIssue]
+        self.scorer = None
+        self.num_dropped = 0
+        """Messages that a full queue to a slow peer did not take."""
+
+    def forward(self, forwarder: ID, topic: str, message_id: bytes, message: rpc_pb2.Message) -> None:
+        """Pass on a message that was judged, to the mesh of its topic."""
+        pubsub = self._pubsub
+        self._recent.put(topic, message_id, message)
+        self.time_since_last_publish[topic] = int(time.time())
+        call = rpc_pb2.RPC(publish=[message])
+        for peer_id in self._get_peers_to_send([topic], forwarder, pubsub.my_id):
+            queue = pubsub.peer_queues.get(peer_id)
+            if queue is not None and not queue.push(call):
+                self.num_dropped += 1
+
+    async def send_recent_messages(self, peer_id: ID, topic: str) -> None:
+        """What a peer that has just joined a topic missed."""
+        self._send_messages(peer_id, self._recent.window(topic))
+
+    async def handle_rpc(self, rpc: rpc_pb2.RPC, sender_peer_id: ID) -> None:
+        """The control part of a call; words about topics that this node is not in are passed over."""
+        control = rpc.control
+        for prune in control.prune:
+            if prune.topicID in self.mesh:
+                self._leave_mesh_of(sender_peer_id, prune.topicID, prune.backoff)
+        for graft in control.graft:
+            await self.handle_graft(graft, sender_peer_id)
+        wanted = [i for have in control.ihave if have.topicID in self.mesh for i in have.messageIDs][:MAX_IDS]
+        wanted = [i for i in dict.fromkeys(wanted) if not self._pubsub.seen_messages.has(i)]
+        if wanted and self._check_ihave_rate_limit(sender_peer_id, ""):
+            await self.emit_iwant(wanted, sender_peer_id)
+        asked = [i for want in control.iwant for i in want.messageIDs][:MAX_IDS]
+        if asked and self._check_iwant_rate_limit(sender_peer_id):
+            self._send_messages(sender_peer_id, asked)
+
+    async def emit_control_message(self, control_msg: rpc_pb2.ControlMessage, to_peer: ID) -> None:
+        self.send_rpc(to_peer, rpc_pb2.RPC(control=control_msg), priority=True)
+
+    @property
+    def _pubsub(self) -> Pubsub:
+        assert self.pubsub is not None, "a router is attached when its pubsub is made"
+        return self.pubsub
+
+    def _send_messages(self, peer_id: ID, ids: Iterable[bytes]) -> None:
+        found = [message for i in ids if (message := self._recent.get(bytes(i))) is not None]
+        if found:
+            self.send_rpc(peer_id, rpc_pb2.RPC(publish=found))
+
+    def _leave_mesh_of(self, peer_id: ID, topic: str, back_off_s: int) -> None:
+        self.mesh[topic].discard(peer_id)
+        self._add_back_off(peer_id, topic, False, min(back_off_s or _PRUNE_BACK_OFF_S, _MAX_BACK_OFF_S))
+
+    def _periodic_security_cleanup(self) -> None:
+        """At every heartbeat: also what py-libp2p would keep for good."""
+        super()._periodic_security_cleanup()
+        now = int(time.time())
+        for topic, until_by_peer in list(self.back_off.items()):
+            for peer_id in [peer_id for peer_id, until in until_by_peer.items() if until <= now]:
+                del until_by_peer[peer_id]
+            if not until_by_peer:
+                del self.back_off[topic]
+        for topic in self.time_since_last_publish.keys() - self.fanout.keys():
+            del self.time_since_last_publish[topic]

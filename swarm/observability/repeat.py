@@ -1,0 +1,30 @@
+"""Work of a node that never ends: one step again and again, over everything that passes."""
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
+from swarm.errors import SwarmError
+
+logger = logging.getLogger(__name__)
+
+_RETRY_PAUSE_S = 1.0
+
+
+async def repeat(
+    step: Callable[[], Awaitable[None]], *, pause_s: float = 0.0, on_failure: Callable[[], None]
+) -> NoReturn:
+    """Run `step` until cancelled. What disk or network refuse is told, counted by `on_failure` and tried again.
+
+    Any other error is a bug and ends the work.
+    """
+    while True:
+        try:
+            await step()
+        except (OSError, sqlite3.Error, SwarmError) as error:
+            on_failure()
+            logger.warning("%s failed and is tried again: %s", step.__qualname__, error)
+            await asyncio.sleep(_RETRY_PAUSE_S)
+        await asyncio.sleep(pause_s)

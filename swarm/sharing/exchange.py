@@ -1,0 +1,72 @@
+"""All that a node shares with others, wired over one transport.
+
+groups of a round ─ outbox (bounded, newest win) ─ Publisher ─→ gossip, index
+gossip, index ─→ Reader ─ Admission ─→ ExperiencePool
+Directory: own presence, whom to meet, which shard to share in
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from swarm.config import NetworkSection, SharingSection
+from swarm.network.transport import Transport
+from swarm.observability.repeat import repeat
+from swarm.pool.experience_pool import ExperiencePool
+from swarm.records.admission import Admission
+from swarm.records.identity import Identity
+from swarm.sharing.body_store import BodyStore
+from swarm.sharing.directory import Directory
+from swarm.sharing.publisher import Publisher
+from swarm.sharing.reader import Reader
+from swarm.sharing.shard import Shard
+from swarm.types import RolloutGroup
+
+_OUTBOX_ROUNDS = 8
+
+
+class Exchange:
+    """One node's share in the swarm's experience. Runs on the node's loop; `work` does the work."""
+
+    def __init__(
+        self,
+        sharing: SharingSection,
+        network: NetworkSection,
+        swarm_id: str,
+        identity: Identity,
+        transport: Transport,
+        admission: Admission,
+        pool: ExperiencePool,
+        bodies: BodyStore,
+        next_sequence: Callable[[], int],
+        rng: random.Random,
+    ) -> None:
+        """`next_sequence`: numbers of own headers, never the same twice."""
+        self._wants_groups = sharing.swarm_groups > 0
+        self._outbox: asyncio.Queue[Sequence[RolloutGroup]] = asyncio.Queue(_OUTBOX_ROUNDS)
+        self.directory = Directory(swarm_id, identity, transport, lambda: self.reader.num_authors_heard())
+        self.publisher = Publisher(sharing, swarm_id, identity, transport, bodies, next_sequence, self._shard)
+        self.reader = Reader(sharing, network, swarm_id, transport, admission, pool, bodies, rng, self._shard)
+        self.num_rounds_not_published = 0
+
+    def hand_out(self, groups: Sequence[RolloutGroup]) -> None:
+        """Publish the groups of a round when there is time; where the network lags behind, the oldest round is dropped."""
+        if self._outbox.full():
+            self._outbox.get_nowait()
+            self.num_rounds_not_published += 1
+        self._outbox.put_nowait(groups)
+
+    def work(self, on_failure: Callable[[], None]) -> list[Coroutine[Any, Any, None]]:
+        """What runs from the transport's start to its stop. Each ends only when cancelled, or raises what is a bug."""
+        steps = [self._publish_next, self._turn_directory, *([self.reader.poll] if self._wants_groups else [])]
+        return [repeat(step, on_failure=on_failure) for step in steps]
+
+    async def _publish_next(self) -> None:
+        await self.publisher.publish(await self._outbox.get())
+
+    async def _turn_directory(self) -> None:
+        await asyncio.sleep(await self.directory.turn())
+
+    def _shard(self) -> Shard:
+        return self.directory.shard

@@ -1,0 +1,154 @@
+"""Requests between two peers, and the addresses that they tell, as functions of bytes."""
+
+import asyncio
+import functools
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from swarm.errors import RequestError
+from swarm.network.hivemind.daemon_control import encoded
+from swarm.network.hivemind.relay_address import address_text
+from swarm.network.index_entry import check_entry
+from swarm.network.index_gateway import MAX_INDEX_RESPONSE_BYTES, IndexGateway, read_loaded, read_stored
+from swarm.network.peers.peer_list import dialable
+from swarm.network.reach.dial_back import is_signed_by
+from swarm.network.reach.reachability import MAX_TEST_BYTES, ReachService, read_greeting
+from swarm.network.requests.blob_protocol import BlobRequest
+from swarm.network.requests.framing import FrameError, read_acknowledgement, read_request, read_response
+from swarm.network.tcp_address import TcpAddress
+from swarm.network.transport import RequestRefused
+from swarm.records.identity import is_peer_id, verify
+from tests.unit.experience_factory import ALICE, NOW
+
+MAX_FRAME_BYTES = 4096
+
+
+def request(data: bytes) -> bool:
+    return _on_stream(data, lambda reader: read_request(reader, MAX_FRAME_BYTES))
+
+
+def response(data: bytes) -> bool:
+    async def read(reader: asyncio.StreamReader) -> None:
+        answer = await read_response(reader, MAX_FRAME_BYTES)
+        assert len(answer.body) <= MAX_FRAME_BYTES
+        assert answer.reason.isprintable()
+        await read_acknowledgement(reader)
+
+    return _on_stream(data, read)
+
+
+def blob_request(data: bytes) -> bool:
+    try:
+        return BlobRequest.decode(data).encode() == data
+    except RequestRefused:
+        return False
+
+
+def reach(data: bytes) -> bool:
+    """Both directions of `swarm/reach/1`, but for the dialling."""
+
+    async def nowhere(peer_id: str) -> tuple[str, ...]:
+        return ()
+
+    try:
+        greeting = read_greeting(data)
+        assert math.isfinite(greeting.time_s)
+        kind = "ip6" if ":" in greeting.host else "ip4"
+        assert not greeting.host or TcpAddress.parse(f"/{kind}/{greeting.host}/tcp/1")  # nodes announce it
+    except RequestError:
+        pass
+    service = ReachService(nowhere, lambda: NOW)
+    try:
+        return len(_run(service.answer(ALICE.peer_id, data))) <= MAX_TEST_BYTES
+    except RequestRefused:
+        return False
+
+
+def gateway(data: bytes) -> bool:
+    """What an index peer answers."""
+    taken = 0
+    for read in (read_stored, read_loaded):
+        try:
+            read(data)
+        except RequestError:
+            continue
+        taken += 1
+    return taken > 0
+
+
+class _Shelf:
+    """An index that takes what is within the bounds."""
+
+    async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+        check_entry(key, subkey, value)
+        assert math.isfinite(expires_at)
+        return True
+
+    async def load(self, key: str) -> dict[str, bytes]:
+        return {key: bytes(1024)}
+
+
+def gateway_request(data: bytes) -> bool:
+    """What an index peer is asked."""
+    try:
+        answer = _run(IndexGateway(_Shelf()).answer(ALICE.peer_id, data))  # type: ignore[arg-type]
+    except RequestRefused:
+        return False
+    assert len(answer) <= MAX_INDEX_RESPONSE_BYTES
+    return True
+
+
+def certificate(data: bytes) -> bool:
+    return is_signed_by(ALICE.peer_id, data)
+
+
+def address(data: bytes) -> bool:
+    text = data.decode(errors="replace")
+    is_peer_id(text)
+    assert not verify(text, b"data", data[:64])
+    try:
+        parsed = TcpAddress.parse(text)
+    except ValueError:
+        return False
+    assert TcpAddress.parse(str(parsed)) == parsed
+    assert isinstance(parsed.is_loopback and parsed.is_wildcard, bool)
+    encoded(dialable(ALICE.peer_id, [text]))  # for the daemon
+    return True
+
+
+def binary_address(data: bytes) -> bool:
+    """As the daemon reports where a peer says that it is."""
+    try:
+        return bool(address_text(data))
+    except (ValueError, LookupError):
+        return False
+
+
+def _on_stream(data: bytes, read: Callable[[asyncio.StreamReader], Coroutine[Any, Any, Any]]) -> bool:
+    async def conversation() -> bool:
+        reader = asyncio.StreamReader(loop=_idle_loop())
+        reader.feed_data(data)
+        reader.feed_eof()
+        try:
+            await read(reader)
+        except (FrameError, RequestRefused):
+            return False
+        return True
+
+    return _run(conversation())
+
+
+@functools.cache
+def _idle_loop() -> asyncio.AbstractEventLoop:
+    """A stream belongs to a loop; this one never runs."""
+    return asyncio.new_event_loop()
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """To its end, without a loop: nothing it waits for is missing. A loop for each input would be most of the time."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("the decoder waits although the stream has ended")

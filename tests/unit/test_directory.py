@@ -1,0 +1,193 @@
+"""Nodes list themselves and find each other; what others list is believed only from its owner, at its place and time."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
+from swarm.network.transport import Contact
+from swarm.records.identity import Identity
+from swarm.records.presence import Presence, sign_presence
+from swarm.sharing.directory import (
+    FIRST_INTERVALS_S,
+    PRESENCE_INTERVAL_S,
+    PRESENCE_LIFETIME_S,
+    SETTLE_S,
+    Directory,
+)
+from swarm.sharing.index import EntryValidator, presence_key
+from swarm.sharing.shard import EPOCH_S, MERGE_BELOW, SPLIT_ABOVE, Shard, shard_of, thinning_depth
+from tests.unit.experience_factory import ALICE, MALLORY, NOW, READER, SWARM_ID, Clock
+
+EVERYBODY = Shard(0, 0)
+SETTLED = NOW + SETTLE_S
+
+
+class Node(MemoryTransport):
+    """A node that writes down whom it meets."""
+
+    def __init__(self, network: MemoryNetwork, identity: Identity, *, num_authors: int = 0) -> None:
+        self.validator = EntryValidator(SWARM_ID)
+        super().__init__(network, identity.peer_id, self.validator)
+        self.met: dict[str, Contact] = {}
+        self.num_authors = num_authors
+        self.directory = Directory(SWARM_ID, identity, self, lambda: self.num_authors)
+
+    def meet(self, contact: Contact) -> None:
+        self.met[contact.peer_id] = contact
+
+
+async def nodes(
+    identities: Iterable[Identity], *, now: float = SETTLED, num_authors: int = 0
+) -> tuple[Clock, list[Node]]:
+    clock = Clock(now)
+    network = MemoryNetwork(random.Random(0), clock)
+    members = [Node(network, identity, num_authors=num_authors) for identity in identities]
+    for member in members:
+        await member.start()
+    return clock, members
+
+
+def crowd(count: int, start: int = 0) -> list[Identity]:
+    return [Identity(number.to_bytes(32, "big")) for number in range(start + 1, start + count + 1)]
+
+
+def said_by(identity: Identity, now: float, **changes: object) -> Presence:
+    said = Presence(identity.peer_id, ("/ip4/192.0.2.1/tcp/1",), ("/ip4/192.0.2.1/tcp/2",), True, 0, now, now + 120)
+    return replace(said, **changes)  # type: ignore[arg-type]
+
+
+async def list_at(node: Node, identity: Identity, level: int, now: float) -> None:
+    """As that peer would list itself in the list of its shard, and those above."""
+    record = sign_presence(identity, SWARM_ID, said_by(identity, now, level=level))
+    for step in range(max(0, level - thinning_depth(SWARM_ID, identity.peer_id)), level + 1):
+        key = presence_key(SWARM_ID, shard_of(SWARM_ID, identity.peer_id, step, now))
+        assert await node.store(key, identity.peer_id, record, now + 120)
+
+
+def in_shard(shard: Shard, identities: Iterable[Identity], now: float = SETTLED) -> list[Identity]:
+    return [one for one in identities if shard_of(SWARM_ID, one.peer_id, shard.level, now) == shard]
+
+
+async def test_nodes_find_each_other_and_count_each_other() -> None:
+    _, (alice, reader, third) = await nodes([ALICE, READER, MALLORY])
+    for node in (alice, reader, third, alice):
+        await node.directory.turn()
+    assert alice.met.keys() == {READER.peer_id, MALLORY.peer_id}
+    assert third.met.keys() == {ALICE.peer_id, READER.peer_id}
+    assert alice.directory.num_members == alice.directory.swarm_size == 3
+    contact = alice.met[READER.peer_id]
+    assert contact == Contact(READER.peer_id, (f"/memory/{reader.position}",), (), hosts_index=True)
+
+
+async def test_a_node_that_has_just_started_looks_more_often() -> None:
+    _, (alice,) = await nodes([ALICE])
+    intervals = [await alice.directory.turn() for _ in range(len(FIRST_INTERVALS_S) + 2)]
+    assert intervals == [*FIRST_INTERVALS_S, PRESENCE_INTERVAL_S, PRESENCE_INTERVAL_S]
+
+
+async def test_a_node_that_is_gone_drops_out_of_the_list() -> None:
+    clock, (alice, reader) = await nodes([ALICE, READER])
+    await reader.directory.turn()
+    await alice.directory.turn()
+    assert alice.directory.num_members == 2
+    clock.now += PRESENCE_LIFETIME_S
+    await alice.directory.turn()
+    assert alice.directory.num_members == 1
+
+
+async def test_what_others_say_of_a_peer_is_not_stored() -> None:
+    _, (alice, reader) = await nodes([ALICE, READER])
+    key, now = presence_key(SWARM_ID, EVERYBODY), SETTLED
+    true = sign_presence(MALLORY, SWARM_ID, said_by(MALLORY, now))
+    assert not await alice.store(key, READER.peer_id, true, now + 120)  # under another name
+    forged = sign_presence(MALLORY, "cd" * 16, said_by(MALLORY, now))
+    assert not await alice.store(key, MALLORY.peer_id, forged, now + 120)  # of another swarm
+    assert not await alice.store(key, MALLORY.peer_id, true[:-1] + b"x", now + 120)  # damaged
+    assert await alice.store(key, MALLORY.peer_id, true, now + 120)
+    assert reader.validator.rejected.keys() == {"wrong_slot", "foreign_swarm", "bad_signature"}
+
+
+async def test_a_peer_can_list_itself_in_no_shard_but_its_own_and_a_few_above() -> None:
+    _, (alice, _) = await nodes([ALICE, READER])
+    now = SETTLED
+    depth = thinning_depth(SWARM_ID, MALLORY.peer_id)
+    record = sign_presence(MALLORY, SWARM_ID, said_by(MALLORY, now, level=5))
+
+    async def store(level: int, at: float = now) -> bool:
+        shard = shard_of(SWARM_ID, MALLORY.peer_id, level, at)
+        return await alice.store(presence_key(SWARM_ID, shard), MALLORY.peer_id, record, now + 120)
+
+    assert [await store(level) for level in range(8)] == [5 - depth <= level <= 5 for level in range(8)]
+    own = shard_of(SWARM_ID, MALLORY.peer_id, 5, now)
+    other = presence_key(SWARM_ID, Shard(5, own.number ^ 1))
+    assert not await alice.store(other, MALLORY.peer_id, record, now + 120)
+
+
+@pytest.mark.parametrize("created_at", [SETTLED + 60, SETTLED - 300])
+async def test_what_a_peer_says_of_another_time_is_not_believed(created_at: float) -> None:
+    _, (alice,) = await nodes([ALICE])
+    record = sign_presence(MALLORY, SWARM_ID, said_by(MALLORY, created_at))
+    assert await alice.store(presence_key(SWARM_ID, EVERYBODY), MALLORY.peer_id, record, SETTLED + 120)
+    await alice.directory.turn()
+    assert alice.met == {} and alice.directory.num_members == 1
+
+
+async def test_a_shard_splits_when_it_is_large_and_its_members_are_heard() -> None:
+    _, (alice,) = await nodes([ALICE])
+    for identity in crowd(SPLIT_ABOVE):
+        await list_at(alice, identity, 0, SETTLED)
+    await alice.directory.turn()
+    assert (alice.directory.num_members, alice.directory.level) == (
+        SPLIT_ABOVE + 1,
+        0,
+    )  # made-up members, for all it knows
+    alice.num_authors = SPLIT_ABOVE // 2 + 1
+    await alice.directory.turn()
+    assert alice.directory.level == 1
+    own = shard_of(SWARM_ID, ALICE.peer_id, 1, SETTLED)
+    assert alice.directory.shard == own
+    assert ALICE.peer_id in await alice.load(presence_key(SWARM_ID, own))  # it is listed there at once
+
+
+async def test_a_shard_that_became_small_joins_its_twin() -> None:
+    _, (alice,) = await nodes([ALICE])
+    alice.directory.level = 2
+    alice.directory._num_turns = 1  # it has a level already
+    own = shard_of(SWARM_ID, ALICE.peer_id, 2, SETTLED)
+    neighbors = in_shard(own, crowd(200))[: MERGE_BELOW - 2]
+    for identity in neighbors:
+        await list_at(alice, identity, 2, SETTLED)
+    await alice.directory.turn()
+    assert (alice.directory.num_members, alice.directory.level) == (MERGE_BELOW - 1, 1)
+
+
+async def test_a_newcomer_goes_to_the_level_of_the_others() -> None:
+    _, (alice,) = await nodes([ALICE])
+    for identity in crowd(400):
+        await list_at(alice, identity, 2, SETTLED)
+    widest = await alice.load(presence_key(SWARM_ID, EVERYBODY))
+    assert 60 < len(widest) < 140  # a quarter of them: no list grows with the swarm
+    await alice.directory.turn()
+    assert alice.directory.level == 2
+    assert alice.directory.swarm_size == pytest.approx(400, rel=0.3)
+    assert set(alice.met) <= {identity.peer_id for identity in crowd(400)}
+
+
+async def test_no_node_changes_its_level_because_all_shards_are_drawn_anew() -> None:
+    """In a new epoch a list starts with those few that stay, and fills within one interval."""
+    clock, members = await nodes(crowd(48), now=NOW + EPOCH_S - PRESENCE_INTERVAL_S)
+    for member in members:
+        member.directory.level = 1
+        await member.directory._announce()
+        member.directory._num_turns = 99
+    sizes = []
+    for _ in range(4):  # one interval before the epoch begins, three after
+        for member in members:
+            clock.now += PRESENCE_INTERVAL_S / len(members)
+            await member.directory.turn()
+            sizes.append(member.directory.num_members)
+    assert min(sizes) < MERGE_BELOW < max(sizes) < 32  # those that turned first saw too few, nobody saw both draws
+    assert {member.directory.level for member in members} == {1}

@@ -1,0 +1,270 @@
+"""What all gossip planes share: whom they connect to, whom they stop listening to, and what runs before and after them."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.network.gossip import MAX_KNOWN_PEERS, Addresses, ForwarderGuard, GossipAddressBook, GossipSlot
+from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, Verdict
+
+AT = ("/ip4/192.0.2.1/tcp/4001",)
+MALLORY = "mallory"
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def says(verdict: Verdict) -> GossipHandler:
+    return lambda peer_id, message: verdict
+
+
+accept, ignore, reject = map(says, (Verdict.ACCEPT, Verdict.IGNORE, Verdict.REJECT))
+
+
+def make_guard() -> tuple[ForwarderGuard, Clock]:
+    clock = Clock()
+    return ForwarderGuard(clock), clock
+
+
+# ---- address book
+
+
+def make_book() -> GossipAddressBook:
+    return GossipAddressBook("me", random.Random(0))
+
+
+def test_only_strangers_that_can_be_reached_are_chosen() -> None:
+    book = make_book()
+    book.meet("me", AT)
+    book.meet("caller", ())
+    for name in ("a", "b", "c"):
+        book.meet(name, AT)
+    assert book.choose(9, ["b"]) == {"a": AT, "c": AT}
+    assert book.choose(0, []) == book.choose(-3, []) == {}
+    assert len(book.choose(2, [])) == 2
+    book.forget("a")
+    book.forget("nobody")
+    assert book.choose(9, []).keys() == {"b", "c"}
+
+
+def test_the_newest_addresses_of_a_peer_count() -> None:
+    book = make_book()
+    book.meet("a", AT)
+    book.meet("a", ("/ip4/192.0.2.2/tcp/1",))
+    assert book.choose(1, []) == {"a": ("/ip4/192.0.2.2/tcp/1",)}
+
+
+def test_the_book_is_bounded_and_keeps_whom_it_heard_of_last() -> None:
+    book = make_book()
+    for number in range(MAX_KNOWN_PEERS):
+        book.meet(f"peer-{number}", AT)
+    book.meet("peer-0", AT)
+    book.meet("new", AT)
+    assert len(book) == MAX_KNOWN_PEERS
+    assert {"peer-0", "new"} <= book.choose(MAX_KNOWN_PEERS, []).keys()
+    assert "peer-1" not in book.choose(MAX_KNOWN_PEERS, [])
+
+
+def test_books_of_different_nodes_choose_differently() -> None:
+    books = [GossipAddressBook("me", random.Random(seed)) for seed in range(8)]
+    for book in books:
+        for number in range(64):
+            book.meet(f"peer-{number}", AT)
+    assert len({tuple(book.choose(4, [])) for book in books}) > 6
+
+
+# ---- guard
+
+
+def test_the_handler_decides_while_the_forwarder_behaves() -> None:
+    guard, _ = make_guard()
+    assert [guard.judge("a", b"m", handler) for handler in (accept, ignore, reject, None)] == [
+        Verdict.ACCEPT, Verdict.IGNORE, Verdict.REJECT, Verdict.IGNORE,
+    ]  # fmt: skip
+    assert guard.rejected == {"invalid": 1}
+
+
+def test_an_oversize_message_is_rejected_unseen() -> None:
+    guard, _ = make_guard()
+    seen: list[bytes] = []
+
+    def see(peer_id: str, message: bytes) -> Verdict:
+        seen.append(message)
+        return Verdict.ACCEPT
+
+    assert guard.judge("a", bytes(MAX_GOSSIP_BYTES), see) is Verdict.ACCEPT
+    assert guard.judge("a", bytes(MAX_GOSSIP_BYTES + 1), see) is Verdict.REJECT
+    assert len(seen) == 1
+
+
+def test_a_broken_handler_costs_its_message_and_nobody_is_blamed() -> None:
+    def break_down(peer_id: str, message: bytes) -> Verdict:
+        raise KeyError(message)
+
+    guard, _ = make_guard()
+    for _ in range(100):
+        assert guard.judge("a", b"m", break_down) is Verdict.IGNORE
+    assert not guard.is_shut_out("a")
+
+
+def test_too_many_faults_shut_a_forwarder_out_for_five_minutes_and_nobody_else() -> None:
+    guard, clock = make_guard()
+    for _ in range(20):
+        guard.judge(MALLORY, b"bad", reject)
+    assert not guard.is_shut_out(MALLORY)
+    guard.judge(MALLORY, b"bad", reject)
+    assert guard.is_shut_out(MALLORY) and not guard.is_shut_out("honest")
+    assert guard.judge(MALLORY, b"good", accept) is Verdict.IGNORE
+    assert guard.judge("honest", b"good", accept) is Verdict.ACCEPT
+    assert guard.rejected == {"invalid": 21, "shut_out": 1}
+    clock.now_s += ForwarderGuard.SHUT_OUT_S - 0.1
+    assert guard.is_shut_out(MALLORY)
+    clock.now_s += 0.2
+    assert guard.judge(MALLORY, b"good", accept) is Verdict.ACCEPT
+
+
+def test_faults_fade_so_that_an_error_now_and_then_is_forgiven() -> None:
+    guard, clock = make_guard()
+    for _ in range(100):
+        guard.judge("honest", b"stale", reject)
+        clock.now_s += 10.0
+    assert not guard.is_shut_out("honest")
+
+
+def test_what_is_ignored_is_nobodys_fault() -> None:
+    guard, clock = make_guard()
+    for _ in range(200):
+        guard.judge("honest", b"known", ignore)
+        clock.now_s += 0.01
+    assert not guard.is_shut_out("honest") and not guard.rejected
+
+
+def test_two_hundred_messages_per_second_are_let_through_and_no_more() -> None:
+    guard, clock = make_guard()
+    passed = Counter[Verdict]()
+    for _ in range(20):  # at twice the rate for two seconds
+        clock.now_s += 0.1
+        for _ in range(40):
+            passed[guard.judge("busy", b"m", accept)] += 1
+    assert passed[Verdict.ACCEPT] == pytest.approx(2 * 200 + 2 * 200, abs=25)  # the burst, then the rate
+    assert guard.rejected["flood"] == passed[Verdict.IGNORE]
+
+
+def test_a_lasting_flood_shuts_out() -> None:
+    guard, clock = make_guard()
+    for _ in range(10_000):
+        clock.now_s += 0.0001  # 10,000 messages per second
+        guard.judge(MALLORY, b"m", accept)
+    assert guard.is_shut_out(MALLORY)
+    assert guard.rejected["shut_out"] > 9_000
+
+
+def test_an_honest_rate_never_shuts_out() -> None:
+    guard, clock = make_guard()
+    for _ in range(20_000):
+        clock.now_s += 1 / 190
+        assert guard.judge("busy", b"m", accept) is Verdict.ACCEPT
+
+
+def test_other_work_is_paid_from_the_same_purse() -> None:
+    guard, clock = make_guard()
+    assert guard.admit("a", 300) and guard.admit("a", 100)
+    assert not guard.admit("a", 1)
+    assert guard.judge("a", b"m", accept) is Verdict.IGNORE
+    clock.now_s += 0.1
+    assert guard.admit("a", 19)
+    for _ in range(200):
+        guard.admit("a", 1000)
+    assert guard.is_shut_out("a") and not guard.admit("a", 0)
+
+
+def test_what_is_remembered_of_forwarders_is_bounded() -> None:
+    guard, _ = make_guard()
+    for number in range(3 * ForwarderGuard.MAX_FORWARDERS):
+        guard.judge(f"peer-{number}", b"m", reject)
+    assert len(guard._forwarders) == ForwarderGuard.MAX_FORWARDERS
+
+
+@given(st.lists(st.tuples(st.sampled_from([accept, ignore, reject]), st.floats(0, 5)), max_size=200))
+def test_a_peer_is_shut_out_only_by_more_than_twenty_faults(steps: list[tuple[GossipHandler, float]]) -> None:
+    guard, clock = make_guard()
+    for handler, pause_s in steps:
+        clock.now_s += pause_s
+        guard.judge("a", b"m", handler)
+    if guard.is_shut_out("a"):
+        assert sum(handler is reject for handler, _ in steps) > ForwarderGuard.MAX_FAULTS
+
+
+# ---- slot
+
+
+class Plane:
+    """A gossip plane that writes down what it is asked."""
+
+    addresses: Addresses = AT
+
+    def __init__(self) -> None:
+        self.rejected = Counter(invalid=3)
+        self.calls: list[tuple[str, ...]] = []
+
+    async def start(self) -> None:
+        self.calls.append(("start",))
+
+    async def stop(self) -> None:
+        self.calls.append(("stop",))
+
+    def peers(self) -> tuple[str, ...]:
+        return ("a",)
+
+    def meet(self, peer_id: str, addresses: Addresses) -> None:
+        self.calls.append(("meet", peer_id))
+
+    def subscribe(self, topic: str, handler: GossipHandler) -> None:
+        self.calls.append(("subscribe", topic))
+
+    def unsubscribe(self, topic: str) -> None:
+        self.calls.append(("unsubscribe", topic))
+
+    async def publish(self, topic: str, message: bytes) -> None:
+        self.calls.append(("publish", topic))
+
+
+async def test_topics_joined_before_the_start_are_joined_at_the_start() -> None:
+    plane = Plane()
+    slot = GossipSlot(lambda: plane)
+    slot.subscribe("one", accept)
+    slot.subscribe("left", accept)
+    slot.unsubscribe("left")
+    await slot.publish("one", b"nobody hears it yet")
+    await slot.start()
+    slot.subscribe("two", accept)
+    slot.unsubscribe("one")
+    slot.meet("a", AT)
+    await slot.publish("two", b"m")
+    assert (slot.addresses, slot.peers(), slot.rejected) == (AT, ("a",), {"invalid": 3})
+    await slot.stop()
+    await slot.stop()
+    assert plane.calls == [
+        ("subscribe", "one"), ("start",), ("subscribe", "two"), ("unsubscribe", "one"), ("meet", "a"),
+        ("publish", "two"), ("stop",),
+    ]  # fmt: skip
+
+
+async def test_without_a_plane_nothing_happens_and_bounds_still_hold() -> None:
+    slot = GossipSlot(None)
+    await slot.start()
+    slot.subscribe("one", accept)
+    slot.meet("a", AT)
+    await slot.publish("one", b"m")
+    with pytest.raises(ValueError, match="<= 1024 bytes, got 1025"):
+        await slot.publish("one", bytes(MAX_GOSSIP_BYTES + 1))
+    slot.unsubscribe("one")
+    assert (slot.addresses, slot.peers(), dict(slot.rejected)) == ((), (), {})
+    await slot.stop()

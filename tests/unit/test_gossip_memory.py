@@ -1,0 +1,100 @@
+"""Frames arrive whole however they are cut, and what is remembered of gossiped messages is bounded."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.network.libp2p.frames import FrameReader, OversizeFrame, encode_frame
+from swarm.network.libp2p.recent_messages import (
+    HISTORY_HEARTBEATS,
+    MAX_RECENT,
+    MAX_SEEN,
+    MAX_WINDOW_IDS,
+    SEEN_S,
+    WINDOW_HEARTBEATS,
+    RecentMessages,
+    SeenMessages,
+    message_id,
+)
+
+
+def test_lengths_are_unsigned_varints() -> None:
+    assert encode_frame(b"") == b"\x00"
+    assert encode_frame(bytes(127))[:1] == b"\x7f"
+    assert encode_frame(bytes(300))[:2] == b"\xac\x02"
+
+
+@given(st.lists(st.binary(max_size=300)), st.data())
+def test_frames_come_out_whole_however_they_are_cut(frames: list[bytes], data: st.DataObject) -> None:
+    stream, reader, out = b"".join(map(encode_frame, frames)), FrameReader(300), []
+    while stream:
+        size = data.draw(st.integers(1, len(stream)))
+        out += reader.feed(stream[:size])
+        stream = stream[size:]
+    assert out == frames
+
+
+@given(st.binary(max_size=500), st.integers(0, 64))
+def test_random_bytes_end_in_frames_or_one_named_error(stream: bytes, limit: int) -> None:
+    try:
+        assert all(len(frame) <= limit for frame in FrameReader(limit).feed(stream))
+    except OversizeFrame:
+        pass
+
+
+@pytest.mark.parametrize("start", [b"\x65", b"\xff\xff\xff\xff\x7f", b"\x80\x80\x80\x80\x80"])
+def test_a_length_beyond_the_bound_is_refused_before_its_bytes_come(start: bytes) -> None:
+    with pytest.raises(OversizeFrame, match="gossip frame"):
+        list(FrameReader(100).feed(start))
+
+
+def test_a_reader_holds_no_more_than_one_frame() -> None:
+    reader = FrameReader(100)
+    for _ in range(10_000):
+        assert list(reader.feed(encode_frame(bytes(100)))) == [bytes(100)]
+    assert len(reader._buffer) == 0
+
+
+def test_message_id_golden_value() -> None:
+    # printf 'topic\0data' | sha256sum
+    assert message_id("topic", b"data").hex() == "244bac8362b1fa5f88772674eed579c3"
+    assert message_id("topicd", b"ata") != message_id("topic", b"data")
+
+
+def test_seen_ids_are_forgotten_with_time_and_beyond_a_number() -> None:
+    now = [0.0]
+    seen = SeenMessages(lambda: now[0])
+    seen.add(b"first")
+    now[0] = SEEN_S / 2
+    seen.add(b"first")  # does not live longer by being sent again
+    seen.add(b"second")
+    now[0] = SEEN_S + 1
+    seen.add(b"third")
+    assert [seen.has(name) for name in (b"first", b"second", b"third")] == [False, True, True]
+    for number in range(MAX_SEEN + 10):
+        seen.add(number.to_bytes(4, "big"))
+    assert len(seen) == MAX_SEEN
+    assert not seen.has(b"third") and seen.has((MAX_SEEN).to_bytes(4, "big"))
+
+
+def test_a_message_can_be_asked_for_longer_than_it_is_told_of() -> None:
+    recent = RecentMessages()
+    recent.put("t", b"id", "message")
+    recent.put("other", b"id 2", "message 2")
+    for heartbeat in range(HISTORY_HEARTBEATS + 1):
+        assert recent.window("t") == ([b"id"] if heartbeat < WINDOW_HEARTBEATS else [])
+        assert recent.get(b"id") == ("message" if heartbeat < HISTORY_HEARTBEATS else None)
+        recent.shift()
+    assert len(recent) == 0
+
+
+def test_recent_messages_are_bounded_and_nobody_replaces_one() -> None:
+    recent = RecentMessages()
+    for number in range(MAX_RECENT + 100):
+        recent.put("t", number.to_bytes(4, "big"), number)
+    recent.put("t", bytes(4), "forged")
+    assert len(recent) == MAX_RECENT and recent.get(bytes(4)) == 0
+    assert len(recent.window("t")) == MAX_WINDOW_IDS
+    for _ in range(HISTORY_HEARTBEATS):
+        recent.shift()
+    assert len(recent) == 0 and len(recent._history) == HISTORY_HEARTBEATS
