@@ -135,7 +135,7 @@ def peer_system(options: argparse.Namespace) -> System | None:
         _say(f"genrl is left out: {error}")
         return None
     command = (str(python), str(_HERE / "peers" / "genrl_exchange.py"))
-    return System(command, start={"timeout_s": int(options.time_limit_s)})
+    return System(command, start={"gather_timeout_s": int(options.time_limit_s)})
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -15,6 +15,16 @@ def take_over_stdout() -> TextIO:
     return replies
 
 
+def take_over_stdin() -> TextIO:
+    """The stream of commands, for a thread to read. A child that is forked meanwhile closes its `sys.stdin`, and would
+    wait for ever for the thread that reads it: so that one is empty now.
+    """
+    commands = os.fdopen(os.dup(0), "r")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return commands
+
+
 def reply(replies: TextIO, answer: Mapping[str, Any]) -> None:
     replies.write(json.dumps(answer) + "\n")
     replies.flush()

@@ -13,17 +13,17 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from measuring.command_loop import reply, take_over_stdout
+from measuring.command_loop import reply, take_over_stdin, take_over_stdout
 
 
 class GenrlNode:
     """Bootstrap peer where no initial peers are given."""
 
-    def __init__(self, initial_peers: list[str], num_nodes: int, timeout_s: int) -> None:
+    def __init__(self, initial_peers: list[str], num_nodes: int, gather_timeout_s: int) -> None:
         os.environ["HIVEMIND_WORLD_SIZE"] = str(num_nodes)
         import hivemind
         from hivemind.utils import get_dht_time
@@ -34,7 +34,7 @@ class GenrlNode:
         self._module = hivemind_backend
         hivemind_backend.HivemindRendezvouz.init(is_master=not initial_peers)
         self._backend = hivemind_backend.HivemindBackend(
-            initial_peers=initial_peers or None, timeout=timeout_s, beam_size=10
+            initial_peers=initial_peers or None, timeout=gather_timeout_s, beam_size=10
         )
         self._value = b""
         self._num_bodies = 0
@@ -56,23 +56,23 @@ class GenrlNode:
         return {"seconds": seconds if len(others) - 1 >= self._num_bodies else None}
 
 
-def _read_commands(commands: "queue.Queue[dict[str, Any]]") -> None:
-    for line in sys.stdin:
+def _read_commands(stream: TextIO, commands: "queue.Queue[dict[str, Any]]") -> None:
+    for line in stream:
         commands.put(json.loads(line))
     os.killpg(0, signal.SIGKILL)  # the parent is gone, or done; a hanging call would never notice
 
 
 def main() -> None:
-    replies = take_over_stdout()
+    replies, stream = take_over_stdout(), take_over_stdin()
     commands: queue.Queue[dict[str, Any]] = queue.Queue()
-    threading.Thread(target=_read_commands, args=(commands,), daemon=True).start()
+    threading.Thread(target=_read_commands, args=(stream, commands), daemon=True).start()
     node: GenrlNode | None = None
     while True:
         command = commands.get()
         name = command.pop("do")
         try:
             if name == "start":
-                node = GenrlNode(command["initial_peers"], command["num_nodes"], command["timeout_s"])
+                node = GenrlNode(command["initial_peers"], command["num_nodes"], command["gather_timeout_s"])
                 reply(replies, {"addresses": node.addresses()})
             elif name == "clear":
                 reply(replies, {})

@@ -117,13 +117,17 @@ class Admission:
             raise InvalidRecord(Rejection.CLOCK_SKEW, f"lives longer than {MAX_TIME_TO_LIVE_S:.0f} s")
 
     def _check_new(self, header: Header) -> None:
-        """Remembered by author, so that announcing another's body first does not shut its author out."""
+        """Remembered by author, so that announcing another's body first does not shut its author out.
+
+        An expired one need not be remembered: it would be turned away for that.
+        """
         key = (header.author, header.body_hash)
         if key in self._announced:
             raise InvalidRecord(Rejection.REPLAY)
         self._announced[key] = header.expires_at
-        while len(self._announced) > _MAX_REMEMBERED_BODIES:
-            self._announced.popitem(last=False)
+        now, known = self._clock(), self._announced
+        while known and (len(known) > _MAX_REMEMBERED_BODIES or next(iter(known.values())) <= now):
+            known.popitem(last=False)
 
     def _check_rate(self, author: str) -> None:
         """Token bucket: one minute's allowance at once, refilled evenly."""

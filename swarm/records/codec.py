@@ -36,6 +36,8 @@ MAX_BODY_BYTES = 1 << 20
 """Largest body as transferred."""
 MAX_UNPACKED_BODY_BYTES = 8 << 20
 """Largest body after decompression."""
+_MAX_BODY_FRAMING_BYTES = 64 << 10
+"""What is in an unpacked body beside texts, token ids and log-probs: 26 bytes per rollout, and some per group."""
 MAX_GROUPS_PER_BODY = 12
 MAX_TEXT_CHARS = 32_768
 MAX_PEER_ID_CHARS = 64
@@ -112,12 +114,17 @@ def decode_body(body: bytes, author: str, lineage: Lineage, policy_version: int)
 
 
 def fits_into_body(groups: Sequence[RolloutGroup]) -> bool:
-    """Whether readers take so many groups, rollouts and tokens. Bounds in bytes show when they are encoded."""
-    token_counts = [len(rollout.token_ids) for group in groups for rollout in group.rollouts]
+    """Whether readers take so many groups, rollouts, tokens and characters. MAX_BODY_BYTES shows when they are encoded."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    num_chars = sum(len(rollout.text) for rollout in rollouts)
+    most_bytes = 6 * num_tokens + 4 * num_chars + _MAX_BODY_FRAMING_BYTES  # uint32 and float16; UTF-8
     return (
         len(groups) <= MAX_GROUPS_PER_BODY
-        and len(token_counts) <= MAX_ROLLOUTS_PER_BODY
-        and sum(token_counts) <= MAX_TOKENS_PER_BODY
+        and len(rollouts) <= MAX_ROLLOUTS_PER_BODY
+        and num_tokens <= MAX_TOKENS_PER_BODY
+        and all(len(rollout.text) <= MAX_TEXT_CHARS for rollout in rollouts)
+        and most_bytes <= MAX_UNPACKED_BODY_BYTES
     )
 
 

@@ -14,6 +14,7 @@ from swarm.records.codec import (
     encode_body,
     encode_header,
     encode_record,
+    fits_into_body,
 )
 from swarm.records.identity import Identity
 from swarm.records.signing import sign_record
@@ -57,7 +58,7 @@ class Publisher:
     async def _publish(self, groups: list[RolloutGroup]) -> None:
         """One record; split in half where body or header outgrow their bounds."""
         body, record, header = await asyncio.to_thread(self._pack, groups)
-        if len(record) > MAX_RECORD_BYTES or len(body) > MAX_BODY_BYTES:
+        if len(record) > MAX_RECORD_BYTES or len(body) > MAX_BODY_BYTES or not fits_into_body(groups):
             if len(groups) == 1:
                 logger.warning(
                     "a group of %d rollouts is too large to share: %d bytes", len(groups[0].rollouts), len(body)

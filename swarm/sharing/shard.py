@@ -10,10 +10,12 @@ import hashlib
 import re
 from dataclasses import dataclass
 
+from swarm.records.presence import MAX_SHARD_LEVEL
+
 EPOCH_S = 600.0
 SPLIT_ABOVE = 128
 MERGE_BELOW = 16
-MAX_LEVEL = 16
+MAX_LEVEL = MAX_SHARD_LEVEL
 _NAME = re.compile(r"(0|[1-9][0-9]?)\.(0|[1-9a-f][0-9a-f]{0,3})")
 
 

@@ -5,40 +5,51 @@ bytes and the swarm, so nodes that share it behave as before; only the processor
 """
 
 from collections import OrderedDict
+from typing import TypeVar
 
 from swarm.network.transport import IndexValidator
 from swarm.records.identity import verify
+
+K = TypeVar("K")
 
 _MAX_VERDICTS = 100_000
 
 
 class SignatureCache:
-    """Newest verdicts on signatures and on entries of the index, at most 100,000 of each."""
+    """Newest verdicts on signatures and on entries of the index."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_verdicts: int = _MAX_VERDICTS) -> None:
+        """At most `max_verdicts` of each kind."""
+        self._max_verdicts = max_verdicts
         self._signatures: OrderedDict[tuple[str, bytes, bytes], bool] = OrderedDict()
         self._entries: OrderedDict[tuple[str, str, bytes], bool] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Verdicts on signatures that are remembered."""
+        return len(self._signatures)
 
     def verify(self, peer_id: str, data: bytes, signature: bytes) -> bool:
         """As `identity.verify`, whose place it takes within `signing.verified_by`."""
         key = peer_id, data, signature
         verdict = self._signatures.get(key)
         if verdict is None:
-            verdict = self._signatures[key] = verify(*key)
-            if len(self._signatures) > _MAX_VERDICTS:
-                self._signatures.popitem(last=False)
+            verdict = self._keep(self._signatures, key, verify(*key))
         return verdict
 
     def validator(self, validate: IndexValidator) -> IndexValidator:
-        """`validate`, asked once per entry."""
+        """`validate`, asked once per entry by all validators of this cache together."""
 
         def cached(key: str, subkey: str, value: bytes) -> bool:
-            entry = (key, subkey, value)
+            entry = key, subkey, value
             verdict = self._entries.get(entry)
             if verdict is None:
-                verdict = self._entries[entry] = validate(key, subkey, value)
-                if len(self._entries) > _MAX_VERDICTS:
-                    self._entries.popitem(last=False)
+                verdict = self._keep(self._entries, entry, validate(*entry))
             return verdict
 
         return cached
+
+    def _keep(self, verdicts: OrderedDict[K, bool], key: K, verdict: bool) -> bool:
+        verdicts[key] = verdict
+        if len(verdicts) > self._max_verdicts:
+            verdicts.popitem(last=False)
+        return verdict

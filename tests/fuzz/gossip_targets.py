@@ -21,7 +21,7 @@ from swarm.records.identity import Identity
 
 TOPIC = "topic"
 _MAX_FRAME_BYTES = 1024
-_SENDER = ID.from_base58(Identity(b"s" * 32).peer_id)
+SENDER = ID.from_base58(Identity(b"s" * 32).peer_id)
 
 
 def gossip_frames(data: bytes) -> bool:
@@ -36,7 +36,8 @@ def gossip_frames(data: bytes) -> bool:
 
 def gossip_stream(data: bytes) -> bool:
     """Through pubsub: nothing is raised, and a handler sees no more than a message's bound."""
-    return trio.run(_converse, data)
+    accepted, _ = trio.run(converse, data)
+    return bool(accepted)
 
 
 def _frames(data: bytes, piece_bytes: int) -> tuple[list[bytes], bool]:
@@ -55,7 +56,7 @@ class _Stream:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self.muxed_conn = SimpleNamespace(peer_id=_SENDER)
+        self.muxed_conn = SimpleNamespace(peer_id=SENDER)
         self.is_reset = False
 
     async def read(self, num_bytes: int) -> bytes:
@@ -71,7 +72,8 @@ def _host() -> IHost:
     return new_host(key_pair=create_new_key_pair(b"h" * 32), listen_addrs=[Multiaddr("/ip4/127.0.0.1/tcp/0")])
 
 
-async def _converse(data: bytes) -> bool:
+async def converse(data: bytes) -> tuple[list[bytes], ForwarderGuard]:
+    """The messages that a handler of TOPIC got from one stream of SENDER, and the guard afterwards. In trio."""
     accepted: list[bytes] = []
 
     def take(forwarder: str, message: bytes) -> Verdict:
@@ -86,4 +88,4 @@ async def _converse(data: bytes) -> bool:
         await pubsub.stream_handler(stream)  # type: ignore[arg-type]
         assert stream.is_reset
         assert len(pubsub.peer_topics) <= MAX_TOPICS_PER_PEER
-    return bool(accepted)
+    return accepted, guard

@@ -43,7 +43,13 @@ def mutate_body(body: bytes, other: bytes, rng: random.Random) -> bytes:
     if kind == 0:
         return mutate(body, other, rng)
     decompressor = zstandard.ZstdDecompressor()
-    packed = mutate(decompressor.decompress(body), decompressor.decompress(other), rng)
+    try:
+        if zstandard.get_frame_parameters(body).content_size > MAX_BYTES:  # as much as that would be allocated
+            return mutate(body, other, rng)
+        inside = decompressor.decompress(body)
+    except zstandard.ZstdError:  # spoiled before
+        return mutate(body, other, rng)
+    packed = mutate(inside, decompressor.decompress(other), rng)
     frame = zstandard.ZstdCompressor(write_content_size=kind != 3).compress(packed)
     if kind == 2:
         skippable = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"junk"

@@ -18,7 +18,10 @@ from swarm.observability.metrics_log import read_rows
 from swarm.records.identity import Identity
 from swarm.sharing.index import EntryValidator
 
-HARMLESS = {"no_signal", "unavailable", "replay", "bad_signature", "malformed", "wrong_hash", "wrong_slot", "version"}
+HARMLESS = {
+    "no_signal", "unavailable", "replay", "bad_signature", "malformed", "wrong_hash", "wrong_slot", "version",
+    "foreign_swarm",
+}  # fmt: skip
 """What loss, duplication and flipped bytes may cause; anything else would be an honest node turned away."""
 
 

@@ -95,6 +95,17 @@ def test_replayed_header_and_copied_body_are_rejected() -> None:
     assert header_reason(door, signed(header)) is Rejection.REPLAY
 
 
+def test_bodies_are_remembered_until_they_expire() -> None:
+    clock = Clock()
+    door = admission(clock)
+    for number in range(3):
+        body = encode_body([group(index=number)])
+        times = {"created_at": clock.now, "expires_at": clock.now + 600}
+        door.admit_header(signed(header_of([group(index=number)], body, sequence=number, **times)))
+        clock.now += 301
+    assert len(door._announced) == 2
+
+
 def test_rate_is_per_author_and_recovers() -> None:
     clock = Clock()
     door = admission(clock, max_records_per_peer_per_minute=2)

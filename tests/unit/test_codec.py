@@ -8,16 +8,21 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarm.records.body_reader import MAX_ROLLOUTS_PER_BODY, MAX_TOKENS_PER_BODY
 from swarm.records.codec import (
+    MAX_GROUPS_PER_BODY,
     MAX_RECORD_BYTES,
+    MAX_TEXT_CHARS,
     MAX_UNPACKED_BODY_BYTES,
     decode_body,
     decode_header,
     decode_record,
     encode_body,
     encode_header,
+    fits_into_body,
 )
 from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.types import RolloutGroup
 from tests.unit.experience_factory import ALICE, LINEAGE, body_and_header, group, header_of, rollout, signed
 
 
@@ -127,3 +132,51 @@ def test_header_of_too_many_groups_is_refused() -> None:
     body, _ = body_and_header()
     header = header_of([group(index=i) for i in range(13)], body)
     assert reason_of(decode_header, encode_header(header), "x") is Rejection.MALFORMED
+
+
+def sized(num_groups: int, num_rollouts: int, num_tokens: int = 1, text: str = "") -> list[RolloutGroup]:
+    one = replace(rollout("a"), text=text, token_ids=(5,) * num_tokens, logprobs=(-0.5,) * num_tokens)
+    return [replace(group(index=index), rollouts=(one,) * num_rollouts) for index in range(num_groups)]
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        sized(MAX_GROUPS_PER_BODY, MAX_ROLLOUTS_PER_BODY // MAX_GROUPS_PER_BODY),
+        sized(1, MAX_ROLLOUTS_PER_BODY),
+        sized(2, 2, MAX_TOKENS_PER_BODY // 4),
+        sized(1, 60, text="\U0001f9a6" * MAX_TEXT_CHARS),
+    ],
+    ids=("groups", "rollouts", "tokens", "texts"),
+)
+def test_largest_body_is_sent_and_taken(groups: list[RolloutGroup]) -> None:
+    assert fits_into_body(groups)
+    assert decode_body(encode_body(groups), ALICE.peer_id, LINEAGE, 7) == tuple(groups)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        sized(MAX_GROUPS_PER_BODY + 1, 2),
+        sized(2, MAX_ROLLOUTS_PER_BODY // 2 + 1),
+        sized(2, 2, MAX_TOKENS_PER_BODY // 4 + 1),
+        sized(1, 2, text="a" * (MAX_TEXT_CHARS + 1)),
+        sized(1, 65, text="\U0001f9a6" * MAX_TEXT_CHARS),
+    ],
+    ids=("groups", "rollouts", "tokens", "text", "texts"),
+)
+def test_larger_body_is_neither_sent_nor_taken(groups: list[RolloutGroup]) -> None:
+    assert not fits_into_body(groups)
+    refused = reason_of(decode_body, encode_body(groups), ALICE.peer_id, LINEAGE, 7)
+    assert refused in (Rejection.OVERSIZE, Rejection.MALFORMED)
+
+
+def test_body_under_another_name_is_refused() -> None:
+    assert reason_of(decode_body, encode_body([group()]), "x", LINEAGE, 0) is Rejection.HEADER_MISMATCH
+
+
+@pytest.mark.parametrize("extra", [b"\xc0", b"\x90", b"x" * 100])
+def test_bytes_after_the_last_item_are_refused(extra: bytes) -> None:
+    packed = zstandard.ZstdDecompressor().decompress(encode_body([group()])) + extra
+    body = zstandard.ZstdCompressor(write_content_size=True).compress(packed)
+    assert reason_of(decode_body, body, ALICE.peer_id, LINEAGE, 0) is Rejection.MALFORMED

@@ -153,6 +153,7 @@ def found(**fields: object) -> Any:
         found(nearest_node_ids=[bytes(21)], nearest_peer_ids=[bytes(38)]),
         found(nearest_node_ids=[NODE_ID] * (MAX_NEIGHBORS + 1)),
         messages.FindResponse(peer=messages.NodeInfo(node_id=bytes(21))),
+        messages.FindResponse(results=[messages.FindResult(type=7)]),
     ],
 )
 async def test_reply_with_ids_out_of_bounds_is_an_error_before_it_is_decoded(hostile: Any) -> None:

@@ -77,7 +77,17 @@ async def test_each_peer_and_all_together_are_limited_per_minute() -> None:
     await asked.answer(PEER, bytes_request(10))
 
 
-@pytest.mark.parametrize("response", [b"", b"1234567", struct.pack(">d", 1.0) + b"here", b"\x00" * 8 + b"\xff"])
+@pytest.mark.parametrize(
+    "response",
+    [
+        b"",
+        b"1234567",
+        struct.pack(">d", 1.0) + b"here",
+        struct.pack(">d", 1.0) + b"2a00::1%/p2p",
+        struct.pack(">d", float("nan")),
+        b"\x00" * 8 + b"\xff",
+    ],
+)
 def test_malformed_greeting_is_a_request_error(response: bytes) -> None:
     with pytest.raises(RequestError):
         read_greeting(response)

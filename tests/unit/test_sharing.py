@@ -1,5 +1,6 @@
 """Publisher and reader over the in-memory network, with a judge that knows one task."""
 
+import asyncio
 import random
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import pytest
 from swarm.config import NetworkSection, SharingSection
 from swarm.errors import RequestError
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
+from swarm.network.transport import RequestRefused
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import body_hash, encode_body
 from swarm.records.identity import Identity
@@ -177,6 +179,51 @@ async def test_other_bytes_under_the_announced_hash_are_rejected() -> None:
     alice.bodies.put(body_hash(body), body[:-1] + b"x", NOW + 600)
     await reader.reader.poll()
     assert reader.reader.rejected == {"wrong_hash": 1}
+
+
+async def test_wrong_bytes_of_the_author_leave_a_true_holder_to_ask() -> None:
+    _, (alice, first, second) = await peers(ALICE, READER, Identity(b"s" * 32))
+    body = encode_body([group()])
+    await store(alice, signed(header_of([group()], body)), body)
+    await first.reader.poll()
+    alice.bodies.put(body_hash(body), body[:-1] + b"x", NOW + 600)
+    await second.reader.poll()
+    assert second.reader.num_groups_admitted == 1
+
+
+async def test_a_silent_author_holds_up_nobody_elses_body() -> None:
+    _, (alice, mallory, reader) = await peers(ALICE, MALLORY, READER)
+    is_over, is_asked = asyncio.Event(), asyncio.Event()
+
+    async def stay_silent(peer_id: str, request: bytes) -> bytes:
+        is_asked.set()
+        await is_over.wait()
+        raise RequestRefused("too late")
+
+    mallory.bodies._answer = stay_silent  # type: ignore[method-assign]
+    mallory.transport._server._services.clear()
+    mallory.bodies.serve_on(mallory.transport)
+    groups = [group(index=9, author=MALLORY.peer_id)]
+    body = encode_body(groups)
+    await store(mallory, signed(header_of(groups, body, author=MALLORY.peer_id), MALLORY), body)
+    poll = asyncio.create_task(reader.reader.poll())
+    async with asyncio.timeout(5):
+        await is_asked.wait()
+        for index in range(3):
+            await alice.publisher.publish([group(index=index)])
+        while reader.reader.num_groups_admitted < 3:
+            assert not poll.done(), "the silent author is still waited for"
+            await asyncio.sleep(0.01)  # nobody tells
+    is_over.set()
+    await poll
+    assert reader.reader.rejected == {"unavailable": 1}
+
+
+async def test_bodies_of_one_author_leave_room_for_those_of_others() -> None:
+    _, (alice, reader) = await peers(ALICE, READER)
+    await alice.publisher.publish([group()])
+    await reader.reader.poll()
+    assert set(reader.bodies._authors.values()) == {ALICE.peer_id}
 
 
 async def test_unknown_body_is_refused() -> None:

@@ -46,6 +46,11 @@ def test_valid_address_is_read_and_written_alike(text: str) -> None:
         f"/ip4/1.2.3.4/tcp/1/p2p-circuit/p2p/{PEER_ID}",
         f"/ip4/1.2.3.4/tcp/1/p2p/{PEER_ID}/p2p-circuit/p2p/{PEER_ID}/p2p-circuit",
         f"/ip4/1.2.3.4/tcp/1/p2p/{PEER_ID[:-1]}/p2p-circuit/p2p/{PEER_ID}",
+        "/dns4/a_b.example.org/tcp/1",
+        "/dns/::1/tcp/1",
+        "/dns6/-a.example.org/tcp/1",
+        "/dns/a..b/tcp/1",
+        f"/dns/{64 * 'a'}.org/tcp/1",
     ],
 )
 def test_malformed_address_is_a_config_error_that_names_setting_and_value(text: str) -> None:

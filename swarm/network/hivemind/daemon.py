@@ -24,6 +24,11 @@ _READY_LINE = "Peer ID:"
 _GREETING = ("Control socket:", "Peer Addrs:", "/ip4/", "/ip6/")
 _CRASH = ("panic:", "fatal error:")
 _IDLE_TIMEOUT_S = 30
+_MAX_CONNECTIONS = 512
+_KEPT_CONNECTIONS = 256
+"""Above the one, connections are closed down to the other ..."""
+_NEW_CONNECTION_S = 20
+"""... but none that is younger. The daemon's own two minutes are enough to fill the memory with connections."""
 _STOP_GRACE_S = 1.0
 _NUM_LAST_LINES = 5
 
@@ -55,6 +60,9 @@ class Daemon:
             *([f"-announceAddrs={','.join(map(str, announce))}"] if announce else []),
             *role.daemon_flags(),
             "-connManager=1",
+            f"-connLo={_KEPT_CONNECTIONS}",
+            f"-connHi={_MAX_CONNECTIONS}",
+            f"-connGrace={_NEW_CONNECTION_S}s",
             "-natPortMap=0",
             f"-idleTimeout={idle_timeout_s}s",
         ]

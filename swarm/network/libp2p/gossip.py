@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 NUM_NEIGHBORS = 8
 """Connections a node sees to; others may connect to it beyond that."""
 MAINTENANCE_INTERVAL_S = 2.0
+_SILENCE_S = 5.0
+"""So long a peer may be in no topic, in which it was before."""
 _MAX_RESTART_PAUSE_S = 30.0
 
 
@@ -60,9 +62,13 @@ class Libp2pGossip:
         self._rng = random.Random(identity.peer_id + "gossip")  # each node picks others
         self._book = GossipAddressBook(identity.peer_id, self._rng)
         self._host: Libp2pHost | None = None
+        self._refused: Counter[str] = Counter()  # by the host: connections and streams
         self._pubsub: GuardedPubsub | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
+        self._subscribers: set[str] = set()
+        """Connected peers that were known to be in some topic."""
+        self._silent_since: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_restarts = 0
 
@@ -77,7 +83,7 @@ class Libp2pGossip:
 
     @property
     def rejected(self) -> Counter[str]:
-        return self._guard.rejected
+        return self._guard.rejected + self._refused
 
     @property
     def addresses(self) -> Addresses:
@@ -127,7 +133,7 @@ class Libp2pGossip:
 
     async def _open(self) -> None:
         self._host = await Libp2pHost.open(
-            self._identity, self._listen, services=self._services, timeout_s=self._timeout_s
+            self._identity, self._listen, services=self._services, refused=self._refused, timeout_s=self._timeout_s
         )
         self._listen = with_actual_ports(self._listen, self._host.addresses)  # others know these ports by now
         assert self._pubsub is not None, "made by _services"
@@ -152,18 +158,24 @@ class Libp2pGossip:
                 await asyncio.sleep(min(2.0**num_failures, _MAX_RESTART_PAUSE_S) * self._rng.uniform(0.5, 1.0))
                 num_failures = 0 if await self._reopen() else num_failures + 1
                 continue
-            exited = asyncio.create_task(self._host.exited())
-            woken = asyncio.create_task(self._wake.wait())
-            await asyncio.wait({exited, woken}, timeout=MAINTENANCE_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
-            woken.cancel()
-            if exited.done():
-                logger.warning("the gossip plane broke down and is opened again: %s", exited.result())
+            cause = await self._pause(self._host)
+            if cause is not None:
+                logger.warning("the gossip plane broke down and is opened again: %s", cause)
                 host, self._host, self._pubsub = self._host, None, None
                 await host.close()
             else:
-                exited.cancel()
                 self._wake.clear()
                 await self._tend(self._host)
+
+    async def _pause(self, host: Libp2pHost) -> str | None:
+        """Until there is something to do; why the host ended, if it did."""
+        exited, woken = asyncio.create_task(host.exited()), asyncio.create_task(self._wake.wait())
+        try:
+            await asyncio.wait({exited, woken}, timeout=MAINTENANCE_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+            return exited.result() if exited.done() else None
+        finally:
+            exited.cancel()
+            woken.cancel()
 
     async def _reopen(self) -> bool:
         self.num_restarts += 1
@@ -186,6 +198,25 @@ class Libp2pGossip:
         chosen = self._book.choose(NUM_NEIGHBORS - len(connected), connected)
         chosen = {peer_id: at for peer_id, at in chosen.items() if not self._guard.is_shut_out(peer_id)}
         await asyncio.gather(*(self._connect(host, peer_id, at) for peer_id, at in chosen.items()))
+        await self._hang_up_on_forgotten(host)
+
+    async def _hang_up_on_forgotten(self, host: Libp2pHost) -> None:
+        """Start anew with connected peers whose subscriptions pubsub has lost.
+
+        With any connection that ends, py-libp2p forgets what its peer has subscribed to. Over another connection that is
+        still open, as after a change of address, the peer would never say it again, and hear nothing any more.
+        """
+        connected, now = set(host.peers()), time.monotonic()
+        topics = self._pubsub.peer_topics.values() if self._pubsub is not None else ()
+        subscribed = {str(peer_id) for peer_ids in topics for peer_id in peer_ids} & connected
+        silent = (self._subscribers & connected) - subscribed
+        self._silent_since = {peer_id: self._silent_since.get(peer_id, now) for peer_id in silent}
+        self._subscribers = subscribed | silent
+        for peer_id, since in self._silent_since.items():
+            if now - since >= _SILENCE_S:
+                self._subscribers.discard(peer_id)  # one that has left all topics is hung up on only once
+                with contextlib.suppress(NetworkError):
+                    await host.disconnect(peer_id)
 
     async def _connect(self, host: Libp2pHost, peer_id: str, addresses: Addresses) -> None:
         try:

@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from swarm.errors import NetworkError
+from swarm.network.libp2p.dead_lines import DeadLines
 from swarm.network.libp2p.inbound_door import HANDSHAKE_TIMEOUT_S, MAX_CONNECTIONS, InboundDoor, security_of
 from swarm.network.libp2p.parts import (
     ID,
@@ -30,6 +31,7 @@ from swarm.network.libp2p.parts import (
     new_host,
     trio,
 )
+from swarm.network.libp2p.ports import CLOSE_TIMEOUT_S, check_free, take_leave
 from swarm.network.libp2p.restraint import restrain
 from swarm.network.libp2p.trio_guest import TrioGuest
 from swarm.network.requests.framing import PIECE_BYTES
@@ -44,7 +46,6 @@ HostServices = Callable[[IHost], AbstractAsyncContextManager[None]]
 """What runs on a host as long as it lives, such as pubsub (a trio context)."""
 
 _DIAL_TIMEOUT_S = 5.0
-_CLOSE_TIMEOUT_S = 1.0
 _NEGOTIATION_TIMEOUT_S = 5.0
 _STALL_TIMEOUT_S = 20.0
 _MAX_CONNECTIONS_PER_PEER = 2
@@ -70,6 +71,7 @@ class Libp2pHost:
         self._services = services
         self._conversations: set[asyncio.Task[None]] = set()
         self._life: asyncio.Task[None] | None = None
+        self._closing = trio.Event()
         self._cause = "it was closed"
         self._refused: Counter[str] = Counter() if refused is None else refused
 
@@ -87,7 +89,7 @@ class Libp2pHost:
     ) -> "Libp2pHost":
         """A host that listens. Raises NetworkError with the cause."""
         for address in listen:
-            _check_free(address)
+            check_free(address)
         quiet_libp2p()
         handlers = {protocol: handler for protocol in protocols if handler is not None}
         host = cls(await TrioGuest.enter(), identity, listen, handlers, services or _no_services, refused)
@@ -108,8 +110,11 @@ class Libp2pHost:
         if self._life is None:
             return
         life, self._life = self._life, None
-        for task in (life, *self._conversations):
+        for task in self._conversations:
             task.cancel()
+        self._guest.call_soon(self._closing.set)
+        await asyncio.wait([life], timeout=2 * CLOSE_TIMEOUT_S)
+        life.cancel()
         await asyncio.gather(life, *self._conversations, return_exceptions=True)
         await self._guest.leave()
 
@@ -192,6 +197,7 @@ class Libp2pHost:
             connection_config=config,
         )
         restrain(self._host)
+        self._host.get_network().register_notifee(DeadLines())
         InboundDoor(self._refused).install(self._host)
         for protocol, handler in self._handlers.items():
             self._host.set_stream_handler(TProtocol(protocol), self._inbound(protocol, handler))
@@ -200,9 +206,9 @@ class Libp2pHost:
                 async with self._services(self._host):
                     if not ready.done():
                         ready.set_result(None)
-                    await trio.sleep_forever()
+                    await self._closing.wait()
             finally:
-                await _take_leave(self._host)
+                await take_leave(self._host)
 
     def _inbound(self, protocol: str, handler: StreamHandler) -> Callable[[INetStream], Awaitable[None]]:
         async def on_stream(stream: INetStream) -> None:
@@ -237,7 +243,7 @@ async def pump(stream: INetStream, far: socket.socket) -> None:
     except Exception as error:  # a peer must not end the host by the way in which it breaks a stream
         logger.debug("a stream broke: %s", _innermost(error))
     for end in (_close, _reset):
-        with trio.move_on_after(_CLOSE_TIMEOUT_S) as scope:
+        with trio.move_on_after(CLOSE_TIMEOUT_S) as scope:
             scope.shield = True
             await end(stream)
 
@@ -267,34 +273,6 @@ async def _reset(stream: INetStream) -> None:
     """Half closed, a stream would stay for as long as the connection; closed by both, it takes no notice."""
     with contextlib.suppress(Exception):
         await stream.reset()
-
-
-async def _take_leave(host: IHost) -> None:
-    """Close ports and connections; py-libp2p, when cancelled, leaves its ports open, and they go on taking connections."""
-    network: Any = host.get_network()  # a Swarm; the interface does not tell of its parts
-    with trio.move_on_after(_CLOSE_TIMEOUT_S) as scope:
-        scope.shield = True
-        async with trio.open_nursery() as nursery:
-            for part in (*network.listeners.values(), *network.get_connections()):
-                nursery.start_soon(_close_quietly, part)
-
-
-async def _close_quietly(part: Any) -> None:
-    try:
-        await part.close()
-    except Exception as error:  # it is broken already
-        logger.debug("a part of the host did not close: %s", _innermost(error))
-
-
-def _check_free(address: TcpAddress) -> None:
-    """Raises NetworkError for a port that another program has; py-libp2p would share it, and lose connections to it."""
-    family = socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address.host, address.port))
-        except OSError as error:
-            raise NetworkError(f"py-libp2p must start on {address}, got {error.strerror}; choose another port") from None
 
 
 @contextlib.asynccontextmanager

@@ -122,6 +122,7 @@ class GuardedPubsub(Pubsub):
         topic, data = message.topicIDs[0], message.data
         handler, known_as = self._handlers.get(topic), message_id(topic, data)
         if self.seen_messages.has(known_as):
+            self._guard.admit(name, 1)  # one of each message is usual; the same again and again costs time here
             return
 
         def judge(peer: str, data: bytes) -> Verdict:
@@ -155,8 +156,7 @@ class GuardedPubsub(Pubsub):
                     data += self._encode(call)
                 with trio.fail_after(_SEND_TIMEOUT_S):
                     await stream.write(data)
-                self._traffic.bytes_sent += len(data)
-                self._traffic.gossip_bytes_sent += len(data)
+                self._count_out(len(data))
         except Exception as error:  # slow, or gone
             logger.debug("gossip to %s ended: %s: %s", peer_id, type(error).__name__, error)
             with contextlib.suppress(Exception):
@@ -169,11 +169,17 @@ class GuardedPubsub(Pubsub):
         self._traffic.gossip_messages_sent += len(call.publish) + len(call.subscriptions) + num_words
         return encode_frame(call.SerializeToString())
 
+    def _count_out(self, num_bytes: int) -> None:
+        self._traffic.bytes_sent += num_bytes
+        self._traffic.gossip_bytes_sent += num_bytes
+
     # ---- what py-libp2p would add or remember
 
     def get_hello_packet(self) -> rpc_pb2.RPC:
         topics = [rpc_pb2.RPC.SubOpts(subscribe=True, topicid=topic) for topic in self.topic_ids]
-        return rpc_pb2.RPC(subscriptions=topics)
+        hello = rpc_pb2.RPC(subscriptions=topics)
+        self._count_out(len(self._encode(hello)))  # py-libp2p writes it at once, and by itself
+        return hello
 
     def _build_announce_rpc(self, topic_id: str, subscribe: bool) -> tuple[rpc_pb2.RPC, rpc_pb2.RPC.SubOpts]:
         announcement = rpc_pb2.RPC.SubOpts(subscribe=subscribe, topicid=topic_id)

@@ -232,13 +232,15 @@ class LightTransport:
                     await asyncio.sleep(_TEND_INTERVAL_S)
                     continue
             exited = asyncio.create_task(self._host.exited())
-            await asyncio.wait({exited}, timeout=_TEND_INTERVAL_S)
+            try:
+                await asyncio.wait({exited}, timeout=_TEND_INTERVAL_S)
+            finally:
+                exited.cancel()  # does nothing to one that is done
             if exited.done():
                 logger.warning("the network broke down and is restarted: %s", exited.result())
                 host, self._host = self._host, None
                 await host.close()
             else:
-                exited.cancel()
                 await self._tend(self._host)
 
     async def _tend(self, host: Libp2pHost) -> None:

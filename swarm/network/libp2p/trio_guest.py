@@ -84,9 +84,13 @@ class TrioGuest:
         try:
             return await future
         except asyncio.CancelledError:
-            with contextlib.suppress(trio.RunFinishedError):
-                self._token.run_sync_soon(scope.cancel)
+            self.call_soon(scope.cancel)
             raise
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """Call a plain function inside trio, unless the run has ended."""
+        with contextlib.suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(function)
 
     def _spawn(self, task: Callable[[], Awaitable[None]], future: "asyncio.Future[Any]") -> None:
         def start() -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-_TICK_S = 1e-4
+_TICK_S = 1e-3
 """Events happen at multiples of it: in a large swarm many at once, for one turn of the loop."""
 _MAX_EVENTS_AT_ONCE = 1000
 """Then the loop's tasks have a turn, though the clock may not move."""

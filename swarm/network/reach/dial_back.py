@@ -22,6 +22,14 @@ _MAX_LINE_BYTES = 64
 _EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
 _SIGNED_PREFIX = b"libp2p-tls-handshake:"
 _SIGNATURE_BYTES = 64
+_NOT_A_CERTIFICATE = (
+    ValueError,
+    x509.InvalidVersion,
+    x509.UnsupportedGeneralNameType,
+    x509.ExtensionNotFound,
+    x509.DuplicateExtension,
+    UnsupportedAlgorithm,
+)
 _SIGNATURE_HEAD = bytes.fromhex("0440")
 """The extension ends in an OCTET STRING of 64 bytes in DER: the signature."""
 
@@ -59,7 +67,7 @@ def is_signed_by(peer_id: str, certificate_der: bytes) -> bool:
         certificate = x509.load_der_x509_certificate(certificate_der)
         extension = certificate.extensions.get_extension_for_oid(_EXTENSION).value
         session_key = certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension, UnsupportedAlgorithm):
+    except _NOT_A_CERTIFICATE:
         return False
     signed_key = extension.value if isinstance(extension, x509.UnrecognizedExtension) else b""
     head, signature = signed_key[-_SIGNATURE_BYTES - 2 : -_SIGNATURE_BYTES], signed_key[-_SIGNATURE_BYTES:]

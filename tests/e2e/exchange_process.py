@@ -1,0 +1,142 @@
+"""A node without a model in a process of its own: transport, gossip, admission and pool are real, its groups made up.
+
+python -m tests.e2e.exchange_process FOLDER BACKEND [INITIAL_PEER]...
+
+Asked over stdin, a word a line, it answers in JSON: `publish` hands out a group, `state` tells what it took and refused.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from swarm.config import NetworkSection, SharingSection
+from swarm.network.make_transport import make_transport
+from swarm.pool.experience_pool import ExperiencePool
+from swarm.records.admission import Admission, Vocabulary
+from swarm.records.identity import load_or_create
+from swarm.sharing.body_store import BodyStore
+from swarm.sharing.exchange import Exchange
+from swarm.sharing.index import EntryValidator
+from tests.unit.experience_factory import EOS, LINEAGE, SWARM_ID, SpellingJudge, decode, group
+
+ANSWER_TIMEOUT_S = 30.0
+
+
+class ExchangeProcess:
+    """The side of the test. Use as an async context manager; kills what still runs at the end."""
+
+    def __init__(self, folder: Path, backend: str, *initial_peers: str) -> None:
+        self.peer_id = ""
+        self.addresses: tuple[str, ...] = ()
+        self.gossip_addresses: tuple[str, ...] = ()
+        self._arguments = (str(folder), backend, *initial_peers)
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", __name__, *self._arguments,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        told = await self._answer()
+        self.peer_id, self.addresses = told["peer_id"], tuple(told["addresses"])
+        self.gossip_addresses = tuple(told["gossip_addresses"])
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._process is not None
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+    async def publish(self) -> None:
+        await self._ask("publish")
+
+    async def state(self) -> dict[str, Any]:
+        """authors: groups admitted by author; rejected, refused: counts by reason; rss_mib: node and daemon together."""
+        return await self._ask("state")
+
+    async def _ask(self, word: str) -> Any:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(word.encode() + b"\n")
+        await self._process.stdin.drain()
+        return await self._answer()
+
+    async def _answer(self) -> Any:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        return json.loads(await asyncio.wait_for(self._process.stdout.readline(), ANSWER_TIMEOUT_S))
+
+
+class _Node:
+    def __init__(self, folder: Path, backend: str, initial_peers: tuple[str, ...]) -> None:
+        folder.mkdir()
+        network = NetworkSection.model_validate(
+            {"backend": backend, "initial_peers": initial_peers, "poll_interval_s": 0.3, "request_timeout_s": 2.0}
+        )
+        sharing = SharingSection(swarm_groups=100)
+        identity = load_or_create(folder / "identity.key")
+        transport = make_transport(network, identity, folder, EntryValidator(SWARM_ID))
+        assert transport is not None, "some network is on"
+        self.transport, clock = transport, transport.now
+        vocabulary = Vocabulary(LINEAGE, 64, frozenset({EOS}), decode)
+        admission = Admission(sharing, SWARM_ID, identity.peer_id, SpellingJudge(), vocabulary, clock)
+        self.pool, bodies = ExperiencePool(":memory:", sharing, clock), BodyStore(clock)
+        bodies.serve_on(transport)
+        numbers, rng = itertools.count(), random.Random(identity.peer_id)
+        self.exchange = Exchange(
+            sharing, network, SWARM_ID, identity, transport, admission, self.pool, bodies, lambda: next(numbers), rng
+        )
+        self._indices = itertools.count()
+
+    def publish(self) -> None:
+        self.exchange.hand_out([group(index=next(self._indices), author=self.transport.peer_id)])
+
+    def state(self) -> dict[str, Any]:
+        process = psutil.Process(os.getpid())
+        rss = sum(one.memory_info().rss for one in (process, *process.children()))
+        return {
+            "admitted": self.exchange.reader.num_groups_admitted,
+            "rejected": dict(self.exchange.reader.rejected),
+            "refused": dict(self.transport.refused),
+            "rss_mib": rss / 2**20,
+        }
+
+
+def _fail(error: BaseException | None = None) -> None:
+    print(f"a task of the node ended: {error}", file=sys.stderr)
+    os._exit(1)
+
+
+async def _serve(folder: Path, backend: str, initial_peers: tuple[str, ...]) -> None:
+    node = _Node(folder, backend, initial_peers)
+    await node.transport.start()
+    tasks = [asyncio.create_task(work) for work in node.exchange.work(lambda: None)]
+    for task in tasks:
+        task.add_done_callback(lambda task: None if task.cancelled() else _fail(task.exception()))
+    print(
+        json.dumps(
+            {
+                "peer_id": node.transport.peer_id,
+                "addresses": node.transport.addresses(),
+                "gossip_addresses": node.transport.gossip_addresses(),
+            }
+        ),
+        flush=True,
+    )
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        answer = node.publish() if line.strip() == "publish" else node.state()
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(Path(sys.argv[1]), sys.argv[2], tuple(sys.argv[3:])))

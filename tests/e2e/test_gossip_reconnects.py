@@ -1,0 +1,84 @@
+"""Gossip comes back after what breaks connections without a word: a sleep, another address, a peer that starts anew."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from swarm.config import NetworkSection
+from swarm.network.libp2p.dead_lines import SILENCE_S
+from swarm.network.libp2p.gossip import Libp2pGossip
+from swarm.network.transport import TrafficCounter, Verdict
+from swarm.records.identity import Identity
+
+TOPIC = "test/topic"
+
+
+class Plane:
+    """A gossip plane and what it has heard."""
+
+    def __init__(self, number: int) -> None:
+        identity = Identity(bytes([number]) * 32)
+        self.peer_id = identity.peer_id
+        self.gossip = Libp2pGossip.of(NetworkSection(), identity, TrafficCounter())
+        self.heard: asyncio.Queue[bytes] = asyncio.Queue()
+        self.gossip.subscribe(TOPIC, self._hear)
+
+    def _hear(self, peer_id: str, message: bytes) -> Verdict:
+        self.heard.put_nowait(message)
+        return Verdict.ACCEPT
+
+
+@pytest.fixture
+async def planes() -> AsyncIterator[tuple[Plane, Plane]]:
+    """Two that are connected."""
+    async with contextlib.AsyncExitStack() as stack:
+        made = Plane(1), Plane(2)
+        for plane in made:
+            await plane.gossip.start()
+            stack.push_async_callback(plane.gossip.stop)
+        made[0].gossip.meet(made[1].peer_id, made[1].gossip.addresses)
+        await until_heard(*made)
+        yield made
+
+
+async def until_heard(speaker: Plane, listener: Plane, deadline_s: float = 30.0) -> None:
+    """Speak until it arrives: who joins a topic hears only what is said from then on."""
+    while not listener.heard.empty():
+        listener.heard.get_nowait()
+    async with asyncio.timeout(deadline_s):
+        for number in range(10_000):
+            await speaker.gossip.publish(TOPIC, number.to_bytes(4, "big") + speaker.peer_id.encode())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await listener.heard.get()
+                    return
+
+
+async def test_system_gives_up_connections_on_which_nothing_comes_back(planes: tuple[Plane, Plane]) -> None:
+    for plane in planes:
+        assert plane.gossip._host is not None
+        (connection,) = plane.gossip._host._host.get_network().get_connections()
+        muxed: Any = connection.muxed_conn
+        line = muxed.secured_conn.conn.conn.stream.stream.socket
+        assert line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == SILENCE_S * 1000
+
+
+async def test_peer_whose_subscriptions_were_lost_is_heard_again(planes: tuple[Plane, Plane]) -> None:
+    """What py-libp2p does when the older of two connections to a peer ends."""
+    first, second = planes
+    await until_heard(second, first)
+    assert second.gossip._pubsub is not None
+    second.gossip._wake.set()  # have it look once who is subscribed
+    async with asyncio.timeout(10):
+        while first.peer_id not in second.gossip._subscribers:
+            await asyncio.sleep(0.05)
+    second.gossip._pubsub.peer_topics.clear()
+    for mesh in second.gossip._pubsub.router.mesh.values():
+        mesh.clear()
+    await until_heard(second, first)
+    await until_heard(first, second)

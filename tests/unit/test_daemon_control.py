@@ -1,0 +1,84 @@
+"""The daemon's answers carry strangers' addresses and words: what is none of a message is a NetworkError in one line."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import base58
+import pytest
+
+from swarm.errors import NetworkError
+from swarm.network.hivemind.daemon_control import DaemonControl
+from swarm.network.hivemind.parts import p2pd_pb2, read_pbmsg_safe
+from swarm.network.libp2p.frames import encode_frame
+from tests.unit.experience_factory import ALICE
+
+messages: Any = p2pd_pb2
+Daemon = Callable[[bytes], AbstractAsyncContextManager[tuple[DaemonControl, asyncio.Queue[Any]]]]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Daemon:
+    """Answers every request with the same bytes, and shows what it was asked."""
+
+    @asynccontextmanager
+    async def serve(answer: bytes) -> AsyncIterator[tuple[DaemonControl, asyncio.Queue[Any]]]:
+        asked: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            request = messages.Request()
+            await read_pbmsg_safe(reader, request)
+            asked.put_nowait(request)
+            writer.write(answer)
+            writer.write_eof()
+            await reader.read()
+            writer.close()
+
+        async with await asyncio.start_unix_server(on_connection, tmp_path / "control.sock"):
+            yield DaemonControl(tmp_path / "control.sock"), asked
+
+    return serve
+
+
+def framed(**fields: Any) -> bytes:
+    return encode_frame(messages.Response(**fields).SerializeToString())
+
+
+async def test_address_that_cannot_be_written_costs_no_more_than_itself(daemon: Daemon) -> None:
+    async with daemon(framed(type=messages.Response.OK)) as (control, asked):
+        await control.connect(ALICE.peer_id, ["/dns4/a_b/tcp/1", "/ip4/192.0.2.7/tcp/1", "/nonsense"])
+        request = await asked.get()
+    assert request.connect.peer == base58.b58decode(ALICE.peer_id)
+    assert list(request.connect.addrs) == [bytes.fromhex("04c0000207060001")]
+
+
+async def test_addresses_of_no_known_kind_are_left_out(daemon: Daemon) -> None:
+    addresses = [b"\xc1", b"\x35" + b"\xff" * 20, bytes.fromhex("04c0000207060001")]
+    answer = framed(type=messages.Response.OK, identify=messages.IdentifyResponse(id=b"x", addrs=addresses))
+    async with daemon(answer) as (control, _):
+        assert await control.addresses() == ("/ip4/192.0.2.7/tcp/1",)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"\xff" * 20,
+        b"\x05\xff\xff\xff\xff\xff",
+        b"\x7f" + bytes(5),
+        framed(type=messages.Response.ERROR, error=messages.ErrorResponse(msg="two\nlines\x1b[31m")),
+        framed(type=messages.Response.ERROR, error=messages.ErrorResponse(msg="text!")).replace(
+            b"text!", b"te\xff\xfe!"
+        ),
+    ],
+)
+async def test_broken_answer_is_a_network_error_in_one_line(daemon: Daemon, answer: bytes) -> None:
+    async with daemon(answer) as (control, _):
+        with pytest.raises(NetworkError) as caught:
+            await control.peers()
+        assert str(caught.value).isprintable()
+        with pytest.raises(NetworkError):
+            async for _message in control.subscribe("topic"):
+                raise AssertionError("no message was sent")

@@ -1,0 +1,47 @@
+"""Who gets a place where there are not enough."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from swarm.network.libp2p.fair_places import FairPlaces, NoPlace
+
+
+def hold(stack: ExitStack, places: FairPlaces, address: str, left: list[str], name: str) -> None:
+    stack.enter_context(places.hold(address, lambda: left.append(name)))
+
+
+def test_places_come_back() -> None:
+    places = FairPlaces(1)
+    for _ in range(3):
+        with places.hold("a", pytest.fail), pytest.raises(NoPlace), places.hold("b", pytest.fail):
+            pass
+    assert places.num_taken == 0
+
+
+def test_the_address_that_holds_most_gives_up_its_oldest() -> None:
+    places, left = FairPlaces(4), list[str]()
+    with ExitStack() as stack:
+        for name in ("m1", "m2", "m3"):
+            hold(stack, places, "mallory", left, name)
+        hold(stack, places, "alice", left, "a1")
+        hold(stack, places, "bob", left, "b1")
+        assert (left, places.num_taken) == (["m1"], 4)
+        with pytest.raises(NoPlace):  # 2, 1, 1: nobody holds more than a newcomer would by more than one
+            hold(stack, places, "alice", left, "a2")
+        with pytest.raises(NoPlace):
+            hold(stack, places, "mallory", left, "m4")
+    assert (left, places.num_taken) == (["m1"], 0)
+
+
+def test_where_the_newest_wins_an_address_pushes_out_its_own_oldest() -> None:
+    places, left = FairPlaces(2, newest_wins=True), list[str]()
+    with ExitStack() as stack:
+        for number in range(5):
+            hold(stack, places, "mallory", left, f"m{number}")
+        assert left == ["m0", "m1", "m2"]
+        hold(stack, places, "alice", left, "a0")
+        hold(stack, places, "mallory", left, "m5")
+        assert places.num_taken == 2
+    assert left[:4] == ["m0", "m1", "m2", "m3"]
+    assert places.num_taken == 0
