@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 
@@ -12,7 +12,7 @@ from swarm.config import NetworkSection
 from swarm.errors import NetworkError
 from swarm.network.gossip import ForwarderGuard
 from swarm.network.libp2p.frames import encode_frame
-from swarm.network.libp2p.gossip import Libp2pGossip
+from swarm.network.libp2p.gossip import NUM_NEIGHBORS, Libp2pGossip
 from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.libp2p.parts import rpc_pb2
 from swarm.network.libp2p.pubsub import MAX_CALL_BYTES, MAX_TOPIC_CHARS, MAX_TOPICS_PER_PEER
@@ -348,3 +348,12 @@ async def test_a_port_that_is_taken_is_said() -> None:
         with pytest.raises(NetworkError, match=r"py-libp2p must start on /ip4/127\.0\.0\.1/tcp/\d+, got "):
             await other.start()
         await other.stop()
+
+
+async def test_strangers_that_take_every_place_do_not_keep_a_node_from_its_own_choice() -> None:
+    async with AsyncExitStack() as stack, members(2, links=()) as (victim, friend):
+        for number in range(100, 100 + NUM_NEIGHBORS):
+            await stack.enter_async_context(stranger(victim, number))
+        await until(lambda: len(victim.plane.peers()) >= NUM_NEIGHBORS)
+        victim.meet(friend)
+        await until(lambda: friend.peer_id in victim.plane.peers())

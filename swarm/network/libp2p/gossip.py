@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 NUM_NEIGHBORS = 8
 """Connections a node sees to; others may connect to it beyond that."""
+NUM_CHOSEN = 4
+"""Neighbours that a node chose itself, however many have chosen it: strangers cannot be all that it hears."""
 MAINTENANCE_INTERVAL_S = 2.0
 _SILENCE_S = 5.0
 """So long a peer may be in no topic, in which it was before."""
@@ -57,6 +59,7 @@ class Libp2pGossip:
         self._announce = tuple(announce)
         self._traffic = traffic
         self._timeout_s = timeout_s
+        self._chosen: set[str] = set()  # neighbours that this node dialled
         self._handlers: dict[str, GossipHandler] = {}
         self._guard = ForwarderGuard(time.monotonic)
         self._rng = random.Random(identity.peer_id + "gossip")  # each node picks others
@@ -195,7 +198,9 @@ class Libp2pGossip:
                 with contextlib.suppress(NetworkError):
                     await host.disconnect(peer_id)
         connected = host.peers()
-        chosen = self._book.choose(NUM_NEIGHBORS - len(connected), connected)
+        self._chosen &= set(connected)
+        num_missing = max(NUM_NEIGHBORS - len(connected), NUM_CHOSEN - len(self._chosen))
+        chosen = self._book.choose(num_missing, connected)
         chosen = {peer_id: at for peer_id, at in chosen.items() if not self._guard.is_shut_out(peer_id)}
         await asyncio.gather(*(self._connect(host, peer_id, at) for peer_id, at in chosen.items()))
         await self._hang_up_on_forgotten(host)
@@ -221,6 +226,7 @@ class Libp2pGossip:
     async def _connect(self, host: Libp2pHost, peer_id: str, addresses: Addresses) -> None:
         try:
             await host.connect(peer_id, addresses)
+            self._chosen.add(peer_id)
         except NetworkError as error:
             logger.debug("gossip peer %s: %s", peer_id, error)
             self._book.forget(peer_id)  # its next presence record brings it back
