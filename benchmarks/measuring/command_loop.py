@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 
@@ -20,7 +21,7 @@ def take_over_stdin() -> TextIO:
     wait for ever for the thread that reads it: so that one is empty now.
     """
     commands = os.fdopen(os.dup(0), "r")
-    with open(os.devnull, "rb") as nothing:
+    with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     return commands
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from swarm.network.peers.peer_list import dialable
 from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, Verdict
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class GossipAddressBook:
         return len(self._known)
 
     def meet(self, peer_id: str, addresses: Addresses) -> None:
+        addresses = dialable(peer_id, addresses)
         if peer_id == self._own_peer_id or not addresses:
             return
         self._known[peer_id] = addresses

@@ -13,7 +13,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 
 from swarm.config import NetworkSection, SharingSection
 from swarm.errors import RequestError
@@ -176,12 +176,10 @@ class Reader:
 
     async def _fetch(self, header: Header) -> bytes:
         """The body from its author, else from a few other peers, who may have read it."""
-        others = [
-            p for p in await self._transport.connected_peers() if p not in (header.author, self._transport.peer_id)
-        ]
-        holders = [header.author, *self._rng.sample(others, min(len(others), _MAX_OTHER_HOLDERS))]
         rejection = Rejection.UNAVAILABLE
-        for holder in holders:
+        num_asked = 0
+        async for holder in self._holders(header.author):
+            num_asked += 1
             try:
                 # In one piece, as a body may not be longer than that: `transfer` has nothing to add.
                 body = await self._transport.request(
@@ -198,4 +196,12 @@ class Reader:
                 return body
             if holder == header.author:
                 rejection = Rejection.WRONG_HASH
-        raise InvalidRecord(rejection, f"asked {len(holders)} peers")
+        raise InvalidRecord(rejection, f"asked {num_asked} peers")
+
+    async def _holders(self, author: str) -> AsyncIterator[str]:
+        """The others are looked up only if the author has failed."""
+        yield author
+        own = self._transport.peer_id
+        others = [peer_id for peer_id in await self._transport.connected_peers() if peer_id not in (author, own)]
+        for peer_id in self._rng.sample(others, min(len(others), _MAX_OTHER_HOLDERS)):
+            yield peer_id

@@ -209,10 +209,13 @@ class HivemindSession:
         hivemind's own `store` returns what the slowest replica said, so that a hostile one could deny every success.
         """
         key_id, entry = DHTID.generate(source=key), DHTProtocol.serializer.dumps(wrap(key, value))
+        # Asked for the key itself, each node would send all that lies under it. The nodes nearest to the id beside it
+        # are the same ones, in the same order.
+        beside = DHTID(key_id ^ 1)
         nearest = await self._node.find_nearest_nodes(
-            [key_id], k_nearest=2 * NUM_REPLICAS, exclude_self=not self._role.is_full
+            [beside], k_nearest=2 * NUM_REPLICAS, exclude_self=not self._role.is_full
         )
-        candidates = list(nearest[key_id].items())  # nearest first, this node among them, some perhaps dead
+        candidates = list(nearest[beside].items())  # nearest first, this node among them, some perhaps dead
         num_answers, is_taken = 0, False
         while candidates and num_answers < NUM_REPLICAS:
             num_missing = NUM_REPLICAS - num_answers
