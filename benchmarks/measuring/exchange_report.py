@@ -11,7 +11,7 @@ from measuring.node_processes import Footprint
 HEADLINE_NODES = 8
 _HEAD = (
     "system", "N", "body KiB", "bodies per node", "p50 s", "worst s", "complete", "KiB on the wire per node",
-    "payload sent / received KiB", "rounds",
+    "CPU ms per node", "MiB per node", "rounds",
 )  # fmt: skip
 
 
@@ -45,6 +45,12 @@ class Measurement:
         sizes = [one.wire_bytes / one.num_nodes / 1024 for one in self.rounds if one.seconds is not None]
         return statistics.median(sizes) if sizes else None
 
+    @property
+    def cpu_ms(self) -> float | None:
+        """Processor time per node and round. Of complete rounds."""
+        times = [1000 * one.cpu_s / one.num_nodes for one in self.rounds if one.seconds is not None]
+        return statistics.median(times) if times else None
+
     def payload_kib(self, name: str) -> float | None:
         """Mean of a node's own counter per round, where the system has one."""
         sizes = [reply[name] / 1024 for one in self.rounds for reply in one.replies if name in reply]
@@ -62,6 +68,7 @@ class Measurement:
             "worst_s": _rounded(max(self.seconds)) if len(self.seconds) == len(self.rounds) else None,
             "completeness": round(self.completeness, 4),
             "wire_kib_per_node": _rounded(self.wire_kib),
+            "cpu_ms_per_node": _rounded(self.cpu_ms),
             "payload_sent_kib": _rounded(self.payload_kib("bytes_sent")),
             "payload_received_kib": _rounded(self.payload_kib("bytes_received")),
             "node_rss_mib": _rounded(max((one.rss_mib for one in self.footprints), default=None)),
@@ -95,7 +102,7 @@ def profile(measurement: Measurement) -> dict[str, Any]:
     replies = [reply for one in measurement.rounds if one.seconds is not None for reply in one.replies]
     steps = {
         f"{name}_ms": _rounded(1000 * statistics.median(times))
-        for name in ("published_s", "first_s", "seconds")
+        for name in ("first_s", "seconds")
         if (times := [reply[name] for reply in replies if reply.get(name) is not None])
     }
     calls: dict[str, Any] = {}
@@ -117,7 +124,7 @@ def print_table(measurements: Iterable[Measurement]) -> None:
         cells = (
             row["system"], row["num_nodes"], row["body_kib"], row["num_bodies"], _text(row["p50_s"]),
             _text(row["worst_s"]), f"{100 * row['completeness']:.0f} %", _text(row["wire_kib_per_node"]),
-            f"{_text(row['payload_sent_kib'])} / {_text(row['payload_received_kib'])}", row["rounds"],
+            _text(row["cpu_ms_per_node"]), _text(row["node_rss_mib"]), row["rounds"],
         )  # fmt: skip
         print("| " + " | ".join(map(str, cells)) + " |")
 

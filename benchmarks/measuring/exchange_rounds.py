@@ -1,11 +1,12 @@
 """Swarms of node processes that exchange one batch per node, round by round, and what each round took.
 
-start nodes ─ (prepare ─ common start signal ─ wait for the last node ─ clear) x rounds ─ end nodes
+start nodes ─ (prepare ─ common start signal ─ last node has its bodies ─ nothing is left to send ─ clear) x rounds ─ end
+
+Time counts until the last node has its bodies; bytes and processor time until nothing is left to send.
 """
 
 import asyncio
 import contextlib
-import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -55,7 +56,9 @@ class Round:
     """Nodes that got all their bodies in time."""
     num_nodes: int
     wire_bytes: int
-    """What the loopback device carried meanwhile, of all nodes together."""
+    """What the loopback device carried, of all nodes together."""
+    cpu_s: float
+    """Processor time of all nodes together."""
     replies: tuple[Reply, ...] = ()
     failure: str = ""
     """Of a node, after which its swarm is of no more use."""
@@ -82,22 +85,24 @@ class NodeSwarm:
                 num_bodies=case.num_bodies,
                 sleep=case.system == "genrl",
             )
-            bytes_before = loopback_bytes()
-            start_at = time.monotonic() + _SIGNAL_DELAY_S  # one clock for all processes of a machine
-            replies = await self._go(start_at)
-            wire_bytes = loopback_bytes() - bytes_before
+            bytes_before, cpu_before_s = loopback_bytes(), self._cpu_s()
+            replies = await self._go(time.monotonic() + _SIGNAL_DELAY_S)  # one clock for all processes of a machine
             failures = [reply["error"] for reply in replies if "error" in reply]
             if not failures:
-                ends = await self._all("clear", _STEP_TIMEOUT_S)
+                ends = await self._all("finish", _STEP_TIMEOUT_S)
                 replies = [reply | end for reply, end in zip(replies, ends, strict=True)]
+            wire_bytes, cpu_s = loopback_bytes() - bytes_before, self._cpu_s() - cpu_before_s
+            if not failures:
+                await self._all("clear", _STEP_TIMEOUT_S)
         except NodeFailed as error:
-            return Round(None, 0, num_nodes, 0, failure=str(error))
+            return Round(None, 0, num_nodes, 0, 0.0, failure=str(error))
         times = [reply["seconds"] for reply in replies if reply.get("seconds") is not None]
         return Round(
             seconds=max(times) if len(times) == num_nodes else None,
             num_complete=len(times),
             num_nodes=num_nodes,
             wire_bytes=wire_bytes,
+            cpu_s=cpu_s,
             replies=tuple(replies),
             failure=failures[0] if failures else "",
         )
@@ -107,10 +112,12 @@ class NodeSwarm:
 
     async def idle_cpu_percent(self, idle_s: float) -> float:
         """Mean over the nodes, of one core, while no node publishes."""
-        before, start = await self.footprints(), time.monotonic()
+        before_s, start = self._cpu_s(), time.monotonic()
         await asyncio.sleep(idle_s)
-        after, elapsed_s = await self.footprints(), time.monotonic() - start
-        return 100 * statistics.mean(b.cpu_s - a.cpu_s for a, b in zip(before, after, strict=True)) / elapsed_s
+        return 100 * (self._cpu_s() - before_s) / len(self._nodes) / (time.monotonic() - start)
+
+    def _cpu_s(self) -> float:
+        return sum(node.cpu_s() for node in self._nodes)
 
     async def _go(self, start_at: float) -> list[Reply]:
         """Replies in the order of nodes; a node that failed or was late answers with its error."""

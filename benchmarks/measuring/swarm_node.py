@@ -1,8 +1,8 @@
 """One node of this project without a policy: its real transport, gossip, publisher, reader, admission and pool.
 
-    sized groups ─→ Publisher ─→ gossip + index ─→ Reader ─→ body over a stream ─→ Admission ─→ ExperiencePool
+    sized groups ─→ Publisher ─→ gossip, index ─→ Reader ─→ body over a stream ─→ Admission ─→ ExperiencePool on disk
 
-What `swarm.node` does with these parts it does too; commands come from `node_processes`. Run as a module.
+All of it wired by `swarm.sharing.exchange`, as in a node; commands come from `node_processes`. Run as a module.
 """
 
 import asyncio
@@ -10,10 +10,9 @@ import contextlib
 import json
 import logging
 import random
-import sqlite3
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,22 +20,18 @@ from typing import Any, TextIO
 from measuring.command_loop import reply, take_over_stdout
 from measuring.sized_groups import GROUPS_PER_BODY, SizedJudge, sized_groups, vocabulary
 from swarm.config import NetworkSection, SharingSection
-from swarm.errors import SwarmError
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.transport import TrafficCounter
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
 from swarm.records.identity import load_or_create
 from swarm.sharing.body_store import BodyStore
-from swarm.sharing.directory import Directory
+from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
-from swarm.sharing.publisher import Publisher
-from swarm.sharing.reader import Reader
 from swarm.types import RolloutGroup
 
 SWARM_ID = "5e" * 16
 _LEFTOVERS_TIMEOUT_S = 5.0
-_RETRY_PAUSE_S = 1.0
 
 
 class WatchedTransport(HivemindTransport):
@@ -75,8 +70,8 @@ class WatchedTransport(HivemindTransport):
 class WatchedPool(ExperiencePool):
     """Tells when each body of a round came in, and claims a stock, so that the reader wants a certain number of bodies."""
 
-    def __init__(self, config: SharingSection, clock: Callable[[], float]) -> None:
-        super().__init__(":memory:", config, clock)
+    def __init__(self, path: Path, config: SharingSection, clock: Callable[[], float]) -> None:
+        super().__init__(path, config, clock)
         self.round = -1
         self.arrivals: list[float] = []
         """Monotonic time at which each body of this round was in the pool."""
@@ -116,27 +111,24 @@ class ExchangeNode:
         network = NetworkSection.model_validate(settings)
         self.transport = WatchedTransport(network, self._identity, folder, EntryValidator(SWARM_ID))
         clock = self.transport.now
-        self._pool = WatchedPool(sharing, clock)
-        self._bodies = BodyStore(clock)
-        self._directory = Directory(SWARM_ID, self._identity, self.transport, lambda: self._reader.num_authors_heard())
+        self._pool = WatchedPool(folder / "pool.sqlite", sharing, clock)
+        bodies = BodyStore(clock)
         admission = Admission(sharing, SWARM_ID, self._identity.peer_id, SizedJudge(), vocabulary(), clock)
-        self._publisher = Publisher(
-            sharing, SWARM_ID, self._identity, self.transport, self._bodies, self._next_sequence, self._shard
-        )
-        self._reader = Reader(
-            sharing, network, SWARM_ID, self.transport, admission, self._pool, self._bodies, self._rng, self._shard
-        )
-        self._bodies.serve_on(self.transport)
+        self._exchange = Exchange(
+            sharing, network, SWARM_ID, self._identity, self.transport, admission, self._pool, bodies,
+            lambda: self._pool.next_number("header"), self._rng,
+        )  # fmt: skip
+        bodies.serve_on(self.transport)
         self._groups: list[RolloutGroup] = []
         self._num_wanted = 0
         self._traffic_before = TrafficCounter()
         self._work: list[asyncio.Task[None]] = []
+        self._publishing: asyncio.Task[None] | None = None
         self.num_failed_steps = 0
 
     async def start(self) -> dict[str, Any]:
         await self.transport.start()
-        steps = (self._reader.poll, self._turn_directory)
-        self._work = [asyncio.create_task(self._keep(step)) for step in steps]
+        self._work = [asyncio.create_task(work) for work in self._exchange.work(self._count_failed_step)]
         return {"addresses": self.transport.addresses()}
 
     async def stop(self) -> None:
@@ -159,51 +151,40 @@ class ExchangeNode:
         await asyncio.sleep(start_at - time.monotonic())
         self.transport.calls.clear()
         self._traffic_before = replace(self.transport.traffic)
-        published, _ = await asyncio.gather(self._publish(), self._pool.wait_for(self._num_wanted, time_limit_s))
+        self._publishing = asyncio.create_task(self._exchange.publisher.publish(self._groups))
+        await self._pool.wait_for(self._num_wanted, time_limit_s)
         arrivals = self._pool.arrivals
         is_complete = len(arrivals) >= self._num_wanted
         return {
             "seconds": arrivals[self._num_wanted - 1] - start_at if is_complete else None,
             "first_s": arrivals[0] - start_at if arrivals else None,
-            "published_s": published - start_at,
+        }
+
+    async def finish(self) -> dict[str, Any]:
+        """Wait until the own batch is in the index too, and tell what the round took."""
+        assert self._publishing is not None, "go comes first"
+        await self._publishing
+        await self._exchange.publisher.entered()
+        traffic, before = replace(self.transport.traffic), self._traffic_before
+        return {
             "calls": {name: (len(times), sum(times), max(times)) for name, times in self.transport.calls.items()},
+            "bytes_sent": traffic.bytes_sent - before.bytes_sent,
+            "bytes_received": traffic.bytes_received - before.bytes_received,
         }
 
     async def clear(self) -> dict[str, Any]:
-        """The round is over for all: count its payload, then pull what is left and empty the pool for the next one."""
-        traffic, before = replace(self.transport.traffic), self._traffic_before
+        """The round is over for all: pull what is left and empty the pool for the next one."""
         self._pool.stock_groups = 0
         await self._pool.wait_for(self._num_others, _LEFTOVERS_TIMEOUT_S)
         drawn = self._pool.draw(GROUPS_PER_BODY * (self._num_others + 1), self._rng)
         return {
-            "bytes_sent": traffic.bytes_sent - before.bytes_sent,
-            "bytes_received": traffic.bytes_received - before.bytes_received,
             "leftover_groups": len(drawn) - GROUPS_PER_BODY * self._num_wanted,
-            "rejected": dict(self._reader.rejected),
+            "rejected": dict(self._exchange.reader.rejected),
             "failed_steps": self.num_failed_steps,
         }
 
-    async def _publish(self) -> float:
-        await self._publisher.publish(self._groups)
-        return time.monotonic()
-
-    async def _keep(self, step: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            try:
-                await step()
-            except (OSError, sqlite3.Error, SwarmError):
-                self.num_failed_steps += 1
-                await asyncio.sleep(_RETRY_PAUSE_S)
-            await asyncio.sleep(0)
-
-    async def _turn_directory(self) -> None:
-        await asyncio.sleep(await self._directory.turn())
-
-    def _shard(self):
-        return self._directory.shard
-
-    def _next_sequence(self) -> int:
-        return self._pool.next_number("header")
+    def _count_failed_step(self) -> None:
+        self.num_failed_steps += 1
 
 
 async def _commands() -> AsyncIterator[dict[str, Any]]:
@@ -224,7 +205,7 @@ async def _serve(replies: TextIO) -> None:
                 reply(replies, await node.start())
             else:
                 assert node is not None, "start comes first"
-                step = {"prepare": node.prepare, "go": node.go, "clear": node.clear}[name]
+                step = {"prepare": node.prepare, "go": node.go, "finish": node.finish, "clear": node.clear}[name]
                 reply(replies, await step(**command))
     finally:
         if node is not None:

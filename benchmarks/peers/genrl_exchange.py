@@ -74,7 +74,7 @@ def main() -> None:
             if name == "start":
                 node = GenrlNode(command["initial_peers"], command["num_nodes"], command["gather_timeout_s"])
                 reply(replies, {"addresses": node.addresses()})
-            elif name == "clear":
+            elif name in ("finish", "clear"):
                 reply(replies, {})
             else:
                 reply(replies, {"prepare": node.prepare, "go": node.go}[name](**command))

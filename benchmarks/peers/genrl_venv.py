@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 PACKAGES = ("hivemind==1.1.12", "torch==2.13.0")
 WITHOUT_DEPENDENCIES = ("gensyn-genrl==0.3.0",)
 """Its own dependencies (web servers, chain clients) conflict with hivemind's and are not needed to exchange."""
+
+_WANTED = "\n".join((*PACKAGES, *WITHOUT_DEPENDENCIES))
+_STAMP = ".ready"
+_TIMEOUT_S = 1200.0
 
 
 class PeerUnavailable(Exception):
@@ -18,29 +21,36 @@ def default_folder() -> Path:
     return Path.home() / ".cache" / "swarm-benchmarks" / "genrl-0.3.0"
 
 
-def python_of(folder: Path, timeout_s: float) -> Path:
-    """The environment's Python; made first where it is not there yet, within `timeout_s`. Raises PeerUnavailable."""
-    python, stamp = folder / "bin" / "python", folder / ".ready"
-    wanted = "\n".join((*PACKAGES, *WITHOUT_DEPENDENCIES))
-    if stamp.is_file() and stamp.read_text() == wanted:
-        return python
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    until = time.monotonic() + timeout_s
-    for command in (
-        [sys.executable, "-m", "venv", str(folder)],
-        [*pip, *PACKAGES],
-        [*pip, "--no-deps", *WITHOUT_DEPENDENCIES],
-    ):
-        _run(command, until - time.monotonic())
-    stamp.write_text(wanted)
-    return python
+def python_of(folder: Path) -> Path:
+    """The environment's Python. Raises PeerUnavailable where it was not made yet."""
+    if not _is_ready(folder):
+        raise PeerUnavailable(
+            f"there is no environment for it in {folder}; make it by `benchmarks/exchange.py --prepare`"
+        )
+    return folder / "bin" / "python"
 
 
-def _run(command: list[str], timeout_s: float) -> None:
+def make(folder: Path) -> None:
+    """Make the environment, unless it is there. Raises PeerUnavailable; what was loaded by then is kept by pip."""
+    if _is_ready(folder):
+        return
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    _run([sys.executable, "-m", "venv", str(folder)])
+    _run([*pip, *PACKAGES])
+    _run([*pip, "--no-deps", *WITHOUT_DEPENDENCIES])
+    (folder / _STAMP).write_text(_WANTED)
+
+
+def _is_ready(folder: Path) -> bool:
+    stamp = folder / _STAMP
+    return stamp.is_file() and stamp.read_text() == _WANTED
+
+
+def _run(command: list[str]) -> None:
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=max(timeout_s, 1.0))
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise PeerUnavailable("its environment was not ready in time; run again, what was loaded is kept") from None
+        raise PeerUnavailable(f"{command[-1]} was not ready within {_TIMEOUT_S:.0f} s; run again") from None
     except OSError as error:
         raise PeerUnavailable(str(error)) from None
     if result.returncode:

@@ -18,7 +18,7 @@ from swarm.records.admission import Admission
 from swarm.records.identity import Identity
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.directory import Directory
-from swarm.sharing.publisher import Publisher
+from swarm.sharing.publisher import HEAD_START_S, Publisher
 from swarm.sharing.reader import Reader
 from swarm.sharing.shard import Shard
 from swarm.types import RolloutGroup
@@ -46,7 +46,10 @@ class Exchange:
         self._wants_groups = sharing.swarm_groups > 0
         self._outbox: asyncio.Queue[Sequence[RolloutGroup]] = asyncio.Queue(_OUTBOX_ROUNDS)
         self.directory = Directory(swarm_id, identity, transport, lambda: self.reader.num_authors_heard())
-        self.publisher = Publisher(sharing, swarm_id, identity, transport, bodies, next_sequence, self._shard)
+        head_start_s = 0.0 if network.gossip == "off" else HEAD_START_S
+        self.publisher = Publisher(
+            sharing, swarm_id, identity, transport, bodies, next_sequence, self._shard, head_start_s=head_start_s
+        )
         self.reader = Reader(sharing, network, swarm_id, transport, admission, pool, bodies, rng, self._shard)
         self.num_rounds_not_published = 0
 
@@ -59,7 +62,12 @@ class Exchange:
 
     def work(self, on_failure: Callable[[], None]) -> list[Coroutine[Any, Any, None]]:
         """What runs from the transport's start to its stop. Each ends only when cancelled, or raises what is a bug."""
-        steps = [self._publish_next, self._turn_directory, *([self.reader.poll] if self._wants_groups else [])]
+        steps = [
+            self._publish_next,
+            self.publisher.enter_next,
+            self._turn_directory,
+            *([self.reader.poll] if self._wants_groups else []),
+        ]
         return [repeat(step, on_failure=on_failure) for step in steps]
 
     async def _publish_next(self) -> None:

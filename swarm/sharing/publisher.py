@@ -1,4 +1,8 @@
-"""Own groups → body and signed header → gossip and index; the body stays here until a reader asks for it."""
+"""Own groups → body and signed header → gossip → a moment later the index; the body stays here until a reader asks for it.
+
+The index is for those whom gossip did not reach. An entry in it costs more than the gossip does, so it waits until those
+who have heard of the record have pulled it.
+"""
 
 import asyncio
 import logging
@@ -25,6 +29,10 @@ from swarm.types import GroupSummary, Header, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
+HEAD_START_S = 1.0
+"""Of gossip over the index."""
+_MAX_WAITING_RECORDS = 64
+
 
 class Publisher:
     """Announces groups of this node. Runs on the node's loop; compression and hashing go to a thread."""
@@ -38,8 +46,10 @@ class Publisher:
         bodies: BodyStore,
         next_sequence: Callable[[], int],
         shard: Callable[[], Shard],
+        *,
+        head_start_s: float = HEAD_START_S,
     ) -> None:
-        """`shard`: the one that this node shares in at this moment."""
+        """`shard`: the one that this node shares in at this moment. `head_start_s`: 0 where there is no gossip."""
         self._config = config
         self._swarm_id = swarm_id
         self._identity = identity
@@ -47,16 +57,36 @@ class Publisher:
         self._bodies = bodies
         self._next_sequence = next_sequence
         self._shard = shard
+        self._head_start_s = head_start_s
+        self._gossiped: asyncio.Queue[tuple[float, Header, bytes]] = asyncio.Queue(_MAX_WAITING_RECORDS)
         self.num_published = 0
+        """Records that the index has taken."""
 
     async def publish(self, groups: Sequence[RolloutGroup]) -> None:
-        """Announce groups that carry signal, in as many records as their size needs."""
+        """Gossip groups that carry signal, in as many records as their size needs; `enter_next` does the rest."""
         useful = [group for group in groups if group.has_signal]
         for start in range(0, len(useful), MAX_GROUPS_PER_BODY):
-            await self._publish(useful[start : start + MAX_GROUPS_PER_BODY])
+            await self._announce(useful[start : start + MAX_GROUPS_PER_BODY])
 
-    async def _publish(self, groups: list[RolloutGroup]) -> None:
-        """One record; split in half where body or header outgrow their bounds."""
+    async def enter_next(self) -> None:
+        """Wait for the next record that was gossiped and had its head start, and enter it in the index."""
+        gossiped_at, header, record = await self._gossiped.get()
+        try:
+            await asyncio.sleep(max(0.0, gossiped_at + self._head_start_s - self._transport.now()))
+            key = experience_key(self._swarm_id, self._shard(), self._transport.now())
+            if await self._transport.store(key, subkey(header.author, header.sequence), record, header.expires_at):
+                self.num_published += 1
+            else:
+                logger.debug("no replica took header %d", header.sequence)
+        finally:
+            self._gossiped.task_done()
+
+    async def entered(self) -> None:
+        """Wait until the index was offered all that was gossiped."""
+        await self._gossiped.join()
+
+    async def _announce(self, groups: list[RolloutGroup]) -> None:
+        """Gossip one record; split in half where body or header outgrow their bounds."""
         body, record, header = await asyncio.to_thread(self._pack, groups)
         if len(record) > MAX_RECORD_BYTES or len(body) > MAX_BODY_BYTES or not fits_into_body(groups):
             if len(groups) == 1:
@@ -64,17 +94,15 @@ class Publisher:
                     "a group of %d rollouts is too large to share: %d bytes", len(groups[0].rollouts), len(body)
                 )
                 return
-            await self._publish(groups[: len(groups) // 2])
-            await self._publish(groups[len(groups) // 2 :])
+            await self._announce(groups[: len(groups) // 2])
+            await self._announce(groups[len(groups) // 2 :])
             return
         self._bodies.put(header.body_hash, body, header.expires_at)
-        shard, now = self._shard(), self._transport.now()
-        await self._transport.publish(experience_topic(self._swarm_id, shard), record)
-        key = experience_key(self._swarm_id, shard, now)
-        if await self._transport.store(key, subkey(header.author, header.sequence), record, header.expires_at):
-            self.num_published += 1
-        else:
-            logger.debug("no replica took header %d", header.sequence)
+        await self._transport.publish(experience_topic(self._swarm_id, self._shard()), record)
+        if self._gossiped.full():  # the index lags behind: the newest are wanted most
+            self._gossiped.get_nowait()
+            self._gossiped.task_done()
+        self._gossiped.put_nowait((self._transport.now(), header, record))
 
     def _pack(self, groups: list[RolloutGroup]) -> tuple[bytes, bytes, Header]:
         body = encode_body(groups)

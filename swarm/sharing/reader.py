@@ -13,7 +13,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import Callable, Collection
 
 from swarm.config import NetworkSection, SharingSection
 from swarm.errors import RequestError
@@ -176,32 +176,32 @@ class Reader:
 
     async def _fetch(self, header: Header) -> bytes:
         """The body from its author, else from a few other peers, who may have read it."""
-        rejection = Rejection.UNAVAILABLE
-        num_asked = 0
-        async for holder in self._holders(header.author):
-            num_asked += 1
-            try:
-                # In one piece, as a body may not be longer than that: `transfer` has nothing to add.
-                body = await self._transport.request(
-                    holder,
-                    BODY_PROTOCOL,
-                    header.body_hash,
-                    max_response_bytes=header.body_bytes,
-                    deadline_s=transfer_timeout_s(self._network.request_timeout_s, header.body_bytes),
-                )
-            except RequestError as error:
-                logger.debug("no body from %s: %s", holder, error)
-                continue
-            if await sha256(body) == header.body_hash:
-                return body
-            if holder == header.author:
-                rejection = Rejection.WRONG_HASH
-        raise InvalidRecord(rejection, f"asked {num_asked} peers")
+        try:
+            return await self._ask(header.author, header)
+        except InvalidRecord:
+            for holder in await self._other_holders(header.author):
+                with contextlib.suppress(InvalidRecord):
+                    return await self._ask(holder, header)
+            raise
 
-    async def _holders(self, author: str) -> AsyncIterator[str]:
-        """The others are looked up only if the author has failed."""
-        yield author
+    async def _ask(self, holder: str, header: Header) -> bytes:
+        """Raises InvalidRecord with UNAVAILABLE or WRONG_HASH."""
+        try:
+            # In one piece, as a body may not be longer than that: `transfer` has nothing to add.
+            body = await self._transport.request(
+                holder,
+                BODY_PROTOCOL,
+                header.body_hash,
+                max_response_bytes=header.body_bytes,
+                deadline_s=transfer_timeout_s(self._network.request_timeout_s, header.body_bytes),
+            )
+        except RequestError as error:
+            raise InvalidRecord(Rejection.UNAVAILABLE, f"at {holder}: {error}") from None
+        if await sha256(body) != header.body_hash:
+            raise InvalidRecord(Rejection.WRONG_HASH, f"at {holder}")
+        return body
+
+    async def _other_holders(self, author: str) -> list[str]:
         own = self._transport.peer_id
         others = [peer_id for peer_id in await self._transport.connected_peers() if peer_id not in (author, own)]
-        for peer_id in self._rng.sample(others, min(len(others), _MAX_OTHER_HOLDERS)):
-            yield peer_id
+        return self._rng.sample(others, min(len(others), _MAX_OTHER_HOLDERS))

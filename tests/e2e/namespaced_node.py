@@ -147,6 +147,12 @@ class _Worker:
             "num_keys": len(session._node.protocol.storage),
         }
 
+    async def hang_up(self, peer_id: str) -> None:
+        """Close the connection to a peer; the next request opens another."""
+        session = self._node._session
+        assert session is not None
+        await session.control.disconnect(peer_id)
+
     async def meet_others(self) -> list[str]:
         """List itself, meet those that are listed; the peers that its gossip is connected to."""
         await self._directory.turn()

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from swarm.sharing.index import SLOTS_PER_WINDOW, EntryValidator, experience_key
 from swarm.sharing.publisher import Publisher
 from swarm.sharing.reader import Reader
 from swarm.sharing.shard import Shard
+from swarm.types import RolloutGroup
 from tests.unit.experience_factory import (
     ALICE,
     MALLORY,
@@ -46,8 +48,9 @@ class Peer:
         self.bodies = BodyStore(network.clock)
         numbers = iter(range(1_000_000))
         self.publisher = Publisher(
-            config, SWARM_ID, identity, self.transport, self.bodies, lambda: next(numbers), lambda: WHOLE_SWARM
-        )
+            config, SWARM_ID, identity, self.transport, self.bodies, lambda: next(numbers), lambda: WHOLE_SWARM,
+            head_start_s=0.0,
+        )  # fmt: skip
         door = admission(network.clock, **settings)  # type: ignore[arg-type]
         door._own_peer_id = identity.peer_id
         self.reader = Reader(
@@ -55,6 +58,12 @@ class Peer:
             random.Random(0), lambda: WHOLE_SWARM,
         )  # fmt: skip
         self.bodies.serve_on(self.transport)
+
+    async def publish(self, groups: Sequence[RolloutGroup]) -> None:
+        """By gossip, and in the index."""
+        await self.publisher.publish(groups)
+        while not self.publisher._gossiped.empty():
+            await self.publisher.enter_next()
 
 
 async def peers(
@@ -70,7 +79,7 @@ async def peers(
 async def test_published_groups_reach_the_pool_of_a_reader() -> None:
     _, (alice, reader) = await peers(ALICE, READER)
     sent = [group(index=i) for i in range(3)]
-    await alice.publisher.publish(sent)
+    await alice.publish(sent)
     await reader.reader.poll()
     drawn = reader.pool.draw(9, random.Random(0))
     assert sorted(drawn, key=lambda g: g.task.index) == sent
@@ -79,7 +88,7 @@ async def test_published_groups_reach_the_pool_of_a_reader() -> None:
 
 async def test_groups_without_signal_are_not_published() -> None:
     _, (alice,) = await peers(ALICE)
-    await alice.publisher.publish([group("wrong", "wrong")])
+    await alice.publish([group("wrong", "wrong")])
     assert alice.publisher.num_published == 0
 
 
@@ -95,7 +104,7 @@ async def test_groups_without_signal_of_others_are_counted_and_left_out() -> Non
 
 async def test_a_large_round_is_split_into_several_records() -> None:
     _, (alice, reader) = await peers(ALICE, READER, swarm_groups=20)
-    await alice.publisher.publish([group(index=i) for i in range(30)])
+    await alice.publish([group(index=i) for i in range(30)])
     await reader.reader.poll()
     assert alice.publisher.num_published >= 3
     assert len(reader.pool.draw(99, random.Random(0))) == 30
@@ -104,7 +113,7 @@ async def test_a_large_round_is_split_into_several_records() -> None:
 async def test_reader_stops_pulling_when_it_has_enough() -> None:
     _, (alice, reader) = await peers(ALICE, READER, swarm_groups=1)
     for number in range(8):
-        await alice.publisher.publish([group(index=number)])
+        await alice.publish([group(index=number)])
     await reader.reader.poll()
     assert reader.pool.num_fresh() == 3
     await reader.reader.poll()
@@ -113,7 +122,7 @@ async def test_reader_stops_pulling_when_it_has_enough() -> None:
 
 async def test_polling_again_admits_nothing_twice_and_counts_no_rejection() -> None:
     _, (alice, reader) = await peers(ALICE, READER)
-    await alice.publisher.publish([group()])
+    await alice.publish([group()])
     for _ in range(3):
         await reader.reader.poll()
     assert reader.reader.num_records_admitted == 1
@@ -122,7 +131,7 @@ async def test_polling_again_admits_nothing_twice_and_counts_no_rejection() -> N
 
 async def test_body_comes_from_another_holder_when_the_author_is_gone() -> None:
     _, (alice, first, second) = await peers(ALICE, READER, Identity(b"s" * 32))
-    await alice.publisher.publish([group()])
+    await alice.publish([group()])
     await first.reader.poll()
     await alice.transport.stop()
     await second.reader.poll()
@@ -131,7 +140,7 @@ async def test_body_comes_from_another_holder_when_the_author_is_gone() -> None:
 
 async def test_withheld_body_is_counted_as_unavailable() -> None:
     _, (alice, reader) = await peers(ALICE, READER)
-    await alice.publisher.publish([group()])
+    await alice.publish([group()])
     await alice.transport.stop()
     await reader.reader.poll()
     assert reader.reader.rejected == {"unavailable": 1}
@@ -210,7 +219,7 @@ async def test_a_silent_author_holds_up_nobody_elses_body() -> None:
     async with asyncio.timeout(5):
         await is_asked.wait()
         for index in range(3):
-            await alice.publisher.publish([group(index=index)])
+            await alice.publish([group(index=index)])
         while reader.reader.num_groups_admitted < 3:
             assert not poll.done(), "the silent author is still waited for"
             await asyncio.sleep(0.01)  # nobody tells
@@ -221,7 +230,7 @@ async def test_a_silent_author_holds_up_nobody_elses_body() -> None:
 
 async def test_bodies_of_one_author_leave_room_for_those_of_others() -> None:
     _, (alice, reader) = await peers(ALICE, READER)
-    await alice.publisher.publish([group()])
+    await alice.publish([group()])
     await reader.reader.poll()
     assert set(reader.bodies._authors.values()) == {ALICE.peer_id}
 

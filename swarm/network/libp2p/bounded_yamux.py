@@ -2,9 +2,12 @@
 
 py-libp2p 0.8.1 only logs when a peer sends more than its window, takes frames of 16 MiB and any number of streams, and
 lets windows grow to 16 MiB each. So one connection could fill the memory.
+
+It also reads its socket twice per frame, for two bytes and for the rest; here as much at once as there is.
 """
 
 from collections import Counter
+from typing import Any
 
 from swarm.network.libp2p.parts import (
     ID,
@@ -22,6 +25,7 @@ MAX_UNREAD_BYTES = 2 << 20
 """Of all streams of a connection together: eight full windows."""
 MAX_STREAMS = 128
 """Open at a time on one connection, own ones included; the peer's next one is reset."""
+_READ_BYTES = 16 * 1024
 
 
 class YamuxOnly(MuxerMultistream):
@@ -45,6 +49,7 @@ class BoundedYamux(Yamux):
     def __init__(self, secured_conn: ISecureConn, peer_id: ID, refused: Counter[str]) -> None:
         super().__init__(secured_conn, peer_id)
         self._refused = refused
+        _read_ahead(secured_conn)
 
     async def open_stream(self) -> YamuxStream:
         return _with_fixed_window(await super().open_stream())
@@ -73,3 +78,27 @@ def _with_fixed_window(stream: IMuxedStream) -> YamuxStream:
     assert isinstance(stream, YamuxStream), "Yamux makes no others"
     stream._apply_autotune_epoch = lambda buffered: 0
     return stream
+
+
+class _ReadAhead:
+    """A connection that is read in large pieces, and handed out in small ones without asking the scheduler."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._piece = memoryview(b"")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    async def read(self, n: int | None = None) -> bytes:
+        if not self._piece:
+            self._piece = memoryview(await self._connection.read(_READ_BYTES))
+        taken, self._piece = self._piece[:n], self._piece[n:] if n is not None else memoryview(b"")
+        return bytes(taken)
+
+
+def _read_ahead(secured_conn: Any) -> None:
+    """Between handshake and first frame, when nothing has been read that is not used."""
+    packets = getattr(getattr(secured_conn, "conn", None), "read_writer", None)
+    if packets is not None:  # else no Noise: a connection of a test
+        packets.read_write_closer = _ReadAhead(packets.read_write_closer)

@@ -4,15 +4,17 @@ hivemind and py-libp2p both register a protobuf file that defines `crypto.pb.Key
 import fails. py-libp2p's generated modules therefore get a pool of their own. Every other module takes py-libp2p from
 here. Importing takes half a second and 50 MB, so only modules that are imported at start may import this one.
 
-py-libp2p asks for fastecdsa, which has no binary for many machines, for keys of a kind (P-256) that only its old secio
-security uses, which is not used here. Where fastecdsa is missing, an empty stand-in lets the import pass.
+py-libp2p imports more than is used here: requests and httpx for certificates from the Web, zeroconf for discovery in a
+local network, fastecdsa (which has no binary for many machines) for keys of its old secio security. Stand-ins let these
+imports pass, and spare 15 MB.
 """
 
-import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from google.protobuf import descriptor_pool
@@ -31,32 +33,49 @@ def _own_descriptor_pool() -> Iterator[None]:
 
 
 class _StandIn(ModuleType):
-    """A module in which every name is `object`: enough for annotations, of no use for keys."""
+    """A module with every name: classes are `object`, all else more modules. Enough for annotations, of no use for work."""
+
+    __path__: Sequence[str] = ()
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        return object
+        return object if name[0].isupper() else _StandIn(f"{self.__name__}.{name}")
+
+
+class _StandIns(MetaPathFinder, Loader):
+    """Finds a stand-in for every module of some packages."""
+
+    def __init__(self, packages: frozenset[str]) -> None:
+        self._packages = packages
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        is_mine = fullname.partition(".")[0] in self._packages
+        return ModuleSpec(fullname, self, is_package=True) if is_mine else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
 
 
 @contextmanager
-def _without_fastecdsa() -> Iterator[None]:
-    names = [] if importlib.util.find_spec("fastecdsa") else ["", ".curve", ".keys", ".point", ".encoding"]
-    names += [".encoding.sec1", ".encoding.util"] if names else []
-    for name in names:
-        module = sys.modules[f"fastecdsa{name}"] = _StandIn(f"fastecdsa{name}")
-        module.__path__ = []
-    for name in names[1:]:
-        parent, _, child = f"fastecdsa{name}".rpartition(".")
-        setattr(sys.modules[parent], child, sys.modules[f"fastecdsa{name}"])
+def _without(*packages: str) -> Iterator[None]:
+    """Packages that are imported already stay as they are; later imports find the real ones."""
+    finder = _StandIns(frozenset(packages) - sys.modules.keys())
+    sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
-        for name in names:
-            del sys.modules[f"fastecdsa{name}"]
+        sys.meta_path.remove(finder)
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, _StandIn):
+                del sys.modules[name]
 
 
-with _own_descriptor_pool(), _without_fastecdsa():
+with _own_descriptor_pool(), _without("fastecdsa", "httpx", "requests", "zeroconf"):
     import trio
     from libp2p import new_host
     from libp2p.abc import IHost, IMuxedStream, INetConn, INetStream, INetwork, INotifee, ISecureConn
