@@ -61,12 +61,14 @@ class Benchmark:
             async with contextlib.AsyncExitStack() as alive:
                 ours = await self._start(alive, self._ours, num_nodes)
                 await self._warm_up(ours, Case("swarm", num_nodes, options.sizes[0], self._wanted(num_nodes)))
-                if num_nodes == HEADLINE_NODES or len(options.nodes) == 1:  # before there is another swarm
+                async with contextlib.AsyncExitStack() as alive_too:
+                    peer = await self._start_peer(alive_too, num_nodes)
+                    for size in (size for size in options.sizes if size < _PIPE_KIB):
+                        await self._take_turns(num_nodes, size, ours, peer)
+                for size in (size for size in options.sizes if size > _PIPE_KIB):
+                    await self._take_turns(num_nodes, size, ours, None)
+                if num_nodes == HEADLINE_NODES or len(options.nodes) == 1:
                     self.idle_cpu_percent = await ours.idle_cpu_percent(options.idle_s)
-                small = [size for size in options.sizes if size < _PIPE_KIB]
-                peer = await self._start_peer(alive, num_nodes) if small else None
-                for size in options.sizes:
-                    await self._take_turns(num_nodes, size, ours, peer if size in small else None)
         except (NodeFailed, SwarmBroke) as error:
             _say(f"N = {num_nodes}: {error}")
         for size in options.sizes:

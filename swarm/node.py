@@ -51,7 +51,7 @@ _INTERRUPTED = 130
 _SAY_INTERVAL_S = 5.0
 _STOP_CHECK_INTERVAL_S = 0.25
 _STATUS_INTERVAL_S = 2.0
-_STOP_GRACE_S = 3.5
+_STOP_GRACE_S = 2.5
 """How long a stop waits for the round in flight before it is left to the last checkpoint."""
 
 TransportFactory = Callable[[Config, Identity, NodeFolder, EntryValidator], Transport | None]

@@ -176,9 +176,11 @@ class ExchangeNode:
         """The round is over for all: pull what is left and empty the pool for the next one."""
         self._pool.stock_groups = 0
         await self._pool.wait_for(self._num_others, _LEFTOVERS_TIMEOUT_S)
-        drawn = self._pool.draw(GROUPS_PER_BODY * (self._num_others + 1), self._rng)
+        num_drawn = 0
+        while drawn := len(self._pool.draw(GROUPS_PER_BODY, self._rng)):  # few at a time, as training does
+            num_drawn += drawn
         return {
-            "leftover_groups": len(drawn) - GROUPS_PER_BODY * self._num_wanted,
+            "leftover_groups": num_drawn - GROUPS_PER_BODY * self._num_wanted,
             "rejected": dict(self._exchange.reader.rejected),
             "failed_steps": self.num_failed_steps,
         }

@@ -8,6 +8,8 @@ from swarm.network.transport import RequestRefused, Transport
 
 BODY_PROTOCOL = "swarm/body/1"
 """A 32-byte hash asks for that body."""
+MAX_BYTES = 24 << 20
+"""Some hundred bodies as they are; with it a node's network stays below 200 MB."""
 _AUTHOR_SHARE = 8
 
 
@@ -24,7 +26,7 @@ class BodyStore:
     holds most gives up its oldest. Own bodies give way to nobody, only to newer own ones: nobody else may have them yet.
     """
 
-    def __init__(self, clock: Callable[[], float], max_bytes: int = 64 << 20) -> None:
+    def __init__(self, clock: Callable[[], float], max_bytes: int = MAX_BYTES) -> None:
         self._clock = clock
         self._max_bytes = max_bytes
         self._max_author_bytes = max_bytes // _AUTHOR_SHARE

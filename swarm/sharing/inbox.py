@@ -81,18 +81,22 @@ class Inbox:
         self._offer(header)
         return Verdict.ACCEPT
 
-    def take_entry(self, subkey: str, record: bytes) -> None:
-        """Judge an entry of the index; one that is read again, or was gossiped before, is passed over."""
+    def take_entry(self, subkey: str, record: bytes) -> bool:
+        """Judge an entry of the index; one that is read again, or was gossiped before, is passed over.
+
+        Returns whether it was news: valid and not seen before.
+        """
         if subkey.startswith(f"{self._own_peer_id}/") or self._is_judged(record):
-            return
+            return False
         try:
             header = self._admission.admit_header(record)
             if not subkey.startswith(f"{header.author}/"):
                 raise InvalidRecord(Rejection.WRONG_SLOT)
         except InvalidRecord as error:
             self.rejected[error.reason.value] += 1
-            return
+            return False
         self._offer(header)
+        return True
 
     def pick(self) -> Header | None:
         """Uniform over the authors that answer, so that a prolific one gets no larger share; then the newest."""

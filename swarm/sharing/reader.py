@@ -1,9 +1,10 @@
 """Candidates → pull the body → body admission → pool.
 
-    poll:  wait for a header or the end of the interval ─ sweep the index where that is due ─ pull
+    poll:  wait for a header or the end of the interval ─ sweep the index where that is due, and pull
     pull:  while the pool holds fewer fresh groups than wanted: pick candidates ─ fetch ─ admit_body ─ pool.add
 
-Pulls do not wait for each other: a holder that stays silent costs a place for a while, and nobody else's body.
+Nothing of this waits for anything else: a holder that stays silent costs a place for a while, and nobody else's body; a
+header is pulled when it comes in.
 A node pulls what it is going to train on, not all that is offered: cost per node stays flat as the swarm grows.
 """
 
@@ -35,7 +36,9 @@ _READ_AHEAD_BATCHES = 3
 _MAX_PULLS_AT_ONCE = 4
 _MAX_OTHER_HOLDERS = 2
 _GOSSIP_IS_ALIVE_FOR_S = 30.0
-"""Without a gossiped header for so long the index is read at every poll."""
+"""Without a gossiped header for so long the index is read at every poll, ..."""
+_MAX_SWEEP_PAUSE_S = 5.0
+"""... or less often, where it says nothing new either: an idle swarm costs next to nothing."""
 
 
 class Reader:
@@ -65,6 +68,7 @@ class Reader:
         self._shard = shard
         self._topic: str | None = None
         self._swept_at = -math.inf
+        self._sweep_pause_s = network.poll_interval_s
         self._gossip_at = -math.inf
         self._inbox = Inbox(sharing, swarm_id, transport.peer_id, admission, pool, transport.now, rng)
         self._refused: Counter[str] = Counter()  # bodies and groups, by reason
@@ -86,9 +90,7 @@ class Reader:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._network.poll_interval_s):
                 await self._inbox.arrived.wait()
-        self._inbox.arrived.clear()
-        await self._sweep_if_due()
-        await self._pull_missing()
+        await self._sweep_and_pull()
 
     def _follow_shard(self) -> None:
         """Listen in the topic of the own shard, which changes from epoch to epoch."""
@@ -111,40 +113,55 @@ class Reader:
     def _sweep_interval_s(self) -> float:
         """Where gossip works, the index only holds what it lost: read once per window, which is kept for two."""
         is_alive = self._transport.now() - self._gossip_at < _GOSSIP_IS_ALIVE_FOR_S
-        return WINDOW_S if is_alive else self._network.poll_interval_s
+        return WINDOW_S if is_alive else self._sweep_pause_s
 
-    async def _sweep_if_due(self) -> None:
-        """Read the current window of the own shard, and the one before."""
-        now = self._transport.now()
-        if now - self._swept_at < self._sweep_interval_s():
-            return
-        self._swept_at = now
-        for time_s in (now, now - WINDOW_S):
-            entries = await self._transport.load(experience_key(self._swarm_id, self._shard(), time_s))
-            for subkey, record in entries.items():
-                self._inbox.take_entry(subkey, record)
-
-    async def _pull_missing(self) -> None:
-        """Returns when the pool has enough or nobody offers more, and no pull is left."""
+    async def _sweep_and_pull(self) -> None:
+        """Side by side, until the pool has enough or nobody offers more, and nothing is under way."""
         pulls: dict[asyncio.Task[None], Header] = {}
+        sweep: asyncio.Task[None] | None = None
         try:
             while True:
+                self._inbox.arrived.clear()
+                if sweep is None and self._transport.now() - self._swept_at >= self._sweep_interval_s():
+                    sweep = asyncio.create_task(self._sweep())
                 for header in self._choose(pulls.values()):
                     pulls[asyncio.create_task(self._pull(header))] = header
-                if not pulls:
+                under_way = {*pulls} if sweep is None else {*pulls, sweep}
+                if not under_way:
                     return
-                done, _ = await asyncio.wait(
-                    pulls, timeout=self._network.poll_interval_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                for pull in done:
-                    del pulls[pull]
-                    pull.result()
+                for task in await self._first_news(under_way):
+                    pulls.pop(task, None)
+                    sweep = None if task is sweep else sweep
+                    task.result()
                 self._follow_shard()
-                await self._sweep_if_due()
         finally:
-            for pull in pulls:
-                pull.cancel()
-            await asyncio.gather(*pulls, return_exceptions=True)
+            left = [*pulls] if sweep is None else [*pulls, sweep]
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+    async def _first_news(self, under_way: Collection[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+        """The tasks that ended; none where a header came in first, or nothing happened for a poll interval."""
+        arrival = asyncio.create_task(self._inbox.arrived.wait())
+        try:
+            done, _ = await asyncio.wait(
+                [*under_way, arrival], timeout=self._network.poll_interval_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            arrival.cancel()
+        return {task for task in under_way if task in done}
+
+    async def _sweep(self) -> None:
+        """Read the current window of the own shard, and the one before."""
+        self._swept_at = now = self._transport.now()
+        num_new = 0
+        for time_s in (now, now - WINDOW_S):
+            entries = await self._transport.load(experience_key(self._swarm_id, self._shard(), time_s))
+            num_new += sum(self._inbox.take_entry(subkey, record) for subkey, record in entries.items())
+        interval_s = self._network.poll_interval_s
+        self._sweep_pause_s = (
+            interval_s if num_new else min(2 * self._sweep_pause_s, max(_MAX_SWEEP_PAUSE_S, interval_s))
+        )
 
     def _choose(self, being_pulled: Collection[Header]) -> list[Header]:
         """Candidates that announce as many groups as are missing, but no more at once than a line carries well."""

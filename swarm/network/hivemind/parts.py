@@ -11,6 +11,7 @@ Every other module takes hivemind from here: from swarm.network.hivemind.parts i
 import importlib
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from swarm.errors import NetworkError
@@ -37,6 +38,7 @@ def _shell(name: str, folder: str) -> ModuleType:
     module = ModuleType(name)
     module.__path__ = [folder]
     module.__package__ = name
+    module.__spec__ = ModuleSpec(name, None, is_package=True)  # others look for it, to see whether hivemind is there
     sys.modules[name] = module
     return module
 
