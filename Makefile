@@ -17,7 +17,8 @@ demo: $(READY)  ## A swarm of four nodes that learn from each other, on this mac
 	@exec $(BIN)/swarm testbed --nodes 4 $(DEMO)
 
 test: $(READY)  ## All tests
-	$(BIN)/python -m pytest -n auto --maxprocesses 4
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 check: $(READY) format lint types test  ## Format, lint, types and tests
 

@@ -93,6 +93,7 @@ def test_two_nodes_behind_separate_routers_exchange_rollouts_and_a_large_body(ne
         assert set(relay.call("state")["neighbors"]) == set()  # nobody relies on nodes that cannot be dialled
 
 
+@pytest.mark.alone
 def test_homes_that_enough_peers_have_seen_punch_a_hole(network: Network, tmp_path: Path) -> None:
     """libp2p believes in an address of its own when four peers tell it the same."""
     with contextlib.ExitStack() as stack:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 import safetensors.torch
 import torch
 
@@ -30,6 +31,7 @@ from tests.e2e.node_process import NodeProcess, node_settings, wait_for
 SILO = {"network": {"backend": "off"}, "sharing": {"own_groups": 6, "swarm_groups": 0}}
 
 
+@pytest.mark.alone
 def test_nodes_learn_together_and_a_late_one_joins(tmp_path: Path) -> None:
     with NodeProcess(node_settings(tmp_path / "a")) as a:
         join = {"initial_peers": [a.address()]}
@@ -59,6 +61,7 @@ def test_nodes_learn_together_and_a_late_one_joins(tmp_path: Path) -> None:
         assert a.wait(5) == 0
 
 
+@pytest.mark.alone
 def test_interrupt_ends_node_and_daemon_within_five_seconds(tmp_path: Path) -> None:
     with NodeProcess(node_settings(tmp_path / "a")) as a:
         a.wait_for_round(2)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from swarm.observability.metrics_log import read_rows
 
@@ -29,6 +30,7 @@ def start(cwd: Path, *arguments: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.alone
 def test_testbed_shares_ends_within_five_seconds_and_resumes(tmp_path: Path) -> None:
     testbed = start(tmp_path, "--rounds", "1000000")
     rows = [wait_for_shared_round(testbed, tmp_path / "run" / name) for name in ("node-1", "node-2")]

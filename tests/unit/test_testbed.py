@@ -236,6 +236,7 @@ class TestTestbed:
         LocalSwarm(plans, console(), fake_command({}, joined)).run("test")
         assert joined == {"node-1": None, "node-2": None}
 
+    @pytest.mark.alone
     def test_ctrl_c_leaves_no_process(self, tmp_path: Path) -> None:
         """A testbed process of its own, interrupted as a terminal would."""
         script = (

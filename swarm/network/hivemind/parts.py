@@ -38,7 +38,8 @@ def _shell(name: str, folder: str) -> ModuleType:
     module = ModuleType(name)
     module.__path__ = [folder]
     module.__package__ = name
-    module.__spec__ = ModuleSpec(name, None, is_package=True)  # others look for it, to see whether hivemind is there
+    module.__spec__ = ModuleSpec(name, None, is_package=True)  # others look for it, to see where hivemind is
+    module.__spec__.submodule_search_locations = [folder]
     sys.modules[name] = module
     return module
 
