@@ -31,8 +31,10 @@ class StreamRequests:
         self, peer_id: str, protocol: str, request: bytes, *, max_response_bytes: int, deadline_s: float
     ) -> bytes:
         """See `transport.Transport.request`."""
+        is_open = False
         try:
             async with asyncio.timeout(deadline_s), self._stream(peer_id, protocol) as (reader, writer):
+                is_open = True
                 write_request(writer, request)
                 response = await read_response(reader, max_response_bytes)
                 write_acknowledgement(writer)
@@ -41,7 +43,8 @@ class StreamRequests:
         except FrameError as error:
             raise self._failure(peer_id, protocol, error.reason, str(error)) from None
         except (NetworkError, OSError) as error:
-            raise self._failure(peer_id, protocol, "unreachable", str(error) or type(error).__name__) from None
+            reason = "cut" if is_open else "unreachable"  # a stream may end with a reset as well as with an end
+            raise self._failure(peer_id, protocol, reason, str(error) or type(error).__name__) from None
         self._traffic.bytes_sent += len(request)
         self._traffic.bytes_received += len(response.body)
         if response.status != Status.OK:
