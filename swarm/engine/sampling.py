@@ -1,22 +1,65 @@
 """Drawing one token per row from logits, on the device where they are."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 
-def sample_tokens(logits: Tensor, temperature: float, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [B] and their log-probs [B] from logits [B, V] and one uniform number per row [B] in [0, 1 - 2**-23].
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The distribution that tokens are drawn from: the policy's own at a temperature, less what the filters cut off."""
 
-    Inverts the cumulative distribution: one number per row costs less than one per token of the vocabulary, and makes a
-    row's draw depend on nothing but its own number. At temperature 0 the likeliest token, with its plain log-prob.
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_k: int = 0
+    """Only the k likeliest tokens; 0 is all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together have this probability (nucleus, 1904.09751)."""
+    min_p: float = 0.0
+    """Only tokens at least this fraction as likely as the likeliest (2407.01082)."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the policy's own distribution."""
+        return self.temperature == 1 and not self.is_filtered
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def sample_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [B], their log-probs [B] as drawn and under the plain policy, from logits [B, V] and uniforms [B].
+
+    One uniform number in [0, 1 - 2**-23] per row inverts the cumulative distribution: that costs less than one per token
+    of the vocabulary, and makes a row's draw depend on nothing but its own number. A greedy token counts as drawn from
+    the plain policy.
     """
-    if temperature == 0:
-        logprobs = logits.float().log_softmax(-1)
-        tokens = logprobs.argmax(-1)
-    else:
-        logprobs = (logits.float() / temperature).log_softmax(-1)
-        cumulative = logprobs.exp().cumsum(-1)
-        threshold = uniforms[:, None] * cumulative[:, -1:]
-        # first token whose cumulative probability exceeds the threshold: never one of probability zero
-        tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+    plain = logits.float().log_softmax(-1)
+    if sampling.temperature == 0:
+        tokens = plain.argmax(-1)
+        chosen = plain.gather(-1, tokens[:, None])[:, 0]
+        return tokens, chosen, chosen
+    drawn_from = plain if sampling.is_plain else _filtered(logits.float() / sampling.temperature, sampling)
+    cumulative = drawn_from.exp().cumsum(-1)
+    threshold = uniforms[:, None] * cumulative[:, -1:]
+    # first token whose cumulative probability exceeds the threshold: never one of probability zero
+    tokens = torch.searchsorted(cumulative, threshold, right=True).clamp(max=logits.shape[-1] - 1)
+    return tokens[:, 0], drawn_from.gather(-1, tokens)[:, 0], plain.gather(-1, tokens)[:, 0]
+
+
+def _filtered(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Log-probs [B, V] of what the filters leave; the likeliest token always stays. Filters in the order of vLLM."""
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if sampling.min_p > 0:
+        logprobs = logits.log_softmax(-1)
+        floor = logprobs.max(-1, keepdim=True).values + torch.tensor(sampling.min_p).log().item()
+        logits = logits.masked_fill(logprobs < floor, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, indices = logits.softmax(-1).sort(-1, descending=True)
+        is_out = ordered.cumsum(-1) - ordered >= sampling.top_p
+        logits = logits.masked_fill(torch.zeros_like(is_out).scatter(-1, indices, is_out), -torch.inf)
+    return logits.log_softmax(-1)

@@ -1,0 +1,83 @@
+"""Keys and values of answers that start and end at different times, in buffers that are allocated once.
+
+    slot s   [ prompt | answer so far | free ]        the column of a token is its position, so no row needs padding
+
+Slots 0 to n - 1 are active. When one ends, the next answer is put in its place, or the last active slot is moved there:
+a forward pass then always sees the first n rows of each buffer, without gathering and without growing anything.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+
+class SlotCache(Cache):
+    """A transformers cache whose rows stand at different positions."""
+
+    def __init__(self, prepared: DynamicCache, num_slots: int, capacity: int) -> None:
+        """Buffers for `num_slots` rows of `capacity` tokens, layers shaped as those of `prepared`."""
+        super().__init__(layers=[_SlotLayer(self, layer, num_slots, capacity) for layer in prepared.layers])
+        device = self.layers[0].keys.device  # type: ignore[union-attr]
+        self.slots = torch.arange(num_slots, device=device)
+        self.positions = torch.zeros(num_slots, dtype=torch.long, device=device)
+        """[S] column that the next token of a slot goes to."""
+        self.width = 0
+        """Columns that the active slots use, the next token's included."""
+
+    def put(self, slot: int, prepared: DynamicCache, row: int, length: int) -> None:
+        """Let a slot continue the first `length` tokens of a row of `prepared`."""
+        for layer, source in zip(self.layers, prepared.layers, strict=True):
+            layer.keys[slot, :, :length] = source.keys[row, :, :length]  # type: ignore[index]
+            layer.values[slot, :, :length] = source.values[row, :, :length]  # type: ignore[index]
+        self.positions[slot] = length
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Continue in slot `target` what stood in `source`, whose first `length` columns are in use."""
+        for layer in self.layers:
+            layer.keys[target, :, :length] = layer.keys[source, :, :length]  # type: ignore[index]
+            layer.values[target, :, :length] = layer.values[source, :, :length]  # type: ignore[index]
+        self.positions[target] = self.positions[source]
+
+    def num_bytes(self) -> int:
+        """Memory of the buffers."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)  # type: ignore[union-attr]
+
+
+class _SlotLayer(CacheLayerMixin):
+    """One layer's buffers [S, heads, capacity, head size]; `update` writes one token per active slot."""
+
+    is_sliding = False
+
+    def __init__(self, cache: SlotCache, like: Any, num_slots: int, capacity: int) -> None:
+        super().__init__()
+        self._cache = cache
+        self.keys = like.keys.new_zeros(num_slots, like.keys.shape[1], capacity, like.keys.shape[3])
+        self.values = like.values.new_zeros(num_slots, like.values.shape[1], capacity, like.values.shape[3])
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is left to do."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        cache, num_rows = self._cache, key_states.shape[0]
+        rows, columns = cache.slots[:num_rows], cache.positions[:num_rows]
+        assert self.keys is not None and self.values is not None
+        self.keys[rows, :, columns] = key_states[:, :, 0]
+        self.values[rows, :, columns] = value_states[:, :, 0]
+        return self.keys[:num_rows, :, : cache.width], self.values[:num_rows, :, : cache.width]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.width, 0
+
+    def get_seq_length(self) -> int:
+        return self._cache.width - 1
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def is_plain(cache: DynamicCache) -> bool:
+    """Whether every layer keeps keys and values of all tokens, and nothing else."""
+    return all(isinstance(layer, DynamicLayer) for layer in cache.layers)
