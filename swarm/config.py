@@ -206,12 +206,57 @@ class RolloutsSection(Section):
     """Tasks drawn per round; each gives one group."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Rollouts per group (G). Below 4 the advantage is noisy and a warning is logged."""
+    task_choice: Literal["weighted", "thompson"] = "weighted"
+    """weighted: sources by their weight. thompson: rather those that are neither solved nor hopeless (VADE, 2511.18902)."""
+    difficulty_memory: Fraction = 0.9
+    """What one group of a source leaves of what was known of its difficulty before."""
+    group_sizes: Literal["equal", "variance"] = "equal"
+    """equal: group_size each. variance: more for sources whose reward varies and whose answers are short, at equal tokens."""
+    second_round: Literal["off", "hard", "equal"] = "off"
+    """More answers to tasks whose first ones earned less than half (DARS, 2508.13755), up to largest_group."""
+    smallest_group: Annotated[int, Field(ge=2)] = 4
+    """Where sizes differ, no group is smaller (but where group_size is)."""
+    largest_group: Annotated[int, Field(ge=2)] = 32
+    """Where sizes differ, no group is larger. Others refuse groups beyond their sharing.max_group_size."""
+    refill_draws: NonNegativeInt = 0
+    """How often a round draws further tasks while fewer than groups_per_round groups have signal (DAPO, 2503.14476)."""
+    over_provision: Annotated[float, Field(ge=1, le=4)] = 1.0
+    """Begin so many times groups_per_round groups, stop when that many are complete, continue the rest later (APRIL)."""
     max_new_tokens: PositiveInt = 24
     """Longest answer in tokens; longer ones are cut and masked from the loss."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
+    top_k: NonNegativeInt = 0
+    """Draw among the k likeliest tokens only; 0 is all. A filter hides from training what it cuts off: see algorithms."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw among the likeliest tokens that together have this probability only; 1 is all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Draw among tokens at least this fraction as likely as the likeliest only; 0 is all."""
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=16)] = ()
+    """Strings that end an answer, themselves included. The same on all nodes."""
+    engine: Literal["auto", "transformers", "vllm"] = "auto"
+    """auto: slots that refill as answers end. transformers: a batch waits for its longest. vllm: an extra."""
     max_batch_sequences: PositiveInt = 64
-    """Answers decoded at the same time; lower it when memory is short."""
+    """Answers decoded at the same time, at most."""
+    cache_mib: PositiveInt | None = None
+    """Memory for keys and values of answers; fewer are decoded at once if need be. Unset: half of what is free."""
+
+    @model_validator(mode="after")
+    def _sizes_are_in_order(self) -> "RolloutsSection":
+        if self.sizes_differ and self.largest_group < self.group_size:
+            raise ValueError(
+                f"largest_group must be at least group_size, got {self.largest_group} < {self.group_size}; raise it"
+            )
+        return self
+
+    @property
+    def sizes_differ(self) -> bool:
+        """Whether groups may have more or fewer answers than group_size."""
+        return self.group_sizes != "equal" or self.second_round != "off"
+
+    @property
+    def cache_bytes(self) -> int | None:
+        return None if self.cache_mib is None else self.cache_mib * 2**20
 
 
 class SharingSection(Section):
@@ -275,7 +320,7 @@ class TrainingSection(Section):
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL penalty towards the base policy (k3 estimator); 0 skips the extra forward pass."""
     mask_truncated: bool = True
-    """Leave answers without EOS out of the loss."""
+    """Leave answers that were cut, with neither EOS nor a stop string, out of the loss."""
     canary_tolerance: PositiveFloat = 1e-3
     """Largest difference between the engine's and the trainer's log-probs of the canary answer."""
 
@@ -334,6 +379,16 @@ class Config(Section):
             raise ValueError(
                 f"sharing.swarm_groups must be 0 with network.backend off, got {self.sharing.swarm_groups}; "
                 'set sharing.swarm_groups = 0 or network.backend = "hivemind"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_taken_by_others(self) -> "Config":
+        largest = self.rollouts.largest_group if self.rollouts.sizes_differ else self.rollouts.group_size
+        if self.sharing.publish and largest > self.sharing.max_group_size:
+            raise ValueError(
+                f"groups must have at most sharing.max_group_size = {self.sharing.max_group_size} rollouts, got {largest}: "
+                "others would refuse them; lower rollouts.largest_group or rollouts.group_size"
             )
         return self
 

@@ -1,6 +1,6 @@
 """The compute side of a node: one round after another, on one thread, never waiting for the network.
 
-    cursor.draw ─ worker.rollout ─┬─ publish (to the network loop)
+    RolloutRound.run ─────────────┬─ publish (to the network loop)
                                   └─ own groups with signal ─┐
     pool.draw ─ foreign groups ─ translate by lineage ───────┴─ trainer.step ─ canary ─ checkpoint
 
@@ -19,12 +19,14 @@ from typing import Any
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config
 from swarm.engine.canary import Canary
-from swarm.engine.transformers_engine import TransformersEngine
+from swarm.engine.make_engine import make_engine
 from swarm.errors import CheckpointError
 from swarm.policy.memory_probe import probe_memory
 from swarm.policy.policy import Policy
 from swarm.pool.experience_pool import ExperiencePool
+from swarm.rollouts.rollout_round import RolloutRound
 from swarm.rollouts.worker import RolloutBatch, RolloutWorker
+from swarm.tasks.difficulty import DifficultyTable
 from swarm.tasks.task_cursor import TaskCursor
 from swarm.tasks.task_mixture import TaskMixture, training_seed
 from swarm.tasks.task_source import TaskFailure, UnknownTask
@@ -32,7 +34,7 @@ from swarm.training.experience import ExperienceTranslator
 from swarm.training.step_report import StepReport
 from swarm.training.trainer import Trainer
 from swarm.training.training_group import TrainingGroup
-from swarm.types import RolloutGroup, Task
+from swarm.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -52,19 +54,26 @@ class Learner:
         self._pool = pool
         self._publish = publish
         self.policy = policy
-        self._engine = TransformersEngine(policy, config.rollouts.max_batch_sequences)
+        self._engine = make_engine(policy, config.rollouts)
         self._worker = RolloutWorker(config.rollouts, policy, self._engine, author)
         self._trainer = Trainer(
             config.training,
             policy,
             temperature=config.rollouts.temperature,
             max_new_tokens=config.rollouts.max_new_tokens,
+            stop=config.rollouts.stop,
         )
         self._canary = Canary(policy, self._engine, config.training.canary_tolerance)
         self._translator = ExperienceTranslator(policy, config.sharing.likelihood_floor_quantile)
         stream = training_seed(author, config.node.seed)
         self._author = author
         self._cursor = TaskCursor(mixture, stream, random.Random(self._seed("tasks")))
+        self._difficulty = DifficultyTable(
+            mixture.sources,
+            memory=config.rollouts.difficulty_memory,
+            default_tokens=config.rollouts.max_new_tokens,
+        )
+        self._rollouts = RolloutRound(config.rollouts, self._cursor, self._worker, self._difficulty)
         self._rng = random.Random(self._seed("batches"))
         self.round = 0
         """Rounds completed over the whole run."""
@@ -73,12 +82,12 @@ class Learner:
     def run_round(self) -> Row:
         """One rollout–share–train cycle; returns its metrics."""
         started = time.monotonic()
-        tasks = self._cursor.draw(self._config.rollouts.groups_per_round)
-        rollouts = self._worker.rollout(tasks, self._seed("rollouts", self.round))
+        rollouts = self._rollouts.run(self._seed("rollouts", self.round))
         rolled_out = time.monotonic()
         if self._config.sharing.publish:
             self._publish(rollouts.groups)
-        batch = self._batch(tasks, rollouts.groups)
+        self._translator.observe_own(rollouts.likelihoods)
+        batch = self._batch(rollouts)
         report = self._trainer.step(batch) if batch else None
         if report is not None and not report.skipped:
             self._canary.check()
@@ -107,7 +116,14 @@ class Learner:
     def probe_memory(self) -> None:
         """Raises MemoryBudgetError before the first round where the longest batch would not fit."""
         config = self._config
-        probe_memory(self.policy, config.rollouts, config.training, config.max_batch_groups)
+        probe_memory(
+            self.policy,
+            config.rollouts,
+            config.training,
+            config.max_batch_groups,
+            answer_bytes=self._engine.answer_bytes(config.policy.max_prompt_tokens + config.rollouts.max_new_tokens),
+            held_bytes=self._engine.held_bytes,
+        )
 
     def save(self, store: CheckpointStore) -> None:
         tensors, trainer_state = self._trainer.state()
@@ -117,6 +133,8 @@ class Learner:
             "lineage": {"policy": self.policy.lineage.policy, "tokenizer": self.policy.lineage.tokenizer},
             "trainer": trainer_state,
             "cursor": self._cursor.state(),
+            "difficulty": self._difficulty.state(),
+            "open_groups": self._rollouts.state(),
             "rng": _rng_state(self._rng),
             "own_likelihoods": self._translator.state(),
             "totals": dict(self._totals),
@@ -138,17 +156,18 @@ class Learner:
         self.policy.version = state["policy_version"]
         self.round = state["round"]
         self._cursor.restore(state["cursor"])
+        self._difficulty.restore(state.get("difficulty", {}))
+        self._rollouts.restore(state.get("open_groups", []), self._mixture.rebuild)
         self._rng.setstate(_rng_from(state["rng"]))
         self._translator.restore(state["own_likelihoods"])
         self._totals = Counter(state["totals"])
         return True
 
-    def _batch(self, tasks: Sequence[Task], groups: Sequence[RolloutGroup]) -> list[TrainingGroup]:
+    def _batch(self, rollouts: RolloutBatch) -> list[TrainingGroup]:
         """I own and J foreign groups with signal; where one kind is short, the other fills up to I + J."""
         sharing = self._config.sharing
-        self._translator.observe_own(groups)
-        prompts = {task.ref: task.prompt for task in tasks}
-        own = [self._translator.own(prompts[g.task], g) for g in groups if g.has_signal]
+        prompts = {task.ref: task.prompt for task in rollouts.tasks}
+        own = [self._translator.own(prompts[g.task], g) for g in rollouts.groups if g.has_signal]
         total = self._config.max_batch_groups
         num_own = min(len(own), total - sharing.swarm_groups)
         wanted = total - num_own if sharing.swarm_groups else 0
@@ -172,6 +191,9 @@ class Learner:
             "rollout/tokens": rollouts.num_tokens,
             "rollout/tokens_per_s": rollouts.num_tokens / max(duration_s, 1e-9),
             "rollout/groups": len(groups),
+            "rollout/open_groups": self._rollouts.num_open,
+            "rollout/stale_tokens": rollouts.num_stale_tokens,
+            "rollout/answers": sum(len(group.rollouts) for group in groups),
             "rollout/groups_with_signal": sum(group.has_signal for group in groups),
             "rollout/failed_tasks": sum(rollouts.failures.values()),
             "rollout/too_long_prompts": sum(rollouts.too_long.values()),

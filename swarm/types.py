@@ -54,7 +54,7 @@ class Rollout:
     logprobs: tuple[float, ...]
     """[T] log μ: log-probability of each token under the distribution it was sampled from."""
     finished: bool
-    """Whether EOS was sampled; False means cut at the token limit."""
+    """Whether EOS was sampled; False means cut at the token limit, or ended by a stop string, which the text then holds."""
     reward: float
     """In [0, 1]. From a peer it is a claim until admission has recomputed it."""
 

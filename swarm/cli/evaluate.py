@@ -19,13 +19,13 @@ def evaluate(
 ) -> None:
     """Evaluate a policy on tasks that nobody trains on."""
     resolved = load_config(config_arguments(config, folder), ("--dir", "--tasks", "--temperature", "--base", "--json"))
-    from swarm.engine.transformers_engine import TransformersEngine
+    from swarm.engine.make_engine import make_engine
     from swarm.rollouts.worker import RolloutWorker
     from swarm.tasks.task_mixture import TaskMixture
 
     policy, trained_rounds = load_saved_policy(resolved, base_only=base)
     mixture = TaskMixture(resolved.tasks)
-    engine = TransformersEngine(policy, resolved.rollouts.max_batch_sequences)
+    engine = make_engine(policy, resolved.rollouts)
     worker = RolloutWorker(resolved.rollouts, policy, engine, author="")
     rewards = worker.evaluate(mixture.held_out(tasks), temperature=temperature, seed=resolved.node.seed)
     means = {source: sum(values) / len(values) for source, values in sorted(rewards.items())}

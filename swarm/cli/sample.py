@@ -23,20 +23,22 @@ def sample(
     resolved = load_config(
         config_arguments(config, folder), ("--dir", "--prompt", "--num", "--temperature", "--seed", "--base")
     )
-    from swarm.engine.transformers_engine import TransformersEngine
+    from swarm.engine.make_engine import make_engine
+    from swarm.engine.sampling import Sampling
 
     policy, _ = load_saved_policy(resolved, base_only=base)
-    engine = TransformersEngine(policy, resolved.rollouts.max_batch_sequences)
+    engine = make_engine(policy, resolved.rollouts)
     for number, text in enumerate([prompt] if prompt else _lines()):
         (answers,) = engine.generate(
             [policy.encode_prompt(text)],
             num,
             max_new_tokens=resolved.rollouts.max_new_tokens,
-            temperature=temperature,
+            sampling=Sampling(temperature=temperature),
             seed=seed + number,
+            stop=resolved.rollouts.stop,
         )
         for answer in answers:
-            cut = "" if answer.finished else " …"
+            cut = " …" if answer.end == "limit" else ""
             print(policy.decode(answer.token_ids) + cut, flush=True)
 
 

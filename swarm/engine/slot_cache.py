@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from swarm.policy.cached_forward import is_plain_layer
 
 
 class SlotCache(Cache):
@@ -18,44 +20,72 @@ class SlotCache(Cache):
 
     def __init__(self, prepared: DynamicCache, num_slots: int, capacity: int) -> None:
         """Buffers for `num_slots` rows of `capacity` tokens, layers shaped as those of `prepared`."""
-        super().__init__(layers=[_SlotLayer(self, layer, num_slots, capacity) for layer in prepared.layers])
-        device = self.layers[0].keys.device  # type: ignore[union-attr]
-        self.slots = torch.arange(num_slots, device=device)
-        self.positions = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self.slot_layers = [_SlotLayer(self, layer, num_slots * capacity) for layer in prepared.layers]
+        super().__init__(layers=list[Any](self.slot_layers))
+        self.device = self.slot_layers[0].keys.device
+        self.dtype = self.slot_layers[0].keys.dtype
+        self._num_places = num_slots * capacity
+        self.resize(num_slots, capacity)
+
+    def resize(self, num_slots: int, capacity: int) -> bool:
+        """Cut the same buffers into other slots, all of them free; False, and nothing done, where they are too small."""
+        if num_slots * capacity > self._num_places:
+            return False
+        for layer in self.slot_layers:
+            layer.cut(num_slots, capacity)
+        self.slots = torch.arange(num_slots, device=self.device)
+        self.positions = torch.zeros(num_slots, dtype=torch.long, device=self.device)
         """[S] column that the next token of a slot goes to."""
         self.width = 0
         """Columns that the active slots use, the next token's included."""
+        return True
 
     def put(self, slot: int, prepared: DynamicCache, row: int, length: int) -> None:
         """Let a slot continue the first `length` tokens of a row of `prepared`."""
-        for layer, source in zip(self.layers, prepared.layers, strict=True):
+        for layer, source in zip(self.slot_layers, prepared.layers, strict=True):
             layer.keys[slot, :, :length] = source.keys[row, :, :length]  # type: ignore[index]
             layer.values[slot, :, :length] = source.values[row, :, :length]  # type: ignore[index]
         self.positions[slot] = length
 
     def move(self, source: int, target: int, length: int) -> None:
         """Continue in slot `target` what stood in `source`, whose first `length` columns are in use."""
-        for layer in self.layers:
-            layer.keys[target, :, :length] = layer.keys[source, :, :length]  # type: ignore[index]
-            layer.values[target, :, :length] = layer.values[source, :, :length]  # type: ignore[index]
+        for layer in self.slot_layers:
+            layer.keys[target, :, :length] = layer.keys[source, :, :length]
+            layer.values[target, :, :length] = layer.values[source, :, :length]
         self.positions[target] = self.positions[source]
 
     def num_bytes(self) -> int:
         """Memory of the buffers."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers)  # type: ignore[union-attr]
+        return sum(layer.num_bytes() for layer in self.slot_layers)
 
 
 class _SlotLayer(CacheLayerMixin):
     """One layer's buffers [S, heads, capacity, head size]; `update` writes one token per active slot."""
 
     is_sliding = False
+    keys: Tensor
+    values: Tensor
 
-    def __init__(self, cache: SlotCache, like: Any, num_slots: int, capacity: int) -> None:
+    def __init__(self, cache: SlotCache, like: Any, num_places: int) -> None:
         super().__init__()
         self._cache = cache
-        self.keys = like.keys.new_zeros(num_slots, like.keys.shape[1], capacity, like.keys.shape[3])
-        self.values = like.values.new_zeros(num_slots, like.values.shape[1], capacity, like.values.shape[3])
+        self._like = [(states.shape[1], states.shape[3]) for states in (like.keys, like.values)]  # heads, head size
+        # zeros, as what no mask lets through is still multiplied by 0, and that must not be NaN
+        self._buffers = [
+            states.new_zeros(num_places * heads * size)
+            for states, (heads, size) in zip((like.keys, like.values), self._like, strict=True)
+        ]
+        self.cut(num_places, 1)
         self.is_initialized = True
+
+    def cut(self, num_slots: int, capacity: int) -> None:
+        self.keys, self.values = (
+            buffer[: num_slots * capacity * heads * size].view(num_slots, heads, capacity, size)
+            for buffer, (heads, size) in zip(self._buffers, self._like, strict=True)
+        )
+
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing is left to do."""
@@ -63,7 +93,6 @@ class _SlotLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         cache, num_rows = self._cache, key_states.shape[0]
         rows, columns = cache.slots[:num_rows], cache.positions[:num_rows]
-        assert self.keys is not None and self.values is not None
         self.keys[rows, :, columns] = key_states[:, :, 0]
         self.values[rows, :, columns] = value_states[:, :, 0]
         return self.keys[:num_rows, :, : cache.width], self.values[:num_rows, :, : cache.width]
@@ -80,4 +109,4 @@ class _SlotLayer(CacheLayerMixin):
 
 def is_plain(cache: DynamicCache) -> bool:
     """Whether every layer keeps keys and values of all tokens, and nothing else."""
-    return all(isinstance(layer, DynamicLayer) for layer in cache.layers)
+    return all(is_plain_layer(layer) for layer in cache.layers)

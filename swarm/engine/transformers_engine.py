@@ -1,6 +1,6 @@
-"""Sampling with a transformers model: own decode loop over its key/value cache.
+"""Sampling with any cache that transformers knows, also recurrent ones: whole batches, as slots cannot be cut from those.
 
-    prompts ─▶ rows (prompt, sample), short prompts first ─▶ chunks of max_batch_sequences
+    prompts ─▶ rows (prompt, sample), long limits first ─▶ chunks of max_batch_sequences
             ─▶ each prompt computed once, its cache repeated for its rows ─▶ one token per row and step, ended rows
             dropped
 
@@ -9,46 +9,55 @@ The engine holds no weights: it runs the policy's own model, so there is no copy
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from swarm.engine.engine import Completion
-from swarm.engine.sampling import sample_tokens
-from swarm.errors import TrainingError
+from swarm.engine.engine import Completion, End, Row, capacity_of, grouped, refuse_nan, rows_of
+from swarm.engine.sampling import Sampling, sample_tokens
+from swarm.engine.stop_strings import StopStrings
 from swarm.policy.cached_forward import PromptCache
 from swarm.policy.counter_noise import uniform
+from swarm.policy.memory_probe import fitting_answers
 from swarm.policy.policy import Policy
 
 _DROP_SHARE = 8
 """Ended rows leave the batch once they are 1/8 of it: dropping costs about as much as one step copies anyway."""
 
-Row = tuple[int, int]
-"""(prompt index, sample index)."""
-
 
 class TransformersEngine:
     """Engine over `policy.model`, adapter unmerged."""
 
-    def __init__(self, policy: Policy, max_batch_sequences: int) -> None:
+    def __init__(self, policy: Policy, max_batch_sequences: int, cache_bytes: int | None = None) -> None:
+        """At most `max_batch_sequences` answers at a time, fewer where their caches need more than `cache_bytes`."""
         self._policy = policy
         self._max_batch_sequences = max_batch_sequences
+        self._cache_bytes = cache_bytes
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], group_size: int, *, max_new_tokens: int, temperature: float, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        group_size: int | Sequence[int],
+        *,
+        max_new_tokens: int | Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        stop: Sequence[str] = (),
     ) -> list[list[Completion]]:
         """See `Engine.generate`."""
+        rows = rows_of(prompts, group_size, max_new_tokens)
+        if not rows:
+            return [[] for _ in prompts]
         self._policy.model.eval()
-        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        rows = [(prompt, sample) for prompt in by_length for sample in range(group_size)]
-        answers: dict[Row, Completion] = {}
-        for start in range(0, len(rows), self._max_batch_sequences):
-            chunk = rows[start : start + self._max_batch_sequences]
-            noise = np.stack([uniform(max_new_tokens, "sample", seed, *row) for row in chunk])
-            completions = self._decode([prompts[row[0]] for row in chunk], torch.from_numpy(noise), temperature)
-            answers.update(zip(chunk, completions, strict=True))
-        return [[answers[prompt, sample] for sample in range(group_size)] for prompt in range(len(prompts))]
+        size = self._chunk_size(capacity_of(prompts, rows))
+        answers: dict[tuple[int, int], Completion] = {}
+        for start in range(0, len(rows), size):
+            chunk = rows[start : start + size]
+            batch = _Batch(self._policy, prompts, chunk, sampling, seed, StopStrings(self._policy.decode, stop))
+            keys = [(row.prompt, row.sample) for row in chunk]
+            answers.update(zip(keys, batch.decode(), strict=True))
+        refuse_nan(answers.values())
+        return grouped(prompts, answers)
 
     @torch.no_grad()
     def score(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
@@ -63,48 +72,90 @@ class TransformersEngine:
                 logits = cache.extend(torch.tensor([[token]], device=self._policy.device))[:, -1]
         return logprobs
 
-    def _decode(self, prompts: Sequence[Sequence[int]], noise: Tensor, temperature: float) -> list[Completion]:
-        """One answer per entry of `prompts`, equal neighbours computed once; noise [B, max_new_tokens]."""
-        device = self._policy.device
-        noise = noise.to(device)
-        eos = torch.tensor(self._policy.eos_token_ids, device=device)
-        tokens = torch.zeros(noise.shape, dtype=torch.long, device=device)  # [B, T]
-        logprobs = torch.zeros(noise.shape, device=device)  # [B, T]
-        lengths = torch.full(noise.shape[:1], noise.shape[1], device=device)  # [B] tokens up to and with EOS
-        ended = torch.zeros_like(lengths, dtype=torch.bool)
+    @torch.no_grad()
+    def answer_bytes(self, num_tokens: int) -> int:
+        """See `Engine.answer_bytes`."""
+        cache = PromptCache(self._policy.model, self._policy.pad_token_id)
+        cache.start([[self._policy.pad_token_id] * num_tokens], self._policy.device)
+        return 2 * cache.num_bytes()  # it is copied as it grows
 
-        distinct = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
+    @property
+    def held_bytes(self) -> int:
+        """See `Engine.held_bytes`."""
+        return 0
+
+    def _chunk_size(self, capacity: int) -> int:
+        if self._cache_bytes is None:
+            return self._max_batch_sequences
+        return fitting_answers(self.answer_bytes(capacity), self._max_batch_sequences, self._cache_bytes)
+
+
+class _Batch:
+    """Rows that are decoded together until the last one has ended."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[Row],
+        sampling: Sampling,
+        seed: int,
+        stop: StopStrings,
+    ) -> None:
+        self._policy = policy
+        self._prompts = [tuple(prompts[row.prompt]) for row in rows]
+        self._sampling = sampling
+        self._stop = stop
+        self._limits = [row.max_new_tokens for row in rows]
+        longest = max(self._limits)
+        self._noise = torch.zeros(len(rows), longest, device=policy.device)
+        for index, row in enumerate(rows):
+            noise = uniform(row.max_new_tokens, "sample", seed, row.prompt, row.sample)
+            self._noise[index, : row.max_new_tokens] = torch.from_numpy(noise).to(policy.device)
+        self._tokens: list[list[int]] = [[] for _ in rows]
+        self._logprobs: list[tuple[list[float], list[float]]] = [([], []) for _ in rows]
+        self._ends: list[End | None] = [None] * len(rows)
+
+    def decode(self) -> list[Completion]:
+        """One answer per row, equal prompts computed once."""
+        device = self._policy.device
+        distinct = list(dict.fromkeys(self._prompts))
         index = {prompt: i for i, prompt in enumerate(distinct)}
-        prompt_of = torch.tensor([index[tuple(prompt)] for prompt in prompts], device=device)
+        prompt_of = torch.tensor([index[prompt] for prompt in self._prompts], device=device)
         cache = PromptCache(self._policy.model, self._policy.pad_token_id)
         logits = cache.start(distinct, device)[prompt_of]
         cache.select(prompt_of)
-        active = torch.arange(len(prompts), device=device)  # rows of the batch that is still decoded
-
-        for step in range(noise.shape[1]):
-            chosen, chosen_logprobs = sample_tokens(logits, temperature, noise[active, step])
-            tokens[active, step], logprobs[active, step] = chosen, chosen_logprobs
-            ends_now = torch.isin(chosen, eos) & ~ended[active]
-            lengths[active[ends_now]] = step + 1
-            ended[active[ends_now]] = True
-            going = ~ended[active]
-            num_going = int(going.sum())
-            if num_going == 0 or step + 1 == noise.shape[1]:
+        active = list(range(len(self._prompts)))  # rows of the batch that is still decoded
+        for step in range(max(self._limits)):
+            chosen, drawn, plain = sample_tokens(logits, self._sampling, self._noise[active, step])
+            self._note(active, chosen, drawn, plain)
+            going = [place for place, row in enumerate(active) if self._ends[row] is None]
+            if not going:
                 break
-            if (len(active) - num_going) * _DROP_SHARE >= len(active):
-                keep = going.nonzero()[:, 0]
+            if (len(active) - len(going)) * _DROP_SHARE >= len(active):
+                keep = torch.tensor(going, device=device)
                 cache.select(keep)
-                active, chosen = active[keep], chosen[keep]
+                active, chosen = [active[place] for place in going], chosen[keep]
             logits = cache.extend(chosen[:, None])[:, -1]
-        return _completions(tokens, logprobs, lengths, ended)
+        return [
+            Completion(tuple(tokens), tuple(drawn), tuple(plain), end)
+            for tokens, (drawn, plain), end in zip(self._tokens, self._logprobs, self._ends, strict=True)
+            if end is not None
+        ]
 
-
-def _completions(tokens: Tensor, logprobs: Tensor, lengths: Tensor, ended: Tensor) -> list[Completion]:
-    rows = zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), ended.tolist(), strict=True)
-    completions = [Completion(tuple(t[:length]), tuple(p[:length]), end) for t, p, length, end in rows]
-    if not all(np.isfinite(completion.logprobs).all() for completion in completions):
-        raise TrainingError(
-            "the policy must give finite probabilities, got NaN or infinity while sampling; "
-            "lower training.lr, or set policy.dtype = float32, and resume from an earlier checkpoint"
-        )
-    return completions
+    def _note(self, active: Sequence[int], chosen: Tensor, drawn: Tensor, plain: Tensor) -> None:
+        """Add a token to every active row that has not ended."""
+        values = zip(active, chosen.tolist(), drawn.tolist(), plain.tolist(), strict=True)
+        for row, token, drawn_logprob, plain_logprob in values:
+            if self._ends[row] is not None:
+                continue
+            tokens = self._tokens[row]
+            tokens.append(token)
+            self._logprobs[row][0].append(drawn_logprob)
+            self._logprobs[row][1].append(plain_logprob)
+            if token in self._policy.eos_token_ids:
+                self._ends[row] = "eos"
+            elif self._stop.are_in(tokens):
+                self._ends[row] = "stop"
+            elif len(tokens) == self._limits[row]:
+                self._ends[row] = "limit"

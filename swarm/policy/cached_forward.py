@@ -8,11 +8,11 @@ masked and positions count real tokens only.
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 
 class PromptCache:
@@ -40,13 +40,13 @@ class PromptCache:
     def select(self, rows: Tensor) -> None:
         """Keep, repeat and reorder rows: row i of the result continues row `rows[i]`."""
         for layer in self._cache.layers:
-            if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
+            if is_plain_layer(layer) and layer.keys is not None and layer.values is not None:
                 # not layer.batch_select_indices: the backward pass of plain indexing adds up repeated rows with
                 # atomics, in an order that varies from run to run; that of index_select keeps the order, so a step can
                 # be repeated
                 layer.keys, layer.values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
             else:
-                layer.batch_select_indices(rows)  # type: ignore[attr-defined]  # recurrent states of hybrid models
+                layer.reorder_cache(rows)  # type: ignore[attr-defined]  # made for beams; selects recurrent states too
         self._mask = self._mask[rows]
         self._next_position = self._next_position[rows]
 
@@ -62,8 +62,8 @@ class PromptCache:
         return self._forward(token_ids, positions, choose or (lambda hidden: hidden))
 
     def num_bytes(self) -> int:
-        """Memory of the keys and values."""
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self._cache.layers)  # type: ignore[union-attr]
+        """Memory of keys, values and recurrent states."""
+        return sum(tensor.nbytes for layer in self._cache.layers for tensor in _states(layer))
 
     def _forward(self, token_ids: Tensor, positions: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
         inputs = {"position_ids": positions} if self._takes_positions else {}
@@ -76,6 +76,18 @@ class PromptCache:
             use_cache=True,
             **inputs,
         )
+
+
+def is_plain_layer(layer: Any) -> TypeGuard[DynamicLayer]:
+    """Whether a cache layer keeps keys and values, and no recurrent state."""
+    return isinstance(layer, DynamicLayer) and not isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def _states(layer: Any) -> list[Tensor]:
+    found = [getattr(layer, name, None) for name in ("keys", "values")]
+    for name in ("conv_states", "recurrent_states"):
+        found += getattr(layer, name, {}).values()
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 
 def logits_at(model: Any, choose: Callable[[Tensor], Tensor], **inputs: Any) -> Tensor:

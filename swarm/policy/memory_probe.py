@@ -8,21 +8,18 @@ of the worst batch, the rest scales with the number of groups.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
 from swarm.config import RolloutsSection, TrainingSection
 from swarm.errors import MemoryBudgetError
-from swarm.policy.cached_forward import PromptCache
+from swarm.policy.free_memory import available_bytes as free_bytes
 from swarm.policy.logprobs import TokenSequence, token_logprobs
 from swarm.policy.policy import Policy
 
 _TEMPORARIES = 1.5
 """Peak over what autograd keeps: gradients and operator outputs that live for a moment."""
-_CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +36,14 @@ def probe_memory(
     rollouts: RolloutsSection,
     training: TrainingSection,
     num_groups: int,
+    *,
+    answer_bytes: int,
+    held_bytes: int = 0,
     available_bytes: int | None = None,
 ) -> MemoryNeed:
     """Check a step on `num_groups` groups with the longest prompts and answers that the config allows.
 
+    `answer_bytes` is what the engine needs for one answer of full length with its prompt, `held_bytes` what it keeps besides.
     `available_bytes` defaults to what the device has free now. Leaves weights, gradients and random state as they are.
     Raises MemoryBudgetError with the value that would fit.
     """
@@ -50,10 +51,11 @@ def probe_memory(
     num_prompts = min(num_groups, size)
     answers_per_prompt = math.ceil(size / num_prompts)
     group = _worst_group(policy, answers_per_prompt, rollouts.max_new_tokens)
+    num_answers = fitting_answers(answer_bytes, rollouts.max_batch_sequences, rollouts.cache_bytes)
     need = MemoryNeed(
         training_bytes=int(_kept_bytes(policy, group) * num_prompts * _TEMPORARIES),
-        rollout_bytes=_cache_bytes(policy, group[0]) * rollouts.max_batch_sequences * 2,  # it is copied as it grows
-        available_bytes=_available_bytes(policy.device) if available_bytes is None else available_bytes,
+        rollout_bytes=answer_bytes * num_answers,
+        available_bytes=(free_bytes(policy.device) if available_bytes is None else available_bytes) - held_bytes,
     )
     if need.training_bytes > need.available_bytes:
         raise _does_not_fit("training.micro_batch_sequences", size, need.training_bytes, need.available_bytes)
@@ -63,6 +65,19 @@ def probe_memory(
     if policy.device.type != "cpu":
         _run_worst_batch(policy, group, num_prompts, size)
     return need
+
+
+def fitting_answers(answer_bytes: int, wanted: int, cache_bytes: int | None) -> int:
+    """How many of `wanted` answers may be in the making at once. Raises MemoryBudgetError where not one fits."""
+    if cache_bytes is None:
+        return wanted
+    if answer_bytes > cache_bytes:
+        raise MemoryBudgetError(
+            f"keys and values of one answer of full length, its prompt included, must fit into {cache_bytes / 2**20:.1f} MiB, "
+            f"got {answer_bytes / 2**20:.1f} MiB; set rollouts.cache_mib = {-(-answer_bytes // 2**20)}, or lower "
+            "policy.max_prompt_tokens or rollouts.max_new_tokens"
+        )
+    return min(wanted, cache_bytes // answer_bytes)
 
 
 def _worst_group(policy: Policy, num_answers: int, max_new_tokens: int) -> list[TokenSequence]:
@@ -84,14 +99,6 @@ def _kept_bytes(policy: Policy, group: list[TokenSequence]) -> int:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         _logprob_sum(policy, group)
     return sum(kept.values())
-
-
-def _cache_bytes(policy: Policy, sequence: TokenSequence) -> int:
-    """Bytes of keys and values of one sequence of full length."""
-    with torch.no_grad():
-        cache = PromptCache(policy.model, policy.pad_token_id)
-        cache.start([[*sequence[0], *sequence[1]]], policy.device)
-        return cache.num_bytes()
 
 
 def _run_worst_batch(policy: Policy, group: list[TokenSequence], num_prompts: int, size: int) -> None:
@@ -117,18 +124,6 @@ def _logprob_sum(policy: Policy, sequences: Sequence[TokenSequence]) -> Tensor:
         result = token_logprobs(policy.model, sequences, policy.pad_token_id, share_prompts=not checkpointing)
         policy.model.eval()
     return result.logprobs.sum()
-
-
-def _available_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    available = psutil.virtual_memory().available
-    try:  # a container may have less than the machine
-        limit = (_CONTROL_GROUP / "memory.max").read_text().strip()
-        used = int((_CONTROL_GROUP / "memory.current").read_text())
-        return available if limit == "max" else min(available, max(int(limit) - used, 0))
-    except (OSError, ValueError):
-        return available
 
 
 def _does_not_fit(setting: str, value: int, need: int, available: int) -> MemoryBudgetError:

@@ -7,11 +7,13 @@ task ─▶ prompt ─▶ token ids ─▶ engine ─▶ text ─▶ verifier �
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarm.config import RolloutsSection
-from swarm.engine.engine import Completion, Engine
+from swarm.engine.engine import Completion, Engine, ResumingEngine
+from swarm.engine.sampling import Sampling
 from swarm.policy.policy import Policy
+from swarm.rollouts.open_group import OpenGroup
 from swarm.tasks.task_mixture import score
 from swarm.tasks.task_source import TaskFailure, prompt_digest
 from swarm.types import Rollout, RolloutGroup, Task
@@ -23,13 +25,31 @@ logger = logging.getLogger(__name__)
 class RolloutBatch:
     """Groups of one call, in the order of their tasks."""
 
+    tasks: list[Task]
+    """Those that were drawn for it, each once."""
     groups: list[RolloutGroup]
     failures: dict[str, int]
     """Groups dropped because a verifier failed, by source."""
     too_long: dict[str, int]
     """Tasks skipped because of their prompt's length, by source."""
+    likelihoods: list[float]
+    """Mean log-prob per token of each answer of the groups, under the plain policy: temperature 1, no filter."""
     num_tokens: int
-    """Tokens sampled, those of dropped groups included."""
+    """Tokens sampled, those of dropped groups and of groups that are still open included."""
+    num_stale_tokens: int = 0
+    """Tokens of the groups that earlier policy versions sampled, in earlier rounds."""
+
+    def and_also(self, other: "RolloutBatch") -> "RolloutBatch":
+        """Both, one after the other."""
+        return RolloutBatch(
+            tasks=self.tasks + other.tasks,
+            groups=self.groups + other.groups,
+            failures=dict(Counter(self.failures) + Counter(other.failures)),
+            too_long=dict(Counter(self.too_long) + Counter(other.too_long)),
+            likelihoods=self.likelihoods + other.likelihoods,
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_stale_tokens=self.num_stale_tokens + other.num_stale_tokens,
+        )
 
 
 class RolloutWorker:
@@ -40,31 +60,60 @@ class RolloutWorker:
         self._policy = policy
         self._engine = engine
         self._author = author
+        self._sampling = Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
         if config.group_size < 4:
             logger.warning("rollouts.group_size is %d; below 4 the advantage is noisy", config.group_size)
 
-    def rollout(self, tasks: Sequence[Task], seed: int) -> RolloutBatch:
-        """One group per task. The same seed, tasks and weights give the same groups."""
+    def rollout(self, tasks: Sequence[Task], seed: int, sizes: Sequence[int] | None = None) -> RolloutBatch:
+        """One group per task, of group_size answers or as many as `sizes` says.
+
+        The same seed, tasks, sizes and weights give the same groups.
+        """
         encoded = [(task, self._policy.encode_prompt(task.prompt)) for task in tasks]
         kept = [(task, prompt) for task, prompt in encoded if self._fits(prompt)]
+        sizes = sizes or [self._config.group_size] * len(tasks)
+        kept_sizes = [size for (_, prompt), size in zip(encoded, sizes, strict=True) if self._fits(prompt)]
         too_long = Counter(task.ref.source for task, prompt in encoded if not self._fits(prompt))
         answers = self._engine.generate(
             [prompt for _, prompt in kept],
-            self._config.group_size,
+            kept_sizes,
             max_new_tokens=self._config.max_new_tokens,
-            temperature=self._config.temperature,
+            sampling=self._sampling,
             seed=seed,
+            stop=self._config.stop,
         )
-        groups: list[RolloutGroup] = []
-        failures: Counter[str] = Counter()
-        for (task, _), completions in zip(kept, answers, strict=True):
-            try:
-                groups.append(self._group(task, completions))
-            except TaskFailure as failure:
-                failures[task.ref.source] += 1
-                logger.debug("dropped a group of %s: %s", task.ref.source, failure)
+        answered = [
+            (task, completions, self._policy.version) for (task, _), completions in zip(kept, answers, strict=True)
+        ]
         num_tokens = sum(len(completion.token_ids) for completions in answers for completion in completions)
-        return RolloutBatch(groups, dict(failures), dict(too_long), num_tokens)
+        return self._batch(tasks, answered, too_long, num_tokens)
+
+    def resume(self, begun: Sequence[OpenGroup], enough: int, seed: int) -> tuple[RolloutBatch, list[OpenGroup]]:
+        """Go on with groups until `enough` are complete: those, and the rest as far as they came.
+
+        Earlier ones go first. Those whose prompt is too long are counted and in neither. Needs a ResumingEngine.
+        """
+        assert isinstance(self._engine, ResumingEngine), "checked by make_engine"
+        encoded = [(group, self._policy.encode_prompt(group.task.prompt)) for group in begun]
+        too_long = Counter(group.task.ref.source for group, prompt in encoded if not self._fits(prompt))
+        kept = [(group, prompt) for group, prompt in encoded if self._fits(prompt)]
+        answers = self._engine.resume(
+            [prompt for _, prompt in kept],
+            [group.answers for group, _ in kept],
+            enough=enough,
+            max_new_tokens=self._config.max_new_tokens,
+            sampling=self._sampling,
+            seed=seed,
+            stop=self._config.stop,
+        )
+        version = self._policy.version
+        now = [group.continued(a, version) for (group, _), a in zip(kept, answers, strict=True)]
+        complete = [group for group in now if group.is_complete]
+        num_tokens = sum(num for group in now for known in group.segments for v, num in known[-1:] if v == version)
+        answered = [(group.task, group.answers, group.oldest_version) for group in complete]
+        batch = self._batch([group.task for group in complete], answered, too_long, num_tokens)
+        num_stale = sum(group.num_tokens_before(version) for group in complete)
+        return replace(batch, num_stale_tokens=num_stale), [group for group in now if not group.is_complete]
 
     def evaluate(self, tasks: Sequence[Task], *, temperature: float, seed: int) -> dict[str, list[float]]:
         """Reward of one answer per task, by source; tasks with too long a prompt or a failing verifier are left out."""
@@ -74,8 +123,9 @@ class RolloutWorker:
             [prompt for _, prompt in kept],
             1,
             max_new_tokens=self._config.max_new_tokens,
-            temperature=temperature,
+            sampling=Sampling(temperature=temperature),
             seed=seed,
+            stop=self._config.stop,
         )
         for (task, _), (completion,) in zip(kept, answers, strict=True):
             try:
@@ -86,10 +136,30 @@ class RolloutWorker:
             rewards.setdefault(task.ref.source, []).append(reward)
         return rewards
 
+    def _batch(
+        self,
+        tasks: Sequence[Task],
+        answered: Sequence[tuple[Task, Sequence[Completion], int]],
+        too_long: Counter[str],
+        num_tokens: int,
+    ) -> RolloutBatch:
+        """Score the answers to each task, sampled by this policy version and later ones."""
+        groups: list[RolloutGroup] = []
+        likelihoods: list[float] = []
+        failures: Counter[str] = Counter()
+        for task, completions, policy_version in answered:
+            try:
+                groups.append(self._group(task, completions, policy_version))
+                likelihoods += [sum(c.policy_logprobs) / len(c.policy_logprobs) for c in completions]
+            except TaskFailure as failure:
+                failures[task.ref.source] += 1
+                logger.debug("dropped a group of %s: %s", task.ref.source, failure)
+        return RolloutBatch(list(tasks), groups, dict(failures), dict(too_long), likelihoods, num_tokens)
+
     def _fits(self, prompt: Sequence[int]) -> bool:
         return len(prompt) <= self._policy.config.max_prompt_tokens
 
-    def _group(self, task: Task, completions: Sequence[Completion]) -> RolloutGroup:
+    def _group(self, task: Task, completions: Sequence[Completion], policy_version: int) -> RolloutGroup:
         rollouts: list[Rollout] = []
         for completion in completions:
             text = self._policy.decode(completion.token_ids)
@@ -101,5 +171,5 @@ class RolloutWorker:
             rollouts=tuple(rollouts),
             author=self._author,
             lineage=self._policy.lineage,
-            policy_version=self._policy.version,
+            policy_version=policy_version,
         )

@@ -3,6 +3,7 @@
 import logging
 import random
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from swarm.errors import TaskError
@@ -14,6 +15,9 @@ logger = logging.getLogger(__name__)
 
 MAX_CONSECUTIVE_FAILURES = 20
 """A source that fails so often in a row is set aside for the rest of the run."""
+
+Choice = Callable[[Mapping[str, float], random.Random], str]
+"""(weights of the sources there are, rng) -> one of them."""
 
 
 class TaskCursor:
@@ -28,11 +32,14 @@ class TaskCursor:
         self.failures: Counter[str] = Counter()
         """Tasks that could not be built, by source."""
 
-    def draw(self, count: int) -> list[Task]:
-        """The next `count` tasks; a failing one is skipped and counted. Raises TaskError if no source is left."""
+    def draw(self, count: int, choose: Choice | None = None) -> list[Task]:
+        """The next `count` tasks; a failing one is skipped and counted. Raises TaskError if no source is left.
+
+        `choose` picks the source of each; without it they come by weight.
+        """
         tasks: list[Task] = []
         while len(tasks) < count:
-            name = self._choose()
+            name = self._choose(choose)
             index = self._next_index[name]
             self._next_index[name] = (index + 1) % INDEX_SPAN
             try:
@@ -59,11 +66,12 @@ class TaskCursor:
         version, internal, gauss = state["rng"]
         self._rng.setstate((version, tuple(internal), gauss))
 
-    def _choose(self) -> str:
+    def _choose(self, choose: Choice | None) -> str:
         names = [name for name in self._next_index if self._consecutive[name] < MAX_CONSECUTIVE_FAILURES]
         if not names:
             raise TaskError(f"every task source failed {MAX_CONSECUTIVE_FAILURES} times in a row; check tasks.sources")
-        return self._rng.choices(names, [self._mixture.weights[name] for name in names])[0]
+        weights = {name: self._mixture.weights[name] for name in names}
+        return choose(weights, self._rng) if choose else self._rng.choices(names, list(weights.values()))[0]
 
     def _count_failure(self, name: str, failure: TaskFailure) -> None:
         self.failures[name] += 1

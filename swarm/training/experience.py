@@ -29,10 +29,9 @@ class ExperienceTranslator:
         self._own_likelihoods: deque[float] = deque(maxlen=_FLOOR_WINDOW)
         self.num_answers_below_floor = 0
 
-    def observe_own(self, groups: Sequence[RolloutGroup]) -> None:
-        """Note the mean log-prob of own fresh answers."""
-        for group in groups:
-            self._own_likelihoods.extend(sum(r.logprobs) / len(r.logprobs) for r in group.rollouts)
+    def observe_own(self, likelihoods: Sequence[float]) -> None:
+        """Note the mean log-prob per token of own fresh answers, under the plain policy as text of others is measured."""
+        self._own_likelihoods.extend(likelihoods)
 
     def own(self, prompt: str, group: RolloutGroup) -> TrainingGroup:
         ids = tuple(self._policy.encode_prompt(prompt))

@@ -38,18 +38,20 @@ class MicroBatch(NamedTuple):
 
 
 def training_sequences(
-    batch: Sequence[TrainingGroup], config: TrainingSection, max_new_tokens: int
+    batch: Sequence[TrainingGroup], config: TrainingSection, max_new_tokens: int, stop: Sequence[str] = ()
 ) -> list[TrainingSequence]:
     """All answers that take part, with advantage and scale.
 
-    Left out are answers cut at the token limit (if `config.mask_truncated`), longer than `max_new_tokens`, or without
-    tokens; their rewards still count in the group's mean. Raises TrainingError for a group without reward differences.
+    Left out are answers cut at the token limit, that is without EOS or a string of `stop` (if `config.mask_truncated`),
+    longer than `max_new_tokens`, or without tokens; their rewards still count in the group's mean. Raises TrainingError
+    for a group without reward differences.
     """
     answers = [(group, rollout) for group in batch for rollout in group.group.rollouts]
     group_advantages = [value for group in batch for value in _advantages(group, config.advantage)]
     counts: list[int] = []
     for _, rollout in answers:
-        takes_part = rollout.finished or not config.mask_truncated
+        is_whole = rollout.finished or any(string in rollout.text for string in stop)
+        takes_part = is_whole or not config.mask_truncated
         num_tokens = len(rollout.token_ids)
         counts.append(num_tokens if takes_part and num_tokens <= max_new_tokens else 0)
     scales = sequence_scales(torch.tensor(counts), config.aggregation, max_new_tokens).tolist()

@@ -30,11 +30,20 @@ from swarm.training.training_group import TrainingGroup
 class Trainer:
     """Trains the adapter of `policy` with AdamW."""
 
-    def __init__(self, config: TrainingSection, policy: Policy, *, temperature: float, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        config: TrainingSection,
+        policy: Policy,
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+    ) -> None:
         self._config = config
         self._policy = policy
         self._temperature = temperature
         self._max_new_tokens = max_new_tokens
+        self._stop = tuple(stop)
         self._parameters = dict(adapter_parameters(policy.model))
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(), lr=config.lr, weight_decay=config.weight_decay, fused=policy.device.type != "mps"
@@ -53,7 +62,7 @@ class Trainer:
         and counted. Raises TrainingError for a group without reward differences, and if a step that should move the
         adapter did not.
         """
-        sequences = training_sequences(batch, self._config, self._max_new_tokens)
+        sequences = training_sequences(batch, self._config, self._max_new_tokens, self._stop)
         if not sequences:
             self.num_skipped_steps += 1
             return StepReport.skip("no answer that takes part in the loss", lr=self._lr())

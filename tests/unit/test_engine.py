@@ -1,166 +1,271 @@
-"""The decode loop against model.generate and against unpadded forward passes."""
+"""Every engine against model.generate and against unpadded forward passes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
-from swarm.engine.engine import Completion
-from swarm.engine.sampling import sample_tokens
+from swarm.config import LoraSection, RolloutsSection
+from swarm.engine.engine import Completion, Engine
+from swarm.engine.make_engine import make_engine
+from swarm.engine.sampling import Sampling
+from swarm.engine.slot_engine import SlotEngine
+from swarm.engine.slot_model import supports_slots
 from swarm.engine.transformers_engine import TransformersEngine
-from swarm.errors import TrainingError
-from swarm.policy.counter_noise import uniform
+from swarm.errors import MemoryBudgetError, TrainingError
 from swarm.policy.policy import Policy
 from tests.unit.tiny_models import ARCHITECTURES, RAGGED_PROMPTS
 
 MakePolicy = Callable[..., Policy]
+MakeEngine = Callable[..., Engine]
+MODELS = [
+    *((name, {}) for name in (*ARCHITECTURES, "mistral", "gemma2")),
+    ("llama", {"quantization": "4bit"}),
+]
+
+each_engine = pytest.mark.parametrize("kind", [SlotEngine, TransformersEngine])
+each_model = pytest.mark.parametrize(("name", "settings"), MODELS, ids=lambda value: str(value))
 
 
 def generate(
-    policy: Policy, *, batch: int = 64, group_size: int = 4, temperature: float = 1.0, seed: int = 3, tokens: int = 12
+    policy: Policy,
+    kind: MakeEngine = SlotEngine,
+    *,
+    batch: int = 64,
+    group_size: int | Sequence[int] = 4,
+    sampling: Sampling = Sampling(),
+    seed: int = 3,
+    tokens: int | Sequence[int] = 12,
+    stop: Sequence[str] = (),
 ) -> list[list[Completion]]:
     prompts = [policy.encode_prompt(prompt) for prompt in RAGGED_PROMPTS]
-    engine = TransformersEngine(policy, batch)
-    return engine.generate(prompts, group_size, max_new_tokens=tokens, temperature=temperature, seed=seed)
+    engine = kind(policy, batch)
+    return engine.generate(prompts, group_size, max_new_tokens=tokens, sampling=sampling, seed=seed, stop=stop)
 
 
-def unpadded_logprobs(policy: Policy, prompt: list[int], answer: tuple[int, ...], temperature: float) -> list[float]:
+def tokens_of(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+def unpadded_logprobs(policy: Policy, prompt: list[int], answer: Sequence[int], temperature: float) -> list[float]:
     with torch.no_grad():
         logits = policy.model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0].double() / temperature
     logprobs = logits.log_softmax(-1)
     return [logprobs[len(prompt) - 1 + t, token].item() for t, token in enumerate(answer)]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [*((name, {}) for name in (*ARCHITECTURES, "mistral")), ("llama", {"quantization": "4bit"})],
-)
-def test_sampled_logprobs_equal_an_unpadded_forward_pass(
-    make_policy: MakePolicy, name: str, settings: dict[str, object]
+@each_engine
+@each_model
+def test_logprobs_as_sampled_and_of_the_policy_equal_unpadded_passes(
+    make_policy: MakePolicy, kind: MakeEngine, name: str, settings: dict[str, object]
 ):
     policy = make_policy(name, **settings)
-    for prompt, group in zip(RAGGED_PROMPTS, generate(policy, temperature=0.8), strict=True):
+    # three slots: most answers start in one that another has left, next to others that are further
+    groups = generate(policy, kind, batch=3, sampling=Sampling(temperature=0.8), tokens=[3, 12, 7, 12])
+    for prompt, group in zip(RAGGED_PROMPTS, groups, strict=True):
         for completion in group:
-            expected = unpadded_logprobs(policy, policy.encode_prompt(prompt), completion.token_ids, 0.8)
+            ids = policy.encode_prompt(prompt)
+            expected = unpadded_logprobs(policy, ids, completion.token_ids, 0.8)
             assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+            expected = unpadded_logprobs(policy, ids, completion.token_ids, 1.0)
+            assert completion.policy_logprobs == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "mistral"])
-def test_greedy_answers_equal_generate_token_by_token(make_policy: MakePolicy, name: str):
-    policy = make_policy(name)
-    for prompt, (completion,) in zip(RAGGED_PROMPTS, generate(policy, group_size=1, temperature=0.0), strict=True):
+@each_engine
+@each_model
+def test_greedy_answers_equal_generate_token_by_token(
+    make_policy: MakePolicy, kind: MakeEngine, name: str, settings: dict[str, object]
+):
+    policy = make_policy(name, **settings)
+    groups = generate(policy, kind, batch=3, group_size=1, sampling=Sampling(temperature=0), tokens=24)
+    for prompt, (completion,) in zip(RAGGED_PROMPTS, groups, strict=True):
         ids = torch.tensor([policy.encode_prompt(prompt)])
         expected = policy.model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, pad_token_id=0
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, pad_token_id=0
         )
         assert completion.token_ids == tuple(expected[0, ids.shape[1] :].tolist())
 
 
-def test_greedy_logprobs_are_those_of_the_plain_policy(make_policy: MakePolicy):
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_second_call_in_the_buffers_of_the_first_is_as_good(make_policy: MakePolicy, name: str):
+    policy = make_policy(name)
+    engine = SlotEngine(policy, 8)
+    prompts = [policy.encode_prompt(prompt) for prompt in RAGGED_PROMPTS]
+    expected = generate(policy, tokens=5)
+    for tokens in (40, 5):
+        groups = engine.generate(prompts, 4, max_new_tokens=tokens, sampling=Sampling(), seed=3)
+    assert tokens_of(groups) == tokens_of(expected)
+
+
+@each_engine
+def test_greedy_logprobs_are_those_of_the_plain_policy(make_policy: MakePolicy, kind: MakeEngine):
     policy = make_policy()
-    (completion,) = generate(policy, group_size=1, temperature=0.0)[1]
+    (completion,) = generate(policy, kind, group_size=1, sampling=Sampling(temperature=0))[1]
     expected = unpadded_logprobs(policy, policy.encode_prompt(RAGGED_PROMPTS[1]), completion.token_ids, 1.0)
-    assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+    assert completion.logprobs == completion.policy_logprobs == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("batch", [1, 3, 16])
-def test_answers_do_not_depend_on_the_batch(make_policy: MakePolicy, batch: int):
+def test_answers_depend_neither_on_the_engine_nor_on_the_number_of_slots(make_policy: MakePolicy):
     policy = make_policy()
-    assert [[c.token_ids for c in group] for group in generate(policy, batch=batch)] == [
-        [c.token_ids for c in group] for group in generate(policy, batch=64)
-    ]
+    policy.eos_token_ids = (2, 40, 41, 42, 43)  # so that answers of every length occur
+    expected = tokens_of(generate(policy, group_size=16))
+    for batch in (1, 2, 3, 7, 16, 33):
+        assert tokens_of(generate(policy, batch=batch, group_size=16)) == expected
+        assert tokens_of(generate(policy, TransformersEngine, batch=batch, group_size=16)) == expected
 
 
-def test_the_seed_decides(make_policy: MakePolicy):
+@each_engine
+def test_answers_do_not_depend_on_what_else_is_sampled(make_policy: MakePolicy, kind: MakeEngine):
+    policy = make_policy()
+    groups = generate(policy, kind, group_size=8)
+    fewer = generate(policy, kind, group_size=[3, 0, 1, 2], tokens=[12, 12, 5, 12])
+    assert [len(group) for group in fewer] == [3, 0, 1, 2]
+    for some, group in zip(fewer, groups, strict=True):
+        for completion, full in zip(some, group, strict=False):
+            assert completion.token_ids == full.token_ids[: len(completion.token_ids)]
+
+
+@each_engine
+def test_each_prompt_has_its_own_limit(make_policy: MakePolicy, kind: MakeEngine):
+    policy = make_policy()
+    policy.eos_token_ids = (-1,)
+    groups = generate(policy, kind, batch=2, tokens=[1, 9, 4, 30])
+    assert [{len(c.token_ids) for c in group} for group in groups] == [{1}, {9}, {4}, {30}]
+    assert {c.end for group in groups for c in group} == {"limit"}
+
+
+@each_engine
+def test_the_seed_decides(make_policy: MakePolicy, kind: MakeEngine):
     policy = make_policy()
     torch.manual_seed(1)
-    first = generate(policy, seed=1)
+    first = generate(policy, kind, seed=1)
     torch.manual_seed(2)
-    assert generate(policy, seed=1) == first
-    assert generate(policy, seed=2) != first
-
-
-def test_sampling_leaves_torchs_random_state_alone(make_policy: MakePolicy):
-    policy = make_policy()
     before = torch.random.get_rng_state()
-    generate(policy)
+    assert generate(policy, kind, seed=1) == first
+    assert generate(policy, kind, seed=2) != first
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_siblings_and_equal_prompts_get_different_answers(make_policy: MakePolicy):
+@each_engine
+def test_siblings_and_equal_prompts_get_different_answers(make_policy: MakePolicy, kind: MakeEngine):
     policy = make_policy()
     prompt = policy.encode_prompt("Hi")
-    groups = TransformersEngine(policy, 64).generate([prompt, prompt], 4, max_new_tokens=12, temperature=1.0, seed=0)
-    answers = [completion.token_ids for group in groups for completion in group]
-    assert len(set(answers)) == 8
+    groups = kind(policy, 64).generate([prompt, prompt], 4, max_new_tokens=12, sampling=Sampling(), seed=0)
+    assert len({completion.token_ids for group in groups for completion in group}) == 8
 
 
-def test_an_answer_ends_with_the_first_end_token(make_policy: MakePolicy):
+@each_engine
+def test_an_answer_ends_with_the_first_end_token(make_policy: MakePolicy, kind: MakeEngine):
     policy = make_policy()
-    policy.eos_token_ids = (2, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50)  # so that answers of every length occur
-    completions = [completion for group in generate(policy, group_size=16) for completion in group]
-    ended = [completion for completion in completions if completion.finished]
-    assert {True, False} == {completion.finished for completion in completions}
-    assert all(c.token_ids[-1] in policy.eos_token_ids for c in ended)
-    assert not any(token in policy.eos_token_ids for c in ended for token in c.token_ids[:-1])
-    assert all(len(c.token_ids) == 12 for c in completions if not c.finished)
-    assert all(len(c.token_ids) == len(c.logprobs) for c in completions)
-    # rows that ended left the batch; those that stayed are still right
-    longest = max(ended, key=lambda c: len(c.token_ids))
-    assert len(longest.token_ids) > 2
-    prompt = next(p for p, g in zip(RAGGED_PROMPTS, generate(policy, group_size=16), strict=True) if longest in g)
-    expected = unpadded_logprobs(policy, policy.encode_prompt(prompt), longest.token_ids, 1.0)
-    assert longest.logprobs == pytest.approx(expected, abs=1e-4)
+    policy.eos_token_ids = (2, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50)
+    groups = generate(policy, kind, group_size=16)
+    completions = [completion for group in groups for completion in group]
+    assert {"eos", "limit"} == {completion.end for completion in completions}
+    for completion in completions:
+        *inner, last = completion.token_ids
+        assert not set(inner) & set(policy.eos_token_ids)
+        assert completion.finished == (last in policy.eos_token_ids)
+        assert completion.finished or len(completion.token_ids) == 12
+        assert len(completion.token_ids) == len(completion.logprobs) == len(completion.policy_logprobs)
 
 
-def test_score_equals_an_unpadded_forward_pass(make_policy: MakePolicy):
+@each_engine
+def test_an_answer_ends_with_the_first_stop_string_and_keeps_it(make_policy: MakePolicy, kind: MakeEngine):
+    policy = make_policy()
+    free = [c.token_ids for group in generate(policy, kind, group_size=16, tokens=24) for c in group]
+    stops = ("e", "Q\n", "7")
+    stopped = [c for group in generate(policy, kind, group_size=16, tokens=24, stop=stops) for c in group]
+    assert {"stop", "limit"} <= {completion.end for completion in stopped}
+    for ids, completion in zip(free, stopped, strict=True):
+        lengths = [n for n in range(1, len(ids) + 1) if any(stop in policy.decode(ids[:n]) for stop in stops)]
+        wanted = ids[: lengths[0]] if lengths else ids
+        assert completion.token_ids == wanted
+        assert (completion.end == "stop") == bool(lengths)
+        assert completion.finished == (not lengths and ids[-1] in policy.eos_token_ids)
+
+
+@each_engine
+def test_score_equals_an_unpadded_forward_pass(make_policy: MakePolicy, kind: MakeEngine):
     policy = make_policy("qwen2")
     prompt, answer = policy.encode_prompt("What is 7 + 5?"), (*policy.encode_answer("twelve"), 2)
-    got = TransformersEngine(policy, 4).score(prompt, answer)
+    got = kind(policy, 4).score(prompt, answer)
     assert got == pytest.approx(unpadded_logprobs(policy, prompt, answer, 1.0), abs=1e-4)
 
 
-def test_no_prompts_give_no_answers(make_policy: MakePolicy):
-    assert TransformersEngine(make_policy(), 4).generate([], 4, max_new_tokens=3, temperature=1.0, seed=0) == []
+@each_engine
+def test_nothing_to_sample_gives_no_answers(make_policy: MakePolicy, kind: MakeEngine):
+    engine = kind(make_policy(), 4)
+    assert engine.generate([], 4, max_new_tokens=3, sampling=Sampling(), seed=0) == []
+    assert engine.generate([[5], [6]], 0, max_new_tokens=3, sampling=Sampling(), seed=0) == [[], []]
 
 
-def test_a_broken_policy_is_named_instead_of_sampled(make_policy: MakePolicy):
+@each_engine
+def test_a_broken_policy_is_named_instead_of_sampled(make_policy: MakePolicy, kind: MakeEngine):
     policy = make_policy()
     with torch.no_grad():
         next(p for n, p in policy.model.named_parameters() if "down_proj.lora_B" in n).fill_(float("nan"))
     with pytest.raises(TrainingError, match="finite probabilities"):
-        generate(policy)
+        generate(policy, kind)
 
 
-def test_tokens_are_drawn_with_their_probabilities():
-    probabilities = torch.tensor([0.5, 0.0, 0.3, 0.2])
-    draws = 20_000
-    noise = torch.from_numpy(uniform(draws, "test", 1))
-    tokens, logprobs = sample_tokens(probabilities.log().expand(draws, 4), 1.0, noise)
-    shares = torch.bincount(tokens, minlength=4) / draws
-    assert shares.tolist() == pytest.approx(probabilities.tolist(), abs=0.012)  # 3.4 standard errors
-    assert shares[1].item() == 0
-    assert torch.allclose(logprobs, probabilities.log()[tokens], atol=1e-6)
+def test_an_engine_goes_on_after_a_broken_policy_was_mended(make_policy: MakePolicy):
+    policy = make_policy()
+    engine = SlotEngine(policy, 8)
+    prompts, factor = [policy.encode_prompt("Hi")], next(p for n, p in policy.model.named_parameters() if "lora_B" in n)
+    expected = engine.generate(prompts, 4, max_new_tokens=6, sampling=Sampling(), seed=0)
+    sound = factor.detach().clone()
+    with torch.no_grad():
+        factor.fill_(float("nan"))
+        with pytest.raises(TrainingError):
+            engine.generate(prompts, 4, max_new_tokens=6, sampling=Sampling(), seed=0)
+        factor.copy_(sound)
+    assert engine.generate(prompts, 4, max_new_tokens=6, sampling=Sampling(), seed=0) == expected
 
 
-@pytest.mark.parametrize("noise", [0.0, 1 - 2.0**-23])
-def test_the_edges_of_the_noise_never_hit_an_impossible_token(noise: float):
-    logits = torch.tensor([[float("-inf"), 1.0, -3.0, 0.5, float("-inf")]])
-    token, _ = sample_tokens(logits, 1.0, torch.tensor([noise]))
-    assert token.item() == (1 if noise == 0 else 3)
+def test_folding_leaves_the_model_as_it_was(make_policy: MakePolicy):
+    policy = make_policy()
+    modules = dict(policy.model.named_modules())
+    state = {name: value.clone() for name, value in policy.model.state_dict().items()}
+    engine = SlotEngine(policy, 8)
+    assert engine.held_bytes > 0
+    engine.score([5, 6], [7, 8])
+    assert dict(policy.model.named_modules()) == modules
+    assert all(torch.equal(value, state[name]) for name, value in policy.model.state_dict().items())
+    assert SlotEngine(make_policy(quantization="4bit"), 8).held_bytes == 0  # would not be exact
 
 
-def test_temperature_sharpens():
-    logits = torch.tensor([[1.0, 2.0]])
-    _, logprob = sample_tokens(logits, 0.5, torch.tensor([0.999]))
-    assert logprob.item() == pytest.approx(
-        -torch.tensor(-2.0).exp().log1p().item()
-    )  # log of the logistic function at 2
+@pytest.mark.parametrize("kind", [SlotEngine, TransformersEngine])
+def test_fewer_answers_at_once_where_the_cache_is_small(make_policy: MakePolicy, kind: MakeEngine):
+    policy = make_policy()
+    expected = generate(policy, kind)
+    longest = len(policy.encode_prompt(RAGGED_PROMPTS[2])) + 12
+    prompts = [policy.encode_prompt(prompt) for prompt in RAGGED_PROMPTS]
+    each = kind(policy, 64).answer_bytes(longest)
+    small = kind(policy, 64, each * 3)
+    assert tokens_of(small.generate(prompts, 4, max_new_tokens=12, sampling=Sampling(), seed=3)) == tokens_of(expected)
+    with pytest.raises(MemoryBudgetError, match=r"set rollouts\.cache_mib = 1, or lower"):
+        kind(policy, 64, each - 1).generate(prompts, 4, max_new_tokens=12, sampling=Sampling(), seed=3)
 
 
-def test_noise_is_uniform_and_below_one():
-    noise = uniform(50_000, "test", 2)
-    assert noise.min() >= 0 and noise.max() <= 1 - 2.0**-23
-    assert abs(noise.mean() - 0.5) < 0.005
-    assert (uniform(5, "a", 1) != uniform(5, "a", 2)).any()
-    assert (uniform(5, "a", 1) == uniform(10, "a", 1)[:5]).all()
+def test_answer_bytes_are_those_of_the_slots(make_policy: MakePolicy):
+    # keys and values · layers · key/value heads · head width · float32
+    assert SlotEngine(make_policy(), 1).answer_bytes(10) == 2 * 2 * 2 * 8 * 4 * 10
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "mistral", "gemma2"])
+def test_slots_are_the_first_choice(make_policy: MakePolicy, name: str):
+    policy = make_policy(name)
+    assert supports_slots(policy)
+    assert policy.model.config._attn_implementation == ("eager" if name == "gemma2" else "sdpa")
+    assert isinstance(make_engine(policy, RolloutsSection()), SlotEngine)
+
+
+def test_a_recurrent_model_gets_an_engine_too(make_policy: MakePolicy):
+    policy = make_policy("falcon_h1", lora=LoraSection(rank=4, alpha=8, targets=("q_proj", "o_proj")))
+    engine = make_engine(policy, RolloutsSection())
+    assert isinstance(engine, TransformersEngine)
+    prompt = policy.encode_prompt("What is 7 + 5?")
+    (group,) = engine.generate([prompt], 3, max_new_tokens=8, sampling=Sampling(), seed=0)
+    for completion in group:
+        expected = unpadded_logprobs(policy, prompt, completion.token_ids, 1.0)
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)

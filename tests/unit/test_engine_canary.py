@@ -1,13 +1,14 @@
 """The canary sings when the engine samples from anything but the trained weights."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from swarm.engine.canary import Canary
 from swarm.engine.engine import Completion
-from swarm.engine.transformers_engine import TransformersEngine
+from swarm.engine.slot_engine import SlotEngine
 from swarm.errors import TrainingError
 from swarm.policy.policy import Policy
 from tests.unit.tiny_models import ARCHITECTURES, perturb
@@ -22,15 +23,18 @@ class StaleEngine:
         self._policy = policy
         self._weights = {name: value.clone() for name, value in policy.model.state_dict().items()}
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], group_size: int, *, max_new_tokens: int, temperature: float, seed: int
-    ) -> list[list[Completion]]:
+    held_bytes = 0
+
+    def generate(self, *_: Any, **__: Any) -> list[list[Completion]]:
+        raise AssertionError("the canary only scores")
+
+    def answer_bytes(self, num_tokens: int) -> int:
         raise AssertionError("the canary only scores")
 
     def score(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
         trained = {name: value.clone() for name, value in self._policy.model.state_dict().items()}
         self._policy.model.load_state_dict(self._weights)
-        logprobs = TransformersEngine(self._policy, 4).score(prompt, answer)
+        logprobs = SlotEngine(self._policy, 4).score(prompt, answer)
         self._policy.model.load_state_dict(trained)
         return logprobs
 
@@ -38,7 +42,7 @@ class StaleEngine:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_engine_and_trainer_agree(make_policy: MakePolicy, name: str):
     policy = make_policy(name)
-    canary = Canary(policy, TransformersEngine(policy, 4), tolerance=1e-4)
+    canary = Canary(policy, SlotEngine(policy, 4), tolerance=1e-4)
     canary.check()
     perturb(policy)
     assert canary.check() <= 1e-4
@@ -55,7 +59,7 @@ def test_stale_weights_are_found(make_policy: MakePolicy):
 
 def test_a_policy_without_finite_logprobs_is_found(make_policy: MakePolicy):
     policy = make_policy()
-    canary = Canary(policy, TransformersEngine(policy, 4), tolerance=1e-3)
+    canary = Canary(policy, SlotEngine(policy, 4), tolerance=1e-3)
     with torch.no_grad():
         next(p for n, p in policy.model.named_parameters() if "down_proj.lora_B" in n).fill_(float("nan"))
     with pytest.raises(TrainingError, match="got nan"):
@@ -65,4 +69,4 @@ def test_a_policy_without_finite_logprobs_is_found(make_policy: MakePolicy):
 @pytest.mark.parametrize("settings", [{"quantization": "8bit"}, {"dtype": "bfloat16"}])
 def test_rounding_of_reduced_precision_is_no_alarm(make_policy: MakePolicy, settings: dict[str, object]):
     policy = make_policy("qwen2", **settings)
-    assert Canary(policy, TransformersEngine(policy, 4), tolerance=1e-3).check() < 0.1
+    assert Canary(policy, SlotEngine(policy, 4), tolerance=1e-3).check() < 0.1

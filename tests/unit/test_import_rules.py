@@ -17,7 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "network": {"records"},  # the identity is the libp2p key
     "pool": {"records"},  # groups are kept in the wire format
     "policy": {"adapters"},
-    "engine": {"policy"},
+    "engine": {"policy", "adapters"},
     "training": {"policy", "adapters"},
     "rollouts": {"tasks", "policy", "engine"},
     "sharing": {"tasks", "records", "network", "pool"},

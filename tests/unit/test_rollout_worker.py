@@ -5,9 +5,10 @@ import logging
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from swarm.config import RolloutsSection
-from swarm.engine.transformers_engine import TransformersEngine
+from swarm.engine.slot_engine import SlotEngine
 from swarm.policy.policy import Policy
 from swarm.rollouts.worker import RolloutWorker
 from swarm.types import Task, TaskRef
@@ -29,9 +30,9 @@ def task(
     return Task(TaskRef(source, "0" * 16, 16, index), prompt, verify)
 
 
-def worker_of(policy: Policy, group_size: int = 4) -> RolloutWorker:
-    config = RolloutsSection(group_size=group_size, max_new_tokens=6)
-    return RolloutWorker(config, policy, TransformersEngine(policy, 16), author="me")
+def worker_of(policy: Policy, group_size: int = 4, **settings: object) -> RolloutWorker:
+    config = RolloutsSection.model_validate({"group_size": group_size, "max_new_tokens": 6, **settings})
+    return RolloutWorker(config, policy, SlotEngine(policy, 16), author="me")
 
 
 def test_groups_carry_what_a_reader_needs(make_policy: MakePolicy):
@@ -84,6 +85,39 @@ def test_evaluation_scores_one_greedy_answer_per_task(make_policy: MakePolicy):
     assert set(rewards) == {"letters", "other"}
     assert [len(values) for values in rewards.values()] == [1, 1]
     assert rewards["letters"] == rewards["other"]  # the same prompt, decoded greedily
+
+
+def test_rollouts_carry_the_log_probs_they_were_drawn_at_and_likelihoods_those_of_the_policy(make_policy: MakePolicy):
+    policy = make_policy()
+    worker = worker_of(policy, temperature=0.7, top_k=5, top_p=0.9, min_p=0.05)
+    batch = worker.rollout([task(0), task(1, source="broken", verify=broken)], seed=1)
+    (group,) = batch.groups
+    assert len(batch.likelihoods) == 4  # none of a group that was dropped
+    for rollout, likelihood in zip(group.rollouts, batch.likelihoods, strict=True):
+        ids = policy.encode_prompt("Write.")
+        with torch.no_grad():
+            logits = policy.model(input_ids=torch.tensor([[*ids, *rollout.token_ids]])).logits[0, len(ids) - 1 : -1]
+        chosen = torch.tensor(rollout.token_ids)[:, None]
+        assert likelihood == pytest.approx(logits.log_softmax(-1).gather(-1, chosen).mean().item(), abs=1e-4)
+        tempered = (logits / 0.7).log_softmax(-1).gather(-1, chosen)[:, 0]
+        # what is left after the cut is scaled up: drawn at more than the tempered policy would
+        assert all(
+            drawn >= of_policy - 1e-5 for drawn, of_policy in zip(rollout.logprobs, tempered.tolist(), strict=True)
+        )
+        assert (logits.topk(5).indices == chosen).any(-1).all()
+
+
+def test_a_stop_string_ends_an_answer_without_finishing_it(make_policy: MakePolicy):
+    policy = make_policy()
+    settings = {"stop": ["e", "7"], "max_new_tokens": 30}
+    (group,) = worker_of(policy, group_size=16, **settings).rollout([task(0)], seed=1).groups
+    stopped = [rollout for rollout in group.rollouts if rollout.text.endswith(("e", "7"))]
+    assert stopped
+    assert not any(rollout.finished for rollout in stopped)  # records mean EOS
+    assert all(sum(rollout.text.count(stop) for stop in ("e", "7")) <= 1 for rollout in group.rollouts)
+    assert all(rollout.text == policy.decode(rollout.token_ids) for rollout in group.rollouts)
+    rewards = worker_of(policy, **settings).evaluate([task(0)], temperature=1.0, seed=1)
+    assert len(rewards["letters"]) == 1
 
 
 def test_a_small_group_is_warned_about(make_policy: MakePolicy, caplog: pytest.LogCaptureFixture):

@@ -12,7 +12,8 @@ from torch import Tensor
 from swarm.adapters.adapter_state import adapter_parameters, read_adapter
 from swarm.config import LoraSection, TrainingSection
 from swarm.engine.canary import Canary
-from swarm.engine.transformers_engine import TransformersEngine
+from swarm.engine.sampling import Sampling
+from swarm.engine.slot_engine import SlotEngine
 from swarm.errors import CheckpointError, TrainingError
 from swarm.policy.policy import Policy, load_policy
 from swarm.training.trainer import Trainer
@@ -34,9 +35,11 @@ class GradientTap(Trainer):
         super()._apply(lr)
 
 
-def trainer_of(policy: Policy, kind: type[Trainer] = Trainer, temperature: float = 1.0, **settings: Any) -> Trainer:
+def trainer_of(
+    policy: Policy, kind: type[Trainer] = Trainer, temperature: float = 1.0, stop: tuple[str, ...] = (), **settings: Any
+) -> Trainer:
     config = TrainingSection.model_validate({"warmup_steps": 0, "max_grad_norm": 1e6, **settings})
-    return kind(config, policy, temperature=temperature, max_new_tokens=MAX_NEW_TOKENS)
+    return kind(config, policy, temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, stop=stop)
 
 
 def gradient_of(policy: Policy, groups: list[TrainingGroup], **settings: Any) -> Tensor:
@@ -134,7 +137,7 @@ def test_steps_move_the_adapter_and_make_rewarded_answers_likelier(
     policy = make_policy(trained=False, **settings)
     groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
     trainer = trainer_of(policy, lr=3e-3)
-    canary = Canary(policy, TransformersEngine(policy, 8), tolerance=1e-3)
+    canary = Canary(policy, SlotEngine(policy, 8), tolerance=1e-3)
 
     def lead() -> float:
         """How much likelier the rewarded answer is than its siblings, per group."""
@@ -165,6 +168,35 @@ def test_truncated_answers_are_left_out_but_count_in_the_mean(make_policy: MakeP
     assert torch.equal(gradients[0], gradients[1])
     assert not torch.allclose(gradients[0], gradients[2])
     assert not torch.allclose(gradients[0], gradient_of(make_policy(), cut, mask_truncated=False))
+
+
+def test_an_answer_that_a_stop_string_ended_is_whole(make_policy: MakePolicy):
+    groups = sampled_groups(make_policy(), max_new_tokens=MAX_NEW_TOKENS)
+    cut = [with_rollouts(group, lambda i, r: replace(r, finished=False)) for group in groups]
+    stopped = [with_rollouts(group, lambda i, r: replace(r, text=f"{r.text}</a>")) for group in cut]
+    assert trainer_of(make_policy(), stop=("</a>", "</b>")).step(cut).skip_reason
+    as_if_finished, as_stopped = make_policy(), make_policy()
+    trainer_of(as_if_finished).step(groups)
+    trainer_of(as_stopped, stop=("</a>", "</b>")).step(stopped)
+    expected = read_adapter(as_if_finished.model)
+    assert all(torch.equal(value, expected[name]) for name, value in read_adapter(as_stopped.model).items())
+
+
+def test_filtered_sampling_shows_in_the_importance_weights(make_policy: MakePolicy):
+    policy = make_policy()
+    prompts, sampling = [policy.encode_prompt("Hi")], Sampling(top_k=3)
+    (completions,) = SlotEngine(policy, 8).generate(prompts, 4, max_new_tokens=4, sampling=sampling, seed=0)
+    groups = sampled_groups(policy, ("Hi",), max_new_tokens=4)
+
+    def report(kind: str) -> float:
+        drawn = with_rollouts(
+            groups[0],
+            lambda i, r: replace(r, token_ids=completions[i].token_ids, logprobs=getattr(completions[i], kind)),
+        )
+        return trainer_of(make_policy()).step([drawn]).ess_fraction
+
+    assert report("policy_logprobs") == pytest.approx(1.0, abs=1e-6)  # π_old itself
+    assert report("logprobs") < 0.999  # w = π_old / μ, and μ is what was drawn from
 
 
 def test_answers_beyond_the_token_limit_and_without_tokens_are_left_out(make_policy: MakePolicy):
@@ -201,7 +233,8 @@ def test_inner_epochs_move_away_from_the_frozen_policy(make_policy: MakePolicy):
 def test_temperature_is_that_of_sampling(make_policy: MakePolicy):
     policy = make_policy()
     prompts = [policy.encode_prompt("Hi")]
-    (completions,) = TransformersEngine(policy, 8).generate(prompts, 4, max_new_tokens=4, temperature=0.6, seed=0)
+    engine, sampling = SlotEngine(policy, 8), Sampling(temperature=0.6)
+    (completions,) = engine.generate(prompts, 4, max_new_tokens=4, sampling=sampling, seed=0)
     groups = sampled_groups(policy, ("Hi",), max_new_tokens=4)
     fresh = with_rollouts(
         groups[0], lambda i, r: replace(r, token_ids=completions[i].token_ids, logprobs=completions[i].logprobs)

@@ -6,6 +6,10 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -18,7 +22,8 @@ from transformers import (
 )
 
 from swarm.config import LoraSection, PolicySection
-from swarm.engine.transformers_engine import TransformersEngine
+from swarm.engine.sampling import Sampling
+from swarm.engine.slot_engine import SlotEngine
 from swarm.policy.policy import Policy, load_policy
 from swarm.training.training_group import TrainingGroup
 from swarm.types import Rollout, RolloutGroup, TaskRef
@@ -68,6 +73,31 @@ def write_tiny_models(folder: Path) -> dict[str, Path]:
         "gpt_neox": GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE, attention_dropout=0.1, hidden_dropout=0.1)),
         # not one of ARCHITECTURES: for the cases where a sliding window, shorter than the prompts, matters
         "mistral": MistralForCausalLM(MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=8)),
+        # layers of two kinds in turn and soft caps in attention and head, which SDPA cannot do
+        "gemma2": Gemma2ForCausalLM(
+            Gemma2Config(
+                **SHAPE,
+                num_key_value_heads=2,
+                head_dim=8,
+                sliding_window=8,
+                attn_logit_softcapping=5.0,
+                final_logit_softcapping=4.0,
+                query_pre_attn_scalar=8,
+            )
+        ),
+        # a recurrent state next to keys and values: what slots cannot hold
+        "falcon_h1": FalconH1ForCausalLM(
+            FalconH1Config(
+                **SHAPE,
+                num_key_value_heads=2,
+                mamba_d_ssm=32,
+                mamba_n_heads=4,
+                mamba_d_head=8,
+                mamba_d_state=8,
+                mamba_n_groups=1,
+                mamba_chunk_size=16,
+            )
+        ),
     }
     for seed, (name, model) in enumerate(built.items()):
         _fill(model, seed)
@@ -106,8 +136,8 @@ def sampled_groups(
 ) -> list[TrainingGroup]:
     """Own groups with made-up rewards 1, 0, 0, … that are all finished, whether EOS was sampled or not."""
     encoded = [tuple(policy.encode_prompt(prompt)) for prompt in prompts]
-    answers = TransformersEngine(policy, 64).generate(
-        encoded, group_size, max_new_tokens=max_new_tokens, temperature=1.0, seed=seed
+    answers = SlotEngine(policy, 64).generate(
+        encoded, group_size, max_new_tokens=max_new_tokens, sampling=Sampling(), seed=seed
     )
     groups: list[TrainingGroup] = []
     for index, (prompt_ids, completions) in enumerate(zip(encoded, answers, strict=True)):

@@ -1,0 +1,207 @@
+"""One call of the slot engine: what waits, what is in the slots, and what has ended.
+
+queue ─▶ prompts computed once each, their keys and values copied to the slots of their answers
+      ─▶ one token per active slot and step ─▶ ended? the last active slot moves in, and waiting answers follow
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from swarm.engine.engine import Completion, End, Row, capacity_of
+from swarm.engine.sampling import Sampling, sample_tokens
+from swarm.engine.slot_cache import SlotCache
+from swarm.engine.slot_model import SlotModel
+from swarm.engine.stop_strings import StopStrings
+from swarm.policy.counter_noise import uniform
+
+_REFILL_SHARE = 8
+"""Slots are refilled once 1/8 of them is free: computing prompts costs about as much for one as for several."""
+_PROMPT_TOKENS = 4096
+"""Prompt tokens computed at a time, padding included: more is no faster and only takes memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A prompt that was computed, kept for as long as answers to it wait."""
+
+    cache: DynamicCache
+    row: int
+    logits: Tensor
+
+
+class SlotRun:
+    """The rows of one call, at most `num_slots` at a time. Slots 0 to `_num_active` - 1 are in use."""
+
+    def __init__(
+        self,
+        model: SlotModel,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[Row],
+        num_slots: int,
+        *,
+        sampling: Sampling,
+        seed: int,
+        eos: Tensor,
+        stop: StopStrings,
+        cache: SlotCache | None,
+    ) -> None:
+        """`rows` in the order to start them in, siblings together. `cache`: buffers of an earlier call, to be used again."""
+        device, longest_answer = eos.device, max(row.max_new_tokens for row in rows)
+        self.completions: dict[tuple[int, int], Completion] = {}
+        """By (prompt, sample), once ended."""
+        self.num_missing = Counter(row.prompt for row in rows)
+        """Answers that have not ended, by prompt."""
+        self.cache = cache
+        self._model = model
+        self._prompts = prompts
+        self._queue = deque(rows)
+        self._sampling = sampling
+        self._seed = seed
+        self._stop = stop
+        self._eos = eos
+        self._num_slots = num_slots
+        self._num_active = 0
+        self._capacity = capacity_of(prompts, rows)
+        self._prepared: dict[tuple[int, int], _Prepared] = {}  # by start
+        self._slots = torch.arange(num_slots, device=device)
+        self._rows: list[Row | None] = [None] * num_slots
+        self._lengths = [0] * num_slots  # tokens in the cache
+        self._noise = torch.zeros(num_slots, longest_answer, device=device)
+        self._tokens = torch.zeros(num_slots, longest_answer, dtype=torch.long, device=device)
+        self._logprobs = torch.zeros(2, num_slots, longest_answer, device=device)  # as drawn, and of the plain policy
+        self._steps = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self._limits = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self._logits = torch.zeros(num_slots, 0, device=device)
+
+    def is_going(self) -> bool:
+        """Fill free slots; whether any row is in flight."""
+        num_free = self._num_slots - self._num_active
+        if self._queue and (not self._num_active or num_free * _REFILL_SHARE >= self._num_slots):
+            self._place([self._queue.popleft() for _ in range(min(num_free, len(self._queue)))])
+        return self._num_active > 0
+
+    def suspend(self) -> dict[tuple[int, int], Completion]:
+        """All that has not ended, by (prompt, sample), as far as it has come. Nothing is going after this."""
+        rest = {(row.prompt, row.sample): row.begun for row in self._queue}
+        for slot, row in enumerate(self._rows[: self._num_active]):
+            assert row is not None
+            rest[row.prompt, row.sample] = self._completion(slot, "open")
+        self._queue.clear()
+        self._num_active = 0
+        return rest
+
+    def step(self) -> None:
+        """Sample one token in every active slot, take out what has ended, and compute the rest one token further."""
+        num_active = self._num_active
+        slots, steps = self._slots[:num_active], self._steps[:num_active]
+        tokens, *logprobs = sample_tokens(self._logits[:num_active], self._sampling, self._noise[slots, steps])
+        self._tokens[slots, steps] = tokens
+        self._logprobs[:, slots, steps] = torch.stack(logprobs)
+        steps += 1
+        for slot, end in reversed(self._ended(tokens)):
+            self._take_out(slot, end)
+        num_active = self._num_active
+        if num_active:
+            assert self.cache is not None
+            last = self._tokens[self._slots[:num_active], self._steps[:num_active] - 1]
+            width = max(self._lengths[:num_active]) + 1
+            self._logits[:num_active] = self._model.extend(self.cache, last, width)
+            self._lengths[:num_active] = [length + 1 for length in self._lengths[:num_active]]
+
+    def _ended(self, tokens: Tensor) -> list[tuple[int, End]]:
+        """Slots whose answer is complete with `tokens` [n], ascending."""
+        steps = self._steps[: len(tokens)]
+        is_eos = torch.isin(tokens, self._eos)
+        codes = torch.where(is_eos, 2, (steps >= self._limits[: len(tokens)]).long()).tolist()
+        ended: list[tuple[int, End]] = []
+        for slot, code in enumerate(codes):
+            if code == 2:
+                ended.append((slot, "eos"))
+            elif self._stop and self._stop.are_in(self._tokens[slot, : int(steps[slot])].tolist()):
+                ended.append((slot, "stop"))
+            elif code == 1:
+                ended.append((slot, "limit"))
+        return ended
+
+    def _place(self, rows: Sequence[Row]) -> None:
+        """Put rows into free slots; their prompts are computed few at a time, to take little memory next to the slots."""
+        missing = {row.start: self._tokens_before(row) for row in rows if row.start not in self._prepared}
+        waiting = deque(rows)
+        while waiting and waiting[0].start in self._prepared:
+            self._fill_slot(waiting.popleft())
+        for chunk in _chunks(missing):
+            cache, logits = self._model.prepare(list(chunk.values()))
+            self._prepared = {start: _Prepared(cache, row, logits[row]) for row, start in enumerate(chunk)}
+            while waiting and waiting[0].start in self._prepared:
+                self._fill_slot(waiting.popleft())
+        if not self._queue or self._queue[0].start not in self._prepared:
+            self._prepared = {}
+
+    def _tokens_before(self, row: Row) -> list[int]:
+        return [*self._prompts[row.prompt], *row.begun.token_ids]
+
+    def _fill_slot(self, row: Row) -> None:
+        slot, prepared, num_begun = self._num_active, self._prepared[row.start], len(row.begun.token_ids)
+        length = len(self._prompts[row.prompt]) + num_begun
+        cache = self._cache_like(prepared)
+        cache.put(slot, prepared.cache, prepared.row, length)
+        noise = uniform(row.max_new_tokens, "sample", self._seed, row.prompt, row.sample)
+        self._noise[slot, : row.max_new_tokens] = torch.from_numpy(noise).to(self._noise.device)
+        self._logits[slot] = prepared.logits
+        self._rows[slot], self._lengths[slot] = row, length
+        self._steps[slot], self._limits[slot] = num_begun, row.max_new_tokens
+        if num_begun:
+            device = self._tokens.device
+            self._tokens[slot, :num_begun] = torch.tensor(row.begun.token_ids, device=device)
+            both = torch.tensor([row.begun.logprobs, row.begun.policy_logprobs], device=device)
+            self._logprobs[:, slot, :num_begun] = both
+        self._num_active += 1
+
+    def _cache_like(self, prepared: _Prepared) -> SlotCache:
+        """The buffers of this run, made or cut anew before its first row."""
+        if not self._logits.shape[1]:
+            self._logits = prepared.logits.new_zeros(self._num_slots, len(prepared.logits), dtype=torch.float32)
+            if self.cache is None or not self.cache.resize(self._num_slots, self._capacity):
+                self.cache = None  # free the old buffers first
+                self.cache = SlotCache(prepared.cache, self._num_slots, self._capacity)
+        assert self.cache is not None
+        return self.cache
+
+    def _take_out(self, slot: int, end: End) -> None:
+        """Keep the answer of a slot, and let the last active one move in."""
+        row = self._rows[slot]
+        assert row is not None and self.cache is not None
+        self.completions[row.prompt, row.sample] = self._completion(slot, end)
+        self.num_missing[row.prompt] -= 1
+        self._num_active -= 1
+        last = self._num_active
+        if slot == last:
+            return
+        self.cache.move(last, slot, self._lengths[last])
+        for buffer in (self._noise, self._tokens, self._steps, self._limits):
+            buffer[slot] = buffer[last]
+        self._logprobs[:, slot] = self._logprobs[:, last]
+        self._rows[slot], self._lengths[slot] = self._rows[last], self._lengths[last]
+
+    def _completion(self, slot: int, end: End) -> Completion:
+        num_tokens = int(self._steps[slot])
+        drawn, plain = self._logprobs[:, slot, :num_tokens].tolist()
+        return Completion(tuple(self._tokens[slot, :num_tokens].tolist()), tuple(drawn), tuple(plain), end)
+
+
+def _chunks(sequences: Mapping[tuple[int, int], list[int]]) -> Iterator[dict[tuple[int, int], list[int]]]:
+    """Few enough at a time to hold at most _PROMPT_TOKENS, padding included."""
+    chunk: dict[tuple[int, int], list[int]] = {}
+    for start, tokens in sequences.items():
+        longest = max(map(len, (*chunk.values(), tokens)))
+        if chunk and longest * (len(chunk) + 1) > _PROMPT_TOKENS:
+            yield chunk
+            chunk = {}
+        chunk[start] = tokens
+    if chunk:
+        yield chunk

@@ -1,0 +1,179 @@
+"""Sampling with vLLM, which keeps a copy of the base of its own and is handed every new version of the adapter.
+
+    adapter of the policy ─ changed? ─▶ written to a folder of its own, under a new id ─▶ vLLM loads it for this call
+                              └ same as before: the id that vLLM has
+
+For machines with memory for both copies. An optional extra: `pip install "swarm[vllm]"`, then rollouts.engine = "vllm".
+"""
+
+import hashlib
+import importlib
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swarm.adapters.adapter_state import read_adapter
+from swarm.adapters.export import export_adapter
+from swarm.engine.engine import Completion, End, refuse_nan
+from swarm.engine.sampling import Sampling
+from swarm.errors import ConfigError, PolicyError
+from swarm.policy.counter_noise import derive_seed
+from swarm.policy.logprobs import token_logprobs
+from swarm.policy.policy import Policy
+
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Greatest ranks that vLLM can be built for."""
+_SCORED_AT_ONCE = 16
+
+
+class VllmEngine:
+    """Engine over a vLLM instance in this process's care. Which weights it samples from is checked by content, each call."""
+
+    def __init__(self, policy: Policy, max_batch_sequences: int, cache_bytes: int | None = None) -> None:
+        """Loads the base a second time. Raises ConfigError where vLLM is not installed, PolicyError for its own errors.
+
+        `cache_bytes`: memory for keys and values, on a GPU. Without it, half of the device in all.
+        """
+        try:
+            self._vllm: Any = importlib.import_module("vllm")
+            self._lora_request: Any = importlib.import_module("vllm.lora.request").LoRARequest
+        except ImportError as error:
+            raise ConfigError(
+                f'rollouts.engine "vllm" needs the package vllm, got {error}; pip install "swarm[vllm]", or set "auto"'
+            ) from None
+        if policy.config.quantization != "none":
+            raise ConfigError(
+                f'rollouts.engine "vllm" samples from a base as it is, got policy.quantization '
+                f'"{policy.config.quantization}"; set it to "none", or the engine to "auto"'
+            )
+        self._policy = policy
+        self._folder = tempfile.TemporaryDirectory(prefix="swarm-adapters-")
+        self._digest = b""
+        self._adapter: Any = None  # LoRARequest of the digest
+        self._num_adapters = 0
+        rank = policy.config.lora.rank
+        memory = {"gpu_memory_utilization": 0.5} if cache_bytes is None else {"kv_cache_memory_bytes": cache_bytes}
+        try:
+            self._llm: Any = self._vllm.LLM(
+                model=str(policy.base_folder),
+                dtype=str(policy.dtype).removeprefix("torch."),
+                max_num_seqs=max_batch_sequences,
+                enable_lora=True,
+                max_loras=1,
+                max_lora_rank=min((size for size in _RANKS if size >= rank), default=rank),
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",  # nothing but what is asked for: not the sampling that the base recommends
+                **memory,
+            )
+        except (ValueError, RuntimeError) as error:
+            raise PolicyError(f'vLLM must take the base, got: {error}; set rollouts.engine = "auto"') from None
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        group_size: int | Sequence[int],
+        *,
+        max_new_tokens: int | Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        stop: Sequence[str] = (),
+    ) -> list[list[Completion]]:
+        """See `Engine.generate`. Answers are repeatable as far as vLLM's own batches are."""
+        sizes = [group_size] * len(prompts) if isinstance(group_size, int) else list(group_size)
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        wanted = [index for index, size in enumerate(sizes) if size]
+        if not wanted:
+            return [[] for _ in prompts]
+        parameters = [
+            self._vllm.SamplingParams(
+                n=1 if sampling.temperature == 0 else sizes[index],  # greedy siblings are alike, and vLLM refuses them
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                max_tokens=limits[index],
+                seed=derive_seed("vllm", seed, index) % 2**31,
+                stop=list(stop) or None,
+                stop_token_ids=list(self._policy.eos_token_ids),
+                logprobs=0,  # those of the tokens drawn
+            )
+            for index in wanted
+        ]
+        outputs = self._run([prompts[index] for index in wanted], parameters)
+        groups: list[list[Completion]] = [[] for _ in prompts]
+        for index, output in zip(wanted, outputs, strict=True):
+            completions = self._completions(prompts[index], output.outputs, sampling)
+            groups[index] = completions * (sizes[index] // len(completions))
+        refuse_nan(completion for group in groups for completion in group)
+        return groups
+
+    def score(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
+        """See `Engine.score`; computed in one pass, by the kernels and weights that sample."""
+        parameters = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        (output,) = self._run([[*prompt, *answer]], [parameters])
+        found = output.prompt_logprobs[len(prompt) :]
+        return [position[token].logprob for position, token in zip(found, answer, strict=True)]
+
+    def answer_bytes(self, num_tokens: int) -> int:
+        """None that grows: vLLM takes its memory when it starts."""
+        return 0
+
+    @property
+    def held_bytes(self) -> int:
+        """None of this process's."""
+        return 0
+
+    def _run(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> Sequence[Any]:
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return self._llm.generate(requests, list(parameters), use_tqdm=False, lora_request=self._current_adapter())
+
+    def _current_adapter(self) -> Any:
+        """vLLM's name for the adapter as it is now. Its tensors decide, not a version number that may count twice."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(read_adapter(self._policy.model).items()):
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        if digest.digest() != self._digest:
+            shutil.rmtree(
+                Path(self._folder.name) / str(self._num_adapters), ignore_errors=True
+            )  # there is none at first
+            self._num_adapters += 1
+            folder = Path(self._folder.name) / str(self._num_adapters)
+            export_adapter(self._policy.model, self._policy.tokenizer, folder)
+            self._adapter = self._lora_request(f"adapter-{self._num_adapters}", self._num_adapters, str(folder))
+            self._digest = digest.digest()
+        return self._adapter
+
+    def _completions(self, prompt: Sequence[int], outputs: Sequence[Any], sampling: Sampling) -> list[Completion]:
+        tokens = [tuple(output.token_ids) for output in outputs]
+        drawn = [
+            tuple(position[token].logprob for position, token in zip(output.logprobs, output.token_ids, strict=True))
+            for output in outputs
+        ]
+        plain = drawn if sampling.is_plain or sampling.temperature == 0 else self._plain(prompt, tokens)
+        return [
+            Completion(token_ids, drawn_logprobs, plain_logprobs, self._end(output))
+            for token_ids, drawn_logprobs, plain_logprobs, output in zip(tokens, drawn, plain, outputs, strict=True)
+        ]
+
+    def _end(self, output: Any) -> End:
+        if output.finish_reason != "stop":
+            return "limit"
+        return "stop" if isinstance(output.stop_reason, str) else "eos"
+
+    @torch.no_grad()
+    def _plain(self, prompt: Sequence[int], answers: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        """Log-probs under the plain policy, from the policy's own model: vLLM reports one kind per instance."""
+        self._policy.model.eval()
+        found: list[tuple[float, ...]] = []
+        for start in range(0, len(answers), _SCORED_AT_ONCE):
+            part = answers[start : start + _SCORED_AT_ONCE]
+            result = token_logprobs(
+                self._policy.model, [(prompt, answer) for answer in part], self._policy.pad_token_id
+            )
+            found += [tuple(row[: len(answer)].tolist()) for row, answer in zip(result.logprobs, part, strict=True)]
+        return found

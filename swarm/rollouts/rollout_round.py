@@ -1,0 +1,132 @@
+"""The rollouts of one round: which tasks, how many answers each, and more of them where that teaches something.
+
+    cursor ─▶ tasks ─▶ sizes ─▶ worker ─▶ groups ─┬▶ more answers to hard tasks ─▶ joined groups
+                                                  └▶ further tasks, while too few groups have signal
+              difficulty table ◀── rewards and lengths of all of them
+
+Each part is switched by a setting of its own; with all of them off a round is groups_per_round groups of group_size answers.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from swarm.config import RolloutsSection
+from swarm.policy.counter_noise import derive_seed
+from swarm.rollouts.budget import second_round_size, sizes_by_variance
+from swarm.rollouts.open_group import OpenGroup
+from swarm.rollouts.worker import RolloutBatch, RolloutWorker
+from swarm.tasks.difficulty import DifficultyTable
+from swarm.tasks.task_cursor import TaskCursor
+from swarm.tasks.task_source import TaskFailure, UnknownTask
+from swarm.types import RolloutGroup, Task, TaskRef
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutRound:
+    """Draws tasks from `cursor` and has `worker` answer them; what came of it goes into `difficulty`."""
+
+    def __init__(
+        self, config: RolloutsSection, cursor: TaskCursor, worker: RolloutWorker, difficulty: DifficultyTable
+    ) -> None:
+        self._config = config
+        self._cursor = cursor
+        self._worker = worker
+        self._difficulty = difficulty
+        self._open: list[OpenGroup] = []  # oldest first
+
+    @property
+    def num_open(self) -> int:
+        """Groups that wait to be continued."""
+        return len(self._open)
+
+    def run(self, seed: int) -> RolloutBatch:
+        """All groups of a round. The same seed, cursor, table, open groups and weights give the same ones."""
+        config = self._config
+        batch = self._second_answers(self._first_answers(seed), derive_seed("second", seed))
+        for draw in range(config.refill_draws):
+            missing = config.groups_per_round - sum(group.has_signal for group in batch.groups)
+            if missing <= 0:
+                break
+            further = self._answer(self._draw(missing), derive_seed("refill", seed, draw))
+            batch = batch.and_also(self._second_answers(further, derive_seed("second", seed, draw)))
+        return batch
+
+    def state(self) -> list[dict[str, Any]]:
+        """The open groups, for a checkpoint."""
+        return [group.state() for group in self._open]
+
+    def restore(self, state: Sequence[dict[str, Any]], rebuild: Callable[[TaskRef], Task]) -> None:
+        """Go on with saved groups, but for those whose task is gone or whose answers are over the limit by now."""
+        self._open = []
+        for saved in state:
+            try:
+                group = OpenGroup.from_state(saved, rebuild)
+            except (UnknownTask, TaskFailure) as error:
+                logger.warning("dropped an open group: %s", error)
+                continue
+            if all(len(a.token_ids) < self._config.max_new_tokens for a in group.answers if a.end == "open"):
+                self._open.append(group)
+
+    def _first_answers(self, seed: int) -> RolloutBatch:
+        """groups_per_round groups. With over-provision those that are complete first; the next round continues the rest."""
+        config = self._config
+        if config.over_provision == 1 and not self._open:
+            return self._answer(self._draw(config.groups_per_round), seed)
+        wanted = math.ceil(config.groups_per_round * config.over_provision)
+        tasks = self._draw(max(0, wanted - len(self._open)))
+        new = [OpenGroup.of(task, size) for task, size in zip(tasks, self._sizes(tasks), strict=True)]
+        batch, self._open = self._worker.resume([*self._open, *new], config.groups_per_round, seed)
+        self._observe(batch)
+        return batch
+
+    def _draw(self, count: int) -> list[Task]:
+        choose = self._difficulty.choose if self._config.task_choice == "thompson" else None
+        return self._cursor.draw(count, choose)
+
+    def _answer(self, tasks: Sequence[Task], seed: int) -> RolloutBatch:
+        batch = self._worker.rollout(tasks, seed, self._sizes(tasks))
+        self._observe(batch)
+        return batch
+
+    def _observe(self, batch: RolloutBatch) -> None:
+        for group in batch.groups:
+            rewards = [rollout.reward for rollout in group.rollouts]
+            self._difficulty.observe(group.task.source, rewards, [len(rollout.token_ids) for rollout in group.rollouts])
+
+    def _sizes(self, tasks: Sequence[Task]) -> list[int]:
+        config, table = self._config, self._difficulty
+        if config.group_sizes == "equal":
+            return [config.group_size] * len(tasks)
+        sources = [task.ref.source for task in tasks]
+        return sizes_by_variance(
+            [table.success_rate(source) for source in sources],
+            [table.answer_tokens(source) for source in sources],
+            group_size=config.group_size,
+            smallest=config.smallest_group,
+            largest=config.largest_group,
+        )
+
+    def _second_answers(self, batch: RolloutBatch, seed: int) -> RolloutBatch:
+        """The same groups, those of hard tasks with more answers. They do not count in the difficulty table: a task is
+        answered again because it was hard, so its source would look harder than it is."""
+        config = self._config
+        added: dict[int, int] = {}
+        for index, group in enumerate(batch.groups):
+            largest = config.largest_group - len(group.rollouts)
+            rewards = [rollout.reward for rollout in group.rollouts]
+            if size := second_round_size(rewards, config.second_round, largest=largest):
+                added[index] = size
+        if not added:
+            return batch
+        again = self._worker.rollout([batch.tasks[index] for index in added], seed, list(added.values()))
+        more = {group.task: group for group in again.groups}
+        groups = [_joined(group, more.get(group.task)) for group in batch.groups]
+        return replace(batch, groups=groups).and_also(replace(again, tasks=[], groups=[]))
+
+
+def _joined(group: RolloutGroup, more: RolloutGroup | None) -> RolloutGroup:
+    return group if more is None else replace(group, rollouts=group.rollouts + more.rollouts)
