@@ -73,7 +73,7 @@ class HivemindTransport:
         self._listen = parse_setting("listen", config.listen)
         self._announce = parse_setting("announce", config.announce)
         self._server = RequestServer.of(config, self.traffic)
-        self._requests = StreamRequests(self._open_stream, self.traffic)
+        self._requests = StreamRequests(self._open_stream, self.traffic, self._call)
         self.gossip = GossipSlot(None if config.gossip == "off" else self._make_gossip)
         self.serve(INDEX_PROTOCOL, IndexGateway(self).answer, max_request_bytes=MAX_INDEX_REQUEST_BYTES)
         initial = parse_setting("initial_peers", config.initial_peers)
@@ -205,6 +205,12 @@ class HivemindTransport:
 
         return Libp2pGossip.of(self._config, self._identity, self.traffic)
 
+    async def _call(self, peer_id: str, protocol: str, request: bytes) -> bytes:
+        session = self._session
+        if session is None:
+            raise NetworkError("the network is down; it is being restarted")
+        return await session.calls.ask(peer_id, protocol, request)
+
     async def _open_stream(self, peer_id: str, protocol: str) -> Stream:
         session = self._session
         if session is None:
@@ -243,6 +249,7 @@ class HivemindTransport:
             guard=self._guard,
             protocols=self._server.protocols,
             handler=self._server.answer_stream,
+            call_handler=self._server.answer_call,
             timeout_s=timeout_s,
         )
 
