@@ -137,6 +137,8 @@ class NodeReport:
                 "exchange/rounds_not_published": self.exchange.num_rounds_not_published,
                 "exchange/records_admitted": reader.num_records_admitted,
                 "exchange/groups_admitted": reader.num_groups_admitted,
+                "exchange/headers_gossiped": reader.num_headers_gossiped,
+                "exchange/headers_swept": reader.num_headers_swept,
                 "exchange/rejected": dict(reader.rejected + self._validator.rejected),
             }
         return row

@@ -49,10 +49,12 @@ def bootstrap(
     Needs no model and no torch. A swarm may have any number of them, and lives on without them.
     """
     from swarm.config import parse
+    from swarm.network.heap import bound_arenas
     from swarm.node_folder import NodeFolder
     from swarm.records import identity as identities
     from swarm.records.identity import IdentityLock
 
+    bound_arenas()
     swarm, limits, plane = {"name": name}, {}, "libp2p"
     if manifest is not None:
         known = _manifest(manifest, founder)

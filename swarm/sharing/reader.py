@@ -82,6 +82,7 @@ class Reader:
         self._pace = SweepPace(network.poll_interval_s, transport.now)
         self._inbox = Inbox(sharing, swarm_id, transport.peer_id, admission, pool, transport.now, rng)
         self._refused: Counter[str] = Counter()  # bodies and groups, by reason
+        self._admitting = asyncio.Semaphore(1)  # a body takes ten times its size while it is read
         self.num_headers_gossiped = 0
         """Headers admitted that gossip brought first, ..."""
         self.num_headers_swept = 0
@@ -195,7 +196,8 @@ class Reader:
         """Fetch and admit one body."""
         try:
             body = await self._fetch(header)
-            groups = await asyncio.to_thread(self._admission.admit_body, header, body)
+            async with self._admitting:
+                groups = await asyncio.to_thread(self._admission.admit_body, header, body)
         except _TryLater as error:
             logger.debug("put off a body of %s: %s", header.author, error)
             is_repeated = self._inbox.give_back(header, error.pause_s)

@@ -32,7 +32,7 @@ _NEW_CONNECTION_S = 20
 _STOP_GRACE_S = 1.0
 _NUM_LAST_LINES = 5
 _MEMORY_SETTINGS = {"GOGC": "50"}
-"""Garbage is collected at half as much again of what is in use, not at twice: 6 MB less under load, no slower."""
+"""Garbage is collected at half as much again of what is in use, not at twice: some MB less under load."""
 
 
 class Daemon:
