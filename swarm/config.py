@@ -74,6 +74,8 @@ class NetworkSection(Section):
     """auto: host none of the index until peers prove that they can dial this node. public, private: take it as given."""
     relays: tuple[str, ...] = ()
     """Multiaddresses, each ending in /p2p/PEER_ID, of relays to be reached through. Empty: the initial peers."""
+    serve_gossip: bool = False
+    """Pass headers on to all who connect, for nodes that others cannot reach. Bootstrap peers do it by default."""
     serve_relay: bool = False
     """Carry the traffic of others that cannot be reached. Bootstrap peers do it by default."""
     hole_punching: bool = True

@@ -12,7 +12,6 @@ Neither side waits for the other: an empty pool means a batch of own groups only
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import random
 import signal
@@ -23,16 +22,14 @@ from typing import Any
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, dump_toml
-from swarm.learner import Learner, Row
+from swarm.learner import Learner
+from swarm.network.heap import bound_arenas
 from swarm.network.make_transport import make_transport
 from swarm.network.transport import Transport
 from swarm.node_folder import NodeFolder
-from swarm.observability.http_server import HttpServer
+from swarm.node_report import NodeReport
 from swarm.observability.logging_setup import set_up_logging
-from swarm.observability.metrics import Metrics
-from swarm.observability.metrics_log import MetricsLog
 from swarm.observability.repeat import repeat
-from swarm.observability.status_file import NodeStatus
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records import identity as identities
@@ -48,7 +45,6 @@ from swarm.types import RolloutGroup
 logger = logging.getLogger(__name__)
 
 _INTERRUPTED = 130
-_SAY_INTERVAL_S = 5.0
 _STOP_CHECK_INTERVAL_S = 0.25
 _STATUS_INTERVAL_S = 2.0
 _STOP_GRACE_S = 2.5
@@ -59,6 +55,7 @@ TransportFactory = Callable[[Config, Identity, NodeFolder, EntryValidator], Tran
 
 def run_node(config: Config, *, fresh: bool = False) -> None:
     """Run one node until `max_rounds` or a signal. Blocks. Raises SwarmError for whatever the user can mend."""
+    bound_arenas()
     folder = NodeFolder(config.node.dir)
     folder.create()
     with IdentityLock(folder.path) as lock:
@@ -90,21 +87,14 @@ class Node:
         self.config = config
         self.folder = folder
         self.identity = identity
-        self.metrics = Metrics()
-        self._validator = EntryValidator(config.swarm_id)
-        self.transport = make_transport(config, identity, folder, self._validator)
+        validator = EntryValidator(config.swarm_id)
+        self.transport = make_transport(config, identity, folder, validator)
         self._clock = self.transport.now if self.transport else time.time
         self.pool = ExperiencePool(folder.pool, config.sharing, self._clock)
         self.exchange: Exchange | None = None
         self._bodies = BodyStore(self._clock)
-        self._log = MetricsLog(folder.metrics)
-        self._http = HttpServer(config.observability, self.metrics, self._health)
+        self._report = NodeReport(config.observability, folder, identity, self.transport, validator)
         self._stop = threading.Event()
-        self._started_at = time.time()
-        self._phase = "starting"
-        self._last_row: Row = {}
-        self._num_peers = 0
-        self._said_at = -math.inf
 
     async def run_until_signal(self) -> None:
         """`run`, with SIGINT and SIGTERM asking for a stop; a second one ends the process at once."""
@@ -130,18 +120,15 @@ class Node:
         logger.info("node %s (%s) in %s", self.identity.peer_name, self.identity.peer_id, self.folder.path)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.pool.close)
-            stack.callback(self._log.close)
-            stack.callback(self._write_status)  # the last word: how far it came
-            await self._http.start()
-            stack.push_async_callback(self._http.stop)
-            self._write_status()
+            stack.push_async_callback(self._report.stop)
+            await self._report.start()
             if self.transport is not None:
                 stack.push_async_callback(self.transport.stop)
             learner = await self._start()
             if learner is None:
                 return False
             if self.transport is not None:
-                self.exchange = self._wire_exchange(learner, self.transport)
+                self.exchange = self._report.exchange = self._wire_exchange(learner, self.transport)
             tasks = [asyncio.create_task(work) for work in self._network_work()]
             stack.push_async_callback(_cancel, tasks)
             return await self._compute(learner, tasks)
@@ -164,7 +151,7 @@ class Node:
             return
         self._bodies.serve_on(self.transport)
         await self.transport.start()
-        self._write_status()  # others can join through this node while it still loads its policy
+        self._report.write_status()  # others can join through this node while it still loads its policy
         for address in self.transport.addresses():
             logger.info("listening on %s", address)
 
@@ -202,16 +189,9 @@ class Node:
         )  # fmt: skip
 
     def _network_work(self) -> list[Coroutine[Any, Any, None]]:
-        status = repeat(self._refresh_status, pause_s=_STATUS_INTERVAL_S, on_failure=self._count_failed_step)
-        return [status, *(self.exchange.work(self._count_failed_step) if self.exchange else ())]
-
-    def _count_failed_step(self) -> None:
-        self.metrics.count("node/failed_steps")
-
-    async def _refresh_status(self) -> None:
-        if self.transport is not None:
-            self._num_peers = len(await self.transport.connected_peers())
-        self._write_status()
+        on_failure = self._report.count_failed_step
+        status = repeat(self._report.refresh, pause_s=_STATUS_INTERVAL_S, on_failure=on_failure)
+        return [status, *(self.exchange.work(on_failure) if self.exchange else ())]
 
     def _hand_out(self, groups: Sequence[RolloutGroup]) -> None:
         """Called by the compute thread, which never waits for the network."""
@@ -255,10 +235,10 @@ class Node:
         max_rounds = self.config.node.max_rounds
         if learner.round == 0 and not self._stop.is_set():
             self._evaluate(learner, "start")
-        self._phase = "learning"
+        self._report.phase = "learning"
         while not self._stop.is_set() and (max_rounds is None or learner.round < max_rounds):
             row = learner.run_round()
-            self._record(row)
+            self._report.record(row)
             if learner.round % self.config.checkpoint.interval_rounds == 0:
                 learner.save(store)
             interval = self.config.evaluation.interval_rounds
@@ -269,87 +249,18 @@ class Node:
         done = max_rounds is not None and learner.round >= max_rounds
         if done and not self._stop.is_set():
             self._evaluate(learner, "end")
-        self._record({"kind": "end", "reason": "max_rounds" if done else "interrupted", "round": learner.round})
-        self._phase = "ended"
+        self._report.record({"kind": "end", "reason": "max_rounds" if done else "interrupted", "round": learner.round})
+        self._report.phase = "ended"
 
     def _evaluate(self, learner: Learner, phase: str) -> None:
         if self.config.evaluation.tasks_per_source:
-            self._phase = "evaluating"
-            self._record(learner.evaluate(phase))
+            self._report.phase = "evaluating"
+            self._report.record(learner.evaluate(phase))
 
     def _rest(self, worked_s: float) -> None:
         duty = self.config.node.duty_cycle
         if duty < 1:
             self._stop.wait(worked_s * (1 / duty - 1))
-
-    def _record(self, row: Row) -> None:
-        """Write one metrics row with the exchange's totals; called by the compute thread."""
-        if row["kind"] == "round":
-            row |= self._exchange_row()
-            for name, value in row.items():
-                if "/" in name and isinstance(value, int | float):
-                    self.metrics.gauge(name, value)
-            for reason, count in row.get("exchange/rejected", {}).items():
-                self.metrics.gauge("exchange/rejected_records", count, reason=reason)
-            for reason, count in row.get("network/refused", {}).items():
-                self.metrics.gauge("network/refused", count, reason=reason)
-            self._last_row = row
-            self._say(row)
-        self._log.write({"time_s": time.time(), **row})
-
-    def _say(self, row: Row) -> None:
-        """Progress for whoever watches the terminal, at most every few seconds."""
-        if time.monotonic() - self._said_at < _SAY_INTERVAL_S:
-            return
-        self._said_at = time.monotonic()
-        logger.info(
-            "round %d: reward %.3f, trained on %d own + %d swarm groups, %.0f tokens/s, %d peers",
-            row["round"], row["rollout/reward_mean"], row["train/own_groups"], row["train/swarm_groups"],
-            row["rollout/tokens_per_s"], self._num_peers,
-        )  # fmt: skip
-
-    def _exchange_row(self) -> Row:
-        row: Row = {"network/peers": self._num_peers}
-        if self.transport is not None:
-            traffic = self.transport.traffic
-            row |= {"exchange/bytes_sent": traffic.bytes_sent, "exchange/bytes_received": traffic.bytes_received}
-            row["network/refused"] = dict(self.transport.refused)
-            row |= {
-                "exchange/gossip_bytes_sent": traffic.gossip_bytes_sent,
-                "exchange/gossip_bytes_received": traffic.gossip_bytes_received,
-            }
-        if self.exchange is not None:
-            publisher, reader = self.exchange.publisher, self.exchange.reader
-            row |= {
-                "exchange/records_published": publisher.num_published,
-                "exchange/rounds_not_published": self.exchange.num_rounds_not_published,
-                "exchange/records_admitted": reader.num_records_admitted,
-                "exchange/groups_admitted": reader.num_groups_admitted,
-                "exchange/rejected": dict(reader.rejected + self._validator.rejected),
-            }
-        return row
-
-    def _health(self) -> dict[str, Any]:
-        return {
-            "phase": self._phase,
-            "round": self._last_row.get("round", 0),
-            "peers": self._num_peers,
-            "uptime_s": time.time() - self._started_at,
-        }
-
-    def _write_status(self) -> None:
-        NodeStatus(
-            peer_id=self.identity.peer_id,
-            peer_name=self.identity.peer_name,
-            pid=os.getpid(),
-            http_port=self._http.port,
-            addresses=self.transport.addresses() if self.transport else (),
-            started_at=self._started_at,
-            round=self._last_row.get("round", 0),
-            policy_version=self._last_row.get("policy_version", 0),
-            phase=self._phase,
-            last_round=self._last_row,
-        ).write(self.folder.status)
 
     def _checkpoints(self) -> CheckpointStore:
         return CheckpointStore(self.folder.checkpoints, self.config.checkpoint.keep)

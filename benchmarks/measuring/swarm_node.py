@@ -20,6 +20,7 @@ from typing import Any, TextIO
 from measuring.command_loop import reply, take_over_stdout
 from measuring.sized_groups import GROUPS_PER_BODY, SizedJudge, sized_groups, vocabulary
 from swarm.config import NetworkSection, SharingSection
+from swarm.network.heap import bound_arenas
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.transport import TrafficCounter
 from swarm.pool.experience_pool import ExperiencePool
@@ -174,6 +175,7 @@ class ExchangeNode:
 
     async def clear(self) -> dict[str, Any]:
         """The round is over for all: pull what is left and empty the pool for the next one."""
+        self._groups, self._publishing = [], None  # a node has learned from them by now
         self._pool.stock_groups = 0
         await self._pool.wait_for(self._num_others, _LEFTOVERS_TIMEOUT_S)
         num_drawn = 0
@@ -215,5 +217,6 @@ async def _serve(replies: TextIO) -> None:
 
 
 if __name__ == "__main__":
+    bound_arenas()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     asyncio.run(_serve(take_over_stdout()))

@@ -1,6 +1,7 @@
 """`swarm bootstrap`: a DHT peer that others join through; no model, no trainer."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -12,8 +13,11 @@ import typer
 if TYPE_CHECKING:
     from swarm.config import Config
     from swarm.manifest import Manifest
+    from swarm.network.transport import Transport
     from swarm.node_folder import NodeFolder
+    from swarm.observability.metrics import Metrics
     from swarm.records.identity import Identity
+    from swarm.sharing.carrier import Carrier
 
 _STATUS_INTERVAL_S = 2.0
 
@@ -24,6 +28,12 @@ def bootstrap(
         ["/ip4/127.0.0.1/tcp/0"], help="Address to listen on; /ip4/0.0.0.0/tcp/PORT to be reachable from outside."
     ),
     announce: list[str] = typer.Option([], help="Address to tell others, where it differs (port forwarding)."),
+    gossip: bool = typer.Option(True, help="Pass headers on between nodes that cannot reach each other."),
+    gossip_listen: list[str] = typer.Option(
+        [],
+        help="Address for that, with a port that a firewall lets through. Default: the hosts of --listen, free ports.",
+    ),
+    gossip_announce: list[str] = typer.Option([], help="Address of that to tell others, where it differs."),
     relay: bool = typer.Option(True, help="Carry the traffic of nodes that cannot be reached from outside."),
     join: list[str] = typer.Option([], help="Addresses of other peers of the swarm."),
     name: str = typer.Option("local", help="Name of the swarm, where it has no manifest."),
@@ -34,22 +44,30 @@ def bootstrap(
     ),
     founder: str = typer.Option(None, metavar="PEER_ID", help="Take only a manifest that this founder has signed."),
 ) -> None:
-    """Serve the swarm's index so that nodes find each other. Prints the address to join through.
+    """Serve the swarm's index so that nodes find each other, and pass their headers on. Prints the address to join through.
 
     Needs no model and no torch. A swarm may have any number of them, and lives on without them.
     """
     from swarm.config import parse
+    from swarm.network.heap import bound_arenas
     from swarm.node_folder import NodeFolder
     from swarm.records import identity as identities
     from swarm.records.identity import IdentityLock
 
-    swarm = {"name": name}
+    bound_arenas()
+    swarm, limits, plane = {"name": name}, {}, "libp2p"
     if manifest is not None:
         known = _manifest(manifest, founder)
         swarm, join = {"name": known.name, "id": known.id}, [*join, *known.bootstrap]
+        limits, plane = known.limits.model_dump(exclude_none=True), known.gossip or plane
     network = {"listen": listen, "announce": announce, "initial_peers": join, "reachability": "public"}
-    network |= {"serve_relay": relay, "gossip": "off"}  # it reads no headers: a gossip plane would only cost memory
-    config = parse({"swarm": swarm, "network": network, "node": {"dir": str(folder)}})
+    network |= {
+        "gossip": plane if gossip else "off",
+        "gossip_listen": gossip_listen,
+        "gossip_announce": gossip_announce,
+    }
+    network |= {"serve_relay": relay, "serve_gossip": True}
+    config = parse({"swarm": swarm, "network": network, "sharing": limits, "node": {"dir": str(folder)}})
     files = NodeFolder(folder)
     files.create()
     with IdentityLock(folder) as lock:
@@ -74,13 +92,15 @@ async def _serve(config: "Config", files: "NodeFolder", identity: "Identity") ->
     from swarm.observability.http_server import HttpServer
     from swarm.observability.metrics import Metrics
     from swarm.observability.status_file import NodeStatus
+    from swarm.sharing.carrier import Carrier
     from swarm.sharing.index import EntryValidator
 
-    stop = asyncio.Event()
+    stop, metrics = asyncio.Event(), Metrics()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     transport = HivemindTransport(config.network, identity, files.path, EntryValidator(config.swarm_id))
-    http = HttpServer(config.observability, Metrics(), lambda: {"phase": "serving"})
+    carrier = Carrier(config.sharing, config.swarm_id, identity, transport)
+    http = HttpServer(config.observability, metrics, lambda: {"phase": "serving"})
     started_at = time.time()
 
     def write_status(phase: str) -> None:
@@ -91,17 +111,40 @@ async def _serve(config: "Config", files: "NodeFolder", identity: "Identity") ->
 
     await transport.start()
     await http.start()
+    work = _carry(config, carrier, metrics)
     try:
         print(f"{identity.peer_name} serves; join through")
         for address in transport.addresses():
             print(f"  --network.initial_peers '[\"{address}\"]'", flush=True)
         while not stop.is_set():
             write_status("serving")
-            try:
+            _measure(carrier, transport, metrics)
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _STATUS_INTERVAL_S)
-            except TimeoutError:
-                continue
+            if work.done():
+                work.result()  # a bug ends the command
     finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
         await http.stop()
         await transport.stop()
         write_status("ended")
+
+
+def _carry(config: "Config", carrier: "Carrier", metrics: "Metrics") -> "asyncio.Task[None]":
+    if config.network.gossip == "off":
+        return asyncio.create_task(_nothing())
+    return asyncio.create_task(carrier.work(lambda: metrics.count("node/failed_steps")))
+
+
+async def _nothing() -> None:
+    """What a peer without gossip carries."""
+
+
+def _measure(carrier: "Carrier", transport: "Transport", metrics: "Metrics") -> None:
+    metrics.gauge("gossip/headers_carried", carrier.num_carried)
+    metrics.gauge("gossip/shards_carried", len(carrier.shards))
+    for reason, count in carrier.rejected.items():
+        metrics.gauge("exchange/rejected_records", count, reason=reason)
+    for reason, count in transport.refused.items():
+        metrics.gauge("network/refused", count, reason=reason)

@@ -8,8 +8,8 @@ from swarm.network.transport import RequestRefused, Transport
 
 BODY_PROTOCOL = "swarm/body/1"
 """A 32-byte hash asks for that body."""
-MAX_BYTES = 24 << 20
-"""Some hundred bodies as they are; with it a node's network stays below 200 MB."""
+MAX_BYTES = 12 << 20
+"""Hundreds of bodies as they are, a dozen of the longest: those of the last minutes, which others still ask for."""
 _AUTHOR_SHARE = 8
 
 

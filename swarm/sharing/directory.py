@@ -10,6 +10,7 @@ goes to its own shard.
 
 import logging
 import statistics
+from collections import Counter
 from collections.abc import Callable
 
 from swarm.network.index_entry import CLOCK_SKEW_S
@@ -28,21 +29,35 @@ SETTLE_S = 2 * PRESENCE_INTERVAL_S
 """So long after all shards were drawn anew no node changes its level: the others are still listing themselves."""
 FIRST_INTERVALS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """A node that has just started looks more often: others may be starting with it."""
+_TURNS_PER_WIDE_LOOK = 10
+"""How often a node of a narrower shard looks into the widest list, for peers that carry headers for all shards."""
 
 
 class Directory:
     """Own presence and the own shard of one node. Runs on the node's loop."""
 
     def __init__(
-        self, swarm_id: str, identity: Identity, transport: Transport, num_authors_heard: Callable[[], int]
+        self,
+        swarm_id: str,
+        identity: Identity,
+        transport: Transport,
+        num_authors_heard: Callable[[], int],
+        *,
+        stays_widest: bool = False,
     ) -> None:
-        """`num_authors_heard`: authors of the shard whose headers were admitted of late."""
+        """`num_authors_heard`: authors of the shard whose headers were admitted of late; with 0 it never splits.
+
+        `stays_widest`: be listed where newcomers look, whatever level the others are at.
+        """
         self._swarm_id = swarm_id
         self._identity = identity
         self._transport = transport
         self._num_authors_heard = num_authors_heard
+        self._stays_widest = stays_widest
         self._num_turns = 0
         self.level = 0
+        self.levels: Counter[int] = Counter()
+        """Levels of the others in the list that was read last."""
         self.num_members = 1
         """Nodes in the list of the own shard, this one included."""
 
@@ -58,8 +73,10 @@ class Directory:
 
     async def turn(self) -> float:
         """List this node and look who else is there. Returns the seconds until the next turn."""
-        if self._num_turns == 0:
+        if self._num_turns == 0 and not self._stays_widest:
             await self._find_level()
+        elif self.level and self._num_turns % _TURNS_PER_WIDE_LOOK == 0:
+            await self._members(Shard(0, 0))
         await self._announce()
         members = await self._members(self.shard)
         self.num_members = len(members.keys() | {self._identity.peer_id})
@@ -118,6 +135,7 @@ class Directory:
             if is_current and shard_of(self._swarm_id, presence.peer_id, shard.level, now) == shard:
                 members[presence.peer_id] = presence
                 self._transport.meet(_contact(presence))
+        self.levels = Counter(presence.level for presence in members.values())
         return members
 
 

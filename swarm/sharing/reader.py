@@ -24,10 +24,12 @@ from swarm.network.transport import Transport, Verdict
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
 from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.sharing.absences import BUSY_PAUSE_S, UNREACHED_PAUSE_S
 from swarm.sharing.body_store import BODY_PROTOCOL, BodyStore
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import WINDOW_S, experience_key, experience_topic
 from swarm.sharing.shard import Shard
+from swarm.sharing.sweep_pace import SweepPace
 from swarm.types import Header
 
 logger = logging.getLogger(__name__)
@@ -35,10 +37,20 @@ logger = logging.getLogger(__name__)
 _READ_AHEAD_BATCHES = 3
 _MAX_PULLS_AT_ONCE = 4
 _MAX_OTHER_HOLDERS = 2
-_GOSSIP_IS_ALIVE_FOR_S = 30.0
-"""Without a gossiped header for so long the index is read at every poll, ..."""
-_MAX_SWEEP_PAUSE_S = 5.0
-"""... or less often, where it says nothing new either: an idle swarm costs next to nothing."""
+_MAX_WINDOWS_BACK = 8
+"""That a sweep reads beyond the last two, where those say that gossip has lost something since the sweep before."""
+
+
+class _TryLater(InvalidRecord):
+    """The author has no place now, or there is no way to it yet."""
+
+    def __init__(self, pause_s: float, detail: str) -> None:
+        super().__init__(Rejection.UNAVAILABLE, detail)
+        self.pause_s = pause_s
+
+
+_PAUSES_S = {"busy": BUSY_PAUSE_S, "unreachable": UNREACHED_PAUSE_S}
+"""Before another try, by the reason of the failure. For any other reason there is none."""
 
 
 class Reader:
@@ -67,11 +79,14 @@ class Reader:
         self._rng = rng
         self._shard = shard
         self._topic: str | None = None
-        self._swept_at = -math.inf
-        self._sweep_pause_s = network.poll_interval_s
-        self._gossip_at = -math.inf
+        self._pace = SweepPace(network.poll_interval_s, transport.now)
         self._inbox = Inbox(sharing, swarm_id, transport.peer_id, admission, pool, transport.now, rng)
         self._refused: Counter[str] = Counter()  # bodies and groups, by reason
+        self._admitting = asyncio.Semaphore(1)  # a body takes ten times its size while it is read
+        self.num_headers_gossiped = 0
+        """Headers admitted that gossip brought first, ..."""
+        self.num_headers_swept = 0
+        """... and those that it did not."""
         self.num_records_admitted = 0
         self.num_groups_admitted = 0
 
@@ -100,20 +115,17 @@ class Reader:
             return
         if self._topic is not None:
             self._transport.unsubscribe(self._topic)
-        self._topic, self._swept_at = topic, -math.inf
+        self._topic = topic
+        self._pace.start_anew()
 
         def take(forwarder: str, record: bytes) -> Verdict:
             verdict = self._inbox.take_gossip(shard, record)
             if verdict is Verdict.ACCEPT:
-                self._gossip_at = self._transport.now()
+                self.num_headers_gossiped += 1
+                self._pace.heard()
             return verdict
 
         self._transport.subscribe(topic, take)
-
-    def _sweep_interval_s(self) -> float:
-        """Where gossip works, the index only holds what it lost: read once per window, which is kept for two."""
-        is_alive = self._transport.now() - self._gossip_at < _GOSSIP_IS_ALIVE_FOR_S
-        return WINDOW_S if is_alive else self._sweep_pause_s
 
     async def _sweep_and_pull(self) -> None:
         """Side by side, until the pool has enough or nobody offers more, and nothing is under way."""
@@ -122,7 +134,7 @@ class Reader:
         try:
             while True:
                 self._inbox.arrived.clear()
-                if sweep is None and self._transport.now() - self._swept_at >= self._sweep_interval_s():
+                if sweep is None and self._pace.is_due:
                     sweep = asyncio.create_task(self._sweep())
                 for header in self._choose(pulls.values()):
                     pulls[asyncio.create_task(self._pull(header))] = header
@@ -152,24 +164,31 @@ class Reader:
         return {task for task in under_way if task in done}
 
     async def _sweep(self) -> None:
-        """Read the current window of the own shard, and the one before."""
-        self._swept_at = now = self._transport.now()
-        num_new = 0
-        for time_s in (now, now - WINDOW_S):
-            entries = await self._transport.load(experience_key(self._swarm_id, self._shard(), time_s))
-            num_new += sum(self._inbox.take_entry(subkey, record) for subkey, record in entries.items())
-        interval_s = self._network.poll_interval_s
-        self._sweep_pause_s = (
-            interval_s if num_new else min(2 * self._sweep_pause_s, max(_MAX_SWEEP_PAUSE_S, interval_s))
-        )
+        """Read the current window of the own shard and the one before; those since the last sweep where these have news."""
+        now, before = self._transport.now(), self._pace.swept_at
+        self._pace.swept_at = now  # whatever comes of it
+        num_new = await self._read_window(now) + await self._read_window(now - WINDOW_S)
+        if num_new and not math.isinf(before):
+            num_unread = min(int(now // WINDOW_S) - int(before // WINDOW_S) - 1, _MAX_WINDOWS_BACK)
+            for back in range(2, 2 + num_unread):
+                num_new += await self._read_window(now - back * WINDOW_S)
+        self.num_headers_swept += num_new
+        self._pace.swept(now, num_new)
+
+    async def _read_window(self, time_s: float) -> int:
+        """How many headers of the window at `time_s` are news."""
+        entries = await self._transport.load(experience_key(self._swarm_id, self._shard(), time_s))
+        return sum(self._inbox.take_entry(subkey, record) for subkey, record in entries.items())
 
     def _choose(self, being_pulled: Collection[Header]) -> list[Header]:
         """Candidates that announce as many groups as are missing, but no more at once than a line carries well."""
         chosen: list[Header] = []
         missing = _READ_AHEAD_BATCHES * self._sharing.swarm_groups - self._pool.num_fresh()
         missing -= sum(len(header.groups) for header in being_pulled)
-        while missing > 0 and len(being_pulled) + len(chosen) < _MAX_PULLS_AT_ONCE and (header := self._inbox.pick()):
+        authors = [header.author for header in being_pulled]
+        while missing > 0 and len(authors) < _MAX_PULLS_AT_ONCE and (header := self._inbox.pick(authors)):
             chosen.append(header)
+            authors.append(header.author)
             missing -= len(header.groups)
         return chosen
 
@@ -177,7 +196,13 @@ class Reader:
         """Fetch and admit one body."""
         try:
             body = await self._fetch(header)
-            groups = await asyncio.to_thread(self._admission.admit_body, header, body)
+            async with self._admitting:
+                groups = await asyncio.to_thread(self._admission.admit_body, header, body)
+        except _TryLater as error:
+            logger.debug("put off a body of %s: %s", header.author, error)
+            is_repeated = self._inbox.give_back(header, error.pause_s)
+            self._refused[error.reason.value] += is_repeated  # once is nothing to tell
+            return
         except InvalidRecord as error:
             self._refused[error.reason.value] += 1
             logger.debug("rejected a body of %s: %s", header.author, error)
@@ -194,7 +219,9 @@ class Reader:
     async def _fetch(self, header: Header) -> bytes:
         """The body from its author, else from a few other peers, who may have read it."""
         try:
-            return await self._ask(header.author, header)
+            body = await self._ask(header.author, header)
+            self._inbox.answered(header.author)
+            return body
         except InvalidRecord:
             for holder in await self._other_holders(header.author):
                 with contextlib.suppress(InvalidRecord):
@@ -202,7 +229,7 @@ class Reader:
             raise
 
     async def _ask(self, holder: str, header: Header) -> bytes:
-        """Raises InvalidRecord with UNAVAILABLE or WRONG_HASH."""
+        """Raises InvalidRecord with UNAVAILABLE, _TryLater where it may be had then, or WRONG_HASH."""
         try:
             # In one piece, as a body may not be longer than that: `transfer` has nothing to add.
             body = await self._transport.request(
@@ -213,6 +240,8 @@ class Reader:
                 deadline_s=transfer_timeout_s(self._network.request_timeout_s, header.body_bytes),
             )
         except RequestError as error:
+            if error.reason in _PAUSES_S:
+                raise _TryLater(_PAUSES_S[error.reason], f"at {holder}: {error}") from None
             raise InvalidRecord(Rejection.UNAVAILABLE, f"at {holder}: {error}") from None
         if await sha256(body) != header.body_hash:
             raise InvalidRecord(Rejection.WRONG_HASH, f"at {holder}")

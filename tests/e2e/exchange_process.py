@@ -1,6 +1,6 @@
 """A node without a model in a process of its own: transport, gossip, admission and pool are real, its groups made up.
 
-python -m tests.e2e.exchange_process FOLDER BACKEND [INITIAL_PEER]...
+python -m tests.e2e.exchange_process FOLDER SWARM_ID NETWORK_JSON
 
 Asked over stdin, a word a line, it answers in JSON: `publish` hands out a group, `state` tells what it took and refused.
 """
@@ -18,6 +18,8 @@ from typing import Any, Self
 import psutil
 
 from swarm.config import NetworkSection, SharingSection
+from swarm.network.hivemind.transport import HivemindTransport
+from swarm.network.libp2p.transport import LightTransport
 from swarm.network.make_transport import make_transport
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission, Vocabulary
@@ -33,11 +35,15 @@ ANSWER_TIMEOUT_S = 30.0
 class ExchangeProcess:
     """The side of the test. Use as an async context manager; kills what still runs at the end."""
 
-    def __init__(self, folder: Path, backend: str, *initial_peers: str) -> None:
+    def __init__(
+        self, folder: Path, backend: str, *initial_peers: str, swarm_id: str = SWARM_ID, **network: object
+    ) -> None:
+        """`network`: more settings of that section."""
         self.peer_id = ""
         self.addresses: tuple[str, ...] = ()
         self.gossip_addresses: tuple[str, ...] = ()
-        self._arguments = (str(folder), backend, *initial_peers)
+        network |= {"backend": backend, "initial_peers": initial_peers}
+        self._arguments = (str(folder), swarm_id, json.dumps(network))
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> Self:
@@ -61,7 +67,10 @@ class ExchangeProcess:
         await self._ask("publish")
 
     async def state(self) -> dict[str, Any]:
-        """authors: groups admitted by author; rejected, refused: counts by reason; rss_mib: node and daemon together."""
+        """gossiped, swept: headers by the way that they came first; neighbors: of gossip; rejected, refused: by reason.
+
+        rss_mib: node and daemon together.
+        """
         return await self._ask("state")
 
     async def _ask(self, word: str) -> Any:
@@ -78,23 +87,21 @@ class ExchangeProcess:
 
 
 class _Node:
-    def __init__(self, folder: Path, backend: str, initial_peers: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, swarm_id: str, settings: dict[str, Any]) -> None:
         folder.mkdir()
-        network = NetworkSection.model_validate(
-            {"backend": backend, "initial_peers": initial_peers, "poll_interval_s": 0.3, "request_timeout_s": 2.0}
-        )
+        network = NetworkSection.model_validate({"poll_interval_s": 0.3, "request_timeout_s": 2.0, **settings})
         sharing = SharingSection(swarm_groups=100)
         identity = load_or_create(folder / "identity.key")
-        transport = make_transport(network, identity, folder, EntryValidator(SWARM_ID))
-        assert transport is not None, "some network is on"
+        transport = make_transport(network, identity, folder, EntryValidator(swarm_id))
+        assert isinstance(transport, HivemindTransport | LightTransport)
         self.transport, clock = transport, transport.now
         vocabulary = Vocabulary(LINEAGE, 64, frozenset({EOS}), decode)
-        admission = Admission(sharing, SWARM_ID, identity.peer_id, SpellingJudge(), vocabulary, clock)
+        admission = Admission(sharing, swarm_id, identity.peer_id, SpellingJudge(), vocabulary, clock)
         self.pool, bodies = ExperiencePool(":memory:", sharing, clock), BodyStore(clock)
         bodies.serve_on(transport)
         numbers, rng = itertools.count(), random.Random(identity.peer_id)
         self.exchange = Exchange(
-            sharing, network, SWARM_ID, identity, transport, admission, self.pool, bodies, lambda: next(numbers), rng
+            sharing, network, swarm_id, identity, transport, admission, self.pool, bodies, lambda: next(numbers), rng
         )
         self._indices = itertools.count()
 
@@ -106,6 +113,9 @@ class _Node:
         rss = sum(one.memory_info().rss for one in (process, *process.children()))
         return {
             "admitted": self.exchange.reader.num_groups_admitted,
+            "gossiped": self.exchange.reader.num_headers_gossiped,
+            "swept": self.exchange.reader.num_headers_swept,
+            "neighbors": self.transport.gossip.peers(),
             "rejected": dict(self.exchange.reader.rejected),
             "refused": dict(self.transport.refused),
             "rss_mib": rss / 2**20,
@@ -117,8 +127,8 @@ def _fail(error: BaseException | None = None) -> None:
     os._exit(1)
 
 
-async def _serve(folder: Path, backend: str, initial_peers: tuple[str, ...]) -> None:
-    node = _Node(folder, backend, initial_peers)
+async def _serve(folder: Path, swarm_id: str, settings: dict[str, Any]) -> None:
+    node = _Node(folder, swarm_id, settings)
     await node.transport.start()
     tasks = [asyncio.create_task(work) for work in node.exchange.work(lambda: None)]
     for task in tasks:
@@ -139,4 +149,4 @@ async def _serve(folder: Path, backend: str, initial_peers: tuple[str, ...]) -> 
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(Path(sys.argv[1]), sys.argv[2], tuple(sys.argv[3:])))
+    asyncio.run(_serve(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])))

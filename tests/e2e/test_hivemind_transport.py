@@ -17,6 +17,7 @@ import pytest
 from swarm.config import NetworkSection
 from swarm.errors import ConfigError, NetworkError, RequestError
 from swarm.network.hivemind.transport import HivemindTransport
+from swarm.network.requests.framing import MAX_CALL_BYTES
 from swarm.network.transport import IndexValidator, RequestRefused
 from swarm.records.identity import Identity, create, load
 
@@ -169,6 +170,19 @@ async def test_large_body_and_as_many_requests_at_once_as_one_peer_may(tmp_path:
         assert [answer.partition(b":")[2] for answer in answers] == [b"%d" % number for number in range(16)]
         await until(lambda: other.traffic.requests_served == 17)  # counted when the acknowledgement has arrived
         assert one.traffic.bytes_received == len(LARGE_BODY) + sum(map(len, answers))
+
+
+async def test_short_requests_need_no_stream_and_go_by_stream_where_the_peer_takes_no_calls(tmp_path: Path) -> None:
+    async with swarm(tmp_path, 2) as (one, other):
+        assert other._session is not None
+        client = other._session._p2p._client
+        await client.control.remove_stream_handler("test/echo")
+        assert await ask(one, other.peer_id, "echo") == one.peer_id.encode() + b":hi"
+        with pytest.raises(RequestError, match="protocol"):
+            await ask(one, other.peer_id, "echo", max_response_bytes=MAX_CALL_BYTES + 1)
+        await client.remove_unary_handler("test/refuse/call")
+        with pytest.raises(RequestError, match="not now"):
+            await ask(one, other.peer_id, "refuse")
 
 
 async def test_requests_that_cannot_be_answered_are_request_errors_with_the_reason(tmp_path: Path) -> None:

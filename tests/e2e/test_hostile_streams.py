@@ -81,8 +81,11 @@ async def open_stream(node: HivemindTransport, peer_id: str, protocol: str) -> S
     return await node._session.open_stream(peer_id, protocol)
 
 
-async def ask(node: HivemindTransport, peer_id: str, protocol: str, *, deadline_s: float = 5.0) -> bytes:
-    return await node.request(peer_id, protocol, b"hi", max_response_bytes=100_000, deadline_s=deadline_s)
+async def ask(
+    node: HivemindTransport, peer_id: str, protocol: str, *, deadline_s: float = 5.0, max_response_bytes: int = 100_000
+) -> bytes:
+    """By stream, unless `max_response_bytes` is short enough for a call."""
+    return await node.request(peer_id, protocol, b"hi", max_response_bytes=max_response_bytes, deadline_s=deadline_s)
 
 
 async def failure(node: HivemindTransport, peer_id: str, server: Server, mallory: HivemindTransport) -> str:
@@ -140,6 +143,49 @@ async def test_hostile_response_ends_with_its_reason(tmp_path: Path, server: Ser
     async with joined(node, mallory):
         assert await failure(node, mallory.peer_id, server, mallory) == reason
         assert await ask(node, mallory.peer_id, ECHO) == b"hi"
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (header(2**40), "oversize"),
+        (header(60_001) + bytes(60_001), "oversize"),
+        (header(60_000) + bytes(100), "cut"),
+        (header(5, digest_of(b"right")) + b"wrong", "damaged"),
+        (b"", "cut"),
+        (bytes(2_000_000), "cut"),
+    ],
+)
+async def test_hostile_answer_to_a_short_call_ends_with_its_reason(tmp_path: Path, frame: bytes, reason: str) -> None:
+    node, mallory = make_node(tmp_path / "node"), make_node(tmp_path / "mallory")
+
+    async def lie(request: bytes, peer_id: object) -> bytes:
+        return frame
+
+    async with joined(node, mallory):
+        assert mallory._session is not None
+        await mallory._session._p2p._client.add_unary_handler(f"{HOSTILE}/call", lie)  # type: ignore[attr-defined]
+        with pytest.raises(RequestError) as caught:
+            await ask(node, mallory.peer_id, HOSTILE, max_response_bytes=60_000)
+        assert caught.value.reason == reason
+        assert await ask(node, mallory.peer_id, ECHO, max_response_bytes=60_000) == b"hi"
+
+
+async def test_one_peer_with_many_calls_leaves_room_for_others(tmp_path: Path) -> None:
+    node = make_node(tmp_path / "node", max_connections_inbound=8)
+    mallory, honest = make_node(tmp_path / "mallory"), make_node(tmp_path / "honest")
+    process = psutil.Process()
+    async with joined(node, mallory, honest):
+        assert mallory._session is not None
+        calls, memory = mallory._session.calls, process.memory_info().rss
+        flood = [asyncio.create_task(calls.ask(node.peer_id, ECHO, bytes(60_000))) for _ in range(500)]
+        for _ in range(5):
+            assert await ask(honest, node.peer_id, ECHO, max_response_bytes=60_000) == b"hi"
+        frames = await asyncio.gather(*flood)
+        num_refused = [frame[0] for frame in frames].count(Status.REFUSED)
+        assert num_refused == sum(node._server.refused.values()) > 0
+        assert not node._server._conversations
+        assert process.memory_info().rss - memory < 150 << 20  # of both sides: requests, responses and 500 tasks
 
 
 async def test_trickling_oversize_and_unread_streams_lose_their_places(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class Node:
 
     @property
     def hears_gossip(self) -> bool:
-        return self.exchange.reader._gossip_at > -math.inf
+        return self.exchange.reader.num_headers_gossiped > 0
 
     def drawn(self) -> list[tuple[str, int]]:
         """(author, index) of all that the pool holds."""
@@ -114,7 +114,7 @@ async def exchange_twice(nodes: list[Node]) -> None:
             await until(lambda: all(node.exchange.directory.num_members == len(nodes) for node in nodes))
             await gossip_reaches_all(nodes)
             for node in nodes:
-                node.exchange.reader._swept_at = math.inf  # no sweep of the index any more
+                node.exchange.reader._pace.swept_at = math.inf  # no sweep of the index any more
     for number, node in enumerate(nodes):
         others = [(one.identity.peer_id, place) for place, one in enumerate(nodes) if place != number]
         published = [(peer, start + 2 * place + i) for peer, place in others for start in (0, 100) for i in (0, 1)]

@@ -1,6 +1,7 @@
 """Requests between two peers, and the addresses that they tell, as functions of bytes."""
 
 import asyncio
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Coroutine
@@ -15,7 +16,7 @@ from swarm.network.peers.peer_list import dialable
 from swarm.network.reach.dial_back import is_signed_by
 from swarm.network.reach.reachability import MAX_TEST_BYTES, ReachService, read_greeting
 from swarm.network.requests.blob_protocol import BlobRequest
-from swarm.network.requests.framing import FrameError, read_acknowledgement, read_request, read_response
+from swarm.network.requests.framing import FrameError, parse_response, read_acknowledgement, read_request, read_response
 from swarm.network.tcp_address import TcpAddress
 from swarm.network.transport import RequestRefused
 from swarm.records.identity import is_peer_id, verify
@@ -35,6 +36,8 @@ def response(data: bytes) -> bool:
         assert answer.reason.isprintable()
         await read_acknowledgement(reader)
 
+    with contextlib.suppress(FrameError):
+        assert len(parse_response(data, MAX_FRAME_BYTES).body) <= MAX_FRAME_BYTES  # of a short call
     return _on_stream(data, read)
 
 

@@ -191,3 +191,19 @@ async def test_no_node_changes_its_level_because_all_shards_are_drawn_anew() -> 
             sizes.append(member.directory.num_members)
     assert min(sizes) < MERGE_BELOW < max(sizes) < 32  # those that turned first saw too few, nobody saw both draws
     assert {member.directory.level for member in members} == {1}
+
+
+async def test_a_node_of_a_narrow_shard_looks_for_carriers_in_the_widest_list_now_and_then() -> None:
+    own, other = in_shard(Shard(2, 1), crowd(200)), in_shard(Shard(2, 2), crowd(200))
+    _, (node, carrier) = await nodes([own[0], other[0]])
+    for identity in own[1 : MERGE_BELOW + 2]:
+        await list_at(node, identity, 2, SETTLED)
+    node.directory.level = 2
+    node.directory._num_turns = 1  # it has found its level long ago
+    carrier.directory._stays_widest = True
+    await carrier.directory.turn()
+    for _ in range(9):
+        await node.directory.turn()
+    assert node.directory.level == 2 and carrier.peer_id not in node.met
+    await node.directory.turn()
+    assert node.met[carrier.peer_id].gossip_addresses == carrier.gossip_addresses()

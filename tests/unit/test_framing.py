@@ -12,14 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.network.requests.framing import (
+    MAX_CALL_BYTES,
     MAX_REASON_BYTES,
     PIECE_BYTES,
     FrameError,
     Response,
     Status,
+    parse_response,
     read_acknowledgement,
     read_request,
     read_response,
+    response_frame,
     write_acknowledgement,
     write_request,
     write_response,
@@ -186,3 +189,21 @@ async def test_any_bytes_are_a_response_or_a_named_error(data: bytes) -> None:
     except FrameError:
         return
     assert hashlib.sha256(response.body).digest() == data[9:41]
+
+
+async def test_response_in_one_message_is_checked_as_on_a_stream() -> None:
+    frame = response_frame(Response(Status.OK, b"a body"))
+    assert parse_response(frame, 6) == Response(Status.OK, b"a body")
+    for broken, bound, reason in (
+        (frame, 5, "oversize"),
+        (response_frame(Response(Status.OK, bytes(MAX_CALL_BYTES + 1))), MAX_CALL_BYTES, "oversize"),
+        (frame[:-1] + b"!", 6, "damaged"),
+        (b"\x07" + frame[1:], 6, "damaged"),
+        (frame[:-1], 6, "cut"),
+        (frame + b"!", 6, "cut"),
+        (frame[:40], 6, "cut"),
+        (b"", 6, "cut"),
+    ):
+        with pytest.raises(FrameError) as error:
+            parse_response(broken, bound)
+        assert error.value.reason == reason

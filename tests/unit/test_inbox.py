@@ -176,7 +176,7 @@ def test_a_flood_of_garbage_and_of_headers_leaves_bounded_tables() -> None:
     for number in range(1_100):
         author = Identity((number // 200).to_bytes(32, "big"))
         inbox.take_gossip(EVERYBODY, signed(make_header(number, author), author))
-    assert len(inbox._judged) <= 16_384 and len(inbox._candidates) <= 1024 and len(inbox._heard_at) <= 1024
+    assert len(inbox._judge._judged) <= 16_384 and len(inbox._candidates) <= 1024 and len(inbox._heard_at) <= 1024
 
 
 def test_over_a_network_garbage_dies_at_the_first_honest_node_and_its_sender_is_ignored() -> None:

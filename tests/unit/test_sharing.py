@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,8 +14,9 @@ from swarm.network.transport import RequestRefused
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import body_hash, encode_body
 from swarm.records.identity import Identity
+from swarm.sharing.absences import BUSY_PAUSE_S, UNREACHED_PAUSE_S
 from swarm.sharing.body_store import BODY_PROTOCOL, BodyStore
-from swarm.sharing.index import SLOTS_PER_WINDOW, EntryValidator, experience_key, subkey
+from swarm.sharing.index import SLOTS_PER_WINDOW, WINDOW_S, EntryValidator, experience_key, subkey
 from swarm.sharing.publisher import Publisher
 from swarm.sharing.reader import Reader
 from swarm.sharing.shard import Shard
@@ -139,11 +140,14 @@ async def test_body_comes_from_another_holder_when_the_author_is_gone() -> None:
 
 
 async def test_withheld_body_is_counted_as_unavailable() -> None:
-    _, (alice, reader) = await peers(ALICE, READER)
+    clock = Clock()
+    _, (alice, reader) = await peers(ALICE, READER, clock=clock)
     await alice.publish([group()])
     await alice.transport.stop()
-    await reader.reader.poll()
-    assert reader.reader.rejected == {"unavailable": 1}
+    for _ in range(3):
+        await reader.reader.poll()
+        clock.now += 4 * UNREACHED_PAUSE_S
+    assert reader.reader.rejected == {"unavailable": 2}, "that it was not there once is nothing to tell"
 
 
 async def test_entry_under_another_authors_slot_is_not_stored() -> None:
@@ -226,6 +230,97 @@ async def test_a_silent_author_holds_up_nobody_elses_body() -> None:
     is_over.set()
     await poll
     assert reader.reader.rejected == {"unavailable": 1}
+
+
+@pytest.mark.parametrize("word", ["busy", "rate"])
+async def test_a_body_whose_author_is_busy_is_asked_for_again(word: str) -> None:
+    clock = Clock()
+    _, (alice, reader) = await peers(ALICE, READER, clock=clock)
+    serve_with(alice, lambda request: RequestRefused(word))
+    await alice.publish([group()])
+    await reader.reader.poll()
+    assert reader.reader.num_groups_admitted == 0 and not reader.reader.rejected
+    serve_with(alice, alice.bodies.get)
+    clock.now += BUSY_PAUSE_S
+    await reader.reader.poll()
+    assert reader.reader.num_groups_admitted == 1 and not reader.reader.rejected
+
+
+async def test_an_author_that_was_out_of_reach_is_asked_again() -> None:
+    clock = Clock()
+    network, (alice, reader) = await peers(ALICE, READER, clock=clock)
+    await alice.publish([group()])
+    await asyncio.sleep(0)  # gossip arrives
+    network.partition([ALICE.peer_id])
+    await reader.reader.poll()
+    network.heal()
+    clock.now += UNREACHED_PAUSE_S
+    await reader.reader.poll()
+    assert reader.reader.num_groups_admitted == 1 and not +reader.reader.rejected
+
+
+async def test_a_body_that_stays_out_of_reach_too_long_is_given_up() -> None:
+    clock = Clock()
+    _, (alice, reader) = await peers(ALICE, READER, clock=clock, max_age_s=5)
+    serve_with(alice, lambda request: RequestRefused("busy"))
+    await alice.publish([group()])
+    await reader.reader.poll()
+    serve_with(alice, alice.bodies.get)
+    clock.now += 5
+    await reader.reader.poll()
+    assert reader.reader.num_groups_admitted == 0
+
+
+def serve_with(peer: Peer, answer: Callable[[bytes], bytes | Exception | None]) -> None:
+    async def handle(peer_id: str, request: bytes) -> bytes:
+        answered = answer(request)
+        if isinstance(answered, bytes):
+            return answered
+        raise answered or RequestRefused("unknown body")
+
+    peer.transport._server._services.clear()
+    peer.transport.serve(BODY_PROTOCOL, handle, max_request_bytes=64)
+
+
+async def test_silent_authors_hold_the_places_for_pulling_for_less_and_less_of_the_time() -> None:
+    clock = Clock()
+    silent = [Identity(bytes([number]) * 32) for number in range(1, 5)]
+    _, (reader, *authors) = await peers(READER, *silent, clock=clock, swarm_groups=100)
+    for author in authors:
+        serve_with(author, lambda request: None)
+    for number in range(180):  # every 5 s a header of each
+        for identity in silent:
+            one = group(index=number, author=identity.peer_id)
+            header = header_of(
+                [one], encode_body([one]), author=identity.peer_id, sequence=number, created_at=clock.now,
+                expires_at=clock.now + 600,
+            )  # fmt: skip
+            reader.reader._inbox.take_gossip(WHOLE_SWARM, signed(header, identity))
+        await reader.reader.poll()
+        clock.now += 5
+    assert 4 * 4 <= reader.reader.rejected["unavailable"] <= 4 * 10, "with an even pause it would be 4 * 45"
+
+
+async def test_news_in_the_index_are_looked_for_in_the_windows_that_were_not_read() -> None:
+    clock = Clock()
+    _, (alice, reader) = await peers(ALICE, READER, clock=clock)
+    pace = reader.reader._pace
+    for _ in range(6):  # gossip seems to bring everything
+        pace.heard()
+        await reader.reader._sweep()
+        for _ in range(int(pace.interval_s / 10)):
+            clock.now += 10
+            pace.heard()
+    assert pace.interval_s == 8 * WINDOW_S
+    for back in range(7, -1, -1):  # and then loses a header in every window
+        index, at = 1000 + back, clock.now - back * WINDOW_S
+        missed = [group(index=index)]
+        header = header_of(missed, encode_body(missed), sequence=back, created_at=at, expires_at=at + 600)
+        key = experience_key(SWARM_ID, WHOLE_SWARM, at)
+        assert await alice.transport.store(key, subkey(ALICE.peer_id, back), signed(header), at + 600)
+    await reader.reader._sweep()
+    assert reader.reader.num_headers_swept == 8
+    assert pace.interval_s == WINDOW_S
 
 
 async def test_bodies_of_one_author_leave_room_for_those_of_others() -> None:

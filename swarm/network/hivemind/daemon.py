@@ -31,6 +31,8 @@ _NEW_CONNECTION_S = 20
 """... but none that is younger. The daemon's own two minutes are enough to fill the memory with connections."""
 _STOP_GRACE_S = 1.0
 _NUM_LAST_LINES = 5
+_MEMORY_SETTINGS = {"GOGC": "50"}
+"""Garbage is collected at half as much again of what is in use, not at twice: some MB less under load."""
 
 
 class Daemon:
@@ -82,7 +84,7 @@ class Daemon:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env=os.environ | self._environment,
+                env=_MEMORY_SETTINGS | os.environ | self._environment,
                 start_new_session=True,  # Ctrl-C is for the node, which then ends the daemon in good order
             )
         except OSError as error:

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgpack
 
+from swarm.network.hivemind.call_repairs import forget_when_cancelled
 from swarm.network.hivemind.parts import DHTProtocol, DictionaryDHTValue, PeerID, dht_pb2
 from swarm.network.index_entry import MAX_ENTRIES_PER_KEY
 from swarm.network.token_bucket import TokenBucket
@@ -83,7 +84,7 @@ class CallLimits:
             return handler
 
         async def answer(request: bytes, peer_id: PeerID) -> bytes:
-            _forget_when_cancelled(client.control)
+            forget_when_cancelled(client.control)
             caller = self._admit(name, request, peer_id)
             response = await handler(request, peer_id)
             caller.returned.take(len(response), _now())
@@ -189,19 +190,6 @@ def _checked_sender(response: Any) -> Any:
     if len(response.peer.node_id) not in (0, NODE_ID_BYTES):
         raise ValueError("a reply names its sender by an id of another length")
     return response
-
-
-def _forget_when_cancelled(control: Any) -> None:
-    """hivemind keeps the task of a call for ever that the caller cancelled."""
-
-    def forget(task: asyncio.Task[Any]) -> None:
-        if task.cancelled():
-            for call_id in [call_id for call_id, known in control._handler_tasks.items() if known is task]:
-                del control._handler_tasks[call_id]
-
-    task = asyncio.current_task()
-    assert task is not None, "handlers run in tasks"
-    task.add_done_callback(forget)
 
 
 def _now() -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm.errors import NetworkError
+from swarm.network.hivemind import call_repairs
 from swarm.network.hivemind.daemon import Daemon
 from swarm.network.hivemind.daemon_control import DaemonControl
 from swarm.network.hivemind.index_guard import IndexGuard, unwrap, wrap
@@ -29,6 +30,7 @@ from swarm.network.hivemind.parts import (
     use_hivemind_log_handler,
 )
 from swarm.network.hivemind.runtime_folder import RuntimeFolder, remove_abandoned
+from swarm.network.hivemind.short_calls import CallHandler, ShortCalls
 from swarm.network.reach.role import Role
 from swarm.network.tcp_address import TcpAddress
 
@@ -62,6 +64,7 @@ class HivemindSession:
         self._node = node
         self._role = role
         self.control = control
+        self.calls = ShortCalls(p2p._client)
         self.addresses: tuple[str, ...] = ()
         """Multiaddresses of this node, without /p2p."""
 
@@ -76,6 +79,7 @@ class HivemindSession:
         guard: IndexGuard,
         protocols: Sequence[str],
         handler: StreamHandler,
+        call_handler: CallHandler,
         timeout_s: float,
     ) -> "HivemindSession":
         """Start a daemon and a DHT node that knows no peer yet. Raises NetworkError, leaving nothing behind."""
@@ -93,6 +97,7 @@ class HivemindSession:
                 undo.push_async_callback(session.close)
                 for protocol in protocols:
                     await session._p2p.add_binary_stream_handler(protocol, _adapted(protocol, handler))
+                    await session.calls.serve(protocol, call_handler)
                 session.addresses = await session.control.addresses()
                 undo.pop_all()
                 return session
@@ -107,6 +112,7 @@ class HivemindSession:
         p2p = await private_p2p.replicate(Multiaddr(f"/unix{folder.path}/control.sock"))
         assert p2p.peer_id is not None, "replicate has asked for it"
         client: Any = p2p._client  # hivemind declares it as None
+        call_repairs.install(client.control)
         for task in (client.control._read_task, client.control._write_task):
             # They end with an error when the daemon dies, which is noticed elsewhere, and nobody would look at it.
             task.add_done_callback(lambda task: task.cancelled() or task.exception())

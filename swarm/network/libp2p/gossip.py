@@ -23,7 +23,7 @@ from swarm.network.gossip import Addresses, ForwarderGuard, GossipAddressBook
 from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.libp2p.parts import IHost, background_trio_service
 from swarm.network.libp2p.pubsub import GuardedPubsub
-from swarm.network.libp2p.router import BoundedGossipSub
+from swarm.network.libp2p.router import HUB_DEGREE, NODE_DEGREE, BoundedGossipSub
 from swarm.network.peers.surroundings import told_to_others
 from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
 from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, TrafficCounter
@@ -52,13 +52,18 @@ class Libp2pGossip:
         traffic: TrafficCounter,
         *,
         timeout_s: float,
+        is_hub: bool = False,
     ) -> None:
-        """`timeout_s`: longest wait for the host to come up. `announce`: told to others in place of `listen`."""
+        """`timeout_s`: longest wait for the host to come up. `announce`: told to others in place of `listen`.
+
+        `is_hub`: pass messages on to all who are connected, not to some of them.
+        """
         self._identity = identity
         self._listen = tuple(listen)
         self._announce = tuple(announce)
         self._traffic = traffic
         self._timeout_s = timeout_s
+        self._degree = HUB_DEGREE if is_hub else NODE_DEGREE
         self._chosen: set[str] = set()  # neighbours that this node dialled
         self._handlers: dict[str, GossipHandler] = {}
         self._guard = ForwarderGuard(time.monotonic)
@@ -82,7 +87,7 @@ class Libp2pGossip:
             replace(address, port=0) for address in parse_setting("listen", config.listen)
         )
         announce = parse_setting("gossip_announce", config.gossip_announce)
-        return cls(identity, listen, announce, traffic, timeout_s=config.startup_timeout_s)
+        return cls(identity, listen, announce, traffic, timeout_s=config.startup_timeout_s, is_hub=config.serve_gossip)
 
     @property
     def rejected(self) -> Counter[str]:
@@ -146,7 +151,7 @@ class Libp2pGossip:
     @contextlib.asynccontextmanager
     async def _services(self, host: IHost) -> AsyncIterator[None]:
         """In trio: pubsub on a new host, for as long as that lives."""
-        router = BoundedGossipSub()
+        router = BoundedGossipSub(self._degree)
         pubsub = GuardedPubsub(host, router, self._guard, self._handlers, self._traffic)
         async with background_trio_service(pubsub), background_trio_service(router):
             await pubsub.wait_until_ready()

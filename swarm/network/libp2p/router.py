@@ -6,11 +6,23 @@ Differences from py-libp2p's own: messages are known by their wire id; no signed
 
 import time
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from swarm.network.libp2p.parts import ID, PROTOCOL_ID_V11, GossipSub, Pubsub, rpc_pb2
 from swarm.network.libp2p.recent_messages import RecentMessages
 
-DEGREE, DEGREE_LOW, DEGREE_HIGH = 4, 3, 8
+
+class Degree(NamedTuple):
+    """Neighbours in the mesh of a topic: as many are added below `low`, or taken away above `high`, as `wanted` says."""
+
+    low: int
+    wanted: int
+    high: int
+
+
+NODE_DEGREE = Degree(3, 4, 8)
+HUB_DEGREE = Degree(8, 12, 128)
+"""Of one that others rely on: nobody who asks for a place in the mesh is sent away again."""
 HEARTBEAT_S = 1
 MAX_IDS = 500
 """Message ids of one call that are looked at."""
@@ -21,12 +33,12 @@ _MAX_BACK_OFF_S = 60
 class BoundedGossipSub(GossipSub):
     """To be attached to a Pubsub, whose `seen_messages` it reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, degree: Degree = NODE_DEGREE) -> None:
         super().__init__(
             protocols=[PROTOCOL_ID_V11],
-            degree=DEGREE,
-            degree_low=DEGREE_LOW,
-            degree_high=DEGREE_HIGH,
+            degree=degree.wanted,
+            degree_low=degree.low,
+            degree_high=degree.high,
             heartbeat_interval=HEARTBEAT_S,  # py-libp2p's own is 120 s: that long until a mesh exists
             heartbeat_initial_delay=0.1,
             prune_back_off=_PRUNE_BACK_OFF_S,

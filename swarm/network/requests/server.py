@@ -89,10 +89,10 @@ class RequestServer:
             raise ValueError(f"a protocol must have one handler, got a second for {protocol!r}")
         self._services[protocol] = _Service(handler, max_request_bytes)
 
-    async def answer(self, peer_id: str, protocol: str, request: bytes) -> Response:
+    async def answer(self, peer_id: str, protocol: str, request: bytes, *, waits: bool = False) -> Response:
         """The response to a request that is in memory already. Raises nothing that a peer or a handler can cause.
 
-        Rates and places count as on a stream, but nothing waits for its turn on the line: there is none.
+        Rates and places count as on a stream. `waits`: for its turn on the line too, where there is one.
         """
         service = self._services.get(protocol)
         if service is None:
@@ -104,11 +104,26 @@ class RequestServer:
             with self._place(peer_id):
                 response = await self._handle(service, peer_id, protocol, request)
                 with self._room(peer_id, response):
-                    self._callers.charge(peer_id, len(response.body), _now())
+                    wait_s = self._callers.charge(peer_id, len(response.body), _now())
+                    if waits and wait_s > 0:
+                        await asyncio.sleep(wait_s)
         except RequestRefused as refusal:
             return self._refusal(str(refusal), _word(refusal))
         self._count(request, response)
         return response
+
+    async def answer_call(self, peer_id: str, protocol: str, request: bytes) -> Response:
+        """`answer` for a request that came over a line, as one message: it waits for its turn there."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._conversations.add(task)
+        try:
+            if not self._callers.enter(peer_id, _now()):
+                return self._refusal("busy", "flood")
+            return await self.answer(peer_id, protocol, request, waits=True)
+        finally:
+            self._callers.leave(peer_id)
+            self._conversations.discard(task)
 
     async def answer_stream(
         self, peer_id: str, protocol: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

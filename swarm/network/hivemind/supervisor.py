@@ -1,0 +1,240 @@
+"""Keeps the session of a transport alive: opens it, watches its health, replaces it, and asks peers how it looks from outside.
+
+    open ─→ [session] ─→ look from outside ─→ wait, check ─→ join or stay ─┐
+               ↑                │ role has changed   │ broken       ↑      │
+               └──── reopen ────┴────────────────────┘              └──────┘
+
+hivemind is imported when the first session opens, never before: a command that opens no socket starts without it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarm.config import NetworkSection
+from swarm.errors import NetworkError
+from swarm.network.peers.joining import Joining
+from swarm.network.peers.known_peers import KnownPeers
+from swarm.network.reach.reachability import Ask
+from swarm.network.reach.reachability_watch import ReachabilityWatch
+from swarm.network.reach.role import role_of
+from swarm.network.requests.server import RequestServer
+from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
+from swarm.network.transport import IndexValidator
+
+if TYPE_CHECKING:
+    from swarm.network.hivemind.index_guard import IndexGuard
+    from swarm.network.hivemind.session import HivemindSession
+
+logger = logging.getLogger(__name__)
+
+HEALTH_INTERVAL_S = 15.0
+_START_ATTEMPTS = 3
+_RETRY_PAUSE_S = 0.5
+_MAX_RETRY_PAUSE_S = 15.0
+
+
+class SessionSupervisor:
+    """Life: `open`, `join`, `begin`, then on its own, until `end` and `close`."""
+
+    def __init__(
+        self,
+        config: NetworkSection,
+        key_file: Path,
+        server: RequestServer,
+        peers: KnownPeers,
+        ask_about_reach: Ask,
+        validator: IndexValidator | None,
+        clock: Callable[[], float],
+        rng: random.Random,
+        health_interval_s: float,
+    ) -> None:
+        """`server` answers what peers ask over a session. Raises ConfigError for a malformed address."""
+        self.session: HivemindSession | None = None
+        """None before the start, after the end, and while a broken one is being replaced."""
+        self.guard: IndexGuard | None = None
+        """Of the session."""
+        self.num_restarts = 0
+        """How often the daemon broke down."""
+        self._config = config
+        self._key_file = key_file
+        self._server = server
+        self._ask_about_reach = ask_about_reach
+        self._validator = validator
+        self._clock = clock
+        self._rng = rng
+        self._health_interval_s = health_interval_s
+        self._task: asyncio.Task[None] | None = None
+        self._listen = parse_setting("listen", config.listen)
+        self._announce = parse_setting("announce", config.announce)
+        self._relays = parse_setting("relays", config.relays) or parse_setting("initial_peers", config.initial_peers)
+        self._joining = Joining(peers, rng)
+        self._watch = ReachabilityWatch(
+            config.reachability,
+            is_local=all(address.is_loopback for address in self._listen),
+            has_known_peers=bool(peers.configured()),
+        )
+        self._own_addresses: tuple[TcpAddress, ...] = ()  # as the system gave them, at the last look from outside
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether others can dial this node, as far as it knows."""
+        return self._watch.is_reachable
+
+    async def open(self) -> None:
+        """Raises NetworkError."""
+        self.session = await self._open_first()
+        if not self._announce:  # then the addresses told are those listened on
+            self._listen = with_actual_ports(self._listen, self.session.addresses)
+
+    async def join(self) -> None:
+        """Initial peers that do not answer are no error: from `begin` on they are tried again."""
+        assert self.session is not None, "open comes first"
+        await self._joining.join(self.session)
+
+    def begin(self) -> None:
+        """Watch the session from now on."""
+        self._task = asyncio.create_task(self._supervise(), name="network-supervisor")
+        self._task.add_done_callback(_report_end)
+
+    async def end(self) -> None:
+        """Stop watching; the session stays."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def close(self) -> None:
+        """Store the peers of the last moment, and close the session."""
+        session, self.session = self.session, None
+        if session is not None:
+            await self._joining.leave(session)
+            await session.close()
+
+    async def _open_first(self) -> "HivemindSession":
+        """A few attempts in the first half of the start-up time. Raises NetworkError with the cause of the last one."""
+        start, timeout_s = time.monotonic(), self._config.startup_timeout_s
+        for attempt in range(1, _START_ATTEMPTS + 1):
+            try:
+                return await self._open(start + timeout_s - time.monotonic())
+            except NetworkError as error:
+                pause_s = self._pause_s(attempt)
+                # A hurried attempt would end in a timeout, and hide the cause that this one found.
+                if attempt == _START_ATTEMPTS or time.monotonic() - start + pause_s > timeout_s / 2:
+                    raise
+                logger.warning("network did not start, trying again in %.1f s: %s", pause_s, error)
+                await asyncio.sleep(pause_s)
+        raise AssertionError("unreachable")
+
+    async def _open(self, timeout_s: float) -> "HivemindSession":
+        try:
+            from swarm.network.hivemind.index_guard import IndexGuard
+            from swarm.network.hivemind.session import HivemindSession
+        except ImportError as error:
+            raise NetworkError(
+                f'network.backend "hivemind" needs the package hivemind, got {error}; install it, or set "off"'
+            ) from None
+        self.guard = IndexGuard(self._validator, self._clock)
+        return await HivemindSession.open(
+            key_file=self._key_file,
+            listen=self._listen,
+            announce=self._announced(),
+            role=role_of(self._config, self._listen, self._relays, is_reachable=self._watch.is_reachable),
+            guard=self.guard,
+            protocols=self._server.protocols,
+            handler=self._server.answer_stream,
+            call_handler=self._server.answer_call,
+            timeout_s=timeout_s,
+        )
+
+    async def _supervise(self) -> None:
+        """Keep a working session with at least one peer, for as long as the node runs."""
+        num_lonely = 0
+        while True:
+            await self._look_from_outside()
+            session = self.session
+            assert session is not None
+            pause_s = self._pause_s(num_lonely) if num_lonely else self._health_interval_s
+            cause = await self._cause_of_failure(session, min(pause_s, self._health_interval_s))
+            if cause is not None:
+                await self._replace(session, cause)
+                continue
+            await self._joining.resume(session)
+            if not session.neighbors:
+                num_lonely = 0 if await self._joining.join(session, num_lonely) else num_lonely + 1
+            else:
+                num_lonely = 0
+                await self._joining.stay(session)
+
+    async def _cause_of_failure(self, session: "HivemindSession", after_s: float) -> str | None:
+        """Wait, then look whether the session works; a daemon that exits cuts the wait short."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(after_s):
+                return await session.exited()
+        try:
+            await session.check()
+        except NetworkError as error:
+            return str(error)
+        return None
+
+    async def _replace(self, session: "HivemindSession", cause: str) -> None:
+        self.num_restarts += 1
+        logger.warning("the libp2p daemon broke down and is restarted (%d so far): %s", self.num_restarts, cause)
+        await self._reopen(session)
+
+    async def _reopen(self, session: "HivemindSession") -> None:
+        await session.close()
+        self.session = None  # not before: `stop` closes what is here if it comes in between
+        attempt = 0
+        while self.session is None:
+            try:
+                self.session = await self._open(self._config.startup_timeout_s)
+            except NetworkError as error:
+                attempt += 1
+                pause_s = self._pause_s(attempt)
+                logger.warning("network did not restart, trying again in %.1f s: %s", pause_s, error)
+                await asyncio.sleep(pause_s)
+        await self._joining.join(self.session)
+
+    async def _look_from_outside(self) -> None:
+        """Ask peers whether they can dial this node, where that is due, and change its role by the answer."""
+        session = self.session
+        assert session is not None
+        try:
+            await session.refresh_addresses()
+            if not self._watch.is_due(session.addresses):
+                return
+            peers = tuple(await session.peers())
+        except NetworkError:
+            return  # the next look at the daemon's health says more
+        if not self._announce and self._watch.proven is None:  # else they tell what was announced, not what is there
+            own = (TcpAddress.parse(text) for text in session.addresses)
+            self._own_addresses = tuple(one for one in own if one.relay_id is None and not one.is_loopback)
+        # Not the daemon's addresses: one that is told to be private keeps its public ones to itself.
+        ports = tuple(dict.fromkeys(one.port for one in self._announce or self._listen if not one.is_loopback))
+        if await self._watch.look(self._ask_about_reach, peers, ports):
+            now = f"can be dialled at {self._watch.proven}" if self._watch.is_reachable else "cannot be dialled"
+            logger.info("%d peers asked: this node %s; its part in the network changes", len(peers), now)
+            await self._reopen(session)
+
+    def _announced(self) -> tuple[TcpAddress, ...]:
+        """What others are told: the configured addresses, or those listened on and the proven one behind a router."""
+        proven, own = self._watch.proven, self._own_addresses
+        if self._announce or proven is None or proven in own:
+            return self._announce
+        return (proven, *own)
+
+    def _pause_s(self, attempt: int) -> float:
+        """Grows by half each time, with jitter: 0.5 to 1 times the pause."""
+        pause_s = min(_RETRY_PAUSE_S * 1.5**attempt, _MAX_RETRY_PAUSE_S)
+        return pause_s * self._rng.uniform(0.5, 1.0)
+
+
+def _report_end(supervisor: asyncio.Task[None]) -> None:
+    if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
+        logger.error("the network is no longer supervised", exc_info=error)

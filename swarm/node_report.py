@@ -1,0 +1,152 @@
+"""What a node says of itself: rows of metrics.jsonl, /metrics and /health, the status file, a line for the terminal.
+
+    compute thread ─ record(row) ─┐                     ┌─ metrics.jsonl · /metrics · terminal
+                                  ├─→ [NodeReport] ─────┤
+    network loop ─ refresh ───────┘                     └─ status.json · /health
+
+All of it is for people and their tools: no other part of the node reads it.
+"""
+
+import logging
+import math
+import os
+import time
+from typing import Any
+
+from swarm.config import ObservabilitySection
+from swarm.learner import Row
+from swarm.network.transport import Transport
+from swarm.node_folder import NodeFolder
+from swarm.observability.http_server import HttpServer
+from swarm.observability.metrics import Metrics
+from swarm.observability.metrics_log import MetricsLog
+from swarm.observability.status_file import NodeStatus
+from swarm.records.identity import Identity
+from swarm.sharing.exchange import Exchange
+from swarm.sharing.index import EntryValidator
+
+logger = logging.getLogger(__name__)
+
+_SAY_INTERVAL_S = 5.0
+
+
+class NodeReport:
+    """Of one run of one node, from `start` to `stop`, after which nothing may be recorded."""
+
+    def __init__(
+        self,
+        config: ObservabilitySection,
+        folder: NodeFolder,
+        identity: Identity,
+        transport: Transport | None,
+        validator: EntryValidator,
+    ) -> None:
+        """`validator`: of the index entries that this node keeps; it counts what it turned away."""
+        self.phase = "starting"
+        """As in `NodeStatus`."""
+        self.exchange: Exchange | None = None
+        """Set once it is wired: its totals go into every row of a round."""
+        self._folder = folder
+        self._identity = identity
+        self._transport = transport
+        self._validator = validator
+        self._metrics = Metrics()
+        self._log = MetricsLog(folder.metrics)
+        self._http = HttpServer(config, self._metrics, self._health)
+        self._started_at = time.time()
+        self._last_row: Row = {}
+        self._num_peers = 0
+        self._said_at = -math.inf
+
+    async def start(self) -> None:
+        """Raises ConfigError where the address of /metrics cannot be bound."""
+        await self._http.start()
+        self.write_status()
+
+    async def stop(self) -> None:
+        """The last word in the status file: how far the node came. Also after a start that failed."""
+        try:
+            await self._http.stop()
+        finally:
+            self.write_status()
+            self._log.close()
+
+    async def refresh(self) -> None:
+        """Count the peers and rewrite the status file."""
+        if self._transport is not None:
+            self._num_peers = len(await self._transport.connected_peers())
+        self.write_status()
+
+    def count_failed_step(self) -> None:
+        self._metrics.count("node/failed_steps")
+
+    def record(self, row: Row) -> None:
+        """Write one metrics row, that of a round with the exchange's totals; called by the compute thread."""
+        if row["kind"] == "round":
+            row |= self._exchange_row()
+            for name, value in row.items():
+                if "/" in name and isinstance(value, int | float):
+                    self._metrics.gauge(name, value)
+            for reason, count in row.get("exchange/rejected", {}).items():
+                self._metrics.gauge("exchange/rejected_records", count, reason=reason)
+            for reason, count in row.get("network/refused", {}).items():
+                self._metrics.gauge("network/refused", count, reason=reason)
+            self._last_row = row
+            self._say(row)
+        self._log.write({"time_s": time.time(), **row})
+
+    def write_status(self) -> None:
+        NodeStatus(
+            peer_id=self._identity.peer_id,
+            peer_name=self._identity.peer_name,
+            pid=os.getpid(),
+            http_port=self._http.port,
+            addresses=self._transport.addresses() if self._transport else (),
+            started_at=self._started_at,
+            round=self._last_row.get("round", 0),
+            policy_version=self._last_row.get("policy_version", 0),
+            phase=self.phase,
+            last_round=self._last_row,
+        ).write(self._folder.status)
+
+    def _say(self, row: Row) -> None:
+        """Progress for whoever watches the terminal, at most every few seconds."""
+        if time.monotonic() - self._said_at < _SAY_INTERVAL_S:
+            return
+        self._said_at = time.monotonic()
+        logger.info(
+            "round %d: reward %.3f, trained on %d own + %d swarm groups, %.0f tokens/s, %d peers",
+            row["round"], row["rollout/reward_mean"], row["train/own_groups"], row["train/swarm_groups"],
+            row["rollout/tokens_per_s"], self._num_peers,
+        )  # fmt: skip
+
+    def _exchange_row(self) -> Row:
+        row: Row = {"network/peers": self._num_peers}
+        if self._transport is not None:
+            traffic = self._transport.traffic
+            row |= {"exchange/bytes_sent": traffic.bytes_sent, "exchange/bytes_received": traffic.bytes_received}
+            row["network/refused"] = dict(self._transport.refused)
+            row |= {
+                "exchange/gossip_bytes_sent": traffic.gossip_bytes_sent,
+                "exchange/gossip_bytes_received": traffic.gossip_bytes_received,
+            }
+        if self.exchange is not None:
+            publisher, reader = self.exchange.publisher, self.exchange.reader
+            row |= {
+                "exchange/records_published": publisher.num_published,
+                "exchange/rounds_not_published": self.exchange.num_rounds_not_published,
+                "exchange/records_admitted": reader.num_records_admitted,
+                "exchange/groups_admitted": reader.num_groups_admitted,
+                "exchange/headers_gossiped": reader.num_headers_gossiped,
+                "exchange/headers_swept": reader.num_headers_swept,
+                "exchange/rejected": dict(reader.rejected + self._validator.rejected),
+            }
+        return row
+
+    def _health(self) -> dict[str, Any]:
+        return {
+            "phase": self.phase,
+            "round": self._last_row.get("round", 0),
+            "peers": self._num_peers,
+            "uptime_s": time.time() - self._started_at,
+        }

@@ -1,0 +1,70 @@
+"""Authors that do not answer are left alone, longer each time."""
+
+import random
+
+import pytest
+
+from swarm.sharing.absences import BUSY_PAUSE_S, MAX_PAUSE_S, SILENCE_PAUSE_S, Absences
+from tests.unit.experience_factory import Clock
+
+
+def make(seed: int = 0) -> tuple[Absences, Clock]:
+    clock = Clock()
+    return Absences(clock, random.Random(seed)), clock
+
+
+def pause_s(absences: Absences, clock: Clock, author: str = "a") -> float:
+    """Seconds until `author` is asked again; the clock is there afterwards."""
+    start = clock.now
+    while author in absences:
+        clock.now += 0.01
+    return clock.now - start
+
+
+def test_the_pause_doubles_with_each_failure_up_to_a_bound_and_is_spread() -> None:
+    first = []
+    for seed in range(8):
+        absences, clock = make(seed)
+        pauses = []
+        for _ in range(8):
+            absences.failed("a")
+            pauses.append(pause_s(absences, clock))
+        longest = [min(SILENCE_PAUSE_S * 2**number, MAX_PAUSE_S) for number in range(8)]
+        assert all(most / 2 <= pause <= most + 0.1 for pause, most in zip(pauses, longest, strict=True))
+        first.append(pauses[0])
+    assert max(first) - min(first) > 2
+
+
+def test_an_answer_forgives_all() -> None:
+    absences, clock = make()
+    for _ in range(4):
+        absences.failed("a")
+        pause_s(absences, clock)
+    absences.answered("a")
+    assert "a" not in absences
+    absences.failed("a")
+    assert pause_s(absences, clock) <= SILENCE_PAUSE_S + 0.1
+
+
+def test_requests_that_were_under_way_together_count_as_one_failure() -> None:
+    absences, clock = make()
+    for _ in range(4):
+        absences.failed("a")
+    assert pause_s(absences, clock) <= SILENCE_PAUSE_S + 0.1
+
+
+def test_a_busy_author_is_asked_again_soon_and_others_meanwhile() -> None:
+    absences, clock = make()
+    absences.failed("a", BUSY_PAUSE_S)
+    assert "a" in absences and "b" not in absences
+    assert pause_s(absences, clock) == pytest.approx(0.75, abs=0.26)
+
+
+def test_what_is_remembered_is_bounded_and_forgotten() -> None:
+    absences, clock = make()
+    for number in range(2_000):
+        absences.failed(str(number))
+    assert len(absences) == 1024 and "1999" in absences and "0" not in absences
+    clock.now += 2 * MAX_PAUSE_S
+    absences.failed("new")
+    assert len(absences) == 1
