@@ -50,7 +50,7 @@ def test_override_is_a_toml_value_or_plain_text(key: str, text: str, expected: o
         ("trainin", "1", "did you mean training?"),
         ("group_size", "4", "did you mean rollouts.group_size?"),
         ("rollouts.group_size", "1", "greater than or equal to 2, got 1; set rollouts.group_size"),
-        ("training.advantage", '"ppo"', "'grpo' or 'dr_grpo', got 'ppo'; set training.advantage"),
+        ("training.advantage", '"ppo"', "'median' or 'gdpo', got 'ppo'; set training.advantage"),
         ("network.backend", '"off"', "sharing.swarm_groups must be 0"),
         ("swarm.name", '"a b"', "swarm.name"),
     ],
