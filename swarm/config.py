@@ -305,26 +305,62 @@ class TrainingSection(Section):
     """Passes over one batch."""
     micro_batch_sequences: PositiveInt = 64
     """Sequences per forward and backward pass; gradients accumulate to the full batch."""
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
-    """grpo: (R - mean) / std. dr_grpo: R - mean (2503.20783)."""
+    advantage: Literal["grpo", "dr_grpo", "median", "gdpo"] = "grpo"
+    """grpo: (R - mean) / std. dr_grpo: R - mean. median: R - median, odd group_size. gdpo: by signal, then by batch."""
+    signal_weights: dict[str, float] = Field(default_factory=dict)
+    """Weights of a task's reward signals by name, for gdpo; 1 for those not named here."""
     aggregation: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """dapo: sum over tokens / all tokens. grpo: mean per sequence, then mean. dr_grpo: sum / (sequences x max_new_tokens)."""
+    ratio: Literal["token", "sequence", "minpro"] = "token"
+    """token: r per token. sequence: geometric mean of an answer (GSPO). minpro: r times the smallest r before it."""
+    ratio_reference: Literal["start", "sampler"] = "start"
+    """Of what r is the ratio: policy at the start of the step, or the one that sampled, where its log-probs are usable."""
+    sequence_clip_low: PositiveFloat = 3e-4
+    """Lower clip range of ratio sequence."""
+    sequence_clip_high: PositiveFloat = 4e-4
+    """Upper clip range of ratio sequence (GSPO, 2507.18071)."""
+    adaptive_clip: bool = False
+    """Choose the range by the balance of good and bad answers (BAPO), in place of clip_low and clip_high."""
     clip_low: PositiveFloat = 0.2
     """Lower clip range of the ratio."""
     clip_high: PositiveFloat = 0.28
     """Upper clip range of the ratio (DAPO, 2503.14476)."""
     clip_delta: Annotated[float, Field(gt=1)] = 4.0
     """Cap of the ratio where the advantage is negative (two-sided clip, 2505.07291)."""
-    correction: Literal["none", "tis", "sequence_mask"] = "sequence_mask"
-    """Importance correction for groups that come with log-probs of another policy of our lineage."""
+    correction: Literal["none", "tis", "icepop", "sequence_mask", "opsm", "sequence_mask+opsm"] = "sequence_mask+opsm"
+    """Correction for answers that another policy sampled, an earlier own one included; see algorithms.md."""
     correction_cap: Annotated[float, Field(gt=1)] = 2.0
-    """C of the correction."""
+    """C of the correction, and of the weights in ESS."""
+    opsm_limit_nats: PositiveFloat = 0.5
+    """opsm leaves a bad answer out if the policy finds its tokens so much less likely, on average, than its author did."""
+    lr_by_ess: bool = True
+    """Lower the learning rate by sqrt(ESS / B) where few answers carry the step (VCPO, 2602.17616)."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL penalty towards the base policy (k3 estimator); 0 skips the extra forward pass."""
+    """Weight of the KL penalty towards the base policy (k3 estimator); 0 only watches it, at a few answers."""
     mask_truncated: bool = True
     """Leave answers that were cut, with neither EOS nor a stop string, out of the loss."""
     canary_tolerance: PositiveFloat = 1e-3
     """Largest difference between the engine's and the trainer's log-probs of the canary answer."""
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> "TrainingSection":
+        moves = self.inner_epochs > 1 or self.ratio_reference == "sampler"
+        if (self.ratio != "token" or self.adaptive_clip) and not moves:
+            raise ValueError(
+                "training.ratio sequence, minpro and training.adaptive_clip need a ratio that moves, got one inner epoch "
+                'from its start; set training.inner_epochs = 2 or training.ratio_reference = "sampler"'
+            )
+        if self.adaptive_clip and self.ratio == "sequence":
+            raise ValueError(
+                "training.adaptive_clip is made for ratios per token, got training.ratio sequence; "
+                'set training.ratio = "token" or training.adaptive_clip = false'
+            )
+        if self.ratio_reference == "sampler" and self.correction in ("tis", "icepop"):
+            raise ValueError(
+                f"training.ratio_reference sampler must not be weighed twice, got training.correction {self.correction}; "
+                'set training.correction = "sequence_mask+opsm" or "none"'
+            )
+        return self
 
 
 class CheckpointSection(Section):
@@ -391,6 +427,16 @@ class Config(Section):
             raise ValueError(
                 f"groups must have at most sharing.max_group_size = {self.sharing.max_group_size} rollouts, got {largest}: "
                 "others would refuse them; lower rollouts.largest_group or rollouts.group_size"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _median_is_a_rollout(self) -> "Config":
+        size = self.rollouts.group_size
+        if self.training.advantage == "median" and size % 2 == 0:
+            raise ValueError(
+                f"rollouts.group_size must be odd with training.advantage median, got {size}: the median rollout is "
+                f"left out; set rollouts.group_size = {size + 1}"
             )
         return self
 

@@ -31,6 +31,7 @@ from swarm.tasks.task_cursor import TaskCursor
 from swarm.tasks.task_mixture import TaskMixture, training_seed
 from swarm.tasks.task_source import TaskFailure, UnknownTask
 from swarm.training.experience import ExperienceTranslator
+from swarm.training.health import HealthWatch
 from swarm.training.step_report import StepReport
 from swarm.training.trainer import Trainer
 from swarm.training.training_group import TrainingGroup
@@ -65,6 +66,7 @@ class Learner:
         )
         self._canary = Canary(policy, self._engine, config.training.canary_tolerance)
         self._translator = ExperienceTranslator(policy, config.sharing.likelihood_floor_quantile)
+        self._health = HealthWatch()
         stream = training_seed(author, config.node.seed)
         self._author = author
         self._cursor = TaskCursor(mixture, stream, random.Random(self._seed("tasks")))
@@ -95,13 +97,15 @@ class Learner:
         self._totals["own_groups"] += sum(group.is_own for group in batch)
         self._totals["swarm_groups"] += sum(not group.is_own for group in batch)
         finished = time.monotonic()
-        return {
+        row: Row = {
             **self._rollout_row(rollouts, rolled_out - started),
             **self._train_row(batch, report),
             "time/rollout_s": rolled_out - started,
             "time/train_s": finished - rolled_out,
             "time/round_s": finished - started,
         }
+        warnings = self._health.observe(row)
+        return {**row, "health/warnings": warnings, "health/num_warnings": len(warnings)}
 
     def evaluate(self, phase: str) -> Row:
         """Mean reward of one answer per held-out task; the same tasks on every node and at every time."""
@@ -137,6 +141,7 @@ class Learner:
             "open_groups": self._rollouts.state(),
             "rng": _rng_state(self._rng),
             "own_likelihoods": self._translator.state(),
+            "health": self._health.state(),
             "totals": dict(self._totals),
         }
         store.save(self.round, tensors, state)
@@ -160,6 +165,8 @@ class Learner:
         self._rollouts.restore(state.get("open_groups", []), self._mixture.rebuild)
         self._rng.setstate(_rng_from(state["rng"]))
         self._translator.restore(state["own_likelihoods"])
+        if "health" in state:  # absent in checkpoints of older versions
+            self._health.restore(state["health"])
         self._totals = Counter(state["totals"])
         return True
 
@@ -210,15 +217,7 @@ class Learner:
             "pool/groups": self._pool.num_fresh(),
         }
         if report is not None:
-            row |= {
-                "train/loss": report.loss,
-                "train/grad_norm": report.grad_norm,
-                "train/clip_fraction": report.clip_fraction,
-                "train/entropy": report.entropy,
-                "train/ess_fraction": report.ess_fraction,
-                "train/kl": report.kl,
-                "train/lr": report.lr,
-            }
+            row |= report.row()
         return row
 
     def _position(self) -> Row:

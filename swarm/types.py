@@ -57,6 +57,8 @@ class Rollout:
     """Whether EOS was sampled; False means cut at the token limit, or ended by a stop string, which the text then holds."""
     reward: float
     """In [0, 1]. From a peer it is a claim until admission has recomputed it."""
+    signals: tuple[tuple[str, float], ...] = ()
+    """(name, value) of every reward signal, where the verifier tells several; never sent, recomputed as the reward is."""
 
 
 @dataclass(frozen=True, slots=True)

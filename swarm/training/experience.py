@@ -1,7 +1,7 @@
 """Groups as they were sampled → groups as this policy can train on them, by lineage.
 
 same lineage     token ids and log-probs of the author are used
-same tokenizer   token ids are used, log-probs are not comparable
+same tokenizer   token ids are used; log-probs do not weigh them, they only say how far the author's policy is
 other            the text is encoded again; EOS is appended where the author's answer had ended
 """
 
@@ -48,7 +48,8 @@ class ExperienceTranslator:
             if len(group.rollouts) < 2 or not group.has_signal:
                 return None
         same_lineage = group.lineage.policy == own.policy
-        return TrainingGroup(prompt_ids=ids, group=group, usable_logprobs=same_lineage, is_own=False)
+        known = group.lineage.tokenizer == own.tokenizer
+        return TrainingGroup(ids, group, usable_logprobs=same_lineage, is_own=False, known_logprobs=known)
 
     def state(self) -> list[float]:
         return list(self._own_likelihoods)

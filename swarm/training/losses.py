@@ -9,39 +9,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_LOG_LIMIT = 20.0
+from swarm.training.log_ratio import masked_log_ratio
 
 
 class ClippedLoss(NamedTuple):
     """Terms [B, T] of the clipped loss."""
 
     loss: Tensor
-    ratio: Tensor
-    """r = π / π_old."""
     is_clipped: Tensor
     """Whether the token's gradient is cut to zero."""
 
 
 def clipped_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, clip_delta: float
+    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, clip_delta: float
 ) -> ClippedLoss:
     """-min(r·A, clip(r, 1 - low, 1 + high)·A); where A < 0 the first r is at most delta.
 
     Asymmetric range from DAPO (2503.14476), two-sided clip from INTELLECT-2 (2505.07291): without the cap one unlikely
-    token of a bad answer can outweigh the batch. `logprobs`, `old_logprobs` [B, T], `advantages` [B, 1] or [B, T].
+    token of a bad answer can outweigh the batch. `ratio` r [B, T], `advantages` [B, 1] or [B, T].
     """
-    ratio = (logprobs - old_logprobs).clamp(-_LOG_LIMIT, _LOG_LIMIT).exp()
     is_bad = advantages < 0
     free = torch.where(is_bad, ratio.clamp(max=clip_delta), ratio) * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     cut_if_bad = (ratio < 1 - clip_low) | (ratio > max(clip_delta, 1 + clip_high))
     is_clipped = torch.where(is_bad, cut_if_bad, (ratio > 1 + clip_high) & (advantages > 0))
-    return ClippedLoss(-torch.minimum(free, clipped), ratio, is_clipped)
+    return ClippedLoss(-torch.minimum(free, clipped), is_clipped)
 
 
-def kl_to_reference(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """k3 estimate of KL(π ‖ π_ref) per token: exp(d) - d - 1 with d = log π_ref - log π; never negative."""
-    difference = (reference_logprobs - logprobs).clamp(-_LOG_LIMIT, _LOG_LIMIT)
+def kl_to_reference(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """k3 estimate of KL(π ‖ π_ref) per token: exp(d) - d - 1 with d = log π_ref - log π; never negative; 0 where masked."""
+    difference = masked_log_ratio(reference_logprobs, logprobs, mask)
     return difference.exp() - difference - 1
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from swarm.config import TrainingSection
-from swarm.errors import TrainingError
-from swarm.training.advantages import advantages
+from swarm.training.batch_advantages import batch_advantages
 from swarm.training.losses import sequence_scales
 from swarm.training.training_group import TrainingGroup
 
@@ -21,7 +20,9 @@ class TrainingSequence:
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
     behaviour_logprobs: tuple[float, ...] | None
-    """[T] log μ; None where no correction is possible."""
+    """[T] log μ; None where it is unknown."""
+    is_comparable: bool
+    """Whether log μ may weigh the tokens; if not, it only tells how far the answer is from the own policy."""
     advantage: float
     scale: float
     """Weight of the sum over its tokens in the loss of the whole batch."""
@@ -35,6 +36,7 @@ class MicroBatch(NamedTuple):
     scales: Tensor  # [B, 1]
     behaviour: Tensor  # [B, T] log μ, 0 where there is none
     has_behaviour: Tensor  # [B, 1] 1 or 0
+    is_comparable: Tensor  # [B, 1] 1 or 0; 0 without behaviour
 
 
 def training_sequences(
@@ -43,15 +45,15 @@ def training_sequences(
     """All answers that take part, with advantage and scale.
 
     Left out are answers cut at the token limit, that is without EOS or a string of `stop` (if `config.mask_truncated`),
-    longer than `max_new_tokens`, or without tokens; their rewards still count in the group's mean. Raises TrainingError
-    for a group without reward differences.
+    longer than `max_new_tokens`, without tokens, or the median of their group; their rewards still count. Raises
+    TrainingError for a group without reward differences.
     """
     answers = [(group, rollout) for group in batch for rollout in group.group.rollouts]
-    group_advantages = [value for group in batch for value in _advantages(group, config.advantage)]
+    values = batch_advantages(batch, config)
     counts: list[int] = []
-    for _, rollout in answers:
+    for (_, rollout), value in zip(answers, values, strict=True):
         is_whole = rollout.finished or any(string in rollout.text for string in stop)
-        takes_part = is_whole or not config.mask_truncated
+        takes_part = value is not None and (is_whole or not config.mask_truncated)
         num_tokens = len(rollout.token_ids)
         counts.append(num_tokens if takes_part and num_tokens <= max_new_tokens else 0)
     scales = sequence_scales(torch.tensor(counts), config.aggregation, max_new_tokens).tolist()
@@ -59,12 +61,13 @@ def training_sequences(
         TrainingSequence(
             group.prompt_ids,
             rollout.token_ids,
-            rollout.logprobs if group.usable_logprobs else None,
-            advantage,
+            rollout.logprobs if group.known_logprobs or group.usable_logprobs else None,
+            group.usable_logprobs,
+            value,
             scale,
         )
-        for (group, rollout), advantage, scale, count in zip(answers, group_advantages, scales, counts, strict=True)
-        if count > 0
+        for (group, rollout), value, scale, count in zip(answers, values, scales, counts, strict=True)
+        if count > 0 and value is not None
     ]
 
 
@@ -72,17 +75,6 @@ def micro_batches(sequences: Sequence[TrainingSequence], size: int, device: torc
     """Cut `sequences` into tensors of at most `size` sequences each, in order, so that siblings stay together."""
     for start in range(0, len(sequences), size):
         yield _collate(sequences[start : start + size], device)
-
-
-def _advantages(group: TrainingGroup, kind: str) -> list[float]:
-    rewards = torch.tensor([rollout.reward for rollout in group.group.rollouts], dtype=torch.float64)
-    if not group.group.has_signal:
-        task = group.group.task
-        raise TrainingError(
-            f"a training group must have differing rewards, got {rewards[0].item():g} for all {len(rewards)} rollouts "
-            f"of {task.source}/{task.seed}/{task.index}; drop groups without signal before training"
-        )
-    return advantages(rewards, kind).tolist()
 
 
 def _collate(part: Sequence[TrainingSequence], device: torch.device) -> MicroBatch:
@@ -99,4 +91,5 @@ def _collate(part: Sequence[TrainingSequence], device: torch.device) -> MicroBat
         scales=column([sequence.scale for sequence in part]),
         behaviour=torch.tensor(padded, dtype=torch.float32, device=device),
         has_behaviour=column([float(sequence.behaviour_logprobs is not None) for sequence in part]),
+        is_comparable=column([float(sequence.is_comparable) for sequence in part]),
     )

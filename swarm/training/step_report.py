@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from swarm.policy.logprobs import TokenLogprobs
-from swarm.training.corrections import ess_fraction
-from swarm.training.losses import ClippedLoss
+from swarm.training.adaptive_clip import BOUNDS, bound_pulls
+from swarm.training.effective_sample_size import ess_fraction
+from swarm.training.policy_loss import LossTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,19 @@ class StepReport:
     entropy: float
     """Of the policy at the sampled positions, in nats."""
     ess_fraction: float
-    """Effective sample size over number of sequences that came with log-probs; the earliest sign of stale data."""
+    """Effective sample size over number of answers; the earliest sign of stale data."""
     kl: float | None
-    """Estimated KL to the base, in nats per token; None when training.kl_coef is 0."""
+    """Estimated KL to the base, in nats per token; from a few answers of every fourth step when training.kl_coef is 0."""
+    sampler_kl: float | None
+    """Estimated KL between the policy and those that sampled, in nats per token; None where no log-probs came along."""
     mean_ratio: float
-    """Mean of π / π_old."""
+    """Mean of r."""
     num_tokens: int
     """Answer tokens that took part in the loss."""
     lr: float
+    """As applied, after warm-up and back-off."""
+    adapter_norm: float | None = None
+    """L2 norm of all adapter weights after the step."""
     skip_reason: str = ""
     """Why the step was not applied; empty when it was."""
 
@@ -39,13 +44,30 @@ class StepReport:
     def skipped(self) -> bool:
         return bool(self.skip_reason)
 
+    def row(self) -> dict[str, float | str | None]:
+        """Columns of the metrics row; without tokens there was nothing to measure."""
+        if self.num_tokens == 0:
+            return {"train/lr": self.lr, "train/skip_reason": self.skip_reason}
+        return {
+            "train/loss": self.loss,
+            "train/grad_norm": self.grad_norm,
+            "train/clip_fraction": self.clip_fraction,
+            "train/entropy": self.entropy,
+            "train/ess_fraction": self.ess_fraction,
+            "train/kl": self.kl,
+            "train/sampler_kl": self.sampler_kl,
+            "train/adapter_norm": self.adapter_norm,
+            "train/lr": self.lr,
+            "train/skip_reason": self.skip_reason,
+        }
+
     @staticmethod
     def skip(reason: str, *, lr: float) -> "StepReport":
         """Report of a step that had nothing to compute."""
-        return StepReport(0.0, 0.0, 0.0, 0.0, 1.0, None, 1.0, 0, lr, reason)
+        return StepReport(0.0, 0.0, 0.0, 0.0, 1.0, None, None, 1.0, 0, lr, skip_reason=reason)
 
     @staticmethod
-    def mean(reports: Sequence["StepReport"]) -> "StepReport":
+    def mean(reports: Sequence["StepReport"], *, adapter_norm: float) -> "StepReport":
         """One report for the inner epochs of one step; the last one tells whether it ended early."""
 
         def average(values: list[float]) -> float:
@@ -59,9 +81,11 @@ class StepReport:
             entropy=average([report.entropy for report in reports]),
             ess_fraction=last.ess_fraction,
             kl=None if last.kl is None else average([report.kl or 0.0 for report in reports]),
+            sampler_kl=reports[0].sampler_kl,  # later epochs have moved on purpose
             mean_ratio=average([report.mean_ratio for report in reports]),
             num_tokens=last.num_tokens,
             lr=last.lr,
+            adapter_norm=adapter_norm,
             skip_reason=last.skip_reason,
         )
 
@@ -75,26 +99,40 @@ class StepSums:
     num_clipped: float = 0.0
     entropy: float = 0.0
     ratio: float = 0.0
-    kl: float | None = None
+    kl: float = 0.0
+    num_base_known: float = 0.0
+    sampler_distance: float = 0.0
+    num_sampler_known: float = 0.0
     signal: float = 0.0
     """Sum of |weight · advantage| over unclipped tokens: 0 means there is no direction to move in."""
     log_weights: list[float] = field(default_factory=list)
-    """Per sequence with log-probs: log of the product of its tokens' importance weights."""
+    """Per answer: log of its weight in the step."""
+    bound_pulls: Tensor = field(default_factory=lambda: torch.zeros(len(BOUNDS), 2, dtype=torch.float64))
+    """Pull of good and bad answers under every clip bounds; filled where `training.adaptive_clip` needs it."""
 
-    def add(self, loss: Tensor, result: TokenLogprobs, terms: ClippedLoss, pull: Tensor, kl: Tensor | None) -> None:
-        """Add one micro-batch; `pull` is weight · advantage, [B, T]."""
-        with torch.no_grad():
-            mask = result.mask
-            free = mask * (~terms.is_clipped)
-            self.loss += loss.item()
-            self.num_tokens += mask.sum().item()
-            self.num_clipped += (mask * terms.is_clipped).sum().item()
-            self.ratio += (mask * terms.ratio).sum().item()
-            self.signal += (free * pull.abs()).sum().item()
-            if result.entropy is not None:
-                self.entropy += result.entropy.sum().item()
-            if kl is not None:
-                self.kl = (self.kl or 0.0) + (mask * kl).sum().item()
+    @torch.no_grad()
+    def add(self, loss: Tensor, terms: LossTerms, mask: Tensor, entropy: Tensor) -> None:
+        """Add one micro-batch; `entropy` is [B, T]."""
+        free = mask * (~terms.is_clipped)
+        self.loss += loss.item()
+        self.num_tokens += mask.sum().item()
+        self.num_clipped += (mask * terms.is_clipped).sum().item()
+        self.ratio += (mask * terms.ratio).sum().item()
+        self.signal += (free * terms.pull.abs()).sum().item()
+        self.entropy += entropy.sum().item()
+        self.sampler_distance += terms.sampler_distance.sum().item()
+        self.num_sampler_known += terms.sampler_known.sum().item()
+        self.log_weights += terms.log_weights.tolist()
+        self.kl += terms.kl.sum().item()
+        self.num_base_known += terms.base_known.sum().item()
+
+    def add_bound_pulls(self, terms: LossTerms, scales: Tensor, mask: Tensor, clip_delta: float) -> None:
+        """Add one micro-batch's pulls, weighted as in the loss."""
+        self.bound_pulls += bound_pulls(terms.ratio, terms.pull * scales, mask, clip_delta).cpu()
+
+    @property
+    def ess_fraction(self) -> float:
+        return ess_fraction(torch.tensor(self.log_weights))
 
     def why_not_applicable(self, grad_norm: float) -> str:
         """Reason to leave the adapter as it is, or an empty string."""
@@ -112,10 +150,15 @@ class StepSums:
             grad_norm=grad_norm,
             clip_fraction=self.num_clipped / count,
             entropy=self.entropy / count,
-            ess_fraction=ess_fraction(torch.tensor(self.log_weights)),
-            kl=None if self.kl is None else self.kl / count,
+            ess_fraction=self.ess_fraction,
+            kl=_mean_or_none(self.kl, self.num_base_known),
+            sampler_kl=_mean_or_none(self.sampler_distance, self.num_sampler_known),
             mean_ratio=self.ratio / count,
             num_tokens=int(self.num_tokens),
             lr=lr,
             skip_reason=skip_reason,
         )
+
+
+def _mean_or_none(total: float, count: float) -> float | None:
+    return total / count if count else None

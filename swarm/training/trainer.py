@@ -2,14 +2,14 @@
 
     groups ─▶ advantages, scales ─▶ micro-batches ─┬▶ log-probs ─▶ r = π/π_old, w = π_old/μ ─▶ loss ─▶ backward ─┐
                                                    └────────────── gradients add up ────────────────────────────┤
-                                              next inner epoch ◀─ AdamW ◀─ clip ◀─ finite? ◀────────────────────┘
+                            next inner epoch ◀─ AdamW ◀─ lr · √(ESS/B) ◀─ clip ◀─ finite? ◀─────────────────────┘
 
 A step is all or nothing: it is applied, or the adapter and the optimizer stay bitwise what they were.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +20,24 @@ from swarm.errors import CheckpointError, TrainingError
 from swarm.policy.counter_noise import derive_seed
 from swarm.policy.logprobs import TokenLogprobs, token_logprobs
 from swarm.policy.policy import Policy
-from swarm.training.corrections import correction_weights, log_importance
-from swarm.training.losses import clipped_loss, kl_to_reference
+from swarm.training.adaptive_clip import AdaptiveClip
+from swarm.training.effective_sample_size import lr_factor
 from swarm.training.micro_batch import MicroBatch, micro_batches, training_sequences
+from swarm.training.policy_loss import ClipRange, Logprobs, policy_loss
 from swarm.training.step_report import StepReport, StepSums
 from swarm.training.training_group import TrainingGroup
+
+_KL_SAMPLE_STRIDE = 16
+_KL_SAMPLE_STEPS = 4
+"""Where the loss does not need the KL to the base, it is estimated at one answer in 16, once in four steps."""
+
+
+class _Frozen(NamedTuple):
+    """What stays fixed over the inner epochs of one micro-batch, where it is needed."""
+
+    old: Tensor | None  # [B, T] log π_old
+    base: Tensor | None  # [B, T] log-probs of the base, the policy with its adapter switched off
+    has_base: Tensor | None  # [B, 1]
 
 
 class Trainer:
@@ -52,6 +65,7 @@ class Trainer:
         self._trains_in_train_mode = lora_dropout or policy.config.gradient_checkpointing
         policy.model.eval()
         self._needs_frozen_pass = config.inner_epochs > 1 or lora_dropout
+        self._adaptive_clip = AdaptiveClip()
         self.num_skipped_steps = 0
         """Steps that were not applied since the first start."""
 
@@ -74,7 +88,7 @@ class Trainer:
             reports.append(self._inner_step(parts, frozen))
             if reports[-1].skipped:
                 break
-        return StepReport.mean(reports)
+        return StepReport.mean(reports, adapter_norm=self._adapter_norm())
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """({"adapter": …, "optimizer": …} tensors on the CPU, JSON-able rest), all that `restore` needs."""
@@ -85,6 +99,7 @@ class Trainer:
         rest = {
             "policy_version": self._policy.version,
             "num_skipped_steps": self.num_skipped_steps,
+            "adaptive_clip_notch": self._adaptive_clip.notch,
             "policy_lineage": self._policy.lineage.policy,
         }
         return {"adapter": read_adapter(self._policy.model), "optimizer": moments}, rest
@@ -108,21 +123,26 @@ class Trainer:
             self._optimizer.state[parameter][kind] = value.to(parameter.device, copy=True)
         self._policy.version = state["policy_version"]
         self.num_skipped_steps = state["num_skipped_steps"]
+        self._adaptive_clip.notch = state.get("adaptive_clip_notch", 0)  # absent in checkpoints of older versions
 
-    def _inner_step(self, parts: list[MicroBatch], frozen: list[tuple[Tensor | None, Tensor | None]]) -> StepReport:
+    def _inner_step(self, parts: list[MicroBatch], frozen: list[_Frozen]) -> StepReport:
         """Accumulate the gradient of all parts, then apply it once or not at all."""
-        lr = self._lr()
         sums = StepSums()
         self._optimizer.zero_grad(set_to_none=True)
         with self._training_mode():
-            for part, (old, reference) in zip(parts, frozen, strict=True):
-                self._loss(part, old, reference, sums).backward()
+            for part, fixed in zip(parts, frozen, strict=True):
+                self._loss(part, fixed, sums).backward()
         grad_norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm).item()
+        lr = self._lr()
+        if self._config.lr_by_ess:
+            lr *= lr_factor(sums.ess_fraction, len(sums.log_weights))
         reason = sums.why_not_applicable(grad_norm)
         if reason:
             self.num_skipped_steps += 1
         else:
             self._apply(lr)
+            if self._config.adaptive_clip:
+                self._adaptive_clip.choose(sums.bound_pulls)
         self._optimizer.zero_grad(set_to_none=True)
         return sums.report(grad_norm=grad_norm, lr=lr, skip_reason=reason)
 
@@ -142,40 +162,54 @@ class Trainer:
                 "raise training.lr, and check that nothing froze or detached the adapter"
             )
 
-    def _loss(self, part: MicroBatch, old: Tensor | None, reference: Tensor | None, sums: StepSums) -> Tensor:
+    def _loss(self, part: MicroBatch, frozen: _Frozen, sums: StepSums) -> Tensor:
         """This part's share of the batch's loss; its statistics are added to `sums`."""
         result = self._logprobs(part, with_entropy=True)
-        if old is None:  # π_old is the policy itself: r = 1 with the gradient of log π
-            old = result.logprobs.detach()
-        log_weights = log_importance(old, part.behaviour, result.mask * part.has_behaviour)
-        weights = correction_weights(log_weights, result.mask, self._config.correction, self._config.correction_cap)
-        config = self._config
-        terms = clipped_loss(
-            result.logprobs,
-            old,
-            part.advantages,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            clip_delta=config.clip_delta,
-        )
-        token_loss = terms.loss * weights
-        kl = None
-        if reference is not None:
-            kl = kl_to_reference(result.logprobs, reference)
-            token_loss = token_loss + config.kl_coef * kl
-        loss = (token_loss * result.mask * part.scales).sum()
-        sums.add(loss, result, terms, weights * part.advantages, kl)
-        sums.log_weights += log_weights.sum(-1)[part.has_behaviour[:, 0] > 0].tolist()
+        # without a frozen pass π_old is the policy itself: r = 1 with the gradient of log π
+        old = result.logprobs.detach() if frozen.old is None else frozen.old
+        logprobs = Logprobs(result.logprobs, old, frozen.base, frozen.has_base, result.mask)
+        terms = policy_loss(part, logprobs, self._config, self._clip_range())
+        loss = (terms.loss * result.mask * part.scales).sum()
+        assert result.entropy is not None
+        sums.add(loss, terms, result.mask, result.entropy)
+        if self._config.adaptive_clip:
+            sums.add_bound_pulls(terms, part.scales, result.mask, self._config.clip_delta)
         return loss
 
+    def _clip_range(self) -> ClipRange:
+        config = self._config
+        adaptive = self._adaptive_clip
+        if config.adaptive_clip:
+            return ClipRange(adaptive.clip_low, adaptive.clip_high)
+        if config.ratio == "sequence":
+            return ClipRange(config.sequence_clip_low, config.sequence_clip_high)
+        return ClipRange(config.clip_low, config.clip_high)
+
     @torch.no_grad()
-    def _frozen_logprobs(self, part: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
-        """(log π_old, log π_base) [B, T] where needed; the base is the policy with its adapter switched off."""
+    def _frozen_logprobs(self, part: MicroBatch) -> _Frozen:
         old = self._logprobs(part).logprobs if self._needs_frozen_pass else None
-        if self._config.kl_coef == 0:
-            return old, None
+        rows = self._kl_rows(len(part.sequences))
+        if not rows:
+            return _Frozen(old, None, None)
+        chosen = part._replace(sequences=[part.sequences[row] for row in rows])
         with self._policy.model.disable_adapter():
-            return old, self._logprobs(part).logprobs
+            some = self._logprobs(chosen).logprobs  # [rows, shorter or equal T]
+        base = torch.zeros_like(part.behaviour)
+        base[rows, : some.shape[1]] = some
+        has_base = torch.zeros_like(part.advantages)
+        has_base[rows] = 1
+        return _Frozen(old, base, has_base)
+
+    def _kl_rows(self, num_answers: int) -> list[int]:
+        """All answers where the loss holds the KL; else, to watch it, a few of every fourth step."""
+        if self._config.kl_coef:
+            return list(range(num_answers))
+        step = self._policy.version // self._config.inner_epochs
+        return [] if step % _KL_SAMPLE_STEPS else list(range(0, num_answers, _KL_SAMPLE_STRIDE))
+
+    def _adapter_norm(self) -> float:
+        norms = [parameter.detach().float().norm() for parameter in self._parameters.values()]
+        return torch.stack(norms).norm().item()
 
     def _logprobs(self, part: MicroBatch, with_entropy: bool = False) -> TokenLogprobs:
         return token_logprobs(

@@ -17,3 +17,5 @@ class TrainingGroup:
     """Whether `logprobs` belong to the token ids and may correct for the policy that sampled them."""
     is_own: bool
     """Whether this node sampled it."""
+    known_logprobs: bool = False
+    """Whether `logprobs` belong to the token ids, of whatever policy; those of another lineage only tell its distance."""

@@ -2,10 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from swarm.training.advantages import advantages
+from swarm.training.advantages import advantages, gdpo, gdpo_batch
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.5], dtype=torch.float64)  # mean 0.375, deviations .625 -.375 -.375 .125
 
@@ -29,12 +30,49 @@ def test_grpo_on_one_success_of_eight():
     assert got[1].item() == pytest.approx(-0.125 / (math.sqrt(0.125) + 1e-6), rel=1e-14)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "median"])
 def test_equal_rewards_give_no_advantage(kind: str):
     assert advantages(torch.full((5,), 0.3, dtype=torch.float64), kind).abs().max().item() < 1e-9
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "median"])
 def test_order_of_siblings_does_not_matter(kind: str):
     order = torch.tensor([2, 0, 3, 1])
     assert torch.allclose(advantages(REWARDS[order], kind), advantages(REWARDS, kind)[order], rtol=1e-14)
+
+
+def test_median_is_the_deviation_from_the_middle_reward():
+    rewards = torch.tensor([1.0, 0.0, 0.25, 0.5, 0.0], dtype=torch.float64)  # sorted 0 0 .25 .5 1
+    assert advantages(rewards, "median").tolist() == [0.75, -0.25, 0.0, 0.25, -0.25]
+
+
+def test_median_of_an_even_group_lies_between_two_rewards():
+    assert advantages(REWARDS, "median").tolist() == [0.75, -0.25, -0.25, 0.25]  # sorted 0 0 .5 1
+
+
+def test_median_on_binary_rewards_stays_bounded():
+    rewards = torch.tensor([1.0] + [0.0] * 8, dtype=torch.float64)  # median absolute deviation 0
+    assert advantages(rewards, "median").tolist() == rewards.tolist()
+
+
+def test_gdpo_normalises_each_signal_before_the_weighted_sum():
+    signals = np.array([[1.0, 0.0, 0.0, 1.0], [10.0, 30.0, 20.0, 40.0], [0.3, 0.3, 0.3, 0.3]])
+    weights = np.array([1.0, 0.5, 7.0])
+    expected = np.zeros(4)
+    for values, weight in zip(signals[:2], weights[:2], strict=True):  # the third does not vary: no word in it
+        expected += weight * (values - values.mean()) / (values.std(ddof=1) + 1e-6)
+    got = gdpo(torch.tensor(signals), torch.tensor(weights))
+    assert got.tolist() == pytest.approx(expected.tolist(), rel=1e-13)
+
+
+def test_gdpo_keeps_apart_what_a_sum_of_rewards_would_confuse():
+    # correct without format and format without correctness have equal sums, but here format is rare
+    signals = torch.tensor([[1.0, 0.0, 1.0, 1.0], [0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
+    got = gdpo(signals, torch.tensor([1.0, 0.5], dtype=torch.float64))
+    assert got[0] > got[1]
+
+
+def test_gdpo_batch_has_no_mean_and_unit_spread():
+    values = np.array([3.0, -1.0, 0.5, 2.5, -4.0])
+    expected = (values - values.mean()) / (values.std(ddof=1) + 1e-6)
+    assert gdpo_batch(torch.tensor(values)).tolist() == pytest.approx(expected.tolist(), rel=1e-13)

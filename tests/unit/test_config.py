@@ -55,7 +55,7 @@ def test_override_is_a_toml_value_or_plain_text(key: str, text: str, expected: o
         ("rollouts.min_p", "1.0", "less than 1, got 1.0; set rollouts.min_p"),
         ("rollouts.stop", '["</answer>", ""]', "rollouts.stop"),
         ("rollouts.cache_mib", "0", "got 0; set rollouts.cache_mib"),
-        ("training.advantage", '"ppo"', "'grpo' or 'dr_grpo', got 'ppo'; set training.advantage"),
+        ("training.advantage", '"ppo"', "'median' or 'gdpo', got 'ppo'; set training.advantage"),
         ("network.backend", '"off"', "sharing.swarm_groups must be 0"),
         ("swarm.name", '"a b"', "swarm.name"),
     ],

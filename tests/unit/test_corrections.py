@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 
-from swarm.training.corrections import correction_weights, ess_fraction, log_importance
+from swarm.training.corrections import correction_weights, opsm
+from swarm.training.log_ratio import masked_log_ratio
 
 # two answers of 3 and 2 tokens; the last column of the second is padding
 OLD = torch.tensor([[-1.0, -2.0, -0.5], [-1.0, -3.0, 0.0]], dtype=torch.float64)
 BEHAVIOUR = torch.tensor([[-1.0, -3.0, -0.4], [-0.1, -0.2, -9.0]], dtype=torch.float64)
 MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]], dtype=torch.float64)
-LOG_W = log_importance(OLD, BEHAVIOUR, MASK)
+LOG_W = masked_log_ratio(OLD, BEHAVIOUR, MASK)
 
 
 def test_log_importance_is_old_minus_behaviour_and_zero_at_padding():
@@ -34,36 +35,35 @@ def test_sequence_mask_keeps_both_under_a_wider_cap():
     assert correction_weights(LOG_W, MASK, "sequence_mask", math.exp(1.9)).min().item() == 1.0
 
 
+def test_icepop_drops_tokens_outside_the_band():
+    # w = 1, e, e^-.1 and e^-.9, e^-2.8: inside [1/2, 2] are the first and the third, and none of the second answer
+    weights = correction_weights(LOG_W, MASK, "icepop", 2.0)
+    assert weights[0].tolist() == pytest.approx([1.0, 0.0, math.exp(-0.1)])
+    assert weights[1, :2].tolist() == [0.0, 0.0]
+
+
+def test_opsm_drops_bad_answers_that_the_policy_would_hardly_write():
+    # mean log μ - log π: (0 - 1 + .1)/3 = -.3 and (.9 + 2.8)/2 = 1.85
+    def kept(first: float, second: float, limit: float) -> list[float]:
+        return opsm(LOG_W, MASK, torch.tensor([[first], [second]]), limit)[:, 0].tolist()
+
+    assert kept(-1, -1, 0.5) == [1.0, 0.0]
+    assert kept(-1, 1, 0.5) == [1.0, 1.0]  # good answers stay, however far
+    assert kept(-1, -1, 1.9) == [1.0, 1.0]
+    assert kept(-1, 0, 0.5) == [1.0, 1.0]
+
+
 def test_none_leaves_every_token_as_it_is():
     assert correction_weights(LOG_W, MASK, "none", 2.0).unique().tolist() == [1.0]
 
 
 def test_on_policy_data_is_not_corrected():
-    log_w = log_importance(OLD, OLD, MASK)
-    for kind in ("none", "tis", "sequence_mask"):
+    log_w = masked_log_ratio(OLD, OLD, MASK)
+    for kind in ("none", "tis", "icepop", "sequence_mask", "opsm", "sequence_mask+opsm"):
         assert correction_weights(log_w, MASK, kind, 2.0).unique().tolist() == [1.0]
-    assert ess_fraction(log_w.sum(-1)) == 1.0
-
-
-def test_ess_of_uneven_weights():
-    # weights 1, 2, 5: (8)² / (3 · (1 + 4 + 25)) = 64 / 90
-    logs = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64).log()
-    assert ess_fraction(logs) == pytest.approx(64 / 90)
-    assert ess_fraction(logs + 700) == pytest.approx(
-        64 / 90
-    )  # only ratios count; exp(705) would overflow a sum of squares
-
-
-def test_ess_of_one_dominating_answer_is_one_in_b():
-    assert ess_fraction(torch.tensor([50.0, 0.0, 0.0, 0.0])) == pytest.approx(0.25)
-
-
-def test_ess_without_sequences_is_one():
-    assert ess_fraction(torch.tensor([])) == 1.0
 
 
 def test_hostile_logprobs_stay_finite():
     claimed = torch.tensor([[-1e30, 0.0]])
-    log_w = log_importance(torch.tensor([[-1.0, -1e30]]), claimed, torch.ones(1, 2))
+    log_w = masked_log_ratio(torch.tensor([[-1.0, -1e30]]), claimed, torch.ones(1, 2))
     assert torch.isfinite(correction_weights(log_w, torch.ones(1, 2), "tis", 2.0)).all()
-    assert math.isfinite(ess_fraction(log_w.sum(-1)))

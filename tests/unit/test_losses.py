@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from swarm.training.log_ratio import masked_log_ratio
 from swarm.training.losses import clipped_loss, kl_to_reference, sequence_scales
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "clip_delta": 4.0}
@@ -13,9 +14,7 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.28, "clip_delta": 4.0}
 def loss_of(ratio: float, advantage: float) -> tuple[float, float, bool]:
     """(loss, gradient by log π, whether clipped) of one token."""
     logprob = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-    terms = clipped_loss(
-        logprob, torch.zeros(1, 1, dtype=torch.float64), torch.tensor([[advantage]], dtype=torch.float64), **CLIP
-    )
+    terms = clipped_loss(logprob.exp(), torch.tensor([[advantage]], dtype=torch.float64), **CLIP)
     terms.loss.sum().backward()
     assert logprob.grad is not None
     return terms.loss.item(), logprob.grad.item(), bool(terms.is_clipped.item())
@@ -45,7 +44,7 @@ def test_clipped_loss_equals_a_plain_loop():
     new = torch.randn(6, 9, generator=generator, dtype=torch.float64)
     old = torch.randn(6, 9, generator=generator, dtype=torch.float64)
     signed = torch.randn(6, 1, generator=generator, dtype=torch.float64)
-    got = clipped_loss(new, old, signed, **CLIP).loss
+    got = clipped_loss((new - old).exp(), signed, **CLIP).loss
     for i in range(6):
         a = signed[i, 0].item()
         for t in range(9):
@@ -57,7 +56,7 @@ def test_clipped_loss_equals_a_plain_loop():
 
 def test_flag_says_exactly_where_the_gradient_is_cut():
     new = torch.linspace(-4, 4, 201, dtype=torch.float64)[None].repeat(2, 1).requires_grad_()
-    terms = clipped_loss(new, torch.zeros(2, 201, dtype=torch.float64), torch.tensor([[1.0], [-1.0]]).double(), **CLIP)
+    terms = clipped_loss(new.exp(), torch.tensor([[1.0], [-1.0]]).double(), **CLIP)
     terms.loss.sum().backward()
     assert new.grad is not None
     assert torch.equal(terms.is_clipped, new.grad == 0)
@@ -65,7 +64,8 @@ def test_flag_says_exactly_where_the_gradient_is_cut():
 
 def test_extreme_ratios_stay_finite():
     new = torch.tensor([[0.0, -1e4]], requires_grad=True)
-    terms = clipped_loss(new, torch.tensor([[-1e4, 0.0]]), torch.tensor([[1.0]]), **CLIP)
+    ratio = masked_log_ratio(new, torch.tensor([[-1e4, 0.0]]), torch.ones(1, 2)).exp()
+    terms = clipped_loss(ratio, torch.tensor([[1.0]]), **CLIP)
     terms.loss.sum().backward()
     assert new.grad is not None
     assert torch.isfinite(terms.loss).all() and torch.isfinite(new.grad).all()
@@ -74,7 +74,7 @@ def test_extreme_ratios_stay_finite():
 def test_kl_by_hand():
     # d = log π_ref - log π = .5 and -1: e^.5 - 1.5 and e^-1
     got = kl_to_reference(
-        torch.tensor([-1.0, -1.0], dtype=torch.float64), torch.tensor([-0.5, -2.0], dtype=torch.float64)
+        torch.tensor([-1.0, -1.0], dtype=torch.float64), torch.tensor([-0.5, -2.0], dtype=torch.float64), torch.ones(2)
     )
     assert got.tolist() == pytest.approx([math.exp(0.5) - 1.5, math.exp(-1.0)], rel=1e-14)
 
@@ -83,7 +83,7 @@ def test_kl_is_unbiased_over_the_policy():
     """The mean of k3 over draws from π is the true KL."""
     policy = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     reference = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
-    estimate = (policy * kl_to_reference(policy.log(), reference.log())).sum()
+    estimate = (policy * kl_to_reference(policy.log(), reference.log(), torch.ones(3))).sum()
     truth = sum(p * math.log(p / q) for p, q in zip(policy.tolist(), reference.tolist(), strict=True))
     assert estimate.item() == pytest.approx(truth, rel=1e-12)
 

@@ -91,7 +91,9 @@ class Rig:
     """Rounds with over-provision, each followed by a change of the policy."""
 
     def __init__(self, policy: Policy) -> None:
-        config = RolloutsSection(groups_per_round=3, group_size=2, max_new_tokens=16, over_provision=2.0, stop=tuple("aeiou"))
+        config = RolloutsSection(
+            groups_per_round=3, group_size=2, max_new_tokens=16, over_provision=2.0, stop=tuple("aeiou")
+        )
         self.policy, self.mixture = policy, Mixture(a=now_and_then, b=now_and_then)
         cursor = TaskCursor(self.mixture, 16, random.Random(0))  # type: ignore[arg-type]
         self.cursor = cursor

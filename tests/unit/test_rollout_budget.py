@@ -16,7 +16,10 @@ def test_alike_tasks_get_alike_many() -> None:
 
 def test_more_answers_where_reward_varies_and_where_answers_are_short() -> None:
     assert sizes_by_variance([0.5, 0.1], [10, 10], group_size=8, smallest=2, largest=64) == [10, 6]  # √.25 : √.09
-    assert sizes_by_variance([0.5, 0.5], [10, 40], group_size=8, smallest=2, largest=64) == [13, 6]  # 2 : 1 at 400 tokens
+    assert sizes_by_variance([0.5, 0.5], [10, 40], group_size=8, smallest=2, largest=64) == [
+        13,
+        6,
+    ]  # 2 : 1 at 400 tokens
     assert sizes_by_variance([0.999, 0.5], [10, 10], group_size=8, smallest=4, largest=64) == [4, 12]
     assert sizes_by_variance([0.999, 0.5], [10, 10], group_size=8, smallest=4, largest=10) == [4, 10]
 

@@ -139,21 +139,12 @@ def test_steps_move_the_adapter_and_make_rewarded_answers_likelier(
     trainer = trainer_of(policy, lr=3e-3)
     canary = Canary(policy, SlotEngine(policy, 8), tolerance=1e-3)
 
-    def lead() -> float:
-        """How much likelier the rewarded answer is than its siblings, per group."""
-        with torch.no_grad():
-            sums = [
-                [answer_logprobs(policy, g.prompt_ids, r.token_ids).sum().item() for r in g.group.rollouts]
-                for g in groups
-            ]
-        return sum(row[0] - sum(row[1:]) / (len(row) - 1) for row in sums) / len(sums)
-
-    before = lead()
+    before = lead_of(policy, groups)
     for step in range(4):
         assert not trainer.step(groups).skipped
         assert policy.version == step + 1
         canary.check()
-    assert lead() > before + 0.5
+    assert lead_of(policy, groups) > before + 0.5
 
 
 def test_truncated_answers_are_left_out_but_count_in_the_mean(make_policy: MakePolicy):
@@ -246,7 +237,7 @@ def test_temperature_is_that_of_sampling(make_policy: MakePolicy):
 def test_warm_up_is_linear_and_counts_from_one(make_policy: MakePolicy):
     policy = make_policy()
     groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
-    trainer = trainer_of(policy, warmup_steps=4, lr=1e-3)
+    trainer = trainer_of(policy, warmup_steps=4, lr=1e-3, lr_by_ess=False)
     assert [trainer.step(groups).lr for _ in range(5)] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
 
 
@@ -366,3 +357,113 @@ def test_an_adapter_that_does_not_fit_is_refused_before_anything_changes(make_po
     with pytest.raises(CheckpointError):
         trainer.restore(tensors, state)
     assert all(torch.equal(value, before[key]) for key, value in read_adapter(policy.model).items())
+
+
+def lead_of(policy: Policy, groups: list[TrainingGroup]) -> float:
+    """How much likelier the rewarded answer is than its siblings, per group."""
+    with torch.no_grad():
+        sums = [
+            [answer_logprobs(policy, g.prompt_ids, r.token_ids).sum().item() for r in g.group.rollouts] for g in groups
+        ]
+    return sum(row[0] - sum(row[1:]) / (len(row) - 1) for row in sums) / len(sums)
+
+
+CORRECTIONS = ("none", "tis", "icepop", "sequence_mask", "opsm", "sequence_mask+opsm")
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("ratio", ["token", "sequence", "minpro"])
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "median", "gdpo"])
+def test_every_combination_makes_rewarded_answers_likelier(
+    make_policy: MakePolicy, advantage: str, ratio: str, correction: str
+):
+    policy = make_policy(trained=False)
+    groups = sampled_groups(policy, ("Hi", "What is 7 + 5?"), group_size=5, max_new_tokens=MAX_NEW_TOKENS)
+    stale = [
+        with_rollouts(g, lambda i, r: replace(r, logprobs=tuple(p - 0.05 * i for p in r.logprobs))) for g in groups
+    ]
+    trainer = trainer_of(policy, lr=5e-3, inner_epochs=2, advantage=advantage, ratio=ratio, correction=correction)
+    before = lead_of(policy, groups)
+    for _ in range(2):
+        trainer.step(stale)
+    assert policy.version >= 2
+    assert lead_of(policy, groups) > before + 0.1
+
+
+@pytest.mark.parametrize("settings", [{"ratio": "minpro"}, {"ratio": "sequence"}, {"adaptive_clip": True}])
+def test_ratios_to_the_sampler_make_rewarded_answers_likelier(make_policy: MakePolicy, settings: dict[str, Any]):
+    policy = make_policy(trained=False)
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    trainer = trainer_of(policy, lr=5e-3, ratio_reference="sampler", **settings)
+    before = lead_of(policy, groups)
+    for _ in range(3):
+        trainer.step(groups)
+    assert lead_of(policy, groups) > before + 0.1
+
+
+def test_the_learning_rate_backs_off_when_few_answers_carry_the_step(make_policy: MakePolicy):
+    groups = sampled_groups(make_policy(), max_new_tokens=MAX_NEW_TOKENS)
+    one_stands_out = [  # 15 of 16 answers were far likelier when they were sampled
+        with_rollouts(
+            g, lambda i, r, g=g: r if g is groups[0] and i == 0 else replace(r, logprobs=(0.0,) * len(r.logprobs))
+        )
+        for g in groups
+    ]
+    reports = {
+        on: trainer_of(make_policy(), lr=1e-3, correction="none", lr_by_ess=on).step(one_stands_out)
+        for on in (True, False)
+    }
+    assert reports[False].lr == 1e-3
+    assert reports[True].ess_fraction == reports[False].ess_fraction < 0.2
+    assert reports[True].lr == pytest.approx(1e-3 * math.sqrt(max(reports[True].ess_fraction, 1 / 16)))
+
+
+def test_dropped_answers_lower_the_effective_sample_size(make_policy: MakePolicy):
+    policy = make_policy()
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    groups[0] = with_rollouts(groups[0], lambda _, r: replace(r, logprobs=tuple(p - 3 for p in r.logprobs)))
+    assert trainer_of(policy, correction="sequence_mask").step(groups).ess_fraction == pytest.approx(3 / 4, rel=1e-4)
+
+
+def test_the_report_always_tells_kl_and_adapter_norm(make_policy: MakePolicy):
+    policy = make_policy()
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    sampled = trainer_of(make_policy()).step(groups)
+    exact = trainer_of(make_policy(), kl_coef=1e-9).step(groups)
+    assert sampled.kl is not None and exact.kl is not None
+    assert sampled.kl == pytest.approx(exact.kl, rel=2.0)  # one of 16 answers
+    assert sampled.sampler_kl == pytest.approx(0.0, abs=1e-9)
+    squares = [parameter.double().square().sum().item() for _, parameter in adapter_parameters(policy.model)]
+    assert sampled.adapter_norm == pytest.approx(math.sqrt(sum(squares)), rel=0.05)
+    row = sampled.row()
+    assert row["train/kl"] == sampled.kl and row["train/adapter_norm"] == sampled.adapter_norm
+    assert all(name.startswith("train/") for name in row)
+    assert trainer_of(make_policy(trained=False)).step(groups).kl == 0.0
+
+
+def test_adaptive_clip_bounds_survive_a_restart(make_policy: MakePolicy):
+    settings = {"adaptive_clip": True, "ratio_reference": "sampler", "lr": 1e-3}
+    policy = make_policy()
+    # bad answers at r = e^-.33 = .72 outweigh the good one until c_low is .75, the fourth bounds
+    groups = [
+        with_rollouts(g, lambda i, r: replace(r, logprobs=tuple(p + 0.33 * (i > 0) for p in r.logprobs)))
+        for g in sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    ]
+    groups = [
+        with_rollouts(g, lambda i, r: replace(r, token_ids=r.token_ids[:1], logprobs=r.logprobs[:1]) if i == 0 else r)
+        for g in groups
+    ]
+    trainer = trainer_of(policy, **settings)
+    assert trainer.step(groups).clip_fraction == 0
+    tensors, state = trainer.state()
+    assert state["adaptive_clip_notch"] == 3
+    other = make_policy()
+    resumed = trainer_of(other, **settings)
+    resumed.restore(tensors, state)
+    assert trainer.step(groups).clip_fraction > 0.5
+    resumed.step(groups)
+    expected = read_adapter(policy.model)
+    assert all(torch.equal(value, expected[name]) for name, value in read_adapter(other.model).items())
+    del state["adaptive_clip_notch"]  # a checkpoint of an older version
+    resumed.restore(tensors, state)
+    assert resumed.state()[1]["adaptive_clip_notch"] == 0

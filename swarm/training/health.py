@@ -1,0 +1,170 @@
+"""Warnings that a person understands, from the metrics of the last rounds, before a run is lost.
+
+    row of a round ─▶ window of 48 rows ─▶ one check per sickness ─▶ text: what is seen, what it means, what to change
+
+A check looks at the newest 8 rows against the older ones. A sickness is logged once, and again only after 8 rows
+without it.
+"""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, median, stdev
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_WINDOW_ROWS = 48
+_RECENT_ROWS = 8
+_COLUMNS = (
+    "rollout/reward_mean", "train/entropy", "train/ess_fraction", "train/kl", "train/grad_norm",
+    "train/clip_fraction", "train/skip_reason",
+)  # fmt: skip
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+class HealthWatch:
+    """Keeps the last rows of a run and says what is wrong with them."""
+
+    def __init__(self) -> None:
+        self._rows: deque[dict[str, Any]] = deque(maxlen=_WINDOW_ROWS)
+        self._quiet_rows: dict[str, int] = {}
+        """Rows since each sickness that goes on was last seen."""
+
+    def observe(self, row: Mapping[str, Any]) -> list[str]:
+        """Warnings that hold after this round's row; those of a new episode are logged."""
+        self._rows.append({name: row.get(name) for name in _COLUMNS})
+        found = {name: text for name, check in CHECKS.items() if (text := check(self._rows))}
+        for name, text in found.items():
+            if name not in self._quiet_rows:
+                logger.warning("round %s: %s", row.get("round", "?"), text)
+        aged = {name: quiet + 1 for name, quiet in self._quiet_rows.items() if quiet + 1 < _RECENT_ROWS}
+        self._quiet_rows = aged | dict.fromkeys(found, 0)
+        return list(found.values())
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able; all that `restore` needs."""
+        return {"rows": list(self._rows), "quiet_rows": dict(self._quiet_rows)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._rows = deque(state["rows"], maxlen=_WINDOW_ROWS)
+        self._quiet_rows = dict(state["quiet_rows"])
+
+
+def entropy_collapse(rows: Rows) -> str:
+    """Halved within the window, or nearly gone, without a reward that pays for it."""
+    older, recent = _medians(rows, "train/entropy")
+    reward = _medians(rows, "rollout/reward_mean")[1]
+    is_low = recent < 0.5 * older or (recent < 0.05 and reward < 0.9)
+    if not is_low or _reward_has_risen(rows):
+        return ""
+    return (
+        f"entropy is {recent:.2g} nats per token, after {older:.2g}, and reward has not risen: the policy writes the same "
+        "answer again and again and soon finds nothing new; lower training.lr, raise training.clip_high or "
+        "rollouts.temperature, or set training.kl_coef = 0.01"
+    )
+
+
+def few_effective_answers(rows: Rows) -> str:
+    recent = _medians(rows, "train/ess_fraction")[1]
+    if not recent < 0.3:
+        return ""
+    return (
+        f"ESS/B is {recent:.2g}: few answers carry each step, because the batch comes from policies far from this one or "
+        "its answers are left out; lower sharing.max_age_s or sharing.swarm_groups, or training.lr, and keep "
+        "training.lr_by_ess on"
+    )
+
+
+def kl_runaway(rows: Rows) -> str:
+    """Half a nat per token further from the base within the window, or very far, without a reward that pays for it."""
+    values = _values(rows, "train/kl")  # not of every row
+    older, recent = (median(values[:-3]), min(values[-3:])) if len(values) >= 5 else (math.nan, math.nan)
+    if not ((recent - older > 0.5 or recent > 2.0) and not _reward_has_risen(rows)):
+        return ""
+    return (
+        f"KL to the base is {recent:.2g} nats per token, after {older:.2g}, and reward has not risen: the policy leaves what "
+        "the base knows for nothing; set training.kl_coef = 0.01 or more, or lower training.lr"
+    )
+
+
+def grad_norm_spike(rows: Rows) -> str:
+    *older, newest = _values(rows, "train/grad_norm") or [math.nan]
+    usual = median(older) if len(older) >= 4 else math.nan
+    if not newest > 3 * usual > 0:
+        return ""
+    return (
+        f"gradient norm is {newest:.2g}, usually {usual:.2g}: a few answers pull hard, which often comes just before a "
+        "collapse; lower training.max_grad_norm or training.lr"
+    )
+
+
+def reward_falling(rows: Rows) -> str:
+    """By more than .05 and three standard errors."""
+    older, recent = _split(rows, "rollout/reward_mean")
+    if min(len(older), len(recent)) < _RECENT_ROWS:
+        return ""
+    fall = fmean(older) - fmean(recent)
+    if fall <= max(0.05, 3 * math.hypot(_standard_error(older), _standard_error(recent))):
+        return ""
+    return (
+        f"mean reward fell from {fmean(older):.2g} to {fmean(recent):.2g}: the steps of late do harm; lower training.lr, "
+        "and go back to an earlier checkpoint if it does not recover"
+    )
+
+
+def many_clipped(rows: Rows) -> str:
+    recent = _medians(rows, "train/clip_fraction")[1]
+    if not recent > 0.3:
+        return ""
+    return (
+        f"the clip leaves out {recent:.0%} of the tokens: the policy moves too far within one batch; lower training.lr or "
+        "training.inner_epochs"
+    )
+
+
+def steps_not_applied(rows: Rows) -> str:
+    reasons = [row["train/skip_reason"] for row in list(rows)[-_RECENT_ROWS:] if row["train/skip_reason"]]
+    if len(reasons) < 3:
+        return ""
+    return (
+        f"{len(reasons)} of the last {_RECENT_ROWS} steps were not applied, the last one because: {reasons[-1]}; if answers "
+        "are cut off, raise rollouts.max_new_tokens, else lower training.lr or sharing.max_age_s"
+    )
+
+
+CHECKS: dict[str, Callable[[Rows], str]] = {
+    check.__name__: check
+    for check in (
+        entropy_collapse, few_effective_answers, kl_runaway, grad_norm_spike, reward_falling, many_clipped,
+        steps_not_applied,
+    )
+}  # fmt: skip
+"""Each gives the warning's text, or an empty one."""
+
+
+def _reward_has_risen(rows: Rows) -> bool:
+    older, recent = _split(rows, "rollout/reward_mean")
+    return bool(older and recent) and fmean(recent) > fmean(older) + 0.02
+
+
+def _medians(rows: Rows, name: str) -> tuple[float, float]:
+    """(older, recent), so that one outlier makes no warning; nan, which compares as false, where rows are too few."""
+    older, recent = _split(rows, name)
+    return (median(older) if len(older) >= 4 else math.nan), (median(recent) if len(recent) >= 4 else math.nan)
+
+
+def _split(rows: Rows, name: str) -> tuple[list[float], list[float]]:
+    """Finite values of the older and of the newest rows."""
+    rows = list(rows)
+    return _values(rows[:-_RECENT_ROWS], name), _values(rows[-_RECENT_ROWS:], name)
+
+
+def _values(rows: Rows, name: str) -> list[float]:
+    return [float(row[name]) for row in rows if row[name] is not None and math.isfinite(row[name])]
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return stdev(values) / math.sqrt(len(values))

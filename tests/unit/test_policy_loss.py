@@ -1,0 +1,214 @@
+"""The loss of a micro-batch under every combination: against plain Python, and properties that must always hold."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from swarm.config import TrainingSection
+from swarm.training.micro_batch import MicroBatch
+from swarm.training.policy_loss import ClipRange, Logprobs, LossTerms, policy_loss
+
+RATIOS = ("token", "sequence", "minpro")
+CORRECTIONS = ("none", "tis", "icepop", "sequence_mask", "opsm", "sequence_mask+opsm")
+CLIP = ClipRange(0.2, 0.28)
+COMBINATIONS = [
+    (ratio, correction, reference)
+    for ratio, correction, reference in product(RATIOS, CORRECTIONS, ("start", "sampler"))
+    if reference == "start" or correction not in ("tis", "icepop")
+]
+
+
+def section(
+    ratio: str = "token", correction: str = "none", reference: str = "start", **more: object
+) -> TrainingSection:
+    values = {"ratio": ratio, "correction": correction, "ratio_reference": reference, "inner_epochs": 2, **more}
+    return TrainingSection.model_validate(values)
+
+
+def batch_of(behaviour: Tensor, advantages: Tensor, comparable: Tensor | None = None) -> MicroBatch:
+    ones = torch.ones_like(advantages)
+    return MicroBatch([], advantages, ones, behaviour, ones, ones if comparable is None else comparable)
+
+
+def loss_and_gradient(
+    new: Tensor, old: Tensor, mask: Tensor, part: MicroBatch, config: TrainingSection, base: Tensor | None = None
+) -> tuple[LossTerms, Tensor, Tensor]:
+    """(terms, [B] loss summed over tokens, [B, T] gradient by log π)."""
+    new = new.clone().requires_grad_()
+    terms = policy_loss(part, Logprobs(new, old, base, torch.ones(len(new), 1), mask), config, CLIP)
+    sums = (terms.loss * mask).sum(-1)
+    (gradient,) = torch.autograd.grad(sums.sum(), new)
+    return terms, sums.detach(), gradient
+
+
+def plain_answer(
+    new: list[float], old: list[float], mu: list[float], a: float, ratio: str, correction: str, reference: str
+) -> tuple[float, float]:
+    """(loss summed over the tokens of one answer, log of its weight), C = 2, opsm limit .5."""
+    steps = range(len(new))
+    start = mu if reference == "sampler" else old
+    r = [math.exp(new[t] - start[t]) for t in steps]
+    w = [math.exp(old[t] - mu[t]) for t in steps]
+    if ratio == "sequence":
+        r = [math.prod(r) ** (1 / len(r))] * len(r)
+    if ratio == "minpro":
+        r = [r[t] * (min(r[:t]) if t else 1.0) for t in steps]
+    factor = [1.0 for _ in steps]
+    if correction == "tis":
+        factor = [min(x, 2.0) for x in w]
+    if correction == "icepop":
+        factor = [x if 0.5 <= x <= 2 else 0.0 for x in w]
+    if "sequence_mask" in correction and not 0.5 <= math.prod(w) ** (1 / len(w)) <= 2:
+        factor = [0.0 for _ in steps]
+    if "opsm" in correction and a < 0 and sum(mu[t] - new[t] for t in steps) / len(new) > 0.5:
+        factor = [0.0 for _ in steps]
+    loss = 0.0
+    for t in steps:
+        capped = min(r[t], 4.0) if a < 0 else r[t]
+        loss -= factor[t] * min(capped * a, min(max(r[t], 0.8), 1.28) * a)
+    return loss, math.log(min(math.prod(w), 2.0)) if any(factor) else -math.inf
+
+
+@pytest.mark.parametrize(("ratio", "correction", "reference"), COMBINATIONS)
+def test_every_combination_equals_a_plain_loop(ratio: str, correction: str, reference: str):
+    generator = torch.Generator().manual_seed(5)
+    lengths = [1, 2, 5, 7, 7, 3, 6, 4]
+
+    def noise(scale: float) -> Tensor:
+        return torch.randn(8, 7, generator=generator, dtype=torch.float64) * scale
+
+    new = noise(1.0) - 3
+    old = new + noise(0.3)
+    behaviour = old + noise(0.5) + torch.linspace(-1, 1, 8, dtype=torch.float64)[:, None]
+    signed = torch.tensor([[1.0], [-1.0]] * 4, dtype=torch.float64)
+    mask = torch.tensor([[float(t < n) for t in range(7)] for n in lengths], dtype=torch.float64)
+    config = section(ratio, correction, reference)
+    terms, got, _ = loss_and_gradient(new, old, mask, batch_of(behaviour, signed), config)
+    for i, n in enumerate(lengths):
+        pi, pi_old, mu = (tensor[i, :n].tolist() for tensor in (new, old, behaviour))
+        loss, log_weight = plain_answer(pi, pi_old, mu, signed[i, 0].item(), ratio, correction, reference)
+        assert got[i].item() == pytest.approx(loss, rel=1e-12, abs=1e-14)
+        assert terms.log_weights[i].item() == pytest.approx(log_weight, rel=1e-12, abs=1e-14)
+
+
+LOGPROB = st.one_of(st.floats(-8, 0), st.sampled_from([-1e4, 1e4, -20.0, 0.0]))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(new, old, behaviour, mask, advantages); answers of any length, extreme log-probs, holes in the mask."""
+    size, length = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+
+    def matrix(values: st.SearchStrategy[float], width: int = length) -> Tensor:
+        rows = draw(st.lists(st.lists(values, min_size=width, max_size=width), min_size=size, max_size=size))
+        return torch.tensor(rows, dtype=torch.float64)
+
+    signed = matrix(st.floats(-3, 3), width=1)
+    return matrix(LOGPROB), matrix(LOGPROB), matrix(LOGPROB), matrix(st.sampled_from([0.0, 1.0])), signed
+
+
+CHOICES = st.sampled_from(COMBINATIONS)
+
+
+@given(batches(), CHOICES)
+@settings(max_examples=150, deadline=None)
+def test_extreme_ratios_give_no_nan(batch: tuple[Tensor, ...], choice: tuple[str, str, str]):
+    new, old, behaviour, mask, signed = batch
+    terms, loss, gradient = loss_and_gradient(new, old, mask, batch_of(behaviour, signed), section(*choice), base=old)
+    assert loss.isfinite().all() and gradient.isfinite().all()
+    assert terms.pull.isfinite().all() and terms.sampler_distance.isfinite().all()
+    assert not terms.log_weights.isnan().any()
+
+
+@given(batches(), CHOICES, st.sampled_from([math.inf, -math.inf, math.nan, 1e4]), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_masked_tokens_never_matter(
+    batch: tuple[Tensor, ...], choice: tuple[str, str, str], garbage: float, everywhere: bool
+):
+    new, old, behaviour, mask, signed = batch
+    config = section(*choice, kl_coef=0.1)
+    clean = loss_and_gradient(new, old, mask, batch_of(behaviour, signed), config, base=old - 0.1)
+    hidden = mask == 0
+    dirty_new, dirty_mu = new.masked_fill(hidden, garbage), behaviour.masked_fill(hidden, garbage)
+    dirty_old = old.masked_fill(hidden, garbage) if everywhere else old
+    dirty_base = (old - 0.1).masked_fill(hidden, garbage)
+    dirty = loss_and_gradient(dirty_new, dirty_old, mask, batch_of(dirty_mu, signed), config, base=dirty_base)
+    assert torch.equal(clean[1], dirty[1]) and torch.equal(clean[2], dirty[2])
+    assert torch.equal(clean[0].log_weights, dirty[0].log_weights)
+    assert not dirty[2][hidden].any()
+
+
+@given(batches(), CHOICES)
+@settings(max_examples=75, deadline=None)
+def test_order_of_answers_does_not_matter(batch: tuple[Tensor, ...], choice: tuple[str, str, str]):
+    new, old, behaviour, mask, signed = batch
+    config = section(*choice)
+    _, loss, gradient = loss_and_gradient(new, old, mask, batch_of(behaviour, signed), config)
+    flipped = batch_of(behaviour.flip(0), signed.flip(0))
+    _, other, other_gradient = loss_and_gradient(new.flip(0), old.flip(0), mask.flip(0), flipped, config)
+    assert torch.equal(other.flip(0), loss) and torch.equal(other_gradient.flip(0), gradient)
+
+
+@given(batches(), CHOICES)
+@settings(max_examples=75, deadline=None)
+def test_no_advantage_gives_no_gradient(batch: tuple[Tensor, ...], choice: tuple[str, str, str]):
+    new, old, behaviour, mask, signed = batch
+    _, _, gradient = loss_and_gradient(new, old, mask, batch_of(behaviour, signed * 0), section(*choice))
+    assert not gradient.any()
+
+
+def equal_losses(batch: tuple[Tensor, ...], left: TrainingSection, right: TrainingSection) -> bool:
+    new, old, behaviour, mask, signed = batch
+    part = batch_of(behaviour, signed)
+    a, b = (loss_and_gradient(new, old, mask, part, config) for config in (left, right))
+    return torch.allclose(a[1], b[1], rtol=1e-12) and torch.allclose(a[2], b[2], rtol=1e-12)
+
+
+@given(batches())
+@settings(max_examples=75, deadline=None)
+def test_icepop_and_tis_agree_without_a_cap(batch: tuple[Tensor, ...]):
+    assert equal_losses(
+        batch, section("token", "icepop", correction_cap=1e12), section("token", "tis", correction_cap=1e12)
+    )
+
+
+@given(batches(), st.sampled_from(["sequence", "minpro"]))
+@settings(max_examples=75, deadline=None)
+def test_ratio_levels_agree_on_answers_of_one_token(batch: tuple[Tensor, ...], level: str):
+    one_token = (*(tensor[:, :1] for tensor in batch[:4]), batch[4])
+    assert equal_losses(one_token, section("token"), section(level))
+
+
+@given(batches())
+@settings(max_examples=75, deadline=None)
+def test_corrections_leave_fresh_data_alone(batch: tuple[Tensor, ...]):
+    new, _, _, mask, signed = batch
+    fresh = (new, new, new, mask, signed)
+    assert all(equal_losses(fresh, section(), section("token", correction)) for correction in CORRECTIONS)
+
+
+@given(batches())
+@settings(max_examples=75, deadline=None)
+def test_the_ratio_to_the_sampler_is_r_times_w(batch: tuple[Tensor, ...]):
+    """Unclipped and unweighted, r = π/μ from the sampler equals π/π_old where π_old = μ."""
+    new, old, _, mask, signed = batch
+    assert equal_losses((new, old, old, mask, signed), section(), section("token", "none", "sampler"))
+
+
+def test_unusable_logprobs_only_measure_the_distance():
+    """Of another lineage: no weights, no ratio to the sampler, but opsm may drop the answer."""
+    new = torch.full((2, 3), -4.0, dtype=torch.float64)
+    mu = torch.full((2, 3), -1.0, dtype=torch.float64)
+    part = batch_of(mu, torch.tensor([[1.0], [-1.0]]).double(), comparable=torch.zeros(2, 1))
+    ones = torch.ones(2, 3, dtype=torch.float64)
+    for correction, expected in (("tis", [-3.0, 3.0]), ("sequence_mask", [-3.0, 3.0]), ("opsm", [-3.0, 0.0])):
+        terms, loss, _ = loss_and_gradient(new, new, ones, part, section("token", correction))
+        assert loss.tolist() == expected
+        assert terms.log_weights[0].item() == 0.0
+    _, loss, _ = loss_and_gradient(new, new, ones, part, section("token", "none", "sampler"))
+    assert loss.tolist() == [-3.0, 3.0]
