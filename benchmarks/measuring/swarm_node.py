@@ -32,7 +32,7 @@ from swarm.sharing.index import EntryValidator
 from swarm.types import RolloutGroup
 
 SWARM_ID = "5e" * 16
-_LEFTOVERS_TIMEOUT_S = 5.0
+_LEFTOVERS_TIMEOUT_S = 25.0
 
 
 class WatchedTransport(HivemindTransport):
