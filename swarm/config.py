@@ -422,11 +422,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _groups_are_taken_by_others(self) -> "Config":
-        largest = self.rollouts.largest_group if self.rollouts.sizes_differ else self.rollouts.group_size
-        if self.sharing.publish and largest > self.sharing.max_group_size:
+        largest, limit = self.rollouts.largest_group, self.sharing.max_group_size
+        if self.rollouts.sizes_differ and self.sharing.publish and largest > limit:
             raise ValueError(
-                f"groups must have at most sharing.max_group_size = {self.sharing.max_group_size} rollouts, got {largest}: "
-                "others would refuse them; lower rollouts.largest_group or rollouts.group_size"
+                f"rollouts.largest_group must be at most sharing.max_group_size, got {largest} > {limit}: "
+                "others would refuse such groups; lower it"
             )
         return self
 

@@ -21,7 +21,11 @@ Settings = Mapping[str, Any]
 """Plain data in the shape of a configuration file."""
 
 _READ_BYTES = 1 << 20
-_BOUNDS = (("group_size", "max_group_size"), ("max_new_tokens", "max_answer_tokens"))
+_BOUNDS = (
+    ("group_size", "max_group_size"),
+    ("largest_group", "max_group_size"),
+    ("max_new_tokens", "max_answer_tokens"),
+)
 """What a node produces, and the limit beyond which the others refuse it."""
 
 
