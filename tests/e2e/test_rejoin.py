@@ -182,6 +182,6 @@ async def test_node_whose_address_changes_is_found_at_the_new_one(tmp_path: Path
                     own = b.call("state")["addresses"]
                     return remembered == [f"/ip4/{new}/tcp/4001"] and any(new in one for one in own)
 
-                await until(has_moved, 30)
+                await until(has_moved, 90)  # 13 s on an idle machine: libp2p looks at addresses now and then
                 assert "lost an address" in b.log.read_text()
         assert stored(tmp_path / "a")[b.peer_id] == [f"/ip4/{new}/tcp/4001"]
