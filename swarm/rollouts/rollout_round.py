@@ -114,15 +114,16 @@ class RolloutRound:
         """The same groups, those of hard tasks with more answers. They do not count in the difficulty table: a task is
         answered again because it was hard, so its source would look harder than it is."""
         config = self._config
-        added: dict[int, int] = {}
-        for index, group in enumerate(batch.groups):
+        added: dict[TaskRef, int] = {}
+        for group in batch.groups:
             largest = config.largest_group - len(group.rollouts)
             rewards = [rollout.reward for rollout in group.rollouts]
             if size := second_round_size(rewards, config.second_round, largest=largest):
-                added[index] = size
+                added[group.task] = size
         if not added:
             return batch
-        again = self._worker.rollout([batch.tasks[index] for index in added], seed, list(added.values()))
+        tasks = [task for task in batch.tasks if task.ref in added]
+        again = self._worker.rollout(tasks, seed, [added[task.ref] for task in tasks])
         more = {group.task: group for group in again.groups}
         groups = [_joined(group, more.get(group.task)) for group in batch.groups]
         return replace(batch, groups=groups).and_also(replace(again, tasks=[], groups=[]))

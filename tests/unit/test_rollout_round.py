@@ -28,6 +28,10 @@ def always(text: str) -> float:
     return 1.0
 
 
+def fails(text: str) -> float:
+    raise ZeroDivisionError(text)
+
+
 def now_and_then(text: str) -> float:
     return float(sum(map(ord, text)) % 4 == 0)
 
@@ -63,10 +67,10 @@ class Rig:
         self.table = DifficultyTable(mixture.sources, memory=0.9, default_tokens=6)
         self._round = RolloutRound(config, cursor, worker, self.table)
 
-    def run(self, seed: int = 1) -> RolloutBatch:
+    def run(self, seed: int = 1, *, all_answered: bool = True) -> RolloutBatch:
         batch = self._round.run(seed)
-        assert len({task.ref for task in batch.tasks}) == len(batch.tasks) == len(batch.groups)
-        assert [group.task for group in batch.groups] == [task.ref for task in batch.tasks]
+        assert len({task.ref for task in batch.tasks}) == len(batch.tasks)
+        assert not all_answered or [group.task for group in batch.groups] == [task.ref for task in batch.tasks]
         return batch
 
 
@@ -98,6 +102,15 @@ def test_hard_tasks_get_more_answers_up_to_the_largest_group(make_policy: MakePo
     assert rig.table.success_rate("hard") > 1 / (2 + 6 * 10)  # the added ones make no source look harder
     assert batch.num_tokens == sum(len(r.token_ids) for group in batch.groups for r in group.rollouts)
     assert len(batch.likelihoods) == sum(sizes(batch))
+
+
+def test_more_answers_go_to_their_own_task_where_others_were_dropped(make_policy: MakePolicy) -> None:
+    rig = Rig(
+        make_policy(), Mixture(broken=fails, hard=never), second_round="hard", largest_group=10, groups_per_round=8
+    )
+    batch = rig.run(all_answered=False)
+    assert {task.ref.source for task in batch.tasks} == {"broken", "hard"}
+    assert {(group.task.source, len(group.rollouts)) for group in batch.groups} == {("hard", 10)}
 
 
 def test_added_answers_are_others_than_the_first(make_policy: MakePolicy) -> None:
