@@ -115,7 +115,7 @@ class Publisher:
             body_bytes=len(body),
             groups=tuple(GroupSummary(group.task, len(group.rollouts), group.mean_reward) for group in groups),
             lineage=groups[0].lineage,
-            policy_version=groups[0].policy_version,
+            policy_version=min(group.policy_version for group in groups),  # some may have waited for rounds
             created_at=now,
             expires_at=now + self._config.time_to_live_s,
         )

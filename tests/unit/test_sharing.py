@@ -87,6 +87,13 @@ async def test_published_groups_reach_the_pool_of_a_reader() -> None:
     assert reader.reader.num_groups_admitted == 3
 
 
+async def test_a_round_counts_as_old_as_its_oldest_group() -> None:
+    _, (alice, reader) = await peers(ALICE, READER)
+    await alice.publish([replace(group(index=i), policy_version=version) for i, version in enumerate((9, 4, 8))])
+    await reader.reader.poll()
+    assert {drawn.policy_version for drawn in reader.pool.draw(9, random.Random(0))} == {4}
+
+
 async def test_groups_without_signal_are_not_published() -> None:
     _, (alice,) = await peers(ALICE)
     await alice.publish([group("wrong", "wrong")])
