@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 _WINDOW_ROWS = 48
 _RECENT_ROWS = 8
+_SPIKE_ROWS = 5
 _COLUMNS = (
     "rollout/reward_mean", "train/entropy", "train/ess_fraction", "train/kl", "train/grad_norm",
     "train/clip_fraction", "train/skip_reason",
@@ -91,12 +92,15 @@ def kl_runaway(rows: Rows) -> str:
 
 
 def grad_norm_spike(rows: Rows) -> str:
-    *older, newest = _values(rows, "train/grad_norm") or [math.nan]
+    """Three times the usual, twice within five rounds: once is the luck of a batch, and clipped."""
+    values = _values(rows, "train/grad_norm")
+    older, recent = values[:-_SPIKE_ROWS], values[-_SPIKE_ROWS:]
     usual = median(older) if len(older) >= 4 else math.nan
-    if not newest > 3 * usual > 0:
+    spikes = [value for value in recent if value > 3 * usual > 0]
+    if len(spikes) < 2:
         return ""
     return (
-        f"gradient norm is {newest:.2g}, usually {usual:.2g}: a few answers pull hard, which often comes just before a "
+        f"gradient norm is {spikes[-1]:.2g}, usually {usual:.2g}: a few answers pull hard, which often comes just before a "
         "collapse; lower training.max_grad_norm or training.lr"
     )
 

@@ -83,6 +83,12 @@ def test_a_new_episode_is_told_again(caplog: pytest.LogCaptureFixture):
     assert len(told(caplog)) == 2
 
 
+def test_one_large_gradient_is_the_luck_of_a_batch():
+    watch = HealthWatch()
+    for i in range(60):
+        assert watch.observe({**HEALTHY, "train/grad_norm": 5.0 if i % 12 == 11 else 1.0}) == []
+
+
 def test_low_entropy_is_no_sickness_where_the_reward_pays_for_it():
     watch = HealthWatch()
     for i in range(40):
@@ -101,7 +107,8 @@ def test_an_episode_and_its_window_outlive_a_restart(caplog: pytest.LogCaptureFi
     first, second = HealthWatch(), HealthWatch()
     for _ in range(20):
         first.observe(HEALTHY)
-    first.observe({**HEALTHY, "train/grad_norm": 5.0})
+    for _ in range(2):
+        first.observe({**HEALTHY, "train/grad_norm": 5.0})
     caplog.clear()
     second.restore(json.loads(json.dumps(first.state())))
     assert logging.getLogger("swarm.training.health").isEnabledFor(logging.WARNING)
