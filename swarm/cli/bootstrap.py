@@ -111,7 +111,9 @@ async def _serve(config: "Config", files: "NodeFolder", identity: "Identity") ->
 
     await transport.start()
     await http.start()
-    work = _carry(config, carrier, metrics)
+    work: list[asyncio.Task[None]] = []
+    if config.network.gossip != "off":
+        work.append(asyncio.create_task(carrier.work(lambda: metrics.count("node/failed_steps"))))
     try:
         print(f"{identity.peer_name} serves; join through")
         for address in transport.addresses():
@@ -121,24 +123,16 @@ async def _serve(config: "Config", files: "NodeFolder", identity: "Identity") ->
             _measure(carrier, transport, metrics)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _STATUS_INTERVAL_S)
-            if work.done():
-                work.result()  # a bug ends the command
+            for task in work:
+                if task.done():
+                    task.result()  # a bug ends the command
     finally:
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
         await http.stop()
         await transport.stop()
         write_status("ended")
-
-
-def _carry(config: "Config", carrier: "Carrier", metrics: "Metrics") -> "asyncio.Task[None]":
-    if config.network.gossip == "off":
-        return asyncio.create_task(_nothing())
-    return asyncio.create_task(carrier.work(lambda: metrics.count("node/failed_steps")))
-
-
-async def _nothing() -> None:
-    """What a peer without gossip carries."""
 
 
 def _measure(carrier: "Carrier", transport: "Transport", metrics: "Metrics") -> None:

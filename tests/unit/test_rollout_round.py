@@ -91,7 +91,7 @@ def test_refill_draws_until_enough_groups_have_signal_or_the_draws_are_used_up(m
     with_signal = [group.has_signal for group in batch.groups]
     assert len(with_signal) > 4
     assert with_signal.count(True) >= 4
-    assert with_signal[:-1].count(True) < 4 + with_signal[4:].count(True)
+    assert with_signal[:4].count(True) < 4  # else there was nothing to draw again
 
 
 def test_hard_tasks_get_more_answers_up_to_the_largest_group(make_policy: MakePolicy) -> None:
@@ -139,7 +139,7 @@ def test_tasks_come_from_sources_that_can_still_teach(make_policy: MakePolicy) -
         batch = rig.run(seed=number)
         if number >= 2:
             late.update(group.task.source for group in batch.groups)
-    assert late["a"] > 2 * (late["b"] + late["c"]) / 2
+    assert late["a"] > late["b"] + late["c"]
 
 
 def test_a_round_is_repeatable(make_policy: MakePolicy) -> None:
