@@ -59,15 +59,18 @@ class Benchmark:
         options = self._options
         try:
             async with contextlib.AsyncExitStack() as alive:
-                ours = await self._start(alive, self._ours, num_nodes)
-                await self._warm_up(ours, Case("swarm", num_nodes, options.sizes[0], self._wanted(num_nodes)))
                 async with contextlib.AsyncExitStack() as alive_too:
-                    peer = await self._start_peer(alive_too, num_nodes)
+                    ours, peer = await asyncio.gather(
+                        self._start(alive, self._ours, num_nodes), self._start_peer(alive_too, num_nodes)
+                    )
+                    await self._warm_up(ours, Case("swarm", num_nodes, options.sizes[0], self._wanted(num_nodes)))
+                    if peer is not None and not await self._warm_up_peer(peer, num_nodes):
+                        peer = None
                     for size in (size for size in options.sizes if size < _PIPE_KIB):
                         await self._take_turns(num_nodes, size, ours, peer)
                 for size in (size for size in options.sizes if size > _PIPE_KIB):
                     await self._take_turns(num_nodes, size, ours, None)
-                if num_nodes == HEADLINE_NODES or len(options.nodes) == 1:
+                if options.idle_s and (num_nodes == HEADLINE_NODES or len(options.nodes) == 1):
                     self.idle_cpu_percent = await ours.idle_cpu_percent(options.idle_s)
         except (NodeFailed, SwarmBroke) as error:
             _say(f"N = {num_nodes}: {error}")
@@ -76,19 +79,22 @@ class Benchmark:
                 await self._let_it_hang(num_nodes, size)
 
     async def _take_turns(self, num_nodes: int, size_kib: int, ours: NodeSwarm, peer: NodeSwarm | None) -> None:
-        few = max(1, self._options.rounds // 2)  # of what is no headline
+        many = self._options.rounds if size_kib < _PIPE_KIB else self._options.large_rounds
+        few = many // 3  # of what is no headline
         others = num_nodes - 1
-        turns = [(Case("swarm", num_nodes, size_kib, self._wanted(num_nodes)), ours, self._options.rounds)]
+        turns = [(Case("swarm", num_nodes, size_kib, self._wanted(num_nodes)), ours, many)]
         if others > _WANTED_BODIES:
             turns.append((Case("swarm", num_nodes, size_kib, others), ours, few))
         if peer is not None:
-            turns.append((Case("genrl, no sleep", num_nodes, size_kib, others), peer, self._options.rounds))
-            turns.append((Case("genrl", num_nodes, size_kib, others), peer, few))
-        for number in range(self._options.rounds):
+            turns.append((Case("genrl, no sleep", num_nodes, size_kib, others), peer, many))
+            turns.append((Case("genrl", num_nodes, size_kib, others), peer, 0 if self._options.quick else few))
+        for number in range(many):
             for case, swarm, num_rounds in turns:
                 if number < num_rounds:
                     await self._round(swarm, case)
-        for case, swarm, _ in turns:
+        for case, swarm, num_rounds in turns:
+            if num_rounds == 0:
+                continue
             measurement = self._measurements[case]
             measurement.footprints = await swarm.footprints()
             _say(_line(measurement))
@@ -98,7 +104,7 @@ class Benchmark:
         with contextlib.suppress(NodeFailed, SwarmBroke):
             async with contextlib.AsyncExitStack() as alive:
                 peer = await self._start_peer(alive, num_nodes)
-                if peer is not None:
+                if peer is not None and await self._warm_up_peer(peer, num_nodes):
                     await self._round(peer, Case("genrl, no sleep", num_nodes, size_kib, num_nodes - 1))
 
     async def _start(self, alive: contextlib.AsyncExitStack, system: System, num_nodes: int) -> NodeSwarm:
@@ -108,15 +114,22 @@ class Benchmark:
         if self._peer is None:
             return None
         try:
-            peer = await self._start(alive, self._peer, num_nodes)
-            await self._warm_up(peer, Case("genrl, no sleep", num_nodes, 1, num_nodes - 1))
-        except (NodeFailed, SwarmBroke) as error:
+            return await self._start(alive, self._peer, num_nodes)
+        except NodeFailed as error:
             _say(f"genrl, N = {num_nodes}: {error}")
             return None
-        return peer
+
+    async def _warm_up_peer(self, peer: NodeSwarm, num_nodes: int) -> bool:
+        """Whether it came through."""
+        try:
+            await self._warm_up(peer, Case("genrl, no sleep", num_nodes, 1, num_nodes - 1))
+        except SwarmBroke as error:
+            _say(f"genrl, N = {num_nodes}: {error}")
+            return False
+        return True
 
     async def _warm_up(self, swarm: NodeSwarm, case: Case) -> None:
-        for _ in range(_NUM_WARM_UP_ROUNDS):
+        for _ in range(1 if self._options.quick else _NUM_WARM_UP_ROUNDS):
             if failure := (await swarm.run_round(case)).failure:
                 raise SwarmBroke(failure)
 
@@ -150,17 +163,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prepare", action="store_true", help="only make genrl's environment")
     parser.add_argument("--nodes", type=_numbers, help="comma-separated, default 2,4,8,16")
     parser.add_argument("--sizes", type=_numbers, default=[8, 64, 512], help="KiB, comma-separated, default 8,64,512")
-    parser.add_argument("--rounds", type=int, help="rounds of a case, default 9 (quick: 4)")
+    parser.add_argument(
+        "--rounds", type=int, help="rounds of a case, default 9 (quick: 3, large bodies 1, genrl with its sleep 0)"
+    )
     parser.add_argument("--time-limit-s", type=float, default=30.0, help="longest wait for a round, default 30")
-    parser.add_argument("--idle-s", type=float, help="how long idle nodes are watched, default 20 (quick: 5)")
+    parser.add_argument("--idle-s", type=float, help="how long idle nodes are watched, default 20 (quick: not)")
     parser.add_argument("--settle-s", type=float, help="rest of our nodes after their start, default 8 (quick: 3)")
     parser.add_argument("--gossip", choices=("libp2p", "daemon", "off"), help="default: as the project comes")
     parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True, help="run genrl as well")
     parser.add_argument("--peer-venv", type=Path, default=default_folder(), help="where genrl's environment is kept")
     options = parser.parse_args(arguments)
     options.nodes = options.nodes or ([HEADLINE_NODES] if options.quick else [2, 4, 8, 16])
-    options.rounds = options.rounds or (4 if options.quick else 9)
-    options.idle_s = options.idle_s or (5.0 if options.quick else 20.0)
+    options.large_rounds = options.rounds or (1 if options.quick else 9)
+    options.rounds = options.rounds or (3 if options.quick else 9)
+    options.idle_s = options.idle_s or (0.0 if options.quick else 20.0)
     options.settle_s = options.settle_s or (3.0 if options.quick else 8.0)
     return options
 

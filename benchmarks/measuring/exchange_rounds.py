@@ -1,6 +1,6 @@
 """Swarms of node processes that exchange one batch per node, round by round, and what each round took.
 
-start nodes ─ (prepare ─ common start signal ─ last node has its bodies ─ nothing is left to send ─ clear) x rounds ─ end
+start nodes ─ (clear ─ prepare ─ common start signal ─ last node has its bodies ─ nothing is left to send) x rounds ─ end
 
 Time counts until the last node has its bodies; bytes and processor time until nothing is left to send.
 """
@@ -77,6 +77,8 @@ class NodeSwarm:
         self._num_rounds += 1
         num_nodes = len(self._nodes)
         try:
+            if self._num_rounds > 1:
+                await self._all("clear", _STEP_TIMEOUT_S)
             await self._all(
                 "prepare",
                 _STEP_TIMEOUT_S,
@@ -92,8 +94,6 @@ class NodeSwarm:
                 ends = await self._all("finish", _STEP_TIMEOUT_S)
                 replies = [reply | end for reply, end in zip(replies, ends, strict=True)]
             wire_bytes, cpu_s = loopback_bytes() - bytes_before, self._cpu_s() - cpu_before_s
-            if not failures:
-                await self._all("clear", _STEP_TIMEOUT_S)
         except NodeFailed as error:
             return Round(None, 0, num_nodes, 0, 0.0, failure=str(error))
         times = [reply["seconds"] for reply in replies if reply.get("seconds") is not None]

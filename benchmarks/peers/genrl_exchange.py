@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -23,17 +23,11 @@ from measuring.command_loop import reply, take_over_stdin, take_over_stdout
 class GenrlNode:
     """Bootstrap peer where no initial peers are given."""
 
-    def __init__(self, initial_peers: list[str], num_nodes: int, gather_timeout_s: int) -> None:
+    def __init__(self, module: ModuleType, initial_peers: list[str], num_nodes: int, gather_timeout_s: int) -> None:
         os.environ["HIVEMIND_WORLD_SIZE"] = str(num_nodes)
-        import hivemind
-        from hivemind.utils import get_dht_time
-
-        hivemind.get_dht_time = get_dht_time  # hivemind 1.1.12 no longer exports what genrl imports from there
-        from genrl.communication.hivemind import hivemind_backend
-
-        self._module = hivemind_backend
-        hivemind_backend.HivemindRendezvouz.init(is_master=not initial_peers)
-        self._backend = hivemind_backend.HivemindBackend(
+        self._module = module
+        module.HivemindRendezvouz.init(is_master=not initial_peers)
+        self._backend = module.HivemindBackend(
             initial_peers=initial_peers or None, timeout=gather_timeout_s, beam_size=10
         )
         self._value = b""
@@ -62,8 +56,20 @@ def _read_commands(stream: TextIO, commands: "queue.Queue[dict[str, Any]]") -> N
     os.killpg(0, signal.SIGKILL)  # the parent is gone, or done; a hanging call would never notice
 
 
+def genrl_backend() -> ModuleType:
+    """Imports torch too, which takes seconds."""
+    import hivemind
+    from hivemind.utils import get_dht_time
+
+    hivemind.get_dht_time = get_dht_time  # hivemind 1.1.12 no longer exports what genrl imports from there
+    from genrl.communication.hivemind import hivemind_backend
+
+    return hivemind_backend
+
+
 def main() -> None:
     replies, stream = take_over_stdout(), take_over_stdin()
+    module = genrl_backend()  # all nodes at once, before the first of them is asked to start
     commands: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_read_commands, args=(stream, commands), daemon=True).start()
     node: GenrlNode | None = None
@@ -72,7 +78,7 @@ def main() -> None:
         name = command.pop("do")
         try:
             if name == "start":
-                node = GenrlNode(command["initial_peers"], command["num_nodes"], command["gather_timeout_s"])
+                node = GenrlNode(module, command["initial_peers"], command["num_nodes"], command["gather_timeout_s"])
                 reply(replies, {"addresses": node.addresses()})
             elif name in ("finish", "clear"):
                 reply(replies, {})
