@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from swarm.engine.engine import AnswerRequest
 from swarm.engine.merged_layers import MergedLayers
 from swarm.engine.sampling import Sampling
 from swarm.engine.slot_engine import SlotEngine
@@ -76,12 +77,13 @@ class Contest:
         prompts = [
             self._policy.encode_prompt(f"What is {7 * i % 90} + {13 * i % 97}?") for i in range(len(case.lengths))
         ]
+        requests = [
+            AnswerRequest(prompt, case.group_size, length) for prompt, length in zip(prompts, case.lengths, strict=True)
+        ]
         systems: dict[str, Callable[[], Any]] = {
             GENERATE: lambda: self._generate(case, prompts, folded=False),
             FOLDED: lambda: self._generate(case, prompts, folded=True),
-            ENGINE: lambda: self._engine.generate(
-                prompts, case.group_size, max_new_tokens=case.lengths, sampling=Sampling(), seed=0
-            ),
+            ENGINE: lambda: self._engine.generate(requests, Sampling(), seed=0),
         }
         times = Times(case, {name: [] for name in systems}, *self._work(case, prompts))
         for turn in range(num_turns + 1):

@@ -23,6 +23,7 @@ def sample(
     resolved = load_config(
         config_arguments(config, folder), ("--dir", "--prompt", "--num", "--temperature", "--seed", "--base")
     )
+    from swarm.engine.engine import AnswerRequest
     from swarm.engine.make_engine import make_engine
     from swarm.engine.sampling import Sampling
 
@@ -30,10 +31,8 @@ def sample(
     engine = make_engine(policy, resolved.rollouts)
     for number, text in enumerate([prompt] if prompt else _lines()):
         (answers,) = engine.generate(
-            [policy.encode_prompt(text)],
-            num,
-            max_new_tokens=resolved.rollouts.max_new_tokens,
-            sampling=Sampling(temperature=temperature),
+            [AnswerRequest(policy.encode_prompt(text), num, resolved.rollouts.max_new_tokens)],
+            Sampling(temperature=temperature),
             seed=seed + number,
             stop=resolved.rollouts.stop,
         )

@@ -30,20 +30,39 @@ class Completion:
         return self.end == "eos"
 
 
+NOT_BEGUN = Completion((), (), (), "open")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRequest:
+    """What to sample for one prompt."""
+
+    prompt: Sequence[int]
+    """Token ids."""
+    num_answers: int
+    max_new_tokens: int
+    """Of each answer, from its first token on."""
+    begun: tuple[Completion, ...] = ()
+    """For a ResumingEngine: the first answers as far as they have come, ended ones too; the others start from nothing."""
+
+    @property
+    def answers(self) -> tuple[Completion, ...]:
+        """[num_answers] before sampling."""
+        return self.begun + (NOT_BEGUN,) * (self.num_answers - len(self.begun))
+
+
 class Engine(Protocol):
     """Samples answers from the policy's weights as they are at the moment of the call."""
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
-        group_size: int | Sequence[int],
-        *,
-        max_new_tokens: int | Sequence[int],
+        requests: Sequence[AnswerRequest],
         sampling: Sampling,
+        *,
         seed: int,
         stop: Sequence[str] = (),
     ) -> list[list[Completion]]:
-        """`group_size` answers to each prompt, at most `max_new_tokens` long; one number for all prompts, or one for each.
+        """The answers to each request, in the order of the requests.
 
         An answer also ends once its text contains a string of `stop`. Equal seed and weights give equal answers, however
         they are batched. Raises TrainingError when the policy gives no finite probabilities, MemoryBudgetError when
@@ -71,24 +90,19 @@ class ResumingEngine(Engine, Protocol):
 
     def resume(
         self,
-        prompts: Sequence[Sequence[int]],
-        begun: Sequence[Sequence[Completion]],
+        requests: Sequence[AnswerRequest],
+        sampling: Sampling,
         *,
         enough: int,
-        max_new_tokens: int,
-        sampling: Sampling,
         seed: int,
         stop: Sequence[str] = (),
     ) -> list[list[Completion]]:
-        """Answers as in `generate`, one for each of `begun`, until `enough` prompts have all of theirs.
+        """Answers as in `generate`, until `enough` requests have all of theirs.
 
-        Of `begun` those that are open are continued (without a token: started), the others come back as they are; earlier
-        prompts go first. What is still open in the end keeps its tokens, each with the log-probs it was drawn at.
+        Answers that are open are continued, those that have ended come back as they are; earlier requests go first.
+        What is still open in the end keeps its tokens, each with the log-probs it was drawn at.
         """
         ...
-
-
-NOT_BEGUN = Completion((), (), (), "open")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +110,7 @@ class Row:
     """An answer to be sampled."""
 
     prompt: int
-    """Index of its prompt."""
+    """Index of its request."""
     sample: int
     """Which of its siblings it is."""
     max_new_tokens: int
@@ -109,42 +123,34 @@ class Row:
         return (self.prompt, self.sample if self.begun.token_ids else -1)
 
 
-def rows_of(
-    prompts: Sequence[Sequence[int]], group_size: int | Sequence[int], max_new_tokens: int | Sequence[int]
-) -> list[Row]:
-    """All answers in the order to start them in, siblings together.
-
-    Those that may take longest come first: what starts last should end soon.
-    """
-    sizes = [group_size] * len(prompts) if isinstance(group_size, int) else group_size
-    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    order = sorted(range(len(prompts)), key=lambda i: (-limits[i], -len(prompts[i])))
-    return [Row(prompt, sample, limits[prompt]) for prompt in order for sample in range(sizes[prompt])]
-
-
-def open_rows(begun: Sequence[Sequence[Completion]], max_new_tokens: int) -> list[Row]:
-    """Those of `begun` that are to be continued, in their order."""
+def open_rows(requests: Sequence[AnswerRequest]) -> list[Row]:
+    """Every answer that has not ended, in the order of the requests."""
     return [
-        Row(prompt, sample, max_new_tokens, completion)
-        for prompt, completions in enumerate(begun)
-        for sample, completion in enumerate(completions)
-        if completion.end == "open"
+        Row(index, sample, request.max_new_tokens, answer)
+        for index, request in enumerate(requests)
+        for sample, answer in enumerate(request.answers)
+        if answer.end == "open"
     ]
 
 
+def longest_first(requests: Sequence[AnswerRequest], rows: Sequence[Row]) -> list[Row]:
+    """Rows in the order to start them in, siblings together: what starts last should end soon."""
+    return sorted(rows, key=lambda row: (-row.max_new_tokens, -len(requests[row.prompt].prompt), row.prompt))
+
+
 def grouped(
-    prompts: Sequence[Sequence[int]], completions: Mapping[tuple[int, int], Completion]
+    requests: Sequence[AnswerRequest], completions: Mapping[tuple[int, int], Completion]
 ) -> list[list[Completion]]:
-    """Answers by (prompt, sample) as one list per prompt."""
-    groups: list[list[Completion]] = [[] for _ in prompts]
-    for (prompt, _), completion in sorted(completions.items(), key=lambda item: item[0]):
-        groups[prompt].append(completion)
-    return groups
+    """The answers to each request: those of `completions`, by (request, sample), and the others as they were."""
+    return [
+        [completions.get((index, sample), answer) for sample, answer in enumerate(request.answers)]
+        for index, request in enumerate(requests)
+    ]
 
 
-def capacity_of(prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> int:
-    """Tokens of the longest prompt with its answer."""
-    return max(len(prompts[row.prompt]) + row.max_new_tokens for row in rows)
+def capacity_of(requests: Sequence[AnswerRequest]) -> int:
+    """Tokens of the longest prompt with its answer, where there is any to sample."""
+    return max(len(request.prompt) + request.max_new_tokens for request in requests if request.num_answers)
 
 
 def refuse_nan(completions: Iterable[Completion]) -> None:

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 
 import torch
 
-from swarm.engine.engine import Completion, Row, capacity_of, grouped, open_rows, refuse_nan, rows_of
+from swarm.engine.engine import (
+    AnswerRequest,
+    Completion,
+    Row,
+    capacity_of,
+    grouped,
+    longest_first,
+    open_rows,
+    refuse_nan,
+)
 from swarm.engine.merged_layers import MergedLayers
 from swarm.engine.sampling import Sampling
 from swarm.engine.slot_cache import SlotCache
@@ -46,59 +55,51 @@ class SlotEngine:
     @torch.inference_mode()  # a twelfth faster than no_grad for a small model
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
-        group_size: int | Sequence[int],
-        *,
-        max_new_tokens: int | Sequence[int],
+        requests: Sequence[AnswerRequest],
         sampling: Sampling,
+        *,
         seed: int,
         stop: Sequence[str] = (),
     ) -> list[list[Completion]]:
         """See `Engine.generate`."""
-        rows = rows_of(prompts, group_size, max_new_tokens)
-        return grouped(prompts, self._run(prompts, rows, len(prompts), sampling, seed, stop))
+        rows = longest_first(requests, open_rows(requests))
+        return grouped(requests, self._run(requests, rows, len(requests), sampling, seed, stop))
 
     @torch.no_grad()
     def resume(
         self,
-        prompts: Sequence[Sequence[int]],
-        begun: Sequence[Sequence[Completion]],
+        requests: Sequence[AnswerRequest],
+        sampling: Sampling,
         *,
         enough: int,
-        max_new_tokens: int,
-        sampling: Sampling,
         seed: int,
         stop: Sequence[str] = (),
     ) -> list[list[Completion]]:
         """See `ResumingEngine.resume`."""
-        rows = open_rows(begun, max_new_tokens)
-        continued = self._run(prompts, rows, enough, sampling, seed, stop)
-        return [
-            [continued.get((prompt, sample), completion) for sample, completion in enumerate(completions)]
-            for prompt, completions in enumerate(begun)
-        ]
+        return grouped(requests, self._run(requests, open_rows(requests), enough, sampling, seed, stop))
 
     def _run(
         self,
-        prompts: Sequence[Sequence[int]],
+        requests: Sequence[AnswerRequest],
         rows: Sequence[Row],
         enough: int,
         sampling: Sampling,
         seed: int,
         stop: Sequence[str],
     ) -> dict[tuple[int, int], Completion]:
-        """All rows, by (prompt, sample), once `enough` prompts have no row left that is open."""
+        """All rows, by (request, sample), once `enough` requests have no row left that is open."""
         if not rows:
             return {}
         self._policy.model.eval()
-        num_slots = self._num_slots(len(rows), capacity_of(prompts, rows))
+        capacity = capacity_of(requests)
+        num_slots = self._num_slots(len(rows), capacity)
         eos = torch.tensor(self._policy.eos_token_ids, device=self._policy.device)
         cache, self._cache = self._cache, None  # what fails midway leaves nothing behind
         run = SlotRun(
-            self._model, prompts, rows, num_slots,
+            self._model, requests, rows, num_slots, capacity,
             sampling=sampling, seed=seed, eos=eos, stop=StopStrings(self._policy.decode, stop), cache=cache,
         )  # fmt: skip
-        num_ended = len(prompts) - len(run.num_missing)  # those whose answers had all ended before
+        num_ended = len(requests) - len(run.num_missing)  # those whose answers had all ended before
         with self._merged:
             while num_ended + sum(not num for num in run.num_missing.values()) < enough and run.is_going():
                 run.step()

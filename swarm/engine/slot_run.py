@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from swarm.engine.engine import Completion, End, Row, capacity_of
+from swarm.engine.engine import AnswerRequest, Completion, End, Row
 from swarm.engine.sampling import Sampling, sample_tokens
 from swarm.engine.slot_cache import SlotCache
 from swarm.engine.slot_model import SlotModel
@@ -40,9 +40,10 @@ class SlotRun:
     def __init__(
         self,
         model: SlotModel,
-        prompts: Sequence[Sequence[int]],
+        requests: Sequence[AnswerRequest],
         rows: Sequence[Row],
         num_slots: int,
+        capacity: int,
         *,
         sampling: Sampling,
         seed: int,
@@ -50,7 +51,10 @@ class SlotRun:
         stop: StopStrings,
         cache: SlotCache | None,
     ) -> None:
-        """`rows` in the order to start them in, siblings together. `cache`: buffers of an earlier call, to be used again."""
+        """`rows` in the order to start them in, siblings together. `capacity`: tokens of a slot.
+
+        `cache`: buffers of an earlier call, to be used again.
+        """
         device, longest_answer = eos.device, max(row.max_new_tokens for row in rows)
         self.completions: dict[tuple[int, int], Completion] = {}
         """By (prompt, sample), once ended."""
@@ -58,7 +62,7 @@ class SlotRun:
         """Answers that have not ended, by prompt."""
         self.cache = cache
         self._model = model
-        self._prompts = prompts
+        self._prompts = [request.prompt for request in requests]
         self._queue = deque(rows)
         self._sampling = sampling
         self._seed = seed
@@ -66,7 +70,7 @@ class SlotRun:
         self._eos = eos
         self._num_slots = num_slots
         self._num_active = 0
-        self._capacity = capacity_of(prompts, rows)
+        self._capacity = capacity
         self._prepared: dict[tuple[int, int], _Prepared] = {}  # by start
         self._slots = torch.arange(num_slots, device=device)
         self._rows: list[Row | None] = [None] * num_slots

@@ -12,7 +12,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swarm.engine.engine import Completion, End, Row, capacity_of, grouped, refuse_nan, rows_of
+from swarm.engine.engine import (
+    AnswerRequest,
+    Completion,
+    End,
+    Row,
+    capacity_of,
+    grouped,
+    longest_first,
+    open_rows,
+    refuse_nan,
+)
 from swarm.engine.sampling import Sampling, sample_tokens
 from swarm.engine.stop_strings import StopStrings
 from swarm.policy.cached_forward import PromptCache
@@ -36,28 +46,26 @@ class TransformersEngine:
     @torch.no_grad()
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
-        group_size: int | Sequence[int],
-        *,
-        max_new_tokens: int | Sequence[int],
+        requests: Sequence[AnswerRequest],
         sampling: Sampling,
+        *,
         seed: int,
         stop: Sequence[str] = (),
     ) -> list[list[Completion]]:
         """See `Engine.generate`."""
-        rows = rows_of(prompts, group_size, max_new_tokens)
+        rows = longest_first(requests, open_rows(requests))
         if not rows:
-            return [[] for _ in prompts]
+            return grouped(requests, {})
         self._policy.model.eval()
-        size = self._chunk_size(capacity_of(prompts, rows))
+        size = self._chunk_size(capacity_of(requests))
         answers: dict[tuple[int, int], Completion] = {}
         for start in range(0, len(rows), size):
             chunk = rows[start : start + size]
-            batch = _Batch(self._policy, prompts, chunk, sampling, seed, StopStrings(self._policy.decode, stop))
+            batch = _Batch(self._policy, requests, chunk, sampling, seed, StopStrings(self._policy.decode, stop))
             keys = [(row.prompt, row.sample) for row in chunk]
             answers.update(zip(keys, batch.decode(), strict=True))
         refuse_nan(answers.values())
-        return grouped(prompts, answers)
+        return grouped(requests, answers)
 
     @torch.no_grad()
     def score(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
@@ -96,14 +104,14 @@ class _Batch:
     def __init__(
         self,
         policy: Policy,
-        prompts: Sequence[Sequence[int]],
+        requests: Sequence[AnswerRequest],
         rows: Sequence[Row],
         sampling: Sampling,
         seed: int,
         stop: StopStrings,
     ) -> None:
         self._policy = policy
-        self._prompts = [tuple(prompts[row.prompt]) for row in rows]
+        self._prompts = [tuple(requests[row.prompt].prompt) for row in rows]
         self._sampling = sampling
         self._stop = stop
         self._limits = [row.max_new_tokens for row in rows]

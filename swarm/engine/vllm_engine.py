@@ -18,7 +18,7 @@ import torch
 
 from swarm.adapters.adapter_state import read_adapter
 from swarm.adapters.export import export_adapter
-from swarm.engine.engine import Completion, End, refuse_nan
+from swarm.engine.engine import AnswerRequest, Completion, End, refuse_nan
 from swarm.engine.sampling import Sampling
 from swarm.errors import ConfigError, PolicyError
 from swarm.policy.counter_noise import derive_seed
@@ -74,40 +74,37 @@ class VllmEngine:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
-        group_size: int | Sequence[int],
-        *,
-        max_new_tokens: int | Sequence[int],
+        requests: Sequence[AnswerRequest],
         sampling: Sampling,
+        *,
         seed: int,
         stop: Sequence[str] = (),
     ) -> list[list[Completion]]:
         """See `Engine.generate`. Answers are repeatable as far as vLLM's own batches are."""
-        sizes = [group_size] * len(prompts) if isinstance(group_size, int) else list(group_size)
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        wanted = [index for index, size in enumerate(sizes) if size]
+        wanted = [(index, request) for index, request in enumerate(requests) if request.num_answers]
         if not wanted:
-            return [[] for _ in prompts]
+            return [[] for _ in requests]
         parameters = [
             self._vllm.SamplingParams(
-                n=1 if sampling.temperature == 0 else sizes[index],  # greedy siblings are alike, and vLLM refuses them
+                # Greedy siblings are alike, and vLLM refuses them.
+                n=request.num_answers if sampling.temperature else 1,
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
                 min_p=sampling.min_p,
-                max_tokens=limits[index],
+                max_tokens=request.max_new_tokens,
                 seed=derive_seed("vllm", seed, index) % 2**31,
                 stop=list(stop) or None,
                 stop_token_ids=list(self._policy.eos_token_ids),
                 logprobs=0,  # those of the tokens drawn
             )
-            for index in wanted
+            for index, request in wanted
         ]
-        outputs = self._run([prompts[index] for index in wanted], parameters)
-        groups: list[list[Completion]] = [[] for _ in prompts]
-        for index, output in zip(wanted, outputs, strict=True):
-            completions = self._completions(prompts[index], output.outputs, sampling)
-            groups[index] = completions * (sizes[index] // len(completions))
+        outputs = self._run([request.prompt for _, request in wanted], parameters)
+        groups: list[list[Completion]] = [[] for _ in requests]
+        for (index, request), output in zip(wanted, outputs, strict=True):
+            completions = self._completions(request.prompt, output.outputs, sampling)
+            groups[index] = completions * (request.num_answers // len(completions))
         refuse_nan(completion for group in groups for completion in group)
         return groups
 

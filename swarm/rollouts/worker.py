@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from swarm.config import RolloutsSection
-from swarm.engine.engine import Completion, Engine, ResumingEngine
+from swarm.engine.engine import AnswerRequest, Completion, Engine, ResumingEngine
 from swarm.engine.sampling import Sampling
 from swarm.policy.policy import Policy
 from swarm.rollouts.open_group import OpenGroup
@@ -74,14 +74,8 @@ class RolloutWorker:
         sizes = sizes or [self._config.group_size] * len(tasks)
         kept_sizes = [size for (_, prompt), size in zip(encoded, sizes, strict=True) if self._fits(prompt)]
         too_long = Counter(task.ref.source for task, prompt in encoded if not self._fits(prompt))
-        answers = self._engine.generate(
-            [prompt for _, prompt in kept],
-            kept_sizes,
-            max_new_tokens=self._config.max_new_tokens,
-            sampling=self._sampling,
-            seed=seed,
-            stop=self._config.stop,
-        )
+        requests = [self._request(prompt, size) for (_, prompt), size in zip(kept, kept_sizes, strict=True)]
+        answers = self._engine.generate(requests, self._sampling, seed=seed, stop=self._config.stop)
         answered = [
             (task, completions, self._policy.version) for (task, _), completions in zip(kept, answers, strict=True)
         ]
@@ -98,11 +92,9 @@ class RolloutWorker:
         too_long = Counter(group.task.ref.source for group, prompt in encoded if not self._fits(prompt))
         kept = [(group, prompt) for group, prompt in encoded if self._fits(prompt)]
         answers = self._engine.resume(
-            [prompt for _, prompt in kept],
-            [group.answers for group, _ in kept],
+            [self._request(prompt, len(group.answers), group.answers) for group, prompt in kept],
+            self._sampling,
             enough=enough,
-            max_new_tokens=self._config.max_new_tokens,
-            sampling=self._sampling,
             seed=seed,
             stop=self._config.stop,
         )
@@ -120,10 +112,8 @@ class RolloutWorker:
         rewards: dict[str, list[float]] = {}
         kept = [(task, prompt) for task in tasks if self._fits(prompt := self._policy.encode_prompt(task.prompt))]
         answers = self._engine.generate(
-            [prompt for _, prompt in kept],
-            1,
-            max_new_tokens=self._config.max_new_tokens,
-            sampling=Sampling(temperature=temperature),
+            [self._request(prompt, 1) for _, prompt in kept],
+            Sampling(temperature=temperature),
             seed=seed,
             stop=self._config.stop,
         )
@@ -155,6 +145,9 @@ class RolloutWorker:
                 failures[task.ref.source] += 1
                 logger.debug("dropped a group of %s: %s", task.ref.source, failure)
         return RolloutBatch(list(tasks), groups, dict(failures), dict(too_long), likelihoods, num_tokens)
+
+    def _request(self, prompt: Sequence[int], num_answers: int, begun: tuple[Completion, ...] = ()) -> AnswerRequest:
+        return AnswerRequest(prompt, num_answers, self._config.max_new_tokens, begun)
 
     def _fits(self, prompt: Sequence[int]) -> bool:
         return len(prompt) <= self._policy.config.max_prompt_tokens

@@ -14,7 +14,7 @@ from swarm.engine.slot_model import supports_slots
 from swarm.engine.transformers_engine import TransformersEngine
 from swarm.errors import MemoryBudgetError, TrainingError
 from swarm.policy.policy import Policy
-from tests.unit.tiny_models import ARCHITECTURES, RAGGED_PROMPTS
+from tests.unit.tiny_models import ARCHITECTURES, RAGGED_PROMPTS, requests
 
 MakePolicy = Callable[..., Policy]
 MakeEngine = Callable[..., Engine]
@@ -40,7 +40,7 @@ def generate(
 ) -> list[list[Completion]]:
     prompts = [policy.encode_prompt(prompt) for prompt in RAGGED_PROMPTS]
     engine = kind(policy, batch)
-    return engine.generate(prompts, group_size, max_new_tokens=tokens, sampling=sampling, seed=seed, stop=stop)
+    return engine.generate(requests(prompts, group_size, tokens), sampling, seed=seed, stop=stop)
 
 
 def tokens_of(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
@@ -93,7 +93,7 @@ def test_a_second_call_in_the_buffers_of_the_first_is_as_good(make_policy: MakeP
     prompts = [policy.encode_prompt(prompt) for prompt in RAGGED_PROMPTS]
     expected = generate(policy, tokens=5)
     for tokens in (40, 5):
-        groups = engine.generate(prompts, 4, max_new_tokens=tokens, sampling=Sampling(), seed=3)
+        groups = engine.generate(requests(prompts, 4, tokens), Sampling(), seed=3)
     assert tokens_of(groups) == tokens_of(expected)
 
 
@@ -150,7 +150,7 @@ def test_the_seed_decides(make_policy: MakePolicy, kind: MakeEngine):
 def test_siblings_and_equal_prompts_get_different_answers(make_policy: MakePolicy, kind: MakeEngine):
     policy = make_policy()
     prompt = policy.encode_prompt("Hi")
-    groups = kind(policy, 64).generate([prompt, prompt], 4, max_new_tokens=12, sampling=Sampling(), seed=0)
+    groups = kind(policy, 64).generate(requests([prompt, prompt], 4, 12), Sampling(), seed=0)
     assert len({completion.token_ids for group in groups for completion in group}) == 8
 
 
@@ -195,8 +195,8 @@ def test_score_equals_an_unpadded_forward_pass(make_policy: MakePolicy, kind: Ma
 @each_engine
 def test_nothing_to_sample_gives_no_answers(make_policy: MakePolicy, kind: MakeEngine):
     engine = kind(make_policy(), 4)
-    assert engine.generate([], 4, max_new_tokens=3, sampling=Sampling(), seed=0) == []
-    assert engine.generate([[5], [6]], 0, max_new_tokens=3, sampling=Sampling(), seed=0) == [[], []]
+    assert engine.generate(requests([], 4, 3), Sampling(), seed=0) == []
+    assert engine.generate(requests([[5], [6]], 0, 3), Sampling(), seed=0) == [[], []]
 
 
 @each_engine
@@ -212,14 +212,14 @@ def test_an_engine_goes_on_after_a_broken_policy_was_mended(make_policy: MakePol
     policy = make_policy()
     engine = SlotEngine(policy, 8)
     prompts, factor = [policy.encode_prompt("Hi")], next(p for n, p in policy.model.named_parameters() if "lora_B" in n)
-    expected = engine.generate(prompts, 4, max_new_tokens=6, sampling=Sampling(), seed=0)
+    expected = engine.generate(requests(prompts, 4, 6), Sampling(), seed=0)
     sound = factor.detach().clone()
     with torch.no_grad():
         factor.fill_(float("nan"))
         with pytest.raises(TrainingError):
-            engine.generate(prompts, 4, max_new_tokens=6, sampling=Sampling(), seed=0)
+            engine.generate(requests(prompts, 4, 6), Sampling(), seed=0)
         factor.copy_(sound)
-    assert engine.generate(prompts, 4, max_new_tokens=6, sampling=Sampling(), seed=0) == expected
+    assert engine.generate(requests(prompts, 4, 6), Sampling(), seed=0) == expected
 
 
 def test_folding_leaves_the_model_as_it_was(make_policy: MakePolicy):
@@ -242,9 +242,9 @@ def test_fewer_answers_at_once_where_the_cache_is_small(make_policy: MakePolicy,
     prompts = [policy.encode_prompt(prompt) for prompt in RAGGED_PROMPTS]
     each = kind(policy, 64).answer_bytes(longest)
     small = kind(policy, 64, each * 3)
-    assert tokens_of(small.generate(prompts, 4, max_new_tokens=12, sampling=Sampling(), seed=3)) == tokens_of(expected)
+    assert tokens_of(small.generate(requests(prompts, 4, 12), Sampling(), seed=3)) == tokens_of(expected)
     with pytest.raises(MemoryBudgetError, match=r"set rollouts\.cache_mib = 1, or lower"):
-        kind(policy, 64, each - 1).generate(prompts, 4, max_new_tokens=12, sampling=Sampling(), seed=3)
+        kind(policy, 64, each - 1).generate(requests(prompts, 4, 12), Sampling(), seed=3)
 
 
 def test_answer_bytes_are_those_of_the_slots(make_policy: MakePolicy):
@@ -265,7 +265,7 @@ def test_a_recurrent_model_gets_an_engine_too(make_policy: MakePolicy):
     engine = make_engine(policy, RolloutsSection())
     assert isinstance(engine, TransformersEngine)
     prompt = policy.encode_prompt("What is 7 + 5?")
-    (group,) = engine.generate([prompt], 3, max_new_tokens=8, sampling=Sampling(), seed=0)
+    (group,) = engine.generate(requests([prompt], 3, 8), Sampling(), seed=0)
     for completion in group:
         expected = unpadded_logprobs(policy, prompt, completion.token_ids, 1.0)
         assert completion.logprobs == pytest.approx(expected, abs=1e-4)

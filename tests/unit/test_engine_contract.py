@@ -14,7 +14,7 @@ from swarm.engine.make_engine import make_engine
 from swarm.engine.sampling import Sampling
 from swarm.errors import ConfigError
 from swarm.policy.policy import Policy, load_policy
-from tests.unit.tiny_models import perturb
+from tests.unit.tiny_models import perturb, requests
 
 KINDS = ("auto", "transformers", *(("vllm",) if find_spec("vllm") else ()))
 PROMPTS = ("What is 2 + 3?", "Spell table backward.", "What is 7 times 8?")
@@ -39,9 +39,7 @@ def full_pass(policy: Policy, prompt: Sequence[int], answer: Sequence[int], temp
 
 def test_answers_end_where_they_say(rig: tuple[Policy, Engine]) -> None:
     policy, engine = rig
-    groups = engine.generate(
-        encoded(policy), [3, 0, 2], max_new_tokens=[2, 8, 12], sampling=Sampling(), seed=5, stop=["1"]
-    )
+    groups = engine.generate(requests(encoded(policy), [3, 0, 2], [2, 8, 12]), Sampling(), seed=5, stop=["1"])
     assert [len(group) for group in groups] == [3, 0, 2]
     for group, limit in zip(groups, (2, 8, 12), strict=True):
         for completion in group:
@@ -56,7 +54,7 @@ def test_answers_end_where_they_say(rig: tuple[Policy, Engine]) -> None:
 def test_logprobs_are_those_of_the_weights_as_they_are(rig: tuple[Policy, Engine], sampling: Sampling) -> None:
     policy, engine = rig
     for _ in range(2):  # the second time other weights
-        groups = engine.generate(encoded(policy), 2, max_new_tokens=10, sampling=sampling, seed=1)
+        groups = engine.generate(requests(encoded(policy), 2, 10), sampling, seed=1)
         for prompt, group in zip(encoded(policy), groups, strict=True):
             for completion in group:
                 plain = full_pass(policy, prompt, completion.token_ids)
@@ -68,7 +66,7 @@ def test_logprobs_are_those_of_the_weights_as_they_are(rig: tuple[Policy, Engine
 
 def test_filters_draw_only_what_they_leave_and_say_its_probability(rig: tuple[Policy, Engine]) -> None:
     policy, engine = rig
-    (group,) = engine.generate(encoded(policy)[:1], 8, max_new_tokens=1, sampling=Sampling(top_k=2), seed=1)
+    (group,) = engine.generate(requests(encoded(policy)[:1], 8, 1), Sampling(top_k=2), seed=1)
     with torch.no_grad():
         logits = policy.model(input_ids=torch.tensor([encoded(policy)[0]])).logits[0, -1]
     two = logits.topk(2)
@@ -81,7 +79,7 @@ def test_same_seed_gives_the_same_answers_and_another_others(rig: tuple[Policy, 
     policy, engine = rig
 
     def answers(seed: int) -> list[list[tuple[int, ...]]]:
-        groups = engine.generate(encoded(policy), 4, max_new_tokens=8, sampling=Sampling(), seed=seed)
+        groups = engine.generate(requests(encoded(policy), 4, 8), Sampling(), seed=seed)
         return [[completion.token_ids for completion in group] for group in groups]
 
     assert answers(3) == answers(3) != answers(4)
@@ -98,7 +96,7 @@ def test_canary_agrees_after_the_weights_have_moved(rig: tuple[Policy, Engine]) 
 
 def test_nothing_asked_is_nothing_answered(rig: tuple[Policy, Engine]) -> None:
     _, engine = rig
-    assert engine.generate([], 4, max_new_tokens=3, sampling=Sampling(), seed=0) == []
+    assert engine.generate(requests([], 4, 3), Sampling(), seed=0) == []
 
 
 def test_engine_that_cannot_continue_answers_refuses_over_provision() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from swarm.config import RolloutsSection
-from swarm.engine.engine import NOT_BEGUN, Completion
+from swarm.engine.engine import NOT_BEGUN, AnswerRequest, Completion
 from swarm.engine.sampling import Sampling
 from swarm.engine.slot_engine import SlotEngine
 from swarm.policy.policy import Policy
@@ -21,7 +21,7 @@ from swarm.tasks.task_source import UnknownTask
 from swarm.types import Task, TaskRef
 from tests.unit.test_engine_contract import full_pass
 from tests.unit.test_rollout_round import Mixture, now_and_then
-from tests.unit.tiny_models import ARCHITECTURES, RAGGED_PROMPTS, perturb
+from tests.unit.tiny_models import ARCHITECTURES, RAGGED_PROMPTS, perturb, requests
 
 MakePolicy = Callable[..., Policy]
 SAMPLING = Sampling(temperature=0.9)
@@ -30,9 +30,11 @@ SAMPLING = Sampling(temperature=0.9)
 def resume(
     policy: Policy, begun: list[list[Completion]], enough: int, seed: int = 1, tokens: int = 16
 ) -> list[list[Completion]]:
-    prompts = [policy.encode_prompt(prompt) for prompt in RAGGED_PROMPTS]
-    engine = SlotEngine(policy, 5)
-    return engine.resume(prompts, begun, enough=enough, max_new_tokens=tokens, sampling=SAMPLING, seed=seed)
+    wanted = [
+        AnswerRequest(policy.encode_prompt(prompt), len(answers), tokens, tuple(answers))
+        for prompt, answers in zip(RAGGED_PROMPTS, begun, strict=True)
+    ]
+    return SlotEngine(policy, 5).resume(wanted, SAMPLING, enough=enough, seed=seed)
 
 
 def fresh(size: int = 3) -> list[list[Completion]]:
@@ -75,7 +77,7 @@ def test_continued_answers_keep_their_tokens_and_have_the_logprobs_of_who_sample
 def test_enough_of_all_is_what_generate_gives(make_policy: MakePolicy) -> None:
     policy = make_policy()
     prompts = [policy.encode_prompt(prompt) for prompt in RAGGED_PROMPTS]
-    whole = SlotEngine(policy, 5).generate(prompts, 3, max_new_tokens=16, sampling=SAMPLING, seed=1)
+    whole = SlotEngine(policy, 5).generate(requests(prompts, 3, 16), SAMPLING, seed=1)
     resumed = resume(policy, fresh(), enough=len(prompts))
     assert [[c.token_ids for c in group] for group in resumed] == [[c.token_ids for c in group] for group in whole]
 

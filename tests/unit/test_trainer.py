@@ -19,7 +19,7 @@ from swarm.policy.policy import Policy, load_policy
 from swarm.training.trainer import Trainer
 from swarm.training.training_group import TrainingGroup
 from swarm.types import Rollout
-from tests.unit.tiny_models import ARCHITECTURES, sampled_groups
+from tests.unit.tiny_models import ARCHITECTURES, requests, sampled_groups
 
 MakePolicy = Callable[..., Policy]
 MAX_NEW_TOKENS = 6
@@ -176,7 +176,7 @@ def test_an_answer_that_a_stop_string_ended_is_whole(make_policy: MakePolicy):
 def test_filtered_sampling_shows_in_the_importance_weights(make_policy: MakePolicy):
     policy = make_policy()
     prompts, sampling = [policy.encode_prompt("Hi")], Sampling(top_k=3)
-    (completions,) = SlotEngine(policy, 8).generate(prompts, 4, max_new_tokens=4, sampling=sampling, seed=0)
+    (completions,) = SlotEngine(policy, 8).generate(requests(prompts, 4, 4), sampling, seed=0)
     groups = sampled_groups(policy, ("Hi",), max_new_tokens=4)
 
     def report(kind: str) -> float:
@@ -225,7 +225,7 @@ def test_temperature_is_that_of_sampling(make_policy: MakePolicy):
     policy = make_policy()
     prompts = [policy.encode_prompt("Hi")]
     engine, sampling = SlotEngine(policy, 8), Sampling(temperature=0.6)
-    (completions,) = engine.generate(prompts, 4, max_new_tokens=4, sampling=sampling, seed=0)
+    (completions,) = engine.generate(requests(prompts, 4, 4), sampling, seed=0)
     groups = sampled_groups(policy, ("Hi",), max_new_tokens=4)
     fresh = with_rollouts(
         groups[0], lambda i, r: replace(r, token_ids=completions[i].token_ids, logprobs=completions[i].logprobs)

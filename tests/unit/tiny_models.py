@@ -1,5 +1,6 @@
 """Tiny models of three architectures with a character tokenizer, and rollout groups to train them on."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 from swarm.config import LoraSection, PolicySection
+from swarm.engine.engine import AnswerRequest
 from swarm.engine.sampling import Sampling
 from swarm.engine.slot_engine import SlotEngine
 from swarm.policy.policy import Policy, load_policy
@@ -126,6 +128,15 @@ def perturb(policy: Policy, scale: float = 0.05) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
+def requests(
+    prompts: Sequence[Sequence[int]], num_answers: int | Sequence[int], max_new_tokens: int | Sequence[int]
+) -> list[AnswerRequest]:
+    """One for each prompt; a single number counts for all of them."""
+    sizes = [num_answers] * len(prompts) if isinstance(num_answers, int) else num_answers
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    return [AnswerRequest(*one) for one in zip(prompts, sizes, limits, strict=True)]
+
+
 def sampled_groups(
     policy: Policy,
     prompts: tuple[str, ...] = RAGGED_PROMPTS,
@@ -136,9 +147,7 @@ def sampled_groups(
 ) -> list[TrainingGroup]:
     """Own groups with made-up rewards 1, 0, 0, … that are all finished, whether EOS was sampled or not."""
     encoded = [tuple(policy.encode_prompt(prompt)) for prompt in prompts]
-    answers = SlotEngine(policy, 64).generate(
-        encoded, group_size, max_new_tokens=max_new_tokens, sampling=Sampling(), seed=seed
-    )
+    answers = SlotEngine(policy, 64).generate(requests(encoded, group_size, max_new_tokens), Sampling(), seed=seed)
     groups: list[TrainingGroup] = []
     for index, (prompt_ids, completions) in enumerate(zip(encoded, answers, strict=True)):
         rollouts = tuple(
