@@ -28,6 +28,7 @@ def test_the_pause_doubles_with_each_failure_up_to_a_bound_and_is_spread() -> No
         pauses = []
         for _ in range(8):
             absences.failed("a")
+            absences.answered("b")
             pauses.append(pause_s(absences, clock))
         longest = [min(SILENCE_PAUSE_S * 2**number, MAX_PAUSE_S) for number in range(8)]
         assert all(most / 2 <= pause <= most + 0.1 for pause, most in zip(pauses, longest, strict=True))
@@ -39,11 +40,26 @@ def test_an_answer_forgives_all() -> None:
     absences, clock = make()
     for _ in range(4):
         absences.failed("a")
+        absences.answered("b")
         pause_s(absences, clock)
     absences.answered("a")
     assert "a" not in absences
     absences.failed("a")
     assert pause_s(absences, clock) <= SILENCE_PAUSE_S + 0.1
+
+
+def test_pauses_do_not_grow_while_nobody_answers() -> None:
+    absences, clock = make()
+    for _ in range(6):
+        for author in "abc":
+            absences.failed(author)
+        assert max(pause_s(absences, clock, author) for author in "abc") <= SILENCE_PAUSE_S + 0.1
+    absences.answered("c")
+    absences.failed("a")
+    absences.answered("c")
+    pause_s(absences, clock)
+    absences.failed("a")
+    assert pause_s(absences, clock) > SILENCE_PAUSE_S  # the third in a row at half of 80 s, at least
 
 
 def test_requests_that_were_under_way_together_count_as_one_failure() -> None:

@@ -292,7 +292,7 @@ def serve_with(peer: Peer, answer: Callable[[bytes], bytes | Exception | None]) 
 async def test_silent_authors_hold_the_places_for_pulling_for_less_and_less_of_the_time() -> None:
     clock = Clock()
     silent = [Identity(bytes([number]) * 32) for number in range(1, 5)]
-    _, (reader, *authors) = await peers(READER, *silent, clock=clock, swarm_groups=100)
+    _, (reader, honest, *authors) = await peers(READER, ALICE, *silent, clock=clock, swarm_groups=1000)
     for author in authors:
         serve_with(author, lambda request: None)
     for number in range(180):  # every 5 s a header of each
@@ -303,8 +303,10 @@ async def test_silent_authors_hold_the_places_for_pulling_for_less_and_less_of_t
                 expires_at=clock.now + 600,
             )  # fmt: skip
             reader.reader._inbox.take_gossip(WHOLE_SWARM, signed(header, identity))
+        await honest.publish([group(index=number)])  # without an answer of anybody no pause would grow
         await reader.reader.poll()
         clock.now += 5
+    assert reader.reader.num_groups_admitted == 180
     assert 4 * 4 <= reader.reader.rejected["unavailable"] <= 4 * 10, "with an even pause it would be 4 * 45"
 
 
