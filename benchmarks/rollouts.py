@@ -34,6 +34,7 @@ ARMS: dict[str, Mapping[str, object]] = {
     "variance": {"group_sizes": "variance"},
     "second round": {"second_round": "hard", "largest_group": 16},
     "refill": {"refill_draws": 2},
+    "prune": {"prune": True, "prune_after": 2},
 }
 _SLICE_S = 1.0
 

@@ -5,14 +5,17 @@ weights of its own: it samples from the policy's, the adapter folded in for the 
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
 from swarm.engine.engine import Completion, Row, capacity_of, grouped, open_rows, refuse_nan, rows_of
 from swarm.engine.merged_layers import MergedLayers
+from swarm.engine.pruning import PruneCall
 from swarm.engine.sampling import Sampling
 from swarm.engine.slot_cache import SlotCache
 from swarm.engine.slot_model import SlotModel
+from swarm.engine.slot_pruning import SlotPruning
 from swarm.engine.slot_run import SlotRun
 from swarm.engine.stop_strings import StopStrings
 from swarm.policy.free_memory import available_bytes
@@ -58,6 +61,23 @@ class SlotEngine:
         rows = rows_of(prompts, group_size, max_new_tokens)
         return grouped(prompts, self._run(prompts, rows, len(prompts), sampling, seed, stop))
 
+    @torch.inference_mode()
+    def generate_and_prune(
+        self,
+        prompts: Sequence[Sequence[int]],
+        group_size: int | Sequence[int],
+        *,
+        max_new_tokens: int | Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        stop: Sequence[str] = (),
+        pruning: PruneCall,
+    ) -> list[list[Completion]]:
+        """See `PruningEngine.generate_and_prune`."""
+        rows = rows_of(prompts, group_size, max_new_tokens)
+        slot_pruning = SlotPruning(self._policy, pruning, prompts)
+        return grouped(prompts, self._run(prompts, rows, len(prompts), sampling, seed, stop, slot_pruning))
+
     @torch.no_grad()
     def resume(
         self,
@@ -86,6 +106,7 @@ class SlotEngine:
         sampling: Sampling,
         seed: int,
         stop: Sequence[str],
+        pruning: SlotPruning | None = None,
     ) -> dict[tuple[int, int], Completion]:
         """All rows, by (prompt, sample), once `enough` prompts have no row left that is open."""
         if not rows:
@@ -97,9 +118,10 @@ class SlotEngine:
         run = SlotRun(
             self._model, prompts, rows, num_slots,
             sampling=sampling, seed=seed, eos=eos, stop=StopStrings(self._policy.decode, stop), cache=cache,
+            pruning=pruning,
         )  # fmt: skip
         num_ended = len(prompts) - len(run.num_missing)  # those whose answers had all ended before
-        with self._merged:
+        with self._merged, pruning or nullcontext():
             while num_ended + sum(not num for num in run.num_missing.values()) < enough and run.is_going():
                 run.step()
         completions = run.completions | run.suspend()
