@@ -31,7 +31,8 @@ SUCCESS_REWARD = 0.5
 _SAFE_SHARE = 0.1
 """At least this part of a group is safe."""
 _MAX_LOOKS = 16
-"""Looks at one answer, at most: hidden states are kept until it has ended."""
+_MAX_LEARNED = 256
+"""Looks at one answer, and answers of one call that are learned from, at most: their hidden states are kept so long."""
 _MIN_ANSWERS = 256
 _MAX_CALIBRATION_ERROR = 0.1
 """Nothing is dropped before the head has seen so many answers, nor while it is further off than this."""
@@ -56,6 +57,7 @@ class PruneCall:
         self._config = config
         self._drops = drops
         self._places = [np.argsort(np.argsort(uniform(size, "prune", seed, i))) for i, size in enumerate(sizes)]
+        self._stride = max(1, math.ceil(sum(sizes) / _MAX_LEARNED))
         self._prompts: dict[int, _Looks] = {}
         self._answers: dict[AnswerKey, _Looks] = {}
         self._doomed: set[AnswerKey] = set()
@@ -68,19 +70,27 @@ class PruneCall:
     def saw_prompts(self, prompts: Sequence[int], states: Tensor) -> None:
         """Hidden states [N, D] of the last tokens of prompts; the first sight of a prompt counts."""
         for prompt, state, chance in zip(prompts, states, self._head.chances(states).tolist(), strict=True):
-            self._prompts.setdefault(prompt, _Looks([state], [chance]))
+            self._prompts.setdefault(prompt, _Looks([state.clone()], [chance]))
 
     def dropped(self, answers: Sequence[AnswerKey], states: Tensor) -> list[bool]:
         """Whether to drop each of the answers that are due; hidden states [N, D] of their last tokens."""
         decisions: list[bool] = []
         for key, state, chance in zip(answers, states, self._head.chances(states).tolist(), strict=True):
-            looks = self._answers.setdefault(key, _Looks([], []))
-            looks.states.append(state)
-            looks.chances.append(chance)
             if self._drops and self._ends_like_most(key[0], chance):
                 self._doomed.add(key)
-            decisions.append(key in self._doomed and not self._is_safe(key))
+            is_dropped = key in self._doomed and not self._is_safe(key)
+            decisions.append(is_dropped)
+            if is_dropped:
+                self._answers.pop(key, None)
+            elif self.is_learned_from(key):
+                looks = self._answers.setdefault(key, _Looks([], []))
+                looks.states.append(state.clone())  # else it would keep those of all slots
+                looks.chances.append(chance)
         return decisions
+
+    def is_learned_from(self, key: AnswerKey) -> bool:
+        """All answers of a call of usual size; of larger ones an even part."""
+        return sum(key) % self._stride == 0
 
     def weight(self, key: AnswerKey) -> float:
         """1 / the chance that an answer that was not dropped had to survive."""
@@ -88,7 +98,7 @@ class PruneCall:
         return len(self._places[prompt]) / self._num_safe(prompt) if key in self._doomed else 1.0
 
     def looks(self, key: AnswerKey) -> tuple[list[Tensor], list[float]]:
-        """Hidden states and chances of one answer, its prompt's first."""
+        """Hidden states and chances of one answer that is learned from, its prompt's first."""
         prompt, own = self._prompts[key[0]], self._answers.get(key, _Looks([], []))
         return prompt.states + own.states, prompt.chances + own.chances
 
@@ -130,7 +140,7 @@ class Pruning:
         """From the answers that ended, each as heavy as those it stands for; so what was dropped leaves no gap."""
         states: list[Tensor] = []
         rows: list[tuple[float, float, float]] = []  # chance, success, weight
-        for key in sorted(rewards):  # in an order that no slot has a say in
+        for key in sorted(filter(call.is_learned_from, rewards)):  # in an order that no slot has a say in
             success, weight = float(rewards[key] >= SUCCESS_REWARD), call.weight(key)
             seen, chances = call.looks(key)
             states += seen
@@ -140,7 +150,7 @@ class Pruning:
         chances, successes, weights = zip(*rows, strict=True)
         self.reliability.observe(chances, successes, weights)
         self._head.learn(torch.stack(states), torch.tensor(successes), torch.tensor(weights))
-        self._num_answers += len(rewards)
+        self._num_answers += sum(map(call.is_learned_from, rewards))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, JSON-able rest) for a checkpoint."""

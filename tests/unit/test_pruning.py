@@ -204,6 +204,18 @@ def test_report_by_hand() -> None:
     assert (report.reward_sum, report.weight_sum) == (2.0, 4.0)
 
 
+def test_of_a_large_call_a_bounded_part_is_kept_and_learned_from() -> None:
+    sizes = [50] * 40
+    call = call_of(0.3, sizes, drops=False)
+    call.saw_prompts(range(40), torch.zeros(40, 24))
+    keys = [(prompt, sample) for prompt in range(40) for sample in range(50)]
+    call.dropped(keys, torch.ones(len(keys), 24))
+    assert sum(len(call.looks(key)[0]) > 1 for key in keys) <= 256
+    pruning = Pruning(settings(), 24, seed=0)
+    pruning.learn(call, dict.fromkeys(keys, 1.0))
+    assert 200 < pruning.state()[1]["num_answers"] <= 256
+
+
 def ready(policy: Policy, config: RolloutsSection, *, num_answers: int = 1000) -> Pruning:
     """One that has learned something and is trusted."""
     pruning = Pruning(config, hidden_size(policy), seed=0)
