@@ -34,6 +34,7 @@ ARMS: dict[str, Mapping[str, object]] = {
     "variance": {"group_sizes": "variance"},
     "second round": {"second_round": "hard", "largest_group": 16},
     "refill": {"refill_draws": 2},
+    "prune": {"prune": True, "prune_after": 2},
 }
 _SLICE_S = 1.0
 
@@ -69,7 +70,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results: dict[str, list[Arm]] = defaultdict(list)
     for seed in range(options.seeds):
-        arms = {name: _arm(settings, seed) for name, settings in ARMS.items()}
+        arms = {name: _arm(settings, seed) for name, settings in ARMS.items() if name in options.arms}
         until_s = 0.0
         while until_s < options.work_s:
             until_s += _SLICE_S
@@ -131,7 +132,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="4 s of work for each arm, one seed")
     parser.add_argument("--work-s", type=float, help="seconds of work of an arm, default 60")
     parser.add_argument("--seeds", type=int, help="default 2")
+    parser.add_argument("--arms", help="names, separated by commas; default all. The first arm always takes part")
     options = parser.parse_args()
+    options.arms = {DEFAULT, *(options.arms.split(",") if options.arms else ARMS)}
+    if unknown := options.arms - set(ARMS):
+        parser.error(f"--arms must be of {', '.join(ARMS)}, got {', '.join(sorted(unknown))}")
     options.work_s = options.work_s or (4.0 if options.quick else 60.0)
     options.seeds = options.seeds or (1 if options.quick else 2)
     return options

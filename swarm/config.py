@@ -224,6 +224,12 @@ class RolloutsSection(Section):
     """How often a round draws further tasks while fewer than groups_per_round groups have signal (DAPO, 2503.14476)."""
     over_provision: Annotated[float, Field(ge=1, le=4)] = 1.0
     """Begin so many times groups_per_round groups, stop when that many are complete, continue the rest later (APRIL)."""
+    prune: bool = False
+    """Drop answers early whose end is foreseeable, so that groups are rather half right, half wrong (ARRoL, 2603.24840)."""
+    prune_after: PositiveInt = 4
+    """Tokens between two looks at an answer, of which there are 16 at most."""
+    prune_certainty: Annotated[float, Field(gt=0.5, lt=1)] = 0.8
+    """An answer may be dropped once it is so sure to end like most of its group."""
     max_new_tokens: PositiveInt = 24
     """Longest answer in tokens; longer ones are cut and masked from the loss."""
     temperature: PositiveFloat = 1.0
@@ -249,6 +255,18 @@ class RolloutsSection(Section):
             raise ValueError(
                 f"largest_group must be at least group_size, got {self.largest_group} < {self.group_size}; raise it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _pruning_misleads_nobody(self) -> "RolloutsSection":
+        """Rewards of what is left of a group say little of how hard its task is; and a look needs the whole group."""
+        plain = {"task_choice": "weighted", "group_sizes": "equal", "second_round": "off", "over_provision": 1.0}
+        for name, value in plain.items():
+            if self.prune and getattr(self, name) != value:
+                raise ValueError(
+                    f"prune goes with {name} = {value} only, got {getattr(self, name)}: what is left of a group does not "
+                    "tell how hard its task is, nor can it wait for a later round; set prune = false, or that"
+                )
         return self
 
     @property
@@ -437,6 +455,11 @@ class Config(Section):
             raise ValueError(
                 f"rollouts.group_size must be odd with training.advantage median, got {size}: the median rollout is "
                 f"left out; set rollouts.group_size = {size + 1}"
+            )
+        if self.training.advantage == "median" and self.rollouts.prune:
+            raise ValueError(
+                "training.advantage median needs groups of an odd size, got rollouts.prune = true: what is left of them "
+                "has any size; set one of the two otherwise"
             )
         return self
 

@@ -20,6 +20,8 @@ from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config
 from swarm.engine.canary import Canary
 from swarm.engine.make_engine import make_engine
+from swarm.engine.pruning import Pruning
+from swarm.engine.slot_pruning import hidden_size
 from swarm.errors import CheckpointError
 from swarm.policy.memory_probe import probe_memory
 from swarm.policy.policy import Policy
@@ -54,9 +56,13 @@ class Learner:
         self._mixture = mixture
         self._pool = pool
         self._publish = publish
+        self._author = author
         self.policy = policy
         self._engine = make_engine(policy, config.rollouts)
-        self._worker = RolloutWorker(config.rollouts, policy, self._engine, author)
+        self._pruning = (
+            Pruning(config.rollouts, hidden_size(policy), self._seed("pruning")) if config.rollouts.prune else None
+        )
+        self._worker = RolloutWorker(config.rollouts, policy, self._engine, author, self._pruning)
         self._trainer = Trainer(
             config.training,
             policy,
@@ -68,7 +74,6 @@ class Learner:
         self._translator = ExperienceTranslator(policy, config.sharing.likelihood_floor_quantile)
         self._health = HealthWatch()
         stream = training_seed(author, config.node.seed)
-        self._author = author
         self._cursor = TaskCursor(mixture, stream, random.Random(self._seed("tasks")))
         self._difficulty = DifficultyTable(
             mixture.sources,
@@ -99,6 +104,7 @@ class Learner:
         finished = time.monotonic()
         row: Row = {
             **self._rollout_row(rollouts, rolled_out - started),
+            **self._prune_row(rollouts),  # after the one before: its reward is the better one
             **self._train_row(batch, report),
             "time/rollout_s": rolled_out - started,
             "time/train_s": finished - rolled_out,
@@ -144,6 +150,8 @@ class Learner:
             "health": self._health.state(),
             "totals": dict(self._totals),
         }
+        if self._pruning is not None:
+            tensors["pruning"], state["pruning"] = self._pruning.state()
         store.save(self.round, tensors, state)
 
     def resume(self, store: CheckpointStore) -> bool:
@@ -163,6 +171,8 @@ class Learner:
         self._cursor.restore(state["cursor"])
         self._difficulty.restore(state.get("difficulty", {}))
         self._rollouts.restore(state.get("open_groups", []), self._mixture.rebuild)
+        if self._pruning is not None:
+            self._pruning.restore(checkpoint.tensors.get("pruning", {}), state.get("pruning", {}))
         self._rng.setstate(_rng_from(state["rng"]))
         self._translator.restore(state["own_likelihoods"])
         if "health" in state:  # absent in checkpoints of older versions
@@ -205,6 +215,20 @@ class Learner:
             "rollout/failed_tasks": sum(rollouts.failures.values()),
             "rollout/too_long_prompts": sum(rollouts.too_long.values()),
             "rollout/unbuildable_tasks_total": sum(self._cursor.failures.values()),
+        }
+
+    def _prune_row(self, rollouts: RolloutBatch) -> Row:
+        """With pruning the reward is an estimate for all answers that were begun: what is left is rather half right."""
+        if self._pruning is None:
+            return {}
+        rewards = [rollout.reward for group in rollouts.groups for rollout in group.rollouts]
+        return {
+            "rollout/reward_mean": rollouts.pruned.reward_mean,
+            "rollout/surviving_reward_mean": sum(rewards) / len(rewards) if rewards else 0.0,
+            "rollout/pruned_answers": rollouts.pruned.num_pruned,
+            "rollout/saved_tokens": rollouts.pruned.saved_tokens,
+            "rollout/prune_calibration_error": self._pruning.reliability.calibration_error,
+            "rollout/prune_skill": self._pruning.reliability.skill,
         }
 
     def _train_row(self, batch: Sequence[TrainingGroup], report: StepReport | None) -> Row:

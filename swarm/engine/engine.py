@@ -5,11 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+from swarm.engine.pruning import PruneCall
 from swarm.engine.sampling import Sampling
 from swarm.errors import TrainingError
 
-End = Literal["eos", "stop", "limit", "open"]
-"""Why an answer ended: EOS was sampled, a stop string came up, or it was cut at its token limit. open: it has not."""
+End = Literal["eos", "stop", "limit", "open", "pruned"]
+"""Why an answer ended: EOS was sampled, a stop string came up, it was cut at its token limit or dropped. open: it has not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,23 @@ class ResumingEngine(Engine, Protocol):
         Answers that are open are continued, those that have ended come back as they are; earlier requests go first.
         What is still open in the end keeps its tokens, each with the log-probs it was drawn at.
         """
+        ...
+
+
+@runtime_checkable
+class PruningEngine(Engine, Protocol):
+    """An engine that drops answers in the middle, and uses their place for others."""
+
+    def generate_and_prune(
+        self,
+        requests: Sequence[AnswerRequest],
+        sampling: Sampling,
+        pruning: PruneCall,
+        *,
+        seed: int,
+        stop: Sequence[str] = (),
+    ) -> list[list[Completion]]:
+        """Answers as in `generate`; those that `pruning` says to drop end as "pruned", where they were at that time."""
         ...
 
 

@@ -1,7 +1,7 @@
 """The engine for a policy: slots wherever its architecture allows them."""
 
 from swarm.config import RolloutsSection
-from swarm.engine.engine import Engine, ResumingEngine
+from swarm.engine.engine import Engine, PruningEngine, ResumingEngine
 from swarm.engine.slot_engine import SlotEngine
 from swarm.engine.slot_model import supports_slots
 from swarm.engine.transformers_engine import TransformersEngine
@@ -23,5 +23,10 @@ def make_engine(policy: Policy, config: RolloutsSection) -> Engine:
         raise ConfigError(
             f"rollouts.over_provision above 1 needs an engine that continues answers, got {kind.__name__}; "
             'set it to 1, or rollouts.engine to "auto" and a base with a standard cache'
+        )
+    if config.prune and not isinstance(engine, PruningEngine):
+        raise ConfigError(
+            f"rollouts.prune needs an engine that drops answers in the middle, got {kind.__name__}; "
+            'set it to false, or rollouts.engine to "auto" and a base with a standard cache'
         )
     return engine

@@ -5,6 +5,7 @@ weights of its own: it samples from the policy's, the adapter folded in for the 
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -19,9 +20,11 @@ from swarm.engine.engine import (
     refuse_nan,
 )
 from swarm.engine.merged_layers import MergedLayers
+from swarm.engine.pruning import PruneCall
 from swarm.engine.sampling import Sampling
 from swarm.engine.slot_cache import SlotCache
 from swarm.engine.slot_model import SlotModel
+from swarm.engine.slot_pruning import SlotPruning
 from swarm.engine.slot_run import SlotRun
 from swarm.engine.stop_strings import StopStrings
 from swarm.policy.free_memory import available_bytes
@@ -65,6 +68,21 @@ class SlotEngine:
         rows = longest_first(requests, open_rows(requests))
         return grouped(requests, self._run(requests, rows, len(requests), sampling, seed, stop))
 
+    @torch.inference_mode()
+    def generate_and_prune(
+        self,
+        requests: Sequence[AnswerRequest],
+        sampling: Sampling,
+        pruning: PruneCall,
+        *,
+        seed: int,
+        stop: Sequence[str] = (),
+    ) -> list[list[Completion]]:
+        """See `PruningEngine.generate_and_prune`."""
+        rows = longest_first(requests, open_rows(requests))
+        slot_pruning = SlotPruning(self._policy, pruning, [len(request.prompt) for request in requests])
+        return grouped(requests, self._run(requests, rows, len(requests), sampling, seed, stop, slot_pruning))
+
     @torch.no_grad()
     def resume(
         self,
@@ -86,6 +104,7 @@ class SlotEngine:
         sampling: Sampling,
         seed: int,
         stop: Sequence[str],
+        pruning: SlotPruning | None = None,
     ) -> dict[tuple[int, int], Completion]:
         """All rows, by (request, sample), once `enough` requests have no row left that is open."""
         if not rows:
@@ -98,9 +117,10 @@ class SlotEngine:
         run = SlotRun(
             self._model, requests, rows, num_slots, capacity,
             sampling=sampling, seed=seed, eos=eos, stop=StopStrings(self._policy.decode, stop), cache=cache,
+            pruning=pruning,
         )  # fmt: skip
         num_ended = len(requests) - len(run.num_missing)  # those whose answers had all ended before
-        with self._merged:
+        with self._merged, pruning or nullcontext():
             while num_ended + sum(not num for num in run.num_missing.values()) < enough and run.is_going():
                 run.step()
         completions = run.completions | run.suspend()

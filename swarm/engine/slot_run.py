@@ -16,6 +16,7 @@ from swarm.engine.engine import AnswerRequest, Completion, End, Row
 from swarm.engine.sampling import Sampling, sample_tokens
 from swarm.engine.slot_cache import SlotCache
 from swarm.engine.slot_model import SlotModel
+from swarm.engine.slot_pruning import SlotPruning
 from swarm.engine.stop_strings import StopStrings
 from swarm.policy.counter_noise import uniform
 
@@ -50,6 +51,7 @@ class SlotRun:
         eos: Tensor,
         stop: StopStrings,
         cache: SlotCache | None,
+        pruning: SlotPruning | None = None,
     ) -> None:
         """`rows` in the order to start them in, siblings together. `capacity`: tokens of a slot.
 
@@ -68,6 +70,7 @@ class SlotRun:
         self._seed = seed
         self._stop = stop
         self._eos = eos
+        self._pruning = pruning
         self._num_slots = num_slots
         self._num_active = 0
         self._capacity = capacity
@@ -116,6 +119,15 @@ class SlotRun:
             width = max(self._lengths[:num_active]) + 1
             self._logits[:num_active] = self._model.extend(self.cache, last, width)
             self._lengths[:num_active] = [length + 1 for length in self._lengths[:num_active]]
+            if self._pruning is not None:
+                self._prune(self._pruning)
+
+    def _prune(self, pruning: SlotPruning) -> None:
+        """Take out what is to be dropped; the logits of the next token are there already and move along."""
+        num_active = self._num_active
+        for slot in reversed(pruning.slots_to_drop(self._rows[:num_active], self._lengths[:num_active])):
+            self._take_out(slot, "pruned")
+            self._logits[slot] = self._logits[self._num_active]
 
     def _ended(self, tokens: Tensor) -> list[tuple[int, End]]:
         """Slots whose answer is complete with `tokens` [n], ascending."""
@@ -140,6 +152,8 @@ class SlotRun:
             self._fill_slot(waiting.popleft())
         for chunk in _chunks(missing):
             cache, logits = self._model.prepare(list(chunk.values()))
+            if self._pruning is not None:
+                self._pruning.saw_prompts(list(chunk))
             self._prepared = {start: _Prepared(cache, row, logits[row]) for row, start in enumerate(chunk)}
             while waiting and waiting[0].start in self._prepared:
                 self._fill_slot(waiting.popleft())

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from swarm.config import RolloutsSection
-from swarm.engine.engine import AnswerRequest, Completion, Engine, ResumingEngine
+from swarm.engine.engine import AnswerRequest, Completion, Engine, PruningEngine, ResumingEngine
+from swarm.engine.pruning import AnswerKey, PruneCall, Pruning
 from swarm.engine.sampling import Sampling
 from swarm.policy.policy import Policy
 from swarm.rollouts.open_group import OpenGroup
+from swarm.rollouts.prune_report import NOTHING_PRUNED, PruneReport, prune_report
 from swarm.tasks.task_mixture import score
 from swarm.tasks.task_source import TaskFailure, prompt_digest
 from swarm.types import Rollout, RolloutGroup, Task
@@ -38,6 +40,8 @@ class RolloutBatch:
     """Tokens sampled, those of dropped groups and of groups that are still open included."""
     num_stale_tokens: int = 0
     """Tokens of the groups that earlier policy versions sampled, in earlier rounds."""
+    pruned: PruneReport = NOTHING_PRUNED
+    """What was dropped of the groups: it is in none of the other fields but num_tokens."""
 
     def and_also(self, other: "RolloutBatch") -> "RolloutBatch":
         """Both, one after the other."""
@@ -49,17 +53,22 @@ class RolloutBatch:
             likelihoods=self.likelihoods + other.likelihoods,
             num_tokens=self.num_tokens + other.num_tokens,
             num_stale_tokens=self.num_stale_tokens + other.num_stale_tokens,
+            pruned=self.pruned.and_also(other.pruned),
         )
 
 
 class RolloutWorker:
     """Samples and scores one group per task with the node's own policy."""
 
-    def __init__(self, config: RolloutsSection, policy: Policy, engine: Engine, author: str) -> None:
+    def __init__(
+        self, config: RolloutsSection, policy: Policy, engine: Engine, author: str, pruning: Pruning | None = None
+    ) -> None:
+        """With `pruning`, rollouts are pruned, and it learns from them; that needs a PruningEngine."""
         self._config = config
         self._policy = policy
         self._engine = engine
         self._author = author
+        self._pruning = pruning
         self._sampling = Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
         if config.group_size < 4:
             logger.warning("rollouts.group_size is %d; below 4 the advantage is noisy", config.group_size)
@@ -75,12 +84,19 @@ class RolloutWorker:
         kept_sizes = [size for (_, prompt), size in zip(encoded, sizes, strict=True) if self._fits(prompt)]
         too_long = Counter(task.ref.source for task, prompt in encoded if not self._fits(prompt))
         requests = [self._request(prompt, size) for (_, prompt), size in zip(kept, kept_sizes, strict=True)]
-        answers = self._engine.generate(requests, self._sampling, seed=seed, stop=self._config.stop)
+        call = None if self._pruning is None else self._pruning.begin(kept_sizes, seed)
+        answers = self._generate(requests, seed, call)
         answered = [
-            (task, completions, self._policy.version) for (task, _), completions in zip(kept, answers, strict=True)
+            (task, [c for c in completions if c.end != "pruned"], self._policy.version)
+            for (task, _), completions in zip(kept, answers, strict=True)
         ]
         num_tokens = sum(len(completion.token_ids) for completions in answers for completion in completions)
-        return self._batch(tasks, answered, too_long, num_tokens)
+        batch = self._batch(tasks, answered, too_long, num_tokens)
+        if self._pruning is None or call is None:
+            return batch
+        rewards = _rewards([task for task, _ in kept], answers, batch.groups)
+        self._pruning.learn(call, rewards)
+        return replace(batch, pruned=prune_report(answers, call, rewards))
 
     def resume(self, begun: Sequence[OpenGroup], enough: int, seed: int) -> tuple[RolloutBatch, list[OpenGroup]]:
         """Go on with groups until `enough` are complete: those, and the rest as far as they came.
@@ -126,6 +142,13 @@ class RolloutWorker:
             rewards.setdefault(task.ref.source, []).append(reward)
         return rewards
 
+    def _generate(self, requests: Sequence[AnswerRequest], seed: int, call: PruneCall | None) -> list[list[Completion]]:
+        stop = self._config.stop
+        if call is None:
+            return self._engine.generate(requests, self._sampling, seed=seed, stop=stop)
+        assert isinstance(self._engine, PruningEngine), "checked by make_engine"
+        return self._engine.generate_and_prune(requests, self._sampling, call, seed=seed, stop=stop)
+
     def _batch(
         self,
         tasks: Sequence[Task],
@@ -166,3 +189,17 @@ class RolloutWorker:
             lineage=self._policy.lineage,
             policy_version=policy_version,
         )
+
+
+def _rewards(
+    tasks: Sequence[Task], answers: Sequence[Sequence[Completion]], groups: Sequence[RolloutGroup]
+) -> dict[AnswerKey, float]:
+    """Reward of every answer of `groups`, by its place in `answers`, the pruned ones counted."""
+    scored = {group.task: group for group in groups}
+    rewards: dict[AnswerKey, float] = {}
+    for prompt, (task, completions) in enumerate(zip(tasks, answers, strict=True)):
+        if task.ref in scored:
+            survivors = [sample for sample, completion in enumerate(completions) if completion.end != "pruned"]
+            for sample, rollout in zip(survivors, scored[task.ref].rollouts, strict=True):
+                rewards[prompt, sample] = rollout.reward
+    return rewards
