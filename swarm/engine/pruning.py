@@ -35,7 +35,8 @@ _MAX_LEARNED = 256
 """Looks at one answer, and answers of one call that are learned from, at most: their hidden states are kept so long."""
 _MIN_ANSWERS = 256
 _MAX_CALIBRATION_ERROR = 0.1
-"""Nothing is dropped before the head has seen so many answers, nor while it is further off than this."""
+_MIN_SKILL = 0.1
+"""Nothing is dropped before the head has seen so many answers, nor while it is further off or knows less than this."""
 
 
 @dataclass(slots=True)
@@ -129,8 +130,12 @@ class Pruning:
 
     @property
     def drops(self) -> bool:
-        """Whether the head has seen enough and is right often enough."""
-        return self._num_answers >= _MIN_ANSWERS and self.reliability.calibration_error <= _MAX_CALIBRATION_ERROR
+        """Whether the head has seen enough, says what it knows, and knows something: the mean rate alone is calibrated."""
+        return (
+            self._num_answers >= _MIN_ANSWERS
+            and self.reliability.calibration_error <= _MAX_CALIBRATION_ERROR
+            and self.reliability.skill >= _MIN_SKILL
+        )
 
     def begin(self, sizes: Sequence[int], seed: int) -> PruneCall:
         """For one call of an engine with so many answers per prompt; of one seed it gives the same."""

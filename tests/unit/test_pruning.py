@@ -252,6 +252,11 @@ def test_nothing_is_dropped_by_a_head_that_is_new_or_wrong(make_policy: MakePoli
     wrong = ready(policy, config)
     wrong.reliability.observe([0.9] * 8, [0] * 8, [1] * 8)
     assert not wrong.drops
+    ignorant = Pruning(config, hidden_size(policy), seed=0)
+    ignorant.restore(ignorant.state()[0], {"num_answers": 1000, "reliability": Reliability().state()})
+    ignorant.reliability.observe([0.25] * 4, [0, 0, 0, 1], [1] * 4)  # right in the mean, and of no use
+    assert ignorant.reliability.calibration_error == 0
+    assert not ignorant.drops
 
 
 def test_a_restart_goes_on_bit_for_bit(make_policy: MakePolicy) -> None:
