@@ -48,11 +48,11 @@ class ManifestTask(TaskSourceFacts):
     """One source of tasks. A file is named by its content; every node has it where it likes."""
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    """SHA-256 of a JSONL file."""
+    """SHA-256 of a JSONL file, also one of code tasks."""
 
     @model_validator(mode="after")
     def _content_matches_kind(self) -> Self:
-        if (self.kind == "jsonl") != (self.sha256 is not None):
+        if self.kind != "code" and (self.kind == "jsonl") != (self.sha256 is not None):
             raise ValueError(f"sha256 belongs to jsonl tasks and to all of them, got {self.kind} {self.source_name!r}")
         return self
 
@@ -199,7 +199,7 @@ def _content(manifest: Manifest) -> dict[str, Any]:
     """As plain values in the file's shape; what is empty is left out."""
     content = manifest.model_dump(exclude_none=True)
     content["tasks"] = [
-        {key: value for key, value in task.items() if value not in ("", {})} for task in content["tasks"]
+        {key: value for key, value in task.items() if value not in ("", {}, ())} for task in content["tasks"]
     ]
     return {key: list(value) if isinstance(value, tuple) else value for key, value in content.items() if value != {}}
 
