@@ -29,7 +29,7 @@ from swarm.records.peer_name import peer_name
 FORMAT = 1
 MAX_BYTES = 64 * 1024
 _MAX_LINE_BYTES = 4096  # a dotted key costs the parser time in the square of its parts
-_MAX_DEPTH = 6
+_MAX_DEPTH = 7
 _MAX_SHOWN = 80
 _DOMAIN = b"swarm/manifest/1\0"
 _HEADER = """# Manifest of the swarm {name}. Take part: swarm join FILE; look first: swarm join FILE --check

@@ -22,7 +22,7 @@ while True: pass
 """
 WAITING = "import select\nselect.select([], [], [], 100)"
 FLOODING = "import os\nwhile True: os.write(3, b'a' * 65536)"
-LIMITS = RunLimits(cpu_s=1, wall_s=6.0, memory_bytes=128 << 20)
+LIMITS = RunLimits(cpu_s=1, wall_s=60.0, memory_bytes=128 << 20)
 
 
 def run(body: str, *inputs: list[object], limits: RunLimits = LIMITS, is_fenced: bool = True) -> RunResult:
@@ -210,6 +210,12 @@ def test_nothing_that_listens_on_this_machine_can_be_reached() -> None:
 def test_the_node_and_its_group_cannot_be_killed() -> None:
     body = "import os\nfor pid in (os.getppid(), 1, -1):\n    try: os.kill(pid, 9)\n    except OSError: pass\nreturn 7"
     assert value(body) == 7
+
+
+def test_exit_codes_and_a_closed_channel_say_nothing() -> None:
+    for ending in ("os._exit(1)", "os._exit(3)", "os._exit(4)", "os.close(3)", "os._exit = lambda code: None"):
+        result = run(f"import os\n{ending}\nreturn 1")
+        assert (result.end == "exit" and not result.lines) or result.lines == (b"1",), (ending, result)
 
 
 def test_lines_that_the_program_adds_are_its_own_loss() -> None:

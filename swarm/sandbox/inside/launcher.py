@@ -24,7 +24,6 @@ if _IS_LINUX:
     import libc
     import syscall_filter
 
-_SETUP_FAILED = 3
 _BY_SIGNAL = 4
 
 
@@ -47,11 +46,13 @@ def _supervise(request: dict[str, Any]) -> None:
         fence.leave_root()
         fence.enter_namespaces()
     _die_with_parent()
+    ready, when_ready = os.pipe()
     child = os.fork()
     if child == 0:
-        _first_process(request, library)
+        _first_process(request, library, when_ready)
+    os.close(when_ready)
     end = _wait(child, request["limits"]["wall_s"])
-    if end != "setup":  # else the process that failed has told why
+    if os.read(ready, 1):  # else the process that failed has told why
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         _report(end=end, cpu_s=usage.ru_utime + usage.ru_stime)
     if not is_fenced:
@@ -59,7 +60,7 @@ def _supervise(request: dict[str, Any]) -> None:
 
 
 def _wait(child: int, wall_s: float) -> str:
-    """How it ended: exit, signal, wall (killed here) or setup."""
+    """How it ended: exit, signal, or wall (killed here)."""
     is_late = False
 
     def kill(*_: object) -> None:
@@ -74,31 +75,30 @@ def _wait(child: int, wall_s: float) -> str:
     code = os.waitstatus_to_exitcode(status)
     if is_late:
         return "wall"
-    return "signal" if code < 0 else {_SETUP_FAILED: "setup", _BY_SIGNAL: "signal"}.get(code, "exit")
+    return "signal" if code < 0 or code == _BY_SIGNAL else "exit"
 
 
-def _first_process(request: dict[str, Any], library: str) -> NoReturn:
+def _first_process(request: dict[str, Any], library: str, when_ready: int) -> NoReturn:
     """Build the file system, start the program, end as it ends."""
     try:
         _die_with_parent()
         nowhere = os.open("/dev/null", os.O_RDWR)
         if not request["is_fenced"]:
-            _become_program(request, nowhere)
+            _become_program(request, nowhere, when_ready)
         fence.build_root(library, request["limits"]["file_bytes"])
         child = os.fork()
         if child == 0:
-            _become_program(request, nowhere)
+            _become_program(request, nowhere, when_ready)
         os.close(1)  # the node reads it to its end, which is the program's
         _, status = os.waitpid(child, 0)
-        code = os.waitstatus_to_exitcode(status)
-        os._exit(_BY_SIGNAL if code < 0 else code)
+        os._exit(_BY_SIGNAL if os.WIFSIGNALED(status) else 0)
     except BaseException as error:
         _report(error=str(error))
-        os._exit(_SETUP_FAILED)
+        os._exit(1)
 
 
-def _become_program(request: dict[str, Any], nowhere: int) -> NoReturn:
-    """Give up what there is to give up, then run the stranger's code."""
+def _become_program(request: dict[str, Any], nowhere: int, when_ready: int) -> NoReturn:
+    """Give up what there is to give up, say so, then run the stranger's code."""
     is_fenced = request["is_fenced"]
     try:
         if is_fenced:
@@ -109,10 +109,11 @@ def _become_program(request: dict[str, Any], nowhere: int) -> NoReturn:
         if is_fenced:
             libc.drop_capabilities()
             syscall_filter.deny_system_calls()
+        os.write(when_ready, b"1")  # the program cannot: it is closed next, and exit codes say nothing
         program.keep_result_channel_only(nowhere)
     except BaseException as error:
         _report(error=str(error))
-        os._exit(_SETUP_FAILED)
+        os._exit(1)
     program.call(request["code"], request["entry"], request["inputs"])
 
 

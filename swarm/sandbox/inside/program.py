@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import resource
-from typing import Any
+from typing import Any, NoReturn
 
 RESULT_FD = 3
 
@@ -47,21 +47,24 @@ def limit(limits: dict[str, int], *, strict: bool) -> None:
             resource.setrlimit(kind, (value, value))
 
 
-def call(code: str, entry: str, inputs: list[list[Any]]) -> None:
+def call(code: str, entry: str, inputs: list[list[Any]]) -> NoReturn:
     """One line per input: the result as JSON, or an empty line where there is none. Ends the process."""
-    names: dict[str, Any] = {"__name__": "answer"}
     try:
-        exec(compile(code, "answer.py", "exec"), names)  # noqa: S102  what all of this is for
-        function = names[entry]
-    except BaseException:
-        os._exit(1)
+        _call(code, entry, inputs)
+    finally:
+        os._exit(0)
+
+
+def _call(code: str, entry: str, inputs: list[list[Any]]) -> None:
+    names: dict[str, Any] = {"__name__": "answer"}
+    exec(compile(code, "answer.py", "exec"), names)  # noqa: S102  what all of this is for
+    function = names[entry]
     for arguments in inputs:
         try:
             line = json.dumps(function(*arguments))
         except BaseException:
             line = ""
         _write(line.encode() + b"\n")
-    os._exit(0)
 
 
 def _write(data: bytes) -> None:
