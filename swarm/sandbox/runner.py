@@ -22,8 +22,15 @@ from typing import Any, Literal
 
 logger = logging.getLogger(__name__)
 
-_INSIDE = Path(__file__).parent / "inside"
-_START = "import sys; sys.path.insert(0, sys.argv[1]); import launcher; del sys.path[0]; launcher.main()"
+_HOME = Path(__file__).parents[2]
+"""Where this package lies; on the launcher's path only until it has read what is in `inside`."""
+_START = "import sys; home = sys.argv[1]; sys.path.insert(0, home); from swarm.sandbox.inside import launcher; " + (
+    "sys.path.remove(home); launcher.main()"
+)
+_ISOLATED = ("-s", "-P", "-S")
+"""As -I -S, but that the environment counts: it is this one and nothing of the node's."""
+_ENVIRONMENT = {"PYTHONHASHSEED": "0"}
+"""Sets come in the same order on every node."""
 _GRACE_S = 5.0
 """Beyond the program's wall time, for the start of a process on a busy machine and the launcher's own end."""
 _MAX_REPORT_BYTES = 4096
@@ -105,12 +112,12 @@ class Sandbox:
         }  # fmt: skip
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _START, str(_INSIDE)],
+                [sys.executable, *_ISOLATED, "-c", _START, str(_HOME)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd="/",
-                env={},
+                env=_ENVIRONMENT,
                 start_new_session=True,
             )
         except OSError as error:

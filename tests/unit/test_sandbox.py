@@ -51,6 +51,11 @@ def test_results_come_back_in_order() -> None:
     assert result.end == "exit" and 0 <= result.cpu_s < 1
 
 
+def test_sets_have_the_same_order_in_every_run() -> None:
+    first, second = (value("return list({str(n) for n in range(50)})") for _ in range(2))
+    assert first == second
+
+
 def test_an_exception_costs_one_result_only() -> None:
     assert run("return 1 / args[0]", [0], [2]).lines == (b"", b"0.5")
     assert run("import sys\nif args[0]: sys.exit(0)\nreturn 1", [1], [0]).lines == (b"", b"1")
@@ -135,7 +140,7 @@ OUTSIDE = (
     "os.remove(os.__file__)",
     "os.mknod('/work/x', 0o600 | 0o020000, os.makedev(1, 1))",
     "import torch",
-    "import swarm",
+    "import swarm.config",
 )
 
 
@@ -170,7 +175,7 @@ def test_the_world_is_an_empty_folder_and_pythons_library() -> None:
     facts = "os.getcwd(), os.listdir('.'), os.listdir('/'), dict(os.environ), os.getpid(), os.getppid()"
     folder, content, root, environment, pid, parent = value(f"import os\nreturn [{facts}]")  # type: ignore[misc]
     assert (folder, content, pid, parent) == ("/work", [], 2, 1)
-    assert set(environment) <= {"LC_CTYPE"}  # Python's own
+    assert set(environment) <= {"LC_CTYPE", "PYTHONHASHSEED"}  # nothing of the node's
     assert set(root) == {"work", Path(os.__file__).parts[1]}
     packages = (
         "import os\np = os.path.dirname(os.__file__) + '/site-packages'\nreturn os.path.isdir(p) and os.listdir(p)"

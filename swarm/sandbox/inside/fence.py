@@ -4,7 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
-import libc
+from swarm.sandbox.inside import libc
 
 _NOBODY = 65534
 _NEW_ROOT = "/tmp"  # noqa: S108  any folder that is there: the mount on it is seen by this process alone

@@ -16,13 +16,11 @@ import sys
 import sysconfig
 from typing import Any, NoReturn
 
-import program
+from swarm.sandbox.inside import program
 
 _IS_LINUX = sys.platform == "linux"
 if _IS_LINUX:
-    import fence
-    import libc
-    import syscall_filter
+    from swarm.sandbox.inside import fence, libc, syscall_filter
 
 _BY_SIGNAL = 4
 

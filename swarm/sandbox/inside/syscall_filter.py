@@ -9,7 +9,7 @@ who waits. A denied call fails with EPERM.
 import ctypes
 import os
 
-import libc
+from swarm.sandbox.inside import libc
 
 _DENIED: dict[str, dict[str, int]] = {
     "x86_64": {
