@@ -1,5 +1,6 @@
 """Code tasks: made-up functions and those of a file, and verdicts that an answer cannot fake."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import pytest
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.sandbox.runner import RunLimits, RunResult, Sandbox, SandboxError
+from swarm.sharing.judge import MixtureJudge
 from swarm.tasks.code_problems import CodeProblem, list_function
 from swarm.tasks.code_source import CodeSource
 from swarm.tasks.code_verifier import CodeVerifier, code_of
 from swarm.tasks.task_mixture import TaskMixture, assess, score
-from swarm.tasks.task_source import EVALUATION_SEED, TaskFailure
+from swarm.tasks.task_source import EVALUATION_SEED, TaskFailure, prompt_digest
+from swarm.types import Lineage, Rollout, RolloutGroup
 
 ADD = {
     "prompt": "Add.",
@@ -224,3 +227,27 @@ def test_without_a_sandbox_code_is_refused_unless_the_operator_allows_it(monkeyp
         TaskMixture(TasksSection(sources=(section,)))
     allowed = TaskMixture(TasksSection(sources=(section,), run_code_unfenced=True)).sources["list_functions"]
     assert score(allowed.task(20, 0), allowed.answer(20, 0)) == 1.0
+
+
+async def test_answers_of_others_are_judged_in_the_sandbox_while_the_loop_goes_on(tmp_path: Path) -> None:
+    """As the reader does it: in a thread, which waits for processes."""
+    (tmp_path / "t").write_text("\n".join([json.dumps(ADD)] * 2))
+    section = TaskSourceSection(kind="code", name="mine", path=tmp_path / "t", parameters={"cpu_s": 1})
+    mixture = TaskMixture(TasksSection(sources=(section,)))
+    task = mixture.sources["mine"].task(99, 0)
+    texts = {
+        "def add(a, b): return a + b": 1.0,
+        "import os\nos.kill(os.getppid(), 9)\nwhile True: os.fork()\ndef add(a, b): return a + b": 0.0,
+        "def add(a, b):\n    while True: pass": 0.0,
+        f"def add(a, b): open({str(tmp_path / 'left')!r}, 'w'); return a + b": 0.0,
+    }
+    rollouts = tuple(Rollout(text, (5,), (-1.0,), True, reward) for text, reward in texts.items())
+    group = RolloutGroup(task.ref, prompt_digest(task.prompt), rollouts, "alice", Lineage("1" * 32, "2" * 32), 1)
+    judging = asyncio.create_task(asyncio.to_thread(MixtureJudge(mixture).rewards, group))
+    num_turns = 0
+    while not judging.done():
+        await asyncio.wait({judging}, timeout=0.02)
+        num_turns += 1
+    assert judging.result() == tuple(texts.values())
+    assert num_turns > 10  # more than a second of processor time went by
+    assert not (tmp_path / "left").exists()
