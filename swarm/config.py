@@ -179,7 +179,7 @@ class TasksSection(Section):
     sources: Annotated[tuple[TaskSourceSection, ...], Field(min_length=1)] = DEMO_TASKS
     """Weighted mixture of task sources. All nodes of a swarm use the same list."""
     run_code_unfenced: bool = False
-    """Run code of strangers even where no sandbox can be set up: it may then read your files and use your network."""
+    """Run code of strangers even where no sandbox can be set up: it may then read your files, and outside Linux do more."""
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> "TasksSection":

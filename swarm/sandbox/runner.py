@@ -77,7 +77,7 @@ class Sandbox:
     """Runs one function of a piece of code on many inputs, in processes of their own."""
 
     def __init__(self, limits: RunLimits, *, is_fenced: bool = True) -> None:
-        """Not `is_fenced`: limits alone keep the code, which may then read files and use the network."""
+        """Not `is_fenced`: limits keep the code, and on Linux the filter of system calls; it may then read files."""
         self._limits = limits
         self._is_fenced = is_fenced
 
@@ -108,7 +108,8 @@ class Sandbox:
         """
         limits = self._limits
         request = {
-            "code": code, "entry": entry, "inputs": inputs, "limits": asdict(limits), "is_fenced": self._is_fenced
+            "code": code, "entry": entry, "inputs": inputs,
+            "limits": asdict(limits), "is_fenced": self._is_fenced, "node": os.getpid(),
         }  # fmt: skip
         try:
             process = subprocess.Popen(

@@ -8,9 +8,11 @@ The launcher stays outside: the program can neither see nor signal it. When the 
 the first process and with it all others of its tree. The report goes where the program cannot write.
 """
 
+import contextlib
 import json
 import os
 import resource
+import select
 import signal
 import sys
 import sysconfig
@@ -44,9 +46,12 @@ def _supervise(request: dict[str, Any]) -> None:
         fence.leave_root()
         fence.enter_namespaces()
     _die_with_parent()
+    if os.getppid() != request["node"]:
+        return  # it died before this process could be told of it
     ready, when_ready = os.pipe()
     child = os.fork()
     if child == 0:
+        os.close(ready)
         _first_process(request, library, when_ready)
     os.close(when_ready)
     end = _wait(child, request["limits"]["wall_s"])
@@ -80,6 +85,8 @@ def _first_process(request: dict[str, Any], library: str, when_ready: int) -> No
     """Build the file system, start the program, end as it ends."""
     try:
         _die_with_parent()
+        if _has_no_reader(when_ready):
+            os._exit(1)  # the launcher died before this process could be told of it
         nowhere = os.open("/dev/null", os.O_RDWR)
         if not request["is_fenced"]:
             _become_program(request, nowhere, when_ready)
@@ -103,10 +110,10 @@ def _become_program(request: dict[str, Any], nowhere: int, when_ready: int) -> N
             os.setsid()
         program.limit(request["limits"], strict=is_fenced)
         if _IS_LINUX:
-            libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
-        if is_fenced:
-            libc.drop_capabilities()
-            syscall_filter.deny_system_calls()
+            with contextlib.nullcontext() if is_fenced else contextlib.suppress(OSError):
+                libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
+                libc.drop_capabilities()
+                syscall_filter.deny_system_calls()
         os.write(when_ready, b"1")  # the program cannot: it is closed next, and exit codes say nothing
         program.keep_result_channel_only(nowhere)
     except BaseException as error:
@@ -118,6 +125,12 @@ def _become_program(request: dict[str, Any], nowhere: int, when_ready: int) -> N
 def _die_with_parent() -> None:
     if _IS_LINUX:
         libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _has_no_reader(pipe: int) -> bool:
+    poll = select.poll()
+    poll.register(pipe, select.POLLERR)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _report(**facts: Any) -> None:

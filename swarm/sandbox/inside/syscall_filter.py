@@ -2,8 +2,8 @@
 
 A list of what is denied, not of what is allowed: what Python and its C library call differs between their versions, and
 namespaces and limits stand behind this list. It takes away what makes new processes, sockets, shared memory and mounts, what
-looks into other processes, what has often been a hole in kernels (io_uring, bpf, keys), and sleeping, which costs the one
-who waits. A denied call fails with EPERM.
+looks into other processes or signals them, what has often been a hole in kernels (io_uring, bpf, keys), and sleeping, which
+costs the one who waits. A denied call fails with EPERM.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ _DENIED: dict[str, dict[str, int]] = {
     "x86_64": {
         "fork": 57, "vfork": 58, "clone": 56, "clone3": 435, "execve": 59, "execveat": 322, "setsid": 112, "setpgid": 109,
         "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312,
+        "kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297,
         "pidfd_send_signal": 424, "pidfd_open": 434, "pidfd_getfd": 438,
         "socket": 41, "socketpair": 53, "connect": 42, "bind": 49, "listen": 50,
         "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427,
@@ -31,6 +32,7 @@ _DENIED: dict[str, dict[str, int]] = {
     "aarch64": {
         "clone": 220, "clone3": 435, "execve": 221, "execveat": 281, "setsid": 157, "setpgid": 154,
         "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272,
+        "kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240,
         "pidfd_send_signal": 424, "pidfd_open": 434, "pidfd_getfd": 438,
         "socket": 198, "socketpair": 199, "connect": 203, "bind": 200, "listen": 201,
         "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427,
