@@ -98,21 +98,34 @@ class NetworkSection(Section):
     """Bytes of responses that are being sent at the same time; requests beyond are refused."""
 
 
+class SignalSection(Section):
+    """One of several signals that make up a reward."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")]
+    """correct, format, length, tests (code tasks), or a reward function that an installed package offers; see rewards.md."""
+    weight: PositiveFloat = 1.0
+    """Share of the reward, relative to the other signals'."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the signal, such as {pattern = "..."} or {tags = ["answer"]} of format, {max_chars = 200} of length."""
+
+
 class TaskSourceFacts(Section):
     """What all nodes know of one source of tasks."""
 
-    kind: Literal["reasoning_gym", "jsonl"] = "reasoning_gym"
-    """A procedural data set of reasoning-gym, or a file of your own."""
+    kind: Literal["reasoning_gym", "jsonl", "code"] = "reasoning_gym"
+    """A procedural data set of reasoning-gym, a file of your own, or functions to write that are run in a sandbox."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-    """Name of a reasoning-gym data set, or a name of your own for a JSONL file."""
+    """Name of a reasoning-gym data set, `list_functions` for made-up code tasks, or a name of your own for a JSONL file."""
     label: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{0,64}$")] = ""
     """Name in tables and records; defaults to `name`. Needed when one data set appears twice at different difficulty."""
     weight: PositiveFloat = 1.0
     """Relative share of the tasks drawn."""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the reasoning-gym data set, such as {max_digits = 2}."""
+    """Arguments of the data set, such as {max_digits = 2}; of code tasks also the limits {cpu_s = 2, memory_mib = 256}."""
     verifier: Literal["exact", "numeric", "regex"] = "exact"
     """Verifier for lines of a JSONL file that name none."""
+    signals: tuple[SignalSection, ...] = ()
+    """Signals whose weighted sum is the reward. Empty: correctness alone."""
 
     @property
     def source_name(self) -> str:
@@ -123,7 +136,7 @@ class TaskSourceSection(TaskSourceFacts):
     """One source of tasks."""
 
     path: Path | None = None
-    """JSONL file with one {"prompt", "answer", "verifier"} object per line."""
+    """JSONL file with one {"prompt", "answer", "verifier"} object per line; code: {"prompt", "entry", "tests", "answer"}."""
 
     @model_validator(mode="after")
     def _path_matches_kind(self) -> "TaskSourceSection":
@@ -131,6 +144,13 @@ class TaskSourceSection(TaskSourceFacts):
             raise ValueError(f"a jsonl source needs a path, got none; set path for source {self.name!r}")
         if self.kind == "reasoning_gym" and self.path is not None:
             raise ValueError(f"path belongs to jsonl sources, got kind reasoning_gym; remove path of {self.name!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _signals_are_unique(self) -> "TaskSourceSection":
+        names = [signal.name for signal in self.signals]
+        if len(set(names)) < len(names):
+            raise ValueError(f"signals of a source must have different names, got {names}; remove one of {self.name!r}")
         return self
 
 
@@ -158,6 +178,8 @@ class TasksSection(Section):
 
     sources: Annotated[tuple[TaskSourceSection, ...], Field(min_length=1)] = DEMO_TASKS
     """Weighted mixture of task sources. All nodes of a swarm use the same list."""
+    run_code_unfenced: bool = False
+    """Run code of strangers even where no sandbox can be set up: it may then read your files, and outside Linux do more."""
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> "TasksSection":
@@ -326,7 +348,7 @@ class TrainingSection(Section):
     advantage: Literal["grpo", "dr_grpo", "median", "gdpo"] = "grpo"
     """grpo: (R - mean) / std. dr_grpo: R - mean. median: R - median, odd group_size. gdpo: by signal, then by batch."""
     signal_weights: dict[str, float] = Field(default_factory=dict)
-    """Weights of a task's reward signals by name, for gdpo; 1 for those not named here."""
+    """Weights of a task's reward signals by name, for gdpo; those not named here have the weight that the task gives them."""
     aggregation: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """dapo: sum over tokens / all tokens. grpo: mean per sequence, then mean. dr_grpo: sum / (sequences x max_new_tokens)."""
     ratio: Literal["token", "sequence", "minpro"] = "token"

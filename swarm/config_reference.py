@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from swarm.config import Config, TaskSourceSection
+from swarm.config import Config, SignalSection, TaskSourceSection
 
 _INTRODUCTION = """# Configuration
 
@@ -25,7 +25,8 @@ An unknown setting is an error that names the nearest known one. This page is ge
 def settings() -> list[tuple[str, str, str, str]]:
     """(dotted key, type, default, meaning) of every setting."""
     rows = _rows(Config, "")
-    return rows + _rows(TaskSourceSection, "tasks.sources[].")
+    rows += _rows(TaskSourceSection, "tasks.sources[].")
+    return rows + _rows(SignalSection, "tasks.sources[].signals[].")
 
 
 def reference_markdown() -> str:
@@ -39,6 +40,8 @@ def reference_markdown() -> str:
         if name == "tasks":
             parts.append("\nEach entry of `tasks.sources`:\n")
             parts.append(_markdown_table(_rows(TaskSourceSection, "")))
+            parts.append("\nEach entry of `signals` of a source:\n")
+            parts.append(_markdown_table(_rows(SignalSection, "")))
     return "\n".join(parts) + "\n"
 
 

@@ -94,7 +94,7 @@ def file_sha256(path: Path) -> str:
 
 def _decided(manifest: Manifest, task_files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
     """{section: {setting: value}} that the manifest decides."""
-    unknown = sorted(task_files.keys() - {task.source_name for task in manifest.tasks if task.kind == "jsonl"})
+    unknown = sorted(task_files.keys() - {task.source_name for task in manifest.tasks if task.sha256 is not None})
     if unknown:
         raise ConfigError(
             f"--task-file must name a jsonl task of {manifest.name}, got {unknown[0]!r}; see the manifest"
@@ -109,7 +109,7 @@ def _decided(manifest: Manifest, task_files: Mapping[str, Path]) -> dict[str, di
 
 def _source(task: ManifestTask, path: Path | None) -> dict[str, Any]:
     source = task.model_dump(exclude={"sha256"})
-    if task.kind != "jsonl":
+    if task.sha256 is None:
         return source
     name = task.source_name
     if path is None:

@@ -14,6 +14,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from swarm.adapters.checkpoint import CheckpointStore
@@ -30,7 +31,7 @@ from swarm.rollouts.rollout_round import RolloutRound
 from swarm.rollouts.worker import RolloutBatch, RolloutWorker
 from swarm.tasks.difficulty import DifficultyTable
 from swarm.tasks.task_cursor import TaskCursor
-from swarm.tasks.task_mixture import TaskMixture, training_seed
+from swarm.tasks.task_mixture import TaskMixture, assess, training_seed
 from swarm.tasks.task_source import TaskFailure, UnknownTask
 from swarm.training.experience import ExperienceTranslator
 from swarm.training.health import HealthWatch
@@ -183,8 +184,12 @@ class Learner:
     def _batch(self, rollouts: RolloutBatch) -> list[TrainingGroup]:
         """I own and J foreign groups with signal; where one kind is short, the other fills up to I + J."""
         sharing = self._config.sharing
-        prompts = {task.ref: task.prompt for task in rollouts.tasks}
-        own = [self._translator.own(prompts[g.task], g) for g in rollouts.groups if g.has_signal]
+        tasks = {task.ref: task for task in rollouts.tasks}
+        own = [
+            replace(self._translator.own(tasks[g.task].prompt, g), signal_weights=tasks[g.task].weights)
+            for g in rollouts.groups
+            if g.has_signal
+        ]
         total = self._config.max_batch_groups
         num_own = min(len(own), total - sharing.swarm_groups)
         wanted = total - num_own if sharing.swarm_groups else 0
@@ -195,9 +200,14 @@ class Learner:
     def _foreign(self, group: RolloutGroup) -> TrainingGroup | None:
         try:
             task = self._mixture.rebuild(group.task)
+            if task.weights and self._config.training.advantage == "gdpo":  # signals are not in the pool
+                signals = [assess(task, rollout.text).signals for rollout in group.rollouts]
+                rollouts = [replace(r, signals=s) for r, s in zip(group.rollouts, signals, strict=True)]
+                group = replace(group, rollouts=tuple(rollouts))
         except (UnknownTask, TaskFailure):  # the pool outlived a change of the task list
             return None
-        return self._translator.foreign(task.prompt, group)
+        translated = self._translator.foreign(task.prompt, group)
+        return translated and replace(translated, signal_weights=task.weights)
 
     def _rollout_row(self, rollouts: RolloutBatch, duration_s: float) -> Row:
         groups = rollouts.groups
@@ -215,6 +225,7 @@ class Learner:
             "rollout/failed_tasks": sum(rollouts.failures.values()),
             "rollout/too_long_prompts": sum(rollouts.too_long.values()),
             "rollout/unbuildable_tasks_total": sum(self._cursor.failures.values()),
+            **_signal_means(groups),
         }
 
     def _prune_row(self, rollouts: RolloutBatch) -> Row:
@@ -251,6 +262,16 @@ class Learner:
         """31 bits from author, node seed, purpose and round: no two nodes alike, and what a resumed run draws again."""
         text = f"{self._author}/{self._config.node.seed}/{purpose}/{round_number}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def _signal_means(groups: Sequence[RolloutGroup]) -> Row:
+    """`reward/NAME`: mean of every reward signal over the answers whose task has it."""
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        for rollout in group.rollouts:
+            for name, value in rollout.signals:
+                values.setdefault(f"reward/{name}", []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def _rng_state(rng: random.Random) -> list[Any]:

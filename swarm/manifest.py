@@ -29,7 +29,7 @@ from swarm.records.peer_name import peer_name
 FORMAT = 1
 MAX_BYTES = 64 * 1024
 _MAX_LINE_BYTES = 4096  # a dotted key costs the parser time in the square of its parts
-_MAX_DEPTH = 6
+_MAX_DEPTH = 7
 _MAX_SHOWN = 80
 _DOMAIN = b"swarm/manifest/1\0"
 _HEADER = """# Manifest of the swarm {name}. Take part: swarm join FILE; look first: swarm join FILE --check
@@ -48,11 +48,11 @@ class ManifestTask(TaskSourceFacts):
     """One source of tasks. A file is named by its content; every node has it where it likes."""
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    """SHA-256 of a JSONL file."""
+    """SHA-256 of a JSONL file, also one of code tasks."""
 
     @model_validator(mode="after")
     def _content_matches_kind(self) -> Self:
-        if (self.kind == "jsonl") != (self.sha256 is not None):
+        if self.kind != "code" and (self.kind == "jsonl") != (self.sha256 is not None):
             raise ValueError(f"sha256 belongs to jsonl tasks and to all of them, got {self.kind} {self.source_name!r}")
         return self
 
@@ -199,7 +199,7 @@ def _content(manifest: Manifest) -> dict[str, Any]:
     """As plain values in the file's shape; what is empty is left out."""
     content = manifest.model_dump(exclude_none=True)
     content["tasks"] = [
-        {key: value for key, value in task.items() if value not in ("", {})} for task in content["tasks"]
+        {key: value for key, value in task.items() if value not in ("", {}, ())} for task in content["tasks"]
     ]
     return {key: list(value) if isinstance(value, tuple) else value for key, value in content.items() if value != {}}
 

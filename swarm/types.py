@@ -5,7 +5,7 @@
 `T` is the number of tokens of one answer, `G` the number of rollouts of one group.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -29,8 +29,13 @@ class Task:
 
     ref: TaskRef
     prompt: str
-    verify: Callable[[str], float]
-    """Reward in [0, 1] of an answer's text. Pure; may raise on hostile text: callers count that as TaskFailure."""
+    verify: Callable[[str], float | Mapping[str, float]]
+    """Of an answer's text: the reward in [0, 1], or named signals, each in [0, 1], `correct` among them.
+
+    Tells every node the same; may raise on hostile text: callers count that as TaskFailure.
+    """
+    weights: tuple[tuple[str, float], ...] = ()
+    """(signal, weight), weights summing to 1: the reward is the weighted sum. Empty: it is `correct` alone."""
 
 
 @dataclass(frozen=True, slots=True)

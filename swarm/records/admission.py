@@ -27,7 +27,7 @@ class TaskJudge(Protocol):
         ...
 
     def rewards(self, group: RolloutGroup) -> tuple[float, ...]:
-        """[G] recomputed rewards. Raises InvalidRecord with TASK_MISMATCH or TASK_FAILED."""
+        """[G] recomputed rewards. Raises InvalidRecord with TASK_MISMATCH, TASK_FAILED or TOO_SLOW."""
         ...
 
 

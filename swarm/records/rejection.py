@@ -46,6 +46,8 @@ class Rejection(StrEnum):
     """The author's prompt is not the one that this node rebuilds from the reference."""
     TASK_FAILED = "task_failed"
     """The task or its verifier failed here; says nothing about the author."""
+    TOO_SLOW = "too_slow"
+    """Checking this author's answers takes more time than one author gets."""
     REWARD_MISMATCH = "reward_mismatch"
     """Claims another reward than the recomputed one."""
     NO_SIGNAL = "no_signal"

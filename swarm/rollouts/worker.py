@@ -16,7 +16,7 @@ from swarm.engine.sampling import Sampling
 from swarm.policy.policy import Policy
 from swarm.rollouts.open_group import OpenGroup
 from swarm.rollouts.prune_report import NOTHING_PRUNED, PruneReport, prune_report
-from swarm.tasks.task_mixture import score
+from swarm.tasks.task_mixture import assess, score
 from swarm.tasks.task_source import TaskFailure, prompt_digest
 from swarm.types import Rollout, RolloutGroup, Task
 
@@ -179,8 +179,9 @@ class RolloutWorker:
         rollouts: list[Rollout] = []
         for completion in completions:
             text = self._policy.decode(completion.token_ids)
-            reward = score(task, text)
-            rollouts.append(Rollout(text, completion.token_ids, completion.logprobs, completion.finished, reward))
+            worth = assess(task, text)
+            rollout = Rollout(text, completion.token_ids, completion.logprobs, completion.finished, worth.reward)
+            rollouts.append(replace(rollout, signals=worth.signals))
         return RolloutGroup(
             task=task.ref,
             prompt_digest=prompt_digest(task.prompt),

@@ -1,6 +1,10 @@
 """Recomputes what a peer claims: the task from its reference, the reward from the answer's text."""
 
+import time
+from collections.abc import Callable
+
 from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.sharing.verification_budget import VerificationBudget
 from swarm.tasks.task_mixture import TaskMixture, score
 from swarm.tasks.task_source import FIRST_TRAINING_SEED, TaskFailure, UnknownTask, prompt_digest
 from swarm.types import RolloutGroup, Task, TaskRef
@@ -9,8 +13,11 @@ from swarm.types import RolloutGroup, Task, TaskRef
 class MixtureJudge:
     """The TaskJudge of admission, over the node's own task sources."""
 
-    def __init__(self, mixture: TaskMixture) -> None:
+    def __init__(self, mixture: TaskMixture, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds, never backwards; times the verifiers."""
         self._mixture = mixture
+        self._clock = clock
+        self._budget = VerificationBudget(clock)
 
     def check_known(self, ref: TaskRef) -> None:
         source = self._mixture.sources.get(ref.source)
@@ -24,9 +31,17 @@ class MixtureJudge:
         if prompt_digest(task.prompt) != group.prompt_digest:
             raise InvalidRecord(Rejection.TASK_MISMATCH, group.task.source)
         try:
-            return tuple(score(task, rollout.text) for rollout in group.rollouts)
+            return tuple(self._score(task, rollout.text, group.author) for rollout in group.rollouts)
         except TaskFailure as failure:
             raise InvalidRecord(Rejection.TASK_FAILED, str(failure)) from None
+
+    def _score(self, task: Task, text: str, author: str) -> float:
+        self._budget.check(author)
+        started_at = self._clock()
+        try:
+            return score(task, text)
+        finally:
+            self._budget.spend(author, self._clock() - started_at)
 
     def _rebuild(self, ref: TaskRef) -> Task:
         self.check_known(ref)

@@ -206,7 +206,7 @@ class Reader:
         except InvalidRecord as error:
             self._refused[error.reason.value] += 1
             logger.debug("rejected a body of %s: %s", header.author, error)
-            if error.reason is Rejection.UNAVAILABLE:
+            if error.reason in (Rejection.UNAVAILABLE, Rejection.TOO_SLOW):
                 self._inbox.leave_alone(header.author)
             return
         self.num_records_admitted += 1

@@ -11,12 +11,15 @@ import random
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from swarm.config import TaskSourceSection
 from swarm.errors import TaskError
 from swarm.tasks.task_source import EVALUATION_SEED
 from swarm.tasks.verifiers import VERIFIERS, check_expected
 from swarm.types import Task, TaskRef
+
+T = TypeVar("T")
 
 _HELD_OUT_EVERY = 10
 _MIN_LINES = 2
@@ -39,11 +42,10 @@ class JsonlSource:
         if config.path is None:
             raise TaskError(f"a jsonl source needs a path, got none; set path for source {config.name!r}")
         self.name = config.source_name
-        content = _read(config.path)
+        content, numbered = numbered_lines(config.path)
         self.config_digest = hashlib.sha256(f"jsonl:{config.verifier}:".encode() + content).hexdigest()[:16]
-        lines = _parse_lines(content, config.path, config.verifier)
-        self._held_out = lines[::_HELD_OUT_EVERY]
-        self._training = [line for position, line in enumerate(lines) if position % _HELD_OUT_EVERY]
+        lines = [_parse(text, where, config.verifier) for text, where in numbered]
+        self._held_out, self._training = held_out_and_training(lines, config.path)
 
     @property
     def num_held_out(self) -> int:
@@ -76,6 +78,21 @@ def shuffled_position(seed: int, index: int, count: int) -> int:
     return (multiplier * index + offset) % count
 
 
+def numbered_lines(path: Path) -> tuple[bytes, list[tuple[bytes, str]]]:
+    """A file's content, and its lines that are not empty with where they are. Raises TaskError."""
+    content = _read(path)
+    numbered = enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1)  # JSON text may hold other line ends
+    return content, [(text, f"{path}:{number}") for number, text in numbered if text.strip()]
+
+
+def held_out_and_training(lines: list[T], path: Path) -> tuple[list[T], list[T]]:
+    """Every tenth line is held out. Raises TaskError for a file that is too short."""
+    if len(lines) < _MIN_LINES:
+        raise TaskError(f"a JSONL source needs at least {_MIN_LINES} lines, got {len(lines)} in {path}; add tasks")
+    training = [line for position, line in enumerate(lines) if position % _HELD_OUT_EVERY]
+    return lines[::_HELD_OUT_EVERY], training
+
+
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -83,14 +100,6 @@ def _read(path: Path) -> bytes:
         raise TaskError(
             f"a JSONL source must be a readable file, got {path}: {error.strerror}; set tasks.sources.path"
         ) from None
-
-
-def _parse_lines(content: bytes, path: Path, default_verifier: str) -> list[Line]:
-    numbered = enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1)  # JSON text may hold other line ends
-    lines = [_parse(text, f"{path}:{number}", default_verifier) for number, text in numbered if text.strip()]
-    if len(lines) < _MIN_LINES:
-        raise TaskError(f"a JSONL source needs at least {_MIN_LINES} lines, got {len(lines)} in {path}; add tasks")
-    return lines
 
 
 def _parse(text: bytes, where: str, default_verifier: str) -> Line:

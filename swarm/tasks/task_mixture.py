@@ -5,14 +5,17 @@ A source that cannot be built is set aside with its reason and the others go on.
 
 import hashlib
 import logging
-import math
 from collections import Counter
+from dataclasses import dataclass
 
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
+from swarm.tasks.code_source import CodeSource
 from swarm.tasks.jsonl_source import JsonlSource
 from swarm.tasks.reasoning_gym_source import ReasoningGymSource
+from swarm.tasks.signalled_source import SignalledSource
 from swarm.tasks.task_source import (
+    CORRECT,
     EVALUATION_SEED,
     FIRST_TRAINING_SEED,
     INDEX_SPAN,
@@ -20,6 +23,7 @@ from swarm.tasks.task_source import (
     TaskFailure,
     TaskSource,
     UnknownTask,
+    named_signals,
 )
 from swarm.types import Task, TaskRef
 
@@ -41,7 +45,7 @@ class TaskMixture:
         """Held-out tasks that could not be built, by source."""
         for section in config.sources:
             try:
-                self.sources[section.source_name] = _build(section)
+                self.sources[section.source_name] = _build(section, config)
                 self.weights[section.source_name] = section.weight
             except TaskError as error:
                 self.broken[section.source_name] = str(error)
@@ -71,15 +75,39 @@ class TaskMixture:
         return tasks
 
 
-def score(task: Task, text: str) -> float:
-    """Reward in [0, 1] of an answer. Raises TaskFailure where the verifier fails or leaves that range."""
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Of one answer."""
+
+    reward: float
+    """In [0, 1]."""
+    signals: tuple[tuple[str, float], ...]
+    """(name, value in [0, 1]) of every signal of the reward; empty where there is only one."""
+
+
+def assess(task: Task, text: str) -> Score:
+    """What an answer is worth. Raises TaskFailure where the verifier fails or leaves [0, 1]."""
     try:
-        reward = float(task.verify(text))
+        named = named_signals(task.verify(text))
+    except TaskFailure:
+        raise
     except Exception as error:  # third-party verifiers meet hostile text
         raise TaskFailure(task.ref.source, f"verifier: {type(error).__name__}: {error}") from error
-    if not math.isfinite(reward) or not -_REWARD_SLACK <= reward <= 1 + _REWARD_SLACK:
-        raise TaskFailure(task.ref.source, f"verifier gave {reward}, outside [0, 1]")
-    return min(1.0, max(0.0, reward))
+    weights = task.weights or ((CORRECT, 1.0),)
+    signals = tuple((name, _within_range(task, name, named.get(name))) for name, _ in weights)
+    reward = sum(weight * value for (_, weight), (_, value) in zip(weights, signals, strict=True))
+    return Score(min(1.0, reward), signals if task.weights else ())
+
+
+def score(task: Task, text: str) -> float:
+    """The reward of an answer, in [0, 1]. Raises TaskFailure as `assess` does."""
+    return assess(task, text).reward
+
+
+def _within_range(task: Task, name: str, value: float | None) -> float:
+    if value is None or not -_REWARD_SLACK <= value <= 1 + _REWARD_SLACK:  # NaN fails both
+        raise TaskFailure(task.ref.source, f"signal {name} must be in [0, 1], got {value}; mend the reward function")
+    return min(1.0, max(0.0, value))
 
 
 def training_seed(peer_id: str, node_seed: int) -> int:
@@ -93,5 +121,10 @@ def _is_within(number: object, stop: int) -> bool:
     return type(number) is int and 0 <= number < stop
 
 
-def _build(section: TaskSourceSection) -> TaskSource:
-    return JsonlSource(section) if section.kind == "jsonl" else ReasoningGymSource(section)
+def _build(section: TaskSourceSection, config: TasksSection) -> TaskSource:
+    source: TaskSource
+    if section.kind == "code":
+        source = CodeSource(section, may_be_unfenced=config.run_code_unfenced)
+    else:
+        source = JsonlSource(section) if section.kind == "jsonl" else ReasoningGymSource(section)
+    return SignalledSource(source, section) if section.signals else source

@@ -4,6 +4,7 @@ A stream is a seed; `seed * INDEX_SPAN + index` numbers every task of a source, 
 """
 
 import hashlib
+from collections.abc import Mapping
 from typing import Protocol
 
 from swarm.types import Task
@@ -19,6 +20,10 @@ FIRST_TRAINING_SEED = 16
 MAX_SEED = 2**31 - 1
 
 
+CORRECT = "correct"
+"""The signal that a verifier with one number tells."""
+
+
 class TaskFailure(Exception):
     """A task could not be built, or its verifier failed. Costs that task, never the node."""
 
@@ -29,6 +34,12 @@ class TaskFailure(Exception):
 
 class UnknownTask(Exception):
     """A reference to a source that this node does not have, or outside its bounds."""
+
+
+def named_signals(value: float | Mapping[str, float]) -> dict[str, float]:
+    """What a verifier told, by name."""
+    told = value if isinstance(value, Mapping) else {CORRECT: value}
+    return {name: float(number) for name, number in told.items()}
 
 
 def prompt_digest(prompt: str) -> str:

@@ -42,9 +42,9 @@ def _signals(group: TrainingGroup, weights: Mapping[str, float]) -> tuple[Tensor
     named = [dict(rollout.signals) or {"reward": rollout.reward} for rollout in group.group.rollouts]
     names = sorted({name for signals in named for name in signals})
     values = [[signals.get(name, 0.0) for signals in named] for name in names]
-    return torch.tensor(values, dtype=torch.float64), torch.tensor(
-        [weights.get(name, 1.0) for name in names], dtype=torch.float64
-    )
+    of_task = dict(group.signal_weights)
+    chosen = [weights.get(name, of_task.get(name, 1.0)) for name in names]
+    return torch.tensor(values, dtype=torch.float64), torch.tensor(chosen, dtype=torch.float64)
 
 
 def _check_signal(group: TrainingGroup) -> None:

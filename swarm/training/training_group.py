@@ -19,3 +19,5 @@ class TrainingGroup:
     """Whether this node sampled it."""
     known_logprobs: bool = False
     """Whether `logprobs` belong to the token ids, of whatever policy; those of another lineage only tell its distance."""
+    signal_weights: tuple[tuple[str, float], ...] = ()
+    """(name, weight) of the task's reward signals; empty where its reward is one number."""

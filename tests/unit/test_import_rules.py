@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2] / "swarm"
 EVERYONE = {"types", "config", "errors", "observability", "__init__"}
 ALLOWED: dict[str, set[str]] = {
     "observability": set(),
-    "tasks": set(),
+    "tasks": {"sandbox"},
+    "sandbox": set(),
     "records": set(),
     "adapters": set(),
     "network": {"records"},  # the identity is the libp2p key
@@ -25,7 +26,18 @@ ALLOWED: dict[str, set[str]] = {
     "testbed": {"node", "node_folder"},
     "diagnostics": {"records", "network", "node_folder", "hardware"},  # torch in a program of its own only
 }
-TORCH_FREE = {"observability", "tasks", "records", "network", "pool", "sharing", "simulation", "cli", "testbed"}
+TORCH_FREE = {
+    "observability",
+    "sandbox",
+    "tasks",
+    "records",
+    "network",
+    "pool",
+    "sharing",
+    "simulation",
+    "cli",
+    "testbed",
+}
 
 
 def imports_of(path: Path) -> set[str]:

@@ -1,0 +1,1 @@
+"""Runs code that strangers and policies wrote, in a process of its own that can reach nothing."""

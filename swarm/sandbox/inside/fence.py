@@ -1,0 +1,68 @@
+"""Namespaces and a file system of nothing but Python's own library and one small empty folder."""
+
+import contextlib
+import os
+from pathlib import Path
+
+from swarm.sandbox.inside import libc
+
+_NOBODY = 65534
+_NEW_ROOT = "/tmp"  # noqa: S108  any folder that is there: the mount on it is seen by this process alone
+WORK_FOLDER = "/work"
+_ROOT_OPTIONS = "size=64k,nr_inodes=64,mode=0755"
+_KEPT_FLAGS = 1 | 2 | 4 | 8 | 1024 | 2048  # of a mount, as statvfs tells them; they must stay when it is mounted again
+
+
+def leave_root() -> None:
+    """Be nobody: limits on processes do not hold for root, and nothing of root's may be readable.
+
+    A root that may not become another (in a container) stays; the namespaces and the filter hold for it as well.
+    """
+    if os.geteuid() == 0:
+        with contextlib.suppress(OSError):
+            os.setgroups([])
+            os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+            os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+        libc.prctl(libc.PR_SET_DUMPABLE, 1)  # else the maps below belong to root
+
+
+def enter_namespaces() -> None:
+    """New user, mount, network, IPC and host name for this process; a new process tree for its children."""
+    uid, gid = os.geteuid(), os.getegid()
+    libc.unshare(
+        libc.CLONE_NEWUSER
+        | libc.CLONE_NEWNS
+        | libc.CLONE_NEWPID
+        | libc.CLONE_NEWNET
+        | libc.CLONE_NEWIPC
+        | libc.CLONE_NEWUTS
+    )
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{_NOBODY} {uid} 1"), ("gid_map", f"{_NOBODY} {gid} 1")):
+        Path("/proc/self", name).write_text(text)
+
+
+def build_root(library: str, work_bytes: int) -> None:
+    """Leave all files but Python's library, read-only and without what was installed there, and WORK_FOLDER.
+
+    `library` is the current folder already: the way to it may be closed to nobody.
+    """
+    kept = os.statvfs(".").f_flag & _KEPT_FLAGS
+    libc.mount("none", "/", "", libc.MS_REC | libc.MS_PRIVATE)
+    libc.mount("tmpfs", _NEW_ROOT, "tmpfs", libc.MS_NOSUID | libc.MS_NODEV, _ROOT_OPTIONS)
+    place = _NEW_ROOT + library
+    Path(place).mkdir(parents=True)
+    libc.mount(".", place, "", libc.MS_BIND | libc.MS_REC)
+    flags = libc.MS_REMOUNT | libc.MS_BIND | libc.MS_RDONLY | libc.MS_NOSUID | libc.MS_NODEV | kept
+    libc.mount("none", place, "", flags | (0 if kept & 1024 else libc.MS_RELATIME))
+    for name in ("site-packages", "dist-packages"):
+        if Path(place, name).is_dir():
+            libc.mount("tmpfs", f"{place}/{name}", "tmpfs", libc.MS_RDONLY, "size=4k,nr_inodes=2,mode=0555")
+    work = _NEW_ROOT + WORK_FOLDER
+    Path(work).mkdir()
+    options = f"size={work_bytes},nr_inodes=64,mode=0700"
+    libc.mount("tmpfs", work, "tmpfs", libc.MS_NOSUID | libc.MS_NODEV | libc.MS_NOEXEC, options)
+    os.chdir(_NEW_ROOT)
+    libc.pivot_root(".", ".")  # the old root is stacked on the new one, and taken off it
+    libc.detach(".")
+    libc.mount("none", "/", "", libc.MS_REMOUNT | libc.MS_BIND | libc.MS_RDONLY | libc.MS_NOSUID | libc.MS_NODEV)
+    os.chdir(WORK_FOLDER)

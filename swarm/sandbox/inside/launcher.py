@@ -1,0 +1,137 @@
+"""Three processes, each with less than the one before.
+
+    node ─ request on stdin ─▶ launcher ─▶ first process of the new tree ─▶ program
+         ◀─ report on stderr ──┘ waits, kills                                   │
+         ◀────────────────────── results on stdout ─────────────────────────────┘
+
+The launcher stays outside: the program can neither see nor signal it. When the launcher ends, however it does, the kernel ends
+the first process and with it all others of its tree. The report goes where the program cannot write.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import sysconfig
+from typing import Any, NoReturn
+
+from swarm.sandbox.inside import program
+
+_IS_LINUX = sys.platform == "linux"
+if _IS_LINUX:
+    from swarm.sandbox.inside import fence, libc, syscall_filter
+
+_BY_SIGNAL = 4
+
+
+def main() -> None:
+    request = json.loads(sys.stdin.buffer.read())
+    try:
+        _supervise(request)
+    except (OSError, ValueError) as error:
+        _report(error=str(error))
+
+
+def _supervise(request: dict[str, Any]) -> None:
+    """Start the tree, wait for its end or the deadline, tell what it was."""
+    library = sysconfig.get_path("stdlib")
+    os.chdir(library)
+    is_fenced = request["is_fenced"]
+    if is_fenced:
+        if not _IS_LINUX:
+            raise OSError("namespaces are a part of Linux")
+        fence.leave_root()
+        fence.enter_namespaces()
+    _die_with_parent()
+    if os.getppid() != request["node"]:
+        return  # it died before this process could be told of it
+    ready, when_ready = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ready)
+        _first_process(request, library, when_ready)
+    os.close(when_ready)
+    end = _wait(child, request["limits"]["wall_s"])
+    if os.read(ready, 1):  # else the process that failed has told why
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        _report(end=end, cpu_s=usage.ru_utime + usage.ru_stime)
+    if not is_fenced:
+        os.killpg(0, signal.SIGKILL)  # what the program left behind, and this process with it
+
+
+def _wait(child: int, wall_s: float) -> str:
+    """How it ended: exit, signal, or wall (killed here)."""
+    is_late = False
+
+    def kill(*_: object) -> None:
+        nonlocal is_late
+        is_late = True
+        os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, kill)
+    signal.setitimer(signal.ITIMER_REAL, wall_s)
+    _, status = os.waitpid(child, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if is_late:
+        return "wall"
+    return "signal" if code < 0 or code == _BY_SIGNAL else "exit"
+
+
+def _first_process(request: dict[str, Any], library: str, when_ready: int) -> NoReturn:
+    """Build the file system, start the program, end as it ends."""
+    try:
+        _die_with_parent()
+        if _has_no_reader(when_ready):
+            os._exit(1)  # the launcher died before this process could be told of it
+        nowhere = os.open("/dev/null", os.O_RDWR)
+        if not request["is_fenced"]:
+            _become_program(request, nowhere, when_ready)
+        fence.build_root(library, request["limits"]["file_bytes"])
+        child = os.fork()
+        if child == 0:
+            _become_program(request, nowhere, when_ready)
+        os.close(1)  # the node reads it to its end, which is the program's
+        _, status = os.waitpid(child, 0)
+        os._exit(_BY_SIGNAL if os.WIFSIGNALED(status) else 0)
+    except BaseException as error:
+        _report(error=str(error))
+        os._exit(1)
+
+
+def _become_program(request: dict[str, Any], nowhere: int, when_ready: int) -> NoReturn:
+    """Give up what there is to give up, say so, then run the stranger's code."""
+    is_fenced = request["is_fenced"]
+    try:
+        if is_fenced:
+            os.setsid()
+        program.limit(request["limits"], strict=is_fenced)
+        if _IS_LINUX:
+            with contextlib.nullcontext() if is_fenced else contextlib.suppress(OSError):
+                libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
+                libc.drop_capabilities()
+                syscall_filter.deny_system_calls()
+        os.write(when_ready, b"1")  # the program cannot: it is closed next, and exit codes say nothing
+        program.keep_result_channel_only(nowhere)
+    except BaseException as error:
+        _report(error=str(error))
+        os._exit(1)
+    program.call(request["code"], request["entry"], request["inputs"])
+
+
+def _die_with_parent() -> None:
+    if _IS_LINUX:
+        libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _has_no_reader(pipe: int) -> bool:
+    poll = select.poll()
+    poll.register(pipe, select.POLLERR)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _report(**facts: Any) -> None:
+    os.write(2, json.dumps(facts).encode() + b"\n")

@@ -1,0 +1,63 @@
+"""Linux calls that Python 3.11 does not offer. Each raises OSError that names the call."""
+
+import ctypes
+import os
+
+CLONE_NEWNS = 0x0002_0000
+CLONE_NEWUTS = 0x0400_0000
+CLONE_NEWIPC = 0x0800_0000
+CLONE_NEWUSER = 0x1000_0000
+CLONE_NEWPID = 0x2000_0000
+CLONE_NEWNET = 0x4000_0000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME = 32, 4096, 16384, 1 << 18, 1 << 21
+MNT_DETACH = 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
+SECCOMP_MODE_FILTER = 2
+_CAPABILITY_VERSION_3 = 0x2008_0522
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def unshare(flags: int) -> None:
+    _check("unshare", _libc.unshare(flags))
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    arguments = (source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode() or None)
+    _check(f"mount {target}", _libc.mount(*arguments))
+
+
+def detach(target: str) -> None:
+    _check(f"umount {target}", _libc.umount2(target.encode(), MNT_DETACH))
+
+
+def pivot_root(new: str, old: str) -> None:
+    number = ctypes.c_long(_PIVOT_ROOT[os.uname().machine])
+    _check("pivot_root", _libc.syscall(number, new.encode(), old.encode()))
+
+
+def prctl(option: int, value: int, pointer: object = None) -> None:
+    rest = (ctypes.c_ulong(0) if pointer is None else pointer, ctypes.c_ulong(0), ctypes.c_ulong(0))
+    _check(f"prctl {option}", _libc.prctl(option, ctypes.c_ulong(value), *rest))
+
+
+def drop_capabilities() -> None:
+    """All of them, for good: from the bounding set, and from the process."""
+    for capability in range(64):
+        try:
+            prctl(PR_CAPBSET_DROP, capability)
+        except OSError:  # beyond the last one that this kernel knows
+            break
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    nothing = (ctypes.c_uint32 * 6)()
+    number = ctypes.c_long(_CAPSET[os.uname().machine])
+    _check("capset", _libc.syscall(number, ctypes.byref(header), ctypes.byref(nothing)))
+
+
+def _check(call: str, result: int) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")
