@@ -19,3 +19,5 @@ class TrainingGroup:
     """Whether this node sampled it."""
     known_logprobs: bool = False
     """Whether `logprobs` belong to the token ids, of whatever policy; those of another lineage only tell its distance."""
+    is_replay: bool = False
+    """Whether it is an own group of an earlier round that is trained on once more."""
