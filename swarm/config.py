@@ -318,6 +318,12 @@ class SharingSection(Section):
     """How often one group of another node is trained on."""
     max_share_per_peer: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Largest part of the J groups of a batch from one author, where others are at hand."""
+    max_share_per_lineage: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Largest part of the J groups of a batch from one policy lineage, where others are at hand. 1: no limit."""
+    max_staleness: NonNegativeInt = 0
+    """Drop groups so many policy versions behind their author's newest, own ones that waited too. 0: age alone decides."""
+    choice: Literal["uniform", "informative"] = "uniform"
+    """Which groups of others: all alike (as published), or by expected usefulness: p(1 - p), age, acceptance of the author."""
     pool_max_groups: PositiveInt = 512
     """Groups kept in the experience pool; the oldest go first."""
     max_group_size: PositiveInt = 64
@@ -379,6 +385,10 @@ class TrainingSection(Section):
     """Weight of the KL penalty towards the base policy (k3 estimator); 0 only watches it, at a few answers."""
     mask_truncated: bool = True
     """Leave answers that were cut, with neither EOS nor a stop string, out of the loss."""
+    replay_groups: NonNegativeInt = 0
+    """Own groups of earlier steps in a batch, on top of the others, each at most once more. 0 is off."""
+    replay_max_versions: PositiveInt = 16
+    """Own groups sampled more policy versions ago are not replayed."""
     canary_tolerance: PositiveFloat = 1e-3
     """Largest difference between the engine's and the trainer's log-probs of the canary answer."""
 
@@ -488,7 +498,8 @@ class Config(Section):
     @property
     def max_batch_groups(self) -> int:
         """Groups in a training batch, at most."""
-        return min(self.sharing.own_groups, self.rollouts.groups_per_round) + self.sharing.swarm_groups
+        fresh = min(self.sharing.own_groups, self.rollouts.groups_per_round) + self.sharing.swarm_groups
+        return fresh + self.training.replay_groups
 
     @property
     def swarm_id(self) -> str:

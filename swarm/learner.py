@@ -1,8 +1,8 @@
 """The compute side of a node: one round after another, on one thread, never waiting for the network.
 
-    RolloutRound.run ─────────────┬─ publish (to the network loop)
-                                  └─ own groups with signal ─┐
-    pool.draw ─ foreign groups ─ translate by lineage ───────┴─ trainer.step ─ canary ─ checkpoint
+    RolloutRound.run ─┬─ publish (to the network loop)
+                      └─ own groups ─┐
+    pool, replay store ──────────────┴─ BatchMaker ─ trainer.step ─ canary ─ checkpoint
 
 Everything random comes from the node's seed and the round's number, so a run that was killed and resumed computes bit for bit
 what an uninterrupted one computes, as long as no foreign groups come in.
@@ -14,10 +14,10 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from swarm.adapters.checkpoint import CheckpointStore
+from swarm.batch_maker import BatchMaker
 from swarm.config import Config
 from swarm.engine.canary import Canary
 from swarm.engine.make_engine import make_engine
@@ -29,10 +29,10 @@ from swarm.policy.policy import Policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.rollouts.rollout_round import RolloutRound
 from swarm.rollouts.worker import RolloutBatch, RolloutWorker
+from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.difficulty import DifficultyTable
 from swarm.tasks.task_cursor import TaskCursor
-from swarm.tasks.task_mixture import TaskMixture, assess, training_seed
-from swarm.tasks.task_source import TaskFailure, UnknownTask
+from swarm.tasks.task_mixture import TaskMixture, training_seed
 from swarm.training.experience import ExperienceTranslator
 from swarm.training.health import HealthWatch
 from swarm.training.step_report import StepReport
@@ -51,8 +51,16 @@ class Learner:
     """Policy, engine, trainer and task cursor of one node, with what a checkpoint needs to continue them."""
 
     def __init__(
-        self, config: Config, policy: Policy, mixture: TaskMixture, pool: ExperiencePool, author: str, publish: Publish
+        self,
+        config: Config,
+        policy: Policy,
+        mixture: TaskMixture,
+        pool: ExperiencePool,
+        author: str,
+        publish: Publish,
+        usefulness: Usefulness | None = None,
     ) -> None:
+        """`usefulness`: by which groups of others are drawn, and which is told of the own difficulty table; else uniform."""
         self._config = config
         self._mixture = mixture
         self._pool = pool
@@ -72,7 +80,12 @@ class Learner:
             stop=config.rollouts.stop,
         )
         self._canary = Canary(policy, self._engine, config.training.canary_tolerance)
-        self._translator = ExperienceTranslator(policy, config.sharing.likelihood_floor_quantile)
+        self._translator = ExperienceTranslator(
+            policy, config.sharing.likelihood_floor_quantile, config.rollouts.max_new_tokens
+        )
+        self._usefulness = usefulness
+        weigh = usefulness.of_group if usefulness else None
+        self._batches = BatchMaker(config, mixture, pool, self._translator, weigh)
         self._health = HealthWatch()
         stream = training_seed(author, config.node.seed)
         self._cursor = TaskCursor(mixture, stream, random.Random(self._seed("tasks")))
@@ -95,12 +108,13 @@ class Learner:
         if self._config.sharing.publish:
             self._publish(rollouts.groups)
         self._translator.observe_own(rollouts.likelihoods)
-        batch = self._batch(rollouts)
+        self._tell_beliefs()
+        batch = self._batches.batch(rollouts, self.policy.version, self._rng)
         report = self._trainer.step(batch) if batch else None
         if report is not None and not report.skipped:
             self._canary.check()
         self.round += 1
-        self._totals["own_groups"] += sum(group.is_own for group in batch)
+        self._totals["own_groups"] += sum(group.is_own and not group.is_replay for group in batch)
         self._totals["swarm_groups"] += sum(not group.is_own for group in batch)
         finished = time.monotonic()
         row: Row = {
@@ -146,6 +160,7 @@ class Learner:
             "cursor": self._cursor.state(),
             "difficulty": self._difficulty.state(),
             "open_groups": self._rollouts.state(),
+            "replay": self._batches.state(),
             "rng": _rng_state(self._rng),
             "own_likelihoods": self._translator.state(),
             "health": self._health.state(),
@@ -174,40 +189,19 @@ class Learner:
         self._rollouts.restore(state.get("open_groups", []), self._mixture.rebuild)
         if self._pruning is not None:
             self._pruning.restore(checkpoint.tensors.get("pruning", {}), state.get("pruning", {}))
+        self._batches.restore(state.get("replay", []))
         self._rng.setstate(_rng_from(state["rng"]))
         self._translator.restore(state["own_likelihoods"])
         if "health" in state:  # absent in checkpoints of older versions
             self._health.restore(state["health"])
         self._totals = Counter(state["totals"])
+        self._tell_beliefs()
         return True
 
-    def _batch(self, rollouts: RolloutBatch) -> list[TrainingGroup]:
-        """I own and J foreign groups with signal; where one kind is short, the other fills up to I + J."""
-        sharing = self._config.sharing
-        tasks = {task.ref: task for task in rollouts.tasks}
-        own = [
-            replace(self._translator.own(tasks[g.task].prompt, g), signal_weights=tasks[g.task].weights)
-            for g in rollouts.groups
-            if g.has_signal
-        ]
-        total = self._config.max_batch_groups
-        num_own = min(len(own), total - sharing.swarm_groups)
-        wanted = total - num_own if sharing.swarm_groups else 0
-        foreign = [group for drawn in self._pool.draw(wanted, self._rng) if (group := self._foreign(drawn))]
-        chosen = self._rng.sample(own, min(len(own), total - len(foreign)))
-        return chosen + foreign
-
-    def _foreign(self, group: RolloutGroup) -> TrainingGroup | None:
-        try:
-            task = self._mixture.rebuild(group.task)
-            if task.weights and self._config.training.advantage == "gdpo":  # signals are not in the pool
-                signals = [assess(task, rollout.text).signals for rollout in group.rollouts]
-                rollouts = [replace(r, signals=s) for r, s in zip(group.rollouts, signals, strict=True)]
-                group = replace(group, rollouts=tuple(rollouts))
-        except (UnknownTask, TaskFailure):  # the pool outlived a change of the task list
-            return None
-        translated = self._translator.foreign(task.prompt, group)
-        return translated and replace(translated, signal_weights=task.weights)
+    def _tell_beliefs(self) -> None:
+        """Hand a copy of the difficulty table to whoever chooses among the headers of others, on the network loop."""
+        if self._usefulness is not None:
+            self._usefulness.learn({name: (belief[0], belief[1]) for name, belief in self._difficulty.state().items()})
 
     def _rollout_row(self, rollouts: RolloutBatch, duration_s: float) -> Row:
         groups = rollouts.groups
@@ -244,11 +238,14 @@ class Learner:
 
     def _train_row(self, batch: Sequence[TrainingGroup], report: StepReport | None) -> Row:
         row: Row = {
-            "train/own_groups": sum(group.is_own for group in batch),
+            "train/own_groups": sum(group.is_own and not group.is_replay for group in batch),
             "train/swarm_groups": sum(not group.is_own for group in batch),
             "train/own_groups_total": self._totals["own_groups"],
             "train/swarm_groups_total": self._totals["swarm_groups"],
+            "train/replayed_groups": sum(group.is_replay for group in batch),
             "train/answers_below_floor_total": self._translator.num_answers_below_floor,
+            "train/answers_misspelt_total": self._translator.num_answers_misspelt,
+            "train/dropped_groups": dict(self._batches.dropped),
             "pool/groups": self._pool.num_fresh(),
         }
         if report is not None:

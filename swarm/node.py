@@ -35,10 +35,12 @@ from swarm.pool.experience_pool import ExperiencePool
 from swarm.records import identity as identities
 from swarm.records.admission import Admission, Vocabulary
 from swarm.records.identity import Identity, IdentityLock
+from swarm.sharing.acceptance import Acceptance
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
 from swarm.sharing.judge import MixtureJudge
+from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.types import RolloutGroup
 
@@ -93,6 +95,10 @@ class Node:
         self.pool = ExperiencePool(folder.pool, config.sharing, self._clock)
         self.exchange: Exchange | None = None
         self._bodies = BodyStore(self._clock)
+        self._acceptance = Acceptance()
+        is_informative = config.sharing.choice == "informative"
+        weigh_author = self._acceptance.weight
+        self._usefulness = Usefulness(config.sharing.max_age_s, self._clock, weigh_author) if is_informative else None
         self._report = NodeReport(config.observability, folder, identity, self.transport, validator)
         self._stop = threading.Event()
 
@@ -165,7 +171,9 @@ class Node:
         logger.info("loading policy %s", self.config.policy.base)
         policy = load_policy(self.config.policy, device=self.config.node.device, hash_cache=self.folder.hash_cache)
         logger.info("policy ready on %s, lineage %s", policy.device, policy.lineage.policy[:12])
-        learner = Learner(self.config, policy, mixture, self.pool, self.identity.peer_id, self._hand_out)
+        learner = Learner(
+            self.config, policy, mixture, self.pool, self.identity.peer_id, self._hand_out, self._usefulness
+        )
         learner.probe_memory()
         if learner.resume(self._checkpoints()):
             logger.info("resumed after round %d", learner.round)
@@ -185,7 +193,7 @@ class Node:
         rng = random.Random(self.identity.peer_id)
         return Exchange(
             config.sharing, config.network, config.swarm_id, self.identity, transport, admission, self.pool,
-            self._bodies, self._next_sequence, rng,
+            self._bodies, self._next_sequence, rng, usefulness=self._usefulness, acceptance=self._acceptance,
         )  # fmt: skip
 
     def _network_work(self) -> list[Coroutine[Any, Any, None]]:

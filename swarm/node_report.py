@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from typing import Any
 
 from swarm.config import ObservabilitySection
@@ -89,6 +90,8 @@ class NodeReport:
                     self._metrics.gauge(name, value)
             for reason, count in row.get("exchange/rejected", {}).items():
                 self._metrics.gauge("exchange/rejected_records", count, reason=reason)
+            for reason, count in row.get("train/dropped_groups", {}).items():
+                self._metrics.gauge("train/dropped_groups", count, reason=reason)
             for reason, count in row.get("network/refused", {}).items():
                 self._metrics.gauge("network/refused", count, reason=reason)
             self._last_row = row
@@ -139,7 +142,7 @@ class NodeReport:
                 "exchange/groups_admitted": reader.num_groups_admitted,
                 "exchange/headers_gossiped": reader.num_headers_gossiped,
                 "exchange/headers_swept": reader.num_headers_swept,
-                "exchange/rejected": dict(reader.rejected + self._validator.rejected),
+                "exchange/rejected": dict(reader.rejected + Counter(self._validator.rejected)),
             }
         return row
 

@@ -64,6 +64,9 @@ class Rollout:
     """In [0, 1]. From a peer it is a claim until admission has recomputed it."""
     signals: tuple[tuple[str, float], ...] = ()
     """(name, value) of every reward signal, where the verifier tells several; never sent, recomputed as the reward is."""
+    segments: tuple[tuple[int, int], ...] = ()
+    """(policy version, number of tokens that it sampled), in order, of an own answer begun by an earlier version than it
+    ended with; empty where all of it is of the group's version. Never sent."""
 
 
 @dataclass(frozen=True, slots=True)

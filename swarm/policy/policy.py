@@ -63,8 +63,11 @@ class Policy:
         return token_ids
 
     def encode_answer(self, text: str) -> list[int]:
-        """Token ids of an answer's text without EOS, which belongs to it only if the answer was finished."""
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        """Token ids of an answer's text without EOS, which belongs to it only if the answer was finished.
+
+        A special token's name in the text stays text: who writes `</s>` into an answer must not end it here.
+        """
+        return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of an answer, special tokens removed."""

@@ -2,21 +2,25 @@
 
     admission (network loop) → add → [pool] → draw → training batch (compute thread)
 
-One connection behind a lock serves both threads: calls take well under a millisecond. Groups are stored in the wire format,
-so a pool written by an older version is either read or dropped row by row, never trusted blindly.
+One connection behind a lock serves both threads: it is held for SQL only, well under a millisecond; packing, unpacking and
+choosing happen outside, so that neither thread waits for the other's work. Groups are stored in the wire format, so a pool
+written by an older version is either read or dropped row by row, never trusted blindly.
 """
 
 import logging
 import random
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from swarm.config import SharingSection
 from swarm.records.codec import decode_body, encode_body
 from swarm.records.rejection import InvalidRecord
 from swarm.types import Lineage, RolloutGroup
+from swarm.weighted_sample import weighted_order
 
 logger = logging.getLogger(__name__)
 
@@ -24,34 +28,82 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS bodies (hash BLOB PRIMARY KEY, expires_at REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS groups (
     id INTEGER PRIMARY KEY, author TEXT NOT NULL, policy TEXT NOT NULL, tokenizer TEXT NOT NULL,
-    policy_version INTEGER NOT NULL, created_at REAL NOT NULL, uses INTEGER NOT NULL DEFAULT 0, payload BLOB NOT NULL);
+    policy_version INTEGER NOT NULL, created_at REAL NOT NULL, uses INTEGER NOT NULL DEFAULT 0, payload BLOB NOT NULL,
+    source TEXT NOT NULL DEFAULT '', mean_reward REAL NOT NULL DEFAULT 0.5);
 CREATE INDEX IF NOT EXISTS groups_by_age ON groups (created_at);
+CREATE TABLE IF NOT EXISTS newest_versions (
+    author TEXT NOT NULL, policy TEXT NOT NULL, version INTEGER NOT NULL, seen_at REAL NOT NULL,
+    PRIMARY KEY (author, policy)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
+_LATER_COLUMNS = {"source": "TEXT NOT NULL DEFAULT ''", "mean_reward": "REAL NOT NULL DEFAULT 0.5"}
+_AGED = """
+CREATE TEMP VIEW aged AS SELECT *, coalesce((
+    SELECT version FROM newest_versions n WHERE n.author = groups.author AND n.policy = groups.policy
+), policy_version) - policy_version AS behind FROM groups
+"""
+"""Groups with how many versions they are behind their author's newest."""
+_NO_BOUND = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class PooledGroup:
+    """What may decide about a group before it is drawn."""
+
+    author: str
+    policy: str
+    """Lineage of the policy that sampled it."""
+    source: str
+    """Of its task; empty where an older version stored it."""
+    mean_reward: float
+    """Recomputed here, at admission."""
+    created_at: float
+
+
+Weigh = Callable[[PooledGroup], float]
+"""How useful a group is expected to be, >= 0; called by the thread that draws."""
 
 
 class ExperiencePool:
-    """Groups of other nodes, newest `config.pool_max_groups` of them, each drawn at most `config.max_uses` times."""
+    """Groups of other nodes, newest `config.pool_max_groups` of them, each drawn at most `config.max_uses` times.
+
+    With `config.max_staleness` a group counts as too old once its author has been seen that many versions further on, by
+    the author's own counter: versions of two nodes do not compare. What is known of an author's versions is forgotten
+    `max_age_s` after its newest one came in, so one that starts anew is heard again.
+    """
 
     def __init__(self, path: Path | str, config: SharingSection, clock: Callable[[], float]) -> None:
         self._config = config
         self._clock = clock
         self._lock = threading.Lock()
         self._db = _open(Path(path)) if path != ":memory:" else _connect(":memory:")
+        self._dropped: Counter[str] = Counter()
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Groups that were left undrawn, by reason: stale_version, too_old, overflow."""
+        with self._lock:
+            return Counter(self._dropped)
 
     def add(self, body_hash: bytes, expires_at: float, created_at: float, groups: Sequence[RolloutGroup]) -> int:
         """Store the groups of one admitted body. Returns how many were new: a known body adds nothing."""
+        rows = [_row(group, created_at) for group in groups]
+        by_version = sorted(groups, key=lambda group: group.policy_version)
+        newest = {(g.author, g.lineage.policy): (g.policy_version, self._clock()) for g in by_version}
         with self._lock, self._db:
             try:
                 self._db.execute("INSERT INTO bodies VALUES (?, ?)", (body_hash, expires_at))
             except sqlite3.IntegrityError:
                 return 0
             self._db.executemany(
-                "INSERT INTO groups (author, policy, tokenizer, policy_version, created_at, payload) VALUES (?,?,?,?,?,?)",
-                [
-                    (g.author, g.lineage.policy, g.lineage.tokenizer, g.policy_version, created_at, encode_body([g]))
-                    for g in groups
-                ],
+                "INSERT INTO groups (author, policy, tokenizer, policy_version, created_at, payload, source, mean_reward) "
+                "VALUES (?,?,?,?,?,?,?,?)",
+                rows,
+            )
+            self._db.executemany(
+                "INSERT INTO newest_versions VALUES (?,?,?,?) ON CONFLICT (author, policy) DO UPDATE "
+                "SET version = excluded.version, seen_at = excluded.seen_at WHERE excluded.version >= version",
+                [(*of, *seen) for of, seen in newest.items()],
             )
             self._prune()
         return len(groups)
@@ -64,25 +116,48 @@ class ExperiencePool:
         """Groups that may still be drawn."""
         with self._lock:
             (count,) = self._db.execute(
-                "SELECT count(*) FROM groups WHERE uses < ? AND created_at > ?", self._fresh_bounds()
+                "SELECT count(*) FROM aged WHERE uses < :max_uses AND created_at > :oldest AND behind <= :max_staleness",
+                self._bounds(),
             ).fetchone()
         return count
 
-    def draw(self, count: int, rng: random.Random) -> list[RolloutGroup]:
-        """Up to `count` fresh groups, uniformly, and marks them used.
+    def fresh_counts(self) -> dict[tuple[str, str], int]:
+        """{(author, policy lineage): groups that may still be drawn}."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT author, policy, count(*) FROM aged "
+                "WHERE uses < :max_uses AND created_at > :oldest AND behind <= :max_staleness GROUP BY author, policy",
+                self._bounds(),
+            ).fetchall()
+        return {(author, policy): count for author, policy, count in rows}
 
-        At most `max_share_per_peer` of them by one author while other authors have groups left.
+    def draw(self, count: int, rng: random.Random, weigh: Weigh | None = None) -> list[RolloutGroup]:
+        """Up to `count` fresh groups, and marks them used: uniformly, or weighted by `weigh`.
+
+        At most `max_share_per_peer` of them by one author and `max_share_per_lineage` of one lineage while others have
+        groups left. With `weigh` the groups of one author share one ticket: offering many of them gains nothing.
+        For one thread: two that draw at the same time might get the same groups.
         """
         if count == 0:
             return []
-        with self._lock, self._db:
+        with self._lock:
             rows = self._db.execute(
-                "SELECT id, author FROM groups WHERE uses < ? AND created_at > ? ORDER BY id", self._fresh_bounds()
+                "SELECT id, author, policy, source, mean_reward, created_at FROM aged "
+                "WHERE uses < :max_uses AND created_at > :oldest AND behind <= :max_staleness ORDER BY id",
+                self._bounds(),
             ).fetchall()
-            chosen = _choose(rows, count, self._config.max_share_per_peer, rng)
-            groups = [self._read(group_id) for group_id in chosen]
+        groups = [PooledGroup(*row[1:]) for row in rows]
+        if weigh is None:
+            order = rng.sample(range(len(groups)), len(groups))
+        else:
+            order = weighted_order(_by_author_tickets(groups, weigh), rng)
+        limits = (self._config.max_share_per_peer, self._config.max_share_per_lineage)
+        chosen = [rows[index][0] for index in _within_shares(groups, order, count, limits)]
+        with self._lock, self._db:
+            stored = [self._stored(group_id) for group_id in chosen]
             self._db.executemany("UPDATE groups SET uses = uses + 1 WHERE id = ?", [(i,) for i in chosen])
-        return [group for group in groups if group is not None]
+        drawn = [_decode(*fields) for fields in stored if fields is not None]
+        return [group for group in drawn if group is not None]
 
     def next_number(self, name: str) -> int:
         """A counter that never gives a number twice, across restarts too."""
@@ -97,40 +172,78 @@ class ExperiencePool:
         with self._lock:
             self._db.close()
 
-    def _fresh_bounds(self) -> tuple[int, float]:
-        return self._config.max_uses, self._clock() - self._config.max_age_s
+    def _bounds(self) -> dict[str, float]:
+        return {
+            "max_uses": self._config.max_uses,
+            "oldest": self._clock() - self._config.max_age_s,
+            "max_staleness": self._config.max_staleness or _NO_BOUND,
+        }
 
-    def _read(self, group_id: int) -> RolloutGroup | None:
-        author, policy, tokenizer, version, payload = self._db.execute(
+    def _stored(self, group_id: int) -> tuple[str, str, str, int, bytes] | None:
+        """None where it was pruned since it was chosen."""
+        return self._db.execute(
             "SELECT author, policy, tokenizer, policy_version, payload FROM groups WHERE id = ?", (group_id,)
         ).fetchone()
-        try:
-            return decode_body(payload, author, Lineage(policy, tokenizer), version)[0]
-        except InvalidRecord as error:
-            logger.warning("dropped a damaged group from the pool: %s", error)
-            return None
 
     def _prune(self) -> None:
-        max_uses, oldest = self._fresh_bounds()
-        self._db.execute("DELETE FROM groups WHERE uses >= ? OR created_at <= ?", (max_uses, oldest))
-        self._db.execute(
-            "DELETE FROM groups WHERE id <= (SELECT id FROM groups ORDER BY id DESC LIMIT 1 OFFSET ?)",
-            (self._config.pool_max_groups,),
-        )
+        bounds = self._bounds()
+        self._db.execute("DELETE FROM groups WHERE uses >= :max_uses", bounds)
+        dropped = {
+            "too_old": self._db.execute("DELETE FROM groups WHERE created_at <= :oldest", bounds),
+            "stale_version": self._db.execute(
+                "DELETE FROM groups WHERE id IN (SELECT id FROM aged WHERE behind > :max_staleness)", bounds
+            ),
+            "overflow": self._db.execute(
+                "DELETE FROM groups WHERE id <= (SELECT id FROM groups ORDER BY id DESC LIMIT 1 OFFSET ?)",
+                (self._config.pool_max_groups,),
+            ),
+        }
+        for reason, cursor in dropped.items():
+            if cursor.rowcount:
+                self._dropped[reason] += cursor.rowcount
         self._db.execute("DELETE FROM bodies WHERE expires_at < ?", (self._clock(),))
+        self._db.execute("DELETE FROM newest_versions WHERE seen_at <= :oldest", bounds)
 
 
-def _choose(rows: list[tuple[int, str]], count: int, max_share: float, rng: random.Random) -> list[int]:
-    """Ids in random order: first within the share per author, then, if too few, whatever is left."""
-    shuffled = rng.sample(rows, len(rows))
-    limit = max(1, int(max_share * count))
-    taken: dict[str, int] = {}
+def _row(group: RolloutGroup, created_at: float) -> tuple[str, str, str, int, float, bytes, str, float]:
+    lineage, source = group.lineage, group.task.source
+    packed = encode_body([group])
+    return (
+        group.author, lineage.policy, lineage.tokenizer, group.policy_version, created_at, packed, source,
+        group.mean_reward,
+    )  # fmt: skip
+
+
+def _decode(author: str, policy: str, tokenizer: str, version: int, payload: bytes) -> RolloutGroup | None:
+    try:
+        return decode_body(payload, author, Lineage(policy, tokenizer), version)[0]
+    except InvalidRecord as error:
+        logger.warning("dropped a damaged group from the pool: %s", error)
+        return None
+
+
+def _by_author_tickets(groups: Sequence[PooledGroup], weigh: Weigh) -> list[float]:
+    num_offered = Counter(group.author for group in groups)
+    return [weigh(group) / num_offered[group.author] for group in groups]
+
+
+def _within_shares(
+    groups: Sequence[PooledGroup], order: Sequence[int], count: int, limits: tuple[float, float]
+) -> list[int]:
+    """The first `count` of `order` within the shares per author and per lineage; if too few, whatever comes first."""
+    per_author, per_lineage = (max(1, int(share * count)) for share in limits)
+    of_author: Counter[str] = Counter()
+    of_lineage: Counter[str] = Counter()
     first: list[int] = []
     rest: list[int] = []
-    for group_id, author in shuffled:
-        within = taken.get(author, 0) < limit
-        taken[author] = taken.get(author, 0) + within
-        (first if within else rest).append(group_id)
+    for index in order:
+        author, policy = groups[index].author, groups[index].policy
+        if of_author[author] < per_author and of_lineage[policy] < per_lineage:
+            of_author[author] += 1
+            of_lineage[policy] += 1
+            first.append(index)
+        else:
+            rest.append(index)
     return (first + rest)[:count]
 
 
@@ -153,6 +266,11 @@ def _connect(path: str) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         db.executescript(_SCHEMA)
+        known = {column for _, column, *_ in db.execute("PRAGMA table_info(groups)")}
+        for column, kind in _LATER_COLUMNS.items():
+            if column not in known:  # a pool of an older version
+                db.execute(f"ALTER TABLE groups ADD COLUMN {column} {kind}")
+        db.execute(_AGED)
         if db.execute("PRAGMA quick_check").fetchone() != ("ok",):
             raise sqlite3.DatabaseError("quick_check failed")
     except sqlite3.DatabaseError:

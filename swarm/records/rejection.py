@@ -50,6 +50,8 @@ class Rejection(StrEnum):
     """Checking this author's answers takes more time than one author gets."""
     REWARD_MISMATCH = "reward_mismatch"
     """Claims another reward than the recomputed one."""
+    STALE = "stale"
+    """Its author's policy has moved on too many versions since; says nothing about the author."""
     NO_SIGNAL = "no_signal"
     """All rewards of a group are equal: nothing to learn; says nothing about the author."""
 

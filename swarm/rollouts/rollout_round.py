@@ -130,4 +130,10 @@ class RolloutRound:
 
 
 def _joined(group: RolloutGroup, more: RolloutGroup | None) -> RolloutGroup:
-    return group if more is None else replace(group, rollouts=group.rollouts + more.rollouts)
+    """A group that had waited counts as of its older version; its further answers say that they are of a later one."""
+    if more is None:
+        return group
+    added = more.rollouts
+    if more.policy_version != group.policy_version:
+        added = tuple(replace(r, segments=((more.policy_version, len(r.token_ids)),)) for r in added)
+    return replace(group, rollouts=group.rollouts + added)

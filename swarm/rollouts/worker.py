@@ -14,7 +14,7 @@ from swarm.engine.engine import AnswerRequest, Completion, Engine, PruningEngine
 from swarm.engine.pruning import AnswerKey, PruneCall, Pruning
 from swarm.engine.sampling import Sampling
 from swarm.policy.policy import Policy
-from swarm.rollouts.open_group import OpenGroup
+from swarm.rollouts.open_group import OpenGroup, Segment
 from swarm.rollouts.prune_report import NOTHING_PRUNED, PruneReport, prune_report
 from swarm.tasks.task_mixture import assess, score
 from swarm.tasks.task_source import TaskFailure, prompt_digest
@@ -121,7 +121,11 @@ class RolloutWorker:
         answered = [(group.task, group.answers, group.oldest_version) for group in complete]
         batch = self._batch([group.task for group in complete], answered, too_long, num_tokens)
         num_stale = sum(group.num_tokens_before(version) for group in complete)
-        return replace(batch, num_stale_tokens=num_stale), [group for group in now if not group.is_complete]
+        segments = {group.task.ref: group.segments for group in complete}
+        groups = [_with_segments(group, segments[group.task]) for group in batch.groups]
+        return replace(batch, groups=groups, num_stale_tokens=num_stale), [
+            group for group in now if not group.is_complete
+        ]
 
     def evaluate(self, tasks: Sequence[Task], *, temperature: float, seed: int) -> dict[str, list[float]]:
         """Reward of one answer per task, by source; tasks with too long a prompt or a failing verifier are left out."""
@@ -204,3 +208,12 @@ def _rewards(
             for sample, rollout in zip(survivors, scored[task.ref].rollouts, strict=True):
                 rewards[prompt, sample] = rollout.reward
     return rewards
+
+
+def _with_segments(group: RolloutGroup, segments: Sequence[tuple[Segment, ...]]) -> RolloutGroup:
+    """Tell which versions sampled the answers that are not all of the group's, which is the oldest."""
+    rollouts = [
+        replace(rollout, segments=known) if any(version != group.policy_version for version, _ in known) else rollout
+        for rollout, known in zip(group.rollouts, segments, strict=True)
+    ]
+    return replace(group, rollouts=tuple(rollouts))

@@ -16,8 +16,11 @@ from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
 from swarm.records.rejection import Rejection
 from swarm.sharing.absences import Absences
+from swarm.sharing.choice import make_choice
 from swarm.sharing.header_judge import HeaderJudge
+from swarm.sharing.newest_versions import NewestVersions
 from swarm.sharing.shard import Shard
+from swarm.sharing.usefulness import Usefulness
 from swarm.types import Header
 
 _MAX_CANDIDATES = 1024
@@ -37,16 +40,19 @@ class Inbox:
         pool: ExperiencePool,
         clock: Callable[[], float],
         rng: random.Random,
+        usefulness: Usefulness | None = None,
     ) -> None:
+        """`usefulness`: to choose by; without it every author has the same chance."""
         self._config = config
         self._own_peer_id = own_peer_id
         self._pool = pool
         self._clock = clock
-        self._rng = rng
         self._judge = HeaderJudge(swarm_id, admission, config.max_age_s, clock)
         self._candidates: list[Header] = []
         self._heard_at: OrderedDict[str, float] = OrderedDict()
         self._absences = Absences(clock, rng)
+        self._choice = make_choice(config, pool, usefulness, rng)
+        self._newest = NewestVersions(config.max_staleness, config.max_age_s, clock)
         self.arrived = asyncio.Event()
         """Set when a candidate comes in."""
         self.rejected = self._judge.rejected
@@ -71,22 +77,21 @@ class Inbox:
             self._offer(header)
         return header is not None
 
-    def pick(self, being_asked: Collection[str] = ()) -> Header | None:
-        """Uniform over the authors that answer, so that a prolific one gets no larger share; then the newest.
+    def pick(self, being_pulled: Collection[Header] = ()) -> Header | None:
+        """The next one to pull, of the authors that answer, by the configured choice.
 
-        Nothing of an author that failed last time and is `being_asked` now: it gets one place, not all of them.
+        Nothing of an author that failed last time and is being asked now: it gets one place, not all of them.
         """
-        now = self._clock()
-        oldest = now - self._config.max_age_s
-        self._candidates = [h for h in self._candidates if h.expires_at > now and h.created_at > oldest]
-        left_alone = {author for author in being_asked if self._absences.has_failed(author)}
+        self._drop_old()
+        left_alone = {header.author for header in being_pulled if self._absences.has_failed(header.author)}
         offering = {header.author for header in self._candidates} - left_alone
-        authors = sorted(author for author in offering if author not in self._absences)
-        if not authors:
+        answering = {author for author in offering if author not in self._absences}
+        offered = [header for header in self._candidates if header.author in answering]
+        if not offered:
             return None
-        author = self._rng.choice(authors)
-        header = max((h for h in self._candidates if h.author == author), key=lambda h: (h.created_at, h.sequence))
-        self._candidates.remove(header)
+        header = self._choice.choose(offered, being_pulled)
+        if header is not None:
+            self._candidates.remove(header)
         return header
 
     def leave_alone(self, author: str) -> None:
@@ -115,7 +120,17 @@ class Inbox:
             self._heard_at.popitem(last=False)
         return len(self._heard_at)
 
+    def _drop_old(self) -> None:
+        """Candidates that expired, are too old, or whose author's policy has moved on too far."""
+        now = self._clock()
+        oldest = now - self._config.max_age_s
+        young = [h for h in self._candidates if h.expires_at > now and h.created_at > oldest]
+        self._candidates = [header for header in young if not self._newest.is_stale(header)]
+        if len(self._candidates) < len(young):
+            self.rejected[Rejection.STALE.value] += len(young) - len(self._candidates)
+
     def _offer(self, header: Header) -> None:
+        self._newest.note(header)
         self._heard_at.pop(header.author, None)
         self._heard_at[header.author] = self._clock()
         while len(self._heard_at) > _MAX_REMEMBERED_AUTHORS:

@@ -25,16 +25,18 @@ from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.absences import BUSY_PAUSE_S, UNREACHED_PAUSE_S
+from swarm.sharing.acceptance import Acceptance
 from swarm.sharing.body_store import BODY_PROTOCOL, BodyStore
+from swarm.sharing.choice import READ_AHEAD_BATCHES
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import WINDOW_S, experience_key, experience_topic
 from swarm.sharing.shard import Shard
 from swarm.sharing.sweep_pace import SweepPace
+from swarm.sharing.usefulness import Usefulness
 from swarm.types import Header
 
 logger = logging.getLogger(__name__)
 
-_READ_AHEAD_BATCHES = 3
 _MAX_PULLS_AT_ONCE = 4
 _MAX_OTHER_HOLDERS = 2
 _MAX_WINDOWS_BACK = 8
@@ -67,8 +69,14 @@ class Reader:
         bodies: BodyStore,
         rng: random.Random,
         shard: Callable[[], Shard],
+        *,
+        usefulness: Usefulness | None = None,
+        acceptance: Acceptance | None = None,
     ) -> None:
-        """`shard`: the one that this node shares in at this moment."""
+        """`shard`: the one that this node shares in at this moment. `usefulness`: to choose by; without it uniformly.
+
+        `acceptance`: told of every body that was admitted or turned away.
+        """
         self._sharing = sharing
         self._network = network
         self._swarm_id = swarm_id
@@ -80,7 +88,8 @@ class Reader:
         self._shard = shard
         self._topic: str | None = None
         self._pace = SweepPace(network.poll_interval_s, transport.now)
-        self._inbox = Inbox(sharing, swarm_id, transport.peer_id, admission, pool, transport.now, rng)
+        self._inbox = Inbox(sharing, swarm_id, transport.peer_id, admission, pool, transport.now, rng, usefulness)
+        self._acceptance = acceptance or Acceptance()
         self._refused: Counter[str] = Counter()  # bodies and groups, by reason
         self._admitting = asyncio.Semaphore(1)  # a body takes ten times its size while it is read
         self.num_headers_gossiped = 0
@@ -92,8 +101,8 @@ class Reader:
 
     @property
     def rejected(self) -> Counter[str]:
-        """Records, bodies and groups turned away, by reason."""
-        return self._inbox.rejected + self._refused
+        """Records, bodies and groups turned away, by reason. Safe from any thread: only copies are iterated."""
+        return Counter(self._inbox.rejected) + Counter(self._refused)
 
     def num_authors_heard(self) -> int:
         """Authors of whom a header was admitted of late."""
@@ -183,12 +192,12 @@ class Reader:
     def _choose(self, being_pulled: Collection[Header]) -> list[Header]:
         """Candidates that announce as many groups as are missing, but no more at once than a line carries well."""
         chosen: list[Header] = []
-        missing = _READ_AHEAD_BATCHES * self._sharing.swarm_groups - self._pool.num_fresh()
+        missing = READ_AHEAD_BATCHES * self._sharing.swarm_groups - self._pool.num_fresh()
         missing -= sum(len(header.groups) for header in being_pulled)
-        authors = [header.author for header in being_pulled]
-        while missing > 0 and len(authors) < _MAX_PULLS_AT_ONCE and (header := self._inbox.pick(authors)):
+        under_way = [*being_pulled]
+        while missing > 0 and len(under_way) < _MAX_PULLS_AT_ONCE and (header := self._inbox.pick(under_way)):
             chosen.append(header)
-            authors.append(header.author)
+            under_way.append(header)
             missing -= len(header.groups)
         return chosen
 
@@ -205,16 +214,21 @@ class Reader:
             return
         except InvalidRecord as error:
             self._refused[error.reason.value] += 1
+            self._acceptance.refused(header.author, error.reason)
             logger.debug("rejected a body of %s: %s", header.author, error)
             if error.reason in (Rejection.UNAVAILABLE, Rejection.TOO_SLOW):
                 self._inbox.leave_alone(header.author)
             return
         self.num_records_admitted += 1
+        self._acceptance.admitted(header.author)
         useful = [group for group in groups if group.has_signal]
         if len(useful) < len(groups):
             self._refused[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
         self._bodies.put(header.body_hash, body, header.expires_at, header.author)
-        self.num_groups_admitted += self._pool.add(header.body_hash, header.expires_at, header.created_at, useful)
+        # In a thread, as the disk may be slow and the compute thread may hold the pool for a moment.
+        self.num_groups_admitted += await asyncio.to_thread(
+            self._pool.add, header.body_hash, header.expires_at, header.created_at, useful
+        )
 
     async def _fetch(self, header: Header) -> bytes:
         """The body from its author, else from a few other peers, who may have read it."""

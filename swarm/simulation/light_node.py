@@ -16,8 +16,10 @@ from swarm.network.transport import Transport
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
 from swarm.records.identity import Identity
+from swarm.sharing.acceptance import Acceptance
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
+from swarm.sharing.usefulness import Usefulness
 from swarm.simulation.light_rollouts import VOCABULARY, LightJudge, light_group
 from swarm.types import Header, RolloutGroup
 
@@ -54,6 +56,8 @@ class LightNode:
     ) -> None:
         self.transport = transport
         self.num_groups_trained = 0
+        self.trained_authors: Counter[str] = Counter()
+        """Whose groups they were."""
         self.num_failed_steps = 0
         self._rounds = rounds
         self._rng = rng
@@ -64,10 +68,14 @@ class LightNode:
         self.admission = WatchedAdmission(sharing, swarm_id, identity.peer_id, LightJudge(), VOCABULARY, transport.now)
         if on_header is not None:
             self.admission.on_header = functools.partial(on_header, self)
+        acceptance = Acceptance()
+        is_informative = sharing.choice == "informative"
+        self.usefulness = Usefulness(sharing.max_age_s, transport.now, acceptance.weight) if is_informative else None
+        """Without beliefs until someone tells it: a light node learns nothing."""
         sequence = itertools.count()
         self._exchange = Exchange(
             sharing, network, swarm_id, identity, transport, self.admission, self.pool, self.bodies,
-            lambda: next(sequence), rng,
+            lambda: next(sequence), rng, usefulness=self.usefulness, acceptance=acceptance,
         )  # fmt: skip
         self.directory, self.reader = self._exchange.directory, self._exchange.reader
         self.bodies.serve_on(transport)
@@ -111,7 +119,10 @@ class LightNode:
         groups = [self._group(first + number) for number in range(rounds.groups_per_round)]
         self._round += 1
         self._exchange.hand_out(groups)
-        self.num_groups_trained += len(self.pool.draw(rounds.swarm_groups, self._rng))
+        weigh = self.usefulness.of_group if self.usefulness else None
+        drawn = self.pool.draw(rounds.swarm_groups, self._rng, weigh)
+        self.num_groups_trained += len(drawn)
+        self.trained_authors.update(group.author for group in drawn)
 
     def _group(self, index: int) -> RolloutGroup:
         return light_group(self.peer_id, index, self._rounds.group_size, self._rng)

@@ -2,10 +2,14 @@
 
 same lineage     token ids and log-probs of the author are used
 same tokenizer   token ids are used; log-probs do not weigh them, they only say how far the author's policy is
-other            the text is encoded again; EOS is appended where the author's answer had ended
+other            the text is encoded again: no log-probs
+
+The prompt is always this node's own: rebuilt from the task's reference, through the own chat template. EOS on text that
+is encoded again is the own one, where the author's answer had ended with its EOS. An answer that was cut gets none and is
+masked by the trainer; so does one that ended by a stop string, which is whole because its text holds the string.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,33 +27,43 @@ _FLOOR_MIN_ANSWERS = 64
 class ExperienceTranslator:
     """Makes training groups; keeps the running likelihood of own answers for the floor under foreign text."""
 
-    def __init__(self, policy: Policy, likelihood_floor_quantile: float) -> None:
+    def __init__(self, policy: Policy, likelihood_floor_quantile: float, max_new_tokens: int) -> None:
+        """`max_new_tokens`: the trainer masks longer answers, so they are not measured either."""
         self._policy = policy
         self._quantile = likelihood_floor_quantile
+        self._max_new_tokens = max_new_tokens
+        self._special = frozenset(policy.tokenizer.all_special_ids) | frozenset(policy.eos_token_ids)
         self._own_likelihoods: deque[float] = deque(maxlen=_FLOOR_WINDOW)
         self.num_answers_below_floor = 0
+        self.num_answers_misspelt = 0
+        """Answers left out because their tokens here would not spell their text, and nothing else."""
+        self.dropped: Counter[str] = Counter()
+        """Groups that could not be used, by reason."""
 
     def observe_own(self, likelihoods: Sequence[float]) -> None:
         """Note the mean log-prob per token of own fresh answers, under the plain policy as text of others is measured."""
         self._own_likelihoods.extend(likelihoods)
 
-    def own(self, prompt: str, group: RolloutGroup) -> TrainingGroup:
+    def own(self, prompt: str, group: RolloutGroup, *, is_replay: bool = False) -> TrainingGroup:
         ids = tuple(self._policy.encode_prompt(prompt))
-        return TrainingGroup(prompt_ids=ids, group=group, usable_logprobs=True, is_own=True)
+        return TrainingGroup(prompt_ids=ids, group=group, usable_logprobs=True, is_own=True, is_replay=is_replay)
 
     def foreign(self, prompt: str, group: RolloutGroup) -> TrainingGroup | None:
-        """None where nothing with signal is left after re-encoding and the likelihood floor."""
+        """None, and counted, where the prompt is too long here or nothing with signal is left."""
         ids = tuple(self._policy.encode_prompt(prompt))
         if len(ids) > self._policy.config.max_prompt_tokens:
+            self.dropped["long_prompt"] += 1
             return None
         own = self._policy.lineage
-        if group.lineage.tokenizer != own.tokenizer:
-            group = self._above_floor(ids, self._re_encoded(group))
-            if len(group.rollouts) < 2 or not group.has_signal:
-                return None
-        same_lineage = group.lineage.policy == own.policy
         known = group.lineage.tokenizer == own.tokenizer
-        return TrainingGroup(ids, group, usable_logprobs=same_lineage, is_own=False, known_logprobs=known)
+        translated = self._as_spelt(group if known else self._re_encoded(group))
+        if not known:
+            translated = self._above_floor(ids, translated)
+        if len(translated.rollouts) < 2 or not translated.has_signal:
+            self.dropped["nothing_usable"] += 1
+            return None
+        same_lineage = known and group.lineage.policy == own.policy
+        return TrainingGroup(ids, translated, usable_logprobs=same_lineage, is_own=False, known_logprobs=known)
 
     def state(self) -> list[float]:
         return list(self._own_likelihoods)
@@ -68,16 +82,27 @@ class ExperienceTranslator:
             ids.append(self._policy.eos_token_ids[0])
         return replace(rollout, token_ids=tuple(ids), logprobs=(0.0,) * len(ids))
 
+    def _as_spelt(self, group: RolloutGroup) -> RolloutGroup:
+        """Without answers whose ids hide special tokens, which no text shows, or spell another text than was rewarded."""
+        kept = tuple(rollout for rollout in group.rollouts if self._is_spelt(rollout))
+        self.num_answers_misspelt += len(group.rollouts) - len(kept)
+        return group if len(kept) == len(group.rollouts) else replace(group, rollouts=kept)
+
+    def _is_spelt(self, rollout: Rollout) -> bool:
+        inner = rollout.token_ids[:-1] if rollout.finished else rollout.token_ids
+        return self._special.isdisjoint(inner) and self._policy.decode(rollout.token_ids) == rollout.text
+
     def _above_floor(self, prompt_ids: tuple[int, ...], group: RolloutGroup) -> RolloutGroup:
         """Answers that this policy would never write teach it another style, not the task: leave them out."""
-        if not self._quantile or len(self._own_likelihoods) < _FLOOR_MIN_ANSWERS or not group.rollouts:
+        measured = [rollout for rollout in group.rollouts if len(rollout.token_ids) <= self._max_new_tokens]
+        if not self._quantile or len(self._own_likelihoods) < _FLOOR_MIN_ANSWERS or not measured:
             return group
         own = sorted(self._own_likelihoods)
         floor = own[int(self._quantile * (len(own) - 1))]
-        means = self._mean_logprobs(prompt_ids, group.rollouts)
-        kept = tuple(r for r, mean in zip(group.rollouts, means, strict=True) if mean >= floor)
-        self.num_answers_below_floor += len(group.rollouts) - len(kept)
-        return replace(group, rollouts=kept)
+        means = self._mean_logprobs(prompt_ids, measured)
+        below = {id(rollout) for rollout, mean in zip(measured, means, strict=True) if mean < floor}
+        self.num_answers_below_floor += len(below)
+        return replace(group, rollouts=tuple(rollout for rollout in group.rollouts if id(rollout) not in below))
 
     @torch.no_grad()
     def _mean_logprobs(self, prompt_ids: tuple[int, ...], rollouts: Sequence[Rollout]) -> list[float]:

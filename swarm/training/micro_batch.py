@@ -11,6 +11,7 @@ from swarm.config import TrainingSection
 from swarm.training.batch_advantages import batch_advantages
 from swarm.training.losses import sequence_scales
 from swarm.training.training_group import TrainingGroup
+from swarm.types import Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,10 @@ class TrainingSequence:
     advantage: float
     scale: float
     """Weight of the sum over its tokens in the loss of the whole batch."""
+    is_replay: bool
+    """Whether the answer was trained on before, in an earlier step."""
+    segments: tuple[tuple[int, int], ...]
+    """(policy version, number of tokens that it sampled) of an own answer; empty for those of others."""
 
 
 class MicroBatch(NamedTuple):
@@ -37,6 +42,7 @@ class MicroBatch(NamedTuple):
     behaviour: Tensor  # [B, T] log μ, 0 where there is none
     has_behaviour: Tensor  # [B, 1] 1 or 0
     is_comparable: Tensor  # [B, 1] 1 or 0; 0 without behaviour
+    is_replay: Tensor  # [B, 1] 1 or 0
 
 
 def training_sequences(
@@ -65,6 +71,8 @@ def training_sequences(
             group.usable_logprobs,
             value,
             scale,
+            group.is_replay,
+            _segments(group, rollout),
         )
         for (group, rollout), value, scale, count in zip(answers, values, scales, counts, strict=True)
         if count > 0 and value is not None
@@ -75,6 +83,13 @@ def micro_batches(sequences: Sequence[TrainingSequence], size: int, device: torc
     """Cut `sequences` into tensors of at most `size` sequences each, in order, so that siblings stay together."""
     for start in range(0, len(sequences), size):
         yield _collate(sequences[start : start + size], device)
+
+
+def _segments(group: TrainingGroup, rollout: Rollout) -> tuple[tuple[int, int], ...]:
+    """By the own counter of versions; that of others counts something else."""
+    if not group.is_own:
+        return ()
+    return rollout.segments or ((group.group.policy_version, len(rollout.token_ids)),)
 
 
 def _collate(part: Sequence[TrainingSequence], device: torch.device) -> MicroBatch:
@@ -92,4 +107,5 @@ def _collate(part: Sequence[TrainingSequence], device: torch.device) -> MicroBat
         behaviour=torch.tensor(padded, dtype=torch.float32, device=device),
         has_behaviour=column([float(sequence.behaviour_logprobs is not None) for sequence in part]),
         is_comparable=column([float(sequence.is_comparable) for sequence in part]),
+        is_replay=column([float(sequence.is_replay) for sequence in part]),
     )

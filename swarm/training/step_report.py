@@ -10,6 +10,7 @@ from torch import Tensor
 from swarm.training.adaptive_clip import BOUNDS, bound_pulls
 from swarm.training.effective_sample_size import ess_fraction
 from swarm.training.policy_loss import LossTerms
+from swarm.training.staleness import Staleness
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,10 @@ class StepReport:
     """As applied, after warm-up and back-off."""
     adapter_norm: float | None = None
     """L2 norm of all adapter weights after the step."""
+    staleness_mean: float | None = None
+    """Over the own tokens of the step, replayed ones included: policy versions since each was sampled."""
+    staleness_max: int | None = None
+    """Of the stalest own token."""
     skip_reason: str = ""
     """Why the step was not applied; empty when it was."""
 
@@ -57,6 +62,8 @@ class StepReport:
             "train/kl": self.kl,
             "train/sampler_kl": self.sampler_kl,
             "train/adapter_norm": self.adapter_norm,
+            "train/staleness_mean": self.staleness_mean,
+            "train/staleness_max": self.staleness_max,
             "train/lr": self.lr,
             "train/skip_reason": self.skip_reason,
         }
@@ -67,7 +74,7 @@ class StepReport:
         return StepReport(0.0, 0.0, 0.0, 0.0, 1.0, None, None, 1.0, 0, lr, skip_reason=reason)
 
     @staticmethod
-    def mean(reports: Sequence["StepReport"], *, adapter_norm: float) -> "StepReport":
+    def mean(reports: Sequence["StepReport"], *, adapter_norm: float, staleness: Staleness) -> "StepReport":
         """One report for the inner epochs of one step; the last one tells whether it ended early."""
 
         def average(values: list[float]) -> float:
@@ -86,6 +93,8 @@ class StepReport:
             num_tokens=last.num_tokens,
             lr=last.lr,
             adapter_norm=adapter_norm,
+            staleness_mean=staleness.mean,
+            staleness_max=staleness.max,
             skip_reason=last.skip_reason,
         )
 

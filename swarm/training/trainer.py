@@ -24,6 +24,7 @@ from swarm.training.adaptive_clip import AdaptiveClip
 from swarm.training.effective_sample_size import lr_factor
 from swarm.training.micro_batch import MicroBatch, micro_batches, training_sequences
 from swarm.training.policy_loss import ClipRange, Logprobs, policy_loss
+from swarm.training.staleness import token_staleness
 from swarm.training.step_report import StepReport, StepSums
 from swarm.training.training_group import TrainingGroup
 
@@ -83,12 +84,13 @@ class Trainer:
         size = self._config.micro_batch_sequences
         parts = list(micro_batches(sequences, size, self._policy.device))
         frozen = [self._frozen_logprobs(part) for part in parts]
+        staleness = token_staleness(sequences, self._policy.version)
         reports: list[StepReport] = []
         for _ in range(self._config.inner_epochs):
             reports.append(self._inner_step(parts, frozen))
             if reports[-1].skipped:
                 break
-        return StepReport.mean(reports, adapter_norm=self._adapter_norm())
+        return StepReport.mean(reports, adapter_norm=self._adapter_norm(), staleness=staleness)
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """({"adapter": …, "optimizer": …} tensors on the CPU, JSON-able rest), all that `restore` needs."""

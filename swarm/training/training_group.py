@@ -21,3 +21,5 @@ class TrainingGroup:
     """Whether `logprobs` belong to the token ids, of whatever policy; those of another lineage only tell its distance."""
     signal_weights: tuple[tuple[str, float], ...] = ()
     """(name, weight) of the task's reward signals; empty where its reward is one number."""
+    is_replay: bool = False
+    """Whether it is an own group of an earlier round that is trained on once more."""

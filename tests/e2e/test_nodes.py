@@ -79,24 +79,29 @@ def test_interrupt_ends_node_and_daemon_within_five_seconds(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "rollouts",
+    ("rollouts", "training"),
     [
-        {},
-        {
-            "over_provision": 2.0,
-            "task_choice": "thompson",
-            "second_round": "hard",
-            "largest_group": 8,
-            "refill_draws": 1,
-        },
+        ({}, {}),
+        (
+            {
+                "over_provision": 2.0,
+                "task_choice": "thompson",
+                "second_round": "hard",
+                "largest_group": 8,
+                "refill_draws": 1,
+            },
+            {"replay_groups": 3},
+        ),
     ],
-    ids=["plain", "answers wait for later rounds"],
+    ids=["plain", "answers wait for later rounds and are replayed"],
 )
-def test_run_killed_at_a_random_moment_ends_bitwise_equal(tmp_path: Path, rollouts: dict[str, object]) -> None:
+def test_run_killed_at_a_random_moment_ends_bitwise_equal(
+    tmp_path: Path, rollouts: dict[str, object], training: dict[str, object]
+) -> None:
     def run_to_the_end(name: str, kill: bool) -> dict[str, torch.Tensor]:
         folder = tmp_path / name
         node = {"dir": str(folder), "threads": 1, "max_rounds": 14}
-        settings = node_settings(folder, node=node, rollouts={**rollouts, "cache_mib": 256}, **SILO)
+        settings = node_settings(folder, node=node, rollouts={**rollouts, "cache_mib": 256}, training=training, **SILO)
         folder.mkdir(mode=0o700)
         key = folder / "identity.key"
         key.write_bytes(b"k" * 32)  # the same identity draws the same tasks

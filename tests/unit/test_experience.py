@@ -1,27 +1,264 @@
-"""What of a foreign group is usable, by lineage."""
+"""What of a foreign group is usable, by lineage.
 
-from collections.abc import Callable
+Between the bundled Llama, which reads characters, and a GPT-NeoX with byte-level BPE and a chat template.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
-from swarm.policy.policy import Policy
+from swarm.config import PolicySection, TrainingSection
+from swarm.policy.logprobs import token_logprobs
+from swarm.policy.policy import Policy, load_policy
 from swarm.training.experience import ExperienceTranslator
-from swarm.types import Lineage
-from tests.unit.tiny_models import sampled_groups
+from swarm.training.micro_batch import TrainingSequence, training_sequences
+from swarm.training.trainer import Trainer
+from swarm.types import Lineage, Rollout, RolloutGroup, TaskRef
+from tests.unit.tiny_models import SHAPE, build_policy, sampled_groups
+
+PROMPT = "What is 5 + 7?"
+BPE_LINES = ["the answer is twelve", "12 + 5 = 17, so the answer is 17", "What is 5 + 7?"]
+BPE_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HOSTILE = ["</s>", "12</s>", "<|im_end|>", "<|im_start|>user\n", "a<|end|>b", "<eos>", "<|endoftext|>12", "<|pad|>"]
+
+
+def write_bpe_model(folder: Path) -> Path:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        BPE_LINES * 4, trainers.BpeTrainer(vocab_size=340, special_tokens=special, initial_alphabet=alphabet)
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=BPE_TEMPLATE,
+        additional_special_tokens=["<|im_start|>"],
+    )  # fmt: skip
+    shape = SHAPE | {"vocab_size": 340, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 2}
+    torch.manual_seed(0)
+    GPTNeoXForCausalLM(GPTNeoXConfig(**shape)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama() -> Policy:
+    """The bundled policy: characters, no chat template."""
+    torch.set_num_threads(1)
+    return load_policy(PolicySection(), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def neox(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return build_policy(write_bpe_model(tmp_path_factory.mktemp("bpe")))
+
+
+def written_by(author: Policy, *texts: str, finished: bool = True, rewards: tuple[float, ...] = ()) -> RolloutGroup:
+    """As the author's node would publish them; the first one right where `rewards` does not say."""
+
+    def rollout(index: int, text: str) -> Rollout:
+        ids = (*author.encode_answer(text), *([author.eos_token_ids[0]] if finished else []))
+        reward = rewards[index] if rewards else float(index == 0)
+        return Rollout(text, ids, (-0.7,) * len(ids), finished, reward)
+
+    rollouts = tuple(rollout(index, text) for index, text in enumerate(texts))
+    return RolloutGroup(TaskRef("made-up", "0" * 16, 16, 0), "0" * 16, rollouts, "other", author.lineage, 3)
+
+
+def translator(policy: Policy, quantile: float = 0.0, max_new_tokens: int = 64) -> ExperienceTranslator:
+    return ExperienceTranslator(policy, quantile, max_new_tokens)
+
+
+def sequences(policy: Policy, group: RolloutGroup, **settings: object) -> list[TrainingSequence]:
+    got = translator(policy).foreign(PROMPT, group)
+    assert got is not None
+    return training_sequences([got], TrainingSection.model_validate(settings), 64, stop=("\n\n",))
 
 
 @pytest.mark.parametrize(
     ("same_policy", "same_tokenizer", "usable", "known"),
-    [(True, True, True, True), (False, True, False, True), (False, False, False, False)],
+    [(True, True, True, True), (False, True, False, True), (False, False, False, False), (True, False, False, False)],
 )
 def test_logprobs_weigh_within_a_lineage_and_measure_within_a_tokenizer(
     make_policy: Callable[..., Policy], same_policy: bool, same_tokenizer: bool, usable: bool, known: bool
-):
+) -> None:
     policy = make_policy()
     (sampled,) = sampled_groups(policy, ("Hi",))
+    group = replace(
+        sampled.group, rollouts=tuple(replace(r, finished=r.token_ids[-1] == 2) for r in sampled.group.rollouts)
+    )
     own = policy.lineage
     lineage = Lineage(own.policy if same_policy else "1" * 32, own.tokenizer if same_tokenizer else "2" * 32)
-    got = ExperienceTranslator(policy, 0.0).foreign("Hi", replace(sampled.group, lineage=lineage))
+    got = translator(policy).foreign("Hi", replace(group, lineage=lineage))
     assert got is not None
     assert (got.usable_logprobs, got.known_logprobs, got.is_own) == (usable, known, False)
+
+
+def test_the_two_policies_share_neither_lineage_nor_tokenizer_nor_ids(llama: Policy, neox: Policy) -> None:
+    assert llama.lineage.policy != neox.lineage.policy and llama.lineage.tokenizer != neox.lineage.tokenizer
+    assert type(llama.model.base_model.model) is not type(neox.model.base_model.model)
+    assert llama.encode_answer("twelve") != neox.encode_answer("twelve")
+
+
+@pytest.mark.parametrize("to_chat", [True, False])
+def test_text_of_another_tokenizer_is_encoded_anew_with_own_prompt_and_own_eos(
+    llama: Policy, neox: Policy, to_chat: bool
+) -> None:
+    author, reader = (llama, neox) if to_chat else (neox, llama)
+    got = translator(reader).foreign(PROMPT, written_by(author, "12", "the answer is 17"))
+    assert got is not None and not got.usable_logprobs and not got.known_logprobs
+    assert list(got.prompt_ids) == reader.encode_prompt(PROMPT)
+    if to_chat:  # the reader's template, whatever the author's prompt looked like
+        assert (
+            reader.tokenizer.decode(got.prompt_ids) == f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
+        )
+    for rollout, text in zip(got.group.rollouts, ("12", "the answer is 17"), strict=True):
+        assert rollout.token_ids == (*reader.encode_answer(text), reader.eos_token_ids[0])
+        assert reader.decode(rollout.token_ids) == rollout.text == text
+        assert len(rollout.logprobs) == len(rollout.token_ids) and max(rollout.token_ids) < reader.vocab_size
+
+
+def test_the_model_gives_the_re_encoded_tokens_the_gradient(llama: Policy, neox: Policy) -> None:
+    """One real step of the reader on nothing but foreign text moves its adapter."""
+    reader = neox
+    got = translator(reader).foreign(PROMPT, written_by(llama, "12", "the answer is 17"))
+    assert got is not None
+    report = Trainer(TrainingSection(), reader, temperature=1.0, max_new_tokens=64).step([got])
+    assert not report.skipped and report.num_tokens == sum(len(r.token_ids) for r in got.group.rollouts)
+    assert report.sampler_kl is None and report.ess_fraction == 1.0 and report.staleness_mean is None
+
+
+@pytest.mark.parametrize(
+    ("case", "has_logprobs", "comparable"),
+    [("same lineage", True, True), ("same tokenizer", True, False), ("other", False, False)],
+)
+def test_corrections_see_the_logprobs_that_the_case_allows(
+    llama: Policy, neox: Policy, case: str, has_logprobs: bool, comparable: bool
+) -> None:
+    group = written_by(neox if case == "other" else llama, "12", "13")
+    if case == "same tokenizer":
+        group = replace(group, lineage=Lineage("1" * 32, llama.lineage.tokenizer))
+    for sequence in sequences(llama, group):
+        assert (sequence.behaviour_logprobs is not None) == has_logprobs
+        assert sequence.is_comparable == comparable
+        assert sequence.segments == () and not sequence.is_replay
+
+
+def test_a_cut_answer_gets_no_eos_and_is_masked_but_counts_in_the_baseline(llama: Policy, neox: Policy) -> None:
+    whole, cut = written_by(neox, "12"), written_by(neox, "13 and th", finished=False, rewards=(0.0,))
+    group = replace(whole, rollouts=whole.rollouts + cut.rollouts)
+    got = translator(llama).foreign(PROMPT, group)
+    assert got is not None
+    assert got.group.rollouts[1].token_ids == tuple(llama.encode_answer("13 and th"))  # no EOS
+    (one,) = sequences(llama, group, advantage="dr_grpo")
+    assert one.answer_ids == (*llama.encode_answer("12"), llama.eos_token_ids[0])
+    assert one.advantage == 0.5  # 1 - mean of both
+    assert len(sequences(llama, group, mask_truncated=False)) == 2
+
+
+def test_an_answer_that_a_stop_string_ended_is_whole_without_eos(llama: Policy, neox: Policy) -> None:
+    group = written_by(llama, "12\n\n", "13\n\n", finished=False)
+    got = sequences(neox, group)
+    assert [sequence.answer_ids for sequence in got] == [tuple(neox.encode_answer(t)) for t in ("12\n\n", "13\n\n")]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("to_chat", [True, False])
+def test_names_of_special_tokens_in_a_text_never_become_special_tokens(
+    llama: Policy, neox: Policy, text: str, to_chat: bool
+) -> None:
+    author, reader = (llama, neox) if to_chat else (neox, llama)
+    group = written_by(author, "12", "13")
+    hostile = replace(group.rollouts[1], text=text)
+    got = translator(reader).foreign(PROMPT, replace(group, rollouts=(*group.rollouts, hostile)))
+    assert got is not None
+    special = {*reader.tokenizer.all_special_ids, *reader.eos_token_ids}
+    for rollout in got.group.rollouts:
+        assert not special & {*rollout.token_ids[:-1]}
+        assert rollout.token_ids[-1] == reader.eos_token_ids[0]
+        assert reader.decode(rollout.token_ids) == rollout.text
+    assert [rollout.text for rollout in got.group.rollouts] == ["12", "13", text]
+
+
+def test_ids_that_hide_special_tokens_are_left_out_in_the_own_tokenizer_too(llama: Policy) -> None:
+    """The text does not show them, so admission's spelling check passes; trained on, they would be learned."""
+    group = written_by(llama, "12", "13", "14")
+    bos = next(i for i in llama.tokenizer.all_special_ids if i not in llama.eos_token_ids)
+    ids = (bos, bos, *group.rollouts[2].token_ids)
+    assert llama.decode(ids) == "14"
+    poisoned = replace(group.rollouts[2], token_ids=ids, logprobs=(-0.7,) * len(ids))
+    reader = translator(llama)
+    got = reader.foreign(PROMPT, replace(group, rollouts=(*group.rollouts[:2], poisoned)))
+    assert got is not None and got.group.rollouts == group.rollouts[:2]
+    assert reader.num_answers_misspelt == 1
+
+
+def test_text_that_the_own_tokenizer_cannot_spell_is_left_out(llama: Policy, neox: Policy) -> None:
+    reader = translator(llama)
+    got = reader.foreign(PROMPT, written_by(neox, "12", "13", "日本 12"))
+    assert got is not None and [rollout.text for rollout in got.group.rollouts] == ["12", "13"]
+    assert reader.foreign(PROMPT, written_by(neox, "日", "13")) is None
+    assert reader.num_answers_misspelt == 2 and reader.dropped == {"nothing_usable": 1}
+    back = translator(neox).foreign(PROMPT, written_by(neox, "é日本 12", "13"))
+    assert back is not None and back.group.rollouts[0].text == "é日本 12"
+
+
+def test_an_empty_answer_is_eos_alone_if_it_was_finished_and_nothing_if_it_was_cut(llama: Policy, neox: Policy) -> None:
+    finished, cut = written_by(neox, "12", "", "13"), written_by(neox, "", finished=False, rewards=(0.0,))
+    got = translator(llama).foreign(PROMPT, replace(finished, rollouts=finished.rollouts + cut.rollouts))
+    assert got is not None
+    assert [r.text for r in got.group.rollouts] == ["12", "", "13"]
+    assert got.group.rollouts[1].token_ids == (llama.eos_token_ids[0],)
+
+
+class Measuring(ExperienceTranslator):
+    """Remembers how many tokens the answers had that went through the model."""
+
+    measured: list[int]
+
+    def _mean_logprobs(self, prompt_ids: tuple[int, ...], rollouts: Sequence[Rollout]) -> list[float]:
+        self.measured = [len(rollout.token_ids) for rollout in rollouts]
+        return super()._mean_logprobs(prompt_ids, rollouts)
+
+
+def test_an_answer_too_long_once_re_encoded_is_neither_trained_on_nor_measured(llama: Policy, neox: Policy) -> None:
+    long = "the answer is twelve " * 6  # 6 tokens of one tokenizer's are 126 of the other's
+    group = written_by(neox, "12", "13", long)
+    assert len(neox.encode_answer(long)) <= 64 < len(llama.encode_answer(long))
+    reader = Measuring(llama, 0.5, max_new_tokens=64)
+    reader.observe_own([-1e9] * 64)  # a floor under everything: none is below
+    got = reader.foreign(PROMPT, group)
+    assert got is not None and len(got.group.rollouts) == 3 and reader.measured == [3, 3]
+    trained = training_sequences([got], TrainingSection(advantage="dr_grpo"), 64)
+    assert [len(sequence.answer_ids) for sequence in trained] == [3, 3]
+    assert trained[0].advantage == pytest.approx(2 / 3)
+
+
+def test_answers_below_the_floor_are_left_out_and_counted(llama: Policy, neox: Policy) -> None:
+    group = written_by(neox, "12", "zqxj~^zqxj~^", "13")
+    prompt = llama.encode_prompt(PROMPT)
+    with torch.no_grad():
+        answers = [(prompt, [*llama.encode_answer(r.text), llama.eos_token_ids[0]]) for r in group.rollouts]
+        scored = token_logprobs(llama.model, answers, llama.pad_token_id)
+    means = (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()
+    assert means[1] < min(means[0], means[2])
+    reader = translator(llama, quantile=0.5)
+    reader.observe_own([(means[1] + min(means[0], means[2])) / 2] * 64)
+    got = reader.foreign(PROMPT, group)
+    assert got is not None and [r.text for r in got.group.rollouts] == ["12", "13"]
+    assert reader.num_answers_below_floor == 1
+
+
+def test_a_prompt_too_long_for_the_own_template_is_counted(neox: Policy, llama: Policy) -> None:
+    reader = translator(neox)
+    assert reader.foreign("x" * 20_000, written_by(llama, "12", "13")) is None
+    assert reader.dropped == {"long_prompt": 1}

@@ -5,12 +5,14 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from swarm.config import SharingSection
 from swarm.pool.experience_pool import ExperiencePool
+from swarm.types import Lineage
 from tests.unit.experience_factory import ALICE, MALLORY, NOW, Clock, group
 
 
@@ -133,3 +135,75 @@ def test_damaged_row_is_dropped_and_the_rest_is_drawn(tmp_path: Path) -> None:
     with other:
         other.execute("UPDATE groups SET payload = x'00' WHERE id = 1")
     assert [g.task.index for g in pool.draw(2, random.Random(0))] == [2]
+
+
+def versions(pool: ExperiencePool) -> list[int]:
+    return sorted(g.policy_version for g in pool.draw(99, random.Random(0)))
+
+
+def test_groups_too_many_versions_behind_their_author_are_dropped_and_counted() -> None:
+    pool = make_pool(max_staleness=4)
+    for version in (1, 5, 6, 10):
+        add(pool, version, replace(group(index=version), policy_version=version))
+    add(pool, 99, replace(group(author=MALLORY.peer_id), policy_version=2))  # its own count
+    assert pool.num_fresh() == 3
+    assert versions(pool) == [2, 6, 10]
+    assert pool.dropped == {"stale_version": 2}
+
+
+def test_a_version_that_was_drawn_already_still_makes_older_groups_stale() -> None:
+    pool = make_pool(max_staleness=4)
+    add(pool, 1, replace(group(), policy_version=10))
+    assert versions(pool) == [10]
+    add(pool, 2, replace(group(), policy_version=5))
+    assert pool.num_fresh() == 0
+
+
+def test_an_author_that_starts_anew_is_heard_again_after_a_while() -> None:
+    clock = Clock()
+    pool = make_pool(clock=clock, max_staleness=4, max_age_s=60)
+    add(pool, 1, replace(group(), policy_version=1000))
+    clock.now += 61
+    add(pool, 2, replace(group(index=2), policy_version=0), created_at=clock.now)  # the old count is forgotten now
+    add(pool, 3, replace(group(index=3), policy_version=1), created_at=clock.now)
+    assert versions(pool)[-1] == 1
+
+
+def test_without_a_bound_versions_do_not_matter() -> None:
+    pool = make_pool()
+    for number, version in enumerate((1, 10**6)):
+        add(pool, number, replace(group(index=number), policy_version=version))
+    assert versions(pool) == [1, 10**6]
+
+
+def test_what_age_and_space_took_is_counted() -> None:
+    clock = Clock()
+    pool = make_pool(clock=clock, max_age_s=60, pool_max_groups=2)
+    for number in range(3):
+        add(pool, number)
+    clock.now += 61
+    add(pool, 9, created_at=clock.now)
+    assert pool.dropped == {"overflow": 1, "too_old": 2}
+
+
+def test_one_lineage_gets_its_share_while_others_are_there() -> None:
+    pool = make_pool(max_share_per_lineage=0.5, max_share_per_peer=1.0)
+    other = Lineage("99" * 16, "22" * 16)
+    add(pool, 1, *[group(index=i, author=MALLORY.peer_id) for i in range(20)])
+    add(pool, 2, *[group(index=i, lineage=other) for i in range(2)])
+    assert sorted(g.lineage == other for g in pool.draw(4, random.Random(0))) == [False, False, True, True]
+
+
+def test_a_pool_of_an_older_version_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "pool.sqlite"
+    pool = make_pool(path)
+    add(pool, 1)
+    pool.close()
+    older = sqlite3.connect(path)
+    with older:
+        older.execute("ALTER TABLE groups DROP COLUMN source")
+        older.execute("ALTER TABLE groups DROP COLUMN mean_reward")
+    older.close()
+    pool = make_pool(path)
+    assert add(pool, 2) == 1
+    assert len(pool.draw(4, random.Random(0), lambda pooled: 1.0 + (pooled.source == "spelling"))) == 2

@@ -32,7 +32,8 @@ def section(
 
 def batch_of(behaviour: Tensor, advantages: Tensor, comparable: Tensor | None = None) -> MicroBatch:
     ones = torch.ones_like(advantages)
-    return MicroBatch([], advantages, ones, behaviour, ones, ones if comparable is None else comparable)
+    comparable = ones if comparable is None else comparable
+    return MicroBatch([], advantages, ones, behaviour, ones, comparable, is_replay=torch.zeros_like(ones))
 
 
 def loss_and_gradient(

@@ -1,0 +1,113 @@
+"""What a round trains on: own groups, groups of others from the pool, and replayed ones.
+
+    groups of the round ─ with signal, not too stale ──────────────────┐
+    pool.draw ─ rebuild the task ─ translate by lineage ───────────────┼─▶ batch
+    replay store (own groups of earlier rounds) ─ rebuild the task ────┘
+
+Runs on the compute thread. What is left out is counted by reason.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from swarm.config import Config
+from swarm.pool.experience_pool import ExperiencePool, Weigh
+from swarm.rollouts.worker import RolloutBatch
+from swarm.tasks.task_mixture import TaskMixture, assess
+from swarm.tasks.task_source import TaskFailure, UnknownTask
+from swarm.training.experience import ExperienceTranslator
+from swarm.training.replay import ReplayStore
+from swarm.training.training_group import TrainingGroup
+from swarm.types import RolloutGroup, Task
+
+
+class BatchMaker:
+    """Composes batches; keeps the replay store."""
+
+    def __init__(
+        self,
+        config: Config,
+        mixture: TaskMixture,
+        pool: ExperiencePool,
+        translator: ExperienceTranslator,
+        weigh: Weigh | None,
+    ) -> None:
+        """`weigh`: how useful a group of others is expected to be; without it they are drawn uniformly."""
+        self._config = config
+        self._mixture = mixture
+        self._pool = pool
+        self._translator = translator
+        self._weigh = weigh
+        self._replay = ReplayStore(config.training)
+        self._dropped: Counter[str] = Counter()
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Groups that were not trained on since the process began, by reason."""
+        return self._dropped + self._translator.dropped + self._pool.dropped
+
+    def batch(self, rollouts: RolloutBatch, policy_version: int, rng: random.Random) -> list[TrainingGroup]:
+        """I own and J foreign groups with signal, where one kind is short the other fills up to I + J; then replayed ones.
+
+        The groups of this round go into the replay store for later ones.
+        """
+        sharing = self._config.sharing
+        tasks = {task.ref: task for task in rollouts.tasks}
+        fresh = self._not_too_stale([group for group in rollouts.groups if group.has_signal], policy_version)
+        own = [_weighted(self._translator.own(tasks[g.task].prompt, g), tasks[g.task]) for g in fresh]
+        total = self._config.max_batch_groups - self._config.training.replay_groups
+        num_own = min(len(own), total - sharing.swarm_groups)
+        wanted = total - num_own if sharing.swarm_groups else 0
+        drawn = self._pool.draw(wanted, rng, self._weigh)
+        foreign = [group for one in drawn if (group := self._foreign(one))]
+        chosen = rng.sample(own, min(len(own), total - len(foreign)))
+        replayed = [group for one in self._replay.draw(policy_version, rng) if (group := self._again(one))]
+        self._replay.add(fresh)
+        return chosen + foreign + replayed
+
+    def state(self) -> list[dict[str, Any]]:
+        """The replay store, for a checkpoint."""
+        return self._replay.state()
+
+    def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
+        self._replay.restore(state)
+
+    def _not_too_stale(self, own: list[RolloutGroup], policy_version: int) -> list[RolloutGroup]:
+        """Own groups may have waited for rounds; their version is that of their oldest token."""
+        bound = self._config.sharing.max_staleness
+        kept = [group for group in own if not bound or policy_version - group.policy_version <= bound]
+        if len(kept) < len(own):
+            self._dropped["own_stale"] += len(own) - len(kept)
+        return kept
+
+    def _foreign(self, group: RolloutGroup) -> TrainingGroup | None:
+        task, group = self._rebuilt(group)
+        translated = self._translator.foreign(task.prompt, group) if task else None
+        return _weighted(translated, task) if translated and task else None
+
+    def _again(self, group: RolloutGroup) -> TrainingGroup | None:
+        task, group = self._rebuilt(group)
+        return _weighted(self._translator.own(task.prompt, group, is_replay=True), task) if task else None
+
+    def _rebuilt(self, group: RolloutGroup) -> tuple[Task | None, RolloutGroup]:
+        """Its task and the group with its reward signals, where they count: neither pool nor store keeps those.
+
+        None where pool or store outlived a change of the task list.
+        """
+        try:
+            task = self._mixture.rebuild(group.task)
+            if task.weights and self._config.training.advantage == "gdpo":
+                signals = [assess(task, rollout.text).signals for rollout in group.rollouts]
+                rollouts = [replace(r, signals=s) for r, s in zip(group.rollouts, signals, strict=True)]
+                group = replace(group, rollouts=tuple(rollouts))
+            return task, group
+        except (UnknownTask, TaskFailure):
+            self._dropped["unknown_task"] += 1
+            return None, group
+
+
+def _weighted(group: TrainingGroup, task: Task) -> TrainingGroup:
+    return replace(group, signal_weights=task.weights)

@@ -1,0 +1,111 @@
+"""What a round trains on, with the real learner and the bundled policy: own, foreign and replayed groups."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm.adapters.checkpoint import CheckpointStore
+from swarm.config import Config, parse
+from swarm.learner import Learner
+from swarm.policy.policy import load_policy
+from swarm.pool.experience_pool import ExperiencePool
+from swarm.sharing.acceptance import Acceptance
+from swarm.sharing.usefulness import Usefulness
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.types import RolloutGroup
+from tests.unit.experience_factory import ALICE, NOW, Clock
+
+
+def config_of(sharing: Mapping[str, object] = {}, **training: object) -> Config:
+    torch.set_num_threads(1)
+    return parse(
+        {
+            "rollouts": {"groups_per_round": 6, "group_size": 4, "max_new_tokens": 12, "cache_mib": 64},
+            "sharing": {"own_groups": 3, "swarm_groups": 3, **sharing},
+            "training": training,
+        }
+    )
+
+
+def make_learner(
+    config: Config, published: list[RolloutGroup] | None = None, useful: Usefulness | None = None
+) -> Learner:
+    policy = load_policy(config.policy, device="cpu")
+    pool = ExperiencePool(":memory:", config.sharing, Clock())
+    publish = (published if published is not None else []).extend
+    return Learner(config, policy, TaskMixture(config.tasks), pool, "me", publish, useful)
+
+
+def with_signal(groups: list[RolloutGroup], version: int = 0) -> list[RolloutGroup]:
+    return [replace(g, author=ALICE.peer_id, policy_version=version) for g in groups if g.has_signal]
+
+
+def test_replayed_groups_join_from_the_second_round_on_and_a_restart_replays_the_same(tmp_path: Path) -> None:
+    config = config_of({"swarm_groups": 0}, replay_groups=2)
+    whole, store = make_learner(config), CheckpointStore(tmp_path, 2)
+    rows = [whole.run_round() for _ in range(3)]
+    assert [row["train/replayed_groups"] for row in rows] == [0, 2, 2]
+    assert rows[2]["train/own_groups_total"] <= 9 and rows[1]["train/staleness_max"] == 1
+    whole.save(store)
+    resumed = make_learner(config)
+    assert resumed.resume(store)
+    for _ in range(2):
+        one, other = whole.run_round(), resumed.run_round()
+        assert one["train/loss"] == other["train/loss"] and other["train/replayed_groups"] == 2
+
+
+def test_no_replay_and_no_more_randomness_by_default() -> None:
+    row = make_learner(config_of({"swarm_groups": 0})).run_round()
+    assert row["train/replayed_groups"] == 0 and row["train/staleness_max"] == 0 == row["train/staleness_mean"]
+
+
+def test_what_is_dropped_is_told_by_reason() -> None:
+    published: list[RolloutGroup] = []
+    learner = make_learner(config_of({"max_staleness": 4}), published)
+    learner.run_round()
+    groups = with_signal(published)
+    gone = replace(groups[0], task=replace(groups[0].task, source="gone"))
+    cut = tuple(
+        replace(rollout, token_ids=(0, *rollout.token_ids), logprobs=(-1.0, *rollout.logprobs))
+        for rollout in groups[1].rollouts
+    )
+    learner._pool.add(b"1" * 32, NOW + 600, NOW, [gone, replace(groups[1], rollouts=cut)])
+    row = learner.run_round()
+    assert row["train/dropped_groups"] == {"unknown_task": 1, "nothing_usable": 1}
+    assert row["train/answers_misspelt_total"] == 4
+    learner._pool.add(b"2" * 32, NOW + 600, NOW, with_signal(published[:2], 100) + with_signal(published[2:], 3))
+    assert learner.run_round()["train/dropped_groups"]["stale_version"] > 0
+    learner.policy.version += 100
+    assert "own_stale" not in learner.run_round()["train/dropped_groups"]  # fresh ones are of the present version
+
+
+def test_own_groups_that_waited_too_long_are_dropped() -> None:
+    learner = make_learner(config_of({"swarm_groups": 0, "max_staleness": 4}))
+    batch = learner._rollouts.run(1)
+    old = replace(batch, groups=[replace(g, policy_version=-5) for g in batch.groups])
+    num_signal = sum(group.has_signal for group in batch.groups)
+    assert num_signal > 0
+    assert learner._batches.batch(old, 0, random.Random(0)) == []
+    assert learner._batches.dropped == {"own_stale": num_signal}
+    edge = replace(batch, groups=[replace(g, policy_version=-4) for g in batch.groups])
+    assert len(learner._batches.batch(edge, 0, random.Random(0))) == min(3, num_signal)
+
+
+def test_the_choice_hears_of_the_own_difficulty_table_after_every_round(tmp_path: Path) -> None:
+    useful = Usefulness(600.0, Clock(), Acceptance().weight)
+    learner = make_learner(config_of({"choice": "informative"}), useful=useful)
+    assert useful._beliefs == {}
+    learner.run_round()
+    first = dict(useful._beliefs)
+    assert set(first) == set(learner._mixture.sources) and all(a > 0 and b > 0 for a, b in first.values())
+    assert sum(a + b for a, b in first.values()) == pytest.approx(
+        2 * len(first) + 6 * 4, rel=0.2
+    )  # answers of six groups
+    learner.save(CheckpointStore(tmp_path, 1))
+    again = Usefulness(600.0, Clock(), Acceptance().weight)
+    assert make_learner(config_of({"choice": "informative"}), useful=again).resume(CheckpointStore(tmp_path, 1))
+    assert again._beliefs == first
