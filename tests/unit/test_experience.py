@@ -6,6 +6,7 @@ Between the bundled Llama, which reads characters, and a GPT-NeoX with byte-leve
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def write_bpe_model(folder: Path) -> Path:
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=BPE_TEMPLATE,
         additional_special_tokens=["<|im_start|>"],
     )  # fmt: skip
-    shape = SHAPE | {"vocab_size": 340, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 2}
+    shape: dict[str, Any] = SHAPE | {"vocab_size": 340, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 2}
     torch.manual_seed(0)
     GPTNeoXForCausalLM(GPTNeoXConfig(**shape)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
