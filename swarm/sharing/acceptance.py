@@ -14,6 +14,7 @@ _NOT_THE_AUTHORS_FAULT = frozenset(
         Rejection.UNKNOWN_TASK,
         Rejection.TASK_MISMATCH,  # another version of a task package
         Rejection.TASK_FAILED,
+        Rejection.TOO_SLOW,  # as fast as this machine is now
     }
 )
 

@@ -23,7 +23,7 @@ from swarm.records.signing import sign_record
 from swarm.sharing.body_store import BODY_PROTOCOL
 from swarm.sharing.index import experience_key, subkey
 from swarm.sharing.shard import Shard
-from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_mixture import TaskMixture, score
 from swarm.tasks.task_source import prompt_digest
 from swarm.types import GroupSummary, Header, Rollout, RolloutGroup, SignedRecord, Task
 from tests.e2e.node_process import NodeProcess, node_settings, wait_for
@@ -168,7 +168,7 @@ class Mallory:
         return self.mixture.sources["sums"].task(seed, index)
 
     def group(self, task: Task, texts: tuple[str, ...], claims: tuple[float, ...] | None = None) -> RolloutGroup:
-        rewards = claims or tuple(task.verify(text) for text in texts)
+        rewards = claims or tuple(score(task, text) for text in texts)
         rollouts = tuple(self.rollout(text, reward) for text, reward in zip(texts, rewards, strict=True))
         digest = prompt_digest(task.prompt)
         return RolloutGroup(task.ref, digest, rollouts, self.identity.peer_id, self.policy.lineage, 1)

@@ -269,7 +269,7 @@ def test_signals_of_own_and_foreign_groups_reach_the_trainer(
     pool.add(b"h" * 32, time.time() + 60, time.time(), [foreign_group(mixture, *texts)])
     (drawn,) = pool.draw(1, learner._rng)
     assert all(not rollout.signals for rollout in drawn.rollouts)  # they are not sent, and not in the pool
-    item = learner._foreign(drawn)
+    item = learner._batches._foreign(drawn)
     assert item is not None and dict(item.signal_weights) == pytest.approx(
         {"correct": 0.6, "format": 0.3, "length": 0.1}
     )
