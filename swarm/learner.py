@@ -174,7 +174,8 @@ class Learner:
         """I own and J foreign groups with signal; where one kind is short, the other fills up to I + J."""
         sharing = self._config.sharing
         prompts = {task.ref: task.prompt for task in rollouts.tasks}
-        own = [self._translator.own(prompts[g.task], g) for g in rollouts.groups if g.has_signal]
+        kept = [g for g in rollouts.groups if g.has_signal or not self._config.training.filter_groups]
+        own = [self._translator.own(prompts[g.task], g) for g in kept]
         total = self._config.max_batch_groups
         num_own = min(len(own), total - sharing.swarm_groups)
         wanted = total - num_own if sharing.swarm_groups else 0

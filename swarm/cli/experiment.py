@@ -1,0 +1,85 @@
+"""`swarm experiment`: what sharing is worth, how far data may be off-policy, whether unlike models help each other."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import typer
+
+from swarm.cli.arguments import seed_list
+from swarm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from swarm.experiments.sapo_tasks import Mix
+
+app = typer.Typer(
+    help="Controlled experiments on this machine: sharing, off-policy data, unlike models. Finished parts are kept.",
+    no_args_is_help=True,
+)
+
+_JSON = typer.Option(False, "--json", help="End with one line that holds all figures as a JSON object.")
+_QUICK = typer.Option(False, "--quick", help="Under a minute and too short to tell anything: does it run?")
+_WORKERS = typer.Option(2, min=1, help="Processes at a time, one thread each.")
+_MIXES = ("shared", "split")
+
+
+@app.command()
+def sapo(
+    folder: Path = typer.Option(
+        Path("runs/sapo"), "--dir", help="Folder of the results; finished cells are not run again."
+    ),
+    minutes: float = typer.Option(40.0, min=0.5, help="Time budget; sets the number of rounds."),
+    rounds: int = typer.Option(None, min=1, help="Rounds of each cell, whatever time that takes."),
+    seeds: str = typer.Option("0,1,2", help="Seeds, with commas."),
+    nodes: int = typer.Option(8, min=2, help="Nodes of each swarm."),
+    arms: str = typer.Option(None, help="Own/others' groups of a batch.", show_default="8/0,8/0 + filter,6/2,4/4,2/6"),
+    mix: str = typer.Option("shared", help="shared: all nodes draw all tasks. split: each mostly three of them."),
+    workers: int = _WORKERS,
+    quick: bool = _QUICK,
+    as_json: bool = _JSON,
+) -> None:
+    """Sharing against silos on the nine tasks of the SAPO paper, with the control that the paper lacks."""
+    from swarm.experiments.arms import CONTROL, DEFAULT_ARMS, SHARING, chosen_arms
+    from swarm.experiments.cells import CellStore, compute
+    from swarm.experiments.sapo import SapoPlan, affordable_rounds, figures, summarize
+    from swarm.experiments.sapo_report import tables_of, write_all
+
+    if mix not in _MIXES:
+        raise ConfigError(f"mix must be one of {', '.join(_MIXES)}, got {mix}; set --mix")
+    plan = SapoPlan(chosen_arms(arms or ",".join(DEFAULT_ARMS)), tuple(seed_list(seeds)), nodes, cast("Mix", mix))
+    if quick:
+        short = chosen_arms(f"{CONTROL},{SHARING}")
+        plan, rounds = SapoPlan(short, (0,), 2, cast("Mix", mix), groups_per_round=4, held_out_tasks=1), 2
+    with _experiment(folder) as console:
+        rounds = rounds or affordable_rounds(plan, folder, minutes, workers, console.print)
+        results = compute(plan.cells(rounds), CellStore(folder / "cells"), workers, console.print)
+        summaries = summarize(results)
+        report = write_all(folder, plan, results, summaries)
+        console.print(*(table.rich() for table in tables_of(results, summaries)), f"report: {report}")
+    _finish(folder, figures(summaries), as_json)
+
+
+@contextlib.contextmanager
+def _experiment(folder: Path) -> "Iterator[Console]":
+    """One run per folder; says how to go on when it is interrupted."""
+    from rich.console import Console
+
+    from swarm.testbed.testbed import exclusive
+
+    console = Console(highlight=False, soft_wrap=True)
+    with exclusive(folder):
+        try:
+            yield console
+        except KeyboardInterrupt:
+            console.print(f"stopped; the same command goes on in {folder}")
+            raise
+
+
+def _finish(folder: Path, figures: Mapping[str, Any], as_json: bool) -> None:
+    (folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        print(json.dumps(figures))
