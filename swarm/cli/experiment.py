@@ -63,6 +63,39 @@ def sapo(
     _finish(folder, figures(summaries), as_json)
 
 
+@app.command()
+def offpolicy(
+    folder: Path = typer.Option(
+        Path("runs/offpolicy"), "--dir", help="Folder of the results; finished cells are kept."
+    ),
+    steps: int = typer.Option(192, min=1, help="Training steps of each cell."),
+    seeds: str = typer.Option("0,1,2", help="Seeds, with commas."),
+    workers: int = _WORKERS,
+    quick: bool = _QUICK,
+    as_json: bool = _JSON,
+) -> None:
+    """Data that is 0 to 128 policy versions old or of another lineage, with each correction: reward and collapse."""
+    from swarm.experiments.cells import CellStore, compute
+    from swarm.experiments.offpolicy import OffPolicyPlan, curves, figures, reward_table
+    from swarm.experiments.report import plot, write_report
+
+    plan = OffPolicyPlan(tuple(seed_list(seeds)), steps)
+    if quick:
+        plan = OffPolicyPlan((0,), 3, ("none", "tis"), ("8",), held_out_tasks=2)
+    with _experiment(folder) as console:
+        results = compute(plan.cells(), CellStore(folder / "cells"), workers, console.print)
+        table = reward_table(results)
+        picture = plot(curves(results))
+        told = [
+            f"The policy trains on {plan.groups_per_round} groups of {plan.group_size} answers a step and on nothing else. "
+            "Collapsed: ended below its start or below half of its best."
+        ]
+        write_report(folder / "report.html", "How far data may be off-policy", told, [table], picture)
+        (folder / "table.md").write_text(table.markdown() + "\n", encoding="utf-8")
+        console.print(table.rich(), f"report: {folder / 'report.html'}")
+    _finish(folder, figures(results), as_json)
+
+
 @contextlib.contextmanager
 def _experiment(folder: Path) -> "Iterator[Console]":
     """One run per folder; says how to go on when it is interrupted."""
