@@ -96,6 +96,40 @@ def offpolicy(
     _finish(folder, figures(results), as_json)
 
 
+@app.command()
+def heterogeneous(
+    folder: Path = typer.Option(
+        Path("runs/heterogeneous"), "--dir", help="Folder of the results; finished cells are kept."
+    ),
+    rounds: int = typer.Option(60, min=1, help="Rounds of each cell."),
+    learn_steps: int = typer.Option(600, min=1, help="Supervised steps of the second policy, once."),
+    seeds: str = typer.Option("0,1,2", help="Seeds, with commas."),
+    workers: int = _WORKERS,
+    quick: bool = _QUICK,
+    as_json: bool = _JSON,
+) -> None:
+    """Two architectures with tokenizers of their own in one swarm, each against its silo."""
+    from swarm.experiments import heterogeneous as experiment
+    from swarm.experiments.cells import CellStore, compute
+    from swarm.experiments.report import plot, write_report
+
+    base = (folder / "second_policy").resolve()
+    plan = experiment.HeterogeneousPlan(base, tuple(seed_list(seeds)), rounds)
+    if quick:
+        learn_steps = 3
+        plan = experiment.HeterogeneousPlan(base, (0,), 2, groups_per_round=4, held_out_tasks=2)
+    with _experiment(folder) as console:
+        store = CellStore(folder / "cells")
+        compute([experiment.second_policy_cell(base, learn_steps)], store, 1, console.print)
+        results = compute(plan.cells(), store, workers, console.print)
+        table, picture = experiment.model_table(results), plot(experiment.curves(results))
+        told = ["One node of each model. In the mixed swarm every group of others comes from the other model, as text."]
+        write_report(folder / "report.html", "Unlike models in one swarm", told, [table], picture)
+        (folder / "table.md").write_text(table.markdown() + "\n", encoding="utf-8")
+        console.print(table.rich(), f"report: {folder / 'report.html'}")
+    _finish(folder, experiment.figures(results), as_json)
+
+
 @contextlib.contextmanager
 def _experiment(folder: Path) -> "Iterator[Console]":
     """One run per folder; says how to go on when it is interrupted."""
