@@ -56,8 +56,9 @@ class LearnerSwarm:
         self._now_s = _FIRST_S
         self._rng = random.Random(seed)
         self._exchange = MemoryExchange(configs[0].swarm_id, configs[0].sharing, self._clock)
-        bases: dict[PolicySection, Policy] = {}
-        self._nodes = [self._node(number, config, seed, bases) for number, config in enumerate(configs)]
+        self._bases: dict[PolicySection, Policy] = {}
+        self._mixtures: dict[str, TaskMixture] = {}
+        self._nodes = [self._node(number, config, seed) for number, config in enumerate(configs)]
 
     def run_round(self) -> RoundRow:
         rows: dict[int, Mapping[str, Any]] = {}
@@ -79,9 +80,9 @@ class LearnerSwarm:
             swarm_groups=sum(row["train/swarm_groups"] for _, row in ordered),
         )
 
-    def evaluate(self, phase: str) -> list[dict[str, float]]:
-        """Reward of sampled answers to held-out tasks by source, node by node."""
-        return [dict(node.learner.evaluate(phase)["accuracy"]) for node in self._nodes]
+    def evaluate(self, phase: str, num_nodes: int | None = None) -> list[dict[str, float]]:
+        """Reward of sampled answers to held-out tasks by source, for the first `num_nodes` or all."""
+        return [dict(node.learner.evaluate(phase)["accuracy"]) for node in self._nodes[:num_nodes]]
 
     @property
     def rejected(self) -> Counter[str]:
@@ -92,11 +93,11 @@ class LearnerSwarm:
     def num_bytes_offered(self) -> int:
         return self._exchange.num_bytes
 
-    def _node(self, number: int, config: Config, seed: int, bases: dict[PolicySection, Policy]) -> _Node:
+    def _node(self, number: int, config: Config, seed: int) -> _Node:
         identity = node_identity(seed, number)
         policy = load_policy(config.policy, device="cpu")
-        _share_base(bases.setdefault(config.policy, policy), policy)
-        mixture = TaskMixture(config.tasks)
+        _share_base(self._bases.setdefault(config.policy, policy), policy)
+        mixture = self._mixture(config)
         pool = ExperiencePool(":memory:", config.sharing, self._clock)
         vocabulary = Vocabulary(
             policy.lineage, policy.vocab_size, frozenset(policy.eos_token_ids), lambda ids: policy.decode(ids)
@@ -109,6 +110,13 @@ class LearnerSwarm:
         )
         rng = random.Random(f"{seed}/{number}")
         return _Node(learner, MemoryReader(self._exchange, identity.peer_id, admission, pool, rng), config)
+
+    def _mixture(self, config: Config) -> TaskMixture:
+        """One for all nodes of equal tasks: it keeps no state of any of them, and takes a second to build."""
+        key = config.tasks.model_dump_json()
+        if key not in self._mixtures:
+            self._mixtures[key] = TaskMixture(config.tasks)
+        return self._mixtures[key]
 
     def _clock(self) -> float:
         return self._now_s

@@ -33,7 +33,7 @@ class SapoPlan:
     mix: Mix = "shared"
     groups_per_round: int = 8
     group_size: int = 8
-    held_out_tasks: int = 16
+    held_out_tasks: int = 8
     """Per source and node."""
 
     def cells(self, num_rounds: int) -> list[Cell]:

@@ -16,7 +16,7 @@ def run(settings: Mapping[str, Any]) -> Result:
     started_s = time.monotonic()
     configs = [node_config(settings, number) for number in range(settings["num_nodes"])]
     swarm = LearnerSwarm(configs, settings["seed"])
-    before = mean_by_source(swarm.evaluate("start"))
+    before = mean_by_source(swarm.evaluate("start", num_nodes=1))  # all nodes start from the same policy
     ready_s = time.monotonic()
     rows, round_s = list[RoundRow](), list[float]()
     for _ in range(settings["num_rounds"]):
