@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from swarm.experiments.arms import CONTROL, PUBLISHED, SHARING, Arm
+from swarm.experiments.arms import ARMS, CONTROL, PUBLISHED, SHARING, Arm
 from swarm.experiments.cells import Cell, CellStore, Result, Say, compute
 from swarm.experiments.sapo_tasks import SAPO_TASKS, Mix
 from swarm.experiments.spread import Spread
@@ -37,8 +37,10 @@ class SapoPlan:
     """Per source and node."""
 
     def cells(self, num_rounds: int) -> list[Cell]:
-        """Seed after seed, so that an experiment cut short has whole seeds."""
-        return [self.cell(arm.name, seed, num_rounds) for seed in self.seeds for arm in self.arms]
+        """The two arms of the headline first, so that an experiment cut short has them with all seeds."""
+        first = [arm for arm in self.arms if arm.name in (CONTROL, SHARING)]
+        rest = [arm for arm in self.arms if arm not in first]
+        return [self.cell(arm.name, seed, num_rounds) for arms in (first, rest) for seed in self.seeds for arm in arms]
 
     def cell(self, arm: str, seed: int, num_rounds: int) -> Cell:
         settings = {
@@ -100,8 +102,8 @@ class ArmSummary:
 
 
 def summarize(results: Sequence[Result]) -> list[ArmSummary]:
-    """In the order in which arms appear; only seeds that all arms have count."""
-    arms = list(dict.fromkeys(result["arm"] for result in results))
+    """Arms in the order of `ARMS`; only seeds that all arms have count."""
+    arms = in_order(results)
     by_cell = {(result["arm"], result["seed"]): result for result in results}
     seeds = [seed for seed in sorted({seed for _, seed in by_cell}) if all((arm, seed) in by_cell for arm in arms)]
     fewest = {seed: min(sum(by_cell[arm, seed]["answers_trained_on"]) for arm in arms) for seed in seeds}
@@ -149,6 +151,12 @@ def reward_at_equal_training(rewards: Sequence[float], trained_on: Sequence[int]
 def mean_rewards(result: Result) -> list[float]:
     """Mean over nodes, round by round."""
     return [sum(row) / len(row) for row in result["rewards"]]
+
+
+def in_order(results: Sequence[Result]) -> list[str]:
+    """Names of the arms that there are results of."""
+    found = {result["arm"] for result in results}
+    return [name for name in ARMS if name in found]
 
 
 def _summary(arm: str, results: Sequence[Result], fewest: Sequence[int]) -> ArmSummary:

@@ -6,7 +6,7 @@ from pathlib import Path
 from swarm.experiments.arms import CONTROL
 from swarm.experiments.cells import Result
 from swarm.experiments.report import Curves, Table, plot, smooth, write_report
-from swarm.experiments.sapo import ArmSummary, SapoPlan, mean_rewards
+from swarm.experiments.sapo import ArmSummary, SapoPlan, in_order, mean_rewards
 from swarm.experiments.spread import Spread
 
 _WINDOW_ROUNDS = 5
@@ -43,7 +43,7 @@ def training_table(summaries: Sequence[ArmSummary]) -> Table:
 
 def task_table(results: Sequence[Result]) -> Table:
     """Held-out reward by task: at the start, and at the end of each arm; mean over nodes and seeds."""
-    arms = list(dict.fromkeys(result["arm"] for result in results))
+    arms = in_order(results)
     rows = []
     for name in sorted({source for result in results for source in result["held_out_end"]}):
         start = Spread.of(result["held_out_start"][name] for result in results).mean
@@ -60,7 +60,7 @@ def curves(results: Sequence[Result]) -> list[Curves]:
     """Mean reward over rounds, which are answers sampled, and over answers trained on."""
     by_round: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
     by_training: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
-    for arm in dict.fromkeys(result["arm"] for result in results):
+    for arm in in_order(results):
         rows = [result for result in results if result["arm"] == arm]
         mean = [sum(column) / len(column) for column in zip(*map(mean_rewards, rows), strict=True)]
         counts = [sum(column) / len(column) for column in zip(*(r["answers_trained_on"] for r in rows), strict=True)]
