@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any, cast
 
 from swarm.config import Config, parse
@@ -23,7 +24,8 @@ def run(settings: Mapping[str, Any]) -> Result:
         began_s = time.monotonic()
         rows.append(swarm.run_round())
         round_s.append(time.monotonic() - began_s)
-        print(f"round {len(rows)} of {settings['num_rounds']}: {round_s[-1]:.1f} s", flush=True)
+        reward = fmean(rows[-1].rewards)
+        print(f"round {len(rows)} of {settings['num_rounds']}: {round_s[-1]:.1f} s, reward {reward:.3f}", flush=True)
     after_s = time.monotonic()
     after = mean_by_source(swarm.evaluate("end"))
     return {
