@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from swarm.cli.arguments import seed_list
-from swarm.errors import ConfigError
+from swarm.errors import ConfigError, SwarmError
+from swarm.experiments.cells import CellStore, compute
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from swarm.experiments.sapo import SapoPlan
     from swarm.experiments.sapo_tasks import Mix
 
 app = typer.Typer(
@@ -39,14 +41,13 @@ def sapo(
     arms: str = typer.Option(None, help="Own/others' groups of a batch.", show_default="8/0,8/0 + filter,6/2,4/4,2/6"),
     mix: str = typer.Option("shared", help="shared: all nodes draw all tasks. split: each mostly three of them."),
     workers: int = _WORKERS,
+    report_only: bool = typer.Option(False, "--report", help="Compute nothing, report what --rounds has by now."),
     quick: bool = _QUICK,
     as_json: bool = _JSON,
 ) -> None:
     """Sharing against silos on the nine tasks of the SAPO paper, with the control that the paper lacks."""
     from swarm.experiments.arms import CONTROL, DEFAULT_ARMS, SHARING, chosen_arms
-    from swarm.experiments.cells import CellStore, compute
-    from swarm.experiments.sapo import SapoPlan, affordable_rounds, figures, summarize
-    from swarm.experiments.sapo_report import tables_of, write_all
+    from swarm.experiments.sapo import SapoPlan, affordable_rounds
 
     if mix not in _MIXES:
         raise ConfigError(f"mix must be one of {', '.join(_MIXES)}, got {mix}; set --mix")
@@ -54,12 +55,28 @@ def sapo(
     if quick:
         short = chosen_arms(f"{CONTROL},{SHARING}")
         plan, rounds = SapoPlan(short, (0,), 2, cast("Mix", mix), groups_per_round=4, held_out_tasks=1), 2
+    if report_only:
+        if rounds is None:
+            raise ConfigError("a report needs the rounds of its cells, got none; set --rounds as in the run")
+        _report_sapo(folder, plan, rounds, _console(), as_json)
+        return
     with _experiment(folder) as console:
         rounds = rounds or affordable_rounds(plan, folder, minutes, workers, console.print)
-        results = compute(plan.cells(rounds), CellStore(folder / "cells"), workers, console.print)
-        summaries = summarize(results)
-        report = write_all(folder, plan, results, summaries)
-        console.print(*(table.rich() for table in tables_of(results, summaries)), f"report: {report}")
+        compute(plan.cells(rounds), CellStore(folder / "cells"), workers, console.print)
+        _report_sapo(folder, plan, rounds, console, as_json)
+
+
+def _report_sapo(folder: Path, plan: "SapoPlan", rounds: int, console: "Console", as_json: bool) -> None:
+    """Of the cells that are there."""
+    from swarm.experiments.sapo import figures, summarize
+    from swarm.experiments.sapo_report import tables_of, write_all
+
+    results = CellStore(folder / "cells").read_all(plan.cells(rounds))
+    if not results:
+        raise SwarmError(f"a report needs finished cells, got none of {rounds} rounds in {folder}; leave --report out")
+    summaries = summarize(results)
+    report = write_all(folder, plan, results, summaries)
+    console.print(*(table.rich() for table in tables_of(results, summaries)), f"report: {report}")
     _finish(folder, figures(summaries), as_json)
 
 
@@ -75,7 +92,6 @@ def offpolicy(
     as_json: bool = _JSON,
 ) -> None:
     """Data that is 0 to 128 policy versions old or of another lineage, with each correction: reward and collapse."""
-    from swarm.experiments.cells import CellStore, compute
     from swarm.experiments.offpolicy import OffPolicyPlan, curves, figures, reward_table
     from swarm.experiments.report import plot, write_report
 
@@ -110,7 +126,6 @@ def heterogeneous(
 ) -> None:
     """Two architectures with tokenizers of their own in one swarm, each against its silo."""
     from swarm.experiments import heterogeneous as experiment
-    from swarm.experiments.cells import CellStore, compute
     from swarm.experiments.report import plot, write_report
 
     base = (folder / "second_policy").resolve()
@@ -133,17 +148,21 @@ def heterogeneous(
 @contextlib.contextmanager
 def _experiment(folder: Path) -> "Iterator[Console]":
     """One run per folder; says how to go on when it is interrupted."""
-    from rich.console import Console
-
     from swarm.testbed.testbed import exclusive
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = _console()
     with exclusive(folder):
         try:
             yield console
         except KeyboardInterrupt:
             console.print(f"stopped; the same command goes on in {folder}")
             raise
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True)
 
 
 def _finish(folder: Path, figures: Mapping[str, Any], as_json: bool) -> None:

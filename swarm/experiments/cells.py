@@ -67,6 +67,10 @@ class CellStore:
             return None
         return stored["result"] if isinstance(stored, dict) and "result" in stored else None
 
+    def read_all(self, cells: Sequence[Cell]) -> list[Result]:
+        """Those that are there, in the order of `cells`."""
+        return [result for cell in cells if (result := self.read(cell)) is not None]
+
     def write(self, cell: Cell, result: Result) -> None:
         """All of it or nothing."""
         path = self.result_path(cell)
@@ -100,7 +104,7 @@ def compute(cells: Sequence[Cell], store: CellStore, num_workers: int, say: Say)
     finally:
         for worker in running:
             worker.kill()
-    return [result for cell in cells if (result := store.read(cell)) is not None]
+    return store.read_all(cells)
 
 
 class _Worker:
