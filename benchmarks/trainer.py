@@ -87,8 +87,9 @@ def main() -> None:
     measurements: list[Measurement] = []
     with tempfile.TemporaryDirectory() as folder:
         for case in _cases(options.quick, Path(folder)):
-            measurements += asyncio.run(_measure(case, peer_python, options, Path(folder)))
-    _print(measurements, options.threads)
+            measured = asyncio.run(_measure(case, peer_python, options, Path(folder)))
+            _print(measured, options.threads)
+            measurements += measured
     print(json.dumps(_figures(measurements)))
 
 
@@ -193,7 +194,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _print(measurements: Sequence[Measurement], threads: int) -> None:
-    print(f"{threads} thread(s); median over steps")
+    print(f"\n{threads} thread(s); median over steps")
     headers = (
         "policy",
         "answers × tokens",
@@ -216,7 +217,9 @@ def _print(measurements: Sequence[Measurement], threads: int) -> None:
         ratio = "" if one.system == SWARM else f"{own[case].samples_per_s / one.samples_per_s:.2f}"
         error = "not comparable" if one.logprob_error is None else f"{one.logprob_error:.1e}"
         seconds = statistics.median(one.seconds)
-        print(f"{what} | {seconds:.3f} | {one.samples_per_s:.1f} | {ratio} | {one.peak_mib:.0f} | {error} |")
+        print(
+            f"{what} | {seconds:.3f} | {one.samples_per_s:.1f} | {ratio} | {one.peak_mib:.0f} | {error} |", flush=True
+        )
 
 
 def _figures(measurements: Sequence[Measurement]) -> Mapping[str, float | None]:
