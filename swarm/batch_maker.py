@@ -56,7 +56,8 @@ class BatchMaker:
         """
         sharing = self._config.sharing
         tasks = {task.ref: task for task in rollouts.tasks}
-        fresh = self._not_too_stale([group for group in rollouts.groups if group.has_signal], policy_version)
+        needs_signal = self._config.training.filter_groups
+        fresh = self._not_too_stale([g for g in rollouts.groups if g.has_signal or not needs_signal], policy_version)
         own = [_weighted(self._translator.own(tasks[g.task].prompt, g), tasks[g.task]) for g in fresh]
         total = self._config.max_batch_groups - self._config.training.replay_groups
         num_own = min(len(own), total - sharing.swarm_groups)
@@ -65,7 +66,7 @@ class BatchMaker:
         foreign = [group for one in drawn if (group := self._foreign(one))]
         chosen = rng.sample(own, min(len(own), total - len(foreign)))
         replayed = [group for one in self._replay.draw(policy_version, rng) if (group := self._again(one))]
-        self._replay.add(fresh)
+        self._replay.add([group for group in fresh if group.has_signal])
         return chosen + foreign + replayed
 
     def state(self) -> list[dict[str, Any]]:

@@ -383,6 +383,8 @@ class TrainingSection(Section):
     """Lower the learning rate by sqrt(ESS / B) where few answers carry the step (VCPO, 2602.17616)."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL penalty towards the base policy (k3 estimator); 0 only watches it, at a few answers."""
+    filter_groups: bool = True
+    """Leave out own groups whose rewards are all equal. Off: as SAPO (2509.08721) was published, for comparison only."""
     mask_truncated: bool = True
     """Leave answers that were cut, with neither EOS nor a stop string, out of the loss."""
     replay_groups: NonNegativeInt = 0

@@ -58,3 +58,13 @@ def _unknown_option(argument: str, known_options: Sequence[str]) -> str:
     close = difflib.get_close_matches(argument, [*known_options, "--help"], n=1)
     hint = f"did you mean {close[0]}?" if close else "see --help; settings are written --section.key VALUE"
     return f"unknown option {argument}; {hint}"
+
+
+def seed_list(text: str) -> list[int]:
+    """Seeds with commas between them, in order, each once. Raises ConfigError."""
+    try:
+        return sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise ConfigError(
+            f"seeds must be numbers with commas between them, got {text!r}; write --seeds 0,1,2"
+        ) from None

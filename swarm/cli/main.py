@@ -19,6 +19,7 @@ from swarm.cli import (
     create,
     doctor,
     evaluate,
+    experiment,
     export,
     identity,
     init,
@@ -67,6 +68,7 @@ app.command("sample", context_settings=run.OVERRIDES)(sample.sample)
 app.command("export", context_settings=run.OVERRIDES)(export.export)
 app.add_typer(identity.app, name="identity")
 app.add_typer(config.app, name="config")
+app.add_typer(experiment.app, name="experiment")
 
 
 def main() -> None:

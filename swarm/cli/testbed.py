@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarm.cli.arguments import CONFIG_HELP, split_arguments
-from swarm.errors import ConfigError, SwarmError
+from swarm.cli.arguments import CONFIG_HELP, seed_list, split_arguments
+from swarm.errors import SwarmError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,7 +54,7 @@ def testbed(
             console.print(f"earlier run moved to {aside}", highlight=False, soft_wrap=True)
         try:
             if compare:
-                _compare(folder, request, _seeds(seeds), console)
+                _compare(folder, request, seed_list(seeds), console)
             else:
                 _run(folder, request, minutes, console)
         except KeyboardInterrupt:
@@ -92,12 +92,3 @@ def _compare(folder: Path, request: "PlanRequest", seeds: list[int], console: "C
     console.print(comparison_table(results))
     plot_comparison(results, folder / "comparison.png")
     console.print(f"plot: {folder / 'comparison.png'}, numbers: {folder / 'results.json'}", highlight=False)
-
-
-def _seeds(text: str) -> list[int]:
-    try:
-        return sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise ConfigError(
-            f"seeds must be numbers with commas between them, got {text!r}; write --seeds 0,1,2"
-        ) from None

@@ -14,9 +14,9 @@ from swarm.training.training_group import TrainingGroup
 def batch_advantages(batch: Sequence[TrainingGroup], config: TrainingSection) -> list[float | None]:
     """One per rollout, group after group; None for the median rollout, which takes no part.
 
-    Raises TrainingError for a group without reward differences.
+    Raises TrainingError for a group without reward differences, unless such groups are wanted.
     """
-    for group in batch:
+    for group in batch if config.filter_groups else ():
         _check_signal(group)
     if config.advantage == "gdpo":
         values = [gdpo(*_signals(group, config.signal_weights)) for group in batch]

@@ -24,6 +24,20 @@ ALLOWED: dict[str, set[str]] = {
     "sharing": {"tasks", "records", "network", "pool"},
     "simulation": {"tasks", "records", "network", "pool", "sharing"},
     "testbed": {"node", "node_folder"},
+    "experiments": {
+        "tasks",
+        "policy",
+        "engine",
+        "rollouts",
+        "records",
+        "pool",
+        "training",
+        "sharing",
+        "adapters",
+        "learner",
+        "testbed",
+        "assets",
+    },
     "diagnostics": {"records", "network", "node_folder", "hardware"},  # torch in a program of its own only
 }
 TORCH_FREE = {

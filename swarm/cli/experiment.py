@@ -1,0 +1,171 @@
+"""`swarm experiment`: what sharing is worth, how far data may be off-policy, whether unlike models help each other."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import typer
+
+from swarm.cli.arguments import seed_list
+from swarm.errors import ConfigError, SwarmError
+from swarm.experiments.cells import CellStore, compute
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from swarm.experiments.sapo import SapoPlan
+    from swarm.experiments.sapo_tasks import Mix
+
+app = typer.Typer(
+    help="Controlled experiments on this machine: sharing, off-policy data, unlike models. Finished parts are kept.",
+    no_args_is_help=True,
+)
+
+_JSON = typer.Option(False, "--json", help="End with one line that holds all figures as a JSON object.")
+_QUICK = typer.Option(False, "--quick", help="Under a minute and too short to tell anything: does it run?")
+_WORKERS = typer.Option(2, min=1, help="Processes at a time, one thread each.")
+_MIXES = ("shared", "split")
+
+
+@app.command()
+def sapo(
+    folder: Path = typer.Option(
+        Path("runs/sapo"), "--dir", help="Folder of the results; finished cells are not run again."
+    ),
+    minutes: float = typer.Option(40.0, min=0.5, help="Time budget; sets the number of rounds."),
+    rounds: int = typer.Option(None, min=1, help="Rounds of each cell, whatever time that takes."),
+    seeds: str = typer.Option("0,1,2", help="Seeds, with commas."),
+    nodes: int = typer.Option(8, min=2, help="Nodes of each swarm."),
+    arms: str = typer.Option(None, help="Own/others' groups of a batch.", show_default="8/0,8/0 + filter,6/2,4/4,2/6"),
+    mix: str = typer.Option("shared", help="shared: all nodes draw all tasks. split: each mostly three of them."),
+    workers: int = _WORKERS,
+    report_only: bool = typer.Option(False, "--report", help="Compute nothing, report what --rounds has by now."),
+    quick: bool = _QUICK,
+    as_json: bool = _JSON,
+) -> None:
+    """Sharing against silos on the nine tasks of the SAPO paper, with the control that the paper lacks."""
+    from swarm.experiments.arms import CONTROL, DEFAULT_ARMS, SHARING, chosen_arms
+    from swarm.experiments.sapo import SapoPlan, affordable_rounds
+
+    if mix not in _MIXES:
+        raise ConfigError(f"mix must be one of {', '.join(_MIXES)}, got {mix}; set --mix")
+    plan = SapoPlan(chosen_arms(arms or ",".join(DEFAULT_ARMS)), tuple(seed_list(seeds)), nodes, cast("Mix", mix))
+    if quick:
+        short = chosen_arms(f"{CONTROL},{SHARING}")
+        plan, rounds = SapoPlan(short, (0,), 2, cast("Mix", mix), groups_per_round=4, held_out_tasks=1), 2
+    if report_only:
+        if rounds is None:
+            raise ConfigError("a report needs the rounds of its cells, got none; set --rounds as in the run")
+        _report_sapo(folder, plan, rounds, _console(), as_json)
+        return
+    with _experiment(folder) as console:
+        rounds = rounds or affordable_rounds(plan, folder, minutes, workers, console.print)
+        compute(plan.cells(rounds), CellStore(folder / "cells"), workers, console.print)
+        _report_sapo(folder, plan, rounds, console, as_json)
+
+
+def _report_sapo(folder: Path, plan: "SapoPlan", rounds: int, console: "Console", as_json: bool) -> None:
+    """Of the cells that are there."""
+    from swarm.experiments.sapo import figures, summarize
+    from swarm.experiments.sapo_report import tables_of, write_all
+
+    results = CellStore(folder / "cells").read_all(plan.cells(rounds))
+    if not results:
+        raise SwarmError(f"a report needs finished cells, got none of {rounds} rounds in {folder}; leave --report out")
+    summaries = summarize(results)
+    report = write_all(folder, plan, results, summaries)
+    console.print(*(table.rich() for table in tables_of(results, summaries)), f"report: {report}")
+    _finish(folder, figures(summaries), as_json)
+
+
+@app.command()
+def offpolicy(
+    folder: Path = typer.Option(
+        Path("runs/offpolicy"), "--dir", help="Folder of the results; finished cells are kept."
+    ),
+    steps: int = typer.Option(192, min=1, help="Training steps of each cell."),
+    seeds: str = typer.Option("0,1,2", help="Seeds, with commas."),
+    workers: int = _WORKERS,
+    quick: bool = _QUICK,
+    as_json: bool = _JSON,
+) -> None:
+    """Data that is 0 to 128 policy versions old or of another lineage, with each correction: reward and collapse."""
+    from swarm.experiments.offpolicy import OffPolicyPlan, curves, figures, reward_table
+    from swarm.experiments.report import plot, write_report
+
+    plan = OffPolicyPlan(tuple(seed_list(seeds)), steps)
+    if quick:
+        plan = OffPolicyPlan((0,), 3, ("none", "tis"), ("8",), held_out_tasks=2)
+    with _experiment(folder) as console:
+        results = compute(plan.cells(), CellStore(folder / "cells"), workers, console.print)
+        table = reward_table(results)
+        picture = plot(curves(results))
+        told = [
+            f"The policy trains on {plan.groups_per_round} groups of {plan.group_size} answers a step and on nothing else. "
+            "Collapsed: ended below its start or below half of its best."
+        ]
+        write_report(folder / "report.html", "How far data may be off-policy", told, [table], picture)
+        (folder / "table.md").write_text(table.markdown() + "\n", encoding="utf-8")
+        console.print(table.rich(), f"report: {folder / 'report.html'}")
+    _finish(folder, figures(results), as_json)
+
+
+@app.command()
+def heterogeneous(
+    folder: Path = typer.Option(
+        Path("runs/heterogeneous"), "--dir", help="Folder of the results; finished cells are kept."
+    ),
+    rounds: int = typer.Option(60, min=1, help="Rounds of each cell."),
+    learn_steps: int = typer.Option(600, min=1, help="Supervised steps of the second policy, once."),
+    seeds: str = typer.Option("0,1,2", help="Seeds, with commas."),
+    workers: int = _WORKERS,
+    quick: bool = _QUICK,
+    as_json: bool = _JSON,
+) -> None:
+    """Two architectures with tokenizers of their own in one swarm, each against its silo."""
+    from swarm.experiments import heterogeneous as experiment
+    from swarm.experiments.report import plot, write_report
+
+    base = (folder / "second_policy").resolve()
+    plan = experiment.HeterogeneousPlan(base, tuple(seed_list(seeds)), rounds)
+    if quick:
+        learn_steps = 3
+        plan = experiment.HeterogeneousPlan(base, (0,), 2, groups_per_round=4, held_out_tasks=2)
+    with _experiment(folder) as console:
+        store = CellStore(folder / "cells")
+        compute([experiment.second_policy_cell(base, learn_steps)], store, 1, console.print)
+        results = compute(plan.cells(), store, workers, console.print)
+        table, picture = experiment.model_table(results), plot(experiment.curves(results))
+        told = ["One node of each model. In the mixed swarm every group of others comes from the other model, as text."]
+        write_report(folder / "report.html", "Unlike models in one swarm", told, [table], picture)
+        (folder / "table.md").write_text(table.markdown() + "\n", encoding="utf-8")
+        console.print(table.rich(), f"report: {folder / 'report.html'}")
+    _finish(folder, experiment.figures(results), as_json)
+
+
+@contextlib.contextmanager
+def _experiment(folder: Path) -> "Iterator[Console]":
+    """One run per folder; says how to go on when it is interrupted."""
+    from swarm.testbed.testbed import exclusive
+
+    console = _console()
+    with exclusive(folder):
+        try:
+            yield console
+        except KeyboardInterrupt:
+            console.print(f"stopped; the same command goes on in {folder}")
+            raise
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True)
+
+
+def _finish(folder: Path, figures: Mapping[str, Any], as_json: bool) -> None:
+    (folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        print(json.dumps(figures))

@@ -1,0 +1,40 @@
+"""Computes one cell: `python -m swarm.experiments.cell_process SPEC FOLDER`. One thread, lowest priority of logs."""
+
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from swarm.experiments.cells import Cell, CellStore, Result
+
+KINDS: Mapping[str, str] = {
+    "sapo": "swarm.experiments.sapo_cell",
+    "offpolicy": "swarm.experiments.offpolicy_cell",
+    "heterogeneous": "swarm.experiments.heterogeneous_cell",
+    "second_policy": "swarm.experiments.second_policy",
+}
+"""Modules with a function `run(settings) -> Result`; imported only where wanted, as they need torch."""
+
+
+def run_cell(cell: Cell) -> Result:
+    """Compute it here and now."""
+    run: Callable[[Mapping[str, Any]], Result] = importlib.import_module(KINDS[cell.kind]).run
+    return run(cell.settings)
+
+
+def main() -> None:
+    import torch
+
+    logging.basicConfig(level=logging.ERROR)
+    torch.set_num_threads(1)
+    spec, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    cell = Cell(*json.loads(spec.read_text(encoding="utf-8")))
+    CellStore(folder).write(cell, run_cell(cell))
+    spec.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Cells of an experiment: one arm with one seed each, computed once, in processes of their own.
+
+    cells ─ digest ─▶ result there? ──yes──▶ read
+                            └──no──▶ worker process ─▶ result file (all of it or nothing)
+
+A cell is plain data, so what it was computed from is stored with what came out. Ctrl-C ends the workers; the same command goes
+on with the cells that are missing.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swarm.errors import SwarmError
+from swarm.testbed import tethered
+
+Result = dict[str, Any]
+Say = Callable[[str], None]
+_LOOK_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What one worker computes."""
+
+    kind: str
+    """Which experiment: a key of `cell_process.KINDS`."""
+    name: str
+    """For people and file names: arm and seed."""
+    settings: Mapping[str, Any]
+    """JSON-able arguments."""
+
+    @property
+    def digest(self) -> str:
+        """8 hex digits over everything that the result depends on but the code."""
+        text = json.dumps([self.kind, self.settings], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    @property
+    def slug(self) -> str:
+        """Unique name of its files."""
+        plain = "".join(c if c.isalnum() or c in "+-." else "-" for c in self.name)
+        return f"{plain}-{self.digest}"
+
+
+class CellStore:
+    """Results in one folder, a file each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def result_path(self, cell: Cell) -> Path:
+        return self.folder / f"{cell.slug}.json"
+
+    def read(self, cell: Cell) -> Result | None:
+        """None where it was not computed yet, or the file is damaged."""
+        try:
+            stored = json.loads(self.result_path(cell).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+        return stored["result"] if isinstance(stored, dict) and "result" in stored else None
+
+    def read_all(self, cells: Sequence[Cell]) -> list[Result]:
+        """Those that are there, in the order of `cells`."""
+        return [result for cell in cells if (result := self.read(cell)) is not None]
+
+    def write(self, cell: Cell, result: Result) -> None:
+        """All of it or nothing."""
+        path = self.result_path(cell)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}.tmp")
+        stored = {"kind": cell.kind, "name": cell.name, "settings": dict(cell.settings), "result": result}
+        fresh.write_text(json.dumps(stored) + "\n", encoding="utf-8")
+        fresh.replace(path)
+
+
+def compute(cells: Sequence[Cell], store: CellStore, num_workers: int, say: Say) -> list[Result]:
+    """Results in the order of `cells`; `num_workers` at a time, and only those that are not there.
+
+    Raises SwarmError for a cell whose process failed. Whatever happens, no process is left.
+    """
+    waiting = [cell for cell in cells if store.read(cell) is None]
+    if len(waiting) < len(cells):
+        say(f"{len(cells) - len(waiting)} of {len(cells)} cells were finished earlier")
+    started_s, running, num_left = time.monotonic(), list[_Worker](), len(waiting)
+    try:
+        while waiting or running:
+            while waiting and len(running) < num_workers:
+                running.append(_Worker(waiting.pop(0), store))
+            for worker in [worker for worker in running if worker.has_ended()]:
+                running.remove(worker)
+                worker.check()
+                num_left -= 1
+                minutes = (time.monotonic() - started_s) / 60
+                say(f"{worker.cell.name} finished after {minutes:.1f} min, {num_left} cells left")
+            time.sleep(_LOOK_INTERVAL_S)
+    finally:
+        for worker in running:
+            worker.kill()
+    return store.read_all(cells)
+
+
+class _Worker:
+    """One process that computes one cell and writes its result."""
+
+    def __init__(self, cell: Cell, store: CellStore) -> None:
+        store.folder.mkdir(parents=True, exist_ok=True)
+        self.cell = cell
+        self._result = store.result_path(cell)
+        self._log = store.folder / f"{cell.slug}.log"
+        spec = store.folder / f"{cell.slug}.cell"
+        spec.write_text(json.dumps([cell.kind, cell.name, dict(cell.settings)]), encoding="utf-8")
+        command = [sys.executable, "-m", "swarm.experiments.cell_process", str(spec), str(store.folder)]
+        with self._log.open("ab") as output:
+            self._process = subprocess.Popen(
+                tethered.command(os.getpid(), command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches it through the parent only
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def check(self) -> None:
+        """Raises SwarmError where it ended without a result."""
+        if self._process.returncode or not self._result.exists():
+            said = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            raise SwarmError(
+                f"a cell must end in good order, got {said[-1][:200] if said else self._process.returncode} in "
+                f"{self.cell.name}; see {self._log}, then run again: finished cells are kept"
+            )
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()

@@ -1,0 +1,143 @@
+"""A swarm of learners in one process: real learners, each with its own adapter and pool, taking turns.
+
+    every round, in an order drawn anew: pull from others ─ roll out ─ publish ─ train
+
+All stand on one copy of the base's weights. Time is virtual, a second a turn, so that a seed gives the same numbers anywhere.
+"""
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from swarm.config import Config, PolicySection
+from swarm.experiments.memory_exchange import MemoryExchange, MemoryReader
+from swarm.learner import Learner
+from swarm.policy.policy import Policy, load_policy
+from swarm.pool.experience_pool import ExperiencePool
+from swarm.records.admission import Admission, Vocabulary
+from swarm.records.identity import Identity
+from swarm.sharing.judge import MixtureJudge
+from swarm.tasks.task_mixture import TaskMixture
+
+_FIRST_S = 1_000_000.0
+_TURN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRow:
+    """One round of all nodes together."""
+
+    rewards: tuple[float, ...]
+    """Mean reward of each node's sampled answers."""
+    answers_sampled: int
+    answers_trained_on: int
+    """Own and others', as drawn for the batches."""
+    groups_with_signal: int
+    """Of those sampled."""
+    swarm_groups: int
+    """Groups of others trained on."""
+
+
+@dataclass(slots=True)
+class _Node:
+    learner: Learner
+    reader: MemoryReader
+    config: Config
+
+
+class LearnerSwarm:
+    """Learners by config, one each; where `sharing.swarm_groups` is 0 a node reads nothing."""
+
+    def __init__(self, configs: Sequence[Config], seed: int) -> None:
+        self._now_s = _FIRST_S
+        self._rng = random.Random(seed)
+        self._exchange = MemoryExchange(configs[0].swarm_id, configs[0].sharing, self._clock)
+        self._bases: dict[PolicySection, Policy] = {}
+        self._mixtures: dict[str, TaskMixture] = {}
+        self._nodes = [self._node(number, config, seed) for number, config in enumerate(configs)]
+
+    def run_round(self) -> RoundRow:
+        rows: dict[int, Mapping[str, Any]] = {}
+        for number in self._rng.sample(range(len(self._nodes)), len(self._nodes)):
+            node = self._nodes[number]
+            if node.config.sharing.swarm_groups:
+                node.reader.pull(node.config.max_batch_groups)
+            rows[number] = node.learner.run_round()
+            self._now_s += _TURN_S
+        ordered = [(node, rows[number]) for number, node in enumerate(self._nodes)]
+        return RoundRow(
+            rewards=tuple(row["rollout/reward_mean"] for _, row in ordered),
+            answers_sampled=sum(row["rollout/answers"] for _, row in ordered),
+            answers_trained_on=sum(
+                (row["train/own_groups"] + row["train/swarm_groups"]) * node.config.rollouts.group_size
+                for node, row in ordered
+            ),
+            groups_with_signal=sum(row["rollout/groups_with_signal"] for _, row in ordered),
+            swarm_groups=sum(row["train/swarm_groups"] for _, row in ordered),
+        )
+
+    def evaluate(self, phase: str, num_nodes: int | None = None) -> list[dict[str, float]]:
+        """Reward of sampled answers to held-out tasks by source, for the first `num_nodes` or all."""
+        return [dict(node.learner.evaluate(phase)["accuracy"]) for node in self._nodes[:num_nodes]]
+
+    @property
+    def rejected(self) -> Counter[str]:
+        """Records and bodies turned away by any node, by reason."""
+        return sum((node.reader.rejected for node in self._nodes), Counter[str]())
+
+    @property
+    def num_bytes_offered(self) -> int:
+        return self._exchange.num_bytes
+
+    def _node(self, number: int, config: Config, seed: int) -> _Node:
+        identity = node_identity(seed, number)
+        policy = load_policy(config.policy, device="cpu")
+        _share_base(self._bases.setdefault(config.policy, policy), policy)
+        mixture = self._mixture(config)
+        pool = ExperiencePool(":memory:", config.sharing, self._clock)
+        vocabulary = Vocabulary(
+            policy.lineage, policy.vocab_size, frozenset(policy.eos_token_ids), lambda ids: policy.decode(ids)
+        )
+        admission = Admission(
+            config.sharing, config.swarm_id, identity.peer_id, MixtureJudge(mixture), vocabulary, self._clock
+        )
+        learner = Learner(
+            config, policy, mixture, pool, identity.peer_id, lambda groups: self._exchange.publish(identity, groups)
+        )
+        rng = random.Random(f"{seed}/{number}")
+        return _Node(learner, MemoryReader(self._exchange, identity.peer_id, admission, pool, rng), config)
+
+    def _mixture(self, config: Config) -> TaskMixture:
+        """One for all nodes of equal tasks: it keeps no state of any of them, and takes a second to build."""
+        key = config.tasks.model_dump_json()
+        if key not in self._mixtures:
+            self._mixtures[key] = TaskMixture(config.tasks)
+        return self._mixtures[key]
+
+    def _clock(self) -> float:
+        return self._now_s
+
+
+def node_identity(seed: int, number: int) -> Identity:
+    """Of equal number and seed in every arm, hence with the same stream of tasks."""
+    return Identity(hashlib.sha256(f"experiment/{seed}/{number}".encode()).digest())
+
+
+def mean_by_source(accuracy: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """{source: mean over nodes}"""
+    sources = sorted({source for node in accuracy for source in node})
+    return {source: fmean(node[source] for node in accuracy if source in node) for source in sources}
+
+
+def _share_base(first: Policy, policy: Policy) -> None:
+    """Let the frozen weights of `policy` be those of `first`: one copy in memory for all nodes."""
+    if first is policy:
+        return
+    frozen = {name: p for name, p in first.model.named_parameters() if not p.requires_grad}
+    for name, parameter in policy.model.named_parameters():
+        if not parameter.requires_grad:
+            parameter.data = frozen[name].data

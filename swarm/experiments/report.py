@@ -1,0 +1,85 @@
+"""A report of one file: tables and curves as a person reads them, without anything from the net."""
+
+import base64
+import html
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table as RichTable
+
+from swarm.testbed.plot import new_figure
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:62em;margin:2em auto;padding:0 1em;color:#222}"
+    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .8em;border-bottom:1px solid #ddd;text-align:right}"
+    "td:first-child,th:first-child{text-align:left}img{max-width:100%}code{background:#f4f4f4}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Headers and rows of equal length; the first column names the row."""
+
+    title: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def rich(self) -> RichTable:
+        """For a terminal."""
+        table = RichTable(title=self.title, title_justify="left")
+        for position, header in enumerate(self.headers):
+            table.add_column(header, justify="right" if position else "left", no_wrap=position == 0)
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        lines = [self.headers, ["---"] * len(self.headers), *self.rows]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+    def html(self) -> str:
+        head = "".join(f"<th>{html.escape(header)}</th>" for header in self.headers)
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
+        return f"<h2>{html.escape(self.title)}</h2><table><tr>{head}</tr>{body}</table>"
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Lines over one axis."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    """{label: (x, y)}"""
+
+
+def plot(curves: Sequence[Curves]) -> bytes:
+    """PNG with the axes side by side. Raises SwarmError where matplotlib is not installed."""
+    figure, axes = new_figure(len(curves))
+    for axis, drawn in zip(axes, curves, strict=True):
+        for label, (x, y) in drawn.lines.items():
+            axis.plot(x, y, label=label)
+        axis.set_title(drawn.title, loc="left", fontsize=10)
+        axis.set(xlabel=drawn.x_label, ylabel=drawn.y_label)
+        axis.legend(fontsize=8, frameon=False, loc="best")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def write_report(path: Path, title: str, paragraphs: Sequence[str], tables: Sequence[Table], picture: bytes) -> None:
+    """One HTML file that holds everything, the picture too."""
+    told = "".join(f"<p>{html.escape(text)}</p>" for text in paragraphs)
+    image = base64.b64encode(picture).decode()
+    body = f"<h1>{html.escape(title)}</h1>{told}<img alt='curves' src='data:image/png;base64,{image}'>"
+    body += "".join(table.html() for table in tables)
+    page = f"<!doctype html><meta charset='utf-8'><title>{html.escape(title)}</title><style>{_STYLE}</style>{body}\n"
+    path.write_text(page, encoding="utf-8")
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the last `window` values at each position."""
+    return [sum(part) / len(part) for part in (values[max(0, i + 1 - window) : i + 1] for i in range(len(values)))]
