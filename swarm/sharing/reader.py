@@ -226,9 +226,10 @@ class Reader:
             self._refused[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
         self._bodies.put(header.body_hash, body, header.expires_at, header.author)
         # In a thread, as the disk may be slow and the compute thread may hold the pool for a moment.
-        self.num_groups_admitted += await asyncio.to_thread(
+        num_new = await asyncio.to_thread(
             self._pool.add, header.body_hash, header.expires_at, header.created_at, useful
         )
+        self.num_groups_admitted += num_new  # not in one line: that would add to the number of before the wait
 
     async def _fetch(self, header: Header) -> bytes:
         """The body from its author, else from a few other peers, who may have read it."""

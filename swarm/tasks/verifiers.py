@@ -6,7 +6,7 @@ never counts; case does (a regex may begin with `(?i)`).
 
 import re
 from collections.abc import Callable
-from decimal import Decimal
+from decimal import Context, Decimal, localcontext
 from functools import lru_cache
 
 MAX_ANSWER_CHARS = 4_096
@@ -16,6 +16,8 @@ MAX_MATCH_STEPS = 20_000_000
 
 _RELATIVE_TOLERANCE = Decimal("1e-6")
 _MAX_EXPONENT = 400
+_ARITHMETIC = Context()
+"""Of our own, on every thread: packages with tasks change the precision of the thread that they run on, and leave it so."""
 _MANTISSA = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _NUMBER = re.compile(rf"(?:(?<![\w.)])[-+])?{_MANTISSA}(?:[eE][-+]?[0-9]+)?(?:/{_MANTISSA})?")
 _PATTERN_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{[0-9]*,?[0-9]*\}|\(\?[:aiLmsux-]*|.", re.DOTALL)
@@ -33,7 +35,8 @@ def numeric(expected: str, text: str) -> float:
     wanted, given = last_number(expected), last_number(text)
     if wanted is None or given is None:
         return 0.0
-    return float(abs(wanted - given) <= _RELATIVE_TOLERANCE * max(abs(wanted), abs(given)))
+    with localcontext(_ARITHMETIC):
+        return float(abs(wanted - given) <= _RELATIVE_TOLERANCE * max(abs(wanted), abs(given)))
 
 
 def regex(expected: str, text: str) -> float:
@@ -69,7 +72,8 @@ def last_number(text: str) -> Decimal | None:
         return None
     numerator, _, denominator = found[-1].replace(",", "").partition("/")
     try:
-        value = Decimal(numerator) / Decimal(denominator or 1)
+        with localcontext(_ARITHMETIC):
+            value = Decimal(numerator) / Decimal(denominator or 1)
     except ArithmeticError:  # division by zero, exponents that Decimal cannot hold
         return None
     return value if abs(value.adjusted()) <= _MAX_EXPONENT else None

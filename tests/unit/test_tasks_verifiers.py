@@ -1,7 +1,7 @@
 """Verifiers of JSONL tasks: values by hand, and properties over any text."""
 
 import time
-from decimal import Decimal
+from decimal import Decimal, localcontext
 
 import pytest
 from hypothesis import given
@@ -136,6 +136,13 @@ def test_any_text_gets_zero_or_one(verifier: str, text: str) -> None:
 @given(st.integers(-(10**12), 10**12), st.text("abc =:\n", max_size=20))
 def test_an_integer_is_found_after_any_words(number: int, words: str) -> None:
     assert numeric(str(number), f"{words} {number:,}") == 1.0
+
+
+def test_numbers_are_exact_on_a_thread_whose_precision_somebody_has_changed() -> None:
+    with localcontext() as context:
+        context.prec = 2
+        assert last_number("0.001001") == Decimal("0.001001")
+        assert (numeric("1000000", "1000002"), numeric("1/3", "0.33333333")) == (0.0, 1.0)
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**9), max_value=10**9, places=6))

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 15.0
+_CHECKS_IN_A_ROW = 3
+"""That must fail: a new daemon costs all connections, and on a machine that has no time for a moment would be slow as well."""
 _START_ATTEMPTS = 3
 _RETRY_PAUSE_S = 0.5
 _MAX_RETRY_PAUSE_S = 15.0
@@ -176,11 +178,15 @@ class SessionSupervisor:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(after_s):
                 return await session.exited()
-        try:
-            await session.check()
-        except NetworkError as error:
-            return str(error)
-        return None
+        cause: str | None = None
+        for _ in range(_CHECKS_IN_A_ROW):
+            try:
+                await session.check()
+            except NetworkError as error:
+                cause = str(error)
+            else:
+                return None
+        return cause
 
     async def _replace(self, session: "HivemindSession", cause: str) -> None:
         self.num_restarts += 1
