@@ -237,6 +237,30 @@ async def test_only_liars_end_in_damaged() -> None:
     assert sorted(blamed) == names
 
 
+async def test_a_lost_connection_is_one_failure_however_much_was_under_way() -> None:
+    under_way: list[asyncio.Event] = []
+    serve, num_lost = honest(), 0
+
+    async def unsteady(peer_id: str, request: bytes) -> bytes:
+        nonlocal num_lost
+        if num_lost == MAX_STRIKES - 1:
+            return await serve(peer_id, request)
+        under_way.append(lost := asyncio.Event())
+        if len(under_way) == 4:
+            num_lost += 1
+            for event in under_way:
+                event.set()
+            under_way.clear()
+        await lost.wait()
+        raise RequestError("cut off", "cut")
+
+    async def first_the_manifest(peer_id: str, request: bytes) -> bytes:
+        return await (serve if request == BlobRequest(digest_of(BLOB)).encode() else unsteady)(peer_id, request)
+
+    assert await download(Peers(a=first_the_manifest), ["a"], BLOB, window=4) == BLOB
+    assert num_lost == MAX_STRIKES - 1
+
+
 async def test_silent_holder_costs_one_deadline_of_a_piece() -> None:
     async def silent(peer_id: str, request: bytes) -> bytes:
         return await asyncio.get_running_loop().create_future()

@@ -11,7 +11,7 @@ the pieces it lied about, an interrupted transfer goes on where it stopped, and 
 
 import asyncio
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +126,7 @@ class _Transfer:
         self._evidence: list[tuple[str, int, bytes]] = []  # pieces not kept: sender, index, digest
         self._suspects: list[str] = []  # they contradict the manifest, rightly or not
         self._strikes: dict[str, int] = {}
+        self._num_failures: Counter[str] = Counter()  # that counted, by holder
         self._last_error = RequestError("a download needs a holder, got none")
 
     async def run(self) -> None:
@@ -207,6 +208,7 @@ class _Transfer:
         """(who answered, answer); asks one holder after the other until one does."""
         while self._holders:
             holder = self._holders[0]
+            num_failures = self._num_failures[holder]
             try:
                 answer = await self._transport.request(
                     holder,
@@ -216,7 +218,9 @@ class _Transfer:
                     deadline_s=transfer_timeout_s(self._download.base_timeout_s, max_bytes),
                 )
             except RequestError as error:
-                await self._strike(holder, error)
+                # A lost connection cuts all that was under way on it: that is one failure.
+                is_news = error.reason != "cut" or num_failures == self._num_failures[holder]
+                await self._strike(holder, error, is_news=is_news)
                 continue
             self._strikes.pop(holder, None)
             return holder, answer
@@ -224,10 +228,13 @@ class _Transfer:
             raise _Contradiction
         raise self._last_error
 
-    async def _strike(self, holder: str, error: RequestError) -> None:
+    async def _strike(self, holder: str, error: RequestError, *, is_news: bool) -> None:
         """Give the holder up, or ask the next one first; a pause where there is no other."""
         self._last_error = error
-        strikes = self._strikes[holder] = self._strikes.get(holder, 0) + _STRIKES.get(error.reason, MAX_STRIKES)
+        if is_news:
+            self._num_failures[holder] += 1
+            self._strikes[holder] = self._strikes.get(holder, 0) + _STRIKES.get(error.reason, MAX_STRIKES)
+        strikes = self._strikes.get(holder, 1)
         if strikes >= MAX_STRIKES:
             self._drop(holder)
         elif self._holders and self._holders[0] == holder:
