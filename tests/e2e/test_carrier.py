@@ -54,7 +54,8 @@ async def test_headers_of_two_homes_reach_each_other_by_gossip_through_a_bootstr
         for node in (one, two):
             state = await node.state()
             assert state["neighbors"] == [entry_id], "no other way than through the bootstrap peer"
-            assert state["admitted"] >= 3 and not state["refused"] and not state["rejected"]
+            refused = state["refused"].keys() - {"index/not_newer"}  # an entry sent again, as the answer came late
+            assert state["admitted"] >= 3 and not refused and not state["rejected"]
         print(f"{memory_mib(entry):.0f} MiB")
         assert memory_mib(entry) < MAX_BOOTSTRAP_MIB
 
