@@ -172,7 +172,7 @@ async def _ask(process: NodeProcess, one: Measurement, **arguments: Any) -> Repl
 
 
 def _cases(quick: bool, folder: Path) -> list[Case]:
-    bundled = Case("bundled, 0.9 M", BUNDLED_FOLDER, 8, 8, 24, 3 if quick else 12)
+    bundled = Case("bundled, 0.9 M", BUNDLED_FOLDER, 8, 8, 24, 5 if quick else 12)
     if quick:
         return [bundled]
     small_llama(folder / "llama")
@@ -251,7 +251,7 @@ def _least(values: Sequence[float]) -> float | None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one policy, LoRA, three steps")
+    parser.add_argument("--quick", action="store_true", help="one policy, LoRA, five steps")
     parser.add_argument("--prepare", action="store_true", help="make the environment of the others and end")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads for tensor work of each system (default 1)")
     return parser.parse_args()
