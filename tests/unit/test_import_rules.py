@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "policy": {"adapters"},
     "engine": {"policy", "adapters"},
     "training": {"policy", "adapters"},
+    "pipeline": {"policy", "adapters"},
     "rollouts": {"tasks", "policy", "engine"},
     "sharing": {"tasks", "records", "network", "pool"},
     "simulation": {"tasks", "records", "network", "pool", "sharing"},
