@@ -7,6 +7,7 @@ cancels all workers.
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -29,9 +30,9 @@ class ScoredPart:
 
 
 class Call(Protocol):
-    """Wait for the answer of a stage, with a deadline; a lost stage becomes StageLostError."""
+    """Give an order and wait for the answer, with a deadline; a lost stage becomes StageLostError."""
 
-    def __call__(self, stage: int, what: str, answer: Awaitable[T], /) -> Awaitable[T]: ...
+    def __call__(self, stage: int, what: str, order: Callable[[], Awaitable[T]], /) -> Awaitable[T]: ...
 
 
 class BatchRun:
@@ -73,7 +74,7 @@ class BatchRun:
         is_last = station == len(route) - 1
         states = part.token_ids if station == 0 else await self._take(action, stage)
         order = ForwardOrder(self._batch, action.micro_batch, states, part.answers if is_last else None)
-        result = await self._call(stage, "forward", self._links[stage].forward(order))
+        result = await self._call(stage, "forward", partial(self._links[stage].forward, order))
         if isinstance(result, TokenLogprobs) != is_last:
             raise PipelineError(
                 f"stage {stage} must answer as its place demands, got {type(result).__name__}; replace it"
@@ -87,7 +88,7 @@ class BatchRun:
     async def _backward(self, stage: int, station: int, action: Action) -> None:
         gradient = await self._take(action, stage)
         order = BackwardOrder(self._batch, action.micro_batch, gradient)
-        result = await self._call(stage, "backward", self._links[stage].backward(order))
+        result = await self._call(stage, "backward", partial(self._links[stage].backward, order))
         if station == 0:
             return
         if result is None:

@@ -13,6 +13,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -75,13 +76,23 @@ class Crew:
         return len(self._links)
 
     @property
+    def links(self) -> tuple[StageLink, ...]:
+        """To the stages, in order."""
+        return tuple(self._links)
+
+    @property
     def facts(self) -> tuple[StageFacts, ...]:
         """What each stage said of itself."""
         return tuple(self._facts)
 
+    @property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Stages that hold a parameter, where several do."""
+        return {name: tuple(stages) for name, stages in self._holders.items()}
+
     async def start(self) -> None:
         """Ask all stages what they are. Raises StageLostError, and PipelineError unless they make up one whole model."""
-        calls = [self._call(stage, "describe", link.describe()) for stage, link in enumerate(self._links)]
+        calls = [self._call(stage, "describe", link.describe) for stage, link in enumerate(self._links)]
         self._facts = await _all_of(calls)
         _check_whole(self._facts)
         holders: dict[str, list[int]] = {}
@@ -94,7 +105,16 @@ class Crew:
         self._settled = None
 
     async def replace(self, stage: int, link: StageLink) -> None:
-        """Go on with another machine for `stage`; its weights must be rebuilt and at the crew's version before."""
+        """Go on with another machine for `stage`; its weights must be rebuilt and at the crew's version before.
+
+        Raises PipelineError, and leaves the crew as it was, unless it holds the same layers of the same base.
+        """
+        facts, wanted = await self._call(stage, "describe", link.describe), self._facts[stage]
+        if (facts.part, facts.content_hash) != (wanted.part, wanted.content_hash):
+            raise PipelineError(
+                f"stage {stage} must hold {wanted.part} of the base {wanted.content_hash[:16]}, got {facts.part} of "
+                f"{facts.content_hash[:16]}; fetch the same model"
+            )
         self._links[stage] = link
         await self.start()
 
@@ -165,7 +185,7 @@ class Crew:
                 for stage, link in enumerate(self._links):
                     answers = part.answers if stage == self.num_stages - 1 else None
                     order = ForwardOrder(0, 0, _tensor(states), answers, without_adapter)
-                    states = await self._call(stage, "compute", link.forward(order))
+                    states = await self._call(stage, "compute", partial(link.forward, order))
                 if not isinstance(states, TokenLogprobs):
                     raise PipelineError("the last stage must answer with log-probs, got hidden states; replace it")
                 return states
@@ -183,23 +203,25 @@ class Crew:
 
     async def select(self, session: int, rows: Sequence[int]) -> None:
         """Keep, repeat and reorder rows of a session in all stages."""
-        await _all_of(self._call(i, "select", link.select(session, rows)) for i, link in enumerate(self._links))
+        await _all_of(
+            self._call(i, "select", partial(link.select, session, rows)) for i, link in enumerate(self._links)
+        )
 
     async def end(self, session: int) -> None:
         """Forget a session; stages that do not answer forget it in time."""
-        calls = [self._call(i, "end", link.end(session)) for i, link in enumerate(self._links)]
+        calls = [self._call(i, "end", partial(link.end, session)) for i, link in enumerate(self._links)]
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def _decode(self, session: int, states: Tensor, left_padding: tuple[int, ...] | None) -> Tensor:
         for stage, link in enumerate(self._links):
             order = DecodeOrder(session, states, left_padding, is_last=stage == self.num_stages - 1)
-            states = await self._call(stage, "decode", link.decode(order))
+            states = await self._call(stage, "decode", partial(link.decode, order))
         return states
 
     async def _settle(self, stage: int, num_micro_batches: int) -> Settled:
         shared = tuple(sorted(name for name, stages in self._holders.items() if stage in stages))
         order = SettleOrder(self._batch, num_micro_batches, shared)
-        settled = await self._call(stage, "settle", self._links[stage].settle(order))
+        settled = await self._call(stage, "settle", partial(self._links[stage].settle, order))
         shapes = self._facts[stage].shapes
         if {name: tuple(g.shape) for name, g in settled.shared_gradients.items()} != {n: shapes[n] for n in shared}:
             raise PipelineError(f"stage {stage} must report the gradients it shares, got others; replace it")
@@ -208,16 +230,16 @@ class Crew:
     async def _commit_on(self, stage: int, order: CommitOrder) -> int:
         for attempt in range(self._settings.commit_attempts):
             try:
-                return await self._call(stage, "commit", self._links[stage].commit(order))
+                return await self._call(stage, "commit", partial(self._links[stage].commit, order))
             except StageLostError:
                 if attempt + 1 == self._settings.commit_attempts:
                     raise
         raise PipelineError("commit_attempts must be at least 1; raise it")
 
-    async def _call(self, stage: int, what: str, answer: Awaitable[T]) -> T:
+    async def _call(self, stage: int, what: str, order: Callable[[], Awaitable[T]]) -> T:
         try:
             async with asyncio.timeout(self._settings.action_timeout_s):
-                return await answer
+                return await order()
         except TimeoutError:
             reason = f"no answer within {self._settings.action_timeout_s:g} s"
         except NetworkError as error:
@@ -233,7 +255,7 @@ class Crew:
         return failure
 
     async def _drop_everywhere(self, batch: int) -> list[int]:
-        calls = [self._call(stage, "drop", link.drop(batch)) for stage, link in enumerate(self._links)]
+        calls = [self._call(stage, "drop", partial(link.drop, batch)) for stage, link in enumerate(self._links)]
         results = await asyncio.gather(*calls, return_exceptions=True)
         lost = [stage for stage, result in enumerate(results) if isinstance(result, PipelineError)]
         if lost:

@@ -93,6 +93,8 @@ class StageFacts:
 
     part: StagePart
     num_model_layers: int
+    layer_prefix: str
+    """What stands before the number of a layer in the names of `shapes`."""
     shapes: dict[str, tuple[int, ...]]
     """Of what it trains."""
     version: int
@@ -106,6 +108,8 @@ class StageSettings:
     """Bounds and training settings of one stage."""
 
     weight_decay: float = 0.0
+    max_micro_batches: int = 1 << 16
+    """Of one batch."""
     max_in_flight: int = 16
     """Micro-batches kept for their backward pass; at least the number of stages."""
     max_states: int = 1 << 16

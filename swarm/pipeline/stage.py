@@ -50,7 +50,9 @@ class Stage:
     ) -> None:
         self._model = model
         self._settings = settings
-        self._optimizer = StageOptimizer(model.trainable, settings.weight_decay, fused=model.device.type != "mps")
+        self._optimizer = StageOptimizer(
+            model.trainable, model.layer_prefix, settings.weight_decay, fused=model.device.type != "mps"
+        )
         self._sessions = DecodeSessions(model, settings, clock)
         self._kept: dict[int, _Kept] = {}
         self._batch: int | None = None  # open or settled
@@ -74,7 +76,9 @@ class Stage:
         shapes = {name: tuple(parameter.shape) for name, parameter in self._model.trainable.items()}
         last = max(self._last_batch, self._batch or 0)
         model = self._model
-        return StageFacts(model.part, model.num_model_layers, shapes, self.version, last, model.content_hash)
+        return StageFacts(
+            model.part, model.num_model_layers, model.layer_prefix, shapes, self.version, last, model.content_hash
+        )
 
     def forward(self, order: ForwardOrder) -> Tensor | TokenLogprobs:
         """Hidden states [B, L, W] for the next station, or log-probs of the answers. Raises PipelineError."""
@@ -84,7 +88,11 @@ class Stage:
         if order.batch == 0:
             adapter = self._model.adapter_off() if order.without_adapter else nullcontext()
             with torch.no_grad(), _refused_without_memory(), adapter:
-                return self._compute(order.states, order.answers)
+                return _detached(self._compute(order.states, order.answers))
+        if not 0 <= order.micro_batch < self._settings.max_micro_batches:
+            raise PipelineError(
+                f"a micro-batch must be in [0, {self._settings.max_micro_batches}), got {order.micro_batch}; use fewer"
+            )
         self._open(order.batch)
         if order.micro_batch in self._kept or order.micro_batch in self._done:
             raise PipelineError(f"a micro-batch must be computed once, got {order.micro_batch} again; drop the batch")
@@ -185,9 +193,12 @@ class Stage:
         self._optimizer.restore(tensors, rest)
         self._forget()
 
-    def recover(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take rebuilt weights, with a fresh optimizer and a raised learning rate. Raises PipelineError."""
-        self._optimizer.recover(weights, version)
+    def recover(self, weights: Mapping[str, Tensor], version: int, moments: Mapping[str, Tensor]) -> None:
+        """Take rebuilt weights, with a fresh optimizer and a raised learning rate. Raises PipelineError.
+
+        `moments`, named as in `state`, are those of what other stages hold too: all copies must go on taking equal steps.
+        """
+        self._optimizer.recover(weights, version, moments)
         self._forget()
 
     def _compute(self, states: Tensor, answers: Answers | None) -> Tensor | TokenLogprobs:
@@ -267,5 +278,7 @@ def _differentiable(result: Tensor | TokenLogprobs) -> Tensor:
 
 def _detached(result: Tensor | TokenLogprobs) -> Tensor | TokenLogprobs:
     if isinstance(result, TokenLogprobs):
-        return TokenLogprobs(result.logprobs.detach(), result.mask, result.entropy)
+        # to where the loss is computed, which need not be the device of this stage
+        entropy = None if result.entropy is None else result.entropy.cpu()
+        return TokenLogprobs(result.logprobs.detach().cpu(), result.mask.cpu(), entropy)
     return result.detach()

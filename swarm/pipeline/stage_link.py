@@ -56,7 +56,7 @@ class StageLink(Protocol):
 
     async def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: Mapping[str, int | float]) -> None: ...
 
-    async def recover(self, weights: Mapping[str, Tensor], version: int) -> None: ...
+    async def recover(self, weights: Mapping[str, Tensor], version: int, moments: Mapping[str, Tensor]) -> None: ...
 
 
 class InProcessLink:
@@ -116,8 +116,8 @@ class InProcessLink:
     async def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: Mapping[str, int | float]) -> None:
         await self._do(lambda: self._stage.restore(tensors, rest))
 
-    async def recover(self, weights: Mapping[str, Tensor], version: int) -> None:
-        await self._do(lambda: self._stage.recover(weights, version))
+    async def recover(self, weights: Mapping[str, Tensor], version: int, moments: Mapping[str, Tensor]) -> None:
+        await self._do(lambda: self._stage.recover(weights, version, moments))
 
     async def _do(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -20,15 +20,20 @@ RECOVERED_LR_FACTOR = 1.1
 class StageOptimizer:
     """Weights, moments and version of one stage."""
 
-    def __init__(self, trainable: Mapping[str, nn.Parameter], weight_decay: float, *, fused: bool) -> None:
+    def __init__(
+        self, trainable: Mapping[str, nn.Parameter], layer_prefix: str, weight_decay: float, *, fused: bool
+    ) -> None:
         self.version = 0
         """Steps applied."""
         self._trainable = dict(trainable)
         self._lr_factor = 1.0
+        layers = [parameter for name, parameter in trainable.items() if name.startswith(layer_prefix)]
+        ends = [parameter for name, parameter in trainable.items() if not name.startswith(layer_prefix)]
+        # ends may have copies in other stages, which a raised learning rate here would part from them
+        groups = [{"params": group} for group in (layers, ends)]
         # a stage without trainable parameters takes part all the same; AdamW refuses an empty list
-        parameters = list(self._trainable.values())
         self._optimizer = (
-            torch.optim.AdamW(parameters, lr=0.0, weight_decay=weight_decay, fused=fused) if parameters else None
+            torch.optim.AdamW(groups, lr=0.0, weight_decay=weight_decay, fused=fused) if trainable else None
         )
 
     def gradient(self, shared: Iterable[str]) -> tuple[float, dict[str, Tensor]]:
@@ -57,8 +62,8 @@ class StageOptimizer:
             if parameter.grad is not None:
                 parameter.grad.mul_(order.scale)
         if self._optimizer is not None:
-            for group in self._optimizer.param_groups:
-                group["lr"] = order.lr * self._lr_factor
+            for group, factor in zip(self._optimizer.param_groups, (self._lr_factor, 1.0), strict=True):
+                group["lr"] = order.lr * factor
             self._optimizer.step()
         self.version += 1
 
@@ -82,32 +87,43 @@ class StageOptimizer:
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: Mapping[str, int | float]) -> None:
         """Continue from `state`."""
-        moments: dict[str, dict[str, Tensor]] = {}
-        for key, value in tensors["optimizer"].items():
-            kind, _, name = key.partition(":")
-            if name not in self._trainable:
-                raise PipelineError(f"optimizer state must belong to tensors of the stage, got {name}; use its own")
-            moments.setdefault(name, {})[kind] = value
+        moments = self._by_name(tensors["optimizer"])
         self._write(tensors["adapter"])
+        self._set_moments(moments)
+        self.version = int(rest["policy_version"])
+        self._lr_factor = float(rest["lr_factor"])
+
+    def recover(self, weights: Mapping[str, Tensor], version: int, moments: Mapping[str, Tensor]) -> None:
+        """Rebuilt weights, the learning rate of layers raised, and no moments but those given: of what others hold too."""
+        named = self._by_name(moments)
+        self._write(weights)
+        self._set_moments(named)
+        self.version = version
+        self._lr_factor = RECOVERED_LR_FACTOR
+
+    def _by_name(self, moments: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """{name: {kind: tensor}} from {"kind:name": tensor}. Raises PipelineError for what the stage does not train."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, value in moments.items():
+            kind, _, name = key.partition(":")
+            shape = self._trainable[name].shape if name in self._trainable else None
+            if shape is None or value.shape not in (shape, torch.Size()) or not bool(torch.isfinite(value).all()):
+                raise PipelineError(
+                    f"optimizer state must be finite and of tensors of the stage, got others at {key[:80]}"
+                )
+            found.setdefault(name, {})[kind] = value
+        return found
+
+    def _set_moments(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
         if self._optimizer is not None:
             self._optimizer.state.clear()
             for name, kinds in moments.items():
                 parameter = self._trainable[name]
                 self._optimizer.state[parameter] = {k: v.to(parameter.device, copy=True) for k, v in kinds.items()}
-        self.version = int(rest["policy_version"])
-        self._lr_factor = float(rest["lr_factor"])
-
-    def recover(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Rebuilt weights, no moments, the learning rate raised."""
-        self._write(weights)
-        if self._optimizer is not None:
-            self._optimizer.state.clear()
-        self.version = version
-        self._lr_factor = RECOVERED_LR_FACTOR
 
     def _gradient_of(self, name: str) -> Tensor:
         parameter = self._trainable[name]
-        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+        return _on_cpu(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
 
     def _write(self, weights: Mapping[str, Tensor]) -> None:
         odd = sorted(set(weights).symmetric_difference(self._trainable))

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -71,14 +71,14 @@ def write_models(folder: Path) -> dict[str, Path]:
 
 def single_model(folder: Path, lora: LoraSection | None) -> Any:
     """A model of one's own in one piece, with the adapter moved off its start."""
-    model = copy.deepcopy(_single_model(folder, lora))
+    model = copy.deepcopy(_single_model(folder, cast(Any, lora)))
     if lora is None:
         model.get_base_model = lambda: model  # what log-probs ask a peft model for
     return model
 
 
 @cache  # loading takes most of the time of these tests
-def _single_model(folder: Path, lora: LoraSection | None) -> Any:
+def _single_model(folder: Path, lora: Any) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if lora is None:
         return model
@@ -99,13 +99,11 @@ def trainable(model: Any, lora: LoraSection | None) -> dict[str, torch.nn.Parame
 def load_stages(
     folder: Path, sizes: Sequence[int], lora: LoraSection | None, *, replicate_edges: bool = False
 ) -> list[StageModel]:
-    return copy.deepcopy(_load_stages(folder, tuple(sizes), lora, replicate_edges))
+    return copy.deepcopy(_load_stages(folder, tuple(sizes), cast(Any, lora), replicate_edges))
 
 
 @cache
-def _load_stages(
-    folder: Path, sizes: tuple[int, ...], lora: LoraSection | None, replicate_edges: bool
-) -> list[StageModel]:
+def _load_stages(folder: Path, sizes: tuple[int, ...], lora: Any, replicate_edges: bool) -> list[StageModel]:
     parts = stage_parts(sizes, replicate_edges=replicate_edges)
     return [load_stage(folder, part, lora=lora, device=CPU, dtype=torch.float32) for part in parts]
 

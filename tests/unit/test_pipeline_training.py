@@ -30,15 +30,9 @@ from tests.unit.pipeline_crew import (
     single_gradients,
     single_model,
     trainable,
-    write_models,
 )
 
 FULL_AND_LORA = pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_models(tmp_path_factory.mktemp("pipeline-models"))
 
 
 def gradients(crew: TestCrew) -> dict[str, Tensor]:
@@ -60,13 +54,16 @@ def are_equal(one: Sequence[dict[str, Tensor]], other: Sequence[dict[str, Tensor
 
 
 @FULL_AND_LORA
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("sizes", [[5], [1, 4], [2, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("llama", [5]), *((name, sizes) for name in ARCHITECTURES for sizes in ([1, 4], [2, 1, 1, 1]))],
+    ids=str,
+)
 async def test_gradients_are_those_of_the_single_model(
-    models: dict[str, Path], name: str, sizes: list[int], lora: LoraSection | None
+    pipeline_models: dict[str, Path], name: str, sizes: list[int], lora: LoraSection | None
 ) -> None:
-    whole, parts = single_model(models[name], lora), made_up_parts(5)
-    async with open_crew(models[name], sizes, lora, like=whole) as crew:
+    whole, parts = single_model(pipeline_models[name], lora), made_up_parts(5)
+    async with open_crew(pipeline_models[name], sizes, lora, like=whole) as crew:
         gradient = await crew.policy.accumulate(parts, loss_of)
         found = gradients(crew)
     wanted = single_gradients(whole, lora, parts)
@@ -74,22 +71,26 @@ async def test_gradients_are_those_of_the_single_model(
     assert gradient.norm == pytest.approx(norm_of(wanted), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-async def test_recomputing_in_the_backward_pass_gives_the_same(models: dict[str, Path], name: str) -> None:
-    whole, parts = single_model(models[name], LORA), made_up_parts(3)
-    async with open_crew(models[name], [2, 3], LORA, like=whole, stage_settings=StageSettings(recompute=True)) as crew:
+async def test_recomputing_in_the_backward_pass_gives_the_same(pipeline_models: dict[str, Path]) -> None:
+    name = "llama"
+    whole, parts = single_model(pipeline_models[name], LORA), made_up_parts(3)
+    async with open_crew(
+        pipeline_models[name], [2, 3], LORA, like=whole, stage_settings=StageSettings(recompute=True)
+    ) as crew:
         await crew.policy.accumulate(parts, loss_of)
         assert largest_difference(gradients(crew), single_gradients(whole, LORA, parts)) < 1e-5
 
 
 @FULL_AND_LORA
-async def test_clipped_steps_are_those_of_the_single_model(models: dict[str, Path], lora: LoraSection | None) -> None:
+async def test_clipped_steps_are_those_of_the_single_model(
+    pipeline_models: dict[str, Path], lora: LoraSection | None
+) -> None:
     """Three steps of AdamW with a norm that is clipped over all stages, the tied head included."""
-    whole = single_model(models["llama"], lora)
+    whole = single_model(pipeline_models["llama"], lora)
     own = trainable(whole, lora)
     optimizer = torch.optim.AdamW(own.values(), lr=1e-3, weight_decay=0.1, fused=True)
     async with open_crew(
-        models["llama"], [2, 1, 2], lora, like=whole, stage_settings=StageSettings(weight_decay=0.1)
+        pipeline_models["llama"], [2, 1, 2], lora, like=whole, stage_settings=StageSettings(weight_decay=0.1)
     ) as crew:
         for step in range(3):
             parts = made_up_parts(4, seed=step)
@@ -110,10 +111,10 @@ async def test_clipped_steps_are_those_of_the_single_model(models: dict[str, Pat
             assert torch.equal(crew.models[0].trainable[name], crew.models[-1].trainable[name])
 
 
-async def test_logprobs_are_those_of_the_single_model(models: dict[str, Path]) -> None:
+async def test_logprobs_are_those_of_the_single_model(pipeline_models: dict[str, Path]) -> None:
     for name in ARCHITECTURES:
-        whole, parts = single_model(models[name], LORA), made_up_parts(4)
-        async with open_crew(models[name], [1, 3, 1], LORA, like=whole) as crew:
+        whole, parts = single_model(pipeline_models[name], LORA), made_up_parts(4)
+        async with open_crew(pipeline_models[name], [1, 3, 1], LORA, like=whole) as crew:
             found = await crew.policy.token_logprobs(parts, temperature=0.7, with_entropy=True)
         for part, result in zip(parts, found, strict=True):
             with torch.no_grad():
@@ -125,10 +126,10 @@ async def test_logprobs_are_those_of_the_single_model(models: dict[str, Path]) -
 
 @pytest.mark.parametrize(("precision", "low", "high"), [("bf16", 1e-4, 0.05), ("int8", 1e-3, 0.2)])
 async def test_coarser_wires_bend_the_gradient_a_little(
-    models: dict[str, Path], precision: Any, low: float, high: float
+    pipeline_models: dict[str, Path], precision: Any, low: float, high: float
 ) -> None:
-    whole, parts = single_model(models["llama"], LORA), made_up_parts(3)
-    async with open_crew(models["llama"], [2, 3], LORA, like=whole, precision=precision) as crew:
+    whole, parts = single_model(pipeline_models["llama"], LORA), made_up_parts(3)
+    async with open_crew(pipeline_models["llama"], [2, 3], LORA, like=whole, precision=precision) as crew:
         await crew.policy.accumulate(parts, loss_of)
         found = gradients(crew)
     wanted = single_gradients(whole, LORA, parts)
@@ -136,11 +137,11 @@ async def test_coarser_wires_bend_the_gradient_a_little(
     assert low < error < high
 
 
-async def test_swapped_edges_train_the_model_in_the_other_order(models: dict[str, Path]) -> None:
+async def test_swapped_edges_train_the_model_in_the_other_order(pipeline_models: dict[str, Path]) -> None:
     """Every other micro-batch goes through layers 1, 0, 2, 4, 3; the ends are replicated and stay equal."""
     parts = made_up_parts(4)
     sizes, settings = [1, 1, 1, 1, 1], CrewSettings(swap_edges=True)
-    whole, other = single_model(models["gpt_neox"], None), single_model(models["gpt_neox"], None)
+    whole, other = single_model(pipeline_models["gpt_neox"], None), single_model(pipeline_models["gpt_neox"], None)
     layers = other.gpt_neox.layers
     other.gpt_neox.layers = torch.nn.ModuleList([layers[i] for i in (1, 0, 2, 4, 3)])
     for index, part in enumerate(parts):
@@ -153,7 +154,7 @@ async def test_swapped_edges_train_the_model_in_the_other_order(models: dict[str
         index, _, tail = rest.partition(".")
         wanted[f"{head}.layers.{places[index]}.{tail}" if rest else name] += parameter.grad
     async with open_crew(
-        models["gpt_neox"], sizes, None, like=whole, crew_settings=settings, replicate_edges=True
+        pipeline_models["gpt_neox"], sizes, None, like=whole, crew_settings=settings, replicate_edges=True
     ) as crew:
         gradient = await crew.policy.accumulate(parts, loss_of)
         assert largest_difference(gradients(crew), wanted) < 1e-5
@@ -163,9 +164,10 @@ async def test_swapped_edges_train_the_model_in_the_other_order(models: dict[str
         assert torch.equal(first, second)
 
 
-async def test_the_base_is_scored_with_the_adapter_switched_off(models: dict[str, Path]) -> None:
-    base, whole, parts = single_model(models["qwen2"], None), single_model(models["qwen2"], LORA), made_up_parts(2)
-    async with open_crew(models["qwen2"], [2, 3], LORA, like=whole) as crew:
+async def test_the_base_is_scored_with_the_adapter_switched_off(pipeline_models: dict[str, Path]) -> None:
+    folder, parts = pipeline_models["qwen2"], made_up_parts(2)
+    base, whole = single_model(folder, None), single_model(folder, LORA)
+    async with open_crew(folder, [2, 3], LORA, like=whole) as crew:
         found = await crew.policy.token_logprobs(parts, without_adapter=True)
         (plain, _) = await crew.policy.token_logprobs(parts)
     with torch.no_grad():
@@ -173,7 +175,7 @@ async def test_the_base_is_scored_with_the_adapter_switched_off(models: dict[str
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
     assert (plain.logprobs - found[0].logprobs).abs().max() > 1e-2, "and back on again"
-    async with open_crew(models["qwen2"], [2, 3], None) as crew:
+    async with open_crew(folder, [2, 3], None) as crew:
         with pytest.raises(PipelineError, match="need a frozen base"):
             await crew.policy.token_logprobs(parts, without_adapter=True)
 
@@ -215,17 +217,19 @@ class Faulty(InProcessLink):
         return await self._maybe("commit", super().commit(order))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize(("what", "nth"), [("forward", 3), ("backward", 1), ("backward", 4), ("settle", 1)])
+@pytest.mark.parametrize(
+    ("what", "nth", "stage"),
+    [("forward", 3, 0), ("forward", 1, 2), ("backward", 1, 1), ("backward", 4, 0), ("settle", 1, 2)],
+)
 async def test_a_lost_stage_drops_the_batch_everywhere(
-    models: dict[str, Path], stage: int, what: str, nth: int
+    pipeline_models: dict[str, Path], stage: int, what: str, nth: int
 ) -> None:
     parts = made_up_parts(4)
 
     def wrap(index: int, link: InProcessLink) -> InProcessLink:
         return Faulty(link, what, nth) if index == stage else link
 
-    async with open_crew(models["llama"], [2, 1, 2], LORA, wrap=wrap) as crew:
+    async with open_crew(pipeline_models["llama"], [2, 1, 2], LORA, wrap=wrap) as crew:
         before = weights(crew)
         with pytest.raises(StageLostError, match=f"stage {stage} must answer to {what}") as lost:
             await crew.policy.accumulate(parts, loss_of)
@@ -237,12 +241,12 @@ async def test_a_lost_stage_drops_the_batch_everywhere(
         # the fault was a short one: the same batch, redone, gives the gradient it would have given
         await crew.policy.accumulate(parts, loss_of)
         redone = gradients(crew)
-        async with open_crew(models["llama"], [2, 1, 2], LORA) as fresh:
+        async with open_crew(pipeline_models["llama"], [2, 1, 2], LORA) as fresh:
             await fresh.policy.accumulate(parts, loss_of)
             assert largest_difference(redone, gradients(fresh)) == 0
 
 
-async def test_a_stage_that_is_too_slow_is_lost(models: dict[str, Path]) -> None:
+async def test_a_stage_that_is_too_slow_is_lost(pipeline_models: dict[str, Path]) -> None:
     release = asyncio.Event()
 
     class Slow(Faulty):
@@ -253,21 +257,21 @@ async def test_a_stage_that_is_too_slow_is_lost(models: dict[str, Path]) -> None
         return Slow(link, "", 0) if index == 1 else link
 
     settings = CrewSettings(action_timeout_s=0.2)
-    async with open_crew(models["llama"], [2, 3], LORA, wrap=wrap, crew_settings=settings) as crew:
+    async with open_crew(pipeline_models["llama"], [2, 3], LORA, wrap=wrap, crew_settings=settings) as crew:
         crew.crew._settings = CrewSettings(action_timeout_s=0.2)
         with pytest.raises(StageLostError, match=r"no answer within 0\.2 s"):
             await crew.policy.accumulate(made_up_parts(2), loss_of)
 
 
-async def test_a_commit_whose_answer_is_lost_is_applied_once(models: dict[str, Path]) -> None:
+async def test_a_commit_whose_answer_is_lost_is_applied_once(pipeline_models: dict[str, Path]) -> None:
     parts = made_up_parts(3)
 
     def wrap(index: int, link: InProcessLink) -> InProcessLink:
         return Faulty(link, "commit", 1, after=True) if index == 1 else link
 
     async with (
-        open_crew(models["llama"], [2, 3], LORA, wrap=wrap) as crew,
-        open_crew(models["llama"], [2, 3], LORA) as calm,
+        open_crew(pipeline_models["llama"], [2, 3], LORA, wrap=wrap) as crew,
+        open_crew(pipeline_models["llama"], [2, 3], LORA) as calm,
     ):
         for one in (crew, calm):
             await one.policy.accumulate(parts, loss_of)
@@ -275,11 +279,13 @@ async def test_a_commit_whose_answer_is_lost_is_applied_once(models: dict[str, P
         assert are_equal(weights(crew), weights(calm))
 
 
-async def test_a_stage_lost_at_the_commit_is_named_and_the_others_have_applied(models: dict[str, Path]) -> None:
+async def test_a_stage_lost_at_the_commit_is_named_and_the_others_have_applied(
+    pipeline_models: dict[str, Path],
+) -> None:
     def wrap(index: int, link: InProcessLink) -> InProcessLink:
         return Faulty(link, "commit", 1, dead=True) if index == 1 else link
 
-    async with open_crew(models["llama"], [2, 1, 2], LORA, wrap=wrap) as crew:
+    async with open_crew(pipeline_models["llama"], [2, 1, 2], LORA, wrap=wrap) as crew:
         await crew.policy.accumulate(made_up_parts(3), loss_of)
         with pytest.raises(StageLostError, match="for version 1") as lost:
             await crew.crew.commit(lr=1e-2, max_grad_norm=1.0)
@@ -287,9 +293,9 @@ async def test_a_stage_lost_at_the_commit_is_named_and_the_others_have_applied(m
         assert lost.value.applied
         assert [one.version for one in crew.stages] == [1, 0, 1]
         # another machine takes the place, with weights rebuilt for the version that the others are at
-        model = load_stages(models["llama"], [2, 1, 2], LORA)[1]
+        model = load_stages(pipeline_models["llama"], [2, 1, 2], LORA)[1]
         stage = Stage(model, StageSettings())
-        stage.recover({name: p.detach().clone() for name, p in model.trainable.items()}, crew.crew.version)
+        stage.recover({name: p.detach().clone() for name, p in model.trainable.items()}, crew.crew.version, {})
         link = InProcessLink(stage)
         await crew.crew.replace(1, link)
         await crew.policy.accumulate(made_up_parts(3), loss_of)
@@ -297,7 +303,7 @@ async def test_a_stage_lost_at_the_commit_is_named_and_the_others_have_applied(m
         link.close()
 
 
-async def test_a_loss_that_fails_or_is_not_finite_leaves_no_trace(models: dict[str, Path]) -> None:
+async def test_a_loss_that_fails_or_is_not_finite_leaves_no_trace(pipeline_models: dict[str, Path]) -> None:
     def failing(micro_batch: int, result: TokenLogprobs) -> Tensor:
         if micro_batch == 1:
             raise PipelineError("no loss")
@@ -306,7 +312,7 @@ async def test_a_loss_that_fails_or_is_not_finite_leaves_no_trace(models: dict[s
     def infinite(micro_batch: int, result: TokenLogprobs) -> Tensor:
         return loss_of(micro_batch, result) * (float("nan") if micro_batch == 2 else 1.0)
 
-    async with open_crew(models["llama"], [2, 3], LORA) as crew:
+    async with open_crew(pipeline_models["llama"], [2, 3], LORA) as crew:
         before = weights(crew)
         with pytest.raises(PipelineError, match="no loss"):
             await crew.policy.accumulate(made_up_parts(3), failing)
@@ -322,20 +328,15 @@ async def test_a_loss_that_fails_or_is_not_finite_leaves_no_trace(models: dict[s
         assert not gradients(crew)
 
 
-def one_stage(models: dict[str, Path], **settings: Any) -> Stage:
-    (model,) = load_stages(models["llama"], [5], LORA)
-    return Stage(model, StageSettings(**settings))
-
-
-def hidden_stage(models: dict[str, Path], **settings: Any) -> Stage:
-    return Stage(load_stages(models["llama"], [1, 3, 1], LORA)[1], StageSettings(**settings))
+def hidden_stage(pipeline_models: dict[str, Path], **settings: Any) -> Stage:
+    return Stage(load_stages(pipeline_models["llama"], [1, 3, 1], LORA)[1], StageSettings(**settings))
 
 
 HIDDEN = torch.ones(2, 4, 32)
 
 
-def test_a_stage_applies_only_what_is_whole(models: dict[str, Path]) -> None:
-    stage = hidden_stage(models)
+def test_a_stage_applies_only_what_is_whole(pipeline_models: dict[str, Path]) -> None:
+    stage = hidden_stage(pipeline_models)
     stage.forward(ForwardOrder(1, 0, HIDDEN))
     stage.forward(ForwardOrder(1, 1, HIDDEN))
     stage.backward(BackwardOrder(1, 0, HIDDEN))
@@ -355,8 +356,8 @@ def test_a_stage_applies_only_what_is_whole(models: dict[str, Path]) -> None:
     assert stage.commit(CommitOrder(1, 0.1, 1.0, {})) == 1, "once however often"
 
 
-def test_late_orders_do_not_revive_a_batch(models: dict[str, Path]) -> None:
-    stage = hidden_stage(models)
+def test_late_orders_do_not_revive_a_batch(pipeline_models: dict[str, Path]) -> None:
+    stage = hidden_stage(pipeline_models)
     stage.forward(ForwardOrder(3, 0, HIDDEN))
     stage.drop(3)
     for order in (ForwardOrder(3, 1, HIDDEN), ForwardOrder(2, 0, HIDDEN)):
@@ -377,8 +378,8 @@ def test_late_orders_do_not_revive_a_batch(models: dict[str, Path]) -> None:
     assert stage.describe().last_batch == 7
 
 
-def test_a_stage_refuses_what_it_cannot_hold(models: dict[str, Path]) -> None:
-    stage = hidden_stage(models, max_in_flight=1, max_states=8)
+def test_a_stage_refuses_what_it_cannot_hold(pipeline_models: dict[str, Path]) -> None:
+    stage = hidden_stage(pipeline_models, max_in_flight=1, max_states=8)
     stage.forward(ForwardOrder(1, 0, HIDDEN))
     for order, rule in (
         (ForwardOrder(1, 1, HIDDEN), "at most 1 micro-batches"),
@@ -397,7 +398,7 @@ def test_a_stage_refuses_what_it_cannot_hold(models: dict[str, Path]) -> None:
     assert stage.backward(BackwardOrder(1, 0, HIDDEN)) is not None, "refused orders change nothing"
 
 
-def test_a_stage_continues_from_its_state(models: dict[str, Path]) -> None:
+def test_a_stage_continues_from_its_state(pipeline_models: dict[str, Path]) -> None:
     def step(stage: Stage, batch: int) -> dict[str, Tensor]:
         stage.forward(ForwardOrder(batch, 0, HIDDEN * batch))
         stage.backward(BackwardOrder(batch, 0, HIDDEN.cumsum(-1)))
@@ -405,7 +406,7 @@ def test_a_stage_continues_from_its_state(models: dict[str, Path]) -> None:
         stage.commit(CommitOrder(batch, 1e-2, 1.0, {}))
         return stage.state()[0]["adapter"]
 
-    stage, resumed = hidden_stage(models), hidden_stage(models)
+    stage, resumed = hidden_stage(pipeline_models), hidden_stage(pipeline_models)
     step(stage, 1)
     resumed.restore(*stage.state())
     wanted = step(stage, 2)
@@ -417,15 +418,15 @@ def test_a_stage_continues_from_its_state(models: dict[str, Path]) -> None:
     with pytest.raises(PipelineError, match="difference at"):
         resumed.restore({"adapter": {}, "optimizer": {}}, rest)
     with pytest.raises(PipelineError, match="finite"):
-        resumed.recover(tensors["adapter"] | {name: wanted[name] * float("nan")}, 2)
+        resumed.recover(tensors["adapter"] | {name: wanted[name] * float("nan")}, 2, {})
 
 
-def test_a_rebuilt_stage_starts_its_optimizer_anew_and_a_tenth_faster(models: dict[str, Path]) -> None:
+def test_a_rebuilt_stage_starts_its_optimizer_anew_and_a_tenth_faster(pipeline_models: dict[str, Path]) -> None:
     """A first step of AdamW moves every weight with a gradient by the learning rate."""
-    stage = hidden_stage(models)
+    stage = hidden_stage(pipeline_models)
     before, _ = stage.state()
     for _ in range(2):  # lost twice: the factor does not grow
-        stage.recover(before["adapter"], 7)
+        stage.recover(before["adapter"], 7, {})
     stage.forward(ForwardOrder(1, 0, HIDDEN))
     stage.backward(BackwardOrder(1, 0, HIDDEN.cumsum(-1)))
     stage.settle(SettleOrder(1, 1, ()))

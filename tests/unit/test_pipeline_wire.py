@@ -62,7 +62,8 @@ def test_what_is_not_finite_is_not_sent(precision: WirePrecision, odd: float) ->
 
 
 def test_what_is_not_finite_is_not_received() -> None:
-    for precision, patterns in (("fp32", (0x7FC00000, 0x7F800000)), ("bf16", (0x7FC0, 0xFF80))):
+    patterns_of: dict[WirePrecision, tuple[int, int]] = {"fp32": (0x7FC00000, 0x7F800000), "bf16": (0x7FC0, 0xFF80)}
+    for precision, patterns in patterns_of.items():
         data = bytearray(encode_activation(torch.zeros(2), precision))
         for pattern in patterns:
             size = 4 if precision == "fp32" else 2
