@@ -11,7 +11,7 @@ be rebuilt anyway. The node that drives should host the last stage: log-probs an
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from swarm.errors import NetworkError, PipelineError, StageLostError
 from swarm.pipeline.batch_run import BatchRun, ScoredPart
+from swarm.pipeline.gathering import all_of, failed_stages, first_of
 from swarm.pipeline.orders import CommitOrder, DecodeOrder, ForwardOrder, Settled, SettleOrder, StageFacts
 from swarm.pipeline.schedule import one_forward_one_backward
 from swarm.pipeline.stage_link import StageLink
@@ -93,7 +94,7 @@ class Crew:
     async def start(self) -> None:
         """Ask all stages what they are. Raises StageLostError, and PipelineError unless they make up one whole model."""
         calls = [self._call(stage, "describe", link.describe) for stage, link in enumerate(self._links)]
-        self._facts = await _all_of(calls)
+        self._facts = await all_of(calls)
         _check_whole(self._facts)
         holders: dict[str, list[int]] = {}
         for stage, facts in enumerate(self._facts):
@@ -130,10 +131,10 @@ class Crew:
         try:
             schedule = one_forward_one_backward(self.num_stages, len(parts), swap_edges=self._settings.swap_edges)
             await BatchRun(batch, parts, schedule, self._links, self._call, gradient_of).run()
-            settled = await _all_of(self._settle(stage, len(parts)) for stage in range(self.num_stages))
+            settled = await all_of(self._settle(stage, len(parts)) for stage in range(self.num_stages))
             self._norm = self._total_norm(settled)
         except BaseExceptionGroup as failures:
-            raise await self._given_up(batch, _first_of(failures)) from None
+            raise await self._given_up(batch, first_of(failures)) from None
         except PipelineError as failure:
             raise await self._given_up(batch, failure) from None
         self._settled = settled
@@ -156,8 +157,8 @@ class Crew:
             own = {name: totals[name] for name, stages in self._holders.items() if stage in stages}
             calls.append(self._commit_on(stage, CommitOrder(self._batch, lr, scale, own)))
         results = await asyncio.gather(*calls, return_exceptions=True)
+        lost = failed_stages(results)
         self.version += 1
-        lost = [stage for stage, result in enumerate(results) if isinstance(result, PipelineError)]
         if lost:
             raise StageLostError(
                 f"stages {lost} must confirm a batch that the others have applied, got {results[lost[0]]}; rebuild them "
@@ -190,12 +191,15 @@ class Crew:
                     raise PipelineError("the last stage must answer with log-probs, got hidden states; replace it")
                 return states
 
-        return await _all_of(one(part) for part in parts)
+        return await all_of(one(part) for part in parts)
 
-    async def begin(self, token_ids: Tensor, left_padding: tuple[int, ...]) -> tuple[int, Tensor]:
-        """(session, logits [B, V] after the last column) of prompts [B, P] that are padded on the left."""
-        session = next(self._sessions)
-        return session, await self._decode(session, token_ids, left_padding)
+    def new_session(self) -> int:
+        """A number for `begin`; `end` it whatever happens in between."""
+        return next(self._sessions)
+
+    async def begin(self, session: int, token_ids: Tensor, left_padding: tuple[int, ...]) -> Tensor:
+        """Logits [B, V] after the last column of prompts [B, P] that are padded on the left."""
+        return await self._decode(session, token_ids, left_padding)
 
     async def extend(self, session: int, token_ids: Tensor) -> Tensor:
         """Logits [B, V] after one more column [B, 1]; row i belongs to row i of the session."""
@@ -203,14 +207,12 @@ class Crew:
 
     async def select(self, session: int, rows: Sequence[int]) -> None:
         """Keep, repeat and reorder rows of a session in all stages."""
-        await _all_of(
-            self._call(i, "select", partial(link.select, session, rows)) for i, link in enumerate(self._links)
-        )
+        await all_of(self._call(i, "select", partial(link.select, session, rows)) for i, link in enumerate(self._links))
 
     async def end(self, session: int) -> None:
         """Forget a session; stages that do not answer forget it in time."""
         calls = [self._call(i, "end", partial(link.end, session)) for i, link in enumerate(self._links)]
-        await asyncio.gather(*calls, return_exceptions=True)
+        failed_stages(await asyncio.gather(*calls, return_exceptions=True))
 
     async def _decode(self, session: int, states: Tensor, left_padding: tuple[int, ...] | None) -> Tensor:
         for stage, link in enumerate(self._links):
@@ -256,8 +258,7 @@ class Crew:
 
     async def _drop_everywhere(self, batch: int) -> list[int]:
         calls = [self._call(stage, "drop", partial(link.drop, batch)) for stage, link in enumerate(self._links)]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        lost = [stage for stage, result in enumerate(results) if isinstance(result, PipelineError)]
+        lost = failed_stages(await asyncio.gather(*calls, return_exceptions=True))
         if lost:
             logger.warning(
                 "stages %s did not hear that batch %d is dropped; they forget it with the next one", lost, batch
@@ -271,28 +272,6 @@ class Crew:
     def _total_norm(self, settled: Sequence[Settled]) -> float:
         shared = sum(self._total(name, settled).float().norm().double().square().item() for name in self._holders)
         return (sum(one.own_norm_squared for one in settled) + shared) ** 0.5
-
-
-async def _all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Results in order. The first failure cancels the rest and is raised, lost stages of all failures together."""
-
-    async def wait(call: Awaitable[T]) -> T:
-        return await call
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(wait(call)) for call in calls]
-    except BaseExceptionGroup as failures:
-        raise _first_of(failures) from None
-    return [task.result() for task in tasks]
-
-
-def _first_of(failures: BaseExceptionGroup) -> BaseException:
-    """One failure for all: a lost stage before a refusal (others may refuse because of it), with all lost stages in it."""
-    lost = [failure for failure in failures.exceptions if isinstance(failure, StageLostError)]
-    if lost:
-        return StageLostError(str(lost[0]), tuple(sorted({stage for failure in lost for stage in failure.stages})))
-    return failures.exceptions[0]
 
 
 def _tensor(states: Tensor | TokenLogprobs) -> Tensor:

@@ -5,7 +5,6 @@ The loss stays with the caller. It gets the log-probs of one micro-batch and ret
 pipelined policy as it is.
 """
 
-import asyncio
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from swarm.pipeline.batch_run import ScoredPart
 from swarm.pipeline.crew import Crew, Gradient
+from swarm.pipeline.gathering import all_of
 from swarm.pipeline.orders import Answers
 from swarm.policy.logprobs import TokenLogprobs, TokenSequence
 
@@ -77,20 +77,26 @@ class PipelinedPolicy:
         """One answer for each prompt, EOS included where it was chosen; rows that ended are taken out of the batch.
 
         While one session is in one stage, another can be in the next: prompts are dealt to `num_sessions` sessions, as many
-        as there are stages by default.
+        as there are stages by default. Raises StageLostError and PipelineError; all sessions are then ended.
         """
         count = min(num_sessions or self._crew.num_stages, len(prompts))
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # like lengths together: less padding
         share = -(-len(prompts) // max(count, 1))
         chunks = [by_length[i : i + share] for i in range(0, len(prompts), max(share, 1))]
         answers: list[list[int]] = [[] for _ in prompts]
-        await asyncio.gather(
-            *(self._session(prompts, chunk, answers, choose, max_new_tokens, eos_token_ids) for chunk in chunks)
-        )
+        sessions = [self._crew.new_session() for _ in chunks]
+        try:
+            await all_of(
+                self._session(session, prompts, chunk, answers, choose, max_new_tokens, eos_token_ids)
+                for session, chunk in zip(sessions, chunks, strict=True)
+            )
+        finally:  # here and not in the sessions, which a failure of another may cut off at any point
+            await all_of(self._crew.end(session) for session in sessions)
         return answers
 
     async def _session(
         self,
+        session: int,
         prompts: Sequence[Sequence[int]],
         rows: list[int],
         answers: list[list[int]],
@@ -101,21 +107,18 @@ class PipelinedPolicy:
         longest = max(len(prompts[row]) for row in rows)
         padding = tuple(longest - len(prompts[row]) for row in rows)
         padded = [[self._pad_token_id] * pad + list(prompts[row]) for row, pad in zip(rows, padding, strict=True)]
-        session, logits = await self._crew.begin(torch.tensor(padded), padding)
-        try:
-            for step in range(max_new_tokens):
-                tokens = choose(logits, rows, step).tolist()
-                for row, token in zip(rows, tokens, strict=True):
-                    answers[row].append(token)
-                going = [i for i, token in enumerate(tokens) if token not in eos_token_ids]
-                if not going or step + 1 == max_new_tokens:
-                    return
-                if len(going) < len(rows):
-                    await self._crew.select(session, going)
-                    rows = [rows[i] for i in going]
-                logits = await self._crew.extend(session, torch.tensor([[tokens[i]] for i in going]))
-        finally:
-            await self._crew.end(session)
+        logits = await self._crew.begin(session, torch.tensor(padded), padding)
+        for step in range(max_new_tokens):
+            tokens = choose(logits, rows, step).tolist()
+            for row, token in zip(rows, tokens, strict=True):
+                answers[row].append(token)
+            going = [i for i, token in enumerate(tokens) if token not in eos_token_ids]
+            if not going or step + 1 == max_new_tokens:
+                return
+            if len(going) < len(rows):
+                await self._crew.select(session, going)
+                rows = [rows[i] for i in going]
+            logits = await self._crew.extend(session, torch.tensor([[tokens[i]] for i in going]))
 
     def _scored(self, sequences: Sequence[TokenSequence], temperature: float, with_entropy: bool) -> ScoredPart:
         """Rows of prompt and answer; the last token of an answer predicts nothing and is left out."""

@@ -57,7 +57,7 @@ class Stage:
         self._kept: dict[int, _Kept] = {}
         self._batch: int | None = None  # open or settled
         self._done: set[int] = set()  # micro-batches of it whose backward pass is complete
-        self._is_settled = False
+        self._shared: frozenset[str] | None = None  # once it is settled
         self._last_batch = 0
         self._committed: int | None = None
 
@@ -140,16 +140,22 @@ class Stage:
                 f"a batch must be whole before it is applied, got {len(self._done)} of {order.num_micro_batches} "
                 f"micro-batches and {len(self._kept)} in flight; drop it"
             )
-        self._is_settled = True
-        return Settled(*self._optimizer.gradient(order.shared))
+        settled = Settled(*self._optimizer.gradient(order.shared))
+        self._shared = frozenset(order.shared)
+        return settled
 
     def commit(self, order: CommitOrder) -> int:
         """Apply the settled batch, once however often it is ordered; returns the version. Raises PipelineError."""
         if order.batch == self._committed:
             return self.version
         self._check_open(order.batch)
-        if not self._is_settled:
+        if self._shared is None:
             raise PipelineError("a batch must be settled before it is committed; settle it first")
+        if self._shared != set(order.shared_gradients):
+            raise PipelineError(
+                f"the sums of all {len(self._shared)} shared gradients must come with the commit, got "
+                f"{len(order.shared_gradients)}; drop the batch"
+            )
         if not (math.isfinite(order.scale) and 0 <= order.scale <= 1 and math.isfinite(order.lr) and order.lr >= 0):
             raise PipelineError(
                 f"scale must be in [0, 1] and lr finite, got {order.scale} and {order.lr}; drop the batch"
@@ -227,7 +233,7 @@ class Stage:
             raise PipelineError(f"token ids must be in [0, {self._model.vocab_size}), got others")
 
     def _open(self, batch: int) -> None:
-        if batch == self._batch and not self._is_settled:
+        if batch == self._batch and self._shared is None:
             return
         if batch <= max(self._last_batch, self._batch or 0):
             raise PipelineError(f"a batch must be newer than the last one, got {batch}; begin a new batch")
@@ -241,7 +247,7 @@ class Stage:
 
     def _close(self, batch: int) -> None:
         self._last_batch = max(self._last_batch, batch)
-        self._batch, self._is_settled = None, False
+        self._batch, self._shared = None, None
         self._kept.clear()
         self._done.clear()
         self._optimizer.clear()

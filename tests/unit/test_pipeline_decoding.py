@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm.errors import PipelineError
+from swarm.errors import NetworkError, PipelineError, StageLostError
 from swarm.pipeline.orders import CommitOrder, DecodeOrder, ForwardOrder, SettleOrder, StageSettings
 from swarm.pipeline.pipelined_policy import greedy
 from swarm.pipeline.stage import Stage
+from swarm.pipeline.stage_link import InProcessLink
 from tests.unit.pipeline_crew import (
     ARCHITECTURES,
     LORA,
@@ -81,7 +82,8 @@ async def test_logits_of_ragged_rows_are_those_of_each_alone(pipeline_models: di
         return torch.stack([whole(input_ids=torch.tensor([row])).logits[0, -1] for row in rows])
 
     async with open_crew(pipeline_models[name], [2, 3], LORA, like=whole) as crew:
-        session, logits = await crew.crew.begin(padded, padding)
+        session = crew.crew.new_session()
+        logits = await crew.crew.begin(session, padded, padding)
         torch.testing.assert_close(logits, wanted(list(PROMPTS)), rtol=0, atol=1e-5)
         await crew.crew.select(session, [3, 0, 0, 1, 3])
         rows = [[*PROMPTS[i]] for i in (3, 0, 0, 1, 3)]
@@ -90,6 +92,30 @@ async def test_logits_of_ragged_rows_are_those_of_each_alone(pipeline_models: di
             rows = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
             logits = await crew.crew.extend(session, torch.tensor(tokens)[:, None])
             torch.testing.assert_close(logits, wanted(rows), rtol=0, atol=1e-5)
+
+
+async def test_a_stage_lost_in_decoding_is_named_and_the_others_forget(pipeline_models: dict[str, Path]) -> None:
+    class Dying(InProcessLink):
+        def __init__(self, link: InProcessLink) -> None:
+            self.__dict__.update(link.__dict__)
+            self._left = 5
+
+        async def decode(self, order: DecodeOrder) -> Tensor:
+            self._left -= 1
+            if self._left < 0:
+                raise NetworkError("connection reset")
+            return await super().decode(order)
+
+    def wrap(index: int, link: InProcessLink) -> InProcessLink:
+        return Dying(link) if index == 1 else link
+
+    async with open_crew(pipeline_models["llama"], [2, 3], LORA, wrap=wrap) as crew:
+        with pytest.raises(StageLostError, match="stage 1 must answer to decode") as lost:
+            await crew.policy.generate(PROMPTS, greedy, max_new_tokens=NUM_NEW, eos_token_ids=())
+        assert lost.value.stages == (1,)
+        for session in (1, 2):
+            with pytest.raises(PipelineError, match="begun before"):
+                crew.stages[0].decode(DecodeOrder(session, torch.zeros(2, 1, 32)))
 
 
 async def test_sampling_hears_its_rows_and_steps(pipeline_models: dict[str, Path]) -> None:
@@ -187,7 +213,8 @@ def test_a_commit_ends_sessions_and_a_drop_does_not(pipeline_models: dict[str, P
 
 async def test_keys_and_values_of_two_versions_do_not_mix(pipeline_models: dict[str, Path]) -> None:
     async with open_crew(pipeline_models["llama"], [2, 3], LORA) as crew:
-        session, _ = await crew.crew.begin(torch.tensor([[5, 6]]), (0,))
+        session = crew.crew.new_session()
+        await crew.crew.begin(session, torch.tensor([[5, 6]]), (0,))
         await crew.policy.accumulate(made_up_parts(2), loss_of)
         await crew.crew.extend(session, torch.tensor([[7]]))  # not yet
         await crew.crew.commit(lr=1e-2, max_grad_norm=1.0)

@@ -356,6 +356,22 @@ def test_a_stage_applies_only_what_is_whole(pipeline_models: dict[str, Path]) ->
     assert stage.commit(CommitOrder(1, 0.1, 1.0, {})) == 1, "once however often"
 
 
+def test_copies_are_stepped_with_the_sum_or_not_at_all(pipeline_models: dict[str, Path]) -> None:
+    """A stage never steps a shared parameter with what it saw of its gradient alone."""
+    model = load_stages(pipeline_models["llama"], [2, 3], None)[0]
+    stage, name = Stage(model, StageSettings()), "model.embed_tokens.weight"
+    stage.forward(ForwardOrder(1, 0, torch.ones(1, 3, dtype=torch.long)))
+    stage.backward(BackwardOrder(1, 0, torch.ones(1, 3, 32)))
+    settled = stage.settle(SettleOrder(1, 1, (name,)))
+    before = model.trainable[name].detach().clone()
+    for gradients in ({}, {name: torch.ones(2, 2)}, {"lm_head.weight": torch.ones(2, 2)}):
+        with pytest.raises(PipelineError, match="shared gradient"):
+            stage.commit(CommitOrder(1, 0.1, 1.0, gradients))
+    assert torch.equal(model.trainable[name], before)
+    stage.commit(CommitOrder(1, 0.1, 1.0, settled.shared_gradients))
+    assert not torch.equal(model.trainable[name], before)
+
+
 def test_late_orders_do_not_revive_a_batch(pipeline_models: dict[str, Path]) -> None:
     stage = hidden_stage(pipeline_models)
     stage.forward(ForwardOrder(3, 0, HIDDEN))
