@@ -256,10 +256,9 @@ async def test_a_stage_that_is_too_slow_is_lost(pipeline_models: dict[str, Path]
     def wrap(index: int, link: InProcessLink) -> InProcessLink:
         return Slow(link, "", 0) if index == 1 else link
 
-    settings = CrewSettings(action_timeout_s=0.2)
+    settings = CrewSettings(action_timeout_s=1.0)  # enough for all the others, even on a busy machine
     async with open_crew(pipeline_models["llama"], [2, 3], LORA, wrap=wrap, crew_settings=settings) as crew:
-        crew.crew._settings = CrewSettings(action_timeout_s=0.2)
-        with pytest.raises(StageLostError, match=r"no answer within 0\.2 s"):
+        with pytest.raises(StageLostError, match="stage 1 must answer to forward, got no answer within 1 s"):
             await crew.policy.accumulate(made_up_parts(2), loss_of)
 
 
