@@ -10,6 +10,7 @@ the slice are ever read.
 import copy
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,22 @@ def adapter_targets(folder: Path, lora: LoraSection) -> list[tuple[str, int, int
     modules = dict(whole.named_modules())
     names = resolve_targets(whole, lora.targets)
     return [(name, modules[name].in_features, modules[name].out_features) for name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What config.json says of a model's size."""
+
+    num_layers: int
+    hidden: int
+    vocab: int
+
+
+def model_shape(folder: Path) -> ModelShape:
+    """Raises PipelineError for an unreadable configuration or an architecture that cannot be cut."""
+    config = _read_config(folder)
+    layout_of(config)
+    return ModelShape(config.num_hidden_layers, config.hidden_size, config.vocab_size)
 
 
 def _read_config(folder: Path) -> Any:
