@@ -205,6 +205,59 @@ class LoraSection(Section):
     """Seeds A. Nodes of equal base, shape and init_seed are one lineage: they share log-probs and can merge."""
 
 
+class PipelineSection(Section):
+    """One policy over several machines: the same table on all of them. For models that no single one holds."""
+
+    name: SwarmName = "crew"
+    """Tells crews of one swarm apart."""
+    driver: str = ""
+    """Peer id of the node that runs `swarm run`: the only one whose orders the stages take."""
+    crew: tuple[str, ...] = ()
+    """Peer ids, or multiaddresses that end in /p2p/PEER_ID, of the machines that run `swarm stage`. Empty: no pipeline."""
+    spares: NonNegativeInt = 0
+    """Machines of the crew that are left without layers until one is lost."""
+    driver_layers: PositiveInt | None = None
+    """Last layers of the model, which the driver holds with norm and head. Unset: by speed and memory, like the others'."""
+    precision: Literal["fp32", "bf16", "int8"] = "bf16"
+    """Of hidden states and their gradients on the line; see algorithms.md for what each costs."""
+    action_timeout_s: PositiveFloat = 60.0
+    """A stage that takes longer for one order is lost."""
+    startup_timeout_s: PositiveFloat = 300.0
+    """How long the driver waits for its crew to come up."""
+    copy_interval_steps: NonNegativeInt = 5
+    """Steps between two copies of every stage's adapter to a neighbour, from which a lost one is rebuilt. 0: none."""
+    max_copy_age: PositiveInt = 10
+    """Steps that such a copy may be behind; beyond that a lost stage starts from the average of its neighbours, or the base."""
+    max_states: PositiveInt = 65_536
+    """Rows times columns of one micro-batch, which bounds what a stage reads from the line."""
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.crew)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Peer ids of the crew, the driver excluded."""
+        return tuple(member.rpartition("/")[2] for member in self.crew)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where members can be reached, as far as the settings say."""
+        return tuple(member for member in self.crew if "/p2p/" in member)
+
+    @model_validator(mode="after")
+    def _crew_is_whole(self) -> "PipelineSection":
+        if len(set(self.members)) < len(self.crew) or self.driver in self.members:
+            raise ValueError("policy.pipeline.crew must name every machine once and not the driver; remove doubles")
+        if self.crew and not self.driver:
+            raise ValueError("policy.pipeline.driver must be the driver's peer id, got none; see `swarm identity show`")
+        if self.crew and self.spares >= len(self.crew):
+            raise ValueError(
+                f"policy.pipeline.spares must leave a machine that works, got {self.spares} of {len(self.crew)}; lower it"
+            )
+        return self
+
+
 class PolicySection(Section):
     """Base model and adapter."""
 
@@ -221,6 +274,16 @@ class PolicySection(Section):
     max_prompt_tokens: PositiveInt = 512
     """Tasks with a longer prompt are skipped and counted."""
     lora: LoraSection = LoraSection()
+    pipeline: PipelineSection = PipelineSection()
+
+    @model_validator(mode="after")
+    def _stages_can_hold_it(self) -> "PolicySection":
+        if self.pipeline.is_on and (self.quantization != "none" or self.lora.dropout or self.gradient_checkpointing):
+            raise ValueError(
+                "a pipelined policy goes without policy.quantization, policy.gradient_checkpointing and policy.lora.dropout; "
+                "set them to none, false and 0"
+            )
+        return self
 
 
 class RolloutsSection(Section):
