@@ -560,6 +560,16 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _crew_samples_plainly(self) -> "Config":
+        rollouts = self.rollouts
+        if self.policy.pipeline.is_on and (rollouts.prune or rollouts.over_provision > 1 or rollouts.engine != "auto"):
+            raise ValueError(
+                "a pipelined policy goes without rollouts.prune, rollouts.over_provision and another rollouts.engine; set "
+                "them to false, 1 and auto"
+            )
+        return self
+
     @property
     def max_batch_groups(self) -> int:
         """Groups in a training batch, at most."""

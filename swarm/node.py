@@ -22,7 +22,9 @@ from typing import Any
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, dump_toml
+from swarm.crew_driver import CrewDriver
 from swarm.learner import Learner
+from swarm.means import Means, local_means
 from swarm.network.heap import bound_arenas
 from swarm.network.make_transport import make_transport
 from swarm.network.transport import Transport
@@ -41,6 +43,7 @@ from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
 from swarm.sharing.judge import MixtureJudge
 from swarm.sharing.usefulness import Usefulness
+from swarm.stage_process import crew_network
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.types import RolloutGroup
 
@@ -73,7 +76,9 @@ def run_node(config: Config, *, fresh: bool = False) -> None:
 def configured_transport(
     config: Config, identity: Identity, folder: NodeFolder, validator: EntryValidator
 ) -> Transport | None:
-    return make_transport(config.network, identity, folder.path, validator)
+    is_driver = config.policy.pipeline.is_on
+    network = crew_network(config, identity.peer_id) if is_driver else config.network
+    return make_transport(network, identity, folder.path, validator)
 
 
 class Node:
@@ -100,6 +105,8 @@ class Node:
         weigh_author = self._acceptance.weight
         self._usefulness = Usefulness(config.sharing.max_age_s, self._clock, weigh_author) if is_informative else None
         self._report = NodeReport(config.observability, folder, identity, self.transport, validator)
+        is_driver = config.policy.pipeline.is_on
+        self._crew = CrewDriver(config, identity, self.transport, time.time) if is_driver else None
         self._stop = threading.Event()
 
     async def run_until_signal(self) -> None:
@@ -127,6 +134,8 @@ class Node:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.pool.close)
             stack.push_async_callback(self._report.stop)
+            if self._crew is not None:
+                stack.callback(self._crew.close)
             await self._report.start()
             if self.transport is not None:
                 stack.push_async_callback(self.transport.stop)
@@ -141,7 +150,8 @@ class Node:
 
     async def _start(self) -> Learner | None:
         """Network and policy come up side by side; None where a stop was asked for meanwhile."""
-        starting = asyncio.gather(asyncio.to_thread(self._build_learner), self._start_transport())
+        self._loop = asyncio.get_running_loop()
+        starting = asyncio.ensure_future(self._bring_up())
         while not starting.done():
             await asyncio.wait([starting], timeout=_STOP_CHECK_INTERVAL_S)
             if self._stop.is_set() and not starting.done():
@@ -149,7 +159,13 @@ class Node:
                 with contextlib.suppress(asyncio.CancelledError):
                     await starting
                 return None
-        learner, _ = await starting
+        return await starting
+
+    async def _bring_up(self) -> Learner:
+        if self._crew is not None:  # its policy is behind the network
+            await self._start_transport()
+            return await asyncio.to_thread(self._build_learner)
+        learner, _ = await asyncio.gather(asyncio.to_thread(self._build_learner), self._start_transport())
         return learner
 
     async def _start_transport(self) -> None:
@@ -169,16 +185,23 @@ class Node:
             torch.set_num_threads(self.config.node.threads)
         mixture = TaskMixture(self.config.tasks)
         logger.info("loading policy %s", self.config.policy.base)
-        policy = load_policy(self.config.policy, device=self.config.node.device, hash_cache=self.folder.hash_cache)
+        means = self._load_means()
+        policy = means.policy
         logger.info("policy ready on %s, lineage %s", policy.device, policy.lineage.policy[:12])
         learner = Learner(
-            self.config, policy, mixture, self.pool, self.identity.peer_id, self._hand_out, self._usefulness
+            self.config, means, mixture, self.pool, self.identity.peer_id, self._hand_out, self._usefulness
         )
         learner.probe_memory()
         if learner.resume(self._checkpoints()):
             logger.info("resumed after round %d", learner.round)
         self._mixture = mixture
         return learner
+
+    def _load_means(self) -> Means:
+        if self._crew is not None:
+            return self._crew.bring_up(self._loop, self.folder.hash_cache)
+        policy = load_policy(self.config.policy, device=self.config.node.device, hash_cache=self.folder.hash_cache)
+        return local_means(self.config, policy, self.identity.peer_id)
 
     def _wire_exchange(self, learner: Learner, transport: Transport) -> Exchange:
         policy, config = learner.policy, self.config
@@ -211,7 +234,6 @@ class Node:
 
         A network task that ends has met a bug: that is raised here, never passed over.
         """
-        self._loop = asyncio.get_running_loop()
         outcome: asyncio.Future[None] = self._loop.create_future()
         thread = threading.Thread(target=self._compute_thread, args=(learner, outcome), name="compute", daemon=True)
         thread.start()

@@ -16,6 +16,7 @@ from typing import Any
 from swarm.config import Config, PolicySection
 from swarm.experiments.memory_exchange import MemoryExchange, MemoryReader
 from swarm.learner import Learner
+from swarm.means import local_means
 from swarm.policy.policy import Policy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission, Vocabulary
@@ -106,7 +107,12 @@ class LearnerSwarm:
             config.sharing, config.swarm_id, identity.peer_id, MixtureJudge(mixture), vocabulary, self._clock
         )
         learner = Learner(
-            config, policy, mixture, pool, identity.peer_id, lambda groups: self._exchange.publish(identity, groups)
+            config,
+            local_means(config, policy, identity.peer_id),
+            mixture,
+            pool,
+            identity.peer_id,
+            lambda groups: self._exchange.publish(identity, groups),
         )
         rng = random.Random(f"{seed}/{number}")
         return _Node(learner, MemoryReader(self._exchange, identity.peer_id, admission, pool, rng), config)

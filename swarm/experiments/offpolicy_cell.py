@@ -19,6 +19,7 @@ from swarm.policy.policy import Policy, load_policy
 from swarm.rollouts.worker import RolloutBatch, RolloutWorker
 from swarm.tasks.task_cursor import TaskCursor
 from swarm.tasks.task_mixture import TaskMixture, training_seed
+from swarm.training.adapter_steps import AdapterSteps
 from swarm.training.experience import ExperienceTranslator
 from swarm.training.trainer import Trainer
 from swarm.training.training_group import TrainingGroup
@@ -38,6 +39,7 @@ class OffPolicyLearner:
         self._trainer = Trainer(
             config.training,
             self.policy,
+            AdapterSteps(config.training, self.policy),
             temperature=config.rollouts.temperature,
             max_new_tokens=config.rollouts.max_new_tokens,
         )

@@ -18,6 +18,8 @@ from swarm.policy.logprobs import TokenLogprobs, TokenSequence
 
 LossOf = Callable[[int, TokenLogprobs], Tensor]
 """(micro-batch, log-probs that require grad) → its share of the loss of the batch, a scalar."""
+HasEnded = Callable[[int, Sequence[int]], bool]
+"""(number of the prompt, answer so far) → whether it is complete."""
 Choose = Callable[[Tensor, Sequence[int], int], Tensor]
 """(logits [n, V], number [n] of the prompt of each row, step) → token ids [n]."""
 
@@ -71,14 +73,18 @@ class PipelinedPolicy:
         choose: Choose,
         *,
         max_new_tokens: int,
-        eos_token_ids: Collection[int],
+        eos_token_ids: Collection[int] = (),
+        has_ended: HasEnded | None = None,
         num_sessions: int | None = None,
     ) -> list[list[int]]:
         """One answer for each prompt, EOS included where it was chosen; rows that ended are taken out of the batch.
 
+        Equal prompts of one session are computed once. `has_ended`: what ends an answer, in place of `eos_token_ids`.
+
         While one session is in one stage, another can be in the next: prompts are dealt to `num_sessions` sessions, as many
         as there are stages by default. Raises StageLostError and PipelineError; all sessions are then ended.
         """
+        ended = has_ended or (lambda row, answer: answer[-1] in eos_token_ids)
         count = min(num_sessions or self._crew.num_stages, len(prompts))
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # like lengths together: less padding
         share = -(-len(prompts) // max(count, 1))
@@ -87,7 +93,7 @@ class PipelinedPolicy:
         sessions = [self._crew.new_session() for _ in chunks]
         try:
             await all_of(
-                self._session(session, prompts, chunk, answers, choose, max_new_tokens, eos_token_ids)
+                self._session(session, prompts, chunk, answers, choose, max_new_tokens, ended)
                 for session, chunk in zip(sessions, chunks, strict=True)
             )
         finally:  # here and not in the sessions, which a failure of another may cut off at any point
@@ -102,17 +108,22 @@ class PipelinedPolicy:
         answers: list[list[int]],
         choose: Choose,
         max_new_tokens: int,
-        eos_token_ids: Collection[int],
+        has_ended: HasEnded,
     ) -> None:
-        longest = max(len(prompts[row]) for row in rows)
-        padding = tuple(longest - len(prompts[row]) for row in rows)
-        padded = [[self._pad_token_id] * pad + list(prompts[row]) for row, pad in zip(rows, padding, strict=True)]
+        distinct = list(dict.fromkeys(tuple(prompts[row]) for row in rows))
+        longest = max(map(len, distinct))
+        padding = tuple(longest - len(prompt) for prompt in distinct)
+        padded = [[self._pad_token_id] * pad + list(prompt) for prompt, pad in zip(distinct, padding, strict=True)]
         logits = await self._crew.begin(session, torch.tensor(padded), padding)
+        if len(distinct) < len(rows):
+            prompt_of = [distinct.index(tuple(prompts[row])) for row in rows]
+            await self._crew.select(session, prompt_of)
+            logits = logits[prompt_of]
         for step in range(max_new_tokens):
             tokens = choose(logits, rows, step).tolist()
             for row, token in zip(rows, tokens, strict=True):
                 answers[row].append(token)
-            going = [i for i, token in enumerate(tokens) if token not in eos_token_ids]
+            going = [i for i, row in enumerate(rows) if not has_ended(row, answers[row])]
             if not going or step + 1 == max_new_tokens:
                 return
             if len(going) < len(rows):

@@ -7,9 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from swarm.errors import PipelineError
+from swarm.errors import PipelineError, RequestError
 from swarm.pipeline import order_bytes
 from swarm.pipeline.activation_wire import WirePrecision
+from swarm.pipeline.model_shape import ModelShape
 from swarm.pipeline.order_bytes import Fields, StageState
 from swarm.pipeline.orders import (
     BackwardOrder,
@@ -20,7 +21,6 @@ from swarm.pipeline.orders import (
     SettleOrder,
     StageFacts,
 )
-from swarm.pipeline.stage_model import ModelShape
 from swarm.pipeline.tensor_bundle import MAX_HEAD_BYTES, Bundle, decode_bundle, encode_bundle
 from swarm.policy.logprobs import TokenLogprobs
 
@@ -50,9 +50,16 @@ async def ask(
     payload = await asyncio.to_thread(encode_bundle, bundle, precisions)
     reply = await give(peer_id, kind, payload, max_reply_bytes=max_reply_bytes)
     fields = Fields(await asyncio.to_thread(decode_bundle, reply))
+    if fields.has("gone"):  # its process ended, and another one answers in its name
+        raise RequestError(_printable(fields.text("gone")), "refused")
     if fields.has("refused"):
-        raise PipelineError("".join(c if c.isprintable() else "?" for c in fields.text("refused"))[:500])
+        raise PipelineError(_printable(fields.text("refused")))
     return fields
+
+
+def weight_reply_bytes(facts: StageFacts) -> int:
+    """Most bytes of a reply with all that a stage trains."""
+    return MAX_HEAD_BYTES + 4 * sum(math.prod(shape) for shape in facts.shapes.values())
 
 
 class RemoteLink:
@@ -69,9 +76,8 @@ class RemoteLink:
 
     async def describe(self) -> StageFacts:
         facts = order_bytes.facts_of(await self._ask("describe", Bundle(), MAX_HEAD_BYTES))
-        weight_bytes = 4 * sum(math.prod(shape) for shape in facts.shapes.values())
-        self._state_bytes = MAX_HEAD_BYTES + STATE_TENSORS * weight_bytes
-        self._shared_bytes = MAX_HEAD_BYTES + weight_bytes
+        self._shared_bytes = weight_reply_bytes(facts)
+        self._state_bytes = STATE_TENSORS * self._shared_bytes
         return facts
 
     async def forward(self, order: ForwardOrder) -> Tensor | TokenLogprobs:
@@ -135,3 +141,8 @@ class RemoteLink:
 
 _LONGEST_STATES = 1 << 16
 """As `StageSettings.max_states`."""
+
+
+def _printable(text: str) -> str:
+    """One line, whatever a peer put there."""
+    return "".join(c if c.isprintable() else "?" for c in text)[:500]

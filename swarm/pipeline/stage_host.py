@@ -1,6 +1,6 @@
 """One machine of a crew: the stages it holds, copies of its neighbours' adapters, and what it says of itself.
 
-    (kind, payload bytes) ─▶ machine, load, unload, keep, kept: this host   ─▶ reply bytes
+    (kind, payload bytes) ─▶ machine, load, unload, copy, keep, kept: this host   ─▶ reply bytes
                          └─▶ everything else: the stage that begins with layer `slot`
 
 Orders come one at a time, on one thread. Refusals are replies; what `carry_out` raises is a bug.
@@ -20,11 +20,12 @@ from swarm.errors import MemoryBudgetError, PipelineError, PolicyError
 from swarm.pipeline.activation_wire import WirePrecision
 from swarm.pipeline.architecture import StagePart
 from swarm.pipeline.machine_speed import layers_per_s
+from swarm.pipeline.model_shape import model_shape
 from swarm.pipeline.order_bytes import Fields, part_fields, part_of
 from swarm.pipeline.orders import StageSettings
 from swarm.pipeline.remote_link import STATE_TENSORS
 from swarm.pipeline.stage import Stage
-from swarm.pipeline.stage_model import load_stage, model_shape
+from swarm.pipeline.stage_model import load_stage
 from swarm.pipeline.stage_orders import PLAIN_KINDS, STATES_KINDS, WEIGHTS_KINDS, stage_reply
 from swarm.pipeline.tensor_bundle import MAX_HEAD_BYTES, Bundle, decode_bundle, encode_bundle
 from swarm.policy.base_folder import locate_base
@@ -67,6 +68,10 @@ def part_by_hand(base: BaseModel, start: int, stop: int) -> StagePart:
     if stop > num_layers:
         raise PipelineError(f"--layers must lie within {num_layers} layers, got {start}:{stop}; lower STOP")
     return StagePart(start, stop, start == 0, stop == num_layers)
+
+
+class _NotHeld(PipelineError):
+    """An order for layers that are not here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +122,14 @@ class StageHost:
             return MAX_HEAD_BYTES + STATE_TENSORS * self._trainable_bytes
         if kind == "keep":
             return MAX_HEAD_BYTES + self._settings.max_copy_bytes
-        return MAX_HEAD_BYTES if kind in (*PLAIN_KINDS, "machine", "load", "unload", "kept") else 0
+        return MAX_HEAD_BYTES if kind in (*PLAIN_KINDS, "machine", "load", "unload", "copy", "kept") else 0
 
     def carry_out(self, kind: str, payload: bytes) -> bytes:
         """The reply, which says where an order is refused."""
         try:
             return self._reply(kind, payload)
+        except _NotHeld as refusal:  # this process is another than the one that held it
+            return encode_bundle(Bundle({"gone": str(refusal)}))
         except (PipelineError, PolicyError, MemoryBudgetError) as refusal:
             logger.info("refused to %s: %s", kind, refusal)
             return encode_bundle(Bundle({"refused": str(refusal)[:500]}))
@@ -138,12 +145,17 @@ class StageHost:
             return encode_bundle(own[kind](fields))
         if kind == "kept":
             return self._kept(fields)
-        slot = fields.integer("slot")
-        if slot not in self._stages:
-            raise PipelineError(f"a stage must be loaded before it gets orders, got none at layer {slot}; load it")
+        stage = self._stage(fields.integer("slot"))
+        if kind == "copy":
+            return _copy_of(stage)
         precision = _PRECISIONS.get(fields.text("precision"), "fp32") if kind in STATES_KINDS else "fp32"
-        bundle, is_states = stage_reply(self._stages[slot], kind, fields, precision)
+        bundle, is_states = stage_reply(stage, kind, fields, precision)
         return encode_bundle(bundle, {"states": precision} if is_states else None)
+
+    def _stage(self, slot: int) -> Stage:
+        if slot not in self._stages:
+            raise _NotHeld(f"a stage must be loaded before it gets orders, got none at layer {slot}; load it")
+        return self._stages[slot]
 
     def _machine(self, fields: Fields) -> Bundle:
         """What the driver assigns layers by; the first time it is measured, which takes a second or two."""
@@ -209,3 +221,10 @@ class StageHost:
         if copy is None:
             raise PipelineError(f"a copy must have been given to be had back, got none of {fields.integer('of')}")
         return copy.payload
+
+
+def _copy_of(stage: Stage) -> bytes:
+    """What a neighbour is to keep of a stage."""
+    tensors, rest = stage.state()
+    fields = {"of": stage.describe().part.start, "version": int(rest["policy_version"])}
+    return encode_bundle(Bundle(fields, {f"adapter/{name}": value for name, value in tensors["adapter"].items()}))

@@ -10,7 +10,6 @@ the slice are ever read.
 import copy
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from swarm.adapters.adapter_state import adapter_parameters
 from swarm.config import LoraSection
 from swarm.errors import PipelineError
 from swarm.pipeline.architecture import Layout, StagePart, layout_of
+from swarm.pipeline.model_shape import adapter_targets, on_meta, read_config
 from swarm.pipeline.weight_reader import WeightReader
 from swarm.policy.base_model import switch_dropout_off
-from swarm.policy.lora import attach_adapter, resolve_targets
+from swarm.policy.lora import attach_adapter
 from swarm.policy.quiet import quiet_libraries
 
 
@@ -145,7 +145,7 @@ def load_stage(
         raise PipelineError(
             f"a pipelined adapter must have no dropout, got policy.lora.dropout = {lora.dropout}; set it to 0"
         )
-    config = _read_config(folder)
+    config = read_config(folder)
     layout = layout_of(config)
     if not 0 <= part.start < part.stop <= config.num_hidden_layers:
         raise PipelineError(
@@ -173,49 +173,6 @@ def load_stage(
     return StageModel(part, config, shell, ends, dict(adapter_parameters(adapted)), read_hash, adapted)
 
 
-def adapter_targets(folder: Path, lora: LoraSection) -> list[tuple[str, int, int]]:
-    """(name, inputs, outputs) of all adapted layers of the whole model, as its lineage counts them; reads no weights.
-
-    Raises PolicyError for a target that names no linear layer, PipelineError for an unknown architecture.
-    """
-    config = _read_config(folder)
-    whole = _on_meta(config, layout_of(config))
-    modules = dict(whole.named_modules())
-    names = resolve_targets(whole, lora.targets)
-    return [(name, modules[name].in_features, modules[name].out_features) for name in names]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What config.json says of a model's size."""
-
-    num_layers: int
-    hidden: int
-    vocab: int
-
-
-def model_shape(folder: Path) -> ModelShape:
-    """Raises PipelineError for an unreadable configuration or an architecture that cannot be cut."""
-    config = _read_config(folder)
-    layout_of(config)
-    return ModelShape(config.num_hidden_layers, config.hidden_size, config.vocab_size)
-
-
-def _read_config(folder: Path) -> Any:
-    try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise PipelineError(
-            f"a pipelined base must hold a valid config.json, got {folder}: {' '.join(str(error).split())[:200]}; "
-            "fetch the model again"
-        ) from None
-
-
-def _on_meta(config: Any, layout: Layout) -> Any:
-    with torch.device("meta"):
-        return getattr(transformers, layout.model_class)(config)
-
-
 def _skeleton(config: Any, layout: Layout, part: StagePart) -> tuple[Any, dict[str, nn.Module]]:
     """(model of the slice's layers, the ends it has), without weights."""
     sliced = copy.deepcopy(config)
@@ -223,7 +180,7 @@ def _skeleton(config: Any, layout: Layout, part: StagePart) -> tuple[Any, dict[s
     if getattr(sliced, "layer_types", None):
         sliced.layer_types = config.layer_types[part.start : part.stop]
     sliced.tie_word_embeddings = False
-    shell = _on_meta(sliced, layout)
+    shell = on_meta(sliced, layout)
     decoder = getattr(shell, layout.decoder)
     named = nn.ModuleList()
     for offset, layer in enumerate(getattr(decoder, layout.layers)):

@@ -11,7 +11,8 @@ from swarm.adapters.adapter_state import read_adapter
 from swarm.config import LoraSection
 from swarm.errors import PipelineError, PolicyError
 from swarm.pipeline.architecture import StagePart, stage_parts
-from swarm.pipeline.stage_model import adapter_targets, load_stage
+from swarm.pipeline.model_shape import adapter_targets
+from swarm.pipeline.stage_model import load_stage
 from swarm.pipeline.weight_reader import WeightReader
 from swarm.policy.lora import adapter_shape, attach_adapter
 from tests.unit.pipeline_crew import (

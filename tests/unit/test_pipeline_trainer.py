@@ -12,6 +12,7 @@ from swarm.config import TrainingSection
 from swarm.pipeline.orders import StageSettings
 from swarm.policy.logprobs import TokenLogprobs
 from swarm.policy.policy import Policy
+from swarm.training.adapter_steps import AdapterSteps
 from swarm.training.micro_batch import micro_batches, training_sequences
 from swarm.training.policy_loss import ClipRange, Logprobs, policy_loss
 from swarm.training.trainer import Trainer
@@ -42,7 +43,7 @@ async def test_a_training_step_is_that_of_the_trainer(
         await crew.crew.commit(lr=config.lr, max_grad_norm=config.max_grad_norm)
         found = {key: value for stage in crew.stages for key, value in stage.state()[0]["adapter"].items()}
     before = read_adapter(policy.model)
-    report = Trainer(config, policy, temperature=1.0, max_new_tokens=6).step(groups)
+    report = Trainer(config, policy, AdapterSteps(config, policy), temperature=1.0, max_new_tokens=6).step(groups)
     assert not report.skipped
     assert gradient.norm == pytest.approx(report.grad_norm, rel=1e-4)
     wanted = read_adapter(policy.model)
