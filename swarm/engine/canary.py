@@ -42,5 +42,7 @@ class Canary:
 
 def rounding_floor(policy: TextPolicy) -> float:
     """What two right computations may differ by, in nats: 8- and 16-bit activations round differently by shape."""
-    reduced = policy.dtype != torch.float32 or policy.config.quantization == "8bit"
-    return 0.1 if reduced else 0.0
+    pipeline = policy.config.pipeline
+    is_rounded_on_the_way = pipeline.is_on and pipeline.precision != "fp32"
+    is_reduced = policy.dtype != torch.float32 or policy.config.quantization == "8bit"
+    return 0.1 if is_reduced or is_rounded_on_the_way else 0.0

@@ -147,6 +147,7 @@ class CrewKeeper:
     async def recover(self, lost: StageLostError) -> None:
         """Rebuild what is lost, whatever else is lost meanwhile. Raises PipelineError where nothing is left to do it with."""
         started_s = self._clock()
+        logger.warning("%s", lost)
         stages = set(lost.stages)
         until_s = started_s + self._config.startup_timeout_s
         while stages:
@@ -175,6 +176,7 @@ class CrewKeeper:
                 )
             await asyncio.sleep(_PAUSE_S)
         self.recoveries_s.append(self._clock() - started_s)
+        logger.warning("the crew is whole again after %.1f s", self.recoveries_s[-1])
 
     async def _rebuild(self, plan: Recovery) -> bool:
         """Whether a machine took the stage over. Raises StageLostError where the crew then lacks another."""
@@ -205,13 +207,16 @@ class CrewKeeper:
         return False
 
     async def _candidates(self, part: StagePart) -> list[Member]:
-        """Machines with room that answer now: those without layers first, then by memory, those once lost last."""
+        """Machines with room that answer now: those without layers first, then by memory."""
         need_bytes = sum(self._cost.layer_bytes[part.start : part.stop])
         need_bytes += self._cost.embedding_bytes if part.has_embedding else 0
-        found = await self._members.answering(self._config.members)
+        members = self._config.members
+        found = await self._members.answering([one for one in members if one not in self._gone])
+        if all(member.peer_id in self._peers for member in found):  # no spare: perhaps one that was lost is back
+            found += await self._members.answering([one for one in members if one in self._gone])
         return sorted(
             (member for member in found if member.machine.memory_bytes >= need_bytes),
-            key=lambda m: (m.peer_id in self._gone, m.peer_id in self._peers, -m.machine.memory_bytes),
+            key=lambda member: (bool(member.ranges), -member.machine.memory_bytes),
         )
 
     def _situation(self, lost: frozenset[int]) -> Situation:

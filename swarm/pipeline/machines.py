@@ -48,16 +48,19 @@ class CrewMembers:
         """
         config, found = self._config, dict[str, Member]()
         enough, until_s = len(config.members) - config.spares, self._clock() + config.startup_timeout_s
-        while len(found) < len(config.members):
-            absent = [peer_id for peer_id in config.members if peer_id not in found]
-            had_enough = len(found) >= enough
-            found |= {member.peer_id: member for member in await self.answering(absent, measure=True)}
-            if len(found) >= enough and not had_enough:
-                until_s = min(until_s, self._clock() + _GRACE_S)
-            if self._clock() > until_s:
-                break
-            if len(found) < len(config.members):
-                await asyncio.sleep(_PAUSE_S)
+        tasks = [asyncio.create_task(self._awaited(peer_id)) for peer_id in config.members]
+        pending = set(tasks)
+        try:
+            while pending and self._clock() < until_s:
+                timeout_s = until_s - self._clock()
+                done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                found |= {member.peer_id: member for member in (task.result() for task in done)}
+                if len(found) >= enough:
+                    until_s = min(until_s, self._clock() + _GRACE_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         if len(found) < enough:
             absent = [peer_id for peer_id in config.members if peer_id not in found]
             raise PipelineError(
@@ -66,9 +69,9 @@ class CrewMembers:
             )
         return [found[peer_id] for peer_id in config.members if peer_id in found]
 
-    async def answering(self, peer_ids: Iterable[str], *, measure: bool = False) -> list[Member]:
+    async def answering(self, peer_ids: Iterable[str]) -> list[Member]:
         """Those of `peer_ids` that answer now. Raises PipelineError for one with another base or adapter."""
-        asked = [self._ask(peer_id, measure) for peer_id in peer_ids]
+        asked = [self._ask(peer_id, _ASK_TIMEOUT_S, measure=False) for peer_id in peer_ids]
         return [member for member in await asyncio.gather(*asked) if member is not None]
 
     async def load(self, peer_id: str, part: StagePart, content_hash: str | None, instead_of: Sequence[int]) -> None:
@@ -77,9 +80,17 @@ class CrewMembers:
         async with asyncio.timeout(self._config.startup_timeout_s):
             await ask(self._give, peer_id, "load", Bundle(fields))
 
-    async def _ask(self, peer_id: str, measure: bool) -> Member | None:
+    async def _awaited(self, peer_id: str) -> Member:
+        """Asks until there is an answer; the first one takes as long as importing and measuring do."""
+        member = None
+        while member is None:
+            member = await self._ask(peer_id, self._config.startup_timeout_s, measure=True)
+            await asyncio.sleep(_PAUSE_S if member is None else 0)
+        return member
+
+    async def _ask(self, peer_id: str, timeout_s: float, *, measure: bool) -> Member | None:
         try:
-            async with asyncio.timeout(self._config.action_timeout_s if measure else _ASK_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 fields = await ask(self._give, peer_id, "machine", Bundle({"measure": measure}))
         except (NetworkError, TimeoutError):
             return None

@@ -159,7 +159,7 @@ class StageHost:
 
     def _machine(self, fields: Fields) -> Bundle:
         """What the driver assigns layers by; the first time it is measured, which takes a second or two."""
-        if not self._speed and fields.flag("measure"):
+        if fields.flag("measure") and not self._speed and not self._is_fixed:
             self._speed = layers_per_s(self._base.folder, self._base.lora, self._base.device, self._base.dtype)
         return Bundle(
             {

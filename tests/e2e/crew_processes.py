@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -11,40 +13,32 @@ from pathlib import Path
 from typing import Any
 
 from swarm.config import dump_toml, parse
-from swarm.errors import NodeNotRunningError
-from swarm.observability.status_file import read_status
 from swarm.records import identity as identities
 from tests.e2e.node_process import NodeProcess, node_settings, wait_for
 
+_DEADLINE_S = 240.0
+"""Every process imports torch, all at the same time."""
+
 
 class StageProcess:
-    """One `swarm stage`; killed on exit if it still runs."""
+    """One `swarm stage`."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], *arguments: str) -> None:
         self.folder = folder
         self.peer_id = settings_identity(folder)
         config = folder.parent / f"{folder.name}.toml"
         config.write_text(dump_toml(parse(settings)))
+        self._command = [sys.executable, "-m", "swarm.cli.main", "stage", str(config), *arguments]
         self.output = folder.parent / f"{folder.name}.out"
+        self.process = self.start()
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        """Also again, after it was killed; at another port then."""
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "swarm.cli.main", "stage", str(config), *arguments],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                self._command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
             )
-
-    def address(self) -> str:
-        """Waits until it serves."""
-
-        def announced() -> str | None:
-            try:
-                status = read_status(self.folder / "status.json")
-            except NodeNotRunningError:
-                return None
-            return status.addresses[0] if status.pid == self.process.pid and status.addresses else None
-
-        return wait_for(announced, "an address", self)
+        return self.process
 
     def kill_9(self) -> None:
         self.process.kill()
@@ -68,20 +62,47 @@ class CrewProcesses:
     stages: list[StageProcess]
     driver: NodeProcess
 
-    def step_after(self, version: int) -> tuple[int, float]:
-        """(policy version, when it was seen) once it is above `version`; seconds of `time.monotonic`."""
-        reached = wait_for(
-            lambda: v if (v := self.driver.last_round.get("policy_version", 0)) > version else None,
+    def step_after(self, version: int) -> dict[str, Any]:
+        """The row of the first step that was seen to raise the policy's version above `version`."""
+        return wait_for(
+            lambda: row if (row := self.driver.last_round).get("policy_version", 0) > version else None,
             f"a step after version {version}",
             self.driver,
+            deadline_s=_DEADLINE_S,
         )
-        return reached, time.monotonic()
 
-    def held_by(self, start: int, stop: int) -> list[StageProcess]:
-        """Processes of which the driver has said that they got these layers, the latest last."""
-        lines = [line for line in self.driver.output.read_text().splitlines() if f"layers [{start}, {stop})" in line]
-        ids = [line.rpartition("held by ")[2].strip() for line in lines if "held by" in line]
-        return [stage for peer_id in ids for stage in self.stages if stage.peer_id == peer_id]
+    def holders(self) -> list[StageProcess]:
+        """Who holds which stage, the driver's own excluded, as its log says."""
+        log = self.driver.output.read_text()
+        peers = re.findall(r"are held by (12D3\w+)", log)
+        for stage, peer_id in re.findall(r"stage (\d+) goes on at (\w+)", log):
+            peers[int(stage)] = peer_id
+        return [stage for peer_id in peers for stage in self.stages if stage.peer_id == peer_id]
+
+    def lose(self, victim: StageProcess) -> tuple[float, dict[str, Any]]:
+        """Kill a stage's process; (seconds to the first step that the crew completed once it was whole again, its row)."""
+        killed_at, num_before = time.time(), self._num_recoveries()
+        victim.kill_9()
+        wait_for(
+            lambda: self._num_recoveries() > num_before or None,
+            "a stage that goes on elsewhere",
+            self.driver,
+            deadline_s=_DEADLINE_S,
+        )
+        row = self.step_after(self.driver.last_round["policy_version"])
+        return row["time_s"] - killed_at, row
+
+    def _num_recoveries(self) -> int:
+        return self.driver.output.read_text().count("the crew is whole again")
+
+
+def free_ports(count: int) -> list[int]:
+    """Of loopback; free a moment ago."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
 
 
 @contextlib.contextmanager
@@ -93,25 +114,20 @@ def crew_processes(
     pipeline: dict[str, Any] | None = None,
     **sections: Any,
 ) -> Iterator[CrewProcesses]:
-    """Stages first, then the driver that is told where they are. `layers`: --layers of the first ones."""
+    """Stages and the driver. `layers`: --layers of the first ones."""
     folders = [folder / f"stage-{number}" for number in range(num_stages)]
-    crew = [settings_identity(one) for one in folders]
-    table = {"driver": settings_identity(folder / "driver"), "crew": crew, **(pipeline or {})}
-    network, common = {"backend": "libp2p", "gossip": "off"}, dict[str, Any](policy={**sections.pop("policy", {})})
-
-    def settings(one: Path, members: Sequence[str]) -> dict[str, Any]:
-        policy = {**common["policy"], "pipeline": {**table, "crew": list(members)}}
-        return {"node": {"dir": str(one), "threads": 1}, "network": network, "policy": policy}
-
+    listen = [f"/ip4/127.0.0.1/tcp/{port}" for port in free_ports(num_stages)]
+    crew = [f"{address}/p2p/{settings_identity(one)}" for address, one in zip(listen, folders, strict=True)]
+    driver_folder = folder / "driver"
+    table = {"driver": settings_identity(driver_folder), "crew": crew, **(pipeline or {})}
+    policy = {**sections.pop("policy", {}), "pipeline": table}
+    network = {"backend": "libp2p", "gossip": "off"}
     with contextlib.ExitStack() as stack:
         stages = []
         for number, one in enumerate(folders):
             by_hand = ("--layers", layers[number]) if number < len(layers) else ()
-            stages.append(StageProcess(one, settings(one, crew), *by_hand))
+            here = {"node": {"dir": str(one), "threads": 1}, "policy": policy}
+            stages.append(StageProcess(one, here | {"network": {**network, "listen": [listen[number]]}}, *by_hand))
             stack.callback(stages[-1].end)
-        addresses = [stage.address() for stage in stages]
-        driver_folder = folder / "driver"
-        driver = node_settings(driver_folder, **sections)
-        for name, section in settings(driver_folder, addresses).items():
-            driver[name] = driver.get(name, {}) | section
-        yield CrewProcesses(stages, stack.enter_context(NodeProcess(driver)))
+        settings = node_settings(driver_folder, network=network, policy=policy, **sections)
+        yield CrewProcesses(stages, stack.enter_context(NodeProcess(settings)))

@@ -1,7 +1,6 @@
 """A policy over several processes: one of them is killed, a spare takes its layers, and nothing else starts anew."""
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -14,28 +13,25 @@ from tests.e2e.crew_processes import crew_processes
 SETTINGS = {
     "rollouts": {"groups_per_round": 2, "group_size": 4, "max_new_tokens": 6},
     "sharing": {"own_groups": 2, "swarm_groups": 0, "publish": False},
-    "training": {"filter_groups": False},
+    "training": {"filter_groups": False, "mask_truncated": False, "correction": "none"},
     "checkpoint": {"interval_rounds": 1},
 }
 
 
 @pytest.mark.alone
 def test_a_killed_stage_is_taken_over_by_a_spare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pipeline = {"spares": 1, "copy_interval_steps": 1, "driver_layers": 1}
-    with crew_processes(tmp_path, 4, pipeline=pipeline, **SETTINGS) as crew:
-        version, _ = crew.step_after(2)
-        (middle,) = crew.held_by(1, 2)
-        killed_at = time.monotonic()
-        middle.kill_9()
-        _, stepped_at = crew.step_after(version)
+    pipeline = {"spares": 1, "copy_interval_steps": 1}
+    with crew_processes(tmp_path, 4, layers=("0:1", "1:2", "2:3"), pipeline=pipeline, **SETTINGS) as crew:
+        crew.step_after(2)
+        middle = crew.holders()[1]
+        took_s, row = crew.lose(middle)
         with capsys.disabled():
-            print(f"\nkilled to next completed step: {stepped_at - killed_at:.1f} s")
-        assert "goes on at" in crew.driver.output.read_text()
-        assert crew.driver.process.poll() is None
+            print(f"\nkilled to next completed step: {took_s:.1f} s")
+        assert crew.holders()[1] is not middle
         assert [stage.process.poll() is None for stage in crew.stages].count(False) == 1, "only the killed one ended"
-        skipped = [row for row in crew.driver.rounds if row.get("train/skip_reason")]
-        assert len(skipped) <= 2, "a batch, and one that had no gradient"
-        version, _ = crew.step_after(version + 1)
+        lost = [row for row in crew.driver.rounds if "stage 1" in str(row.get("train/skip_reason"))]
+        assert len(lost) <= 1
+        crew.step_after(row["policy_version"] + 1)
         crew.driver.signal(signal.SIGINT)
         assert crew.driver.wait(30) in (0, 130)
         for stage in crew.stages:

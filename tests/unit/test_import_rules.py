@@ -105,6 +105,7 @@ def test_torch_is_not_imported_by_the_network_side(package: str) -> None:
         ["doctor", "--help"],
         ["join", "--help"],
         ["create", "--help"],
+        ["stage", "--help"],
     ],
 )
 def test_command_starts_without_torch(arguments: list[str]) -> None:

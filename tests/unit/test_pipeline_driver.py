@@ -28,6 +28,7 @@ from swarm.pipeline.machines import Member, places
 from swarm.pipeline.model_cost import model_cost
 from swarm.pipeline.orders import StageSettings
 from swarm.pipeline.stage_host import BaseModel, StageHost, base_model, part_by_hand
+from swarm.policy.logprobs import TokenLogprobs
 from swarm.policy.policy import load_policy
 from swarm.records.identity import Identity
 from swarm.training.adapter_steps import AdapterSteps
@@ -160,6 +161,32 @@ async def test_a_lost_machine_costs_one_step_and_a_spare_goes_on_from_the_copy(t
         assert len(crew.keeper.recoveries_s) == 2
 
 
+async def test_the_loss_goes_on_falling_over_a_loss(tmp_path: Path) -> None:
+    parts = [[([5, 6, 7], [20, 21, 22]), ([9], [23, 24])], [([11, 12], [25, 26, 27])]]
+    losses: list[float] = []
+
+    def loss_of(index: int, result: TokenLogprobs) -> torch.Tensor:
+        loss = -(result.logprobs * result.mask).sum()
+        losses.append(loss.item())
+        return loss
+
+    async with driven(tmp_path, copy_interval_steps=1) as crew:
+        steps, per_step, lost = CrewSteps(TRAINING, crew.policy), [], 0
+        for step in range(10):
+            if step == 5:
+                await crew.lose(1)
+            losses.clear()
+            try:
+                await asyncio.to_thread(steps.accumulate, parts, loss_of, 1.0)
+            except StageLostError:
+                lost += 1
+                continue
+            per_step.append(sum(losses))
+            await asyncio.to_thread(steps.apply, 3e-3)
+    assert (lost, len(per_step)) == (1, 9)
+    assert per_step == sorted(per_step, reverse=True), "nothing was forgotten with the machine"
+
+
 async def test_a_machine_that_came_back_without_its_layers_is_lost_and_used_again(tmp_path: Path) -> None:
     async with driven(tmp_path, copy_interval_steps=1) as crew:
         groups = sampled_groups(load_policy(POLICY, device="cpu"), max_new_tokens=6)
@@ -174,7 +201,8 @@ async def test_a_machine_that_came_back_without_its_layers_is_lost_and_used_agai
 
 
 async def test_losing_every_machine_ends_the_run_with_what_to_do(tmp_path: Path) -> None:
-    async with driven(tmp_path, startup_timeout_s=1.0, action_timeout_s=2.0) as crew:
+    by_hand = [(0, 1), (1, 2), (2, 3)]
+    async with driven(tmp_path, by_hand, startup_timeout_s=4.0, action_timeout_s=2.0) as crew:
         for peer_id in MEMBERS:
             await crew.transports[peer_id].stop()
         with pytest.raises(PipelineError, match="swarm stage"):
