@@ -80,20 +80,21 @@ class CrewProcesses:
         return [stage for peer_id in peers for stage in self.stages if stage.peer_id == peer_id]
 
     def lose(self, victim: StageProcess) -> tuple[float, dict[str, Any]]:
-        """Kill a stage's process; (seconds to the first step that the crew completed once it was whole again, its row)."""
-        killed_at, num_before = time.time(), self._num_recoveries()
+        """Kill a stage's process; (seconds to the end of the first step that was begun and applied after that, its row)."""
+        killed_at, num_before = time.time(), len(self.recoveries_s())
         victim.kill_9()
-        wait_for(
-            lambda: self._num_recoveries() > num_before or None,
-            "a stage that goes on elsewhere",
-            self.driver,
-            deadline_s=_DEADLINE_S,
-        )
-        row = self.step_after(self.driver.last_round["policy_version"])
+
+        def stepped() -> dict[str, Any] | None:
+            later = [row for row in self.driver.rounds if row["time_s"] - row["time/train_s"] > killed_at]
+            return next((row for row in later if not row.get("train/skip_reason")), None)
+
+        row = wait_for(stepped, "a step after a loss", self.driver, deadline_s=_DEADLINE_S)
+        assert len(self.recoveries_s()) > num_before, "a step needs every stage"
         return row["time_s"] - killed_at, row
 
-    def _num_recoveries(self) -> int:
-        return self.driver.output.read_text().count("the crew is whole again")
+    def recoveries_s(self) -> list[float]:
+        """How long each rebuilding took, from the moment that the driver noticed a loss."""
+        return [float(text) for text in re.findall(r"whole again after ([\d.]+) s", self.driver.output.read_text())]
 
 
 def free_ports(count: int) -> list[int]:

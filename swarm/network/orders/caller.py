@@ -21,8 +21,8 @@ from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, serve_blobs
 from swarm.network.transport import RequestRefused, Transport
 from swarm.records.identity import Identity
 
-_REPEATED = {"busy", "cut", "damaged", "unreachable"}
-"""Failures after which the same order may well arrive."""
+_REPEATED = {"busy", "cut", "damaged"}
+"""Failures after which the same order may well arrive. Not so `unreachable`: dialling the dead takes most of a second."""
 MAX_FAILURES = 3
 """In a row, but for `busy`, which is repeated until the deadline."""
 _PAUSE_S = 0.1
