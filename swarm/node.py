@@ -76,9 +76,7 @@ def run_node(config: Config, *, fresh: bool = False) -> None:
 def configured_transport(
     config: Config, identity: Identity, folder: NodeFolder, validator: EntryValidator
 ) -> Transport | None:
-    is_driver = config.policy.pipeline.is_on
-    network = crew_network(config, identity.peer_id) if is_driver else config.network
-    return make_transport(network, identity, folder.path, validator)
+    return make_transport(crew_network(config, identity.peer_id), identity, folder.path, validator)
 
 
 class Node:

@@ -68,8 +68,10 @@ def check_crew(config: Config) -> None:
 
 
 def crew_network(config: Config, peer_id: str) -> NetworkSection:
-    """Network settings for a member: it also joins through the others, and may wait for orders that take long."""
+    """Network settings for a member, if there is a crew: it also joins through the others, and orders may take long."""
     pipeline, network = config.policy.pipeline, config.network
+    if not pipeline.is_on:
+        return network
     others = tuple(address for address in pipeline.addresses if not address.endswith(f"/p2p/{peer_id}"))
     return network.model_copy(
         update={
