@@ -23,6 +23,7 @@ import transformers
 
 from swarm.config import PolicySection
 from swarm.policy.base_folder import BUNDLED_FOLDER
+from swarm.policy.quiet import quiet_libraries
 from tests.e2e.crew_processes import CrewProcesses, crew_processes
 
 SETTINGS = {
@@ -35,9 +36,10 @@ PAUSE_S = 30.0
 
 
 def deeper_base(folder: Path, num_layers: int) -> Path:
-    """The bundled policy with fresh random layers on top: enough of them for all stages."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED_FOLDER, num_hidden_layers=num_layers)
-    model.save_pretrained(folder)
+    """The bundled policy with as many layers as there are stages: some left out, or random ones on top."""
+    with quiet_libraries():
+        model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED_FOLDER, num_hidden_layers=num_layers)
+        model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(BUNDLED_FOLDER).save_pretrained(folder)
     return folder
 
@@ -59,6 +61,7 @@ def num_skipped(crew: CrewProcesses) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--backend", choices=("libp2p", "hivemind"), default="libp2p")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     num_stages, num_losses, pause_s = (2, 2, 0.0) if arguments.quick else (5, 10, PAUSE_S)  # the driver holds one more
@@ -70,7 +73,13 @@ def main() -> None:
         policy = PolicySection(base=base).model_dump(mode="json", exclude_none=True, exclude={"pipeline"})
         layers = [f"{number}:{number + 1}" for number in range(num_stages)]
         with crew_processes(
-            folder, num_stages + 1, layers=layers, pipeline=pipeline, policy=policy, **SETTINGS
+            folder,
+            num_stages + 1,
+            backend=arguments.backend,
+            layers=layers,
+            pipeline=pipeline,
+            policy=policy,
+            **SETTINGS,
         ) as crew:
             crew.step_after(1)
             times_s, steps_lost = [], 0

@@ -111,6 +111,7 @@ def crew_processes(
     folder: Path,
     num_stages: int,
     *,
+    backend: str = "libp2p",
     layers: Sequence[str] = (),
     pipeline: dict[str, Any] | None = None,
     **sections: Any,
@@ -122,7 +123,7 @@ def crew_processes(
     driver_folder = folder / "driver"
     table = {"driver": settings_identity(driver_folder), "crew": crew, **(pipeline or {})}
     policy = {**sections.pop("policy", {}), "pipeline": table}
-    network = {"backend": "libp2p", "gossip": "off"}
+    network = {"backend": backend, "gossip": "off"}
     with contextlib.ExitStack() as stack:
         stages = []
         for number, one in enumerate(folders):
