@@ -1,13 +1,15 @@
 """Merging without an all-reduce: what it is worth, what it bears, and what a liar can do to it.
 
-    python benchmarks/merging.py                              three seeds of every table; about an hour of one core
-    python benchmarks/merging.py --tables attacks --seeds 1
-    python benchmarks/merging.py --quick                      under a minute: one short seed of the main arms
+    python benchmarks/merging.py            three seeds of every table; about a quarter of an hour of one quiet core
+    python benchmarks/merging.py --tables three-liars --seeds 1
+    python benchmarks/merging.py --quick    under a minute: one short seed of the main arms
 
-Eight replicas of the bundled policy's adapter (rank 4) learn three tasks from right answers, in a wording that the policy does
-not know, each from a shard of its own, in one process and on one base. Arms differ only in how replicas merge every H steps; the
-learning rate falls to a tenth in all. NoLoCo and DiLoCo share the outer step and its settings. Loss is per answer token on held-out tasks. Nothing goes over a network here: bytes are those of the encoded adapters,
-and hops are counted, not timed; `blocking_s` is null for that reason. The last line is one JSON object.
+Eight replicas of the bundled policy's adapter (rank 4, two of seven kinds of layers) learn three tasks from right answers, in a
+wording that the policy does not know, each from a shard of its own, in one process and on one base. Arms differ only in how
+replicas merge every H steps; the learning rate falls to a tenth in all. NoLoCo and DiLoCo share the outer step and its
+settings. Loss is per answer token on held-out tasks. Nothing goes over a network here: bytes are those of the encoded adapters,
+and hops are counted, not timed; `blocking_s` is null for that reason. Every run is a line on standard error; the last line of
+the output is one JSON object.
 """
 
 import argparse
@@ -32,7 +34,8 @@ from swarm.tasks.task_source import EVALUATION_SEED, FIRST_TRAINING_SEED
 NUM_REPLICAS = 8
 TASKS = ("lcm", "spelling", "longer_spelling")
 """The first is what a poison aims at."""
-LR = 5e-3
+LR = 1e-2
+LORA = LoraSection(rank=4, alpha=8, targets=("v_proj", "down_proj"))
 SPEEDS = (1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25)
 ATTACKS = ("random", "sign-flip", "x100", "poison", "nan")
 SAFETY = ("off", "clip", "trimmed", "centered")
@@ -56,17 +59,26 @@ FAULTS = {
     "NoLoCo, unlike speeds": Arm("pairs", speeds=SPEEDS),
     "DiLoCo, unlike speeds": Arm("mean", speeds=SPEEDS),
 }
-ATTACKED = {
+ONE_LIAR = {
     **{f"nobody lies, {safety}": Arm("pairs", safety=safety) for safety in SAFETY},
     **{
-        f"{attack}, {num} of 8, {safety}": Arm("pairs", attack=attack, num_liars=num, safety=safety)
-        for num, safeties in ((1, SAFETY[:2]), (3, SAFETY[:3]))
+        f"{attack}, 1 of 8, {safety}": Arm("pairs", attack=attack, num_liars=1, safety=safety)
         for attack in ATTACKS
-        for safety in safeties
+        for safety in ("off", "clip")
     },
-    "poison, 3 of 8, centered": Arm("pairs", attack="poison", num_liars=3, safety="centered"),
 }
-TABLES: dict[str, Mapping[str, Arm]] = {"learning": LEARNING, "faults": FAULTS, "attacks": ATTACKED}
+THREE_LIARS = {
+    f"{attack}, 3 of 8, {safety}": Arm("pairs", attack=attack, num_liars=3, safety=safety)
+    for attack in ATTACKS
+    for safety in SAFETY
+    if safety != "centered" or attack == "poison"
+}
+TABLES: dict[str, Mapping[str, Arm]] = {
+    "learning": LEARNING,
+    "faults": FAULTS,
+    "one-liar": ONE_LIAR,
+    "three-liars": THREE_LIARS,
+}
 QUICK = ("silo", "NoLoCo", "DiLoCo")
 
 
@@ -74,12 +86,12 @@ def main() -> None:
     """Measure what was asked for, print tables, print the figures."""
     options = _options()
     torch.set_num_threads(1)
-    policy = load_policy(PolicySection(lora=LoraSection(rank=4, alpha=8)), device="cpu")
+    policy = load_policy(PolicySection(lora=LORA), device="cpu")
     mixture = TaskMixture(TasksSection())
     results: dict[str, list[Outcome]] = {}
     for table in [name for name in TABLES if name in options.tables]:
         arms = {name: arm for name, arm in TABLES[table].items() if not options.quick or name in QUICK}
-        for seed in range(options.seeds):
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
             scale = Scale(options.steps, options.inner_steps, options.batch, seed)
             data = _data(policy, mixture, seed, options.examples)
             for name, arm in arms.items():
@@ -161,14 +173,14 @@ def _pair_losses(policy: Policy, replicas: Replicas, held_out: Sequence[Example]
 
 def _print(table: str, results: Mapping[str, Sequence[Outcome]]) -> None:
     print(f"\n{table}: mean over {len(next(iter(results.values())))} seeds (± their standard deviation)")
-    if table == "attacks":
+    if table.endswith(("liar", "liars")):
         print("| what is sent | honest replicas' loss | their loss on the poisoned task | mean share that gates gave |")
     else:
         print("| arm | replicas' loss | worst | merged | spread | drift | inner steps | MB sent | blocking hops |")
-    print("|---|---|---|---|" + ("---|---|---|---|---|" if table != "attacks" else ""))
+    print("|---|---|---|---|" + ("---|---|---|---|---|" if not table.endswith(("liar", "liars")) else ""))
     for name, outcomes in results.items():
         loss = _mean_and_deviation([outcome.loss for outcome in outcomes])
-        if table == "attacks":
+        if table.endswith(("liar", "liars")):
             shares = [share for outcome in outcomes for share in outcome.shares]
             given = f"{statistics.fmean(shares):.2f}" if shares else ""
             print(f"| {name} | {loss} | {_mean(outcomes, 'target_loss'):.4f} | {given} |")
@@ -219,7 +231,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one short seed of silo, NoLoCo and DiLoCo")
     parser.add_argument("--tables", nargs="+", choices=[*TABLES, "drift"], default=[*TABLES, "drift"])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=80, help="inner steps of a replica")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=60, help="inner steps of a replica")
     parser.add_argument("--inner-steps", type=int, default=10, help="H")
     parser.add_argument("--batch", type=int, default=2, help="answers per replica and step")
     parser.add_argument("--examples", type=int, default=128, help="training examples per replica and task")

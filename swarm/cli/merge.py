@@ -1,6 +1,6 @@
 """`swarm merge`: several exported adapters of one base into one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,39 +41,49 @@ def merge(
     tasks: int = typer.Option(64, min=1, help="evaluated: held-out tasks per source."),
 ) -> None:
     """Merge adapters of one base into one adapter, for peft to load."""
-    if len(folders) < 2:
-        raise MergeError(f"a merge needs at least two folders, got {len(folders)}; name the adapters to merge")
     given = _parse_weights(weights, len(folders))
     if given and how is How.evaluated:
         raise MergeError("--how evaluated finds the weights itself, got --weights as well; leave out one of them")
     from swarm.adapters.adapter_folder import check_one_base, read_adapter_folder, write_adapter_folder
-    from swarm.adapters.product_merge import merge_by_layer, merge_products
     from swarm.config import load
 
     adapters = [read_adapter_folder(folder) for folder in folders]
     for other in adapters[1:]:
         check_one_base(adapters[0], other)
     resolved = load(config or ())
-    merged_rank = rank or max(one.rank for one in adapters)
-    scaling = adapters[0].low_rank.scaling
-
-    def mix(chosen: Weights) -> "Merged":
-        kept = [(one.low_rank, weight) for one, weight in zip(adapters, chosen, strict=True) if weight > 0]
-        parts, part_weights = [one for one, _ in kept], [weight for _, weight in kept]
-        if how is How.product:
-            return merge_products(parts, part_weights, merged_rank, scaling)
-        return merge_by_layer(parts, part_weights, merged_rank, scaling, resolved.merging.drift_threshold)
-
+    mixer = _Mixer(adapters, how, rank, resolved.merging.drift_threshold)
     if how is How.evaluated:
-        given = _best_weights(resolved, adapters, mix, merged_rank, scaling, tasks)
+        given = _best_weights(resolved, adapters, mixer, tasks)
     chosen = given or [1 / len(folders)] * len(folders)
-    merged = mix(chosen)
-    write_adapter_folder(out, merged.tensors, merged_rank, scaling, like=adapters[0])
+    merged = mixer.mix(chosen)
+    write_adapter_folder(out, merged.tensors, mixer.rank, mixer.scaling, like=adapters[0])
     _tell(out, chosen, merged)
 
 
+class _Mixer:
+    """Any mixture of some adapters, in one rank and scaling."""
+
+    def __init__(self, adapters: Sequence["AdapterFolder"], how: How, rank: int | None, drift_threshold: float) -> None:
+        self._adapters = [one.low_rank for one in adapters]
+        self._how = how
+        self._drift_threshold = drift_threshold
+        self.rank = rank or max(one.rank for one in adapters)
+        self.scaling = self._adapters[0].scaling
+
+    def mix(self, weights: Weights) -> "Merged":
+        from swarm.adapters.product_merge import merge_by_layer, merge_products
+
+        kept = [(one, weight) for one, weight in zip(self._adapters, weights, strict=True) if weight > 0]
+        parts, part_weights = [one for one, _ in kept], [weight for _, weight in kept]
+        if self._how is How.product:
+            return merge_products(parts, part_weights, self.rank, self.scaling)
+        return merge_by_layer(parts, part_weights, self.rank, self.scaling, self._drift_threshold)
+
+
 def _parse_weights(text: str | None, num_folders: int) -> list[float] | None:
-    """Weights that sum to 1. Raises MergeError."""
+    """Weights that sum to 1, or None for none. Raises MergeError."""
+    if num_folders < 2:
+        raise MergeError(f"a merge needs at least two folders, got {num_folders}; name the adapters to merge")
     if text is None:
         return None
     try:
@@ -86,12 +96,7 @@ def _parse_weights(text: str | None, num_folders: int) -> list[float] | None:
 
 
 def _best_weights(
-    config: "Config",
-    adapters: Sequence["AdapterFolder"],
-    mix: Callable[[Weights], "Merged"],
-    rank: int,
-    scaling: float,
-    tasks_per_source: int,
+    config: "Config", adapters: Sequence["AdapterFolder"], mixer: _Mixer, tasks_per_source: int
 ) -> list[float]:
     from swarm.adapters.adapter_state import write_adapter
     from swarm.adapters.product_merge import layers_of
@@ -103,7 +108,7 @@ def _best_weights(
     from swarm.rollouts.worker import RolloutWorker
     from swarm.tasks.task_mixture import TaskMixture
 
-    lora = LoraSection(rank=rank, alpha=scaling * rank, targets=tuple(layers_of(adapters[0].tensors)))
+    lora = LoraSection(rank=mixer.rank, alpha=mixer.scaling * mixer.rank, targets=tuple(layers_of(adapters[0].tensors)))
     policy = load_policy(config.policy.model_copy(update={"lora": lora}), device=config.node.device)
     known = next((one.base_hash for one in adapters if one.base_hash), None)
     if known and known != hash_weights(policy.base_folder):
@@ -115,7 +120,7 @@ def _best_weights(
     worker = RolloutWorker(config.rollouts, policy, make_engine(policy, config.rollouts), author="")
 
     def score(chosen: Weights) -> float:
-        write_adapter(policy.model, mix(chosen).tensors)
+        write_adapter(policy.model, mixer.mix(chosen).tensors)
         rewards = worker.evaluate(held_out, temperature=config.evaluation.temperature, seed=config.node.seed)
         means = [sum(values) / len(values) for values in rewards.values()]
         return sum(means) / len(means) if means else 0.0
