@@ -117,7 +117,7 @@ def test_evaluation_leaves_out_a_spoiled_adapter(
     good = export(policy, tmp_path / "good")
     train(policy, 1, 3.0)
     spoiled = export(policy, tmp_path / "spoiled")
-    how = ("--how", "evaluated", "--tasks", 6)
+    how = ("--how", "evaluated", "--tasks", 4)
     assert merge(monkeypatch, spoiled, good, "--out", tmp_path / "out", *how) == 0
     told = capsys.readouterr().out
     assert "weights 0, 1\n" in told and f"{spoiled}: held-out reward 0.0" in told
@@ -217,10 +217,10 @@ def test_greedy_soup_takes_in_what_does_no_harm() -> None:
 
     def score(weights: object) -> float:
         used = [i for i, weight in enumerate(weights) if weight > 0]  # type: ignore[arg-type]
-        bonus = 0.1 * (len(used) - 1)
+        bonus = 0.12 * (len(used) - 1)
         return sum(quality[i] for i in used) / len(used) + bonus
 
     soup = greedy_soup(4, score)
     assert soup.alone == pytest.approx(quality)
     assert soup.weights == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
-    assert soup.score == pytest.approx(0.9)
+    assert soup.score == pytest.approx(0.94)
