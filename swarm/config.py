@@ -415,6 +415,44 @@ class TrainingSection(Section):
         return self
 
 
+def largest_stable_beta(alpha: float) -> float:
+    """2(1 − α²): from here on the distances between replicas that merge in random pairs grow without end."""
+    return 2 * (1 - alpha * alpha)
+
+
+class MergingSection(Section):
+    """Merging adapters with partners of the same lineage while training, without an all-reduce (NoLoCo, 2506.10911)."""
+
+    enabled: bool = False
+    """Merge with partners. Off: only experience is shared."""
+    inner_steps: PositiveInt = 32
+    """H: optimizer steps between two outer steps."""
+    alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Outer momentum."""
+    beta: PositiveFloat = 0.7
+    """Outer learning rate, and the pull towards the partner; below 2(1 - alpha^2), beyond which replicas drift apart."""
+    precision: Literal["bf16", "int8", "int4"] = "bf16"
+    """Of the weights that are sent. int8 halves the bytes, int4 quarters them; see benchmarks.md for what they cost."""
+    schedule: Literal["fixed", "late"] = "fixed"
+    """fixed: with a partner every inner_steps. late: one time in five, and always in the last quarter of node.max_rounds."""
+    clip_factor: PositiveFloat = 2.0
+    """A partner's tensor may lie so many times the median of our own last changes of it away from ours; the rest is cut off."""
+    gate_tasks: NonNegativeInt = 24
+    """Private tasks on which a merge must do no harm before it is taken; 0 trusts the partner."""
+    drift_threshold: PositiveFloat = 0.3
+    """Layers whose factors drifted further apart are merged as products, not factor by factor."""
+
+    @model_validator(mode="after")
+    def _replicas_stay_together(self) -> "MergingSection":
+        bound = largest_stable_beta(self.alpha)
+        if self.beta >= bound:
+            raise ValueError(
+                f"merging.beta must be below 2(1 - alpha^2) = {bound:.3g} with merging.alpha {self.alpha:g}, got "
+                f"{self.beta:g}: replicas would drift apart; lower merging.alpha or merging.beta"
+            )
+        return self
+
+
 class CheckpointSection(Section):
     """What survives a crash."""
 
@@ -459,6 +497,7 @@ class Config(Section):
     rollouts: RolloutsSection = RolloutsSection()
     sharing: SharingSection = SharingSection()
     training: TrainingSection = TrainingSection()
+    merging: MergingSection = MergingSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     observability: ObservabilitySection = ObservabilitySection()

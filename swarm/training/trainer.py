@@ -7,7 +7,7 @@
 A step is all or nothing: it is applied, or the adapter and the optimizer stay bitwise what they were.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -126,6 +126,11 @@ class Trainer:
         self._policy.version = state["policy_version"]
         self.num_skipped_steps = state["num_skipped_steps"]
         self._adaptive_clip.notch = state.get("adaptive_clip_notch", 0)  # absent in checkpoints of older versions
+
+    def reset_moments(self, names: Iterable[str]) -> None:
+        """Forget AdamW's moments and step count of some adapter tensors, after a merge that turned their basis."""
+        for name in names:
+            self._optimizer.state.pop(self._parameters[name], None)
 
     def _inner_step(self, parts: list[MicroBatch], frozen: list[_Frozen]) -> StepReport:
         """Accumulate the gradient of all parts, then apply it once or not at all."""

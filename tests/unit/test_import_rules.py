@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "policy": {"adapters"},
     "engine": {"policy", "adapters"},
     "training": {"policy", "adapters"},
+    "merging": {"adapters"},
     "rollouts": {"tasks", "policy", "engine"},
     "sharing": {"tasks", "records", "network", "pool"},
     "simulation": {"tasks", "records", "network", "pool", "sharing"},

@@ -467,3 +467,17 @@ def test_adaptive_clip_bounds_survive_a_restart(make_policy: MakePolicy):
     del state["adaptive_clip_notch"]  # a checkpoint of an older version
     resumed.restore(tensors, state)
     assert resumed.state()[1]["adaptive_clip_notch"] == 0
+
+
+def test_reset_moments_forgets_those_tensors_and_no_others(make_policy: MakePolicy):
+    policy = make_policy()
+    trainer = trainer_of(policy)
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    trainer.step(groups)
+    names = sorted(read_adapter(policy.model))
+    trainer.reset_moments(names[:2])
+    left = {key.partition(":")[2] for key in trainer.state()[0]["optimizer"]}
+    assert left == set(names[2:])
+    trainer.step(groups)
+    moments = trainer.state()[0]["optimizer"]
+    assert [moments[f"step:{name}"].item() for name in (names[0], names[2])] == [1.0, 2.0]
