@@ -21,11 +21,23 @@ ALLOWED: dict[str, set[str]] = {
     "training": {"policy", "adapters"},
     "rollouts": {"tasks", "policy", "engine"},
     "sharing": {"tasks", "records", "network", "pool"},
+    "pairing": {"records", "network", "sharing"},  # adapters are bytes here
     "simulation": {"tasks", "records", "network", "pool", "sharing"},
     "testbed": {"node", "node_folder"},
     "diagnostics": {"records", "network", "node_folder", "hardware"},  # torch in a program of its own only
 }
-TORCH_FREE = {"observability", "tasks", "records", "network", "pool", "sharing", "simulation", "cli", "testbed"}
+TORCH_FREE = {
+    "observability",
+    "tasks",
+    "records",
+    "network",
+    "pool",
+    "sharing",
+    "pairing",
+    "simulation",
+    "cli",
+    "testbed",
+}
 
 
 def imports_of(path: Path) -> set[str]:
