@@ -11,12 +11,13 @@ the own adapter and one of another node, that one twice for a moment.
 
 import asyncio
 import contextlib
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from swarm.errors import RequestError
+from swarm.errors import RequestError, SwarmError
 from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, sha256
 from swarm.network.requests.transfer import Download, fetch
 from swarm.network.transport import Transport
@@ -31,6 +32,8 @@ from swarm.pairing.snapshot import Alone, Outcome, Partner, Patience, Snapshot
 from swarm.records.adapter_offer import MAX_LIFETIME_S, AdapterOffer, sign_offer
 from swarm.records.identity import Identity
 from swarm.sharing.absences import Absences
+
+logger = logging.getLogger(__name__)
 
 
 class _Request:
@@ -108,10 +111,7 @@ class MergeExchange:
         try:
             while True:
                 await self._arrived.wait()
-                request, self._next = self._next, None
-                self._arrived.clear()
-                assert request is not None, "it comes with the event"
-                await self._hold_until_replaced(request)
+                await self._hold_until_replaced(self._take_next())
         finally:
             self._loop = None
             if self._next is not None:
@@ -126,8 +126,14 @@ class MergeExchange:
         self._next = request
         self._arrived.set()
 
+    def _take_next(self) -> _Request:
+        request, self._next = self._next, None
+        self._arrived.clear()
+        assert request is not None, "it comes with the event"
+        return request
+
     async def _hold_until_replaced(self, request: _Request) -> None:
-        holding = asyncio.create_task(self._hold(request))
+        holding = asyncio.create_task(self._hold_or_give_up(request))
         newer = asyncio.create_task(self._arrived.wait())
         try:
             await asyncio.wait({holding, newer}, return_when=asyncio.FIRST_COMPLETED)
@@ -138,7 +144,15 @@ class MergeExchange:
             self._own = None
             request.settle(Alone("replaced" if self._arrived.is_set() else "stopped"))
         if not holding.cancelled():
-            holding.result()  # raises what is a bug
+            holding.result()
+
+    async def _hold_or_give_up(self, request: _Request) -> None:
+        """What disk or network refuse costs a solo step; any other error is a bug."""
+        try:
+            await self._hold(request)
+        except (OSError, SwarmError) as error:
+            logger.warning("an exchange of adapters failed: %s", error)
+            request.settle(Alone("unreachable"))
 
     async def _hold(self, request: _Request) -> None:
         """From offer to outcome, and on until the partner has what it came for."""

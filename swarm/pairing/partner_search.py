@@ -69,21 +69,27 @@ class PartnerSearch:
         """Until there is a partner or the time is over. Returns whether anybody else was ready at all."""
         loop = asyncio.get_running_loop()
         ends_at, listed_until = loop.time() + self._patience.search_s, self._transport.now() + self._patience.search_s
-        num_looks, is_anybody_ready = 0, False
         self._recent.begin_offer()
         self._not_to_be_had.clear()
+        is_anybody_ready = bool(await self._look(own))  # before anybody can propose: whose turn it is depends on it
         await self._ready.enlist(own.offer, own.record, listed_until)
         await self._wait(own, self._rng.uniform(0.0, self._patience.search_s * _SHYNESS))
+        num_looks = 0
         while own.partner is None and loop.time() < ends_at:
             await self._ready.enlist(own.offer, own.record, listed_until)
-            others = [one for one in await self._ready.candidates(own.offer) if self._is_worth_asking(one)]
-            self._recent.see(one.peer_id for one in others)
+            others = await self._look(own)
             is_anybody_ready = is_anybody_ready or bool(others)
             own.takes_anybody = loop.time() > ends_at - self._patience.search_s / 2
             await self._propose_to_some(own, others, ends_at)
             await self._pause(own, num_looks, ends_at)
             num_looks += 1
         return is_anybody_ready or own.partner is not None
+
+    async def _look(self, own: OfferedAdapter) -> list[AdapterOffer]:
+        """Others that could be asked now."""
+        ready = await self._ready.candidates(own.offer)
+        self._recent.see(one.peer_id for one in ready)
+        return [one for one in ready if self._is_worth_asking(one)]
 
     async def _propose_to_some(self, own: OfferedAdapter, others: list[AdapterOffer], ends_at: float) -> None:
         eligible = [one for one in others if own.takes_anybody or one.peer_id not in self._recent]

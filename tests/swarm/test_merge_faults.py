@@ -317,6 +317,36 @@ def test_always_busy_and_silent_members_cost_time_but_honest_ones_are_found() ->
     in_merge_swarm(4, scenario)
 
 
+def test_member_that_proposes_to_everybody_at_once_gets_its_turn_and_no_more() -> None:
+    num_offers = 16
+
+    async def scenario(nodes: list[MergeNode], network: MemoryNetwork) -> None:
+        async with liar_in(network) as liar:
+            liar.blob = liar.served = bytes(SMALL)
+            key = merge_key(SWARM_ID, LINEAGE.policy, Shard(0, 0))
+
+            async def court() -> None:
+                """Whoever is listed is asked at once; the answers do not matter, nor those it gives."""
+                while True:
+                    for peer_id in await liar.transport.load(key):
+                        proposal = Proposal(liar.record(num_bytes=SMALL, outer_round=nodes[0].outer_round)).encode()
+                        with contextlib.suppress(NetworkError):
+                            await liar.transport.request(
+                                peer_id, MERGE_PROTOCOL, proposal, max_response_bytes=MAX_MESSAGE_BYTES, deadline_s=1.0
+                            )
+                    await asyncio.sleep(0.2)
+
+            courting = asyncio.create_task(court())
+            for _ in range(num_offers):
+                await asyncio.gather(*(node.offer() for node in nodes))
+            courting.cancel()
+            shares = [node.partners[liar.identity.peer_id] / num_offers for node in nodes]
+            assert sum(shares) > 0 and max(shares) < 0.4, shares
+            assert tell(nodes)["merged"] > 0.9 * num_offers * len(nodes)
+
+    in_merge_swarm(8, scenario)
+
+
 def test_flood_of_proposals_and_fetches_leaves_the_honest_ones_their_exchange() -> None:
     async def scenario(nodes: list[MergeNode], network: MemoryNetwork) -> None:
         async with liar_in(network) as liar:
