@@ -15,7 +15,7 @@ from swarm.network.transport import Transport
 from swarm.pairing.proposal import check_terms, is_current
 from swarm.records.adapter_offer import AdapterOffer, verify_offer
 from swarm.records.rejection import InvalidRecord
-from swarm.sharing.index import merge_key
+from swarm.sharing.index import AdapterList, adapter_key
 from swarm.sharing.shard import SPLIT_ABOVE, Shard, next_level, shard_of, thinning_depth
 
 MAX_READ = 64
@@ -27,9 +27,15 @@ class ReadyList:
     """The lists of one node's lineage, and the node's place in them. Runs on the node's loop."""
 
     def __init__(
-        self, swarm_id: str, transport: Transport, rng: random.Random, max_level: Callable[[], int] = lambda: 0
+        self,
+        swarm_id: str,
+        transport: Transport,
+        rng: random.Random,
+        max_level: Callable[[], int] = lambda: 0,
+        kind: AdapterList = "merge",
     ) -> None:
         """`max_level`: that of the node's shard in the directory."""
+        self._kind: AdapterList = kind
         self._swarm_id = swarm_id
         self._transport = transport
         self._rng = rng
@@ -41,7 +47,7 @@ class ReadyList:
     async def level(self, lineage: str) -> int:
         """Of the shard that an offer of this lineage is listed in. Asks those in the widest list at first."""
         if lineage not in self._levels:
-            others = self._verified(await self._load(merge_key(self._swarm_id, lineage, _WIDEST)))
+            others = await self.widest(lineage)
             self._levels[lineage] = int(statistics.median(other.level for other in others)) if others else 0
         self._levels[lineage] = min(self._levels[lineage], self._max_level())
         return self._levels[lineage]
@@ -58,17 +64,25 @@ class ReadyList:
 
     async def candidates(self, own: AdapterOffer) -> list[AdapterOffer]:
         """Others that `own` could be merged with, in no order that they could choose."""
+        found = self._mergeable(own, await self.others(own))
+        if not found and own.level > 0:
+            found = self._mergeable(own, await self.widest(own.lineage))
+        return found
+
+    async def others(self, own: AdapterOffer) -> list[AdapterOffer]:
+        """Offers listed beside `own`, and a look at how many there are: the next offer's level depends on it."""
         listed = await self._load(self._key(own, own.level))
         self._adapt(own.lineage, len(listed))
-        found = self._mergeable(own, self._verified(listed))
-        if not found and own.level > 0:
-            found = self._mergeable(own, self._verified(await self._load(self._key(own, 0))))
-        return found
+        return self._verified(listed)
+
+    async def widest(self, lineage: str) -> list[AdapterOffer]:
+        """Offers of the list where newcomers look, which is thinned out as the lineage grows."""
+        return self._verified(await self._load(adapter_key(self._swarm_id, self._kind, lineage, _WIDEST)))
 
     def _key(self, offer: AdapterOffer, level: int) -> str:
         """Of the shard that the offer was made in, though they may have been drawn anew since."""
         shard = shard_of(self._swarm_id, offer.peer_id, level, offer.created_at)
-        return merge_key(self._swarm_id, offer.lineage, shard)
+        return adapter_key(self._swarm_id, self._kind, offer.lineage, shard)
 
     async def _load(self, key: str) -> dict[str, bytes]:
         listed = await self._transport.load(key)

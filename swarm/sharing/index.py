@@ -2,7 +2,8 @@
 
     headers   key `<swarm id>/experience/<shard>/<window>`, subkey `<peer id>/<slot>`; topic `<swarm id>/experience/<shard>`
     presence  key `<swarm id>/presence/<shard>`,            subkey `<peer id>`
-    offers    key `<swarm id>/merge/<lineage>/<shard>`,     subkey `<peer id>`
+    adapters  key `<swarm id>/merge/<lineage>/<shard>` of those ready to merge, `<swarm id>/donors/…` of those that give
+              theirs to newcomers,                          subkey `<peer id>`
 
 An author has SLOTS_PER_WINDOW entries per window, so that no key outgrows what a reader can fetch: 64 authors of a shard
 times 8 slots times 1 KiB is half a MiB.
@@ -10,6 +11,7 @@ times 8 slots times 1 KiB is half a MiB.
 
 import re
 from collections import Counter
+from typing import Literal, get_args
 
 from swarm.records.adapter_offer import verify_offer
 from swarm.records.codec import decode_record
@@ -17,6 +19,9 @@ from swarm.records.presence import verify_presence
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.records.signing import signature_is_valid
 from swarm.sharing.shard import Shard, shard_of, thinning_depth
+
+AdapterList = Literal["merge", "donors"]
+"""Lists of signed offers: of those that are ready to merge, of those that give their adapter to newcomers."""
 
 WINDOW_S = 30.0
 SLOTS_PER_WINDOW = 8
@@ -37,8 +42,8 @@ def presence_key(swarm_id: str, shard: Shard) -> str:
     return f"{swarm_id}/presence/{shard.name}"
 
 
-def merge_key(swarm_id: str, lineage: str, shard: Shard) -> str:
-    return f"{swarm_id}/merge/{lineage}/{shard.name}"
+def adapter_key(swarm_id: str, kind: AdapterList, lineage: str, shard: Shard) -> str:
+    return f"{swarm_id}/{kind}/{lineage}/{shard.name}"
 
 
 def subkey(peer_id: str, sequence: int) -> str:
@@ -70,7 +75,7 @@ class EntryValidator:
             self._check_header(rest, subkey, value)
         elif kind == "presence":
             self._check_presence(rest, subkey, value)
-        elif kind == "merge":
+        elif kind in get_args(AdapterList):
             self._check_offer(rest, subkey, value)
         else:
             raise InvalidRecord(Rejection.WRONG_SLOT)

@@ -14,7 +14,7 @@ from swarm.records.codec import decode_body, decode_header, encode_body, encode_
 from swarm.records.presence import verify_presence
 from swarm.records.rejection import InvalidRecord
 from swarm.records.signing import verified_by
-from swarm.sharing.index import EntryValidator, experience_key, merge_key, presence_key
+from swarm.sharing.index import EntryValidator, adapter_key, experience_key, presence_key
 from swarm.sharing.shard import Shard
 from swarm.tasks.answer_guard import ALPHABETS, admissible
 from swarm.tasks.verifiers import VERIFIERS
@@ -22,7 +22,7 @@ from tests.unit.experience_factory import ALICE, LINEAGE, NOW, SWARM_ID, admissi
 
 SHARD = Shard(0, 0)
 HEADER_KEY, PRESENCE_KEY = experience_key(SWARM_ID, SHARD, NOW), presence_key(SWARM_ID, SHARD)
-MERGE_KEY = merge_key(SWARM_ID, LINEAGE.policy, SHARD)
+MERGE_KEY = adapter_key(SWARM_ID, "merge", LINEAGE.policy, SHARD)
 _EXPECTED = {"exact": "1", "numeric": "-3/4", "regex": r"(?i)\s*yes[!.]*"}
 
 

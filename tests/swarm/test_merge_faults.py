@@ -20,7 +20,7 @@ from swarm.pairing.proposal import ADAPTER_PROTOCOL, MAX_MESSAGE_BYTES, MERGE_PR
 from swarm.pairing.snapshot import Alone, Partner
 from swarm.records.adapter_offer import AdapterOffer, sign_offer
 from swarm.records.identity import Identity
-from swarm.sharing.index import merge_key
+from swarm.sharing.index import adapter_key
 from swarm.sharing.shard import Shard
 from tests.swarm.merge_swarm import PIECES, SMALL, MergeNode, in_merge_swarm, tell
 from tests.unit.experience_factory import LINEAGE, SWARM_ID
@@ -203,7 +203,7 @@ class Liar:
         return sign_offer(self.identity, SWARM_ID, self.offer(**changes))
 
     async def enlist(self) -> None:
-        key = merge_key(SWARM_ID, LINEAGE.policy, Shard(0, 0))
+        key = adapter_key(SWARM_ID, "merge", LINEAGE.policy, Shard(0, 0))
         assert await self.transport.store(key, self.identity.peer_id, self.record(), virtual_now() + 600)
 
     async def _take(self, peer_id: str, request: bytes) -> bytes:
@@ -323,7 +323,7 @@ def test_member_that_proposes_to_everybody_at_once_gets_its_turn_and_no_more() -
     async def scenario(nodes: list[MergeNode], network: MemoryNetwork) -> None:
         async with liar_in(network) as liar:
             liar.blob = liar.served = bytes(SMALL)
-            key = merge_key(SWARM_ID, LINEAGE.policy, Shard(0, 0))
+            key = adapter_key(SWARM_ID, "merge", LINEAGE.policy, Shard(0, 0))
 
             async def court() -> None:
                 """Whoever is listed is asked at once; the answers do not matter, nor those it gives."""

@@ -13,7 +13,7 @@ from swarm.records.fields import pack
 from swarm.records.presence import MAX_SHARD_LEVEL
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.records.signing import Purpose, sign_record
-from swarm.sharing.index import EntryValidator, merge_key
+from swarm.sharing.index import EntryValidator, adapter_key
 from swarm.sharing.shard import Shard, shard_of, thinning_depth
 from tests.unit.experience_factory import ALICE, LINEAGE, MALLORY, NOW, SWARM_ID
 
@@ -21,7 +21,7 @@ SAID = AdapterOffer(
     ALICE.peer_id, LINEAGE.policy, 3, 75, "int8", 2_200_000, b"h" * 32, 0, NOW, NOW + 60
 )  # fmt: skip
 EVERYBODY = Shard(0, 0)
-KEY = merge_key(SWARM_ID, LINEAGE.policy, EVERYBODY)
+KEY = adapter_key(SWARM_ID, "merge", LINEAGE.policy, EVERYBODY)
 
 
 def reason_of(data: bytes, swarm_id: str = SWARM_ID) -> Rejection:
@@ -61,7 +61,7 @@ def test_offer_comes_back_equal_and_fits_into_an_index_entry() -> None:
         record = sign_offer(ALICE, SWARM_ID, offer)
         assert verify_offer(record, SWARM_ID) == offer
         assert len(record) < 300
-    assert len(merge_key(SWARM_ID, LINEAGE.policy, Shard(16, 0xFFFF)).encode()) <= MAX_KEY_BYTES
+    assert len(adapter_key(SWARM_ID, "merge", LINEAGE.policy, Shard(16, 0xFFFF)).encode()) <= MAX_KEY_BYTES
 
 
 @settings(max_examples=60)
@@ -110,9 +110,13 @@ def test_only_the_owner_is_listed_under_its_name_and_lineage() -> None:
     assert reason_of_entry(KEY, ALICE.peer_id) is None
     assert reason_of_entry(KEY, MALLORY.peer_id) == "wrong_slot"
     assert reason_of_entry(KEY, f"{ALICE.peer_id}/0") == "wrong_slot"
-    for place in (merge_key(SWARM_ID, "33" * 16, EVERYBODY), f"{SWARM_ID}/merge/{LINEAGE.policy}", f"{KEY}/0"):
+    for place in (
+        adapter_key(SWARM_ID, "merge", "33" * 16, EVERYBODY),
+        f"{SWARM_ID}/merge/{LINEAGE.policy}",
+        f"{KEY}/0",
+    ):
         assert reason_of_entry(place, ALICE.peer_id) == "wrong_slot"
-    foreign = merge_key("cd" * 16, LINEAGE.policy, EVERYBODY)
+    foreign = adapter_key("cd" * 16, "merge", LINEAGE.policy, EVERYBODY)
     assert reason_of_entry(foreign, ALICE.peer_id) == "foreign_swarm"
 
 
@@ -121,6 +125,6 @@ def test_an_offer_is_listed_in_its_own_shard_and_as_far_above_it_as_its_name_all
     for level in range(9):
         own = shard_of(SWARM_ID, ALICE.peer_id, level, NOW)
         allowed = None if 6 - depth <= level <= 6 else "wrong_slot"
-        assert reason_of_entry(merge_key(SWARM_ID, LINEAGE.policy, own), ALICE.peer_id, offer) == allowed
+        assert reason_of_entry(adapter_key(SWARM_ID, "merge", LINEAGE.policy, own), ALICE.peer_id, offer) == allowed
     other = Shard(6, shard_of(SWARM_ID, ALICE.peer_id, 6, NOW).number ^ 1)
-    assert reason_of_entry(merge_key(SWARM_ID, LINEAGE.policy, other), ALICE.peer_id, offer) == "wrong_slot"
+    assert reason_of_entry(adapter_key(SWARM_ID, "merge", LINEAGE.policy, other), ALICE.peer_id, offer) == "wrong_slot"
