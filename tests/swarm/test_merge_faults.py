@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from swarm.network.memory.transport import Faults, MemoryTransport
 from swarm.network.memory.virtual_clock import virtual_now
 from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, BlobRequest, manifest_of, serve_blobs
 from swarm.network.requests.client import Stream, StreamRequests
-from swarm.pairing.proposal import ADAPTER_PROTOCOL, MAX_MESSAGE_BYTES, MERGE_PROTOCOL, Proposal, Taken
+from swarm.network.requests.framing import Response
+from swarm.pairing.proposal import ADAPTER_PROTOCOL, MAX_MESSAGE_BYTES, MERGE_PROTOCOL, Fetched, Proposal, Taken
 from swarm.pairing.snapshot import Alone, Partner
 from swarm.records.adapter_offer import AdapterOffer, sign_offer
 from swarm.records.identity import Identity
@@ -70,6 +71,28 @@ def test_partner_that_vanishes_at_any_message_costs_a_solo_step_at_most(how: str
 
     for num_messages in range(1, num_messages_of_an_exchange() + 1):
         vanish_after(num_messages)
+
+
+class ForgetfulTransport(MemoryTransport):
+    """Loses the first answer to a proposal, after the handler has given it."""
+
+    has_lost = False
+
+    async def answer(self, caller: str, protocol: str, request: bytes) -> Response:
+        response = await super().answer(caller, protocol, request)
+        if protocol == MERGE_PROTOCOL and not self.has_lost:
+            self.has_lost = True
+            await asyncio.get_running_loop().create_future()
+        return response
+
+
+def test_partner_whose_answer_was_lost_is_asked_again_and_both_have_each_other() -> None:
+    async def scenario(nodes: list[MergeNode], network: MemoryNetwork) -> None:
+        outcomes = await asyncio.gather(*(node.offer(PIECES) for node in nodes))
+        assert all(isinstance(outcome, Partner) for outcome in outcomes)
+        assert all(not node.exchange.declined for node in nodes)
+
+    in_merge_swarm(2, scenario, faults=QUIET, make_transport=ForgetfulTransport)
 
 
 class _Pipe:
@@ -186,7 +209,7 @@ class Liar:
         self.blob = random.Random(0).randbytes(PIECES)
         self.served: bytes | None = None
         """Sent in place of the blob that was announced; None: nothing ever."""
-        self.answer: bytes | None = None
+        self.answer: Callable[[], bytes] | None = None
         """To proposals; None: the own offer, in order."""
         self.num_asked = 0
         self.transport.serve(MERGE_PROTOCOL, self._take, max_request_bytes=MAX_MESSAGE_BYTES)
@@ -208,7 +231,7 @@ class Liar:
 
     async def _take(self, peer_id: str, request: bytes) -> bytes:
         self.num_asked += 1
-        return Taken(self.record()).encode() if self.answer is None else self.answer
+        return Taken(self.record()).encode() if self.answer is None else self.answer()
 
     async def _serve(self, peer_id: str, request: bytes) -> bytes:
         if self.served is None:
@@ -279,21 +302,23 @@ def test_answers_that_no_honest_peer_gives_leave_the_node_unpaired() -> None:
     async def scenario(nodes: list[MergeNode], network: MemoryNetwork) -> None:
         node = nodes[0]
         async with liar_in(network) as liar:
-            other = sign_offer(Identity(b"o" * 32), SWARM_ID, liar.offer(peer_id=Identity(b"o" * 32).peer_id))
-            forged = liar.record()[:-1] + b"\0"
-            answers = [
-                b"",
-                b"junk",
-                bytes(2000),
-                Taken(b"").encode(),
-                Taken(forged).encode(),
-                Taken(other).encode(),  # replays the offer of a third
-                Taken(sign_offer(liar.identity, "cd" * 16, liar.offer())).encode(),
-                Taken(liar.record(lineage="33" * 16)).encode(),
-                Taken(liar.record(num_bytes=1 << 30)).encode(),
-                Taken(liar.record(outer_round=100)).encode(),
-                Taken(liar.record(created_at=virtual_now() - 900, expires_at=virtual_now() - 300)).encode(),
-                Proposal(liar.record()).encode(),
+            third = Identity(b"o" * 32)
+            replayed = sign_offer(third, SWARM_ID, liar.offer(peer_id=third.peer_id))
+            # Made when they are sent: what is old is turned away for that alone.
+            answers: list[Callable[[], bytes]] = [
+                lambda: b"",
+                lambda: b"junk",
+                lambda: bytes(2000),
+                lambda: Taken(b"").encode(),
+                lambda: Taken(replayed).encode(),
+                lambda: Taken(liar.record()[:-1] + b"\0").encode(),
+                lambda: Taken(sign_offer(third, SWARM_ID, liar.offer(peer_id=third.peer_id))).encode(),
+                lambda: Taken(sign_offer(liar.identity, "cd" * 16, liar.offer())).encode(),
+                lambda: Taken(liar.record(lineage="33" * 16)).encode(),
+                lambda: Taken(liar.record(num_bytes=1 << 30)).encode(),
+                lambda: Taken(liar.record(outer_round=100)).encode(),
+                lambda: Taken(liar.record(created_at=virtual_now() - 900, expires_at=virtual_now() - 300)).encode(),
+                lambda: Fetched(bytes(32)).encode(),
             ]
             for answer in answers:
                 liar.answer, asked = answer, liar.num_asked
@@ -361,7 +386,7 @@ def test_flood_of_proposals_and_fetches_leaves_the_honest_ones_their_exchange() 
                             victim, MERGE_PROTOCOL, request, max_response_bytes=MAX_MESSAGE_BYTES, deadline_s=5.0
                         )
 
-            liar.answer = b"junk"
+            liar.answer = lambda: b"junk"
             floods = [asyncio.create_task(flood(victim)) for victim in victims for _ in range(2)]
             outcomes = await asyncio.gather(*(node.offer(SMALL) for node in nodes))
             assert all(isinstance(outcome, Partner) for outcome in outcomes)
@@ -376,7 +401,7 @@ def test_a_stranger_gets_nothing_of_an_adapter() -> None:
     async def scenario(nodes: list[MergeNode], network: MemoryNetwork) -> None:
         async with liar_in(network) as liar:
             offers = asyncio.gather(*(node.offer(PIECES) for node in nodes))
-            liar.answer = b"junk"
+            liar.answer = lambda: b"junk"
             await asyncio.sleep(0.3)
             digest = hashlib.sha256(nodes[0].payload(PIECES)).digest()
             with pytest.raises(NetworkError, match="unknown adapter"):
