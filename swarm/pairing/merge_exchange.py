@@ -73,9 +73,7 @@ class MergeExchange:
         self._recent = RecentPartners()
         self._absences = Absences(transport.now, rng)
         self._ready = ReadyList(swarm_id, transport, rng, max_level)
-        self._search = PartnerSearch(
-            swarm_id, transport, self._ready, self._recent, self._absences, patience, rng
-        )  # fmt: skip
+        self._search = PartnerSearch(swarm_id, transport, self._ready, self._recent, self._absences, patience, rng)
         self._door = ProposalDoor(swarm_id, identity.peer_id, transport.now, lambda: self._own, self._recent)
         self._own: OfferedAdapter | None = None
         self._next: _Request | None = None
@@ -96,6 +94,7 @@ class MergeExchange:
     def offer(self, snapshot: Snapshot) -> "Future[Outcome]":
         """Find a partner for this adapter. Returns at once, from any thread; the future never raises."""
         future: Future[Outcome] = Future()
+        future.set_running_or_notify_cancel()  # nobody can cancel it: the loop would have to ask before it settles
         request, loop = _Request(snapshot, future, self.outcomes), self._loop
         try:
             if loop is None:

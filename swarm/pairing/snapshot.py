@@ -5,6 +5,8 @@ Snapshot (own) ─→ MergeExchange ─→ Partner (with the snapshot of the oth
 
 from dataclasses import dataclass, field
 
+from swarm.records.adapter_offer import MAX_ADAPTER_BYTES, MAX_PRECISION_CHARS
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -17,6 +19,13 @@ class Snapshot:
     outer_round: int
     policy_version: int
     payload: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what cannot be offered."""
+        if not 0 < len(self.payload) <= MAX_ADAPTER_BYTES:
+            raise ValueError(f"an adapter must have 1 to {MAX_ADAPTER_BYTES} bytes, got {len(self.payload)}")
+        if len(self.precision) > MAX_PRECISION_CHARS:
+            raise ValueError(f"a precision must have at most {MAX_PRECISION_CHARS} characters, got {self.precision!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import random
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -220,6 +221,26 @@ def test_any_thread_may_offer() -> None:
         assert isinstance(await asyncio.wrap_future(futures[0]), Partner)
 
     in_merge_swarm(2, scenario)
+
+
+def test_nobody_can_cancel_an_offer_under_way() -> None:
+    async def scenario(nodes: list[MergeNode], network: MemoryNetwork) -> None:
+        one, other = nodes
+        future = one.exchange.offer(Snapshot(LINEAGE.policy, "bf16", 0, 0, one.payload()))
+        assert not future.cancel()
+        waiting = asyncio.wrap_future(future)
+        waiting.cancel()
+        assert isinstance(await other.offer(), Partner)
+        assert isinstance(future.result(), Partner)
+
+    in_merge_swarm(2, scenario)
+
+
+@pytest.mark.parametrize("changes", [{"payload": b""}, {"precision": "x" * 17}])
+def test_what_cannot_be_offered_is_a_mistake_of_the_caller(changes: dict[str, Any]) -> None:
+    fields = {"lineage": LINEAGE.policy, "precision": "bf16", "outer_round": 0, "policy_version": 0, "payload": b"x"}
+    with pytest.raises(ValueError, match="must have"):
+        Snapshot(**(fields | changes))
 
 
 def test_own_adapter_is_let_go_when_the_partner_has_it_or_the_time_is_over() -> None:
