@@ -104,6 +104,13 @@ class MergeExchange:
             request.settle(Alone("stopped"))
         return future
 
+    def distrust(self, peer_id: str) -> None:
+        """The adapter of this partner was of no use: it has to wait, longer each time in a row. From any thread."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the node ends
+                loop.call_soon_threadsafe(self._recent.failed, peer_id)
+
     async def work(self) -> None:
         """From the transport's start to its stop. Ends only when cancelled, or raises what is a bug."""
         self._loop = asyncio.get_running_loop()
@@ -205,11 +212,12 @@ class MergeExchange:
             reason = error.reason
         else:
             self._absences.answered(partner.peer_id)
+            self._recent.succeeded(partner.peer_id)
             snapshot = Snapshot(
                 partner.lineage, partner.precision, partner.outer_round, partner.policy_version, payload
             )
             return Partner(partner.peer_id, snapshot)
-        self._absences.failed(partner.peer_id)
+        self._recent.failed(partner.peer_id)
         return Alone(reason)
 
     async def _say_fetched(self, partner: AdapterOffer) -> None:

@@ -104,7 +104,8 @@ class PartnerSearch:
                 own.take(theirs)
 
     def _is_worth_asking(self, other: AdapterOffer) -> bool:
-        return other.peer_id not in self._absences and (other.peer_id, other.created_at) not in self._not_to_be_had
+        is_left_alone = other.peer_id in self._absences or self._recent.has_failed(other.peer_id)
+        return not is_left_alone and (other.peer_id, other.created_at) not in self._not_to_be_had
 
     async def _propose(self, own: OfferedAdapter, other: AdapterOffer) -> AdapterOffer | None:
         """The peer's own offer, newer than the listed one perhaps, where it takes the proposal."""

@@ -39,6 +39,8 @@ class Decline(StrEnum):
     """Not as many bytes as an adapter of this lineage and precision has."""
     ROUND = "round"
     """More than MAX_LAG_ROUNDS apart."""
+    FAILED = "failed"
+    """Took a proposal of late and gave no adapter, or one of no use."""
     RECENT = "recent"
     """Was the partner a short while ago; it is the turn of others."""
     BUSY = "busy"

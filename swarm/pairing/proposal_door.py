@@ -75,6 +75,8 @@ class ProposalDoor:
         reason = check_terms(own.offer, theirs)
         if reason is not None:
             return reason
+        if own.partner is None and self._recent.has_failed(theirs.peer_id):
+            return Decline.FAILED
         if own.partner is None and not own.takes_anybody and theirs.peer_id in self._recent:
             return Decline.RECENT
         if own.take(theirs):

@@ -372,6 +372,24 @@ def test_member_that_proposes_to_everybody_at_once_gets_its_turn_and_no_more() -
     in_merge_swarm(8, scenario)
 
 
+def test_partner_whose_adapter_was_of_no_use_is_not_chosen_again_soon() -> None:
+    async def scenario(nodes: list[MergeNode], network: MemoryNetwork) -> None:
+        async with liar_in(network) as liar:
+            liar.blob = liar.served = bytes(SMALL)
+            honest_record, node = liar.record, nodes[0]
+            liar.record = lambda **changes: honest_record(  # type: ignore[method-assign]
+                **({"num_bytes": SMALL, "outer_round": node.outer_round} | changes)
+            )
+            for _ in range(10):
+                await liar.enlist()
+                outcome, *_ = await asyncio.gather(*(one.offer() for one in nodes))
+                if isinstance(outcome, Partner) and outcome.peer_id == liar.identity.peer_id:
+                    node.exchange.distrust(outcome.peer_id)
+            assert node.partners[liar.identity.peer_id] <= 2
+
+    in_merge_swarm(3, scenario)
+
+
 def test_flood_of_proposals_and_fetches_leaves_the_honest_ones_their_exchange() -> None:
     async def scenario(nodes: list[MergeNode], network: MemoryNetwork) -> None:
         async with liar_in(network) as liar:

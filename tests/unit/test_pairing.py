@@ -279,6 +279,48 @@ async def test_recent_partner_is_better_than_none() -> None:
     assert await reader.ask(ALICE) == "taken"
 
 
+def offers_until_it_will_do(recent: RecentPartners, peer_id: str) -> int:
+    for number in range(1000):
+        recent.begin_offer()
+        recent.see(["other"])
+        if not recent.has_failed(peer_id):
+            return number
+    raise AssertionError("never")
+
+
+def test_partner_that_gave_nothing_waits_longer_each_time_and_anew_after_it_gave() -> None:
+    recent = RecentPartners()
+    waits = []
+    for _ in range(5):
+        recent.failed("liar")
+        waits.append(offers_until_it_will_do(recent, "liar"))
+    assert waits == [8, 16, 32, 64, 64]
+    recent.succeeded("liar")
+    recent.failed("liar")
+    assert offers_until_it_will_do(recent, "liar") == 8
+
+
+def test_partner_that_failed_is_better_than_nobody_at_all() -> None:
+    recent = RecentPartners()
+    recent.failed("one")
+    recent.failed("two")
+    recent.begin_offer()
+    recent.see(["one", "two"])
+    assert not recent.has_failed("one") and not recent.has_failed("two")
+    recent.see(["three"])
+    assert recent.has_failed("one") and recent.has_failed("two") and not recent.has_failed("three")
+
+
+async def test_proposal_of_a_peer_that_failed_is_declined_however_long_the_search() -> None:
+    reader = Reader()
+    reader.recent.see(["other"])
+    reader.recent.failed(MALLORY.peer_id)
+    assert reader.own is not None
+    reader.own.takes_anybody = True
+    assert await reader.ask(MALLORY) == "failed"
+    assert await reader.ask(ALICE) == "taken"
+
+
 # ---- messages
 
 
