@@ -105,7 +105,7 @@ class MergeExchange:
         return future
 
     def distrust(self, peer_id: str) -> None:
-        """The adapter of this partner was of no use: it has to wait, longer each time in a row. From any thread."""
+        """The adapter of this partner was of no use: it has to wait, longer each time. From any thread."""
         loop = self._loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the node ends
@@ -212,7 +212,6 @@ class MergeExchange:
             reason = error.reason
         else:
             self._absences.answered(partner.peer_id)
-            self._recent.succeeded(partner.peer_id)
             snapshot = Snapshot(
                 partner.lineage, partner.precision, partner.outer_round, partner.policy_version, payload
             )

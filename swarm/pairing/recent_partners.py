@@ -19,14 +19,15 @@ class RecentPartners:
     """The last partners of this node. Of n peers that were ready of late, the last (n - 1) / 2 partners have to wait.
 
     Those that failed wait for FIRST_WAIT_OFFERS, twice as long the next time, up to MAX_WAIT_OFFERS, unless no other was
-    ready of late.
+    ready of late. That is forgotten MAX_WAIT_OFFERS after the end of the wait, and not because a transfer went well: the
+    adapter may still prove to be of no use.
     """
 
     def __init__(self) -> None:
         self._partners: deque[str] = deque(maxlen=MAX_REMEMBERED)
         self._ready: deque[set[str]] = deque([set()], maxlen=MAX_REMEMBERED)
         self._num_offers = 0
-        self._failed: OrderedDict[str, tuple[int, int]] = OrderedDict()  # times in a row, offer from which it will do
+        self._failed: OrderedDict[str, tuple[int, int]] = OrderedDict()  # times, offer from which it will do
 
     def begin_offer(self) -> None:
         self._num_offers += 1
@@ -42,14 +43,12 @@ class RecentPartners:
 
     def failed(self, peer_id: str) -> None:
         """A partner gave no adapter, or one of no use."""
-        times = self._failed.pop(peer_id, (0, 0))[0] + 1
+        times, until = self._failed.pop(peer_id, (0, 0))
+        times = 1 if self._num_offers > until + MAX_WAIT_OFFERS else times + 1
         wait = min(FIRST_WAIT_OFFERS * 2 ** min(times - 1, 8), MAX_WAIT_OFFERS)
         self._failed[peer_id] = times, self._num_offers + 1 + wait
         if len(self._failed) > _MAX_FAILED:
             self._failed.popitem(last=False)
-
-    def succeeded(self, peer_id: str) -> None:
-        self._failed.pop(peer_id, None)
 
     def has_failed(self, peer_id: str) -> bool:
         """Whether it still waits because of that."""

@@ -16,7 +16,7 @@ from swarm.pairing.adapter_server import AdapterServer
 from swarm.pairing.offered_adapter import OfferedAdapter
 from swarm.pairing.proposal import MAX_LAG_ROUNDS, Declined, Fetched, Proposal, Taken, decode_answer, decode_request
 from swarm.pairing.proposal_door import ALL_BURST, MAX_REMEMBERED_PEERS, PEER_BURST, ProposalDoor
-from swarm.pairing.recent_partners import MAX_REMEMBERED, RecentPartners
+from swarm.pairing.recent_partners import MAX_REMEMBERED, MAX_WAIT_OFFERS, RecentPartners
 from swarm.records.adapter_offer import AdapterOffer, sign_offer
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord
@@ -288,14 +288,15 @@ def offers_until_it_will_do(recent: RecentPartners, peer_id: str) -> int:
     raise AssertionError("never")
 
 
-def test_partner_that_gave_nothing_waits_longer_each_time_and_anew_after_it_gave() -> None:
+def test_partner_that_gave_nothing_waits_longer_each_time_until_that_is_long_ago() -> None:
     recent = RecentPartners()
     waits = []
     for _ in range(5):
         recent.failed("liar")
         waits.append(offers_until_it_will_do(recent, "liar"))
     assert waits == [8, 16, 32, 64, 64]
-    recent.succeeded("liar")
+    for _ in range(MAX_WAIT_OFFERS):
+        recent.begin_offer()
     recent.failed("liar")
     assert offers_until_it_will_do(recent, "liar") == 8
 
