@@ -295,7 +295,7 @@ def test_partner_that_gave_nothing_waits_longer_each_time_until_that_is_long_ago
         recent.failed("liar")
         waits.append(offers_until_it_will_do(recent, "liar"))
     assert waits == [8, 16, 32, 64, 64]
-    for _ in range(MAX_WAIT_OFFERS):
+    for _ in range(MAX_WAIT_OFFERS + 1):
         recent.begin_offer()
     recent.failed("liar")
     assert offers_until_it_will_do(recent, "liar") == 8
