@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "merging": {"adapters"},
     "rollouts": {"tasks", "policy", "engine"},
     "sharing": {"tasks", "records", "network", "pool"},
+    "pairing": {"records", "network", "sharing"},  # adapters are bytes here
     "simulation": {"tasks", "records", "network", "pool", "sharing"},
     "testbed": {"node", "node_folder"},
     "experiments": {
@@ -49,6 +50,7 @@ TORCH_FREE = {
     "network",
     "pool",
     "sharing",
+    "pairing",
     "simulation",
     "cli",
     "testbed",
