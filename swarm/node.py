@@ -100,9 +100,7 @@ class Node:
         is_informative = config.sharing.choice == "informative"
         weigh_author = self._acceptance.weight
         self._usefulness = Usefulness(config.sharing.max_age_s, self._clock, weigh_author) if is_informative else None
-        self._merging = make_merging(
-            config, identity, self.transport, lambda: self.exchange.directory.level if self.exchange else 0
-        )
+        self._merging = make_merging(config, identity, self.transport, self._level)
         self._report = NodeReport(config.observability, folder, identity, self.transport, validator, self._merging)
         self._stop = threading.Event()
 
@@ -160,6 +158,9 @@ class Node:
         if self._merging is not None:
             await self._merging.join(learner)
         return learner
+
+    def _level(self) -> int:
+        return self.exchange.directory.level if self.exchange else 0
 
     async def _start_transport(self) -> None:
         if self.transport is None:
