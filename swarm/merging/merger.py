@@ -104,6 +104,7 @@ class Merger:
         self._clip = NormClip(config.clip_factor)
         self._pending: _Pending | None = None
         self._inner_steps = 0
+        self._num_planned = 0  # outer steps that were due so far
         self._reasons: Counter[str] = Counter()
         self._last: dict[str, Any] = {}
 
@@ -122,10 +123,10 @@ class Merger:
 
         `read` gives the weights as they are now and is called only where they are needed.
         """
-        before, self._inner_steps = self._inner_steps, self._inner_steps + num_steps
+        self._inner_steps += num_steps
         step = self._settled(read)
         if self._pending is None:
-            decision = self._decision(before)
+            decision = self._decision()
             if decision == "merge" and self._pairer is not None:
                 step = self._offer(step, read, policy_version) or step
             elif decision != "train" and step is None:
@@ -189,16 +190,20 @@ class Merger:
         """Continue from what `state` gave. Raises MergeError if it belongs to another adapter shape."""
         self._outer.restore(tensors, state)
         self._inner_steps = int(state["inner_steps"])
+        self._num_planned = self._inner_steps // self._config.inner_steps
         self._clip.restore(state["clip"])
         self._reasons = Counter(state["reasons"])
         self._last = dict(state["last"])
         self._pending = None
 
-    def _decision(self, before: int) -> str:
-        """Of the schedule, where a multiple of H was reached, or passed by several steps at once."""
+    def _decision(self) -> str:
+        """Of the schedule, where a multiple of H was reached since the last one, be it while an exchange was under way."""
         interval = self._config.inner_steps
-        reached = self._inner_steps // interval
-        return "train" if reached == before // interval else self._schedule.after(reached * interval)
+        num_due = self._inner_steps // interval
+        if num_due == self._num_planned:
+            return "train"
+        self._num_planned = num_due
+        return self._schedule.after(num_due * interval)
 
     def _offer(self, step: OuterStep | None, read: Callable[[], Adapter], policy_version: int) -> OuterStep | None:
         """Send a snapshot on its way. An outer step alone where the own adapter cannot be sent, else None."""
