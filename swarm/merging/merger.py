@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from swarm.merging.adapter_wire import decode_adapter, encode_adapter, encoded_b
 from swarm.merging.blend import Blend
 from swarm.merging.gate import choose_share
 from swarm.merging.outer_optimizer import Adapter, OuterOptimizer, carry_over, partner_weight
+from swarm.merging.pairer import Donate, Pairer
 from swarm.merging.robust import FEWEST_FOR_MEDIAN, NormClip, median_adapter, refuse_unusable
 from swarm.merging.schedule import MergeSchedule
 from swarm.types import MAX_ADAPTER_BYTES, Alone, Outcome, Partner, Snapshot
@@ -31,21 +32,12 @@ from swarm.types import MAX_ADAPTER_BYTES, Alone, Outcome, Partner, Snapshot
 logger = logging.getLogger(__name__)
 
 Score = Callable[[Adapter], float]
-"""How well an adapter does on something private; larger is better. Its weights are the policy's afterwards, or may be."""
-Donate = Callable[[Snapshot], None]
-"""Give this adapter to newcomers from now on."""
+"""How well an adapter does on something private; larger is better."""
 
-
-class Pairer(Protocol):
-    """Finds a partner for a snapshot: `pairing.MergeExchange` in a node, something in memory in an experiment."""
-
-    def offer(self, snapshot: Snapshot) -> "Future[Outcome]":
-        """Returns at once; the future never raises, and ends within a bounded time."""
-        ...
-
-    def distrust(self, peer_id: str) -> None:
-        """The adapter of this partner was of no use."""
-        ...
+_WHY_ALONE = {
+    "nobody": "no node with the same base, policy.lora and merging.precision searched for a partner at the same time",
+    "declined": "those that searched had other partners, or it was the turn of others",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +99,7 @@ class Merger:
         self._num_planned = 0  # outer steps that were due so far
         self._reasons: Counter[str] = Counter()
         self._last: dict[str, Any] = {}
+        self._told: set[str] = set()
 
     @property
     def num_bytes(self) -> int:
@@ -284,6 +277,12 @@ class Merger:
         weights = carry_over(merged.tensors, pending.fast, current)
         return OuterStep(weights, merged.reset_names, peer_id if share > 0 else None)
 
+    def _tell_once(self, reason: str) -> None:
+        """Later ones are in the metrics: a node alone would say so for ever."""
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.info("outer step %d alone: %s", self._outer.num_steps, _WHY_ALONE.get(reason, reason))
+
     def _gate(self, blend: Blend, fast: Adapter, current: Adapter) -> float:
         score = self._score
         if score is None:
@@ -295,5 +294,5 @@ class Merger:
         self._clip.observe(fast, self._outer.slow)
         new = self._outer.step(fast, None)
         self._reasons[reason] += 1
-        logger.debug("outer step %d alone: %s", self._outer.num_steps, reason)
+        self._tell_once(reason)
         return OuterStep(new if current is None else carry_over(new, fast, current), (), None)

@@ -5,8 +5,8 @@
     offer(snapshot) ──────────────────→    hash, sign → PartnerSearch → paired → fetch ←→ AdapterServer
     future.done()? … result() ←────────    Partner(peer, snapshot) or Alone(reason), within `time_limit_s`
 
-An adapter is served until its partner has it or the time for that is over. A newer offer ends the search of the one before, and waits
-for its transfers. In memory: the own adapter, a newer one that waits, and one of another node, that one twice for a moment.
+An adapter is served until its partner has it or the time for that is over. A newer offer ends the search of the one before,
+and waits for its transfers. In memory: the own adapter, a newer one that waits, and that of another node, twice for a moment.
 """
 
 import asyncio

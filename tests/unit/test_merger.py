@@ -55,7 +55,8 @@ def test_what_is_offered_is_the_snapshot_in_the_lineage_s_numbers() -> None:
 
 
 @pytest.mark.parametrize("reason", ["nobody", "declined", "deadline", "unreachable"])
-def test_without_a_partner_the_step_is_taken_alone(reason: str) -> None:
+def test_without_a_partner_the_step_is_taken_alone(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     pairer = MemoryPairer()
     replica = ToyReplica(pairer)
     replica.train(3)
@@ -65,6 +66,7 @@ def test_without_a_partner_the_step_is_taken_alone(reason: str) -> None:
     assert step.partner is None
     for name, phi in start().items():
         torch.testing.assert_close(replica.merger.slow[name], phi + 0.7 * (sent[name] - phi))
+    assert "outer step 1 alone" in caplog.text
     row = replica.merger.row()
     assert (row["merge/solo_steps_total"], row["merge/merges_total"], row["merge/reasons"]) == (1, 0, {reason: 1})
 
