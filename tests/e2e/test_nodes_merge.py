@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from swarm.adapters.checkpoint import CheckpointStore
 from tests.e2e.node_process import NodeProcess, node_settings, wait_for
-from tests.swarm.test_nodes_merge import unlikeness
+from tests.swarm.test_nodes_merge import flat
 
-MERGING = {"enabled": True, "inner_steps": 3, "search_s": 3.0, "gate_tasks": 4, "clip_factor": 10.0}
+MERGING = {"enabled": True, "inner_steps": 3, "search_s": 3.0, "gate_tasks": 0, "clip_factor": 1000.0}
 
 
 def settings(folder: Path, **network: object) -> dict[str, object]:
@@ -44,4 +45,5 @@ def test_processes_merge_and_a_killed_partner_costs_a_step_alone(tmp_path: Path)
         a.kill_9()
     saved = [CheckpointStore(node.folder / "checkpoints", 3).load_newest() for node in (a, b)]
     first, second = (checkpoint.tensors["adapter"] for checkpoint in saved if checkpoint)
-    assert unlikeness(first, second) < 0.7
+    likeness = torch.nn.functional.cosine_similarity(flat(first), flat(second), dim=0).item()
+    assert likeness > 0.3  # of what both have learned; silos have .04
