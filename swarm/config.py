@@ -349,8 +349,8 @@ class TrainingSection(Section):
     """Gradients are clipped to this global norm."""
     inner_epochs: PositiveInt = 1
     """Passes over one batch."""
-    groups_per_step: PositiveInt | None = None
-    """Groups of one optimizer step at most: a larger batch is split into several steps. Unset: one step per batch."""
+    groups_per_step: NonNegativeInt = 4
+    """Groups of one optimizer step at most: a larger batch is split into several steps. 0: one step per batch."""
     micro_batch_sequences: PositiveInt = 64
     """Sequences per forward and backward pass; gradients accumulate to the full batch."""
     advantage: Literal["grpo", "dr_grpo", "median", "gdpo"] = "grpo"
