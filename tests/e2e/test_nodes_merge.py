@@ -46,4 +46,4 @@ def test_processes_merge_and_a_killed_partner_costs_a_step_alone(tmp_path: Path)
     saved = [CheckpointStore(node.folder / "checkpoints", 3).load_newest() for node in (a, b)]
     first, second = (checkpoint.tensors["adapter"] for checkpoint in saved if checkpoint)
     likeness = torch.nn.functional.cosine_similarity(flat(first), flat(second), dim=0).item()
-    assert likeness > 0.3  # of what both have learned; silos have .04
+    assert likeness > 0.1  # of all that both have learned, before and since; silos have .04
