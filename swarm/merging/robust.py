@@ -4,7 +4,8 @@
 
 The median is over *own* changes between outer steps, not over what partners sent: whoever could write into that history
 would double ρ with every merge. What a partner can still do is to point u where it likes; the gate is for that.
-With five adapters or more there is a majority to ask: centered clipping and the trimmed mean.
+With five adapters or more there is a majority to ask: centered clipping and the trimmed mean. A newcomer has nothing of
+its own to clip around and asks three at least: the median.
 """
 
 import statistics
@@ -20,6 +21,8 @@ HISTORY_LEN = 16
 """Outer steps that the median goes over."""
 FEWEST_FOR_MAJORITY = 5
 """Pulled adapters from which on a majority means something."""
+FEWEST_FOR_MEDIAN = 3
+"""Of two, nobody knows which one lies."""
 
 
 class NormClip:
@@ -109,6 +112,20 @@ def trimmed_mean(
         )
     kept = slice(num_trimmed, len(pulled) - num_trimmed)
     return {name: torch.stack([one[name].float() for one in pulled]).sort(0).values[kept].mean(0) for name in own}
+
+
+def median_adapter(pulled: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Median of each coordinate, of an even number the mean of the two in the middle; float32.
+
+    Every value lies between those of two adapters at least, and fewer liars than half cannot leave the range of the
+    others. Raises MergeError for fewer than three adapters.
+    """
+    if len(pulled) < FEWEST_FOR_MEDIAN:
+        raise MergeError(f"a median needs at least {FEWEST_FOR_MEDIAN} adapters, got {len(pulled)}; begin without")
+    middle = slice((len(pulled) - 1) // 2, len(pulled) // 2 + 1)
+    return {
+        name: torch.stack([one[name].float() for one in pulled]).sort(0).values[middle].mean(0) for name in pulled[0]
+    }
 
 
 def _refuse_minority(pulled: Sequence[Mapping[str, Tensor]], own: Mapping[str, Tensor]) -> None:

@@ -20,10 +20,11 @@ from swarm.network.requests.blob_protocol import (
     sha256,
 )
 from swarm.network.transport import RequestRefused, Transport
+from swarm.pairing.patience import Patience
 from swarm.pairing.ready_list import ReadyList
-from swarm.pairing.snapshot import Patience, Snapshot
 from swarm.records.adapter_offer import MAX_LIFETIME_S, AdapterOffer, sign_offer
 from swarm.records.identity import Identity
+from swarm.types import Snapshot
 
 STARTER_PROTOCOL = "swarm/starter/1"
 """Pieces of a donor's adapter, as `requests.blob_protocol` has them."""

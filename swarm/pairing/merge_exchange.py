@@ -24,14 +24,15 @@ from swarm.network.transport import Transport
 from swarm.pairing.adapter_server import AdapterServer
 from swarm.pairing.offered_adapter import OfferedAdapter
 from swarm.pairing.partner_search import PartnerSearch
+from swarm.pairing.patience import Patience
 from swarm.pairing.proposal import ADAPTER_PROTOCOL, MAX_MESSAGE_BYTES, MERGE_PROTOCOL, Fetched
 from swarm.pairing.proposal_door import ProposalDoor
 from swarm.pairing.ready_list import ReadyList
 from swarm.pairing.recent_partners import RecentPartners
-from swarm.pairing.snapshot import Alone, Outcome, Partner, Patience, Snapshot
 from swarm.records.adapter_offer import MAX_LIFETIME_S, AdapterOffer, sign_offer
 from swarm.records.identity import Identity
 from swarm.sharing.absences import Absences
+from swarm.types import Alone, Outcome, Partner, Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,11 @@ from swarm.errors import RequestError
 from swarm.network.requests.transfer import Download, fetch
 from swarm.network.transport import Transport
 from swarm.pairing.adapter_donor import STARTER_PROTOCOL
+from swarm.pairing.patience import Patience
 from swarm.pairing.proposal import MAX_LAG_ROUNDS
 from swarm.pairing.ready_list import ReadyList
-from swarm.pairing.snapshot import Partner, Patience, Snapshot
 from swarm.records.adapter_offer import AdapterOffer
+from swarm.types import Partner, Snapshot
 
 COUNT = 5
 """Donors of a newcomer: two of them may lie."""

@@ -14,6 +14,7 @@ import random
 from swarm.errors import RequestError
 from swarm.network.transport import Transport
 from swarm.pairing.offered_adapter import OfferedAdapter
+from swarm.pairing.patience import Patience
 from swarm.pairing.proposal import (
     MAX_MESSAGE_BYTES,
     MERGE_PROTOCOL,
@@ -26,7 +27,6 @@ from swarm.pairing.proposal import (
 )
 from swarm.pairing.ready_list import ReadyList
 from swarm.pairing.recent_partners import RecentPartners
-from swarm.pairing.snapshot import Patience
 from swarm.records.adapter_offer import AdapterOffer, verify_offer
 from swarm.records.rejection import InvalidRecord
 from swarm.sharing.absences import BUSY_PAUSE_S, SILENCE_PAUSE_S, UNREACHED_PAUSE_S, Absences

@@ -23,9 +23,8 @@ from swarm.records.identity import Identity
 from swarm.records.presence import MAX_SHARD_LEVEL
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.records.signing import Purpose, sign_record, signature_is_valid
+from swarm.types import MAX_ADAPTER_BYTES, MAX_PRECISION_CHARS
 
-MAX_PRECISION_CHARS = 16
-MAX_ADAPTER_BYTES = 4 << 30
 MAX_LIFETIME_S = 3600.0
 
 

@@ -18,9 +18,10 @@ from swarm.config import NetworkSection
 from swarm.network.make_transport import make_transport
 from swarm.network.transport import Transport
 from swarm.pairing.merge_exchange import MergeExchange
-from swarm.pairing.snapshot import Outcome, Partner, Patience, Snapshot
+from swarm.pairing.patience import Patience
 from swarm.records.identity import load_or_create
 from swarm.sharing.index import EntryValidator
+from swarm.types import Outcome, Partner, Snapshot
 from tests.unit.experience_factory import LINEAGE, SWARM_ID
 
 ANSWER_TIMEOUT_S = 60.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.pairing.snapshot import Alone, Partner
+from swarm.types import Alone, Partner
 from tests.e2e.merge_process import MergeNode, MergeProcess
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::DeprecationWarning")]

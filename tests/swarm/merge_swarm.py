@@ -10,12 +10,13 @@ from typing import Any
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
 from swarm.pairing.merge_exchange import MergeExchange
-from swarm.pairing.snapshot import Outcome, Partner, Patience, Snapshot
+from swarm.pairing.patience import Patience
 from swarm.records.identity import Identity
 from swarm.records.signing import verified_by
 from swarm.sharing.index import EntryValidator
 from swarm.simulation.signature_cache import SignatureCache
 from swarm.simulation.simulation import INTERNET
+from swarm.types import Outcome, Partner, Snapshot
 from tests.unit.experience_factory import LINEAGE, SWARM_ID
 
 PATIENCE = Patience(search_s=20.0, request_timeout_s=3.0)

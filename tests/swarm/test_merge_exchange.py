@@ -13,7 +13,7 @@ import pytest
 from swarm.network.memory.network import MemoryNetwork
 from swarm.network.memory.transport import Faults
 from swarm.pairing.proposal import MAX_LAG_ROUNDS
-from swarm.pairing.snapshot import Alone, Outcome, Partner, Snapshot
+from swarm.types import Alone, Outcome, Partner, Snapshot
 from tests.swarm.merge_swarm import PATIENCE, PIECES, SMALL, MergeNode, in_merge_swarm, named, tell
 from tests.unit.experience_factory import LINEAGE
 

@@ -18,11 +18,11 @@ from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, BlobRequest
 from swarm.network.requests.client import Stream, StreamRequests
 from swarm.network.requests.framing import Response
 from swarm.pairing.proposal import ADAPTER_PROTOCOL, MAX_MESSAGE_BYTES, MERGE_PROTOCOL, Fetched, Proposal, Taken
-from swarm.pairing.snapshot import Alone, Partner
 from swarm.records.adapter_offer import AdapterOffer, sign_offer
 from swarm.records.identity import Identity
 from swarm.sharing.index import adapter_key
 from swarm.sharing.shard import Shard
+from swarm.types import Alone, Partner
 from tests.swarm.merge_swarm import PIECES, SMALL, MergeNode, in_merge_swarm, tell
 from tests.unit.experience_factory import LINEAGE, SWARM_ID
 

@@ -15,9 +15,9 @@ from swarm.observability.repeat import repeat
 from swarm.pairing.adapter_donor import PAUSE_S, RELIST_S, STARTER_PROTOCOL, AdapterDonor
 from swarm.pairing.newcomer import COUNT, LEAST, Newcomer, WantedAdapter
 from swarm.pairing.proposal import MAX_LAG_ROUNDS
-from swarm.pairing.snapshot import Partner, Snapshot
 from swarm.records.identity import Identity
 from swarm.sharing.index import EntryValidator
+from swarm.types import Partner, Snapshot
 from tests.swarm.merge_swarm import PATIENCE, SMALL, network_of
 from tests.unit.experience_factory import LINEAGE, SWARM_ID
 
