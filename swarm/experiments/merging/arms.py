@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from swarm.config import MergingSection
@@ -26,14 +26,17 @@ NUM_LIARS = (1, 3)
 class Arm:
     """One way of merging."""
 
-    method: Literal["silo", "pairs", "mean", "average", "gradients"]
-    """pairs: NoLoCo. mean: DiLoCo. average: pairs without an outer step. gradients: data parallel."""
+    method: Literal["silo", "pairs", "mean", "gradients"]
+    """pairs: NoLoCo. mean: DiLoCo. gradients: data parallel."""
     steps_factor: int = 1
     """Inner steps between two outer steps, over those of the experiment."""
     overlap: float = 0.0
-    """Share of the inner steps that pass while the exchange is on its way; training does not wait then."""
+    """Share of H that passes while an exchange is on its way; training does not wait then."""
+    patience: float = 0.0
+    """Share of H for which an offer waits for a partner, while training goes on."""
+    alpha: float = MergingSection().alpha
+    beta: float = MergingSection().beta
     precision: Literal["bf16", "int8", "int4"] = "bf16"
-    from_origin: bool = False
     late: bool = False
     drop_rate: float = 0.0
     """Share of exchanges that fail."""
@@ -41,22 +44,23 @@ class Arm:
     """Inner steps per unit of time of each replica; all 1 if empty."""
     by_time: bool = False
     """All merge at the same times, however many steps they took."""
-    weigh_steps: bool = False
-    """A partner's weight is its share of the inner steps that both took since their last merges."""
     attack: str = ""
     num_liars: int = 0
-    safety: Literal["off", "default", "trimmed", "centered"] = "off"
-    """default: norm clipping and gate. trimmed, centered: five adapters pulled in place of one, and the gate."""
-    clip_factor: float = MergingSection().clip_factor
-    gate_tasks: int = MergingSection().gate_tasks
+    clip_factor: float = NO_CLIP
+    gate_tasks: int = 0
+    drift_threshold: float = MergingSection().drift_threshold
+
+
+def _with_default_safety(arm: Arm) -> Arm:
+    return replace(arm, clip_factor=MergingSection().clip_factor, gate_tasks=MergingSection().gate_tasks)
 
 
 LEARNING: Mapping[str, Arm] = {
     SILO: Arm("silo"),
-    PLAIN: Arm("average"),
+    PLAIN: Arm("pairs", alpha=0.0, beta=1.0),
     NOLOCO: Arm("pairs"),
     OVERLAPPED: Arm("pairs", overlap=0.5),
-    SAFE: Arm("pairs", safety="default"),
+    SAFE: _with_default_safety(Arm("pairs")),
     "NoLoCo, int4": Arm("pairs", precision="int4"),
     "NoLoCo, late": Arm("pairs", late=True),
     DILOCO: Arm("mean"),
@@ -69,9 +73,8 @@ FAULTS: Mapping[str, Arm] = {
     "DiLoCo, 10 % absent": Arm("mean", drop_rate=0.1),
     "DiLoCo, 30 % absent": Arm("mean", drop_rate=0.3),
     "unlike speeds: silo": Arm("silo", speeds=SPEEDS),
-    "unlike speeds: NoLoCo": Arm("pairs", speeds=SPEEDS),
+    "unlike speeds: NoLoCo": Arm("pairs", speeds=SPEEDS, patience=0.5),
     "unlike speeds: NoLoCo by time": Arm("pairs", speeds=SPEEDS, by_time=True),
-    "unlike speeds: NoLoCo by time, weighed": Arm("pairs", speeds=SPEEDS, by_time=True, weigh_steps=True),
     "unlike speeds: DiLoCo": Arm("mean", speeds=SPEEDS),
 }
 RL: Mapping[str, Arm] = {
@@ -91,29 +94,30 @@ RL: Mapping[str, Arm] = {
 
 
 def attack_name(attack: str, num_liars: int, safety: str) -> str:
-    """Name of an arm of `HOSTILE`."""
+    """Name of an arm of `HOSTILE`. `safety`: off or default."""
     return f"{attack}, {num_liars} of {NUM_REPLICAS}, safety {safety}"
 
 
 def _hostile() -> dict[str, Arm]:
     arms: dict[str, Arm] = {}
     for safety in ("off", "default"):
-        arms[f"{ATTACK_FREE}, safety {safety}"] = Arm("pairs", safety=safety)
+        guard = _with_default_safety if safety == "default" else lambda arm: arm
+        arms[f"{ATTACK_FREE}, safety {safety}"] = guard(Arm("pairs"))
         for num in NUM_LIARS:
             for attack in ATTACKS:
-                arms[attack_name(attack, num, safety)] = Arm("pairs", attack=attack, num_liars=num, safety=safety)
+                arms[attack_name(attack, num, safety)] = guard(Arm("pairs", attack=attack, num_liars=num))
     return arms
 
 
 HOSTILE: Mapping[str, Arm] = _hostile()
 SAFETY: Mapping[str, Arm] = {
     f"clip {'off' if clip == NO_CLIP else f'{clip:g}'}, gate {gate or 'off'}": Arm(
-        "pairs", safety="default", clip_factor=clip, gate_tasks=gate
+        "pairs", clip_factor=clip, gate_tasks=gate
     )
     for clip in (2.0, 4.0, 8.0, NO_CLIP)
     for gate in (0, 24)
-} | {"trimmed mean of five": Arm("pairs", safety="trimmed"), "centered clip of five": Arm("pairs", safety="centered")}
-"""What safety costs where nobody lies."""
+} | {f"drift_threshold {limit:g}": Arm("pairs", drift_threshold=limit) for limit in (0.1, 0.6)}
+"""What safety and merging as products cost where nobody lies."""
 
 Part = Literal["learning", "faults", "rl", "attacks", "safety"]
 PARTS: Mapping[Part, Mapping[str, Arm]] = {

@@ -1,6 +1,8 @@
 """One run of several replicas under one way of merging, with partners that fail, are slow, or lie.
 
-    every unit of time: those whose turn it is take an inner step ─▶ those that are due merge ─▶ (late: what was on its way is taken)
+    every unit of time: those whose turn it is take an inner step ─▶ Merger.after ─▶ offers are matched ─▶ Merger.after, once more
+
+What merges in pairs is `swarm.merging.Merger`, as a node runs it. DiLoCo is the same outer step on the mean of all.
 """
 
 import math
@@ -8,15 +10,22 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from swarm.config import MergingSection
 from swarm.experiments.merging.arms import Arm
-from swarm.experiments.merging.partners import Partners
+from swarm.experiments.merging.lies import lie
+from swarm.experiments.merging.memory_pairing import MemoryPairing, Terms
 from swarm.experiments.merging.population import Adapter, Population
-from swarm.merging.outer_optimizer import carry_over
+from swarm.merging.adapter_wire import encoded_bytes
+from swarm.merging.merger import Merger
+from swarm.merging.outer_optimizer import OuterOptimizer
 from swarm.merging.schedule import MergeSchedule
+from swarm.types import Snapshot
+
+_LINEAGE = "experiment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +61,15 @@ class Outcome:
     """Those that training waits for."""
     num_inner_steps: float
     drift: float | None
-    """Mean over layers and merges of `product_merge.drift` between partners; None where none merged in pairs."""
-    share: float | None
-    """Mean of what the gates chose; None without one."""
+    """Mean over replicas of `product_merge.drift` at the last merge; None where none merged in pairs."""
+    product_layers: float
+    """Mean number of layers merged as products in the last merge."""
+    reasons: dict[str, int]
+    """Outer steps of all honest replicas by `Merger`'s reasons."""
     training: list[float]
     """Mean loss or reward of the active ones, by unit of time."""
     curve: list[float]
-    """Mean held-out loss or reward at the checks."""
+    """Mean held-out loss or reward at the checks and the end."""
 
 
 class MergeRun:
@@ -67,16 +78,24 @@ class MergeRun:
     def __init__(self, population: Population, arm: Arm, scale: Scale) -> None:
         self._population, self._arm, self._scale = population, arm, scale
         self._inner_steps = scale.inner_steps * arm.steps_factor
-        config = MergingSection(inner_steps=self._inner_steps, schedule="late" if arm.late else "fixed")
-        self._partners = Partners(population, arm, config, scale.seed)
-        self._schedule = MergeSchedule(config, scale.num_steps, scale.seed)
-        self._delay = round(arm.overlap * self._inner_steps)
+        self._config = MergingSection(
+            inner_steps=self._inner_steps,
+            alpha=arm.alpha,
+            beta=arm.beta,
+            precision=arm.precision,
+            schedule="late" if arm.late else "fixed",
+            clip_factor=arm.clip_factor,
+            drift_threshold=arm.drift_threshold,
+        )
+        self._liars = frozenset(range(population.num - arm.num_liars, population.num))
         self._rng = random.Random(scale.seed)
+        self._noise = torch.Generator().manual_seed(scale.seed)
+        terms = Terms(arm.drop_rate, round(arm.overlap * self._inner_steps), round(arm.patience * self._inner_steps))
+        self._pairing = MemoryPairing(terms, self._rng, self._tampered)
+        self._mergers = [self._merger(i) for i in range(population.num)] if arm.method == "pairs" else []
+        self._outer = [OuterOptimizer(arm.alpha, arm.beta, population.start) for _ in range(population.num)]
         self._steps = [0] * population.num
-        self._steps_at_merge = [0] * population.num
-        self._on_the_way: list[tuple[int, int, Adapter, Adapter]] = []  # due time, replica, new weights, snapshot
-        self._hops = self._blocking_hops = 0.0
-        self._sent_bytes = 0.0
+        self._hops = self._sent_bytes = 0.0
 
     def run(self) -> Outcome:
         every = max(1, self._scale.num_steps // max(1, self._scale.num_checks))
@@ -84,16 +103,36 @@ class MergeRun:
         for tick in range(self._scale.num_steps):
             active = [i for i in range(self._population.num) if self._moves(i, tick)]
             if active:
-                progress = tick / self._scale.num_steps
-                values = self._population.train(active, progress, self._arm.method == "gradients")
+                values = self._population.train(
+                    active, tick / self._scale.num_steps, average_gradients=self._arm.method == "gradients"
+                )
                 training.append(statistics.fmean(values))
             for i in active:
                 self._steps[i] += 1
             self._merge(active, tick + 1)
-            self._land(tick + 1)
             if self._scale.num_checks and (tick + 1) % every == 0 and tick + 1 < self._scale.num_steps:
                 curve.append(statistics.fmean(_means(self._population.measure(self._honest_weights()))))
         return self._outcome(training, curve)
+
+    def _merger(self, i: int) -> Merger:
+        schedule = MergeSchedule(self._config, self._scale.num_steps, self._scale.seed)
+        guarded = self._arm.gate_tasks > 0 and i not in self._liars
+        config = self._config if i not in self._liars else self._config.model_copy(update={"clip_factor": 1e9})
+        return Merger(
+            config,
+            _LINEAGE,
+            self._population.scaling,
+            self._population.start,
+            schedule,
+            self._pairing.door(i),
+            partial(self._population.gate_score, i) if guarded else None,
+        )
+
+    def _tampered(self, sender: int, snapshot: Snapshot) -> Snapshot | None:
+        if sender not in self._liars:
+            return snapshot
+        slow = self._mergers[sender].slow
+        return lie(self._arm.attack, snapshot, self._population.start, slow, self._noise)
 
     def _moves(self, replica: int, tick: int) -> bool:
         if not self._arm.speeds:
@@ -105,19 +144,26 @@ class MergeRun:
         return math.floor((tick + 1) * speed) > math.floor(tick * speed)
 
     def _merge(self, active: Sequence[int], now: int) -> None:
-        num, inner = self._population.num, self._inner_steps
+        num = self._population.num
         if self._arm.method == "gradients":
             self._sent_bytes += 2 * (num - 1) / num * 4 * sum(t.numel() for t in self._population.start.values())
-            self._count_hops(2 * math.log2(num), blocks=True)
+            self._hops += 2 * math.log2(num)
         elif self._arm.method == "mean":
-            if active and min(self._steps) % inner == 0 and min(self._steps) == max(self._steps):
+            if active and min(self._steps) % self._inner_steps == 0 and min(self._steps) == max(self._steps):
                 self._merge_all()
-        elif self._arm.method in ("pairs", "average"):
-            due = [i for i in active if self._steps[i] % inner == 0]
-            if self._arm.by_time:
-                due = list(range(num)) if now % inner == 0 else []
-            if due:
-                self._merge_pairs(due, now)
+        elif self._arm.method == "pairs":
+            everybody = range(num)
+            for i in everybody if self._arm.by_time else active:
+                self._after(i, 1)
+            self._pairing.advance(now)
+            for i in everybody:
+                self._after(i, 0)
+
+    def _after(self, i: int, num_steps: int) -> None:
+        step = self._mergers[i].after(num_steps, partial(self._population.weights, i), self._steps[i])
+        if step is not None:
+            self._population.set_weights(i, step.weights)
+            self._population.reset_moments(i, step.reset_names)
 
     def _merge_all(self) -> None:
         """DiLoCo: the mean of those present, by the same outer step; who is absent steps alone."""
@@ -126,78 +172,37 @@ class MergeRun:
         fast = [self._population.weights(i) for i in range(num)]
         mean = {n: torch.stack([fast[i][n] for i in present]).mean(0) for n in fast[0]} if present else {}
         for i in range(num):
-            stepped = self._partners.outer[i].step(mean if i in present else fast[i], None)
-            self._population.set_weights(i, stepped)
-        # ring: 2(P − 1)/P of an adapter from each of the P present
-        self._sent_bytes += 2 * max(len(present) - 1, 0) * self._partners.adapter_bytes / num
-        self._count_hops(2 * math.log2(num), blocks=True)  # and nobody goes on before the slowest
-
-    def _merge_pairs(self, due: Sequence[int], now: int) -> None:
-        fast = {i: self._population.weights(i) for i in range(self._population.num)}
-        if self._schedule.after(self._inner_steps * (self._partners.outer[due[0]].num_steps + 1)) == "step alone":
-            partners: dict[int, int | None] = dict.fromkeys(due)
-        else:
-            partners = self._drawn(due)
-            self._count_hops(len(due) / self._population.num, blocks=not self._delay)
-        new = {i: self._partners.merged(i, fast, partners[i], self._weight(i, partners[i])) for i in due}
-        for i in due:
-            self._steps_at_merge[i] = self._steps[i]
-            self._on_the_way.append((now + self._delay, i, new[i], fast[i]))
-
-    def _land(self, now: int) -> None:
-        """Take what has arrived, or all at the end; what was learned since the snapshot is kept."""
-        is_last = now == self._scale.num_steps
-        ready = [one for one in self._on_the_way if one[0] <= now or is_last]
-        self._on_the_way = [one for one in self._on_the_way if not (one[0] <= now or is_last)]
-        for _, i, new, snapshot in ready:
-            self._population.set_weights(i, carry_over(new, snapshot, self._population.weights(i)))
-
-    def _weight(self, i: int, partner: int | None) -> float:
-        """Of 1 for a half; with `weigh_steps` the partner's part of the inner steps that both took since they merged."""
-        if partner is None or not self._arm.weigh_steps:
-            return 1.0
-        own, other = (self._steps[k] - self._steps_at_merge[k] for k in (i, partner))
-        return 2 * other / max(own + other, 1)
-
-    def _drawn(self, due: Sequence[int]) -> dict[int, int | None]:
-        """Random pairs where all are due, else a random other one, as it is at the moment; None where the exchange fails."""
-        num, drop_rate = self._population.num, self._arm.drop_rate
-        if len(due) < num:
-            others = {i: [j for j in range(num) if j != i] for i in due}
-            return {i: None if self._rng.random() < drop_rate else self._rng.choice(others[i]) for i in due}
-        order = list(due)
-        self._rng.shuffle(order)
-        partners: dict[int, int | None] = {}
-        for first, second in zip(order[::2], order[1::2], strict=True):
-            fails = self._rng.random() < drop_rate
-            partners |= {first: None, second: None} if fails else {first: second, second: first}
-        return partners
-
-    def _count_hops(self, hops: float, *, blocks: bool) -> None:
-        self._hops += hops
-        self._blocking_hops += hops if blocks else 0.0
+            self._population.set_weights(i, self._outer[i].step(mean if i in present else fast[i], None))
+        # a ring sends 2(P − 1)/P of an adapter from each of the P present; a tree as much on average
+        shapes = {name: tuple(tensor.shape) for name, tensor in fast[0].items()}
+        self._sent_bytes += 2 * max(len(present) - 1, 0) * encoded_bytes(shapes, self._arm.precision) / num
+        self._hops += 2 * math.log2(num)  # and nobody goes on before the slowest
 
     def _honest_weights(self) -> list[Adapter]:
-        return [self._population.weights(i) for i in range(self._population.num) if i not in self._partners.liars]
+        return [self._population.weights(i) for i in range(self._population.num) if i not in self._liars]
 
     def _outcome(self, training: list[float], curve: list[float]) -> Outcome:
         weights = self._honest_weights()
         merged = hypercube_mean(weights)
         measured = self._population.measure([*weights, merged])
-        values = _means(measured)
+        values, num = _means(measured), self._population.num
         target = next(iter(measured[0]))
         spread = statistics.fmean(_distance(one, merged) ** 2 for one in weights) ** 0.5
+        rows = [merger.row() for i, merger in enumerate(self._mergers) if i not in self._liars]
+        drifts = [row["merge/drift"] for row in rows if "merge/drift" in row]
+        hops = self._hops + 2 * self._pairing.num_exchanges / num  # both ways at once, of two replicas
         return Outcome(
             values=values[:-1],
             merged=values[-1],
             target=statistics.fmean(by_task[target] for by_task in measured[:-1]),
             consensus=spread / max(_distance(merged, self._population.start), 1e-12),
-            sent_bytes=self._sent_bytes + self._partners.sent_bytes / self._population.num,
-            hops=self._hops,
-            blocking_hops=self._blocking_hops,
+            sent_bytes=self._sent_bytes + self._pairing.sent_bytes / num,
+            hops=hops,
+            blocking_hops=self._hops if self._arm.overlap else hops,
             num_inner_steps=statistics.fmean(self._steps),
-            drift=statistics.fmean(self._partners.drifts) if self._partners.drifts else None,
-            share=statistics.fmean(self._partners.shares) if self._partners.shares else None,
+            drift=statistics.fmean(drifts) if drifts else None,
+            product_layers=statistics.fmean(row.get("merge/product_layers", 0) for row in rows) if rows else 0.0,
+            reasons=_totals([row["merge/reasons"] for row in rows]),
             training=training,
             curve=[*curve, statistics.fmean(values[:-1])] if self._scale.num_checks else [],
         )
@@ -219,6 +224,10 @@ def hypercube_mean(weights: Sequence[Adapter]) -> Adapter:
 def _means(measured: Sequence[Mapping[str, float]]) -> list[float]:
     """Over tasks, of each."""
     return [statistics.fmean(by_task.values()) for by_task in measured]
+
+
+def _totals(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {key: sum(one.get(key, 0) for one in counts) for key in sorted({key for one in counts for key in one})}
 
 
 def _distance(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> float:

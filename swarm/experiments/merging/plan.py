@@ -17,7 +17,7 @@ class MergingPlan:
     seeds: tuple[int, ...] = (0, 1, 2)
     arms: tuple[str, ...] = ()
     """Those alone, of all parts; all if empty."""
-    num_steps: int = 180
+    num_steps: int = 120
     """Inner steps in supervised training."""
     inner_steps: int = 10
     """H there."""
@@ -55,7 +55,7 @@ class MergingPlan:
                 "learning": "supervised",
                 "num_steps": self.num_steps,
                 "inner_steps": self.inner_steps,
-                "num_checks": 6,
+                "num_checks": 4,
                 "batch": self.batch,
                 "num_examples": self.num_examples,
                 "held_out_tasks": self.held_out_examples,

@@ -14,6 +14,8 @@ class Population(Protocol):
     num: int
     start: Adapter
     """What all of them begin from."""
+    scaling: float
+    """alpha / rank."""
 
     def train(self, active: Sequence[int], progress: float, average_gradients: bool) -> list[float]:
         """One inner step of each that is active; `progress` in [0, 1) is how far the run is. Returns loss or reward of each.
@@ -28,8 +30,12 @@ class Population(Protocol):
 
     def set_weights(self, replica: int, weights: Mapping[str, Tensor]) -> None: ...
 
-    def gate_scores(self, replica: int, candidates: Sequence[Adapter]) -> list[float]:
-        """Of each candidate on what this replica keeps private; larger is better."""
+    def reset_moments(self, replica: int, names: Sequence[str]) -> None:
+        """Forget what the inner optimizer knows of these tensors."""
+        ...
+
+    def gate_score(self, replica: int, candidate: Adapter) -> float:
+        """On what this replica keeps private; larger is better."""
         ...
 
     def measure(self, adapters: Sequence[Adapter]) -> list[dict[str, float]]:

@@ -48,6 +48,12 @@ class Replicas:
         for name, tensor in self._stack.items():
             tensor[replica] = weights[name]
 
+    def reset_moments(self, replica: int, names: Sequence[str]) -> None:
+        """Of these tensors; the count of steps is that of all tensors and stays."""
+        for name in names:
+            self._first[name][replica] = 0.0
+            self._second[name][replica] = 0.0
+
     def train(
         self, batches: Mapping[int, Sequence[Example]], lr_factor: float = 1.0, average_gradients: bool = False
     ) -> list[float]:

@@ -44,6 +44,7 @@ class SupervisedReplicas:
         self._draws = [random.Random(f"{seed}/{replica}") for replica in range(NUM_REPLICAS)]
         self.num = NUM_REPLICAS
         self.start = self._replicas.start
+        self.scaling = LORA.alpha / LORA.rank
 
     def train(self, active: Sequence[int], progress: float, average_gradients: bool) -> list[float]:
         batches = {
@@ -58,9 +59,12 @@ class SupervisedReplicas:
     def set_weights(self, replica: int, weights: Mapping[str, Tensor]) -> None:
         self._replicas.set_weights(replica, weights)
 
-    def gate_scores(self, replica: int, candidates: Sequence[Adapter]) -> list[float]:
-        losses = self._replicas.loss(candidates, [self._data.private[replica]] * len(candidates))
-        return [-loss for loss in losses]
+    def reset_moments(self, replica: int, names: Sequence[str]) -> None:
+        self._replicas.reset_moments(replica, names)
+
+    def gate_score(self, replica: int, candidate: Adapter) -> float:
+        (loss,) = self._replicas.loss([candidate], [self._data.private[replica]])
+        return -loss
 
     def measure(self, adapters: Sequence[Adapter]) -> list[dict[str, float]]:
         by_task = {
