@@ -441,6 +441,12 @@ class MergingSection(Section):
     """Private tasks on which a merge must do no harm before it is taken; 0 trusts the partner."""
     drift_threshold: PositiveFloat = 0.3
     """Layers whose factors drifted further apart are merged as products, not factor by factor."""
+    search_s: PositiveFloat = 30.0
+    """Longest search for a partner. About as long as an outer round nearly all find one; training goes on meanwhile."""
+    request_timeout_s: PositiveFloat = 10.0
+    """For one small request to a partner; a piece of an adapter gets more, by its size."""
+    min_bytes_per_s: PositiveFloat = 131072.0
+    """A partner whose adapter comes in more slowly than this is left. One megabit by default."""
 
     @model_validator(mode="after")
     def _replicas_stay_together(self) -> "MergingSection":

@@ -27,6 +27,7 @@ from swarm.network.heap import bound_arenas
 from swarm.network.make_transport import make_transport
 from swarm.network.transport import Transport
 from swarm.node_folder import NodeFolder
+from swarm.node_merging import make_merging
 from swarm.node_report import NodeReport
 from swarm.observability.logging_setup import set_up_logging
 from swarm.observability.repeat import repeat
@@ -99,7 +100,8 @@ class Node:
         is_informative = config.sharing.choice == "informative"
         weigh_author = self._acceptance.weight
         self._usefulness = Usefulness(config.sharing.max_age_s, self._clock, weigh_author) if is_informative else None
-        self._report = NodeReport(config.observability, folder, identity, self.transport, validator)
+        self._merging = make_merging(config, identity, self.transport, self._level)
+        self._report = NodeReport(config.observability, folder, identity, self.transport, validator, self._merging)
         self._stop = threading.Event()
 
     async def run_until_signal(self) -> None:
@@ -141,7 +143,7 @@ class Node:
 
     async def _start(self) -> Learner | None:
         """Network and policy come up side by side; None where a stop was asked for meanwhile."""
-        starting = asyncio.gather(asyncio.to_thread(self._build_learner), self._start_transport())
+        starting = asyncio.create_task(self._bring_up())
         while not starting.done():
             await asyncio.wait([starting], timeout=_STOP_CHECK_INTERVAL_S)
             if self._stop.is_set() and not starting.done():
@@ -149,8 +151,16 @@ class Node:
                 with contextlib.suppress(asyncio.CancelledError):
                     await starting
                 return None
-        learner, _ = await starting
+        return await starting
+
+    async def _bring_up(self) -> Learner:
+        learner, _ = await asyncio.gather(asyncio.to_thread(self._build_learner), self._start_transport())
+        if self._merging is not None:
+            await self._merging.join(learner)
         return learner
+
+    def _level(self) -> int:
+        return self.exchange.directory.level if self.exchange else 0
 
     async def _start_transport(self) -> None:
         if self.transport is None:
@@ -172,8 +182,9 @@ class Node:
         policy = load_policy(self.config.policy, device=self.config.node.device, hash_cache=self.folder.hash_cache)
         logger.info("policy ready on %s, lineage %s", policy.device, policy.lineage.policy[:12])
         learner = Learner(
-            self.config, policy, mixture, self.pool, self.identity.peer_id, self._hand_out, self._usefulness
-        )
+            self.config, policy, mixture, self.pool, self.identity.peer_id, self._hand_out, self._usefulness,
+            self._merging.links if self._merging else None,
+        )  # fmt: skip
         learner.probe_memory()
         if learner.resume(self._checkpoints()):
             logger.info("resumed after round %d", learner.round)
@@ -199,7 +210,8 @@ class Node:
     def _network_work(self) -> list[Coroutine[Any, Any, None]]:
         on_failure = self._report.count_failed_step
         status = repeat(self._report.refresh, pause_s=_STATUS_INTERVAL_S, on_failure=on_failure)
-        return [status, *(self.exchange.work(on_failure) if self.exchange else ())]
+        merging = self._merging.work(on_failure) if self._merging else ()
+        return [status, *(self.exchange.work(on_failure) if self.exchange else ()), *merging]
 
     def _hand_out(self, groups: Sequence[RolloutGroup]) -> None:
         """Called by the compute thread, which never waits for the network."""

@@ -170,6 +170,7 @@ class MergeExchange:
             request.settle(Alone("declined" if is_anybody_ready else "nobody"))
             return
         self._recent.add(own.partner.peer_id)
+        self._ready.note_round(own.partner)
         ends_at = asyncio.get_running_loop().time() + self._patience.transfer_s(own.offer.num_bytes)
         if await self._fetch_for(request, own.partner, ends_at):
             await self._say_fetched(own.partner)
@@ -189,7 +190,7 @@ class MergeExchange:
         offer = AdapterOffer(
             peer_id=self._identity.peer_id,
             lineage=snapshot.lineage,
-            outer_round=snapshot.outer_round,
+            outer_round=self._ready.caught_up(snapshot.outer_round),
             policy_version=snapshot.policy_version,
             precision=snapshot.precision,
             num_bytes=num_bytes,

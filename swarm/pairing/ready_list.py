@@ -9,10 +9,11 @@ level takes authors whose rollouts were admitted, which made-up listings do not 
 
 import random
 import statistics
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from swarm.network.transport import Transport
-from swarm.pairing.proposal import check_terms, is_current
+from swarm.pairing.proposal import MAX_LAG_ROUNDS, check_terms, is_current
 from swarm.records.adapter_offer import AdapterOffer, verify_offer
 from swarm.records.rejection import InvalidRecord
 from swarm.sharing.index import AdapterList, adapter_key
@@ -20,6 +21,8 @@ from swarm.sharing.shard import SPLIT_ABOVE, Shard, next_level, shard_of, thinni
 
 MAX_READ = 64
 """Entries of a list that are looked at: a random sample, so that who is listed first or under which name is of no use."""
+CATCH_UP_TO = MAX_LAG_ROUNDS // 2
+"""Outer rounds behind the others that a node further behind says it is: they go on while it looks for a partner."""
 _WIDEST = Shard(0, 0)
 
 
@@ -41,6 +44,7 @@ class ReadyList:
         self._rng = rng
         self._max_level = max_level
         self._levels: dict[str, int] = {}  # by lineage; a node has one, or a few in a lifetime
+        self._rounds: OrderedDict[str, int] = OrderedDict()  # outer round of each peer that was listed last
         self._enlisted: AdapterOffer | None = None
         self._keys: set[str] = set()  # that the enlisted offer lies under
 
@@ -51,6 +55,23 @@ class ReadyList:
             self._levels[lineage] = int(statistics.median(other.level for other in others)) if others else 0
         self._levels[lineage] = min(self._levels[lineage], self._max_level())
         return self._levels[lineage]
+
+    def caught_up(self, outer_round: int) -> int:
+        """The outer round to offer an adapter as: the own one, or for a node that fell behind a little less than the others'.
+
+        Slow nodes and late ones would be alone for ever otherwise. As a partner counts for less the further behind it is,
+        such a node counts for as little as any does. The median: it takes half of those listed to move it.
+        """
+        if not self._rounds:
+            return outer_round
+        return max(outer_round, statistics.median_low(self._rounds.values()) - CATCH_UP_TO)
+
+    def note_round(self, other: AdapterOffer) -> None:
+        """Where a peer of the own lineage is. The last MAX_READ of them are remembered."""
+        self._rounds[other.peer_id] = other.outer_round
+        self._rounds.move_to_end(other.peer_id)
+        if len(self._rounds) > MAX_READ:
+            self._rounds.popitem(last=False)
 
     async def enlist(self, offer: AdapterOffer, record: bytes, until: float) -> None:
         """List an offer until that swarm time, wherever it is not listed yet."""
@@ -101,8 +122,10 @@ class ReadyList:
                 found.append(offer)
         return found
 
-    @staticmethod
-    def _mergeable(own: AdapterOffer, others: Iterable[AdapterOffer]) -> list[AdapterOffer]:
+    def _mergeable(self, own: AdapterOffer, others: Iterable[AdapterOffer]) -> list[AdapterOffer]:
+        others = [other for other in others if other.lineage == own.lineage]
+        for other in others:
+            self.note_round(other)
         return [other for other in others if check_terms(own, other) is None]
 
     def _adapt(self, lineage: str, num_listed: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 from swarm.network.memory.network import MemoryNetwork
 from swarm.network.memory.transport import Faults
 from swarm.pairing.proposal import MAX_LAG_ROUNDS
+from swarm.pairing.ready_list import CATCH_UP_TO
 from swarm.types import Alone, Outcome, Partner, Snapshot
 from tests.swarm.merge_swarm import PATIENCE, PIECES, SMALL, MergeNode, in_merge_swarm, named, tell
 from tests.unit.experience_factory import LINEAGE
@@ -43,6 +44,19 @@ def test_two_nodes_exchange_what_the_other_offered() -> None:
         mine = Snapshot(LINEAGE.policy, "bf16", 0, 7, one.payload(PIECES))
         theirs = Snapshot(LINEAGE.policy, "bf16", 3, 0, other.payload(PIECES))
         assert outcomes == [Partner(other.peer_id, theirs), Partner(one.peer_id, mine)]
+
+    in_merge_swarm(2, scenario)
+
+
+def test_node_far_behind_finds_a_partner_once_it_has_seen_where_the_others_are() -> None:
+    async def scenario(nodes: list[MergeNode], network: MemoryNetwork) -> None:
+        ahead, behind = nodes
+        ahead.outer_round = 100
+        assert await asyncio.gather(ahead.offer(), behind.offer()) == [Alone("nobody")] * 2
+        for _ in range(3):
+            outcome, theirs = await asyncio.gather(ahead.offer(), behind.offer())
+            assert isinstance(outcome, Partner) and isinstance(theirs, Partner)
+            assert theirs.snapshot.outer_round - outcome.snapshot.outer_round in (CATCH_UP_TO, CATCH_UP_TO + 1)
 
     in_merge_swarm(2, scenario)
 

@@ -1,0 +1,145 @@
+"""Merging as it happens to a node's policy: outer steps written into it, and the private tasks that a merge is tried on.
+
+    trainer.step ─▶ Merger.after ─▶ OuterStep ─▶ weights into the policy, moments of turned factors forgotten ─▶ canary
+                        └─ gate: each candidate into the policy ─▶ answers to private tasks ─▶ mean reward
+
+A merge happens between a training step and the next rollouts, and only after a step that was applied: so each policy version
+samples from one set of weights, and the version needs no step of its own for a merge. Runs on the compute thread.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from swarm.adapters.adapter_state import read_adapter, write_adapter
+from swarm.config import Config
+from swarm.merging.merger import Donate, Merger, Pairer
+from swarm.merging.outer_optimizer import Adapter
+from swarm.merging.schedule import MergeSchedule
+from swarm.policy.policy import Policy
+from swarm.rollouts.worker import RolloutWorker
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import INDEX_SPAN, TaskFailure
+from swarm.training.trainer import Trainer
+from swarm.types import Partner, Task
+
+
+@dataclass(frozen=True, slots=True)
+class MergeLinks:
+    """What merging needs of whoever connects replicas."""
+
+    pairer: Pairer
+    donate: Donate | None
+    """Takes the adapter for newcomers after each outer step."""
+    gate_seed: int
+    """Stream of the tasks that merges are tried on. No partner may know it, or it could prepare for them."""
+
+
+class PolicyMerging:
+    """Of one learner."""
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        trainer: Trainer,
+        worker: RolloutWorker,
+        mixture: TaskMixture,
+        links: MergeLinks | None,
+    ) -> None:
+        """To be made before anything is trained or restored. Without `links` every outer step is taken alone."""
+        self._config = config
+        self._policy = policy
+        self._trainer = trainer
+        self._worker = worker
+        self._mixture = mixture
+        self._links = links
+        rounds = config.node.max_rounds
+        planned = None if rounds is None else rounds * config.training.inner_epochs
+        schedule = MergeSchedule(config.merging, planned, int(config.swarm_id[:8], 16))  # the same in all of the swarm
+        self._merger = Merger(
+            config.merging,
+            policy.lineage.policy,
+            config.policy.lora.alpha / config.policy.lora.rank,
+            read_adapter(policy.model),
+            schedule,
+            links.pairer if links else None,
+            self._score if links and config.merging.gate_tasks else None,
+            links.donate if links else None,
+        )
+        self._seen_version = policy.version
+        self._gate_tasks: tuple[int, list[Task]] = (-1, [])
+        self._last_s = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of every adapter that is sent or taken."""
+        return self._merger.num_bytes
+
+    def after_step(self) -> None:
+        """After each training step, before anything is sampled: an outer step where one is due or a partner has come."""
+        num_steps = self._policy.version - self._seen_version
+        self._seen_version = self._policy.version
+        if num_steps == 0:
+            return
+        started = time.monotonic()
+        step = self._merger.after(num_steps, self._read, self._policy.version)
+        if step is not None:
+            write_adapter(self._policy.model, step.weights)
+            self._trainer.reset_moments(step.reset_names)
+            self._last_s = time.monotonic() - started
+
+    def join(self, found: Sequence[Partner]) -> bool:
+        """Begin where the donors of an untrained policy are. Says whether it does."""
+        has_joined = self._merger.join(found)
+        write_adapter(self._policy.model, self._merger.slow)
+        return has_joined
+
+    def row(self) -> dict[str, Any]:
+        """Metrics of a round."""
+        return {**self._merger.row(), "merge/last_step_s": self._last_s}
+
+    def state(self) -> tuple[dict[str, Adapter], dict[str, Any]]:
+        """(tensors, JSON-able rest) for a checkpoint."""
+        return self._merger.state()
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any] | None) -> None:
+        """Continue with a restored policy. `state` None: nothing was merged before, the policy's weights are the slow ones."""
+        if state is None:
+            self._merger.begin(self._read())
+        else:
+            self._merger.restore(tensors, state)
+        self._seen_version = self._policy.version
+
+    def _read(self) -> Adapter:
+        return read_adapter(self._policy.model)
+
+    def _score(self, weights: Adapter) -> float:
+        """Mean reward of one answer per private task; the same tasks and the same seed for all candidates of a merge."""
+        write_adapter(self._policy.model, weights)
+        assert self._links is not None
+        rewards = self._worker.evaluate(
+            self._tasks(), temperature=self._config.evaluation.temperature, seed=self._links.gate_seed
+        )
+        flat = [reward for values in rewards.values() for reward in values]
+        return sum(flat) / len(flat) if flat else 0.0
+
+    def _tasks(self) -> list[Task]:
+        """Other ones for each policy version, hence for each merge; all sources in turn."""
+        version = self._policy.version
+        if self._gate_tasks[0] == version:
+            return self._gate_tasks[1]
+        assert self._links is not None
+        names, count = sorted(self._mixture.sources), self._config.merging.gate_tasks
+        tasks: list[Task] = []
+        for number in range(version * count, (version + 1) * count):
+            source = self._mixture.sources[names[number % len(names)]]
+            try:
+                tasks.append(source.task(self._links.gate_seed, number // len(names) % INDEX_SPAN))
+            except TaskFailure:
+                continue  # one task fewer to try on
+        self._gate_tasks = version, tasks
+        return tasks
