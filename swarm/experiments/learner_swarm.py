@@ -29,10 +29,10 @@ _TURN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """One round of the nodes that took part, together."""
+    """One round of all nodes together."""
 
     rewards: tuple[float, ...]
-    """Mean reward of each one's sampled answers."""
+    """Mean reward of each node's sampled answers."""
     answers_sampled: int
     answers_trained_on: int
     """Own and others', as drawn for the batches."""
@@ -60,17 +60,15 @@ class LearnerSwarm:
         self._mixtures: dict[str, TaskMixture] = {}
         self._nodes = [self._node(number, config, seed) for number, config in enumerate(configs)]
 
-    def run_round(self, active: Sequence[int] | None = None) -> RoundRow:
-        """Of all nodes, or of those numbers."""
-        numbers = range(len(self._nodes)) if active is None else active
+    def run_round(self) -> RoundRow:
         rows: dict[int, Mapping[str, Any]] = {}
-        for number in self._rng.sample(numbers, len(numbers)):
+        for number in self._rng.sample(range(len(self._nodes)), len(self._nodes)):
             node = self._nodes[number]
             if node.config.sharing.swarm_groups:
                 node.reader.pull(node.config.max_batch_groups)
             rows[number] = node.learner.run_round()
             self._now_s += _TURN_S
-        ordered = [(node, rows[number]) for number, node in enumerate(self._nodes) if number in rows]
+        ordered = [(node, rows[number]) for number, node in enumerate(self._nodes)]
         return RoundRow(
             rewards=tuple(row["rollout/reward_mean"] for _, row in ordered),
             answers_sampled=sum(row["rollout/answers"] for _, row in ordered),
@@ -94,11 +92,6 @@ class LearnerSwarm:
     @property
     def num_bytes_offered(self) -> int:
         return self._exchange.num_bytes
-
-    @property
-    def policies(self) -> list[Policy]:
-        """Of the nodes, by number: what they sample from and train."""
-        return [node.learner.policy for node in self._nodes]
 
     def _node(self, number: int, config: Config, seed: int) -> _Node:
         identity = node_identity(seed, number)

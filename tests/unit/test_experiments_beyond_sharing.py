@@ -42,11 +42,12 @@ def test_delayed_data_is_sampled_by_the_version_of_then() -> None:
     import torch
 
     from swarm.adapters.adapter_state import read_adapter
-    from swarm.experiments.offpolicy_cell import OffPolicyLearner, _config, _source
+    from swarm.experiments.bare_learner import BareLearner
+    from swarm.experiments.offpolicy_cell import _config, _source
 
     torch.set_num_threads(1)
     settings = {**SETTINGS, "data": "1"}
-    learner = OffPolicyLearner(_config(settings, init_seed=0), "learner", 0)
+    learner = BareLearner(_config(settings, init_seed=0), "learner", 0)
     source = _source(settings, learner)
     versions = list[tuple[int, int]]()
     while learner.policy.version < 3:
@@ -61,10 +62,11 @@ def test_delayed_data_is_sampled_by_the_version_of_then() -> None:
 
 
 def test_a_stranger_shares_the_tokenizer_and_not_the_lineage() -> None:
-    from swarm.experiments.offpolicy_cell import OffPolicyLearner, _config
+    from swarm.experiments.bare_learner import BareLearner
+    from swarm.experiments.offpolicy_cell import _config
 
-    own = OffPolicyLearner(_config(SETTINGS, init_seed=0), "learner", 0).policy.lineage
-    other = OffPolicyLearner(_config(SETTINGS, init_seed=1), "stranger", 0).policy.lineage
+    own = BareLearner(_config(SETTINGS, init_seed=0), "learner", 0).policy.lineage
+    other = BareLearner(_config(SETTINGS, init_seed=1), "stranger", 0).policy.lineage
     assert own.tokenizer == other.tokenizer and own.policy != other.policy
 
 

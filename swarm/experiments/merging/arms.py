@@ -1,7 +1,7 @@
 """How replicas merge, and what goes wrong, by arm; and which arms each part of the experiment has."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,15 +11,18 @@ NUM_REPLICAS = 8
 TREE_HOPS = 2 * int(math.log2(NUM_REPLICAS))
 """Messages one after another in a tree all-reduce: up and down. An exchange in pairs is one, both ways at once."""
 SPEEDS = (1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25)
-NO_CLIP = 1e9
+OFF = 1e9
+"""A limit that nothing reaches."""
 
 SILO, NOLOCO, DILOCO, PLAIN, OVERLAPPED = "silo", "NoLoCo", "DiLoCo", "pairs, plain average", "NoLoCo, overlapped"
-SAFE = "NoLoCo, default safety"
-EQUAL_HOPS = "DiLoCo, equal hops"
-ATTACK_FREE = "nobody lies"
-ATTACKS = ("random", "sign-flip", "x100", "poison", "nan", "silent")
-"""The last one is no attack: who lies in the others says nothing here, so that partners are missing and nothing else."""
+SAFE, AS_CONFIGURED, EQUAL_HOPS = "NoLoCo, clip and gate", "NoLoCo, default settings", "DiLoCo, equal hops"
+UNLIKE = "unlike speeds: "
 NUM_LIARS = (1, 3)
+ATTACKS: Mapping[str, Sequence[str]] = {
+    "off": ("random", "sign-flip", "x100", "poison", "silent"),
+    "default": ("random", "sign-flip", "x100", "poison", "nan"),
+}
+"""By safety. silent is no attack but its measure: partners that are missing and nothing else. NaN is refused without safety too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +49,21 @@ class Arm:
     """All merge at the same times, however many steps they took."""
     attack: str = ""
     num_liars: int = 0
-    clip_factor: float = NO_CLIP
+    clip_factor: float = OFF
     gate_tasks: int = 0
-    drift_threshold: float = MergingSection().drift_threshold
+    drift_threshold: float = OFF
+    """Above it, layers are merged as products."""
 
 
-def _with_default_safety(arm: Arm) -> Arm:
-    return replace(arm, clip_factor=MergingSection().clip_factor, gate_tasks=MergingSection().gate_tasks)
-
+_DEFAULTS = MergingSection()
+_CLIP_AND_GATE = Arm("pairs", clip_factor=_DEFAULTS.clip_factor, gate_tasks=_DEFAULTS.gate_tasks)
 
 LEARNING: Mapping[str, Arm] = {
     SILO: Arm("silo"),
     PLAIN: Arm("pairs", alpha=0.0, beta=1.0),
     NOLOCO: Arm("pairs"),
     OVERLAPPED: Arm("pairs", overlap=0.5),
-    SAFE: _with_default_safety(Arm("pairs")),
+    AS_CONFIGURED: replace(_CLIP_AND_GATE, drift_threshold=_DEFAULTS.drift_threshold),
     "NoLoCo, int4": Arm("pairs", precision="int4"),
     "NoLoCo, late": Arm("pairs", late=True),
     DILOCO: Arm("mean"),
@@ -72,24 +75,16 @@ FAULTS: Mapping[str, Arm] = {
     "NoLoCo, 30 % fail": Arm("pairs", drop_rate=0.3),
     "DiLoCo, 10 % absent": Arm("mean", drop_rate=0.1),
     "DiLoCo, 30 % absent": Arm("mean", drop_rate=0.3),
-    "unlike speeds: silo": Arm("silo", speeds=SPEEDS),
-    "unlike speeds: NoLoCo": Arm("pairs", speeds=SPEEDS, patience=0.5),
-    "unlike speeds: NoLoCo by time": Arm("pairs", speeds=SPEEDS, by_time=True),
-    "unlike speeds: DiLoCo": Arm("mean", speeds=SPEEDS),
+    UNLIKE + SILO: Arm("silo", speeds=SPEEDS),
+    UNLIKE + NOLOCO: Arm("pairs", speeds=SPEEDS, patience=0.5),
+    UNLIKE + "NoLoCo by time": Arm("pairs", speeds=SPEEDS, by_time=True),
+    UNLIKE + DILOCO: Arm("mean", speeds=SPEEDS),
 }
-RL: Mapping[str, Arm] = {
-    **{name: LEARNING[name] for name in (SILO, PLAIN, NOLOCO, SAFE, DILOCO, EQUAL_HOPS)},
-    **{
-        name: FAULTS[name]
-        for name in (
-            "NoLoCo, 10 % of exchanges fail",
-            "NoLoCo, 30 % fail",
-            "unlike speeds: silo",
-            "unlike speeds: NoLoCo",
-            "unlike speeds: NoLoCo by time",
-        )
-    },
-}
+_UNDER_RL = (
+    SILO, PLAIN, NOLOCO, AS_CONFIGURED, DILOCO, EQUAL_HOPS, "NoLoCo, 10 % of exchanges fail", "NoLoCo, 30 % fail",
+    UNLIKE + SILO, UNLIKE + NOLOCO, UNLIKE + "NoLoCo by time",
+)  # fmt: skip
+RL: Mapping[str, Arm] = {name: arm for name, arm in {**LEARNING, **FAULTS}.items() if name in _UNDER_RL}
 """Data parallelism is left out: one step on the groups of all is one trainer with eight times the batch, no replicas."""
 
 
@@ -98,32 +93,31 @@ def attack_name(attack: str, num_liars: int, safety: str) -> str:
     return f"{attack}, {num_liars} of {NUM_REPLICAS}, safety {safety}"
 
 
-def _hostile() -> dict[str, Arm]:
-    arms: dict[str, Arm] = {}
-    for safety in ("off", "default"):
-        guard = _with_default_safety if safety == "default" else lambda arm: arm
-        arms[f"{ATTACK_FREE}, safety {safety}"] = guard(Arm("pairs"))
-        for num in NUM_LIARS:
-            for attack in ATTACKS:
-                arms[attack_name(attack, num, safety)] = guard(Arm("pairs", attack=attack, num_liars=num))
-    return arms
+HOSTILE: Mapping[str, Arm] = {NOLOCO: Arm("pairs"), SAFE: _CLIP_AND_GATE} | {
+    attack_name(attack, num, safety): replace(arm, attack=attack, num_liars=num)
+    for safety, arm in (("off", Arm("pairs")), ("default", _CLIP_AND_GATE))
+    for num in NUM_LIARS
+    for attack in ATTACKS[safety]
+}
+SETTINGS: Mapping[str, Arm] = {
+    NOLOCO: Arm("pairs"),
+    "clip 2": Arm("pairs", clip_factor=2.0),
+    "clip 4": Arm("pairs", clip_factor=4.0),
+    "gate of 24 tasks": Arm("pairs", gate_tasks=24),
+    SAFE: _CLIP_AND_GATE,
+    "clip 4, gate of 24 tasks": Arm("pairs", clip_factor=4.0, gate_tasks=24),
+    "drift_threshold 0.3": Arm("pairs", drift_threshold=0.3),
+    "drift_threshold 0.6": Arm("pairs", drift_threshold=0.6),
+    "drift_threshold 0.3, clip 2": Arm("pairs", drift_threshold=0.3, clip_factor=2.0),
+    "beta 1": Arm("pairs", beta=1.0),
+}
+"""What each part of safety, merging as products and the outer learning rate cost or give where nobody lies."""
 
-
-HOSTILE: Mapping[str, Arm] = _hostile()
-SAFETY: Mapping[str, Arm] = {
-    f"clip {'off' if clip == NO_CLIP else f'{clip:g}'}, gate {gate or 'off'}": Arm(
-        "pairs", clip_factor=clip, gate_tasks=gate
-    )
-    for clip in (2.0, 4.0, 8.0, NO_CLIP)
-    for gate in (0, 24)
-} | {f"drift_threshold {limit:g}": Arm("pairs", drift_threshold=limit) for limit in (0.1, 0.6)}
-"""What safety and merging as products cost where nobody lies."""
-
-Part = Literal["learning", "faults", "rl", "attacks", "safety"]
+Part = Literal["learning", "faults", "rl", "attacks", "settings"]
 PARTS: Mapping[Part, Mapping[str, Arm]] = {
     "learning": LEARNING,
     "faults": FAULTS,
     "rl": RL,
     "attacks": HOSTILE,
-    "safety": SAFETY,
+    "settings": SETTINGS,
 }

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from swarm.config import MergingSection
-from swarm.experiments.merging.arms import Arm
+from swarm.experiments.merging.arms import OFF, Arm
 from swarm.experiments.merging.lies import lie
 from swarm.experiments.merging.memory_pairing import MemoryPairing, Terms
 from swarm.experiments.merging.population import Adapter, Population
@@ -117,7 +117,7 @@ class MergeRun:
     def _merger(self, i: int) -> Merger:
         schedule = MergeSchedule(self._config, self._scale.num_steps, self._scale.seed)
         guarded = self._arm.gate_tasks > 0 and i not in self._liars
-        config = self._config if i not in self._liars else self._config.model_copy(update={"clip_factor": 1e9})
+        config = self._config if i not in self._liars else self._config.model_copy(update={"clip_factor": OFF})
         return Merger(
             config,
             _LINEAGE,

@@ -26,9 +26,9 @@ class MergingPlan:
     """Per replica and task."""
     held_out_examples: int = 24
     """Per task."""
-    num_rounds: int = 96
+    num_rounds: int = 72
     """Inner steps under RL."""
-    inner_rounds: int = 8
+    inner_rounds: int = 6
     """H there."""
     groups_per_round: int = 4
     group_size: int = 8
