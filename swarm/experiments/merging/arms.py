@@ -22,7 +22,7 @@ ATTACKS: Mapping[str, Sequence[str]] = {
     "off": ("random", "sign-flip", "x100", "poison", "silent"),
     "default": ("random", "sign-flip", "x100", "poison", "nan"),
 }
-"""By safety. silent is no attack but its measure: partners that are missing and nothing else. NaN is refused without safety too."""
+"""By safety. silent is no attack but its measure: partners that are missing, nothing else. NaN is refused without safety too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,17 @@ from typing import Any
 
 from swarm.experiments.cells import Result
 from swarm.experiments.merging.arms import (
-    ATTACKS, DILOCO, EQUAL_HOPS, NOLOCO, NUM_LIARS, NUM_REPLICAS, PARTS, SAFE, SILO, Part, attack_name,
+    ATTACKS,
+    DILOCO,
+    EQUAL_HOPS,
+    NOLOCO,
+    NUM_LIARS,
+    NUM_REPLICAS,
+    PARTS,
+    SAFE,
+    SILO,
+    Part,
+    attack_name,
 )  # fmt: skip
 from swarm.experiments.report import Curves, Table, smooth
 from swarm.experiments.spread import Spread
@@ -31,7 +41,9 @@ def mean_value(result: Result) -> float:
     return fmean(result["values"])
 
 
-def ratio(results: Sequence[Result], arm: str, other: str, value: Value = mean_value, learning: str = "supervised") -> Spread:
+def ratio(
+    results: Sequence[Result], arm: str, other: str, value: Value = mean_value, learning: str = "supervised"
+) -> Spread:
     """Of two arms, seed by seed, over the seeds that both have."""
     own = {result["seed"]: value(result) for result in of_arm(results, arm, learning)}
     base = {result["seed"]: value(result) for result in of_arm(results, other, learning)}
@@ -95,7 +107,9 @@ def attack_table(results: Sequence[Result]) -> Table:
     rows: list[list[str]] = []
     for safety, free in (("off", NOLOCO), ("default", SAFE)):
         runs = of_arm(results, free)
-        rows.append([f"nobody lies, safety {safety}", _spread(runs, mean_value).text(4), f"1 ± {noise(results, free):.3f}", "1"])
+        rows.append(
+            [f"nobody lies, safety {safety}", _spread(runs, mean_value).text(4), f"1 ± {noise(results, free):.3f}", "1"]
+        )
         for num in NUM_LIARS:
             for attack in ATTACKS[safety]:
                 arm = attack_name(attack, num, safety)
@@ -210,14 +224,15 @@ def _figure(spread: Spread) -> dict[str, float] | None:
     return spread.rounded() if spread.values else None
 
 
-def told(num_replicas: int = NUM_REPLICAS) -> list[str]:
+def told() -> list[str]:
     """What was done, in sentences."""
     return [
-        f"{num_replicas} replicas of the bundled policy's adapter, each with data of its own, merge every H inner steps. What merges in "
-        "pairs is the Merger that a node runs, over a pairing in memory; DiLoCo is the same outer step on the mean of all. "
-        "Supervised: right answers to three tasks in a wording that the policy does not know. RL: rollouts and training of a node.",
-        "Spread is the root mean square distance of replicas from their mean, over the distance of the mean from the start. A hop is a "
-        "message that must wait for another: one per exchange in pairs, 2·log₂N per tree all-reduce. DiLoCo at equal hops "
-        "merges that many times less often. Overlapped: training goes on for half of H while the exchange is on its way.",
+        f"{NUM_REPLICAS} replicas of the bundled policy's adapter, each with data of its own, merge every H inner steps. What "
+        "merges in pairs is the Merger that a node runs, over a pairing in memory; DiLoCo is the same outer step on the mean "
+        "of all. Supervised: right answers to three tasks in a wording that the policy does not know. RL: rollouts and "
+        "training of a node.",
+        "Spread is the root mean square distance of replicas from their mean, over the distance of the mean from the start. "
+        "A hop is a message that must wait for another: one per exchange in pairs, 2·log₂N per tree all-reduce. DiLoCo at "
+        "equal hops merges that many times less often. Overlapped: training goes on for half of H during the exchange.",
         "Mean ± standard deviation over seeds; ratios are paired by seed.",
     ]

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarm.adapters.adapter_state import read_adapter
+from swarm.experiments.merging.population import Adapter
 from swarm.policy.lora import adapted_layers
 from swarm.policy.policy import Policy
-from swarm.experiments.merging.population import Adapter
 
 Example = tuple[list[int], list[int]]
 """Prompt ids, answer ids with EOS."""
@@ -119,4 +119,3 @@ class Replicas:
             mean = self._first[name] / (1 - 0.9**steps).view(shape)
             square = self._second[name] / (1 - 0.999**steps).view(shape)
             tensor.sub_(lr * keep * mean / (square.sqrt() + 1e-8))
-
