@@ -201,10 +201,10 @@ class Node:
         )
         judge = MixtureJudge(self._mixture)
         admission = Admission(config.sharing, config.swarm_id, self.identity.peer_id, judge, vocabulary, self._clock)
-        rng = random.Random(self.identity.peer_id)
         return Exchange(
             config.sharing, config.network, config.swarm_id, self.identity, transport, admission, self.pool,
-            self._bodies, self._next_sequence, rng, usefulness=self._usefulness, acceptance=self._acceptance,
+            self._bodies, lambda: self.pool.next_number("header"), random.Random(self.identity.peer_id),
+            usefulness=self._usefulness, acceptance=self._acceptance,
         )  # fmt: skip
 
     def _network_work(self) -> list[Coroutine[Any, Any, None]]:
@@ -284,9 +284,6 @@ class Node:
 
     def _checkpoints(self) -> CheckpointStore:
         return CheckpointStore(self.folder.checkpoints, self.config.checkpoint.keep)
-
-    def _next_sequence(self) -> int:
-        return self.pool.next_number("header")
 
 
 async def _cancel(tasks: Sequence["asyncio.Task[Any]"]) -> None:

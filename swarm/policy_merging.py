@@ -16,8 +16,9 @@ from torch import Tensor
 
 from swarm.adapters.adapter_state import read_adapter, write_adapter
 from swarm.config import Config
-from swarm.merging.merger import Donate, Merger, Pairer
+from swarm.merging.merger import Merger
 from swarm.merging.outer_optimizer import Adapter
+from swarm.merging.pairer import Donate, Pairer
 from swarm.merging.schedule import MergeSchedule
 from swarm.policy.policy import Policy
 from swarm.rollouts.worker import RolloutWorker

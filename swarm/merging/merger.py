@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from swarm.merging.adapter_wire import decode_adapter, encode_adapter, encoded_b
 from swarm.merging.blend import Blend
 from swarm.merging.gate import choose_share
 from swarm.merging.outer_optimizer import Adapter, OuterOptimizer, carry_over, partner_weight
+from swarm.merging.pairer import Donate, Pairer
 from swarm.merging.robust import FEWEST_FOR_MEDIAN, NormClip, median_adapter, refuse_unusable
 from swarm.merging.schedule import MergeSchedule
 from swarm.types import MAX_ADAPTER_BYTES, Alone, Outcome, Partner, Snapshot
@@ -31,21 +32,12 @@ from swarm.types import MAX_ADAPTER_BYTES, Alone, Outcome, Partner, Snapshot
 logger = logging.getLogger(__name__)
 
 Score = Callable[[Adapter], float]
-"""How well an adapter does on something private; larger is better. Its weights are the policy's afterwards, or may be."""
-Donate = Callable[[Snapshot], None]
-"""Give this adapter to newcomers from now on."""
+"""How well an adapter does on something private; larger is better."""
 
-
-class Pairer(Protocol):
-    """Finds a partner for a snapshot: `pairing.MergeExchange` in a node, something in memory in an experiment."""
-
-    def offer(self, snapshot: Snapshot) -> "Future[Outcome]":
-        """Returns at once; the future never raises, and ends within a bounded time."""
-        ...
-
-    def distrust(self, peer_id: str) -> None:
-        """The adapter of this partner was of no use."""
-        ...
+_WHY_ALONE = {
+    "nobody": "no node with the same base, policy.lora and merging.precision searched for a partner at the same time",
+    "declined": "those that searched had other partners, or it was the turn of others",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +96,10 @@ class Merger:
         self._clip = NormClip(config.clip_factor)
         self._pending: _Pending | None = None
         self._inner_steps = 0
+        self._num_planned = 0  # outer steps that were due so far
         self._reasons: Counter[str] = Counter()
         self._last: dict[str, Any] = {}
+        self._told: set[str] = set()
 
     @property
     def num_bytes(self) -> int:
@@ -122,10 +116,10 @@ class Merger:
 
         `read` gives the weights as they are now and is called only where they are needed.
         """
-        before, self._inner_steps = self._inner_steps, self._inner_steps + num_steps
+        self._inner_steps += num_steps
         step = self._settled(read)
         if self._pending is None:
-            decision = self._decision(before)
+            decision = self._decision()
             if decision == "merge" and self._pairer is not None:
                 step = self._offer(step, read, policy_version) or step
             elif decision != "train" and step is None:
@@ -189,16 +183,20 @@ class Merger:
         """Continue from what `state` gave. Raises MergeError if it belongs to another adapter shape."""
         self._outer.restore(tensors, state)
         self._inner_steps = int(state["inner_steps"])
+        self._num_planned = self._inner_steps // self._config.inner_steps
         self._clip.restore(state["clip"])
         self._reasons = Counter(state["reasons"])
         self._last = dict(state["last"])
         self._pending = None
 
-    def _decision(self, before: int) -> str:
-        """Of the schedule, where a multiple of H was reached, or passed by several steps at once."""
+    def _decision(self) -> str:
+        """Of the schedule, where a multiple of H was reached since the last one, be it while an exchange was under way."""
         interval = self._config.inner_steps
-        reached = self._inner_steps // interval
-        return "train" if reached == before // interval else self._schedule.after(reached * interval)
+        num_due = self._inner_steps // interval
+        if num_due == self._num_planned:
+            return "train"
+        self._num_planned = num_due
+        return self._schedule.after(num_due * interval)
 
     def _offer(self, step: OuterStep | None, read: Callable[[], Adapter], policy_version: int) -> OuterStep | None:
         """Send a snapshot on its way. An outer step alone where the own adapter cannot be sent, else None."""
@@ -279,6 +277,12 @@ class Merger:
         weights = carry_over(merged.tensors, pending.fast, current)
         return OuterStep(weights, merged.reset_names, peer_id if share > 0 else None)
 
+    def _tell_once(self, reason: str) -> None:
+        """Later ones are in the metrics: a node alone would say so for ever."""
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.info("outer step %d alone: %s", self._outer.num_steps, _WHY_ALONE.get(reason, reason))
+
     def _gate(self, blend: Blend, fast: Adapter, current: Adapter) -> float:
         score = self._score
         if score is None:
@@ -290,5 +294,5 @@ class Merger:
         self._clip.observe(fast, self._outer.slow)
         new = self._outer.step(fast, None)
         self._reasons[reason] += 1
-        logger.debug("outer step %d alone: %s", self._outer.num_steps, reason)
+        self._tell_once(reason)
         return OuterStep(new if current is None else carry_over(new, fast, current), (), None)

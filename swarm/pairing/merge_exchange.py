@@ -5,8 +5,8 @@
     offer(snapshot) ──────────────────→    hash, sign → PartnerSearch → paired → fetch ←→ AdapterServer
     future.done()? … result() ←────────    Partner(peer, snapshot) or Alone(reason), within `time_limit_s`
 
-An adapter is served until its partner has it or the time for that is over. A newer offer ends the one before. In memory:
-the own adapter and one of another node, that one twice for a moment.
+An adapter is served until its partner has it or the time for that is over. A newer offer ends the search of the one before,
+and waits for its transfers. In memory: the own adapter, a newer one that waits, and that of another node, twice for a moment.
 """
 
 import asyncio
@@ -89,7 +89,8 @@ class MergeExchange:
         transport.serve(ADAPTER_PROTOCOL, server.answer, max_request_bytes=BLOB_REQUEST_BYTES)
 
     def time_limit_s(self, num_bytes: int) -> float:
-        """Longest time from an offer to its outcome, for an adapter of this size."""
+        """Longest time from an offer to its outcome, for an adapter of this size. One that is offered while the one before
+        is on its way to a partner waits `Patience.transfer_s` longer at most."""
         return self._patience.total_s(num_bytes)
 
     def offer(self, snapshot: Snapshot) -> "Future[Outcome]":
@@ -144,6 +145,8 @@ class MergeExchange:
         newer = asyncio.create_task(self._arrived.wait())
         try:
             await asyncio.wait({holding, newer}, return_when=asyncio.FIRST_COMPLETED)
+            if self._own is not None and self._own.partner is not None:
+                await asyncio.wait({holding})  # who is fetching gets all of it: the next offer begins a little later
         finally:
             newer.cancel()
             holding.cancel()

@@ -68,8 +68,9 @@ class Newcomer:
         """
         listed = await self._lists.widest(wanted.lineage)
         fitting = [one for one in listed if (one.precision, one.num_bytes) == (wanted.precision, wanted.num_bytes)]
+        donors = self._different(fitting)
         found: list[Partner] = []
-        for donor in self._different(fitting)[: _TRIES_PER_ADAPTER * count]:
+        for donor in donors[: _TRIES_PER_ADAPTER * count] if len(donors) >= LEAST else ():
             if len(found) == count:
                 break
             payload = await self._fetch_from(donor)

@@ -48,6 +48,14 @@ PROFILES = (
 )
 """Taken in turn when there are more nodes."""
 
+MERGING: Mapping[str, str] = {
+    "merging.enabled": "true",
+    "merging.inner_steps": "8",
+    "merging.search_s": "8.0",
+}
+"""Over the defaults where the nodes of a testbed merge: an outer round is some eight seconds here. Nodes of the profile with
+another adapter shape are of another lineage and find no partner in less than eight nodes."""
+
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:

@@ -187,6 +187,20 @@ def test_three_nodes_leave_one_alone_and_none_waiting() -> None:
     in_merge_swarm(3, scenario)
 
 
+def test_newer_snapshot_waits_until_a_partner_with_a_slow_line_has_the_one_before() -> None:
+    async def scenario(nodes: list[MergeNode], network: MemoryNetwork) -> None:
+        quick, slow = nodes
+        network.limit_uplink(slow.peer_id, 1e9)
+        network.limit_uplink(quick.peer_id, 400_000.0)  # the other one has its adapter in five seconds
+        theirs = asyncio.create_task(slow.offer(PIECES))
+        assert isinstance(await quick.offer(PIECES), Partner) and not theirs.done()
+        newer = asyncio.create_task(quick.offer(SMALL))
+        assert isinstance(await theirs, Partner)
+        assert await newer == Alone("nobody")
+
+    in_merge_swarm(2, scenario)
+
+
 def test_newer_snapshot_ends_the_search_for_the_one_before() -> None:
     async def scenario(nodes: list[MergeNode], network: MemoryNetwork) -> None:
         one, other = nodes

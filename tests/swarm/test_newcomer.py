@@ -112,6 +112,7 @@ def test_too_few_are_none() -> None:
         for node in nodes[1:LEAST]:
             await node.give()
         assert await nodes[0].newcomer.fetch(WANTED) == []
+        assert not any(node.donor.num_guests for node in nodes)  # and nobody is asked for nothing
 
     among_donors(LEAST, scenario)
 

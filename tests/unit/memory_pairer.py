@@ -2,6 +2,7 @@
 
 import random
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,8 +51,7 @@ def start() -> Adapter:
 
 
 def snapshot_of(weights: Adapter, outer_round: int = 0, **changes: Any) -> Snapshot:
-    fields = {"lineage": LINEAGE, "precision": "bf16", "outer_round": outer_round, "policy_version": 0}
-    return Snapshot(**({"payload": encode_adapter(weights, "bf16", start())} | fields | changes))
+    return replace(Snapshot(LINEAGE, "bf16", outer_round, 0, encode_adapter(weights, "bf16", start())), **changes)
 
 
 def partner(weights: Adapter, outer_round: int = 0, **changes: Any) -> Partner:

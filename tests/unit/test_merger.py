@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,8 @@ def test_what_is_offered_is_the_snapshot_in_the_lineage_s_numbers() -> None:
 
 
 @pytest.mark.parametrize("reason", ["nobody", "declined", "deadline", "unreachable"])
-def test_without_a_partner_the_step_is_taken_alone(reason: str) -> None:
+def test_without_a_partner_the_step_is_taken_alone(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     pairer = MemoryPairer()
     replica = ToyReplica(pairer)
     replica.train(3)
@@ -64,17 +66,22 @@ def test_without_a_partner_the_step_is_taken_alone(reason: str) -> None:
     assert step.partner is None
     for name, phi in start().items():
         torch.testing.assert_close(replica.merger.slow[name], phi + 0.7 * (sent[name] - phi))
+    assert "outer step 1 alone" in caplog.text
     row = replica.merger.row()
     assert (row["merge/solo_steps_total"], row["merge/merges_total"], row["merge/reasons"]) == (1, 0, {reason: 1})
 
 
-def test_a_partner_that_never_answers_stops_nothing_and_is_offered_nothing_else() -> None:
+def test_a_partner_that_takes_for_ever_stops_nothing_and_what_was_due_meanwhile_follows_at_once() -> None:
     pairer = MemoryPairer()
     replica = ToyReplica(pairer)
-    assert replica.train(20) == [] and len(pairer.offers) == 1
+    assert replica.train(19) == [] and len(pairer.offers) == 1
     pairer.leave_alone()
-    assert len(replica.train()) == 1  # step 21 is a multiple of three: the next snapshot goes out at once
+    assert len(replica.train()) == 1  # step 20: outer steps were due at 6, 9 … 18, and one of them is made up for
     assert len(pairer.offers) == 2 and pairer.offers[1].outer_round == 1
+    pairer.leave_alone()
+    assert len(replica.train()) == 1 and len(pairer.offers) == 3  # step 21
+    pairer.leave_alone()
+    assert len(replica.train(2)) == 1 and len(pairer.offers) == 3
 
 
 BAD = {
@@ -89,7 +96,7 @@ BAD = {
 
 @pytest.mark.parametrize("changes", BAD.values(), ids=BAD)
 def test_adapter_of_no_use_costs_a_step_alone_and_trust(
-    changes: dict[str, object], caplog: pytest.LogCaptureFixture
+    changes: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     pairers = MemoryPairer(), MemoryPairer()
     replica, alone = (ToyReplica(pairer) for pairer in pairers)
