@@ -29,7 +29,7 @@ from swarm.experiments.merging.plan import MergingPlan
 from swarm.merging.adapter_wire import encoded_bytes
 
 RANK = 16
-SEARCH_S = 4.0
+SEARCH_S = 8.0
 """Of the real nodes, shorter than a node's default: all are ready at once, and loopback is near."""
 MODELLED_SEARCH_S = 30.0
 MODELLED_NODES = tuple(2**k for k in range(1, 11))

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,8 +117,10 @@ async def _measure(num_nodes: int, num_syncs: int, rank: int, search_s: float) -
 
 
 async def _sync_all(nodes: list[_Node], config: MergingSection) -> Sync:
-    limit_s = config.search_s + 60.0
-    done = await asyncio.gather(*(asyncio.to_thread(node.sync, limit_s) for node in nodes))
+    limit_s, loop = config.search_s + 60.0, asyncio.get_running_loop()
+    # not the loop's own threads: they are few, and transports hash on them
+    with ThreadPoolExecutor(len(nodes)) as threads:
+        done = await asyncio.gather(*(loop.run_in_executor(threads, node.sync, limit_s) for node in nodes))
     times, inside, inside_cpu, has_partner = zip(*done, strict=True)
     return Sync(
         num_nodes=len(nodes),
