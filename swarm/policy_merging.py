@@ -7,6 +7,7 @@ A merge happens between a training step and the next rollouts, and only after a 
 samples from one set of weights, and the version needs no step of its own for a merge. Runs on the compute thread.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from swarm.adapters.adapter_state import read_adapter, write_adapter
 from swarm.config import Config
+from swarm.errors import TrainingError
 from swarm.merging.merger import Merger
 from swarm.merging.outer_optimizer import Adapter
 from swarm.merging.pairer import Donate, Pairer
@@ -119,12 +121,17 @@ class PolicyMerging:
         return read_adapter(self._policy.model)
 
     def _score(self, weights: Adapter) -> float:
-        """Mean reward of one answer per private task; the same tasks and the same seed for all candidates of a merge."""
+        """Mean reward of one answer per private task; the same tasks and the same seed for all candidates of a merge.
+
+        −∞ for weights that give no finite probabilities: a partner's numbers may be finite and what they compute not.
+        """
         write_adapter(self._policy.model, weights)
         assert self._links is not None
-        rewards = self._worker.evaluate(
-            self._tasks(), temperature=self._config.evaluation.temperature, seed=self._links.gate_seed
-        )
+        temperature = self._config.evaluation.temperature
+        try:
+            rewards = self._worker.evaluate(self._tasks(), temperature=temperature, seed=self._links.gate_seed)
+        except TrainingError:
+            return -math.inf
         flat = [reward for values in rewards.values() for reward in values]
         return sum(flat) / len(flat) if flat else 0.0
 

@@ -191,9 +191,9 @@ def test_newer_snapshot_waits_until_a_partner_with_a_slow_line_has_the_one_befor
     async def scenario(nodes: list[MergeNode], network: MemoryNetwork) -> None:
         quick, slow = nodes
         network.limit_uplink(slow.peer_id, 1e9)
-        network.limit_uplink(quick.peer_id, 400_000.0)  # the other one has its adapter in five seconds
-        theirs = asyncio.create_task(slow.offer(PIECES))
-        assert isinstance(await quick.offer(PIECES), Partner) and not theirs.done()
+        network.limit_uplink(quick.peer_id, 2e6)  # the other one has its adapter in six seconds
+        theirs = asyncio.create_task(slow.offer(6 * PIECES))
+        assert isinstance(await quick.offer(6 * PIECES), Partner) and not theirs.done()
         newer = asyncio.create_task(quick.offer(SMALL))
         assert isinstance(await theirs, Partner)
         assert await newer == Alone("nobody")

@@ -1,5 +1,6 @@
 """Merging in a real learner with the bundled policy: what is written, what is tried on, what survives a restart."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -101,6 +102,15 @@ def test_candidates_are_tried_on_private_tasks_that_change_with_every_merge() ->
     setting.learner.policy.version += 1
     second = merging._tasks()
     assert not {task.ref for task in first} & {task.ref for task in second}
+
+
+def test_candidate_that_computes_nan_is_the_worst_there_is_and_ends_nothing() -> None:
+    setting = Setting()
+    merging = setting.learner.merging
+    assert merging is not None
+    assert merging._score({name: torch.full_like(tensor, 1e30) for name, tensor in setting.start.items()}) == -math.inf
+    assert merging._score(setting.start) >= 0
+    setting.train_one_step()
 
 
 def test_gate_keeps_a_ruined_policy_out() -> None:
