@@ -198,7 +198,7 @@ class MergeRun:
             consensus=spread / max(_distance(merged, self._population.start), 1e-12),
             sent_bytes=self._sent_bytes + self._pairing.sent_bytes / num,
             hops=hops,
-            blocking_hops=self._hops if self._arm.overlap else hops,
+            blocking_hops=self._hops if self._arm.overlap or self._arm.patience else hops,
             num_inner_steps=statistics.fmean(self._steps),
             drift=statistics.fmean(drifts) if drifts else None,
             product_layers=statistics.fmean(row.get("merge/product_layers", 0) for row in rows) if rows else 0.0,
