@@ -349,6 +349,8 @@ class TrainingSection(Section):
     """Gradients are clipped to this global norm."""
     inner_epochs: PositiveInt = 1
     """Passes over one batch."""
+    groups_per_step: NonNegativeInt = 4
+    """Groups of one optimizer step at most: a larger batch is split into several steps. 0: one step per batch."""
     micro_batch_sequences: PositiveInt = 64
     """Sequences per forward and backward pass; gradients accumulate to the full batch."""
     advantage: Literal["grpo", "dr_grpo", "median", "gdpo"] = "grpo"
@@ -373,7 +375,9 @@ class TrainingSection(Section):
     """Upper clip range of the ratio (DAPO, 2503.14476)."""
     clip_delta: Annotated[float, Field(gt=1)] = 4.0
     """Cap of the ratio where the advantage is negative (two-sided clip, 2505.07291)."""
-    correction: Literal["none", "tis", "icepop", "sequence_mask", "opsm", "sequence_mask+opsm"] = "sequence_mask+opsm"
+    correction: Literal["none", "tis", "icepop", "sequence_mask", "opsm", "tis+opsm", "sequence_mask+opsm"] = (
+        "sequence_mask+opsm"
+    )
     """Correction for answers that another policy sampled, an earlier own one included; see algorithms.md."""
     correction_cap: Annotated[float, Field(gt=1)] = 2.0
     """C of the correction, and of the weights in ESS."""
@@ -407,7 +411,7 @@ class TrainingSection(Section):
                 "training.adaptive_clip is made for ratios per token, got training.ratio sequence; "
                 'set training.ratio = "token" or training.adaptive_clip = false'
             )
-        if self.ratio_reference == "sampler" and self.correction in ("tis", "icepop"):
+        if self.ratio_reference == "sampler" and self.correction in ("tis", "icepop", "tis+opsm"):
             raise ValueError(
                 f"training.ratio_reference sampler must not be weighed twice, got training.correction {self.correction}; "
                 'set training.correction = "sequence_mask+opsm" or "none"'

@@ -40,6 +40,10 @@ def sapo(
     nodes: int = typer.Option(8, min=2, help="Nodes of each swarm."),
     arms: str = typer.Option(None, help="Own/others' groups of a batch.", show_default="8/0,8/0 + filter,6/2,4/4,2/6"),
     mix: str = typer.Option("shared", help="shared: all nodes draw all tasks. split: each mostly three of them."),
+    base: str = typer.Option(
+        "nine-tasks",
+        help="nine-tasks: the bundled policy after lessons in them. Or as policy.base: bundled, a folder, a hub id.",
+    ),
     workers: int = _WORKERS,
     report_only: bool = typer.Option(False, "--report", help="Compute nothing, report what --rounds has by now."),
     quick: bool = _QUICK,
@@ -51,10 +55,10 @@ def sapo(
 
     if mix not in _MIXES:
         raise ConfigError(f"mix must be one of {', '.join(_MIXES)}, got {mix}; set --mix")
-    plan = SapoPlan(chosen_arms(arms or ",".join(DEFAULT_ARMS)), tuple(seed_list(seeds)), nodes, cast("Mix", mix))
+    plan = SapoPlan(chosen_arms(arms or ",".join(DEFAULT_ARMS)), tuple(seed_list(seeds)), nodes, cast("Mix", mix), base)
     if quick:
         short = chosen_arms(f"{CONTROL},{SHARING}")
-        plan, rounds = SapoPlan(short, (0,), 2, cast("Mix", mix), groups_per_round=4, held_out_tasks=1), 2
+        plan, rounds = SapoPlan(short, (0,), 2, cast("Mix", mix), base, groups_per_round=4, held_out_tasks=1), 2
     if report_only:
         if rounds is None:
             raise ConfigError("a report needs the rounds of its cells, got none; set --rounds as in the run")

@@ -212,6 +212,33 @@ def test_sequence_mask_drops_answers_of_a_distant_policy(make_policy: MakePolicy
     assert not trainer.step([replace(group, usable_logprobs=False) for group in distant]).skipped
 
 
+def test_a_batch_in_parts_takes_one_step_for_each_and_is_off_policy_to_the_later_ones(make_policy: MakePolicy):
+    policies = [make_policy() for _ in range(3)]
+    groups = sampled_groups(policies[0], max_new_tokens=MAX_NEW_TOKENS)[:4]
+    assert len(groups) == 4
+    whole = trainer_of(policies[0], lr=2e-2).step(groups)
+    parts = trainer_of(policies[1], lr=2e-2, groups_per_step=3).step(groups)
+    by_hand = trainer_of(policies[2], lr=2e-2)
+    reports = [by_hand.step(groups[0::2]), by_hand.step(groups[1::2])]
+    assert [policy.version for policy in policies] == [1, 2, 2]
+    left, right = (read_adapter(policy.model) for policy in policies[1:])
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert whole.ess_fraction == pytest.approx(1.0, abs=1e-4) and parts.ess_fraction < 0.9999
+    assert parts.num_tokens == sum(report.num_tokens for report in reports) == whole.num_tokens
+    assert parts.lr == reports[-1].lr
+    tokens = [report.num_tokens for report in reports]
+    mean = (reports[0].entropy * tokens[0] + reports[1].entropy * tokens[1]) / sum(tokens)
+    assert parts.entropy == pytest.approx(mean)
+
+
+def test_a_part_without_a_direction_costs_the_others_nothing(make_policy: MakePolicy):
+    policy = make_policy()
+    (useful, *_) = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    cut = with_rollouts(useful, lambda _, r: replace(r, finished=False))
+    report = trainer_of(policy, groups_per_step=1).step([useful, cut])
+    assert not report.skipped and policy.version == 1
+
+
 def test_inner_epochs_move_away_from_the_frozen_policy(make_policy: MakePolicy):
     policy = make_policy()
     groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
@@ -368,7 +395,7 @@ def lead_of(policy: Policy, groups: list[TrainingGroup]) -> float:
     return sum(row[0] - sum(row[1:]) / (len(row) - 1) for row in sums) / len(sums)
 
 
-CORRECTIONS = ("none", "tis", "icepop", "sequence_mask", "opsm", "sequence_mask+opsm")
+CORRECTIONS = ("none", "tis", "icepop", "sequence_mask", "opsm", "tis+opsm", "sequence_mask+opsm")
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
