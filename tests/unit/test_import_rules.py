@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
         "training",
         "sharing",
         "adapters",
+        "merging",
         "learner",
         "testbed",
         "assets",

@@ -4,7 +4,6 @@ A batch holds the sequences of all replicas, one replica after the other; every 
 with its own factors. It computes what training one replica after the other would, in fewer and larger operations.
 """
 
-import random
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,27 +13,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarm.adapters.adapter_state import read_adapter
+from swarm.experiments.merging.population import Adapter
 from swarm.policy.lora import adapted_layers
 from swarm.policy.policy import Policy
-from swarm.tasks.task_mixture import TaskMixture
 
 Example = tuple[list[int], list[int]]
 """Prompt ids, answer ids with EOS."""
-Adapter = dict[str, Tensor]
 Stack = dict[str, Tensor]
 """Name → factors of n replicas, [n, …]."""
-
-
-def make_examples(policy: Policy, mixture: TaskMixture, source: str, seed: int, count: int) -> list[Example]:
-    """Tasks of one stream with right answers. Of a prompt only what follows the colon: a quarter of the tokens."""
-    tasks = mixture.sources[source]
-    return [
-        (
-            policy.encode_prompt(tasks.task(seed, index).prompt.rpartition(": ")[2]),
-            [*policy.encode_answer(tasks.answer(seed, index)), policy.eos_token_ids[0]],
-        )
-        for index in range(count)
-    ]
 
 
 class Replicas:
@@ -62,18 +48,26 @@ class Replicas:
         for name, tensor in self._stack.items():
             tensor[replica] = weights[name]
 
+    def reset_moments(self, replica: int, names: Sequence[str]) -> None:
+        """Of these tensors; the count of steps is that of all tensors and stays."""
+        for name in names:
+            self._first[name][replica] = 0.0
+            self._second[name][replica] = 0.0
+
     def train(
         self, batches: Mapping[int, Sequence[Example]], lr_factor: float = 1.0, average_gradients: bool = False
-    ) -> None:
-        """One AdamW step of the replicas named, each on its own batch, or all on the mean gradient."""
+    ) -> list[float]:
+        """One AdamW step of the replicas named, each on its own batch, or all on the mean gradient. Returns their losses."""
         active = sorted(batches)
         for tensor in self._stack.values():
             tensor.grad = None
         stack = self._stack if len(active) == self.num else {n: t[active] for n, t in self._stack.items()}
-        self._losses(stack, [batches[replica] for replica in active]).sum().backward()
+        losses = self._losses(stack, [batches[replica] for replica in active])
+        losses.sum().backward()
         mask = torch.zeros(self.num)
         mask[active] = 1.0
         self._apply(mask, self._lr * lr_factor, average_gradients)
+        return losses.tolist()
 
     @torch.no_grad()
     def loss(self, adapters: Sequence[Mapping[str, Tensor]], examples: Sequence[Sequence[Example]]) -> list[float]:
@@ -125,7 +119,3 @@ class Replicas:
             mean = self._first[name] / (1 - 0.9**steps).view(shape)
             square = self._second[name] / (1 - 0.999**steps).view(shape)
             tensor.sub_(lr * keep * mean / (square.sqrt() + 1e-8))
-
-
-def draw(examples: Sequence[Example], count: int, rng: random.Random) -> list[Example]:
-    return [examples[rng.randrange(len(examples))] for _ in range(count)]
