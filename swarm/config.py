@@ -431,6 +431,9 @@ class MergingSection(Section):
     """Merge with partners. Off: only experience is shared."""
     inner_steps: PositiveInt = 32
     """H: optimizer steps between two outer steps."""
+    interval_s: Annotated[float, Field(ge=0)] = 0.0
+    """Take outer steps at multiples of so many seconds of the swarm's clock, whatever inner steps were taken; 0: by inner_steps.
+    Nodes of unlike speed then meet, and the fast ones need not wait for the slow ones."""
     alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Outer momentum."""
     beta: PositiveFloat = 0.7
@@ -439,11 +442,11 @@ class MergingSection(Section):
     """Of the weights that are sent. int8 halves the bytes, int4 quarters them; see benchmarks.md for what they cost."""
     schedule: Literal["fixed", "late"] = "fixed"
     """fixed: with a partner every inner_steps. late: one time in five, and always in the last quarter of node.max_rounds."""
-    clip_factor: PositiveFloat = 2.0
+    clip_factor: PositiveFloat = 4.0
     """A partner's tensor may lie so many times the median of our own last changes of it away from ours; the rest is cut off."""
     gate_tasks: NonNegativeInt = 24
     """Private tasks on which a merge must do no harm before it is taken; 0 trusts the partner."""
-    drift_threshold: PositiveFloat = 0.3
+    drift_threshold: PositiveFloat = 0.6
     """Layers whose factors drifted further apart are merged as products, not factor by factor."""
     search_s: PositiveFloat = 30.0
     """Longest search for a partner. About as long as an outer round nearly all find one; training goes on meanwhile."""

@@ -123,7 +123,8 @@ class Learner:
         batch = self._batches.batch(rollouts, self.policy.version, self._rng)
         report = self._trainer.step(batch) if batch else None
         if self.merging is not None:
-            self.merging.after_step()
+            max_rounds = self._config.node.max_rounds
+            self.merging.after_step((self.round + 1) / max_rounds if max_rounds else None)
         if report is not None and not report.skipped:
             self._canary.check()
         self.round += 1

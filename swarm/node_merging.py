@@ -39,7 +39,7 @@ class NodeMerging:
         self._exchange = MergeExchange(patience, swarm_id, identity, transport, rng, max_level)
         self._donor = AdapterDonor(patience, swarm_id, identity, transport, rng, max_level)
         self._newcomer = Newcomer(patience, swarm_id, transport, rng)
-        self.links = MergeLinks(self._exchange, self._donor.keep, _gate_seed(identity))
+        self.links = MergeLinks(self._exchange, self._donor.keep, transport.now, _gate_seed(identity))
         """For the learner."""
 
     def work(self, on_failure: Callable[[], None]) -> list[Coroutine[Any, Any, None]]:

@@ -9,7 +9,7 @@ samples from one set of weights, and the version needs no step of its own for a 
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from swarm.adapters.adapter_state import read_adapter, write_adapter
 from swarm.config import Config
 from swarm.errors import TrainingError
+from swarm.merging.gate import Scores
 from swarm.merging.merger import Merger
 from swarm.merging.outer_optimizer import Adapter
 from swarm.merging.pairer import Donate, Pairer
@@ -37,6 +38,8 @@ class MergeLinks:
     pairer: Pairer
     donate: Donate | None
     """Takes the adapter for newcomers after each outer step."""
+    clock: Callable[[], float]
+    """Swarm time in seconds."""
     gate_seed: int
     """Stream of the tasks that merges are tried on. No partner may know it, or it could prepare for them."""
 
@@ -60,9 +63,7 @@ class PolicyMerging:
         self._worker = worker
         self._mixture = mixture
         self._links = links
-        rounds = config.node.max_rounds
-        planned = None if rounds is None else rounds * config.training.inner_epochs
-        schedule = MergeSchedule(config.merging, planned, int(config.swarm_id[:8], 16))  # the same in all of the swarm
+        schedule = MergeSchedule(config.merging, int(config.swarm_id[:8], 16))  # the same in all of the swarm
         self._merger = Merger(
             config.merging,
             policy.lineage.policy,
@@ -74,6 +75,7 @@ class PolicyMerging:
             links.donate if links else None,
         )
         self._seen_version = policy.version
+        self._seen_position = self._aligned(0)
         self._gate_tasks: tuple[int, list[Task]] = (-1, [])
         self._last_s = 0.0
 
@@ -82,14 +84,17 @@ class PolicyMerging:
         """Length of every adapter that is sent or taken."""
         return self._merger.num_bytes
 
-    def after_step(self) -> None:
-        """After each training step, before anything is sampled: an outer step where one is due or a partner has come."""
-        num_steps = self._policy.version - self._seen_version
-        self._seen_version = self._policy.version
-        if num_steps == 0:
+    def after_step(self, progress: float | None = None) -> None:
+        """After each training step, before anything is sampled: an outer step where one is due or a partner has come.
+
+        `progress` in [0, 1]: how much of all training is done, None where nobody knows.
+        """
+        if self._policy.version == self._seen_version:
             return
+        self._seen_version, position = self._policy.version, self._position()
+        num_steps, self._seen_position = position - self._seen_position, position
         started = time.monotonic()
-        step = self._merger.after(num_steps, self._read, self._policy.version)
+        step = self._merger.after(num_steps, self._read, self._policy.version, progress)
         if step is not None:
             write_adapter(self._policy.model, step.weights)
             self._trainer.reset_moments(step.reset_names)
@@ -116,12 +121,27 @@ class PolicyMerging:
         else:
             self._merger.restore(tensors, state)
         self._seen_version = self._policy.version
+        self._seen_position = self._aligned(self._merger.inner_steps)
+
+    def _position(self) -> int:
+        """What the merger counts: inner steps, or with `interval_s` the swarm's time in parts of which H make an interval."""
+        merging = self._config.merging
+        if self._links is None or not merging.interval_s:
+            return self._policy.version
+        return int(self._links.clock() * merging.inner_steps / merging.interval_s)
+
+    def _aligned(self, num_counted: int) -> int:
+        """The last position at which the merger's count is a multiple of H where the swarm's time is one of the interval."""
+        position = self._position()
+        if self._links is None or not self._config.merging.interval_s:
+            return position
+        return position - (position - num_counted) % self._config.merging.inner_steps
 
     def _read(self) -> Adapter:
         return read_adapter(self._policy.model)
 
-    def _score(self, weights: Adapter) -> float:
-        """Mean reward of one answer per private task; the same tasks and the same seed for all candidates of a merge.
+    def _score(self, weights: Adapter) -> Scores:
+        """Reward of one answer per private task; the same tasks and the same seed for all candidates of a merge.
 
         −∞ for weights that give no finite probabilities: a partner's numbers may be finite and what they compute not.
         """
@@ -131,9 +151,8 @@ class PolicyMerging:
         try:
             rewards = self._worker.evaluate(self._tasks(), temperature=temperature, seed=self._links.gate_seed)
         except TrainingError:
-            return -math.inf
-        flat = [reward for values in rewards.values() for reward in values]
-        return sum(flat) / len(flat) if flat else 0.0
+            return [-math.inf]
+        return [reward for source in sorted(rewards) for reward in rewards[source]]
 
     def _tasks(self) -> list[Task]:
         """Other ones for each policy version, hence for each merge; all sources in turn."""

@@ -73,8 +73,8 @@ def merge_products(
 ) -> Merged:
     """Σ wᵢ·sᵢ·Bᵢ·Aᵢ of each layer, as B·A of `rank` with `scaling`: the best approximation of that rank.
 
-    `like` chooses among the equal forms of a product the one whose A is closest to its own, so that it can be averaged
-    factor by factor again; without it the norm is split evenly. `layers`: those to merge, all by default.
+    `like` chooses among the equal forms of a product the one whose A is turned as its own is and of the same norm, so that
+    it can be averaged factor by factor again; without it the norm is split evenly. `layers`: those to merge, all by default.
     Raises MergeError if layers or their sides differ.
     """
     check_layers([one.tensors for one in adapters])
@@ -188,7 +188,7 @@ def _refactored(stacked_b: Tensor, stacked_a: Tensor, rank: int, like_a: Tensor 
         root = s[:kept].sqrt()
         factor_b, factor_a = _divided(outputs, root), root[:, None] * directions
     else:
-        gauge, inverse = _gauge(like_a @ directions.T)
+        gauge, inverse = _gauge(like_a @ directions.T, like_a.norm().item())
         factor_b, factor_a = outputs @ inverse, gauge @ directions
     padding = rank - kept
     factor_b = torch.nn.functional.pad(factor_b, (0, padding))
@@ -200,8 +200,13 @@ def _divided(outputs: Tensor, root: Tensor) -> Tensor:
     return torch.where(root > 0, outputs / root.clamp_min(torch.finfo(root.dtype).tiny), 0.0)
 
 
-def _gauge(wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The well-conditioned change of basis closest to `wanted` [r, r], and its inverse."""
+def _gauge(wanted: Tensor, size: float) -> tuple[Tensor, Tensor]:
+    """The well-conditioned change of basis closest to `wanted` [r, r] but of norm `size`, and its inverse.
+
+    Without its size A would shrink and B grow with every merge: what of the own A lies beside the product's rows is lost
+    each time, until the inner optimizer's steps, which have the size that they have, are far too large for what is left.
+    """
     u, s, vh = torch.linalg.svd(wanted)
     s = s.clamp_min(_SMALLEST_GAUGE * s[0].item()) if s[0] > 0 else torch.ones_like(s)
+    s = s * (size / s.norm()) if size > 0 else s
     return u * s @ vh, vh.T / s @ u.T

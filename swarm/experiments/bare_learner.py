@@ -60,12 +60,11 @@ class BareLearner:
 
     def evaluate(self, tasks_per_source: int) -> float:
         """Mean over sources of the reward of one sampled answer per held-out task."""
-        return fmean(self.rewards(self._mixture.held_out(tasks_per_source)).values())
+        return fmean(map(fmean, self.rewards(self._mixture.held_out(tasks_per_source)).values()))
 
-    def rewards(self, tasks: Sequence[Task]) -> dict[str, float]:
-        """{source: mean reward of one sampled answer per task}, at temperature 1."""
-        scores = self._worker.evaluate(tasks, temperature=1.0, seed=self._seed)
-        return {source: fmean(values) for source, values in sorted(scores.items())}
+    def rewards(self, tasks: Sequence[Task]) -> dict[str, list[float]]:
+        """{source: reward of one sampled answer to each task}, at temperature 1."""
+        return self._worker.evaluate(tasks, temperature=1.0, seed=self._seed)
 
     def reset_moments(self, names: Iterable[str]) -> None:
         """As `Trainer.reset_moments`."""

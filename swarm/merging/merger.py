@@ -22,7 +22,7 @@ from swarm.config import MergingSection
 from swarm.errors import MergeError
 from swarm.merging.adapter_wire import decode_adapter, encode_adapter, encoded_bytes
 from swarm.merging.blend import Blend
-from swarm.merging.gate import choose_share
+from swarm.merging.gate import Scores, choose_share, is_clearly_better
 from swarm.merging.outer_optimizer import Adapter, OuterOptimizer, carry_over, partner_weight
 from swarm.merging.pairer import Donate, Pairer
 from swarm.merging.robust import FEWEST_FOR_MEDIAN, NormClip, median_adapter, refuse_unusable
@@ -31,8 +31,8 @@ from swarm.types import MAX_ADAPTER_BYTES, Alone, Outcome, Partner, Snapshot
 
 logger = logging.getLogger(__name__)
 
-Score = Callable[[Adapter], float]
-"""How well an adapter does on something private; larger is better."""
+Score = Callable[[Adapter], Scores]
+"""How well an adapter does on private tasks, one by one."""
 
 _WHY_ALONE = {
     "nobody": "no node with the same base, policy.lora and merging.precision searched for a partner at the same time",
@@ -107,19 +107,27 @@ class Merger:
         return encoded_bytes(self._shapes, self._config.precision)
 
     @property
+    def inner_steps(self) -> int:
+        """Counted by `after`."""
+        return self._inner_steps
+
+    @property
     def slow(self) -> Mapping[str, Tensor]:
         """The weights after the last outer step. Not to be written to."""
         return self._outer.slow
 
-    def after(self, num_steps: int, read: Callable[[], Adapter], policy_version: int) -> OuterStep | None:
+    def after(
+        self, num_steps: int, read: Callable[[], Adapter], policy_version: int, progress: float | None = None
+    ) -> OuterStep | None:
         """Note `num_steps` more inner steps; an outer step where one is due, or where a partner has answered.
 
-        `read` gives the weights as they are now and is called only where they are needed.
+        `read` gives the weights as they are now and is called only where they are needed. `progress` in [0, 1]: how much of
+        all training is done, None where nobody knows.
         """
         self._inner_steps += num_steps
         step = self._settled(read)
         if self._pending is None:
-            decision = self._decision()
+            decision = self._decision(progress)
             if decision == "merge" and self._pairer is not None:
                 step = self._offer(step, read, policy_version) or step
             elif decision != "train" and step is None:
@@ -144,7 +152,7 @@ class Merger:
         if len(usable) < FEWEST_FOR_MEDIAN:
             return False
         joined = median_adapter(usable)
-        if self._score is not None and not self._score(joined) >= self._score(self._origin):
+        if self._score is not None and is_clearly_better(self._score(self._origin), self._score(joined)):
             logger.warning("the adapters of %d donors do worse than none; beginning without", len(usable))
             return False
         self.begin(joined, statistics.median_low(rounds))
@@ -189,14 +197,14 @@ class Merger:
         self._last = dict(state["last"])
         self._pending = None
 
-    def _decision(self) -> str:
+    def _decision(self, progress: float | None) -> str:
         """Of the schedule, where a multiple of H was reached since the last one, be it while an exchange was under way."""
         interval = self._config.inner_steps
         num_due = self._inner_steps // interval
         if num_due == self._num_planned:
             return "train"
         self._num_planned = num_due
-        return self._schedule.after(num_due * interval)
+        return self._schedule.after(num_due * interval, progress)
 
     def _offer(self, step: OuterStep | None, read: Callable[[], Adapter], policy_version: int) -> OuterStep | None:
         """Send a snapshot on its way. An outer step alone where the own adapter cannot be sent, else None."""

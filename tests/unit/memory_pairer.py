@@ -63,7 +63,7 @@ class ToyReplica:
 
     def __init__(self, pairer: MemoryPairer | None, seed: int = 0, score: Any = None, **settings: Any) -> None:
         config = MergingSection(**({"enabled": True, "inner_steps": 3, "clip_factor": 1e6} | settings))
-        schedule = MergeSchedule(config, 30, seed=0)
+        schedule = MergeSchedule(config, seed=0)
         self.given: list[Snapshot] = []
         self.merger = Merger(config, LINEAGE, 2.0, start(), schedule, pairer, score, self.given.append)
         self.weights = start()
@@ -80,7 +80,7 @@ class ToyReplica:
                 name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator)
                 for name, tensor in self.weights.items()
             }
-            step = self.merger.after(1, self.read, self.version)
+            step = self.merger.after(1, self.read, self.version, self.version / 30)
             if step is not None:
                 self.weights = {name: tensor.clone() for name, tensor in step.weights.items()}
                 taken.append(step)

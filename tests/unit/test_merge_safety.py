@@ -8,7 +8,7 @@ from torch import Tensor
 
 from swarm.config import MergingSection
 from swarm.errors import MergeError
-from swarm.merging.gate import choose_share
+from swarm.merging.gate import SHARES, choose_share, is_clearly_better
 from swarm.merging.outer_optimizer import OuterOptimizer
 from swarm.merging.robust import HISTORY_LEN, NormClip, centered_clip, refuse_unusable, trimmed_mean
 from swarm.merging.schedule import MergeSchedule
@@ -120,39 +120,57 @@ def test_fewer_than_five_are_no_majority() -> None:
         trimmed_mean(honest_and_liars(5, 1, math.nan), SLOW, 1)
 
 
+def shifted(by: float) -> list[float]:
+    """Scores of eight tasks."""
+    return [by + 0.1 * (task % 3) for task in range(8)]
+
+
 @pytest.mark.parametrize(
-    ("scores", "chosen"),
+    ("scores", "chosen", "num_tried"),
     [
-        ({1.0: 0.9, 0.5: 0.8, 0.25: 0.7, 0.0: 0.6}, 1.0),
-        ({1.0: 0.1, 0.5: 0.8, 0.25: 0.9, 0.0: 0.6}, 0.25),
-        ({1.0: 0.1, 0.5: 0.2, 0.25: 0.3, 0.0: 0.6}, 0.0),
-        ({1.0: 0.5, 0.5: 0.5, 0.25: 0.5, 0.0: 0.5}, 1.0),
-        ({1.0: 0.4, 0.5: 0.5, 0.25: 0.5, 0.0: 0.5}, 0.5),
-        ({1.0: math.nan, 0.5: -math.inf, 0.25: 0.1, 0.0: 0.1}, 0.25),
-        ({1.0: math.inf, 0.5: math.nan, 0.25: math.nan, 0.0: 0.1}, 0.0),
-        (dict.fromkeys((1.0, 0.5, 0.25, 0.0), math.nan), 0.0),
+        ({1.0: shifted(0.9), 0.5: shifted(0.8), 0.25: shifted(0.7), 0.0: shifted(0.6)}, 1.0, 2),
+        ({1.0: shifted(0.1), 0.5: shifted(0.8), 0.25: shifted(0.9), 0.0: shifted(0.6)}, 0.25, 4),
+        ({1.0: shifted(0.1), 0.5: shifted(0.2), 0.25: shifted(0.3), 0.0: shifted(0.6)}, 0.0, 4),
+        ({1.0: shifted(0.4), 0.5: shifted(0.5), 0.25: shifted(0.5), 0.0: shifted(0.5)}, 0.5, 4),
+        ({1.0: shifted(0.5), 0.5: shifted(0.9), 0.25: shifted(0.9), 0.0: shifted(0.5)}, 1.0, 2),
+        ({1.0: [math.nan], 0.5: [-math.inf], 0.25: shifted(0.1), 0.0: shifted(0.1)}, 0.25, 4),
+        ({1.0: [math.inf], 0.5: [math.nan], 0.25: [math.nan], 0.0: shifted(0.1)}, 0.0, 4),
+        ({share: [math.nan] for share in SHARES}, 0.0, 4),
+        ({share: [] for share in SHARES}, 1.0, 2),
     ],
 )
-def test_gate_takes_the_best_and_of_equals_the_most(scores: dict[float, float], chosen: float) -> None:
+def test_gate_takes_all_unless_none_is_clearly_better(
+    scores: dict[float, list[float]], chosen: float, num_tried: int
+) -> None:
     result = choose_share(lambda share: share, lambda share: scores[share])
-    assert (result.share, result.candidate) == (chosen, chosen)
-    assert result.scores == pytest.approx(scores, nan_ok=True)
+    assert (result.share, result.candidate, len(result.scores)) == (chosen, chosen, num_tried)
+
+
+def test_gate_is_not_moved_by_luck() -> None:
+    none, whole = [1.0, 0, 0, 1, 1, 0, 0, 0], [0.0, 0, 1, 1, 0, 0, 0, 0]  # two tasks won, one lost: .125 ± .23
+    assert not is_clearly_better(none, whole)
+    assert is_clearly_better([1.0] * 6 + [0, 0], [0.0] * 8)
+    assert is_clearly_better([1.0] * 5, [0.0] * 8), "a verifier may have failed on some answers"
+    assert not is_clearly_better([1.0, 0, 0], [0.0] * 4)
 
 
 def test_fixed_schedule_merges_every_so_many_steps() -> None:
-    schedule = MergeSchedule(MergingSection(inner_steps=3), 1000, seed=0)
-    assert [schedule.after(step) for step in range(1, 7)] == ["train", "train", "merge"] * 2
+    schedule = MergeSchedule(MergingSection(inner_steps=3), seed=0)
+    assert [schedule.after(step, step / 6) for step in range(1, 7)] == ["train", "train", "merge"] * 2
 
 
 def test_late_schedule_is_rare_early_and_sure_at_the_end() -> None:
     config = MergingSection(inner_steps=1, schedule="late")
-    plan = [MergeSchedule(config, 4000, seed=3).after(step) for step in range(1, 4001)]
-    assert 500 < plan[:3000].count("merge") < 700, "one in five"
-    assert set(plan[3000:]) == {"merge"} and "train" not in plan
-    assert plan == [MergeSchedule(config, 4000, seed=3).after(step) for step in range(1, 4001)]
-    assert plan != [MergeSchedule(config, 4000, seed=4).after(step) for step in range(1, 4001)]
+
+    def plan(seed: int) -> list[str]:
+        return [MergeSchedule(config, seed).after(step, step / 4000) for step in range(1, 4001)]
+
+    first = plan(3)
+    assert 500 < first[:3000].count("merge") < 700, "one in five"
+    assert set(first[3000:]) == {"merge"} and "train" not in first
+    assert first == plan(3) != plan(4)
 
 
 def test_late_schedule_without_a_known_end_is_fixed() -> None:
-    schedule = MergeSchedule(MergingSection(inner_steps=2, schedule="late"), None, seed=3)
-    assert {schedule.after(step) for step in range(2, 100, 2)} == {"merge"}
+    schedule = MergeSchedule(MergingSection(inner_steps=2, schedule="late"), seed=3)
+    assert {schedule.after(step, None) for step in range(2, 100, 2)} == {"merge"}

@@ -124,8 +124,8 @@ def test_a_partner_behind_has_less_weight(behind: int, weight: float | None) -> 
 
 
 def test_gate_that_prefers_nothing_of_the_partner_steps_alone() -> None:
-    def score(weights: Adapter) -> float:
-        return -weights["l.lora_B"].mean().item()
+    def score(weights: Adapter) -> list[float]:
+        return [-weights["l.lora_B"].mean().item()]
 
     pairers = MemoryPairer(), MemoryPairer()
     replica, alone = ToyReplica(pairers[0], score=score), ToyReplica(pairers[1])
@@ -254,7 +254,7 @@ def test_too_few_usable_donors_are_none() -> None:
 
 
 def test_donors_that_do_worse_than_the_start_are_none() -> None:
-    replica = ToyReplica(None, score=lambda weights: -weights["l.lora_B"].abs().sum().item())
+    replica = ToyReplica(None, score=lambda weights: [-weights["l.lora_B"].abs().sum().item()])
     assert not replica.merger.join([partner(moved(1.0))] * 3)
 
 

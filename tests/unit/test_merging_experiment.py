@@ -68,9 +68,9 @@ class Drifters:
 
     def reset_moments(self, replica: int, names: Any) -> None: ...
 
-    def gate_score(self, replica: int, candidate: Adapter) -> float:
+    def gate_score(self, replica: int, candidate: Adapter) -> list[float]:
         self.candidates += 1
-        return -self.measure([candidate])[0]["size"]
+        return [-self.measure([candidate])[0]["size"]]
 
     def measure(self, adapters: Any) -> list[dict[str, float]]:
         return [{"size": sum(t.abs().sum().item() for t in one.values())} for one in adapters]

@@ -44,7 +44,8 @@ class Setting:
         policy = load_policy(config.policy, device="cpu")
         self.start = read_adapter(policy.model)
         self.given: list[Snapshot] = []
-        links = MergeLinks(self.pairer, self.given.append, GATE_SEED)
+        self.now_s = 1000.0
+        links = MergeLinks(self.pairer, self.given.append, lambda: self.now_s, GATE_SEED)
         pool = ExperiencePool(":memory:", config.sharing, time.time)
         self.learner = Learner(config, policy, TaskMixture(config.tasks), pool, "me", lambda groups: None, links=links)
 
@@ -91,6 +92,32 @@ def test_merged_weights_are_what_is_sampled_from_and_the_version_is_that_of_the_
     assert setting.given[0].outer_round == 1
 
 
+def test_outer_steps_by_the_clock_come_at_multiples_of_the_interval_whatever_was_trained(tmp_path: Path) -> None:
+    setting = Setting(interval_s=60.0, inner_steps=8)
+
+    def offers_after(now_s: float) -> int:
+        setting.now_s = now_s
+        setting.train_one_step()
+        setting.pairer.leave_alone()
+        return len(setting.pairer.offers)
+
+    assert [offers_after(now_s) for now_s in (1001, 1010, 1019)] == [0, 0, 0], "1020 is the next multiple of 60"
+    assert offers_after(1021) == 1
+    assert offers_after(1079) == 1 and offers_after(1080) == 2
+    assert offers_after(1300) == 3, "intervals that passed in one long round are one outer step"
+    store = CheckpointStore(tmp_path, 1)
+    setting.learner.save(store)
+    resumed = Setting(interval_s=60.0, inner_steps=8)
+    resumed.now_s = 2030.0
+    assert resumed.learner.resume(store)
+    resumed.now_s = 2039.0
+    resumed.train_one_step()
+    assert len(resumed.pairer.offers) == 0
+    resumed.now_s = 2041.0
+    resumed.train_one_step()
+    assert len(resumed.pairer.offers) == 1
+
+
 def test_candidates_are_tried_on_private_tasks_that_change_with_every_merge() -> None:
     setting = Setting()
     merging = setting.learner.merging
@@ -108,8 +135,10 @@ def test_candidate_that_computes_nan_is_the_worst_there_is_and_ends_nothing() ->
     setting = Setting()
     merging = setting.learner.merging
     assert merging is not None
-    assert merging._score({name: torch.full_like(tensor, 1e30) for name, tensor in setting.start.items()}) == -math.inf
-    assert merging._score(setting.start) >= 0
+    assert merging._score({name: torch.full_like(tensor, 1e30) for name, tensor in setting.start.items()}) == [
+        -math.inf
+    ]
+    assert min(merging._score(setting.start)) >= 0
     setting.train_one_step()
 
 

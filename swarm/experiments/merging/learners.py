@@ -47,15 +47,17 @@ class LearnerReplicas:
     def reset_moments(self, replica: int, names: Sequence[str]) -> None:
         self._learners[replica].reset_moments(names)
 
-    def gate_score(self, replica: int, candidate: Adapter) -> float:
+    def gate_score(self, replica: int, candidate: Adapter) -> Sequence[float]:
         """As `PolicyMerging` has it: other tasks for each merge, all sources in turn."""
         learner = self._learners[replica]
-        return fmean(self._rewards(learner, candidate, self._private(replica, learner.policy.version)).values())
+        found = self._rewards(learner, candidate, self._private(replica, learner.policy.version))
+        return [reward for source in sorted(found) for reward in found[source]]
 
     def measure(self, adapters: Sequence[Adapter]) -> list[dict[str, float]]:
-        return [self._rewards(self._learners[0], adapter, self._held_out) for adapter in adapters]
+        found = [self._rewards(self._learners[0], adapter, self._held_out) for adapter in adapters]
+        return [{source: fmean(values) for source, values in sorted(one.items())} for one in found]
 
-    def _rewards(self, learner: BareLearner, adapter: Adapter, tasks: Sequence[Task]) -> dict[str, float]:
+    def _rewards(self, learner: BareLearner, adapter: Adapter, tasks: Sequence[Task]) -> dict[str, list[float]]:
         before = read_adapter(learner.policy.model)
         write_adapter(learner.policy.model, adapter)
         rewards = learner.rewards(tasks)

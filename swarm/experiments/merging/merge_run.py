@@ -115,7 +115,7 @@ class MergeRun:
         return self._outcome(training, curve)
 
     def _merger(self, i: int) -> Merger:
-        schedule = MergeSchedule(self._config, self._scale.num_steps, self._scale.seed)
+        schedule = MergeSchedule(self._config, self._scale.seed)
         guarded = self._arm.gate_tasks > 0 and i not in self._liars
         config = self._config if i not in self._liars else self._config.model_copy(update={"clip_factor": OFF})
         return Merger(
@@ -154,13 +154,14 @@ class MergeRun:
         elif self._arm.method == "pairs":
             everybody = range(num)
             for i in everybody if self._arm.by_time else active:
-                self._after(i, 1)
+                self._after(i, 1, now)
             self._pairing.advance(now)
             for i in everybody:
-                self._after(i, 0)
+                self._after(i, 0, now)
 
-    def _after(self, i: int, num_steps: int) -> None:
-        step = self._mergers[i].after(num_steps, partial(self._population.weights, i), self._steps[i])
+    def _after(self, i: int, num_steps: int, now: int) -> None:
+        progress = now / self._scale.num_steps
+        step = self._mergers[i].after(num_steps, partial(self._population.weights, i), self._steps[i], progress)
         if step is not None:
             self._population.set_weights(i, step.weights)
             self._population.reset_moments(i, step.reset_names)

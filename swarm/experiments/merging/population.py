@@ -34,8 +34,8 @@ class Population(Protocol):
         """Forget what the inner optimizer knows of these tensors."""
         ...
 
-    def gate_score(self, replica: int, candidate: Adapter) -> float:
-        """On what this replica keeps private; larger is better."""
+    def gate_score(self, replica: int, candidate: Adapter) -> Sequence[float]:
+        """On the tasks that this replica keeps private, one by one; larger is better."""
         ...
 
     def measure(self, adapters: Sequence[Adapter]) -> list[dict[str, float]]:

@@ -62,9 +62,10 @@ class SupervisedReplicas:
     def reset_moments(self, replica: int, names: Sequence[str]) -> None:
         self._replicas.reset_moments(replica, names)
 
-    def gate_score(self, replica: int, candidate: Adapter) -> float:
-        (loss,) = self._replicas.loss([candidate], [self._data.private[replica]])
-        return -loss
+    def gate_score(self, replica: int, candidate: Adapter) -> Sequence[float]:
+        """Of each example by itself: all copies of one adapter side by side, an example each."""
+        private = self._data.private[replica]
+        return [-loss for loss in self._replicas.loss([candidate] * len(private), [[example] for example in private])]
 
     def measure(self, adapters: Sequence[Adapter]) -> list[dict[str, float]]:
         by_task = {
