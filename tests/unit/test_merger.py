@@ -154,7 +154,7 @@ def test_partner_is_clipped_around_what_the_replica_moves_itself() -> None:
 def test_factors_that_drifted_apart_are_merged_as_products() -> None:
     """The partner computes the same with its basis turned: a mean of factors would be wrong, of products it is the same."""
     pairer = MemoryPairer()
-    replica = ToyReplica(pairer)
+    replica = ToyReplica(pairer, drift_threshold=0.3)
     replica.train(3)
     sent = replica.read()
     turn = torch.tensor([[0.0, 1.0], [-1.0, 0.0]])

@@ -152,3 +152,17 @@ def test_other_layers_or_sides_are_refused() -> None:
     odd = {"one.lora_A": torch.zeros(3, 4), "one.lora_B": torch.zeros(4, 2)}
     with pytest.raises(MergeError, match=r"\[rank, inputs\]"):
         drift(odd, odd)
+
+
+def test_factors_keep_their_sizes_over_many_merges() -> None:
+    """A alone would shrink and B grow with each merge, where the form of the product is only as close as can be."""
+    own = adapter(0)
+    sizes = {name: tensor.norm().item() for name, tensor in own.items()}
+    for seed in range(1, 13):
+        both = [LowRank(own, 2.0), LowRank(adapter(seed), 2.0)]
+        own = merge_products(both, [0.5, 0.5], rank=len(own["one.lora_A"]), scaling=2.0, like=own).tensors
+    for name, tensor in own.items():
+        if name.endswith("lora_A"):
+            assert tensor.norm().item() == pytest.approx(sizes[name], rel=1e-4)
+        else:
+            assert tensor.norm().item() < 2 * sizes[name]
