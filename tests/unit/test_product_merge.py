@@ -165,4 +165,6 @@ def test_factors_keep_their_sizes_over_many_merges() -> None:
         if name.endswith("lora_A"):
             assert tensor.norm().item() == pytest.approx(sizes[name], rel=1e-4)
         else:
-            assert tensor.norm().item() < 2 * sizes[name]
+            assert tensor.norm().item() < 4 * sizes[name], (
+                "as large as a badly turned basis asks for, but no larger each time"
+            )
