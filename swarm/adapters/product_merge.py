@@ -19,8 +19,6 @@ from swarm.errors import MergeError
 
 Adapter = Mapping[str, Tensor]
 _A, _B = ".lora_A", ".lora_B"
-_SMALLEST_GAUGE = 0.1
-"""Of the change of basis towards a given A: its smallest singular value over its largest, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +71,9 @@ def merge_products(
 ) -> Merged:
     """Σ wᵢ·sᵢ·Bᵢ·Aᵢ of each layer, as B·A of `rank` with `scaling`: the best approximation of that rank.
 
-    `like` chooses among the equal forms of a product the one whose A is turned as its own is and of the same norm, so that
-    it can be averaged factor by factor again; without it the norm is split evenly. `layers`: those to merge, all by default.
+    `like` chooses among the equal forms of a product the one whose A has rows at right angles, as LoRA draws them, is
+    turned as its own A is and has its norm, so that factors can be averaged again; without it the norm is split evenly.
+    `layers`: those to merge, all by default.
     Raises MergeError if layers or their sides differ.
     """
     check_layers([one.tensors for one in adapters])
@@ -188,7 +187,7 @@ def _refactored(stacked_b: Tensor, stacked_a: Tensor, rank: int, like_a: Tensor 
         root = s[:kept].sqrt()
         factor_b, factor_a = _divided(outputs, root), root[:, None] * directions
     else:
-        gauge, inverse = _gauge(like_a @ directions.T, like_a.norm().item())
+        gauge, inverse = _turn(like_a @ directions.T, like_a.norm().item())
         factor_b, factor_a = outputs @ inverse, gauge @ directions
     padding = rank - kept
     factor_b = torch.nn.functional.pad(factor_b, (0, padding))
@@ -200,13 +199,12 @@ def _divided(outputs: Tensor, root: Tensor) -> Tensor:
     return torch.where(root > 0, outputs / root.clamp_min(torch.finfo(root.dtype).tiny), 0.0)
 
 
-def _gauge(wanted: Tensor, size: float) -> tuple[Tensor, Tensor]:
-    """The well-conditioned change of basis closest to `wanted` [r, r] but of norm `size`, and its inverse.
+def _turn(wanted: Tensor, size: float) -> tuple[Tensor, Tensor]:
+    """The turned and scaled basis closest to `wanted` [r, r], with A of norm `size`; and its inverse.
 
-    Without its size A would shrink and B grow with every merge: what of the own A lies beside the product's rows is lost
-    each time, until the inner optimizer's steps, which have the size that they have, are far too large for what is left.
+    Neither its size nor its condition may be lost: were A only as close as can be to the own one, it would shrink and B
+    grow with every merge, until the inner optimizer's steps, which have the size that they have, are far too large for it.
     """
-    u, s, vh = torch.linalg.svd(wanted)
-    s = s.clamp_min(_SMALLEST_GAUGE * s[0].item()) if s[0] > 0 else torch.ones_like(s)
-    s = s * (size / s.norm()) if size > 0 else s
-    return u * s @ vh, vh.T / s @ u.T
+    u, _, vh = torch.linalg.svd(wanted)
+    scale = size / math.sqrt(len(wanted)) if size > 0 else 1.0
+    return scale * (u @ vh), (u @ vh).T / scale

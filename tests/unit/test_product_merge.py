@@ -21,10 +21,12 @@ INPUTS, OUTPUTS = 12, 9
 
 
 def adapter(seed: int, rank: int = 3, layers: tuple[str, ...] = ("one", "two")) -> dict[str, Tensor]:
+    """Rows of A at right angles, as those that LoRA draws nearly are in a wide layer."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for layer in layers:
-        tensors[f"{layer}.lora_A"] = torch.randn(rank, INPUTS, generator=generator)
+        drawn = torch.randn(max(rank, INPUTS), rank, generator=generator)
+        tensors[f"{layer}.lora_A"] = 2 * torch.linalg.qr(drawn).Q[:INPUTS].T.contiguous()
         tensors[f"{layer}.lora_B"] = torch.randn(OUTPUTS, rank, generator=generator)
     return tensors
 
@@ -127,7 +129,7 @@ def test_only_layers_that_drifted_apart_are_merged_as_products() -> None:
 
 
 def test_after_a_product_merge_others_can_still_average_factor_by_factor() -> None:
-    """The form closest to the own A is chosen; any other form of the same product would be foreign to all replicas."""
+    """The form turned as the own A is chosen; any other form of the same product would be foreign to all replicas."""
     generator = torch.Generator().manual_seed(5)
     own = adapter(0)
     partner, third = (
@@ -136,7 +138,7 @@ def test_after_a_product_merge_others_can_still_average_factor_by_factor() -> No
     aligned = pair_merge(own, partner, 0.0).tensors
     split = merge_products([LowRank(own, 2.0), LowRank(partner, 2.0)], [0.5, 0.5], 3, 2.0).tensors
     torch.testing.assert_close(product(aligned, 2.0), product(split, 2.0), atol=1e-4, rtol=1e-4)
-    assert drift(aligned, third)["one"] < 0.05 < 0.3 < drift(split, third)["one"]
+    assert drift(aligned, third)["one"] < 0.08 < 0.3 < drift(split, third)["one"]
 
 
 def test_other_layers_or_sides_are_refused() -> None:
@@ -165,6 +167,4 @@ def test_factors_keep_their_sizes_over_many_merges() -> None:
         if name.endswith("lora_A"):
             assert tensor.norm().item() == pytest.approx(sizes[name], rel=1e-4)
         else:
-            assert tensor.norm().item() < 4 * sizes[name], (
-                "as large as a badly turned basis asks for, but no larger each time"
-            )
+            assert tensor.norm().item() < 1.5 * sizes[name]
