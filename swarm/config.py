@@ -441,7 +441,7 @@ class MergingSection(Section):
     precision: Literal["bf16", "int8", "int4"] = "bf16"
     """Of the weights that are sent. int8 halves the bytes, int4 quarters them; see benchmarks.md for what they cost."""
     schedule: Literal["fixed", "late"] = "fixed"
-    """fixed: with a partner every inner_steps. late: one time in five, and always in the last quarter of node.max_rounds."""
+    """fixed: every inner_steps. late: of those one in five, and all in the last quarter of node.max_rounds."""
     clip_factor: PositiveFloat = 4.0
     """A partner's tensor may lie so many times the median of our own last changes of it away from ours; the rest is cut off."""
     gate_tasks: NonNegativeInt = 24

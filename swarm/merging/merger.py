@@ -127,11 +127,11 @@ class Merger:
         self._inner_steps += num_steps
         step = self._settled(read)
         if self._pending is None:
-            decision = self._decision(progress)
-            if decision == "merge" and self._pairer is not None:
+            is_due = self._is_due(progress)
+            if is_due and self._pairer is not None:
                 step = self._offer(step, read, policy_version) or step
-            elif decision != "train" and step is None:
-                step = self._alone(read(), "unpaired" if decision == "merge" else "early")
+            elif is_due and step is None:
+                step = self._alone(read(), "unpaired")
         if step is not None and self._donate is not None:
             self._give(self._donate, step, policy_version)
         return step
@@ -197,14 +197,14 @@ class Merger:
         self._last = dict(state["last"])
         self._pending = None
 
-    def _decision(self, progress: float | None) -> str:
+    def _is_due(self, progress: float | None) -> bool:
         """Of the schedule, where a multiple of H was reached since the last one, be it while an exchange was under way."""
         interval = self._config.inner_steps
         num_due = self._inner_steps // interval
         if num_due == self._num_planned:
-            return "train"
+            return False
         self._num_planned = num_due
-        return self._schedule.after(num_due * interval, progress)
+        return self._schedule.is_due(num_due * interval, progress)
 
     def _offer(self, step: OuterStep | None, read: Callable[[], Adapter], policy_version: int) -> OuterStep | None:
         """Send a snapshot on its way. An outer step alone where the own adapter cannot be sent, else None."""

