@@ -336,6 +336,10 @@ class SharingSection(Section):
     """Text of other lineages below this quantile of own answers' mean log-prob is not trained on. 0 turns it off."""
 
 
+WEIGHING_CORRECTIONS = ("tis", "tis+opsm", "icepop")
+"""Values of `training.correction` that multiply by w, beside leaving answers out."""
+
+
 class TrainingSection(Section):
     """The policy-gradient step."""
 
@@ -375,9 +379,7 @@ class TrainingSection(Section):
     """Upper clip range of the ratio (DAPO, 2503.14476)."""
     clip_delta: Annotated[float, Field(gt=1)] = 4.0
     """Cap of the ratio where the advantage is negative (two-sided clip, 2505.07291)."""
-    correction: Literal["none", "tis", "icepop", "sequence_mask", "opsm", "tis+opsm", "sequence_mask+opsm"] = (
-        "sequence_mask+opsm"
-    )
+    correction: Literal["none", "tis", "icepop", "sequence_mask", "opsm", "tis+opsm", "sequence_mask+opsm"] = "tis+opsm"
     """Correction for answers that another policy sampled, an earlier own one included; see algorithms.md."""
     correction_cap: Annotated[float, Field(gt=1)] = 2.0
     """C of the correction, and of the weights in ESS."""
@@ -411,7 +413,7 @@ class TrainingSection(Section):
                 "training.adaptive_clip is made for ratios per token, got training.ratio sequence; "
                 'set training.ratio = "token" or training.adaptive_clip = false'
             )
-        if self.ratio_reference == "sampler" and self.correction in ("tis", "icepop", "tis+opsm"):
+        if self.ratio_reference == "sampler" and self.correction in WEIGHING_CORRECTIONS:
             raise ValueError(
                 f"training.ratio_reference sampler must not be weighed twice, got training.correction {self.correction}; "
                 'set training.correction = "sequence_mask+opsm" or "none"'

@@ -421,7 +421,7 @@ def test_every_combination_makes_rewarded_answers_likelier(
 def test_ratios_to_the_sampler_make_rewarded_answers_likelier(make_policy: MakePolicy, settings: dict[str, Any]):
     policy = make_policy(trained=False)
     groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
-    trainer = trainer_of(policy, lr=5e-3, ratio_reference="sampler", **settings)
+    trainer = trainer_of(policy, lr=5e-3, ratio_reference="sampler", correction="sequence_mask+opsm", **settings)
     before = lead_of(policy, groups)
     for _ in range(3):
         trainer.step(groups)
@@ -469,7 +469,7 @@ def test_the_report_always_tells_kl_and_adapter_norm(make_policy: MakePolicy):
 
 
 def test_adaptive_clip_bounds_survive_a_restart(make_policy: MakePolicy):
-    settings = {"adaptive_clip": True, "ratio_reference": "sampler", "lr": 1e-3}
+    settings = {"adaptive_clip": True, "ratio_reference": "sampler", "correction": "none", "lr": 1e-3}
     policy = make_policy()
     # bad answers at r = e^-.33 = .72 outweigh the good one until c_low is .75, the fourth bounds
     groups = [
