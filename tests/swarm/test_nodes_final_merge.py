@@ -11,15 +11,19 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config
 from swarm.network.memory.transport import MemoryNetwork
 from swarm.node import Node
 from swarm.observability.metrics_log import read_rows
+from swarm.sharing.index import adapter_key
+from swarm.sharing.shard import Shard
 from tests.swarm.test_four_nodes import make_node, run_all
-from tests.swarm.test_nodes_merge import WITHIN_S, flat, merging_config, saved
+from tests.swarm.test_nodes_merge import flat, merging_config, saved
 
-INTERVAL_S = 4.0
-FINAL = {"final": True, "final_interval_s": INTERVAL_S, "final_window_s": 10.0, "inner_steps": 1000}
+INTERVAL_S = 2.0
+WITHIN_S = 120.0
+FINAL = {"final": True, "final_interval_s": INTERVAL_S, "final_window_s": 30.0, "inner_steps": 1000}
 
 
 class HeldClock:
@@ -46,13 +50,19 @@ def final_row(node: Node) -> dict[str, Any]:
 
 
 async def end_together(nodes: Sequence[Node], clock: HeldClock) -> list[bool]:
-    async def let_go_when_all_wait() -> None:
+    async def let_go_when_all_are_listed() -> None:
         while any(node._report.phase != "merging" for node in nodes):
             await asyncio.sleep(0.05)  # between two looks at their phase
+        checkpoint, transport = CheckpointStore(nodes[0].folder.checkpoints, 3).load_newest(), nodes[0].transport
+        assert checkpoint is not None and transport is not None
+        lineage = checkpoint.state["lineage"]["policy"]
+        key = adapter_key(nodes[0].config.swarm_id, "final", lineage, Shard(0, 0))
+        while len(await transport.load(key)) < len(nodes):
+            await asyncio.sleep(0.05)  # between two looks at the list
         clock.let_go()
 
     async with asyncio.timeout(WITHIN_S):
-        _, ended = await asyncio.gather(let_go_when_all_wait(), run_all(nodes))
+        _, ended = await asyncio.gather(let_go_when_all_are_listed(), run_all(nodes))
     return ended
 
 
