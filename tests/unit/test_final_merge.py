@@ -1,8 +1,7 @@
 """One replica's side of a final merge, the others being what a test says."""
 
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,30 +13,8 @@ from swarm.merging.gate import Scores
 from swarm.merging.merger import Merger
 from swarm.merging.outer_optimizer import Adapter
 from swarm.merging.schedule import MergeSchedule
-from swarm.types import Appointment, Met, Partner, Seats, Snapshot
-from tests.unit.memory_pairer import LINEAGE, SHAPES, snapshot_of, start
-
-
-class MemoryFinal:
-    """Seats and meetings as a test has them; keeps the appointments."""
-
-    def __init__(self, num_places: int, own_place: int, mets: Sequence[Met]) -> None:
-        self._seats = Seats(tuple(f"peer-{place}" for place in range(num_places)), own_place)
-        self._mets = list(mets)
-        self.appointments: list[Appointment] = []
-
-    def gather(self, snapshot: Snapshot) -> "Future[Seats]":
-        return _done(self._seats)
-
-    def meet(self, appointment: Appointment) -> "Future[Met]":
-        self.appointments.append(appointment)
-        return _done(self._mets.pop(0))
-
-
-def _done(result: Any) -> "Future[Any]":
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return future
+from swarm.types import Met, Partner
+from tests.unit.memory_pairer import LINEAGE, SHAPES, MemoryFinal, snapshot_of, start
 
 
 def trained(by: float) -> Adapter:
