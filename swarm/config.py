@@ -461,6 +461,8 @@ class MergingSection(Section):
     Best a multiple of final_interval_s: then all whose round in flight ends within nine tenths of it are in one merge."""
     final_interval_s: Annotated[float, Field(gt=0, le=1200)] = 120.0
     """Final merges begin at multiples of so many seconds of the swarm's clock. The same on all nodes."""
+    final_tries: PositiveInt = 2
+    """Final merges that a node waits for while it is the only one there: others may end a little later."""
     final_window_s: PositiveFloat = 60.0
     """Longest time of one of its log2 N + 2 exchanges, the gate's of the one before included. The same on all nodes."""
     final_export: bool = False

@@ -73,6 +73,7 @@ class FinalMerge:
         self._scaling = scaling
         self._pairer = pairer
         self._score = score or (lambda weights: [])
+        self._num_tries = config.final_tries
         self._drift_threshold = config.drift_threshold
         self._clip = NormClip(config.clip_factor)
         self._weights: Adapter = {}
@@ -117,15 +118,19 @@ class FinalMerge:
     def _gather(self, own: Adapter, policy_version: int) -> tuple[Seats, Scores]:
         """Who is there, and how well the own adapter does: that is found out while others gather."""
         try:
-            gathering = self._pairer.gather(self._wire.pack(own, policy_version))
+            snapshot = self._wire.pack(own, policy_version)
         except MergeError as error:
             logger.warning("no final merge: %s", error)
             self._reasons["unsendable"] += 1
             return Seats(("",), 0), []
+        gathering = self._pairer.gather(snapshot)
         scores = self._score(own)
         seats = gathering.result()
-        if len(seats.peer_ids) == 1:
+        while len(seats.peer_ids) == 1:
             self._reasons["nobody"] += 1
+            if self._reasons["nobody"] == self._num_tries:
+                break
+            seats = self._pairer.gather(snapshot).result()
         return seats, scores
 
     def _attend(self, meeting: Meeting, seats: Seats, policy_version: int) -> None:

@@ -54,6 +54,7 @@ MERGING: Mapping[str, str] = {
     "merging.search_s": "8.0",
     "merging.final": "true",
     "merging.final_interval_s": "30.0",
+    "merging.final_tries": "3",
     "merging.final_window_s": "30.0",
 }
 """Over the defaults where the nodes of a testbed merge: an outer round is some eight seconds here. Nodes of the profile with

@@ -96,7 +96,7 @@ def test_three_nodes_end_with_the_mean_of_what_each_has_learned(tmp_path: Path) 
 
 def test_node_alone_keeps_what_it_has_and_ends_by_the_clock(tmp_path: Path) -> None:
     network = MemoryNetwork(random.Random(7), time.time)
-    node = make_node(network, config_of(tmp_path, final_at=1.0, final_interval_s=1.0), 0)
+    node = make_node(network, config_of(tmp_path, final_at=1.0, final_interval_s=1.0, final_tries=1), 0)
     assert asyncio.run(node.run())
     row = final_row(node)
     assert (row["round"], row["final/places"], row["final/reasons"]) == (0, 1, {"nobody": 1})

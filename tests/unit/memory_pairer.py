@@ -49,9 +49,12 @@ class MemoryFinal:
         self._seats = Seats(tuple(f"peer-{place}" for place in range(num_places)), own_place)
         self.mets = list(mets)
         self.appointments: list[Appointment] = []
+        self.num_alone = 0
+        """So many times nobody else is there."""
 
     def gather(self, snapshot: Snapshot) -> "Future[Seats]":
-        return _done(self._seats)
+        self.num_alone -= 1
+        return _done(Seats((self._seats.peer_ids[self._seats.own_place],), 0) if self.num_alone >= 0 else self._seats)
 
     def meet(self, appointment: Appointment) -> "Future[Met]":
         self.appointments.append(appointment)

@@ -135,3 +135,11 @@ def test_without_others_nothing_changes(own: Adapter) -> None:
     result = final_merge(MemoryFinal(1, 0, []), own)
     assert not result.is_merged and result.num_places == 1 and result.weights is own
     assert set(result.row["final/reasons"]) <= {"nobody", "unsendable"}
+
+
+@pytest.mark.parametrize(("num_alone", "num_places"), [(2, 2), (3, 1)])
+def test_who_ended_first_waits_for_the_others_so_many_times(num_alone: int, num_places: int) -> None:
+    final = MemoryFinal(2, 0, [met(trained(0.3))])
+    final.num_alone = num_alone
+    result = final_merge(final, trained(0.1), final_tries=3)
+    assert result.num_places == num_places and result.row["final/reasons"]["nobody"] == num_alone
