@@ -457,6 +457,19 @@ class MergingSection(Section):
     """For one small request to a partner; a piece of an adapter gets more, by its size."""
     min_bytes_per_s: PositiveFloat = 131072.0
     """A partner whose adapter comes in more slowly than this is left. One megabit by default."""
+    final: bool = False
+    """With enabled: end with a merge of all nodes of the lineage that end at the same time, at node.max_rounds or final_at."""
+    final_at: Annotated[float, Field(ge=0)] = 0.0
+    """Swarm time (seconds since 1970) at which training ends for the final merge, if not before; 0: at node.max_rounds only.
+    Best a multiple of final_interval_s: then all whose round in flight ends within nine tenths of it are in one merge."""
+    final_interval_s: Annotated[float, Field(gt=0, le=1200)] = 120.0
+    """Final merges begin at multiples of so many seconds of the swarm's clock. The same on all nodes."""
+    final_tries: PositiveInt = 2
+    """Final merges that a node waits for while it is the only one there: others may end a little later."""
+    final_window_s: PositiveFloat = 60.0
+    """Longest time of one of its log2 N + 2 exchanges, the gate's of the one before included. The same on all nodes."""
+    final_export: bool = False
+    """Write the adapter to final-adapter/round-N in the node's folder after it, in peft format."""
 
     @model_validator(mode="after")
     def _replicas_stay_together(self) -> "MergingSection":

@@ -252,11 +252,10 @@ class Node:
 
     def _rounds(self, learner: Learner) -> None:
         store = self._checkpoints()
-        max_rounds = self.config.node.max_rounds
         if learner.round == 0 and not self._stop.is_set():
             self._evaluate(learner, "start")
         self._report.phase = "learning"
-        while not self._stop.is_set() and (max_rounds is None or learner.round < max_rounds):
+        while not self._stop.is_set() and not self._why_done(learner):
             row = learner.run_round()
             self._report.record(row)
             if learner.round % self.config.checkpoint.interval_rounds == 0:
@@ -266,11 +265,40 @@ class Node:
                 self._evaluate(learner, "interval")
             self._rest(row["time/round_s"])
         learner.save(store)
-        done = max_rounds is not None and learner.round >= max_rounds
+        done = self._why_done(learner)
+        if done and not self._stop.is_set():
+            self._merge_finally(learner, store)
         if done and not self._stop.is_set():
             self._evaluate(learner, "end")
-        self._report.record({"kind": "end", "reason": "max_rounds" if done else "interrupted", "round": learner.round})
+        self._report.record({"kind": "end", "reason": done or "interrupted", "round": learner.round})
         self._report.phase = "ended"
+
+    def _why_done(self, learner: Learner) -> str:
+        """The setting that ends training here; empty while it goes on."""
+        max_rounds, final_at = self.config.node.max_rounds, self.config.merging.final_at
+        if max_rounds is not None and learner.round >= max_rounds:
+            return "max_rounds"
+        is_time_up = self._merging is not None and self.config.merging.final and 0 < final_at <= self._clock()
+        return "final_at" if is_time_up else ""
+
+    def _merge_finally(self, learner: Learner, store: CheckpointStore) -> None:
+        """With all that have ended, too; the result is the last checkpoint."""
+        if learner.merging is None or not self.config.merging.final:
+            return
+        self._report.phase = "merging"
+        row = learner.merging.finish()
+        if row is None or self._stop.is_set():  # what was saved before stands, and is merged after a restart
+            return
+        self._report.record({"kind": "final_merge", "round": learner.round, **row})
+        learner.save(store)
+        if self.config.merging.final_export:
+            from swarm.adapters.export import export_adapter
+            from swarm.policy.lineage import hash_weights
+
+            policy = learner.policy
+            base_hash = hash_weights(policy.base_folder, self.folder.hash_cache)
+            out = self.folder.final_adapters / f"round-{learner.round:06d}"
+            export_adapter(policy.model, policy.tokenizer, out, base_hash)
 
     def _evaluate(self, learner: Learner, phase: str) -> None:
         if self.config.evaluation.tasks_per_source:

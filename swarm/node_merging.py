@@ -2,6 +2,7 @@
 
 before the first round, untrained: donors of the lineage ─ Newcomer ─▶ PolicyMerging.join
 every outer step: learner ─ MergeExchange ─▶ Partner or Alone · learner ─ AdapterDonor ─▶ whoever joins later
+after the last round: learner ─ FinalMeeting ─▶ all others that have ended
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from swarm.learner import Learner
 from swarm.network.transport import Transport
 from swarm.observability.repeat import repeat
 from swarm.pairing.adapter_donor import AdapterDonor
+from swarm.pairing.final_meeting import FinalMeeting
 from swarm.pairing.merge_exchange import MergeExchange
 from swarm.pairing.newcomer import COUNT, Newcomer, WantedAdapter
 from swarm.pairing.patience import Patience
@@ -39,12 +41,26 @@ class NodeMerging:
         self._exchange = MergeExchange(patience, swarm_id, identity, transport, rng, max_level)
         self._donor = AdapterDonor(patience, swarm_id, identity, transport, rng, max_level)
         self._newcomer = Newcomer(patience, swarm_id, transport, rng)
-        self.links = MergeLinks(self._exchange, self._donor.keep, transport.now, _gate_seed(identity))
+        self._final = (
+            FinalMeeting(
+                swarm_id,
+                identity,
+                transport,
+                random.Random(f"final/{identity.peer_id}"),
+                interval_s=merging.final_interval_s,
+                window_s=merging.final_window_s,
+                request_timeout_s=merging.request_timeout_s,
+            )
+            if merging.final
+            else None
+        )
+        self.links = MergeLinks(self._exchange, self._donor.keep, transport.now, _gate_seed(identity), self._final)
         """For the learner."""
 
     def work(self, on_failure: Callable[[], None]) -> list[Coroutine[Any, Any, None]]:
         """What runs from the transport's start to its stop. Each ends only when cancelled, or raises what is a bug."""
-        return [self._exchange.work(), repeat(self._donor.step, on_failure=on_failure)]
+        final = [self._final.work()] if self._final else []
+        return [self._exchange.work(), repeat(self._donor.step, on_failure=on_failure), *final]
 
     async def join(self, learner: Learner) -> None:
         """Let an untrained learner begin where its lineage is, if enough donors answer in time. Never raises for those."""

@@ -18,10 +18,11 @@ from torch import Tensor
 from swarm.adapters.adapter_state import read_adapter, write_adapter
 from swarm.config import Config
 from swarm.errors import TrainingError
+from swarm.merging.final_merge import FinalMerge, Wire
 from swarm.merging.gate import Scores
 from swarm.merging.merger import Merger
 from swarm.merging.outer_optimizer import Adapter
-from swarm.merging.pairer import Donate, Pairer
+from swarm.merging.pairer import Donate, FinalPairer, Pairer
 from swarm.merging.schedule import MergeSchedule
 from swarm.policy.policy import Policy
 from swarm.rollouts.worker import RolloutWorker
@@ -42,6 +43,8 @@ class MergeLinks:
     """Swarm time in seconds."""
     gate_seed: int
     """Stream of the tasks that merges are tried on. No partner may know it, or it could prepare for them."""
+    final: FinalPairer | None = None
+    """Where there is to be a final merge."""
 
 
 class PolicyMerging:
@@ -71,9 +74,10 @@ class PolicyMerging:
             read_adapter(policy.model),
             schedule,
             links.pairer if links else None,
-            self._score if links and config.merging.gate_tasks else None,
+            self._gate,
             links.donate if links else None,
         )
+        self._final_version = -1  # policy version that the last final merge ended with
         self._seen_version = policy.version
         self._seen_position = self._aligned(0)
         self._gate_tasks: tuple[int, list[Task]] = (-1, [])
@@ -106,13 +110,35 @@ class PolicyMerging:
         write_adapter(self._policy.model, self._merger.slow)
         return has_joined
 
+    def finish(self) -> dict[str, Any] | None:
+        """The final merge, once for the weights there are if anybody came. Its metrics; None where there is none to be. Blocks.
+
+        Slow weights are those it ends with, without momentum: should training go on, it begins anew there.
+        """
+        final = self._links.final if self._links else None
+        if final is None or self._final_version == self._policy.version:
+            return None
+        merger, lora = self._merger, self._config.policy.lora
+        wire = Wire(merger.snapshot, merger.opened)
+        one = FinalMerge(self._config.merging, wire, merger.origin, lora.alpha / lora.rank, final, self._gate)
+        own = self._read()
+        result = one.run(own, self._policy.version)
+        write_adapter(self._policy.model, result.weights)
+        if result.is_merged:
+            self._trainer.reset_moments(sorted(result.reset_names))
+            merger.begin(result.weights)
+        if result.num_places > 1:
+            self._final_version = self._policy.version
+        return result.row
+
     def row(self) -> dict[str, Any]:
         """Metrics of a round."""
         return {**self._merger.row(), "merge/last_step_s": self._last_s}
 
     def state(self) -> tuple[dict[str, Adapter], dict[str, Any]]:
         """(tensors, JSON-able rest) for a checkpoint."""
-        return self._merger.state()
+        tensors, rest = self._merger.state()
+        return tensors, {**rest, "final_version": self._final_version}
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any] | None) -> None:
         """Continue with a restored policy. `state` None: nothing was merged before, the policy's weights are the slow ones."""
@@ -120,6 +146,7 @@ class PolicyMerging:
             self._merger.begin(self._read())
         else:
             self._merger.restore(tensors, state)
+            self._final_version = int(state.get("final_version", -1))
         self._seen_version = self._policy.version
         self._seen_position = self._aligned(self._merger.inner_steps)
 
@@ -139,6 +166,10 @@ class PolicyMerging:
 
     def _read(self) -> Adapter:
         return read_adapter(self._policy.model)
+
+    @property
+    def _gate(self) -> Callable[[Adapter], Scores] | None:
+        return self._score if self._links and self._config.merging.gate_tasks else None
 
     def _score(self, weights: Adapter) -> Scores:
         """Reward of one answer per private task; the same tasks and the same seed for all candidates of a merge.

@@ -176,3 +176,40 @@ class Alone:
 
 
 Outcome = Partner | Alone
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """Who takes part in a final merge: the same on all nodes that read the same list."""
+
+    peer_ids: tuple[str, ...]
+    """By place."""
+    own_place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Appointment:
+    """One exchange of a final merge that this node is to have."""
+
+    window: int
+    """It ends with this window, counted from the beginning of the merge."""
+    peer_id: str
+    gives: bool
+    takes: bool
+    weight: int
+    """Replicas in the own adapter."""
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What came of an appointment."""
+
+    partner: Partner | None
+    """With the other side's adapter, if there was one to take and it came."""
+    weight: int
+    """Replicas that it says are in it."""
+    has_given: bool
+    """Whether the other side says that it has the own adapter."""
+    reason: str = ""
+    """Why it failed, where it did: as in `Alone`, or why the other side declined."""

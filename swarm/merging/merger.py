@@ -112,6 +112,11 @@ class Merger:
         return self._inner_steps
 
     @property
+    def origin(self) -> Mapping[str, Tensor]:
+        """The weights that the lineage begins from. Not to be written to."""
+        return self._origin
+
+    @property
     def slow(self) -> Mapping[str, Tensor]:
         """The weights after the last outer step. Not to be written to."""
         return self._outer.slow
@@ -145,7 +150,7 @@ class Merger:
         rounds: list[int] = []
         for one in found:
             try:
-                usable.append(self._opened(one.snapshot))
+                usable.append(self.opened(one.snapshot))
                 rounds.append(one.snapshot.outer_round)
             except MergeError as error:
                 logger.warning("the adapter of donor %s is left out: %s", one.peer_id, error)
@@ -158,10 +163,28 @@ class Merger:
         self.begin(joined, statistics.median_low(rounds))
         return True
 
-    def begin(self, weights: Mapping[str, Tensor], outer_steps: int = 0) -> None:
+    def begin(self, weights: Mapping[str, Tensor], outer_steps: int | None = None) -> None:
         """Take these weights for the slow ones, without momentum, as if so many outer steps lay behind them."""
         self._outer.adopt(weights)
-        self._outer.num_steps = outer_steps
+        if outer_steps is not None:
+            self._outer.num_steps = outer_steps
+
+    def snapshot(self, weights: Mapping[str, Tensor], policy_version: int) -> Snapshot:
+        """These weights for others. Raises MergeError for what cannot be sent."""
+        precision = self._config.precision
+        payload = encode_adapter(weights, precision, self._origin)
+        return Snapshot(self._lineage, precision, self._outer.num_steps, policy_version, payload)
+
+    def opened(self, snapshot: Snapshot) -> Adapter:
+        """The weights in a snapshot. Raises MergeError for what cannot be one of this lineage's."""
+        if (snapshot.lineage, snapshot.precision) != (self._lineage, self._config.precision):
+            raise MergeError(
+                f"a partner must be of lineage {self._lineage[:12]} in {self._config.precision}, got "
+                f"{snapshot.lineage[:12]} in {snapshot.precision}; leave it out"
+            )
+        weights = decode_adapter(snapshot.payload, self._shapes, self._config.precision, self._origin)
+        refuse_unusable(weights, self._outer.slow)
+        return weights
 
     def row(self) -> dict[str, Any]:
         """Metrics: totals, and what the last merge was like."""
@@ -211,21 +234,16 @@ class Merger:
         assert self._pairer is not None
         fast = read() if step is None else step.weights
         try:
-            snapshot = self._snapshot(fast, policy_version)
+            snapshot = self.snapshot(fast, policy_version)
         except MergeError as error:
             logger.warning("no offer to merge: %s", error)
             return self._alone(fast, "unsendable") if step is None else None
         self._pending = _Pending(fast, self._pairer.offer(snapshot), self._inner_steps)
         return None
 
-    def _snapshot(self, weights: Mapping[str, Tensor], policy_version: int) -> Snapshot:
-        precision = self._config.precision
-        payload = encode_adapter(weights, precision, self._origin)
-        return Snapshot(self._lineage, precision, self._outer.num_steps, policy_version, payload)
-
     def _give(self, donate: Donate, step: OuterStep, policy_version: int) -> None:
         try:
-            donate(self._snapshot(step.weights, policy_version))
+            donate(self.snapshot(step.weights, policy_version))
         except MergeError as error:
             logger.warning("no adapter for newcomers: %s", error)
 
@@ -238,7 +256,7 @@ class Merger:
         if isinstance(outcome, Alone):
             return self._alone(pending.fast, outcome.reason, current)
         try:
-            partner = self._opened(outcome.snapshot)
+            partner = self.opened(outcome.snapshot)
         except MergeError as error:
             logger.warning("the adapter of %s is not merged: %s", outcome.peer_id, error)
             if self._pairer is not None:
@@ -248,17 +266,6 @@ class Merger:
         if partner_weight(lag) == 0:
             return self._alone(pending.fast, "lag", current)
         return self._merged(pending, outcome.peer_id, partner, lag, current)
-
-    def _opened(self, snapshot: Snapshot) -> Adapter:
-        """The weights in a snapshot. Raises MergeError for what cannot be one of this lineage's."""
-        if (snapshot.lineage, snapshot.precision) != (self._lineage, self._config.precision):
-            raise MergeError(
-                f"a partner must be of lineage {self._lineage[:12]} in {self._config.precision}, got "
-                f"{snapshot.lineage[:12]} in {snapshot.precision}; leave it out"
-            )
-        weights = decode_adapter(snapshot.payload, self._shapes, self._config.precision, self._origin)
-        refuse_unusable(weights, self._outer.slow)
-        return weights
 
     def _merged(self, pending: _Pending, peer_id: str, partner: Adapter, lag: int, current: Adapter) -> OuterStep:
         slow = self._outer.slow

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
-from swarm.types import Outcome, Snapshot
+from swarm.types import Appointment, Met, Outcome, Seats, Snapshot
 
 Donate = Callable[[Snapshot], None]
 """Give this adapter to newcomers from now on."""
@@ -19,4 +19,17 @@ class Pairer(Protocol):
 
     def distrust(self, peer_id: str) -> None:
         """The adapter of this partner was of no use."""
+        ...
+
+
+class FinalPairer(Protocol):
+    """Brings those together that have ended their training: `pairing.FinalMeeting` in a node. Futures never raise, and
+    end within a bounded time."""
+
+    def gather(self, snapshot: Snapshot) -> "Future[Seats]":
+        """Who takes part in the next final merge, this node alone where nobody else came."""
+        ...
+
+    def meet(self, appointment: Appointment) -> "Future[Met]":
+        """One exchange, after `gather`."""
         ...

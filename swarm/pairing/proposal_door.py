@@ -41,7 +41,7 @@ class ProposalDoor:
         self._current = current
         self._recent = recent
         self._monotonic = monotonic or _loop_time
-        self._limits = _Limits()
+        self._limits = MessageLimits()
         self.declined: Counter[str] = Counter()
         """Proposals that were not taken, by reason."""
 
@@ -90,7 +90,7 @@ class ProposalDoor:
             own.fetched.set()
 
 
-class _Limits:
+class MessageLimits:
     """Token buckets by peer and for all; the peers longest unheard are forgotten."""
 
     def __init__(self) -> None:

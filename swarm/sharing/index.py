@@ -3,7 +3,7 @@
     headers   key `<swarm id>/experience/<shard>/<window>`, subkey `<peer id>/<slot>`; topic `<swarm id>/experience/<shard>`
     presence  key `<swarm id>/presence/<shard>`,            subkey `<peer id>`
     adapters  key `<swarm id>/merge/<lineage>/<shard>` of those ready to merge, `<swarm id>/donors/…` of those that give
-              theirs to newcomers,                          subkey `<peer id>`
+              theirs to newcomers, `<swarm id>/final/…` of those that wait for the final merge, subkey `<peer id>`
 
 An author has SLOTS_PER_WINDOW entries per window, so that no key outgrows what a reader can fetch: 64 authors of a shard
 times 8 slots times 1 KiB is half a MiB.
@@ -20,8 +20,9 @@ from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.records.signing import signature_is_valid
 from swarm.sharing.shard import Shard, shard_of, thinning_depth
 
-AdapterList = Literal["merge", "donors"]
-"""Lists of signed offers: of those that are ready to merge, of those that give their adapter to newcomers."""
+AdapterList = Literal["merge", "donors", "final"]
+"""Lists of signed offers: of those that are ready to merge, of those that give their adapter to newcomers, and of those
+that have ended their training and wait for the final merge."""
 
 WINDOW_S = 30.0
 SLOTS_PER_WINDOW = 8

@@ -19,6 +19,7 @@ from swarm.network.requests.blob_protocol import BlobRequest
 from swarm.network.requests.framing import FrameError, parse_response, read_acknowledgement, read_request, read_response
 from swarm.network.tcp_address import TcpAddress
 from swarm.network.transport import RequestRefused
+from swarm.pairing import final_message
 from swarm.pairing.offered_adapter import OfferedAdapter
 from swarm.pairing.proposal import MAX_MESSAGE_BYTES, Taken, decode_answer
 from swarm.pairing.proposal_door import ProposalDoor
@@ -122,6 +123,23 @@ def merge_request(data: bytes) -> bool:
     is_taken = isinstance(decode_answer(answer), Taken)
     assert is_taken or own.partner is None
     return is_taken
+
+
+def final_request(data: bytes) -> bool:
+    return _comes_back(final_message.decode_request, data)
+
+
+def final_answer(data: bytes) -> bool:
+    return _comes_back(final_message.decode_answer, data)
+
+
+def _comes_back(decode: Callable[[bytes], Any], data: bytes) -> bool:
+    try:
+        decoded = decode(data)
+    except InvalidRecord:
+        return False
+    assert decode(decoded.encode()) == decoded
+    return True
 
 
 def merge_answer(data: bytes) -> bool:

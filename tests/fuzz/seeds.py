@@ -25,6 +25,7 @@ from swarm.network.libp2p.parts import rpc_pb2
 from swarm.network.reach.reachability import bytes_request, dial_request, hello_request
 from swarm.network.requests.blob_protocol import BlobRequest
 from swarm.network.requests.framing import Response, Status, write_acknowledgement, write_request, write_response
+from swarm.pairing.final_message import Here, Mine, Thanks
 from swarm.pairing.proposal import Declined, Fetched, Proposal, Taken
 from swarm.records.adapter_offer import sign_offer
 from swarm.records.codec import encode_header
@@ -78,6 +79,8 @@ def seeds() -> dict[str, list[bytes]]:
         "gateway_request": [store_request(HEADER_KEY, subkeys[0], records[0], NOW + 60), load_request(HEADER_KEY)],
         "merge_request": [Proposal(proposed).encode(), Fetched(ADAPTER.sha256).encode()],
         "merge_answer": [Taken(offer).encode(), Declined("busy").encode()],
+        "final_request": [Here(bytes(16), 3, bytes(32), 5).encode(), Thanks(bytes(16), 1, bytes(32)).encode()],
+        "final_answer": [Mine(bytes(32), 7).encode(), Declined("wait").encode()],
         "certificate": [_certificate()],
         "address": [
             *(address.encode() for address in _ADDRESSES),

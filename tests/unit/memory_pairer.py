@@ -1,6 +1,7 @@
 """A pairer whose partners a test decides on, and a replica with a toy adapter in place of a policy."""
 
 import random
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from swarm.merging.adapter_wire import encode_adapter
 from swarm.merging.merger import Merger, OuterStep
 from swarm.merging.outer_optimizer import Adapter
 from swarm.merging.schedule import MergeSchedule
-from swarm.types import Alone, Outcome, Partner, Snapshot
+from swarm.types import Alone, Appointment, Met, Outcome, Partner, Seats, Snapshot
 
 LINEAGE = "ab" * 16
 SHAPES = {"l.lora_A": (2, 6), "l.lora_B": (4, 2)}
@@ -39,6 +40,31 @@ class MemoryPairer:
 
     def leave_alone(self, reason: str = "nobody") -> None:
         self.settle(Alone(reason))
+
+
+class MemoryFinal:
+    """Seats and meetings as a test has them; keeps the appointments."""
+
+    def __init__(self, num_places: int, own_place: int, mets: Sequence[Met]) -> None:
+        self._seats = Seats(tuple(f"peer-{place}" for place in range(num_places)), own_place)
+        self.mets = list(mets)
+        self.appointments: list[Appointment] = []
+        self.num_alone = 0
+        """So many times nobody else is there."""
+
+    def gather(self, snapshot: Snapshot) -> "Future[Seats]":
+        self.num_alone -= 1
+        return _done(Seats((self._seats.peer_ids[self._seats.own_place],), 0) if self.num_alone >= 0 else self._seats)
+
+    def meet(self, appointment: Appointment) -> "Future[Met]":
+        self.appointments.append(appointment)
+        return _done(self.mets.pop(0))
+
+
+def _done(result: Any) -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
 
 
 def start() -> Adapter:

@@ -110,6 +110,7 @@ def test_what_a_peer_may_not_say_of_its_adapter(changes: dict[str, object], reas
 def test_only_the_owner_is_listed_under_its_name_and_lineage() -> None:
     assert reason_of_entry(KEY, ALICE.peer_id) is None
     assert reason_of_entry(adapter_key(SWARM_ID, "donors", LINEAGE.policy, EVERYBODY), ALICE.peer_id) is None
+    assert reason_of_entry(adapter_key(SWARM_ID, "final", LINEAGE.policy, EVERYBODY), ALICE.peer_id) is None
     assert reason_of_entry(KEY.replace("/merge/", "/other/"), ALICE.peer_id) == "wrong_slot"
     assert reason_of_entry(KEY, MALLORY.peer_id) == "wrong_slot"
     assert reason_of_entry(KEY, f"{ALICE.peer_id}/0") == "wrong_slot"

@@ -19,8 +19,8 @@ from swarm.policy.policy import load_policy
 from swarm.policy_merging import MergeLinks
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.tasks.task_mixture import TaskMixture
-from swarm.types import Partner, Snapshot
-from tests.unit.memory_pairer import MemoryPairer
+from swarm.types import Met, Partner, Snapshot
+from tests.unit.memory_pairer import MemoryFinal, MemoryPairer
 
 GATE_SEED = 123_456_789
 Adapter = Mapping[str, Tensor]
@@ -29,7 +29,7 @@ Adapter = Mapping[str, Tensor]
 class Setting:
     """A learner with one adapted layer per block, and its partner."""
 
-    def __init__(self, **merging: object) -> None:
+    def __init__(self, finale: MemoryFinal | None = None, **merging: object) -> None:
         torch.set_num_threads(1)
         config = parse(
             {
@@ -45,7 +45,7 @@ class Setting:
         self.start = read_adapter(policy.model)
         self.given: list[Snapshot] = []
         self.now_s = 1000.0
-        links = MergeLinks(self.pairer, self.given.append, lambda: self.now_s, GATE_SEED)
+        links = MergeLinks(self.pairer, self.given.append, lambda: self.now_s, GATE_SEED, finale)
         pool = ExperiencePool(":memory:", config.sharing, time.time)
         self.learner = Learner(config, policy, TaskMixture(config.tasks), pool, "me", lambda groups: None, links=links)
 
@@ -216,3 +216,39 @@ def test_merging_that_is_turned_on_later_begins_where_the_policy_is(tmp_path: Pa
     assert rest["inner_steps"] == 0
     again.train_one_step()
     assert again.learner.merging.state()[1]["inner_steps"] == 1
+
+
+def ended(change: Callable[[Adapter], Adapter], **merging: object) -> tuple[Setting, Adapter]:
+    """A learner that is about to meet one whose weights are its own, changed; and its own."""
+    finale = MemoryFinal(2, 0, [])
+    setting = Setting(finale, **merging)
+    setting.train_one_step()
+    own = setting.weights
+    finale.mets.append(Met(setting.partner(change(own)), 1, True))
+    return setting, own
+
+
+def test_final_merge_is_written_into_policy_and_checkpoint_and_is_the_only_one(tmp_path: Path) -> None:
+    setting, own = ended(shifted(0.01))
+    assert setting.learner.merging is not None
+    row = setting.learner.merging.finish()
+    assert row is not None and row["final/is_taken"] == 1
+    for name, tensor in setting.weights.items():
+        by = 0.005 if name.endswith("lora_B") else 0.0
+        torch.testing.assert_close(tensor, own[name] + by, atol=1e-3, rtol=0)
+        assert torch.equal(tensor, setting.learner.merging._merger.slow[name])
+    assert setting.learner.merging.finish() is None
+    store = CheckpointStore(tmp_path, 1)
+    setting.learner.save(store)
+    resumed = Setting(MemoryFinal(2, 0, []))
+    assert resumed.learner.resume(store) and resumed.learner.merging is not None
+    assert resumed.learner.merging.finish() is None
+    resumed.train_one_step()  # training goes on from there
+
+
+def test_final_merge_that_would_ruin_the_policy_leaves_it_as_it_was() -> None:
+    setting, own = ended(shifted(5.0), gate_tasks=24)
+    assert setting.learner.merging is not None
+    row = setting.learner.merging.finish()
+    assert row is not None and row["final/is_taken"] == 0 and row["final/reasons"] == {"gate": 1}
+    assert all(torch.equal(tensor, own[name]) for name, tensor in setting.weights.items())
