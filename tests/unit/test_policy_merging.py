@@ -155,7 +155,7 @@ def test_gate_keeps_a_ruined_policy_out() -> None:
 
 
 def test_moments_of_turned_factors_are_forgotten_and_training_goes_on() -> None:
-    setting = Setting(gate_tasks=0)
+    setting = Setting(gate_tasks=0, drift_threshold=0.3)
     setting.train_until_offer()
     turn = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(1)))[0]
 
