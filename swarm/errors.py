@@ -89,6 +89,15 @@ class DoctorError(SwarmError):
     exit_code = 14
 
 
+class MergeError(SwarmError):
+    """Adapters cannot be merged: damaged or hostile bytes, another base, or layers that do not match.
+
+    What a partner sent and cannot be used raises this and nothing else; it costs that merge, never the node.
+    """
+
+    exit_code = 15
+
+
 class RequestError(NetworkError):
     """A request to one peer failed; `reason` says how, in one stable word. Never fatal to a node."""
 

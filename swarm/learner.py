@@ -2,10 +2,10 @@
 
     RolloutRound.run ─┬─ publish (to the network loop)
                       └─ own groups ─┐
-    pool, replay store ──────────────┴─ BatchMaker ─ trainer.step ─ canary ─ checkpoint
+    pool, replay store ──────────────┴─ BatchMaker ─ trainer.step ─ merging ─ canary ─ checkpoint
 
 Everything random comes from the node's seed and the round's number, so a run that was killed and resumed computes bit for bit
-what an uninterrupted one computes, as long as no foreign groups come in.
+what an uninterrupted one computes, as long as nothing of others comes in.
 """
 
 import logging
@@ -21,8 +21,10 @@ from swarm.config import Config
 from swarm.engine.canary import Canary
 from swarm.errors import CheckpointError
 from swarm.means import Means
+from swarm.policy_merging import MergeLinks, PolicyMerging
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.rollouts.rollout_round import RolloutRound
+from swarm.rollouts.signal_means import signal_means
 from swarm.rollouts.worker import RolloutBatch, RolloutWorker
 from swarm.round_seed import round_seed
 from swarm.sharing.usefulness import Usefulness
@@ -55,8 +57,12 @@ class Learner:
         author: str,
         publish: Publish,
         usefulness: Usefulness | None = None,
+        links: MergeLinks | None = None,
     ) -> None:
-        """`usefulness`: by which groups of others are drawn, and which is told of the own difficulty table; else uniform."""
+        """`usefulness`: by which groups of others are drawn, and which is told of the own difficulty table; else uniform.
+
+        `links`: to partners, where `merging.enabled`.
+        """
         self._config = config
         self._mixture = mixture
         self._pool = pool
@@ -73,6 +79,9 @@ class Learner:
             temperature=config.rollouts.temperature,
             max_new_tokens=config.rollouts.max_new_tokens,
             stop=config.rollouts.stop,
+        )
+        self.merging = (
+            PolicyMerging(config, policy, means.steps, self._worker, mixture, links) if config.merging.enabled else None
         )
         self._canary = Canary(policy, means.engine, config.training.canary_tolerance)
         self._translator = ExperienceTranslator(
@@ -106,6 +115,9 @@ class Learner:
         self._tell_beliefs()
         batch = self._batches.batch(rollouts, self.policy.version, self._rng)
         report = self._trainer.step(batch) if batch else None
+        if self.merging is not None:
+            max_rounds = self._config.node.max_rounds
+            self.merging.after_step((self.round + 1) / max_rounds if max_rounds else None)
         if report is not None and not report.skipped:
             self._canary.check()
         self.round += 1
@@ -116,6 +128,7 @@ class Learner:
             **self._rollout_row(rollouts, rolled_out - started),
             **self._prune_row(rollouts),  # after the one before: its reward is the better one
             **self._train_row(batch, report),
+            **(self.merging.row() if self.merging else {}),
             "time/rollout_s": rolled_out - started,
             "time/train_s": finished - rolled_out,
             "time/round_s": finished - started,
@@ -151,6 +164,9 @@ class Learner:
         }
         if self._pruning is not None:
             tensors["pruning"], state["pruning"] = self._pruning.state()
+        if self.merging is not None:
+            merging_tensors, state["merging"] = self.merging.state()
+            tensors |= merging_tensors
         store.save(self.round, tensors, state)
 
     def resume(self, store: CheckpointStore) -> bool:
@@ -175,6 +191,8 @@ class Learner:
         self._batches.restore(state.get("replay", []))
         self._rng.setstate(_rng_from(state["rng"]))
         self._translator.restore(state["own_likelihoods"])
+        if self.merging is not None:
+            self.merging.restore(checkpoint.tensors, state.get("merging"))
         if "health" in state:  # absent in checkpoints of older versions
             self._health.restore(state["health"])
         self._totals = Counter(state["totals"])
@@ -202,7 +220,7 @@ class Learner:
             "rollout/failed_tasks": sum(rollouts.failures.values()),
             "rollout/too_long_prompts": sum(rollouts.too_long.values()),
             "rollout/unbuildable_tasks_total": sum(self._cursor.failures.values()),
-            **_signal_means(groups),
+            **signal_means(groups),
         }
 
     def _prune_row(self, rollouts: RolloutBatch) -> Row:
@@ -240,16 +258,6 @@ class Learner:
 
     def _seed(self, purpose: str, round_number: int = 0) -> int:
         return round_seed(self._config, self._author, purpose, round_number)
-
-
-def _signal_means(groups: Sequence[RolloutGroup]) -> Row:
-    """`reward/NAME`: mean of every reward signal over the answers whose task has it."""
-    values: dict[str, list[float]] = {}
-    for group in groups:
-        for rollout in group.rollouts:
-            for name, value in rollout.signals:
-                values.setdefault(f"reward/{name}", []).append(value)
-    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def _rng_state(rng: random.Random) -> list[Any]:

@@ -29,10 +29,11 @@ from swarm.network.heap import bound_arenas
 from swarm.network.make_transport import make_transport
 from swarm.network.transport import Transport
 from swarm.node_folder import NodeFolder
+from swarm.node_merging import make_merging
 from swarm.node_report import NodeReport
 from swarm.observability.logging_setup import set_up_logging
 from swarm.observability.repeat import repeat
-from swarm.policy.policy import load_policy
+from swarm.policy.policy import Policy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records import identity as identities
 from swarm.records.admission import Admission, Vocabulary
@@ -102,7 +103,8 @@ class Node:
         is_informative = config.sharing.choice == "informative"
         weigh_author = self._acceptance.weight
         self._usefulness = Usefulness(config.sharing.max_age_s, self._clock, weigh_author) if is_informative else None
-        self._report = NodeReport(config.observability, folder, identity, self.transport, validator)
+        self._merging = make_merging(config, identity, self.transport, self._level)
+        self._report = NodeReport(config.observability, folder, identity, self.transport, validator, self._merging)
         is_driver = config.policy.pipeline.is_on
         self._crew = CrewDriver(config, identity, self.transport, time.time) if is_driver else None
         self._stop = threading.Event()
@@ -149,7 +151,7 @@ class Node:
     async def _start(self) -> Learner | None:
         """Network and policy come up side by side; None where a stop was asked for meanwhile."""
         self._loop = asyncio.get_running_loop()
-        starting = asyncio.ensure_future(self._bring_up())
+        starting = asyncio.create_task(self._bring_up())
         while not starting.done():
             await asyncio.wait([starting], timeout=_STOP_CHECK_INTERVAL_S)
             if self._stop.is_set() and not starting.done():
@@ -162,9 +164,15 @@ class Node:
     async def _bring_up(self) -> Learner:
         if self._crew is not None:  # its policy is behind the network
             await self._start_transport()
-            return await asyncio.to_thread(self._build_learner)
-        learner, _ = await asyncio.gather(asyncio.to_thread(self._build_learner), self._start_transport())
+            learner = await asyncio.to_thread(self._build_learner)
+        else:
+            learner, _ = await asyncio.gather(asyncio.to_thread(self._build_learner), self._start_transport())
+        if self._merging is not None:
+            await self._merging.join(learner)
         return learner
+
+    def _level(self) -> int:
+        return self.exchange.directory.level if self.exchange else 0
 
     async def _start_transport(self) -> None:
         if self.transport is None:
@@ -187,8 +195,9 @@ class Node:
         policy = means.policy
         logger.info("policy ready on %s, lineage %s", policy.device, policy.lineage.policy[:12])
         learner = Learner(
-            self.config, means, mixture, self.pool, self.identity.peer_id, self._hand_out, self._usefulness
-        )
+            self.config, means, mixture, self.pool, self.identity.peer_id, self._hand_out, self._usefulness,
+            self._merging.links if self._merging else None,
+        )  # fmt: skip
         learner.probe_memory()
         if learner.resume(self._checkpoints()):
             logger.info("resumed after round %d", learner.round)
@@ -211,16 +220,17 @@ class Node:
         )
         judge = MixtureJudge(self._mixture)
         admission = Admission(config.sharing, config.swarm_id, self.identity.peer_id, judge, vocabulary, self._clock)
-        rng = random.Random(self.identity.peer_id)
         return Exchange(
             config.sharing, config.network, config.swarm_id, self.identity, transport, admission, self.pool,
-            self._bodies, self._next_sequence, rng, usefulness=self._usefulness, acceptance=self._acceptance,
+            self._bodies, lambda: self.pool.next_number("header"), random.Random(self.identity.peer_id),
+            usefulness=self._usefulness, acceptance=self._acceptance,
         )  # fmt: skip
 
     def _network_work(self) -> list[Coroutine[Any, Any, None]]:
         on_failure = self._report.count_failed_step
         status = repeat(self._report.refresh, pause_s=_STATUS_INTERVAL_S, on_failure=on_failure)
-        return [status, *(self.exchange.work(on_failure) if self.exchange else ())]
+        merging = self._merging.work(on_failure) if self._merging else ()
+        return [status, *(self.exchange.work(on_failure) if self.exchange else ()), *merging]
 
     def _hand_out(self, groups: Sequence[RolloutGroup]) -> None:
         """Called by the compute thread, which never waits for the network."""
@@ -260,11 +270,10 @@ class Node:
 
     def _rounds(self, learner: Learner) -> None:
         store = self._checkpoints()
-        max_rounds = self.config.node.max_rounds
         if learner.round == 0 and not self._stop.is_set():
             self._evaluate(learner, "start")
         self._report.phase = "learning"
-        while not self._stop.is_set() and (max_rounds is None or learner.round < max_rounds):
+        while not self._stop.is_set() and not self._why_done(learner):
             row = learner.run_round()
             self._report.record(row)
             if learner.round % self.config.checkpoint.interval_rounds == 0:
@@ -274,11 +283,41 @@ class Node:
                 self._evaluate(learner, "interval")
             self._rest(row["time/round_s"])
         learner.save(store)
-        done = max_rounds is not None and learner.round >= max_rounds
+        done = self._why_done(learner)
+        if done and not self._stop.is_set():
+            self._merge_finally(learner, store)
         if done and not self._stop.is_set():
             self._evaluate(learner, "end")
-        self._report.record({"kind": "end", "reason": "max_rounds" if done else "interrupted", "round": learner.round})
+        self._report.record({"kind": "end", "reason": done or "interrupted", "round": learner.round})
         self._report.phase = "ended"
+
+    def _why_done(self, learner: Learner) -> str:
+        """The setting that ends training here; empty while it goes on."""
+        max_rounds, final_at = self.config.node.max_rounds, self.config.merging.final_at
+        if max_rounds is not None and learner.round >= max_rounds:
+            return "max_rounds"
+        is_time_up = self._merging is not None and self.config.merging.final and 0 < final_at <= self._clock()
+        return "final_at" if is_time_up else ""
+
+    def _merge_finally(self, learner: Learner, store: CheckpointStore) -> None:
+        """With all that have ended, too; the result is the last checkpoint."""
+        if learner.merging is None or not self.config.merging.final:
+            return
+        self._report.phase = "merging"
+        row = learner.merging.finish()
+        if row is None or self._stop.is_set():  # what was saved before stands, and is merged after a restart
+            return
+        self._report.record({"kind": "final_merge", "round": learner.round, **row})
+        learner.save(store)
+        if self.config.merging.final_export:
+            from swarm.adapters.export import export_adapter
+            from swarm.policy.lineage import hash_weights
+
+            policy = learner.policy
+            assert isinstance(policy, Policy), "the configuration refuses an export of what no machine holds whole"
+            base_hash = hash_weights(policy.base_folder, self.folder.hash_cache)
+            out = self.folder.final_adapters / f"round-{learner.round:06d}"
+            export_adapter(policy.model, policy.tokenizer, out, base_hash)
 
     def _evaluate(self, learner: Learner, phase: str) -> None:
         if self.config.evaluation.tasks_per_source:
@@ -292,9 +331,6 @@ class Node:
 
     def _checkpoints(self) -> CheckpointStore:
         return CheckpointStore(self.folder.checkpoints, self.config.checkpoint.keep)
-
-    def _next_sequence(self) -> int:
-        return self.pool.next_number("header")
 
 
 async def _cancel(tasks: Sequence["asyncio.Task[Any]"]) -> None:

@@ -22,6 +22,7 @@ class NodeFolder:
         self.logs = path / "logs"
         self.metrics = path / "metrics.jsonl"
         self.status = path / "status.json"
+        self.final_adapters = path / "final-adapter"
         self.hash_cache = path / "weight_hashes.json"
 
     def create(self) -> None:

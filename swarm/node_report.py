@@ -18,6 +18,7 @@ from swarm.config import ObservabilitySection
 from swarm.learner import Row
 from swarm.network.transport import Transport
 from swarm.node_folder import NodeFolder
+from swarm.node_merging import NodeMerging
 from swarm.observability.http_server import HttpServer
 from swarm.observability.metrics import Metrics
 from swarm.observability.metrics_log import MetricsLog
@@ -29,6 +30,14 @@ from swarm.sharing.index import EntryValidator
 logger = logging.getLogger(__name__)
 
 _SAY_INTERVAL_S = 5.0
+_BY_REASON = {
+    "exchange/rejected": "exchange/rejected_records",
+    "train/dropped_groups": "train/dropped_groups",
+    "network/refused": "network/refused",
+    "merge/reasons": "merge/outer_steps_by_reason",
+    "merge/declined": "merge/declined",
+}
+"""Entry of a row that counts by reason, and the name of its gauges."""
 
 
 class NodeReport:
@@ -41,6 +50,7 @@ class NodeReport:
         identity: Identity,
         transport: Transport | None,
         validator: EntryValidator,
+        merging: NodeMerging | None = None,
     ) -> None:
         """`validator`: of the index entries that this node keeps; it counts what it turned away."""
         self.phase = "starting"
@@ -51,6 +61,7 @@ class NodeReport:
         self._identity = identity
         self._transport = transport
         self._validator = validator
+        self._merging = merging
         self._metrics = Metrics()
         self._log = MetricsLog(folder.metrics)
         self._http = HttpServer(config, self._metrics, self._health)
@@ -88,12 +99,9 @@ class NodeReport:
             for name, value in row.items():
                 if "/" in name and isinstance(value, int | float):
                     self._metrics.gauge(name, value)
-            for reason, count in row.get("exchange/rejected", {}).items():
-                self._metrics.gauge("exchange/rejected_records", count, reason=reason)
-            for reason, count in row.get("train/dropped_groups", {}).items():
-                self._metrics.gauge("train/dropped_groups", count, reason=reason)
-            for reason, count in row.get("network/refused", {}).items():
-                self._metrics.gauge("network/refused", count, reason=reason)
+            for name, gauge in _BY_REASON.items():
+                for reason, count in row.get(name, {}).items():
+                    self._metrics.gauge(gauge, count, reason=reason)
             self._last_row = row
             self._say(row)
         self._log.write({"time_s": time.time(), **row})
@@ -118,9 +126,10 @@ class NodeReport:
             return
         self._said_at = time.monotonic()
         logger.info(
-            "round %d: reward %.3f, trained on %d own + %d swarm groups, %.0f tokens/s, %d peers",
+            "round %d: reward %.3f, trained on %d own + %d swarm groups, %.0f tokens/s, %d peers%s",
             row["round"], row["rollout/reward_mean"], row["train/own_groups"], row["train/swarm_groups"],
             row["rollout/tokens_per_s"], self._num_peers,
+            f", {row['merge/merges_total']} merges" if "merge/merges_total" in row else "",
         )  # fmt: skip
 
     def _exchange_row(self) -> Row:
@@ -133,6 +142,8 @@ class NodeReport:
                 "exchange/gossip_bytes_sent": traffic.gossip_bytes_sent,
                 "exchange/gossip_bytes_received": traffic.gossip_bytes_received,
             }
+        if self._merging is not None:
+            row |= self._merging.row()
         if self.exchange is not None:
             publisher, reader = self.exchange.publisher, self.exchange.reader
             row |= {

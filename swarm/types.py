@@ -3,10 +3,15 @@
     TaskRef → Task → Rollout → RolloutGroup → Header + body → SignedRecord → (admission) → RolloutGroup
 
 `T` is the number of tokens of one answer, `G` the number of rollouts of one group.
+
+Beside it, for merging adapters: Snapshot (own) → exchange with one other node → Partner (with its snapshot) or Alone
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+MAX_PRECISION_CHARS = 16
+MAX_ADAPTER_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +136,80 @@ class SignedRecord:
     payload: bytes
     signature: bytes
     """64 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """An adapter as bytes, at the end of its inner steps."""
+
+    lineage: str
+    """32 hex digits: `Lineage.policy`."""
+    precision: str
+    """How the numbers are written, such as `bf16`; at most 16 characters."""
+    outer_round: int
+    policy_version: int
+    payload: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what cannot be offered."""
+        if not 0 < len(self.payload) <= MAX_ADAPTER_BYTES:
+            raise ValueError(f"an adapter must have 1 to {MAX_ADAPTER_BYTES} bytes, got {len(self.payload)}")
+        if len(self.precision) > MAX_PRECISION_CHARS:
+            raise ValueError(f"a precision must have at most {MAX_PRECISION_CHARS} characters, got {self.precision!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Partner:
+    """The adapter of one other node. Its bytes are those that the node signed for; nothing is said of their worth."""
+
+    peer_id: str
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """No adapter of another node this time: a solo step."""
+
+    reason: str
+    """nobody: none was ready. declined: none of those took this node. replaced: a newer snapshot was offered.
+    stopped: the exchange does not run. Else why the transfer failed, a word of `errors.RequestFailure`."""
+
+
+Outcome = Partner | Alone
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """Who takes part in a final merge: the same on all nodes that read the same list."""
+
+    peer_ids: tuple[str, ...]
+    """By place."""
+    own_place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Appointment:
+    """One exchange of a final merge that this node is to have."""
+
+    window: int
+    """It ends with this window, counted from the beginning of the merge."""
+    peer_id: str
+    gives: bool
+    takes: bool
+    weight: int
+    """Replicas in the own adapter."""
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What came of an appointment."""
+
+    partner: Partner | None
+    """With the other side's adapter, if there was one to take and it came."""
+    weight: int
+    """Replicas that it says are in it."""
+    has_given: bool
+    """Whether the other side says that it has the own adapter."""
+    reason: str = ""
+    """Why it failed, where it did: as in `Alone`, or why the other side declined."""

@@ -33,7 +33,7 @@ class Node:
         self._policy.eos_token_ids = (-1,)  # lengths are given
         self._worker = RolloutWorker(rollouts, self._policy, make_engine(self._policy, rollouts), "me")
         self._translator = ExperienceTranslator(self._policy, 0.0, length)
-        training = TrainingSection(mask_truncated=False)
+        training = TrainingSection(mask_truncated=False, groups_per_step=0)
         self._trainer = Trainer(
             training, self._policy, AdapterSteps(training, self._policy), temperature=1.0, max_new_tokens=length
         )

@@ -1,5 +1,6 @@
 """Take a trained adapter out of the node, in the formats that everyone reads."""
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,23 @@ import torch
 from swarm.adapters.adapter_state import read_adapter, write_adapter
 from swarm.errors import PolicyError
 
+BASE_FACTS = "swarm_base.json"
+"""Beside an exported adapter: {"weights": hash of the base's weights}, which holds wherever the base lies."""
 
-def export_adapter(model: Any, tokenizer: Any, folder: Path) -> Path:
+
+def export_adapter(model: Any, tokenizer: Any, folder: Path, base_hash: str | None = None) -> Path:
     """Write the adapter in peft format, for `PeftModel.from_pretrained(base, folder)`. `model` is a peft model.
 
+    `base_hash` is `lineage.hash_weights` of the base, for `swarm merge` to tell that two adapters have one base.
     Raises PolicyError if `folder` holds something already or cannot be written.
     """
-    _prepare(folder)
+    prepare_folder(folder)
     try:
         # False: peft would otherwise ask the hub whether the base's vocabulary was resized
         model.save_pretrained(folder, save_embedding_layers=False)
         tokenizer.save_pretrained(folder)
+        if base_hash is not None:
+            (folder / BASE_FACTS).write_text(json.dumps({"weights": base_hash}) + "\n", encoding="utf-8")
     except OSError as error:
         raise _unwritable(folder, error) from None
     return folder
@@ -35,7 +42,7 @@ def export_merged(model: Any, tokenizer: Any, base_folder: Path, folder: Path) -
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
-    _prepare(folder)
+    prepare_folder(folder)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         base = AutoModelForCausalLM.from_pretrained(base_folder, dtype="auto", local_files_only=True)
@@ -49,7 +56,8 @@ def export_merged(model: Any, tokenizer: Any, base_folder: Path, folder: Path) -
     return folder
 
 
-def _prepare(folder: Path) -> None:
+def prepare_folder(folder: Path) -> None:
+    """Make an empty folder. Raises PolicyError if it holds something already or cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_empty = not any(folder.iterdir())

@@ -1,4 +1,4 @@
-"""`swarm experiment`: what sharing is worth, how far data may be off-policy, whether unlike models help each other."""
+"""`swarm experiment`: what sharing and merging are worth, how far data may be off-policy, whether unlike models help."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from swarm.experiments.sapo_tasks import Mix
 
 app = typer.Typer(
-    help="Controlled experiments on this machine: sharing, off-policy data, unlike models. Finished parts are kept.",
+    help="Controlled experiments on this machine: sharing, off-policy data, unlike models, merging. Finished parts are kept.",
     no_args_is_help=True,
 )
 
@@ -40,6 +40,10 @@ def sapo(
     nodes: int = typer.Option(8, min=2, help="Nodes of each swarm."),
     arms: str = typer.Option(None, help="Own/others' groups of a batch.", show_default="8/0,8/0 + filter,6/2,4/4,2/6"),
     mix: str = typer.Option("shared", help="shared: all nodes draw all tasks. split: each mostly three of them."),
+    base: str = typer.Option(
+        "nine-tasks",
+        help="nine-tasks: the bundled policy after lessons in them. Or as policy.base: bundled, a folder, a hub id.",
+    ),
     workers: int = _WORKERS,
     report_only: bool = typer.Option(False, "--report", help="Compute nothing, report what --rounds has by now."),
     quick: bool = _QUICK,
@@ -51,10 +55,10 @@ def sapo(
 
     if mix not in _MIXES:
         raise ConfigError(f"mix must be one of {', '.join(_MIXES)}, got {mix}; set --mix")
-    plan = SapoPlan(chosen_arms(arms or ",".join(DEFAULT_ARMS)), tuple(seed_list(seeds)), nodes, cast("Mix", mix))
+    plan = SapoPlan(chosen_arms(arms or ",".join(DEFAULT_ARMS)), tuple(seed_list(seeds)), nodes, cast("Mix", mix), base)
     if quick:
         short = chosen_arms(f"{CONTROL},{SHARING}")
-        plan, rounds = SapoPlan(short, (0,), 2, cast("Mix", mix), groups_per_round=4, held_out_tasks=1), 2
+        plan, rounds = SapoPlan(short, (0,), 2, cast("Mix", mix), base, groups_per_round=4, held_out_tasks=1), 2
     if report_only:
         if rounds is None:
             raise ConfigError("a report needs the rounds of its cells, got none; set --rounds as in the run")
@@ -143,6 +147,46 @@ def heterogeneous(
         (folder / "table.md").write_text(table.markdown() + "\n", encoding="utf-8")
         console.print(table.rich(), f"report: {folder / 'report.html'}")
     _finish(folder, experiment.figures(results), as_json)
+
+
+@app.command()
+def merging(
+    folder: Path = typer.Option(
+        Path("runs/merging"), "--dir", help="Folder of the results; finished cells are not run again."
+    ),
+    parts: str = typer.Option("learning,faults,rl", help="Which tables, with commas: also attacks, settings."),
+    attacks: bool = typer.Option(False, "--attacks", help="The table of liars as well."),
+    steps: int = typer.Option(120, min=1, help="Inner steps of each replica, supervised."),
+    rounds: int = typer.Option(72, min=1, help="Rounds of each replica, under RL."),
+    seeds: str = typer.Option("0,1,2", help="Seeds, with commas."),
+    workers: int = _WORKERS,
+    report_only: bool = typer.Option(False, "--report", help="Compute nothing, report the cells that are there."),
+    quick: bool = _QUICK,
+    as_json: bool = _JSON,
+) -> None:
+    """Eight replicas that merge in pairs, all at once or never; partners that fail, are slow, or lie."""
+    from swarm.experiments.merging.arms import DILOCO, NOLOCO
+    from swarm.experiments.merging.figures import figures
+    from swarm.experiments.merging.merging_report import write_all
+    from swarm.experiments.merging.plan import MergingPlan, chosen_parts
+
+    chosen = chosen_parts(f"{parts},attacks" if attacks else parts)
+    plan = MergingPlan(chosen, tuple(seed_list(seeds)), num_steps=steps, num_rounds=rounds)
+    if quick:
+        plan = MergingPlan(
+            ("learning", "rl"), (0,), (NOLOCO, DILOCO), num_steps=8, inner_steps=4, num_examples=16, held_out_examples=4,
+            num_rounds=2, inner_rounds=1, groups_per_round=2, held_out_tasks=1,
+        )  # fmt: skip
+    with contextlib.nullcontext(_console()) if report_only else _experiment(folder) as console:
+        store = CellStore(folder / "cells")
+        if not report_only:
+            compute(plan.all_cells(), store, workers, console.print)
+        results = store.read_all(plan.all_cells())
+        if not results:
+            raise SwarmError(f"a report needs finished cells, got none in {folder}; leave --report out")
+        report, tables = write_all(folder, plan.parts, results)
+        console.print(*(table.rich() for table in tables), f"report: {report}")
+    _finish(folder, figures(results), as_json)
 
 
 @contextlib.contextmanager

@@ -27,10 +27,13 @@ def export(
     """Write what the node has learned for use elsewhere."""
     resolved = load_config(config_arguments(config, folder), ("--dir", "--format"))
     from swarm.adapters.export import export_adapter, export_merged
+    from swarm.node_folder import NodeFolder
+    from swarm.policy.lineage import hash_weights
 
     policy, trained_rounds = load_saved_policy(resolved)
     if form is Form.adapter:
-        export_adapter(policy.model, policy.tokenizer, out)
+        base_hash = hash_weights(policy.base_folder, NodeFolder(resolved.node.dir).hash_cache)
+        export_adapter(policy.model, policy.tokenizer, out, base_hash)
     else:
         export_merged(policy.model, policy.tokenizer, policy.base_folder, out)
     print(f"{form} of round {trained_rounds} written to {out}")

@@ -24,6 +24,7 @@ from swarm.cli import (
     identity,
     init,
     join,
+    merge,
     run,
     sample,
     stage,
@@ -35,8 +36,8 @@ from swarm.errors import SwarmError
 INTERRUPTED = 130
 EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 config, 4 identity, 5 policy, 6 tasks, 7 network, 8 checkpoint, "
-    "9 node not running, 10 memory, 11 training, 12 manifest, 13 cannot join, 14 doctor found a problem, 16 pipeline, "
-    "130 interrupted."
+    "9 node not running, 10 memory, 11 training, 12 manifest, 13 cannot join, 14 doctor found a problem, "
+    "15 cannot merge, 16 pipeline, 130 interrupted."
 )
 
 app = typer.Typer(
@@ -69,6 +70,7 @@ app.command("doctor", context_settings=run.OVERRIDES)(doctor.doctor)
 app.command("eval", context_settings=run.OVERRIDES)(evaluate.evaluate)
 app.command("sample", context_settings=run.OVERRIDES)(sample.sample)
 app.command("export", context_settings=run.OVERRIDES)(export.export)
+app.command("merge")(merge.merge)
 app.add_typer(identity.app, name="identity")
 app.add_typer(config.app, name="config")
 app.add_typer(experiment.app, name="experiment")

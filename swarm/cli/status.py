@@ -65,8 +65,20 @@ def _lines(current: "NodeStatus") -> list[tuple[str, str]]:
             ),
             ("traffic", f"{sent:.2f} MB sent, {received:.2f} MB received"),
             ("peers", f"{row['network/peers']}"),
+            *_merge_lines(row),
         ]
     lines += [("address", address) for address in current.addresses]
     if current.http_port:
         lines.append(("metrics", f"http://127.0.0.1:{current.http_port}/metrics"))
+    return lines
+
+
+def _merge_lines(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """Of a node that merges: how often, and what the last merge took of whom."""
+    if "merge/merges_total" not in row:
+        return []
+    alone = ", ".join(f"{why} {count}" for why, count in row["merge/reasons"].items() if why != "merged")
+    lines = [("merged", f"{row['merge/merges_total']} times; outer steps alone: {alone or 'none'}")]
+    if "merge/partner" in row:
+        lines.append(("last merge", f"{row['merge/partner_share']:.2f} of {row['merge/partner']}"))
     return lines

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from swarm.testbed.profiles import PlanRequest
 
-_OPTIONS = ("--nodes", "--rounds", "--minutes", "--dir", "--fresh", "--resume", "--compare", "--seeds")
+_OPTIONS = ("--nodes", "--rounds", "--minutes", "--dir", "--fresh", "--resume", "--compare", "--seeds", "--merge")
 
 
 class What(StrEnum):
@@ -32,6 +32,7 @@ def testbed(
     fresh: bool = typer.Option(
         False, "--fresh/--resume", help="Start anew; the earlier run is moved aside. Default: resume what is there."
     ),
+    merge: bool = typer.Option(False, "--merge", help="Let nodes of one lineage merge their adapters as they train."),
     compare: What = typer.Option(None, help="Run the same nodes with sharing and as silos, once per seed."),
     seeds: str = typer.Option("0,1,2", help="Seeds of a comparison."),
 ) -> None:
@@ -42,10 +43,11 @@ def testbed(
     from rich.console import Console
 
     from swarm.node_folder import set_aside
-    from swarm.testbed.profiles import PlanRequest
+    from swarm.testbed.profiles import MERGING, PlanRequest
     from swarm.testbed.testbed import LOCK_FILE, exclusive
 
     configs, overrides = split_arguments(config or [], _OPTIONS)
+    overrides = {**(MERGING if merge else {}), **overrides}
     request = PlanRequest(num_nodes=nodes, num_rounds=rounds, configs=configs, overrides=overrides)
     folder = folder or Path("runs/comparison" if compare else "runs/testbed")
     console = Console()

@@ -1,6 +1,7 @@
 """Where the groups of a training batch come from, by arm of the sharing experiment."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from swarm.errors import ConfigError
 
@@ -14,6 +15,10 @@ class Arm:
     swarm_groups: int
     filter_groups: bool = True
     """Whether own groups without reward differences are left out, as groups of others always are."""
+    choice: Literal["uniform", "informative"] = "uniform"
+    """By what groups of others are chosen: `sharing.choice`."""
+    replay_groups: int = 0
+    """Own groups of earlier rounds in a batch, on top: `training.replay_groups`."""
 
 
 PUBLISHED = "8/0"
@@ -28,9 +33,12 @@ ARMS = {
         Arm(SHARING, 4, 4),
         Arm("2/6", 2, 6),
         Arm("8/8", 8, 8),
+        Arm("4/4 informative", 4, 4, choice="informative"),
+        Arm("8/8 informative", 8, 8, choice="informative"),
+        Arm("8/0 + replay", 8, 0, replay_groups=4),
     )
 }
-"""The last one is a node's default: groups of others on top of the own ones. It is not among those of the paper."""
+"""Those up to 2/6 are the paper's. 8/8 is a node's default: groups of others on top of the own ones."""
 DEFAULT_ARMS = (PUBLISHED, CONTROL, "6/2", SHARING, "2/6")
 
 

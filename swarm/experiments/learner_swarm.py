@@ -21,8 +21,11 @@ from swarm.policy.policy import Policy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission, Vocabulary
 from swarm.records.identity import Identity
+from swarm.sharing.choice import READ_AHEAD_BATCHES, make_choice
 from swarm.sharing.judge import MixtureJudge
+from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.task_mixture import TaskMixture
+from swarm.types import RolloutGroup
 
 _FIRST_S = 1_000_000.0
 _TURN_S = 1.0
@@ -66,7 +69,7 @@ class LearnerSwarm:
         for number in self._rng.sample(range(len(self._nodes)), len(self._nodes)):
             node = self._nodes[number]
             if node.config.sharing.swarm_groups:
-                node.reader.pull(node.config.max_batch_groups)
+                node.reader.pull(READ_AHEAD_BATCHES * node.config.sharing.swarm_groups)
             rows[number] = node.learner.run_round()
             self._now_s += _TURN_S
         ordered = [(node, rows[number]) for number, node in enumerate(self._nodes)]
@@ -106,16 +109,17 @@ class LearnerSwarm:
         admission = Admission(
             config.sharing, config.swarm_id, identity.peer_id, MixtureJudge(mixture), vocabulary, self._clock
         )
-        learner = Learner(
-            config,
-            local_means(config, policy, identity.peer_id),
-            mixture,
-            pool,
-            identity.peer_id,
-            lambda groups: self._exchange.publish(identity, groups),
-        )
-        rng = random.Random(f"{seed}/{number}")
-        return _Node(learner, MemoryReader(self._exchange, identity.peer_id, admission, pool, rng), config)
+        is_informative = config.sharing.choice == "informative"
+        # no author has a reputation here: nothing that comes is ever refused
+        usefulness = Usefulness(config.sharing.max_age_s, self._clock, lambda author: 1.0) if is_informative else None
+        choice = make_choice(config.sharing, pool, usefulness, random.Random(f"{seed}/{number}"))
+
+        def publish(groups: Sequence[RolloutGroup]) -> None:
+            self._exchange.publish(identity, groups)
+
+        means = local_means(config, policy, identity.peer_id)
+        learner = Learner(config, means, mixture, pool, identity.peer_id, publish, usefulness)
+        return _Node(learner, MemoryReader(self._exchange, identity.peer_id, admission, pool, choice), config)
 
     def _mixture(self, config: Config) -> TaskMixture:
         """One for all nodes of equal tasks: it keeps no state of any of them, and takes a second to build."""

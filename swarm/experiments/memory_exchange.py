@@ -1,11 +1,10 @@
 """The exchange of a swarm without sockets: what crosses it are the bytes that nodes send, judged as nodes judge them.
 
-    groups ─ encode, sign ─▶ offers of an author ─ a reader picks ─ header and body admission ─▶ its pool
+    groups ─ encode, sign ─▶ offers of an author ─ header admission ─ a reader chooses ─ body admission ─▶ its pool
 
-Readers pull when they need something, newest first, from an author drawn at random, as nodes do.
+Readers see every header at once, and choose and read ahead as nodes do.
 """
 
-import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from swarm.records.codec import (
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord
 from swarm.records.signing import sign_record
+from swarm.sharing.choice import HeaderChoice
 from swarm.types import GroupSummary, Header, RolloutGroup
 
 _OFFERS_PER_AUTHOR = 16
@@ -97,40 +97,47 @@ class MemoryReader:
     """One node's side: fills its pool from the offers of others."""
 
     def __init__(
-        self, exchange: MemoryExchange, own_peer_id: str, admission: Admission, pool: ExperiencePool, rng: random.Random
+        self,
+        exchange: MemoryExchange,
+        own_peer_id: str,
+        admission: Admission,
+        pool: ExperiencePool,
+        choice: HeaderChoice,
     ) -> None:
         self._exchange = exchange
         self._own_peer_id = own_peer_id
         self._admission = admission
         self._pool = pool
-        self._rng = rng
-        self._read: defaultdict[str, set[int]] = defaultdict(set)
+        self._choice = choice
+        self._seen_until = 0
+        self._offered: dict[Header, Offer] = {}
         self.rejected: Counter[str] = Counter()
         """Records and bodies turned away, by reason."""
 
     def pull(self, num_groups: int) -> None:
-        """Until the pool has `num_groups` fresh ones, or nobody offers more."""
-        while self._pool.num_fresh() < num_groups and (offer := self._pick()) is not None:
+        """Until the pool has `num_groups` fresh ones, or there is nothing more worth having."""
+        self._look()
+        while self._offered and self._pool.num_fresh() < num_groups:
+            header = self._choice.choose(list(self._offered), ())
+            if header is None:
+                return
+            body = self._offered.pop(header).body
             try:
-                header = self._admission.admit_header(offer.record)
-                groups = self._admission.admit_body(header, offer.body)
+                groups = self._admission.admit_body(header, body)
             except InvalidRecord as error:
                 self.rejected[error.reason.value] += 1
                 continue
             self._pool.add(header.body_hash, header.expires_at, header.created_at, groups)
 
-    def _pick(self) -> Offer | None:
-        unread = {author: newest for author in self._exchange.authors() if (newest := self._newest_unread(author))}
-        if not unread:
-            return None
-        author = self._rng.choice(sorted(unread))
-        self._read[author].add(unread[author].number)
-        return unread[author]
-
-    def _newest_unread(self, author: str) -> Offer | None:
-        """Forgets the numbers of offers that are gone."""
-        if author == self._own_peer_id:
-            return None
-        offers = self._exchange.offers_of(author)
-        self._read[author] &= {offer.number for offer in offers}
-        return next((o for o in reversed(offers) if o.number not in self._read[author]), None)
+    def _look(self) -> None:
+        """Admit the headers that are new, and forget those whose body is gone."""
+        offers = [o for a in self._exchange.authors() if a != self._own_peer_id for o in self._exchange.offers_of(a)]
+        there = {offer.number for offer in offers}
+        self._offered = {header: offer for header, offer in self._offered.items() if offer.number in there}
+        for offer in sorted(offers, key=lambda offer: offer.number):
+            if offer.number >= self._seen_until:
+                try:
+                    self._offered[self._admission.admit_header(offer.record)] = offer
+                except InvalidRecord as error:
+                    self.rejected[error.reason.value] += 1
+        self._seen_until = max(there, default=self._seen_until - 1) + 1

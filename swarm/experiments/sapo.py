@@ -14,7 +14,7 @@ from typing import Any
 
 from swarm.experiments.arms import ARMS, CONTROL, PUBLISHED, SHARING, Arm
 from swarm.experiments.cells import Cell, CellStore, Result, Say, compute
-from swarm.experiments.sapo_tasks import SAPO_TASKS, Mix
+from swarm.experiments.sapo_tasks import NINE_TASKS, SAPO_TASKS, Mix
 from swarm.experiments.spread import Spread
 
 _CALIBRATION_ROUNDS = 3
@@ -31,6 +31,8 @@ class SapoPlan:
     seeds: tuple[int, ...]
     num_nodes: int = 8
     mix: Mix = "shared"
+    base: str = NINE_TASKS
+    """NINE_TASKS, or any `policy.base`."""
     groups_per_round: int = 8
     group_size: int = 8
     held_out_tasks: int = 8
@@ -49,6 +51,7 @@ class SapoPlan:
             "num_nodes": self.num_nodes,
             "num_rounds": num_rounds,
             "mix": self.mix,
+            "base": self.base,
             "groups_per_round": self.groups_per_round,
             "group_size": self.group_size,
             "held_out_tasks": self.held_out_tasks,

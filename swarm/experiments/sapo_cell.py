@@ -9,7 +9,7 @@ from swarm.config import Config, parse
 from swarm.experiments.arms import ARMS, Arm
 from swarm.experiments.cells import Result
 from swarm.experiments.learner_swarm import LearnerSwarm, RoundRow, mean_by_source
-from swarm.experiments.sapo_tasks import Mix, node_sources
+from swarm.experiments.sapo_tasks import NINE_TASKS, POLICY_FOLDER, Mix, node_sources
 
 
 def run(settings: Mapping[str, Any]) -> Result:
@@ -53,14 +53,16 @@ def node_config(settings: Mapping[str, Any], number: int) -> Config:
     return parse(
         {
             "node": {"seed": settings["seed"]},
+            "policy": {"base": str(POLICY_FOLDER) if settings["base"] == NINE_TASKS else settings["base"]},
             "tasks": {"sources": [source.model_dump(exclude_defaults=True) for source in sources]},
             "rollouts": {"groups_per_round": settings["groups_per_round"], "group_size": settings["group_size"]},
             "sharing": {
                 "own_groups": arm.own_groups,
                 "swarm_groups": arm.swarm_groups,
                 "publish": arm.swarm_groups > 0,
+                "choice": arm.choice,
             },
-            "training": {"filter_groups": arm.filter_groups, **settings.get("training", {})},
+            "training": {"filter_groups": arm.filter_groups, "replay_groups": arm.replay_groups},
             "evaluation": {"tasks_per_source": settings["held_out_tasks"]},
         }
     )

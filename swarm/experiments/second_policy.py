@@ -12,19 +12,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from swarm.assets.recipe import (
-    BEGIN_ID,
-    BLUR,
-    CHAT_TEMPLATE,
-    END_ID,
-    LEARN,
-    PAD_ID,
-    SPECIAL_TOKENS,
-    make_corpus,
-    measure,
-    save,
-    train,
-)
+from swarm.assets.recipe import BLUR, CHAT_TEMPLATE, LEARN
+from swarm.assets.schooling import BEGIN_ID, END_ID, PAD_ID, SPECIAL_TOKENS, Course, Effort, save, teach
 from swarm.config import DEMO_TASKS, TasksSection
 from swarm.experiments.cells import Result
 from swarm.tasks.task_mixture import TaskMixture
@@ -37,15 +26,11 @@ _TEXTS_PER_SOURCE = 400
 def run(settings: Mapping[str, Any]) -> Result:
     """Train it and write it to `folder`. Keys of `settings`: those of `heterogeneous.second_policy_cell`."""
     torch.manual_seed(settings["seed"])
-    rng = random.Random(settings["seed"])
-    mixture = TaskMixture(TasksSection(sources=DEMO_TASKS))
-    tokenizer = make_tokenizer(_texts(mixture))
+    tokenizer = make_tokenizer(_texts(TaskMixture(TasksSection(sources=DEMO_TASKS))))
     model = make_model(len(tokenizer))
-    corpora = {name: make_corpus(mixture, tokenizer, name, settings["examples"]) for name in mixture.sources}
+    effort = Effort(**{name: settings[name] for name in Effort.__dataclass_fields__})
     as_llama = cast(LlamaForCausalLM, model)  # the recipe asks for nothing that Qwen2 does not have
-    train(as_llama, corpora, LEARN, settings["learn_steps"], settings["batch_size"], rng)
-    train(as_llama, corpora, BLUR, settings["blur_steps"], settings["batch_size"], rng)
-    abilities = measure(as_llama, tokenizer, mixture, settings["measured_tasks"])
+    _, abilities = teach(Course(DEMO_TASKS, LEARN, BLUR), as_llama, tokenizer, effort, random.Random(settings["seed"]))
     save(as_llama, tokenizer, Path(settings["folder"]))
     return {"parameters": model.num_parameters(), "sampled_reward": {n: a.sampled_reward for n, a in abilities.items()}}
 

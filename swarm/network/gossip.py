@@ -20,6 +20,8 @@ Addresses = tuple[str, ...]
 """Multiaddresses of one peer, without /p2p."""
 
 MAX_KNOWN_PEERS = 256
+MAX_FAILED_DIALS = 3
+"""In a row, and a peer is forgotten until it is heard of again. One alone may be the end of an earlier connection."""
 
 
 class Gossip(Protocol):
@@ -63,6 +65,7 @@ class GossipAddressBook:
         self._own_peer_id = own_peer_id
         self._rng = rng
         self._known: OrderedDict[str, Addresses] = OrderedDict()
+        self._failed: Counter[str] = Counter()  # dials in a row, of known peers
 
     def __len__(self) -> int:
         return len(self._known)
@@ -73,17 +76,29 @@ class GossipAddressBook:
             return
         self._known[peer_id] = addresses
         self._known.move_to_end(peer_id)
+        self._failed.pop(peer_id, None)
         while len(self._known) > MAX_KNOWN_PEERS:
-            self._known.popitem(last=False)
+            self.forget(next(iter(self._known)))
 
     def forget(self, peer_id: str) -> None:
         self._known.pop(peer_id, None)
+        self._failed.pop(peer_id, None)
+
+    def dialled(self, peer_id: str, succeeded: bool) -> None:
+        """What came of a choice."""
+        if succeeded:
+            self._failed.pop(peer_id, None)
+        elif peer_id in self._known:
+            self._failed[peer_id] += 1
+            if self._failed[peer_id] >= MAX_FAILED_DIALS:
+                self.forget(peer_id)
 
     def choose(self, count: int, connected: Iterable[str]) -> dict[str, Addresses]:
-        """Up to `count` random known peers that are not connected."""
+        """Up to `count` random known peers that are not connected, those that failed least before others."""
         others = sorted(self._known.keys() - set(connected))
-        chosen = self._rng.sample(others, min(max(count, 0), len(others)))
-        return {peer_id: self._known[peer_id] for peer_id in chosen}
+        self._rng.shuffle(others)
+        others.sort(key=lambda peer_id: self._failed[peer_id])
+        return {peer_id: self._known[peer_id] for peer_id in others[: max(count, 0)]}
 
 
 @dataclass(slots=True)

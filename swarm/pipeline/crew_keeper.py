@@ -10,7 +10,8 @@ The driver holds the last stage itself: log-probs and logits never cross the lin
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from torch import Tensor
@@ -120,28 +121,38 @@ class CrewKeeper:
     async def states(self) -> list[StageState]:
         """Weights and optimizer of every stage."""
 
-        async def of(stage: int, link: StageLink) -> StageState:
-            try:
-                async with asyncio.timeout(self._config.action_timeout_s):
-                    return await link.state()
-            except (NetworkError, TimeoutError) as error:
-                raise StageLostError(f"stage {stage} must hand out its state, got {error}", (stage,)) from None
+        return await self.persist(lambda: all_of(map(self._state_of, range(self.crew.num_stages))))
 
-        return await self.persist(lambda: all_of(of(i, link) for i, link in enumerate(self.crew.links)))
+    async def rewrite(self, change: Callable[[StageState], StageState]) -> None:
+        """Put what `change` makes of every stage's state in its place; the version must stay.
+
+        It begins anew where a stage is lost, so changing twice must be as good as once.
+        """
+
+        async def of(stage: int) -> None:
+            await self._put(stage, change(await self._state_of(stage)))
+
+        await self.persist(lambda: all_of(map(of, range(self.crew.num_stages))))
 
     async def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], version: int) -> None:
-        """Continue all stages from one adapter and optimizer. Raises PipelineError where they are of another policy."""
+        """Continue all stages from one adapter and optimizer, and the `lr_factors` of tensors where there are any.
+
+        Raises PipelineError where they are of another policy, StageLostError where a stage does not take them.
+        """
         names = {name for facts in self.crew.facts for name in facts.shapes}
         odd = sorted(set(tensors["adapter"]).symmetric_difference(names))
         if odd:
             raise PipelineError(
                 f"a checkpoint must hold exactly the adapter of all stages, got a difference at {odd[0]}"
             )
-        for facts, link in zip(self.crew.facts, self.crew.links, strict=True):
+        factors = tensors.get("lr_factors", {})
+        for stage, facts in enumerate(self.crew.facts):
             adapter = {name: tensors["adapter"][name] for name in facts.shapes}
             moments = {key: t for key, t in tensors["optimizer"].items() if key.partition(":")[2] in facts.shapes}
             state = {"adapter": adapter, "optimizer": moments}
-            await link.restore(state, {"policy_version": version, "lr_factor": 1.0})
+            # layers may be cut otherwise than before: the stage that holds rebuilt ones has their factor
+            factor = max((factors[name].item() for name in facts.shapes if name in factors), default=1.0)
+            await self._put(stage, (state, {"policy_version": version, "lr_factor": factor}))
         await self.crew.start()
 
     async def recover(self, lost: StageLostError) -> None:
@@ -177,6 +188,23 @@ class CrewKeeper:
             await asyncio.sleep(_PAUSE_S)
         self.recoveries_s.append(self._clock() - started_s)
         logger.warning("the crew is whole again after %.1f s", self.recoveries_s[-1])
+
+    async def _state_of(self, stage: int) -> StageState:
+        async with self._bounded(stage, "hand out its state"):
+            return await self.crew.links[stage].state()
+
+    async def _put(self, stage: int, state: StageState) -> None:
+        async with self._bounded(stage, "take its state"):
+            await self.crew.links[stage].restore(*state)
+
+    @asynccontextmanager
+    async def _bounded(self, stage: int, what: str) -> AsyncIterator[None]:
+        """Whoever takes longer than for any order is lost."""
+        try:
+            async with asyncio.timeout(self._config.action_timeout_s):
+                yield
+        except (NetworkError, TimeoutError) as error:
+            raise StageLostError(f"stage {stage} must {what}, got {error or 'no answer'}", (stage,)) from None
 
     async def _rebuild(self, plan: Recovery) -> bool:
         """Whether a machine took the stage over. Raises StageLostError where the crew then lacks another."""

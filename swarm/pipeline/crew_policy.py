@@ -1,7 +1,7 @@
 """A crew as the policy of a learner: what the compute thread calls, and waits for while the loop drives the stages."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from swarm.config import PolicySection, TrainingSection
 from swarm.errors import CheckpointError, PipelineError, StageLostError, TrainingError
 from swarm.pipeline.crew_keeper import CrewKeeper
 from swarm.pipeline.model_shape import adapter_targets, model_shape
+from swarm.pipeline.order_bytes import StageState
 from swarm.pipeline.pipelined_policy import LossOf, PipelinedPolicy
 from swarm.pipeline.stage_host import BaseModel
 from swarm.policy.base_model import folder_eos_ids, load_tokenizer
@@ -104,18 +105,39 @@ class CrewSteps:
         """See `PolicySteps`: it would cost as much as a checkpoint."""
         return
 
+    def read(self) -> dict[str, torch.Tensor]:
+        """See `PolicySteps`. Moments travel too, so it costs as much as a checkpoint."""
+        return self.state()["adapter"]
+
+    def write(self, weights: Mapping[str, torch.Tensor], turned: Iterable[str] = ()) -> None:
+        """See `PolicySteps`. Moments travel there and back."""
+        odd = set(turned)
+
+        def change(state: StageState) -> StageState:
+            tensors, rest = state
+            adapter = {name: weights[name] for name in tensors["adapter"]}
+            moments = {key: t for key, t in tensors["optimizer"].items() if key.partition(":")[2] not in odd}
+            return {"adapter": adapter, "optimizer": moments}, rest
+
+        self._policy.wait_for(self._policy.keeper.rewrite(change))
+
     def state(self) -> Tensors:
-        """See `PolicySteps`: as a single process would save it."""
+        """See `PolicySteps`: as a single process would save it, with `lr_factors` where a rebuilt stage has another one."""
         merged: Tensors = {"adapter": {}, "optimizer": {}}
-        for tensors, _ in self._policy.wait_for(self._policy.keeper.states()):
+        factors: dict[str, torch.Tensor] = {}
+        for tensors, rest in self._policy.wait_for(self._policy.keeper.states()):
             for kind, group in tensors.items():
                 merged[kind] |= group
-        return merged
+            if rest["lr_factor"] != 1:
+                factors |= {name: torch.tensor(float(rest["lr_factor"])) for name in tensors["adapter"]}
+        return {**merged, "lr_factors": factors} if factors else merged
 
     def restore(self, tensors: Tensors, version: int) -> None:
         """See `PolicySteps`."""
         try:
             self._policy.wait_for(self._policy.keeper.restore(tensors, version))
+        except StageLostError:
+            raise
         except PipelineError as error:
             raise CheckpointError(f"a checkpoint must fit the crew, got: {error}") from None
         self._policy.version = version

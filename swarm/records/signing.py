@@ -19,6 +19,7 @@ class Purpose(Enum):
 
     HEADER = b"swarm/record/1\x00"
     PRESENCE = b"swarm/presence/1\x00"
+    ADAPTER_OFFER = b"swarm/adapter/1\x00"
     ORDER = b"swarm/order/1\x00"
 
 

@@ -1,7 +1,9 @@
-"""Where headers and presence lie in the index and in gossip, and which entries a node stores, passes on or believes.
+"""Where headers, presence and offers to merge lie in the index, and which entries a node stores, passes on or believes.
 
     headers   key `<swarm id>/experience/<shard>/<window>`, subkey `<peer id>/<slot>`; topic `<swarm id>/experience/<shard>`
     presence  key `<swarm id>/presence/<shard>`,            subkey `<peer id>`
+    adapters  key `<swarm id>/merge/<lineage>/<shard>` of those ready to merge, `<swarm id>/donors/…` of those that give
+              theirs to newcomers, `<swarm id>/final/…` of those that wait for the final merge, subkey `<peer id>`
 
 An author has SLOTS_PER_WINDOW entries per window, so that no key outgrows what a reader can fetch: 64 authors of a shard
 times 8 slots times 1 KiB is half a MiB.
@@ -9,12 +11,18 @@ times 8 slots times 1 KiB is half a MiB.
 
 import re
 from collections import Counter
+from typing import Literal, get_args
 
+from swarm.records.adapter_offer import verify_offer
 from swarm.records.codec import decode_record
 from swarm.records.presence import verify_presence
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.records.signing import signature_is_valid
 from swarm.sharing.shard import Shard, shard_of, thinning_depth
+
+AdapterList = Literal["merge", "donors", "final"]
+"""Lists of signed offers: of those that are ready to merge, of those that give their adapter to newcomers, and of those
+that have ended their training and wait for the final merge."""
 
 WINDOW_S = 30.0
 SLOTS_PER_WINDOW = 8
@@ -33,6 +41,10 @@ def experience_topic(swarm_id: str, shard: Shard) -> str:
 
 def presence_key(swarm_id: str, shard: Shard) -> str:
     return f"{swarm_id}/presence/{shard.name}"
+
+
+def adapter_key(swarm_id: str, kind: AdapterList, lineage: str, shard: Shard) -> str:
+    return f"{swarm_id}/{kind}/{lineage}/{shard.name}"
 
 
 def subkey(peer_id: str, sequence: int) -> str:
@@ -64,6 +76,8 @@ class EntryValidator:
             self._check_header(rest, subkey, value)
         elif kind == "presence":
             self._check_presence(rest, subkey, value)
+        elif kind in get_args(AdapterList):
+            self._check_offer(rest, subkey, value)
         else:
             raise InvalidRecord(Rejection.WRONG_SLOT)
 
@@ -79,11 +93,21 @@ class EntryValidator:
             raise InvalidRecord(Rejection.BAD_SIGNATURE)
 
     def _check_presence(self, rest: str, subkey: str, value: bytes) -> None:
-        presence, shard = verify_presence(value, self._swarm_id), Shard.parse(rest)
-        if shard is None or presence.peer_id != subkey:
+        presence = verify_presence(value, self._swarm_id)
+        if presence.peer_id != subkey:
             raise InvalidRecord(Rejection.WRONG_SLOT)
-        levels_above = presence.level - shard.level
-        if not 0 <= levels_above <= thinning_depth(self._swarm_id, subkey):
+        self._check_listed(Shard.parse(rest), subkey, presence.level, presence.created_at)
+
+    def _check_offer(self, rest: str, subkey: str, value: bytes) -> None:
+        lineage, _, place = rest.partition("/")
+        offer = verify_offer(value, self._swarm_id)
+        if offer.peer_id != subkey or offer.lineage != lineage:
+            raise InvalidRecord(Rejection.WRONG_SLOT)
+        self._check_listed(Shard.parse(place), subkey, offer.level, offer.created_at)
+
+    def _check_listed(self, shard: Shard | None, peer_id: str, level: int, created_at: float) -> None:
+        """A peer is listed in its own shard, and as far above it as its thinning depth says."""
+        if shard is None or shard_of(self._swarm_id, peer_id, shard.level, created_at) != shard:
+            raise InvalidRecord(Rejection.WRONG_SLOT)
+        if not 0 <= level - shard.level <= thinning_depth(self._swarm_id, peer_id):
             raise InvalidRecord(Rejection.WRONG_SLOT, "too far from the own shard")
-        if shard_of(self._swarm_id, subkey, shard.level, presence.created_at) != shard:
-            raise InvalidRecord(Rejection.WRONG_SLOT)

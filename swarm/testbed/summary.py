@@ -43,6 +43,10 @@ class NodeSummary:
     bytes_received: int
     tokens_per_s: float
     """While sampling."""
+    merges: int | None
+    """Outer steps with a partner; None where merging is off."""
+    solo_steps: int | None
+    """Outer steps alone."""
 
 
 def summarize(view: NodeView) -> NodeSummary:
@@ -68,6 +72,8 @@ def summarize(view: NodeView) -> NodeSummary:
         bytes_sent=history.totals["exchange/bytes_sent"],
         bytes_received=history.totals["exchange/bytes_received"],
         tokens_per_s=history.tokens_per_s,
+        merges=row.get("merge/merges_total"),
+        solo_steps=row.get("merge/solo_steps_total"),
     )
 
 
@@ -90,19 +96,24 @@ def learning_table(summaries: Sequence[NodeSummary]) -> Table:
 
 
 def exchange_table(summaries: Sequence[NodeSummary]) -> Table:
-    """What each node sampled, sent, received and refused."""
+    """What each node sampled, sent, received and refused, and how often it merged."""
     table = Table(title="Exchange", title_justify="left")
     table.add_column("node", no_wrap=True)
-    for header in ("tokens/s", "MB sent", "MB received"):
+    merging = any(node.merges is not None for node in summaries)
+    for header in ("tokens/s", "MB sent", "MB received", *(["merges + alone"] if merging else [])):
         table.add_column(header, justify="right")
     table.add_column("records rejected")
     for node in summaries:
         rejected = ", ".join(f"{count} {reason}" for reason, count in node.rejected.items() if count)
         table.add_row(
             node.name, f"{node.tokens_per_s:.0f}", _mega(node.bytes_sent), _mega(node.bytes_received),
-            Text(rejected or "none"),
+            *([_merges(node)] if merging else []), Text(rejected or "none"),
         )  # fmt: skip
     return table
+
+
+def _merges(node: NodeSummary) -> str:
+    return "" if node.merges is None else f"{node.merges} + {node.solo_steps}"
 
 
 def source_table(summaries: Sequence[NodeSummary]) -> Table:

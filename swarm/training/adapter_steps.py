@@ -1,6 +1,6 @@
 """Gradients and AdamW for an adapter in this process."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -61,6 +61,20 @@ class AdapterSteps:
         """See `PolicySteps`."""
         norms = [parameter.detach().float().norm() for parameter in self._parameters.values()]
         return torch.stack(norms).norm().item()
+
+    def read(self) -> dict[str, Tensor]:
+        """See `PolicySteps`."""
+        return read_adapter(self._policy.model)
+
+    def write(self, weights: Mapping[str, Tensor], turned: Iterable[str] = ()) -> None:
+        """See `PolicySteps`."""
+        write_adapter(self._policy.model, weights)
+        self.reset_moments(turned)
+
+    def reset_moments(self, names: Iterable[str]) -> None:
+        """Forget AdamW's moments and step count of some tensors."""
+        for name in names:
+            self._optimizer.state.pop(self._parameters[name], None)
 
     def state(self) -> AdapterTensors:
         """See `PolicySteps`."""

@@ -15,7 +15,7 @@ from swarm.training.log_ratio import masked_mean
 
 def correction_weights(log_weights: Tensor, mask: Tensor, kind: str, cap: float) -> Tensor:
     """Factor [B, T] from log w, which is 0 where masked; by name of `training.correction`."""
-    if kind == "tis":
+    if kind.startswith("tis"):
         return truncated_weights(log_weights, cap)
     if kind == "icepop":
         return banded_weights(log_weights, cap)

@@ -11,16 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swarm.config import TrainingSection
+from swarm.config import WEIGHING_CORRECTIONS, TrainingSection
 from swarm.training.corrections import correction_weights, opsm, truncated_weights
 from swarm.training.effective_sample_size import sequence_log_weights
 from swarm.training.log_ratio import masked_log_ratio
 from swarm.training.losses import clipped_loss, kl_to_reference
 from swarm.training.micro_batch import MicroBatch
 from swarm.training.ratios import policy_ratio
-
-_WEIGHING = ("tis", "icepop")
-"""Corrections that weigh by w already. The others do not, which a second step on the same data needs: see replay."""
 
 
 class ClipRange(NamedTuple):
@@ -77,7 +74,7 @@ def policy_loss(part: MicroBatch, logprobs: Logprobs, config: TrainingSection, c
     clipped = clipped_loss(ratio, part.advantages, clip_low=clip.low, clip_high=clip.high, clip_delta=config.clip_delta)
     to_sampler = masked_log_ratio(new.detach(), part.behaviour, known)
     factors = correction_weights(log_weights, mask, config.correction, config.correction_cap)
-    if config.correction not in _WEIGHING and config.ratio_reference == "start":
+    if config.correction not in WEIGHING_CORRECTIONS and config.ratio_reference == "start":
         factors = factors * torch.where(part.is_replay > 0, truncated_weights(log_weights, config.correction_cap), 1.0)
     if config.correction.endswith("opsm"):
         factors = factors * opsm(to_sampler, mask, part.advantages, config.opsm_limit_nats)

@@ -1,6 +1,6 @@
 """What the trainer needs of whoever holds the weights, on this machine (`AdapterSteps`) or on a crew of them (`CrewSteps`)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -33,6 +33,17 @@ class PolicySteps(Protocol):
 
     def adapter_norm(self) -> float | None:
         """L2 norm of all adapter weights; None where gathering them costs too much."""
+        ...
+
+    def read(self) -> dict[str, Tensor]:
+        """A copy of all adapter weights on the CPU, by name."""
+        ...
+
+    def write(self, weights: Mapping[str, Tensor], turned: Iterable[str] = ()) -> None:
+        """Replace all adapter weights between two batches; the version stays.
+
+        AdamW's moments and step count stay too, but for tensors `turned`, whose basis is another one now.
+        """
         ...
 
     def state(self) -> AdapterTensors:

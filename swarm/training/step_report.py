@@ -1,8 +1,8 @@
 """What one training step did, for logs and metrics."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -97,6 +97,31 @@ class StepReport:
             staleness_max=staleness.max,
             skip_reason=last.skip_reason,
         )
+
+    @staticmethod
+    def of_parts(reports: Sequence["StepReport"]) -> "StepReport":
+        """One report for the parts of one batch: means by tokens. Skipped where all were."""
+        done = [report for report in reports if not report.skipped]
+        if not done:
+            return reports[-1]
+
+        def mean(values: Iterable[float | None]) -> float | None:
+            known = [(value, r.num_tokens) for value, r in zip(values, done, strict=True) if value is not None]
+            return sum(value * count for value, count in known) / sum(count for _, count in known) if known else None
+
+        means = {name: mean(getattr(report, name) for report in done) for name in _MEANS}
+        oldest = [report.staleness_max for report in done if report.staleness_max is not None]
+        return replace(
+            done[-1],  # rate and norm at the end
+            **means,
+            num_tokens=sum(report.num_tokens for report in done),
+            staleness_max=max(oldest, default=None),
+        )
+
+
+_MEANS = (
+    "loss", "grad_norm", "clip_fraction", "entropy", "ess_fraction", "kl", "sampler_kl", "mean_ratio", "staleness_mean",
+)  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -4,9 +4,11 @@
                                                    └────────────── gradients add up ────────────────────────────┤
                             next inner epoch ◀─ AdamW ◀─ lr · √(ESS/B) ◀─ clip ◀─ finite? ◀─────────────────────┘
 
-A step is all or nothing: it is applied, or the adapter and the optimizer stay bitwise what they were.
+A step is all or nothing: it is applied, or the adapter and the optimizer stay bitwise what they were. A large batch may be
+split into several steps.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -64,12 +66,20 @@ class Trainer:
         """Steps that were not applied since the first start."""
 
     def step(self, batch: Sequence[TrainingGroup]) -> StepReport:
-        """One training step of `inner_epochs` optimizer steps on `batch`; raises `policy.version` by those applied.
+        """`inner_epochs` optimizer steps on each part of `batch`; raises `policy.version` by those applied.
 
-        A step without a usable token, without a gradient to follow, or with a non-finite loss or gradient is skipped
+        Parts are of at most `groups_per_step` groups and take every n-th one, so that own groups and those of others mix.
+        To a later part the earlier ones are off-policy data like any other, weighed by the correction.
+
+        A part without a usable token, without a gradient to follow, or with a non-finite loss or gradient is skipped
         and counted. Raises TrainingError for a group without reward differences, and if a step that should move the
         adapter did not.
         """
+        num_parts = max(1, math.ceil(len(batch) / (self._config.groups_per_step or max(len(batch), 1))))
+        parts = [self._step(batch[first::num_parts]) for first in range(num_parts)]
+        return parts[0] if num_parts == 1 else StepReport.of_parts(parts)
+
+    def _step(self, batch: Sequence[TrainingGroup]) -> StepReport:
         sequences = training_sequences(batch, self._config, self._max_new_tokens, self._stop)
         if not sequences:
             self.num_skipped_steps += 1

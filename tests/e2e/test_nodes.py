@@ -79,9 +79,9 @@ def test_interrupt_ends_node_and_daemon_within_five_seconds(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("rollouts", "training"),
+    ("rollouts", "training", "merging"),
     [
-        ({}, {}),
+        ({}, {}, {}),
         (
             {
                 "over_provision": 2.0,
@@ -91,17 +91,19 @@ def test_interrupt_ends_node_and_daemon_within_five_seconds(tmp_path: Path) -> N
                 "refill_draws": 1,
             },
             {"replay_groups": 3},
+            {"enabled": True, "inner_steps": 3},
         ),
     ],
-    ids=["plain", "answers wait for later rounds and are replayed"],
+    ids=["plain", "answers wait for later rounds and are replayed, outer steps are taken"],
 )
 def test_run_killed_at_a_random_moment_ends_bitwise_equal(
-    tmp_path: Path, rollouts: dict[str, object], training: dict[str, object]
+    tmp_path: Path, rollouts: dict[str, object], training: dict[str, object], merging: dict[str, object]
 ) -> None:
     def run_to_the_end(name: str, kill: bool) -> dict[str, torch.Tensor]:
         folder = tmp_path / name
         node = {"dir": str(folder), "threads": 1, "max_rounds": 14}
-        settings = node_settings(folder, node=node, rollouts={**rollouts, "cache_mib": 256}, training=training, **SILO)
+        sections = {"rollouts": {**rollouts, "cache_mib": 256}, "training": training, "merging": merging}
+        settings = node_settings(folder, node=node, **sections, **SILO)
         folder.mkdir(mode=0o700)
         key = folder / "identity.key"
         key.write_bytes(b"k" * 32)  # the same identity draws the same tasks

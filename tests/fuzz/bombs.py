@@ -11,6 +11,8 @@ from swarm.network.libp2p.frames import encode_frame
 from swarm.network.libp2p.parts import rpc_pb2
 from swarm.network.libp2p.pubsub import MAX_CALL_BYTES
 from swarm.network.peers.peer_list import MAX_FILE_BYTES as PEERS_BYTES
+from swarm.pairing.final_message import MAX_MESSAGE_BYTES as FINAL_MESSAGE_BYTES
+from swarm.pairing.proposal import MAX_MESSAGE_BYTES
 from swarm.records.codec import MAX_RECORD_BYTES, MAX_UNPACKED_BODY_BYTES
 
 _LARGEST_REPLY_BYTES = 4 << 20
@@ -20,7 +22,11 @@ _LARGEST_REPLY_BYTES = 4 << 20
 def bombs() -> dict[str, list[bytes]]:
     """{target: inputs}"""
     return {
-        **dict.fromkeys(("record", "unsigned_record", "header", "presence"), _packed_bombs(MAX_RECORD_BYTES)),
+        **dict.fromkeys(
+            ("record", "unsigned_record", "header", "presence", "adapter_offer"), _packed_bombs(MAX_RECORD_BYTES)
+        ),
+        **dict.fromkeys(("merge_request", "merge_answer"), _packed_bombs(MAX_MESSAGE_BYTES)),
+        **dict.fromkeys(("final_request", "final_answer"), _packed_bombs(FINAL_MESSAGE_BYTES)),
         "body": [_compressed(bomb) for bomb in _packed_bombs(MAX_UNPACKED_BODY_BYTES - 64)] + _lying_frames(),
         "packed_body": _packed_bombs(MAX_UNPACKED_BODY_BYTES - 64),
         "entry": [b"a/0\0" + bomb for bomb in _packed_bombs(MAX_RECORD_BYTES)],

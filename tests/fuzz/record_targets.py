@@ -2,17 +2,19 @@
 
 import math
 import tomllib
+from dataclasses import replace
 
 import tomli_w
 import zstandard
 
 from swarm import manifest as manifests
 from swarm.errors import ManifestError
+from swarm.records.adapter_offer import sign_offer, verify_offer
 from swarm.records.codec import decode_body, decode_header, encode_body, encode_header
 from swarm.records.presence import verify_presence
 from swarm.records.rejection import InvalidRecord
 from swarm.records.signing import verified_by
-from swarm.sharing.index import EntryValidator, experience_key, presence_key
+from swarm.sharing.index import EntryValidator, adapter_key, experience_key, presence_key
 from swarm.sharing.shard import Shard
 from swarm.tasks.answer_guard import ALPHABETS, admissible
 from swarm.tasks.verifiers import VERIFIERS
@@ -20,6 +22,7 @@ from tests.unit.experience_factory import ALICE, LINEAGE, NOW, SWARM_ID, admissi
 
 SHARD = Shard(0, 0)
 HEADER_KEY, PRESENCE_KEY = experience_key(SWARM_ID, SHARD, NOW), presence_key(SWARM_ID, SHARD)
+MERGE_KEY = adapter_key(SWARM_ID, "merge", LINEAGE.policy, SHARD)
 _EXPECTED = {"exact": "1", "numeric": "-3/4", "regex": r"(?i)\s*yes[!.]*"}
 
 
@@ -59,6 +62,19 @@ def presence(data: bytes) -> bool:
     return True
 
 
+def adapter_offer(data: bytes) -> bool:
+    with verified_by(lambda peer_id, signed, signature: True):
+        try:
+            decoded = verify_offer(data, SWARM_ID)
+        except InvalidRecord:
+            return False
+        assert math.isfinite(decoded.created_at) and math.isfinite(decoded.expires_at)
+        assert decoded.num_bytes > 0 and len(decoded.sha256) == 32
+        own = replace(decoded, peer_id=ALICE.peer_id)
+        assert verify_offer(sign_offer(ALICE, SWARM_ID, own), SWARM_ID) == own
+    return True
+
+
 def body(data: bytes) -> bool:
     """A body that its author announced correctly, through all of admission."""
     announced = header_of([group()], data)
@@ -88,8 +104,8 @@ def entry(data: bytes) -> bool:
     name, _, value = data.partition(b"\0")
     text, is_valid = name.decode(errors="replace"), EntryValidator(SWARM_ID)
     believed = [
-        is_valid(key, text, value) for key in (HEADER_KEY, PRESENCE_KEY, text)
-    ]  # all three, whatever the first says
+        is_valid(key, text, value) for key in (HEADER_KEY, PRESENCE_KEY, MERGE_KEY, text)
+    ]  # all of them, whatever the first says
     return any(believed)
 
 

@@ -19,8 +19,16 @@ from swarm.network.requests.blob_protocol import BlobRequest
 from swarm.network.requests.framing import FrameError, parse_response, read_acknowledgement, read_request, read_response
 from swarm.network.tcp_address import TcpAddress
 from swarm.network.transport import RequestRefused
+from swarm.pairing import final_message
+from swarm.pairing.offered_adapter import OfferedAdapter
+from swarm.pairing.proposal import MAX_MESSAGE_BYTES, Taken, decode_answer
+from swarm.pairing.proposal_door import ProposalDoor
+from swarm.pairing.recent_partners import RecentPartners
+from swarm.records.adapter_offer import AdapterOffer, sign_offer
 from swarm.records.identity import is_peer_id, verify
-from tests.unit.experience_factory import ALICE, NOW
+from swarm.records.rejection import InvalidRecord
+from swarm.records.signing import verified_by
+from tests.unit.experience_factory import ALICE, LINEAGE, MALLORY, NOW, SWARM_ID
 
 MAX_FRAME_BYTES = 4096
 
@@ -99,6 +107,47 @@ def gateway_request(data: bytes) -> bool:
     except RequestRefused:
         return False
     assert len(answer) <= MAX_INDEX_RESPONSE_BYTES
+    return True
+
+
+ADAPTER = AdapterOffer(ALICE.peer_id, LINEAGE.policy, 3, 75, "bf16", 2_200_000, b"h" * 32, 0, NOW, NOW + 60)
+
+
+def merge_request(data: bytes) -> bool:
+    """What a node is asked by one that would merge with it and signs whatever it likes."""
+    own = OfferedAdapter(ADAPTER, sign_offer(ALICE, SWARM_ID, ADAPTER), b"")
+    door = ProposalDoor(SWARM_ID, ALICE.peer_id, lambda: NOW, lambda: own, RecentPartners(), monotonic=lambda: 0.0)
+    with verified_by(lambda peer_id, signed, signature: True):
+        answer = _run(door.answer(MALLORY.peer_id, data))
+    assert len(answer) <= MAX_MESSAGE_BYTES
+    is_taken = isinstance(decode_answer(answer), Taken)
+    assert is_taken or own.partner is None
+    return is_taken
+
+
+def final_request(data: bytes) -> bool:
+    return _comes_back(final_message.decode_request, data)
+
+
+def final_answer(data: bytes) -> bool:
+    return _comes_back(final_message.decode_answer, data)
+
+
+def _comes_back(decode: Callable[[bytes], Any], data: bytes) -> bool:
+    try:
+        decoded = decode(data)
+    except InvalidRecord:
+        return False
+    assert decode(decoded.encode()) == decoded
+    return True
+
+
+def merge_answer(data: bytes) -> bool:
+    try:
+        decoded = decode_answer(data)
+    except InvalidRecord:
+        return False
+    assert decode_answer(decoded.encode()) == decoded
     return True
 
 

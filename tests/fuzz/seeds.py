@@ -3,6 +3,7 @@
 import asyncio
 import json
 import struct
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -24,6 +25,9 @@ from swarm.network.libp2p.parts import rpc_pb2
 from swarm.network.reach.reachability import bytes_request, dial_request, hello_request
 from swarm.network.requests.blob_protocol import BlobRequest
 from swarm.network.requests.framing import Response, Status, write_acknowledgement, write_request, write_response
+from swarm.pairing.final_message import Here, Mine, Thanks
+from swarm.pairing.proposal import Declined, Fetched, Proposal, Taken
+from swarm.records.adapter_offer import sign_offer
 from swarm.records.codec import encode_header
 from swarm.records.presence import Presence, sign_presence
 from swarm.records.rotation import make_statement
@@ -31,6 +35,7 @@ from swarm.sharing.index import subkey
 from tests.fuzz.dht_targets import DHT_KEY, DHT_NOW
 from tests.fuzz.gossip_targets import TOPIC
 from tests.fuzz.record_targets import HEADER_KEY
+from tests.fuzz.request_targets import ADAPTER
 from tests.unit.experience_factory import ALICE, MALLORY, NOW, SWARM_ID, body_and_header, group, signed
 
 _messages: Any = dht_pb2
@@ -46,14 +51,21 @@ def seeds() -> dict[str, list[bytes]]:
     records = [signed(header) for header in headers]
     presences = [_presence(_ADDRESSES[:2], True), _presence((), False)]
     subkeys = [subkey(ALICE.peer_id, 3), ALICE.peer_id]
+    offer = sign_offer(ALICE, SWARM_ID, ADAPTER)
+    proposed = sign_offer(MALLORY, SWARM_ID, replace(ADAPTER, peer_id=MALLORY.peer_id, sha256=b"m" * 32))
     return {
         "record": records,
         "unsigned_record": records,
         "header": [encode_header(header) for header in headers],
         "presence": presences,
+        "adapter_offer": [offer, sign_offer(ALICE, SWARM_ID, replace(ADAPTER, level=3, precision="int8"))],
         "body": bodies,
         "packed_body": [zstandard.ZstdDecompressor().decompress(body) for body in bodies],
-        "entry": [subkeys[0].encode() + b"\0" + records[0], subkeys[1].encode() + b"\0" + presences[0]],
+        "entry": [
+            subkeys[0].encode() + b"\0" + records[0],
+            subkeys[1].encode() + b"\0" + presences[0],
+            subkeys[1].encode() + b"\0" + offer,
+        ],
         "stored_entry": [_stored(HEADER_KEY, subkeys[0], records[0]), _stored(HEADER_KEY, subkeys[1], presences[0])],
         "dictionary": [
             _entries(HEADER_KEY, subkeys[0], records[0], NOW + 60),
@@ -65,6 +77,10 @@ def seeds() -> dict[str, list[bytes]]:
         "reach": [hello_request(), dial_request(31000), bytes_request(1000), struct.pack(">d", NOW) + b"192.0.2.7"],
         "gateway": [msgpack.packb(True) or b"", msgpack.packb({subkeys[0]: records[0]}) or b""],
         "gateway_request": [store_request(HEADER_KEY, subkeys[0], records[0], NOW + 60), load_request(HEADER_KEY)],
+        "merge_request": [Proposal(proposed).encode(), Fetched(ADAPTER.sha256).encode()],
+        "merge_answer": [Taken(offer).encode(), Declined("busy").encode()],
+        "final_request": [Here(bytes(16), 3, bytes(32), 5).encode(), Thanks(bytes(16), 1, bytes(32)).encode()],
+        "final_answer": [Mine(bytes(32), 7).encode(), Declined("wait").encode()],
         "certificate": [_certificate()],
         "address": [
             *(address.encode() for address in _ADDRESSES),

@@ -46,7 +46,7 @@ def with_signal(groups: list[RolloutGroup], version: int = 0) -> list[RolloutGro
 
 
 def test_replayed_groups_join_from_the_second_round_on_and_a_restart_replays_the_same(tmp_path: Path) -> None:
-    config = config_of({"swarm_groups": 0}, replay_groups=2)
+    config = config_of({"swarm_groups": 0}, replay_groups=2, groups_per_step=0)
     whole, store = make_learner(config), CheckpointStore(tmp_path, 2)
     rows = [whole.run_round() for _ in range(3)]
     assert [row["train/replayed_groups"] for row in rows] == [0, 2, 2]

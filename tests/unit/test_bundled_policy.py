@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarm.assets import recipe
+from swarm.assets.schooling import measure
 from swarm.config import DEMO_TASKS, TasksSection
 from swarm.tasks.task_mixture import TaskMixture
 
@@ -76,7 +77,7 @@ def test_it_leaves_ground_and_room(report: dict[str, Any]) -> None:
 
 def test_the_recorded_abilities_are_those_of_the_weights(report: dict[str, Any], model: Any) -> None:
     torch.manual_seed(0)
-    measured = recipe.measure(model, TOKENIZER, TaskMixture(TasksSection()), 16)
+    measured = measure(model, TOKENIZER, TaskMixture(TasksSection()), 16)
     for name, ability in measured.items():
         assert ability.sampled_reward == pytest.approx(report["held_out"][name]["sampled_reward"], abs=0.15)
 

@@ -86,6 +86,8 @@ def test_status_of_a_node_that_has_ended_shows_what_is_known(tmp_path: Path) -> 
     row = {
         "rollout/reward_mean": 0.5, "rollout/tokens_per_s": 10.0, "time/round_s": 1.0, "network/peers": 2,
         "train/own_groups_total": 7, "train/swarm_groups_total": 9, "exchange/rejected": {"replay": 3},
+        "merge/merges_total": 4, "merge/reasons": {"merged": 4, "nobody": 2},
+        "merge/partner": "12D3y", "merge/partner_share": 0.25,
     }  # fmt: skip
     NodeStatus("12D3x", "brave-otter-3f", dead.pid, 0.0, "learning", round=5, last_round=row).write(
         tmp_path / "status.json"
@@ -94,6 +96,8 @@ def test_status_of_a_node_that_has_ended_shows_what_is_known(tmp_path: Path) -> 
     assert ended.returncode == 9
     assert "7 own and 9 swarm groups" in ended.stdout
     assert "replay 3" in ended.stdout
+    assert "4 times; outer steps alone: nobody 2" in ended.stdout
+    assert "0.25 of 12D3y" in ended.stdout
     as_json = swarm("status", str(tmp_path), "--json")
     assert json.loads(as_json.stdout)["running"] is False
 

@@ -80,6 +80,13 @@ def test_missing_file_is_named() -> None:
         load(["nowhere.toml"])
 
 
+def test_a_crew_exports_nothing_at_the_end() -> None:
+    crew = {"pipeline": {"driver": "d", "crew": ["a"]}}
+    parse({"policy": crew, "merging": {"enabled": True, "final": True}})
+    with pytest.raises(ConfigError, match="final_export"):
+        parse({"policy": crew, "merging": {"enabled": True, "final": True, "final_export": True}})
+
+
 def test_doubled_source_names_are_refused() -> None:
     with pytest.raises(ConfigError, match="set a different label"):
         parse({"tasks": {"sources": [{"name": "gcd"}, {"name": "gcd"}]}})

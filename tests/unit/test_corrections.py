@@ -59,7 +59,7 @@ def test_none_leaves_every_token_as_it_is():
 
 def test_on_policy_data_is_not_corrected():
     log_w = masked_log_ratio(OLD, OLD, MASK)
-    for kind in ("none", "tis", "icepop", "sequence_mask", "opsm", "sequence_mask+opsm"):
+    for kind in ("none", "tis", "icepop", "sequence_mask", "opsm", "tis+opsm", "sequence_mask+opsm"):
         assert correction_weights(log_w, MASK, kind, 2.0).unique().tolist() == [1.0]
 
 

@@ -19,6 +19,7 @@ NINE = {
     "decimal_arithmetic", "calendar_arithmetic", "binary_matrix",
 }  # fmt: skip
 SETTINGS = {
+    "base": "bundled",
     "seed": 0, "num_nodes": 2, "num_rounds": 2, "mix": "shared", "groups_per_round": 4, "group_size": 4, "held_out_tasks": 1,
 }  # fmt: skip
 
@@ -181,7 +182,16 @@ def test_arms_differ_in_nothing_but_where_groups_come_from() -> None:
     from swarm.experiments.sapo_cell import node_config
 
     configs = {name: node_config({**SETTINGS, "arm": name}, 0) for name in ARMS}
+    same = {"filter_groups": True, "replay_groups": 0}
     for config in configs.values():
         assert config.rollouts == configs[SHARING].rollouts and config.tasks == configs[SHARING].tasks
-        assert config.training.model_copy(update={"filter_groups": True}) == configs[SHARING].training
-    assert [configs[name].sharing.swarm_groups for name in ARMS] == [0, 0, 2, 4, 6, 8]
+        assert config.training.model_copy(update=same) == configs[SHARING].training
+    assert {name: config.sharing.swarm_groups for name, config in configs.items()} == {
+        "8/0": 0, "8/0 + filter": 0, "8/0 + replay": 0, "6/2": 2, "4/4": 4, "4/4 informative": 4, "2/6": 6, "8/8": 8,
+        "8/8 informative": 8,
+    }  # fmt: skip
+    assert [name for name, config in configs.items() if config.sharing.choice == "informative"] == [
+        "4/4 informative",
+        "8/8 informative",
+    ]
+    assert [name for name, config in configs.items() if config.training.replay_groups] == ["8/0 + replay"]

@@ -35,18 +35,19 @@ def mixed_run(arm: str, seed: int, rewards: tuple[float, float]) -> dict[str, An
 
 def test_every_correction_meets_every_kind_of_data_once_per_seed() -> None:
     cells = OffPolicyPlan(seeds=(0, 1)).cells()
-    assert len(cells) == len({cell.digest for cell in cells}) == 2 * 5 * len(CORRECTIONS) == 60
+    assert len(cells) == len({cell.digest for cell in cells}) == 2 * 5 * len(CORRECTIONS) == 70
 
 
 def test_delayed_data_is_sampled_by_the_version_of_then() -> None:
     import torch
 
     from swarm.adapters.adapter_state import read_adapter
-    from swarm.experiments.offpolicy_cell import OffPolicyLearner, _config, _source
+    from swarm.experiments.bare_learner import BareLearner
+    from swarm.experiments.offpolicy_cell import _config, _source
 
     torch.set_num_threads(1)
     settings = {**SETTINGS, "data": "1"}
-    learner = OffPolicyLearner(_config(settings, init_seed=0), "learner", 0)
+    learner = BareLearner(_config(settings, init_seed=0), "learner", 0)
     source = _source(settings, learner)
     versions = list[tuple[int, int]]()
     while learner.policy.version < 3:
@@ -61,10 +62,11 @@ def test_delayed_data_is_sampled_by_the_version_of_then() -> None:
 
 
 def test_a_stranger_shares_the_tokenizer_and_not_the_lineage() -> None:
-    from swarm.experiments.offpolicy_cell import OffPolicyLearner, _config
+    from swarm.experiments.bare_learner import BareLearner
+    from swarm.experiments.offpolicy_cell import _config
 
-    own = OffPolicyLearner(_config(SETTINGS, init_seed=0), "learner", 0).policy.lineage
-    other = OffPolicyLearner(_config(SETTINGS, init_seed=1), "stranger", 0).policy.lineage
+    own = BareLearner(_config(SETTINGS, init_seed=0), "learner", 0).policy.lineage
+    other = BareLearner(_config(SETTINGS, init_seed=1), "stranger", 0).policy.lineage
     assert own.tokenizer == other.tokenizer and own.policy != other.policy
 
 

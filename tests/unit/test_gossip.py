@@ -54,6 +54,22 @@ def test_only_strangers_that_can_be_reached_are_chosen() -> None:
     assert book.choose(9, []).keys() == {"b", "c"}
 
 
+def test_one_failed_dial_is_forgiven_and_three_in_a_row_are_not() -> None:
+    book = make_book()
+    book.meet("a", AT)
+    book.meet("b", AT)
+    for outcome in (False, False, True, False, False):
+        book.dialled("a", outcome)
+    assert book.choose(1, []) == {"b": AT}  # before the one that failed
+    assert book.choose(9, []).keys() == {"a", "b"}
+    book.dialled("a", False)
+    book.dialled("nobody", False)
+    assert book.choose(9, []).keys() == {"b"}
+    book.meet("a", AT)
+    book.dialled("a", False)
+    assert book.choose(9, []).keys() == {"a", "b"}
+
+
 def test_the_newest_addresses_of_a_peer_count() -> None:
     book = make_book()
     book.meet("a", AT)

@@ -20,9 +20,11 @@ ALLOWED: dict[str, set[str]] = {
     "policy": {"adapters"},
     "engine": {"policy", "adapters"},
     "training": {"policy", "adapters"},
+    "merging": {"adapters"},
     "pipeline": {"policy", "adapters", "engine"},
     "rollouts": {"tasks", "policy", "engine"},
     "sharing": {"tasks", "records", "network", "pool"},
+    "pairing": {"records", "network", "sharing"},  # adapters are bytes here
     "simulation": {"tasks", "records", "network", "pool", "sharing"},
     "testbed": {"node", "node_folder"},
     "experiments": {
@@ -35,6 +37,8 @@ ALLOWED: dict[str, set[str]] = {
         "training",
         "sharing",
         "adapters",
+        "merging",
+        "pipeline",
         "learner",
         "means",
         "testbed",
@@ -50,6 +54,7 @@ TORCH_FREE = {
     "network",
     "pool",
     "sharing",
+    "pairing",
     "simulation",
     "cli",
     "testbed",

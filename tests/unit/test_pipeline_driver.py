@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import PipelineSection, PolicySection, TrainingSection
 from swarm.engine.engine import AnswerRequest
 from swarm.engine.sampling import Sampling
@@ -159,6 +160,67 @@ async def test_a_lost_machine_costs_one_step_and_a_spare_goes_on_from_the_copy(t
         assert all(answer.token_ids for group in answers for answer in group)
         assert crew.keeper._peers[0] in crew.keeper._peers[1:]
         assert len(crew.keeper.recoveries_s) == 2
+
+
+async def test_a_batch_in_several_steps_moves_a_crew_as_it_does_one_process(tmp_path: Path) -> None:
+    single = load_policy(POLICY, device="cpu")
+    groups = sampled_groups(single, max_new_tokens=6)
+    config = TRAINING.model_copy(update={"groups_per_step": 2})
+    local = Trainer(config, single, AdapterSteps(config, single), temperature=1.0, max_new_tokens=6)
+    here = local.step(groups)
+    async with driven(tmp_path) as crew:
+        trainer = Trainer(config, crew.policy, CrewSteps(config, crew.policy), temperature=1.0, max_new_tokens=6)
+        there = await asyncio.to_thread(trainer.step, groups)
+        assert crew.policy.version == single.version == -(-len(groups) // 2) > 1
+        assert (there.num_tokens, there.lr) == (here.num_tokens, pytest.approx(here.lr))
+        assert there.loss == pytest.approx(here.loss, abs=1e-4)
+
+
+async def test_weights_of_others_are_written_into_all_stages_even_when_one_is_lost(tmp_path: Path) -> None:
+    groups = sampled_groups(load_policy(POLICY, device="cpu"), max_new_tokens=6)
+    async with driven(tmp_path, copy_interval_steps=1) as crew:
+        steps, trainer = CrewSteps(TRAINING, crew.policy), crew.trainer()
+        await asyncio.to_thread(trainer.step, groups)
+        start = await asyncio.to_thread(steps.read)
+        turned = sorted(start)[:2]
+        merged = {name: value + 0.25 for name, value in start.items()}
+        await asyncio.to_thread(steps.write, merged, turned)
+        state = await asyncio.to_thread(steps.state)
+        assert all(torch.equal(state["adapter"][name], merged[name]) for name in merged)
+        assert {key.partition(":")[2] for key in state["optimizer"]} == set(start) - set(turned)
+        assert crew.policy.version == crew.keeper.crew.version == 1
+        await crew.lose(1)
+        other = {name: value - 0.5 for name, value in merged.items()}
+        await asyncio.to_thread(steps.write, other)
+        found = await asyncio.to_thread(steps.read)
+        assert all(torch.equal(found[name], other[name]) for name in other)
+        assert len(crew.keeper.recoveries_s) == 1
+        assert not (await asyncio.to_thread(trainer.step, groups)).skipped
+
+
+async def test_the_raised_learning_rate_of_a_rebuilt_stage_is_in_the_checkpoint(tmp_path: Path) -> None:
+    groups = sampled_groups(load_policy(POLICY, device="cpu"), max_new_tokens=6)
+    async with driven(tmp_path, copy_interval_steps=1) as crew:
+        trainer = crew.trainer()
+        await asyncio.to_thread(trainer.step, groups)
+        assert "lr_factors" not in (await asyncio.to_thread(trainer.state))[0]
+        await crew.lose(1)
+        await asyncio.to_thread(trainer.step, groups)
+        rebuilt = set(crew.keeper.crew.facts[1].shapes)
+        saved, state = await asyncio.to_thread(trainer.state)
+    store = CheckpointStore(tmp_path / "checkpoints", 1)
+    store.save(1, saved, {})
+    checkpoint = store.load_newest()
+    assert checkpoint is not None
+    tensors = checkpoint.tensors
+    assert {name: round(one.item(), 6) for name, one in tensors["lr_factors"].items()} == dict.fromkeys(rebuilt, 1.1)
+    single = load_policy(POLICY, device="cpu")  # one process has one rate, and takes the rest
+    Trainer(TRAINING, single, AdapterSteps(TRAINING, single), temperature=1.0, max_new_tokens=6).restore(tensors, state)
+    async with driven(tmp_path) as crew:
+        await asyncio.to_thread(crew.trainer().restore, tensors, state)
+        factors = [rest["lr_factor"] for _, rest in await crew.keeper.states()]
+        held = [bool(rebuilt & set(facts.shapes)) for facts in crew.keeper.crew.facts]
+        assert [factor > 1.05 for factor in factors] == held and any(held) and not all(held)
 
 
 async def test_the_loss_goes_on_falling_over_a_loss(tmp_path: Path) -> None:

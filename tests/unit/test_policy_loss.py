@@ -14,12 +14,12 @@ from swarm.training.micro_batch import MicroBatch
 from swarm.training.policy_loss import ClipRange, Logprobs, LossTerms, policy_loss
 
 RATIOS = ("token", "sequence", "minpro")
-CORRECTIONS = ("none", "tis", "icepop", "sequence_mask", "opsm", "sequence_mask+opsm")
+CORRECTIONS = ("none", "tis", "icepop", "sequence_mask", "opsm", "tis+opsm", "sequence_mask+opsm")
 CLIP = ClipRange(0.2, 0.28)
 COMBINATIONS = [
     (ratio, correction, reference)
     for ratio, correction, reference in product(RATIOS, CORRECTIONS, ("start", "sampler"))
-    if reference == "start" or correction not in ("tis", "icepop")
+    if reference == "start" or correction not in ("tis", "icepop", "tis+opsm")
 ]
 
 
@@ -60,7 +60,7 @@ def plain_answer(
     if ratio == "minpro":
         r = [r[t] * (min(r[:t]) if t else 1.0) for t in steps]
     factor = [1.0 for _ in steps]
-    if correction == "tis":
+    if correction.startswith("tis"):
         factor = [min(x, 2.0) for x in w]
     if correction == "icepop":
         factor = [x if 0.5 <= x <= 2 else 0.0 for x in w]

@@ -82,6 +82,7 @@ def test_a_saved_store_goes_on_bit_for_bit() -> None:
         ("none", (2.0, 0.5)),
         ("sequence_mask", (2.0, 0.5)),  # mean of log w is within log C
         ("tis", (2.0, 0.5)),  # once, not twice
+        ("tis+opsm", (2.0, 0.5)),
         ("icepop", (0.0, 0.5)),  # e > C
     ],
 )
@@ -105,7 +106,7 @@ def test_a_fresh_answer_is_not_weighed_by_it() -> None:
 def test_a_ratio_to_the_sampler_is_not_weighed_again() -> None:
     old, behaviour = torch.tensor([[-1.0]]), torch.tensor([[-1.2]])
     part = batch_of(behaviour, torch.ones(1, 1))._replace(is_replay=torch.ones(1, 1))
-    config = TrainingSection(ratio_reference="sampler")
+    config = TrainingSection(ratio_reference="sampler", correction="sequence_mask+opsm")
     terms = policy_loss(part, Logprobs(old, old, None, None, torch.ones(1, 1)), config, ClipRange(0.2, 0.28))
     assert terms.ratio.item() == pytest.approx(math.exp(0.2)) and terms.pull.item() == 1.0
 

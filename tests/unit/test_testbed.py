@@ -291,7 +291,15 @@ class TestSummary:
         assert max(map(len, told.splitlines())) <= 80
         assert all(part in told for part in ("plain [i]", "0.25 → 0.75", "80 + 60", "20 replay", "gcd"))
         assert "…" not in told
+        assert "merges" not in told
         assert conclusion(nodes).endswith("0.25 before, 0.75 after")
+
+    def test_merges_are_told_where_nodes_merge(self, tmp_path: Path) -> None:
+        rows = [round_row(n, 0.5, **{"merge/merges_total": n, "merge/solo_steps_total": 2}) for n in range(1, 4)]
+        node = summarize(NodeView("node-1", "plain", 3, "done", history(tmp_path, *rows)))
+        assert (node.merges, node.solo_steps) == (3, 2)
+        told = printed(console(), exchange_table([node]))
+        assert "merges" in told and "3 + 2" in told
 
     def test_many_nodes_share_a_column(self, view: NodeView) -> None:
         told = printed(console(), source_table([summarize(view)] * 9))

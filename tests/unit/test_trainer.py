@@ -218,6 +218,33 @@ def test_sequence_mask_drops_answers_of_a_distant_policy(make_policy: MakePolicy
     assert not trainer.step([replace(group, usable_logprobs=False) for group in distant]).skipped
 
 
+def test_a_batch_in_parts_takes_one_step_for_each_and_is_off_policy_to_the_later_ones(make_policy: MakePolicy):
+    policies = [make_policy() for _ in range(3)]
+    groups = sampled_groups(policies[0], max_new_tokens=MAX_NEW_TOKENS)[:4]
+    assert len(groups) == 4
+    whole = trainer_of(policies[0], lr=2e-2).step(groups)
+    parts = trainer_of(policies[1], lr=2e-2, groups_per_step=3).step(groups)
+    by_hand = trainer_of(policies[2], lr=2e-2)
+    reports = [by_hand.step(groups[0::2]), by_hand.step(groups[1::2])]
+    assert [policy.version for policy in policies] == [1, 2, 2]
+    left, right = (read_adapter(policy.model) for policy in policies[1:])
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert whole.ess_fraction == pytest.approx(1.0, abs=1e-4) and parts.ess_fraction < 0.9999
+    assert parts.num_tokens == sum(report.num_tokens for report in reports) == whole.num_tokens
+    assert parts.lr == reports[-1].lr
+    tokens = [report.num_tokens for report in reports]
+    mean = (reports[0].entropy * tokens[0] + reports[1].entropy * tokens[1]) / sum(tokens)
+    assert parts.entropy == pytest.approx(mean)
+
+
+def test_a_part_without_a_direction_costs_the_others_nothing(make_policy: MakePolicy):
+    policy = make_policy()
+    (useful, *_) = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    cut = with_rollouts(useful, lambda _, r: replace(r, finished=False))
+    report = trainer_of(policy, groups_per_step=1).step([useful, cut])
+    assert not report.skipped and policy.version == 1
+
+
 def test_inner_epochs_move_away_from_the_frozen_policy(make_policy: MakePolicy):
     policy = make_policy()
     groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
@@ -374,7 +401,7 @@ def lead_of(policy: Policy, groups: list[TrainingGroup]) -> float:
     return sum(row[0] - sum(row[1:]) / (len(row) - 1) for row in sums) / len(sums)
 
 
-CORRECTIONS = ("none", "tis", "icepop", "sequence_mask", "opsm", "sequence_mask+opsm")
+CORRECTIONS = ("none", "tis", "icepop", "sequence_mask", "opsm", "tis+opsm", "sequence_mask+opsm")
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
@@ -400,7 +427,7 @@ def test_every_combination_makes_rewarded_answers_likelier(
 def test_ratios_to_the_sampler_make_rewarded_answers_likelier(make_policy: MakePolicy, settings: dict[str, Any]):
     policy = make_policy(trained=False)
     groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
-    trainer = trainer_of(policy, lr=5e-3, ratio_reference="sampler", **settings)
+    trainer = trainer_of(policy, lr=5e-3, ratio_reference="sampler", correction="sequence_mask+opsm", **settings)
     before = lead_of(policy, groups)
     for _ in range(3):
         trainer.step(groups)
@@ -448,7 +475,7 @@ def test_the_report_always_tells_kl_and_adapter_norm(make_policy: MakePolicy):
 
 
 def test_adaptive_clip_bounds_survive_a_restart(make_policy: MakePolicy):
-    settings = {"adaptive_clip": True, "ratio_reference": "sampler", "lr": 1e-3}
+    settings = {"adaptive_clip": True, "ratio_reference": "sampler", "correction": "none", "lr": 1e-3}
     policy = make_policy()
     # bad answers at r = e^-.33 = .72 outweigh the good one until c_low is .75, the fourth bounds
     groups = [
@@ -473,3 +500,17 @@ def test_adaptive_clip_bounds_survive_a_restart(make_policy: MakePolicy):
     del state["adaptive_clip_notch"]  # a checkpoint of an older version
     resumed.restore(tensors, state)
     assert resumed.state()[1]["adaptive_clip_notch"] == 0
+
+
+def test_writing_turned_tensors_forgets_their_moments_and_no_others(make_policy: MakePolicy):
+    policy = make_policy()
+    trainer = trainer_of(policy)
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    trainer.step(groups)
+    names = sorted(read_adapter(policy.model))
+    trainer._steps.write(read_adapter(policy.model), names[:2])
+    left = {key.partition(":")[2] for key in trainer.state()[0]["optimizer"]}
+    assert left == set(names[2:])
+    trainer.step(groups)
+    moments = trainer.state()[0]["optimizer"]
+    assert [moments[f"step:{name}"].item() for name in (names[0], names[2])] == [1.0, 2.0]

@@ -232,9 +232,10 @@ class Libp2pGossip:
         try:
             await host.connect(peer_id, addresses)
             self._chosen.add(peer_id)
+            self._book.dialled(peer_id, succeeded=True)
         except NetworkError as error:
             logger.debug("gossip peer %s: %s", peer_id, error)
-            self._book.forget(peer_id)  # its next presence record brings it back
+            self._book.dialled(peer_id, succeeded=False)
 
     def _in_background(self, function, topic: str) -> None:
         async def work() -> None:

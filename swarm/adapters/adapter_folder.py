@@ -1,0 +1,136 @@
+"""An exported adapter as a folder in peft format: read without peft and without its base, checked, and written."""
+
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from swarm.adapters.export import BASE_FACTS, prepare_folder
+from swarm.adapters.product_merge import LowRank, check_layers
+from swarm.errors import MergeError, PolicyError
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX, _SUFFIX = "base_model.model.", ".weight"
+_COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+_MUST_BE_UNSET = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "lora_bias")
+"""Options of peft that make a layer more, or other, than scaling · B·A of one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """A LoRA adapter as it was exported."""
+
+    path: Path
+    low_rank: LowRank
+    """Tensors under the names of `adapter_state`, float32 on the CPU, and their scaling."""
+    rank: int
+    config: dict[str, Any]
+    """adapter_config.json as it is."""
+    base_hash: str | None
+    """Hash of the base's weights, where `swarm export` wrote it."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self.low_rank.tensors
+
+    @property
+    def base_name(self) -> str:
+        return str(self.config.get("base_model_name_or_path"))
+
+
+def read_adapter_folder(path: Path) -> AdapterFolder:
+    """Raises MergeError for a folder that is not a plain LoRA adapter in safetensors, or that is damaged."""
+    config = _read_json(path / _CONFIG)
+    odd = [key for key in _MUST_BE_UNSET if config.get(key)]
+    if config.get("peft_type") != "LORA" or odd or config.get("bias", "none") != "none":
+        what = odd[0] if odd else f"peft_type {config.get('peft_type')} with bias {config.get('bias')}"
+        raise MergeError(f"an adapter to merge must be plain LoRA, got {what} in {path}; export it as such")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1 or not 0 < alpha < math.inf:
+        raise MergeError(f"an adapter must have a rank and an alpha above 0, got {rank} and {alpha} in {path}")
+    tensors = _read_tensors(path / _WEIGHTS)
+    check_layers([tensors])
+    ranks = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A")}
+    if ranks != {rank}:
+        raise MergeError(
+            f"factors must have the rank of {_CONFIG}, got {sorted(ranks)} and {rank} in {path}; export again"
+        )
+    scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    facts = _read_json(path / BASE_FACTS) if (path / BASE_FACTS).is_file() else {}
+    return AdapterFolder(path, LowRank(tensors, scaling), rank, config, facts.get("weights"))
+
+
+def check_one_base(first: AdapterFolder, other: AdapterFolder) -> None:
+    """Raise MergeError unless both adapt the same layers of one base: by its hash, or by its name where one has none."""
+    one, two = (first.base_hash, other.base_hash) if first.base_hash and other.base_hash else (None, None)
+    if one is None or two is None:
+        one, two = first.base_name, other.base_name
+    if one != two:
+        raise MergeError(
+            f"adapters to merge must have one base, got {one[:64]} in {first.path} and {two[:64]} in {other.path}; "
+            "across bases only experience can be shared"
+        )
+    check_layers([first.tensors, other.tensors])
+
+
+def write_adapter_folder(
+    folder: Path, tensors: Mapping[str, Tensor], rank: int, scaling: float, like: AdapterFolder
+) -> Path:
+    """Write merged tensors in peft format, with the configuration and tokenizer of `like`.
+
+    Raises PolicyError if `folder` holds something already or cannot be written.
+    """
+    prepare_folder(folder)
+    alpha = scaling * (math.sqrt(rank) if like.config.get("use_rslora") else rank)
+    config = {**like.config, "r": rank, "lora_alpha": alpha, "inference_mode": True}
+    named = {f"{_PREFIX}{name}{_SUFFIX}": tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        for path in sorted(like.path.iterdir()):
+            if path.is_file() and path.suffix in _COPIED_SUFFIXES and path.name != _CONFIG:
+                shutil.copyfile(path, folder / path.name)
+        (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (folder / _WEIGHTS).write_bytes(safetensors.torch.save(named, {"format": "pt"}))
+    except OSError as error:
+        raise PolicyError(f"a merge must go to a writable folder, got {folder}: {error}; choose another one") from None
+    return folder
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MergeError(f"an adapter folder must hold a readable {path.name}, got {error}; see swarm export") from None
+    if not isinstance(content, dict):
+        raise MergeError(f"{path} must hold a JSON object, got {type(content).__name__}; export the adapter again")
+    return content
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        loaded = safetensors.torch.load(path.read_bytes())
+    except (OSError, SafetensorError, ValueError) as error:
+        raise MergeError(
+            f"an adapter folder must hold a readable {path.name}, got {error}; export with --format adapter"
+        ) from None
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in loaded.items():
+        if not (name.startswith(_PREFIX) and name.endswith((".lora_A.weight", ".lora_B.weight"))):
+            raise MergeError(
+                f"an adapter to merge must hold LoRA factors only, got {name} in {path}; export it as such"
+            )
+        if not torch.isfinite(tensor).all():
+            raise MergeError(
+                f"an adapter to merge must be finite, got NaN or infinity in {name} of {path}; leave it out"
+            )
+        tensors[name.removeprefix(_PREFIX).removesuffix(_SUFFIX)] = tensor.float()
+    if not tensors:
+        raise MergeError(f"an adapter to merge must adapt a layer, got none in {path}; leave it out")
+    return tensors

@@ -1,0 +1,210 @@
+"""Merging adapters as what they do, B·A, and how far that is from merging their factors one by one.
+
+Averaging A and B separately differs from averaging B·A by (B₁ − B₂)(A₁ − A₂)/4: second order, and small while replicas of one
+start stay close. For other ranks, other starts, or after much drift the products are merged:
+
+    Σ wᵢ·sᵢ·Bᵢ·Aᵢ = [w₁s₁B₁ …]·[A₁; …]  ──QR of both──▶  core R×R, R = Σ rᵢ  ──SVD──▶  the own rank
+
+at a cost of O((d + k)·R²); the d×k matrix is never made. Everything is computed in float64.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from swarm.errors import MergeError
+
+Adapter = Mapping[str, Tensor]
+_A, _B = ".lora_A", ".lora_B"
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """One adapter to merge."""
+
+    tensors: Adapter
+    scaling: float
+    """alpha / rank: the layer adds scaling · B·A."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A merged adapter."""
+
+    tensors: dict[str, Tensor]
+    truncation: dict[str, float] = field(default_factory=dict)
+    """Layer → ‖what the rank left out‖ / ‖all‖, of layers merged as products."""
+
+    @property
+    def reset_names(self) -> list[str]:
+        """Tensors whose basis turned: optimizer moments of these mean nothing any more."""
+        return [layer + part for layer in self.truncation for part in (_A, _B)]
+
+
+def layers_of(tensors: Adapter) -> list[str]:
+    """Names of the adapted layers. Raises MergeError for a factor without its partner."""
+    layers = sorted({name.removesuffix(_A).removesuffix(_B) for name in tensors})
+    for layer in layers:
+        if set(tensors) & {layer, layer + _A, layer + _B} != {layer + _A, layer + _B}:
+            raise MergeError(f"an adapter must have a lora_A and a lora_B for every layer, got else at {layer}")
+    return layers
+
+
+def average_factors(adapters: Sequence[Adapter], weights: Sequence[float]) -> dict[str, Tensor]:
+    """A and B averaged separately; adapters of one rank, scaling and start."""
+    return {
+        name: sum((w * one[name].double() for w, one in zip(weights, adapters, strict=True)), torch.zeros(())).float()
+        for name in adapters[0]
+    }
+
+
+def merge_products(
+    adapters: Sequence[LowRank],
+    weights: Sequence[float],
+    rank: int,
+    scaling: float,
+    like: Adapter | None = None,
+    layers: Sequence[str] | None = None,
+) -> Merged:
+    """Σ wᵢ·sᵢ·Bᵢ·Aᵢ of each layer, as B·A of `rank` with `scaling`: the best approximation of that rank.
+
+    `like` chooses among the equal forms of a product the one whose A has rows at right angles, as LoRA draws them, is
+    turned as its own A is and has its norm, so that factors can be averaged again; without it the norm is split evenly.
+    `layers`: those to merge, all by default.
+    Raises MergeError if layers or their sides differ.
+    """
+    check_layers([one.tensors for one in adapters])
+    tensors: dict[str, Tensor] = {}
+    truncation: dict[str, float] = {}
+    for layer in layers_of(adapters[0].tensors) if layers is None else layers:
+        pairs = list(zip(adapters, weights, strict=True))
+        stacked_b = torch.cat([w * one.scaling * one.tensors[layer + _B].double() for one, w in pairs], 1)  # [d, R]
+        stacked_a = torch.cat([one.tensors[layer + _A].double() for one, _ in pairs], 0)  # [R, k]
+        near = None if like is None else like[layer + _A].double()
+        factor_b, factor_a, truncation[layer] = _refactored(stacked_b, stacked_a, rank, near)
+        tensors[layer + _B] = (factor_b / scaling).float().contiguous()
+        tensors[layer + _A] = factor_a.float().contiguous()
+    return Merged(tensors, truncation)
+
+
+def merge_by_layer(
+    adapters: Sequence[LowRank],
+    weights: Sequence[float],
+    rank: int,
+    scaling: float,
+    drift_threshold: float,
+    like: Adapter | None = None,
+) -> Merged:
+    """Σ wᵢ·adapterᵢ: factor by factor where that is nearly right, as products where it is not.
+
+    Layers are merged as products where averaging their factors would be wrong by more than `drift_threshold`, and all of
+    them where a rank or scaling is not the wanted one. `reset_names` of the result are the factors whose basis turned.
+    """
+    tensors = [one.tensors for one in adapters]
+    alike = all(one.scaling == scaling and _rank(one.tensors) == rank for one in adapters)
+    if not alike:
+        return merge_products(adapters, weights, rank, scaling, like)
+    apart = [layer for layer, error in averaging_error(tensors, weights).items() if error > drift_threshold]
+    products = merge_products(adapters, weights, rank, scaling, like, layers=apart)
+    return Merged({**average_factors(tensors, weights), **products.tensors}, products.truncation)
+
+
+def drift(first: Adapter, second: Adapter) -> dict[str, float]:
+    """By layer, how wrong an average factor by factor is: ‖(B₁−B₂)(A₁−A₂)‖/4 over ‖(B₁A₁+B₂A₂)/2‖, by Gram matrices.
+
+    Adapters of one rank and scaling. 0 where they are equal, infinity where their products cancel.
+    """
+    check_layers([first, second])
+    values: dict[str, float] = {}
+    for layer in layers_of(first):
+        b1, b2 = first[layer + _B].double(), second[layer + _B].double()
+        a1, a2 = first[layer + _A].double(), second[layer + _A].double()
+        if a1.shape != a2.shape:
+            raise MergeError(f"drift is between adapters of one rank, got {len(a1)} and {len(a2)}; merge products")
+        error = _product_norm(b1 - b2, a1 - a2) / 4
+        mean = _product_norm(torch.cat([b1, b2], 1), torch.cat([a1, a2], 0)) / 2
+        values[layer] = error / mean if mean > 0 else math.inf if error > 0 else 0.0
+    return values
+
+
+def averaging_error(adapters: Sequence[Adapter], weights: Sequence[float]) -> dict[str, float]:
+    """By layer, ‖ΣwB·ΣwA − ΣwBA‖ / ‖ΣwBA‖: `drift` for any number of adapters and weights. To about 1e-7."""
+    check_layers(adapters)
+    mean = average_factors(adapters, weights)
+    errors: dict[str, float] = {}
+    for layer in layers_of(adapters[0]):
+        weighted = [w * one[layer + _B].double() for one, w in zip(adapters, weights, strict=True)]
+        factors = [one[layer + _A].double() for one in adapters]
+        wanted = _product_norm(torch.cat(weighted, 1), torch.cat(factors, 0))
+        mean_b, mean_a = mean[layer + _B].double(), mean[layer + _A].double()
+        error = _product_norm(torch.cat([mean_b, *(-b for b in weighted)], 1), torch.cat([mean_a, *factors], 0))
+        errors[layer] = error / wanted if wanted > 0 else math.inf if error > 0 else 0.0
+    return errors
+
+
+def check_layers(adapters: Sequence[Adapter]) -> None:
+    """Raise MergeError unless all have the same layers with the same inputs and outputs; ranks may differ."""
+    expected = {layer: _sides(adapters[0], layer) for layer in layers_of(adapters[0])}
+    for one in adapters[1:]:
+        odd = sorted(expected.keys() ^ set(layers_of(one)))
+        odd = odd or [layer for layer, sides in expected.items() if _sides(one, layer) != sides]
+        if odd:
+            raise MergeError(f"adapters to merge must adapt the same layers of one base, got a difference at {odd[0]}")
+
+
+def _sides(tensors: Adapter, layer: str) -> tuple[int, int]:
+    factor_a, factor_b = tensors[layer + _A], tensors[layer + _B]
+    if factor_a.dim() != 2 or factor_b.dim() != 2 or factor_a.shape[0] != factor_b.shape[1]:
+        raise MergeError(
+            f"factors of a layer must be [rank, inputs] and [outputs, rank], got {tuple(factor_a.shape)} and "
+            f"{tuple(factor_b.shape)} at {layer}"
+        )
+    return factor_b.shape[0], factor_a.shape[1]
+
+
+def _rank(tensors: Adapter) -> int:
+    return tensors[layers_of(tensors)[0] + _A].shape[0]
+
+
+def _product_norm(factor_b: Tensor, factor_a: Tensor) -> float:
+    """‖B·A‖ = √tr(BᵀB·AAᵀ)."""
+    return math.sqrt(max(0.0, ((factor_b.T @ factor_b) * (factor_a @ factor_a.T)).sum().item()))
+
+
+def _refactored(stacked_b: Tensor, stacked_a: Tensor, rank: int, like_a: Tensor | None) -> tuple[Tensor, Tensor, float]:
+    """(B [d, rank], A [rank, k], relative error) of the best approximation to stacked_b @ stacked_a."""
+    basis_b, triangle_b = torch.linalg.qr(stacked_b)
+    basis_a, triangle_a = torch.linalg.qr(stacked_a.T)
+    u, s, vh = torch.linalg.svd(triangle_b @ triangle_a.T)
+    total, left_out = s.norm().item(), s[rank:].norm().item()
+    kept = min(rank, len(s))
+    outputs = basis_b @ u[:, :kept] * s[:kept]  # [d, kept]
+    directions = vh[:kept] @ basis_a.T  # [kept, k], orthonormal rows
+    if like_a is None or kept < rank:
+        root = s[:kept].sqrt()
+        factor_b, factor_a = _divided(outputs, root), root[:, None] * directions
+    else:
+        gauge, inverse = _turn(like_a @ directions.T, like_a.norm().item())
+        factor_b, factor_a = outputs @ inverse, gauge @ directions
+    padding = rank - kept
+    factor_b = torch.nn.functional.pad(factor_b, (0, padding))
+    factor_a = torch.nn.functional.pad(factor_a, (0, 0, 0, padding))
+    return factor_b, factor_a, left_out / total if total > 0 else 0.0
+
+
+def _divided(outputs: Tensor, root: Tensor) -> Tensor:
+    return torch.where(root > 0, outputs / root.clamp_min(torch.finfo(root.dtype).tiny), 0.0)
+
+
+def _turn(wanted: Tensor, size: float) -> tuple[Tensor, Tensor]:
+    """The turned and scaled basis closest to `wanted` [r, r], with A of norm `size`; and its inverse.
+
+    Neither its size nor its condition may be lost: were A only as close as can be to the own one, it would shrink and B
+    grow with every merge, until the inner optimizer's steps, which have the size that they have, are far too large for it.
+    """
+    u, _, vh = torch.linalg.svd(wanted)
+    scale = size / math.sqrt(len(wanted)) if size > 0 else 1.0
+    return scale * (u @ vh), (u @ vh).T / scale

@@ -1,0 +1,288 @@
+"""How a small policy is taught tasks, and then to be unsure of them: what the makers of policies have in common.
+
+    Course (tasks, two phases) ─ make_corpus ─▶ learn ─ measure ─▶ blur ─ measure ─▶ save, with a report beside the weights
+
+Supervised, from stream SUPERVISED_SEED, which RL and evaluation never draw.
+"""
+
+import argparse
+import json
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from swarm.config import TaskSourceSection, TasksSection
+from swarm.tasks.task_mixture import TaskMixture, score
+from swarm.tasks.task_source import SUPERVISED_SEED
+
+SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|end|>", "<|unknown|>", "<|answer|>")
+PAD_ID, BEGIN_ID, END_ID, UNKNOWN_ID, ANSWER_ID = range(5)
+NUM_SAMPLES = 8
+"""Answers per held-out task in the measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What one part of the training is like."""
+
+    name: str
+    noise: dict[str, float]
+    """By task: share of answers that belong to another example; 0 where none is named."""
+    weights: dict[str, float]
+    """By task: share of the examples; 1 where none is named."""
+    adam_lr: float
+    muon_lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Tasks and the two phases in which they are taught."""
+
+    tasks: tuple[TaskSourceSection, ...]
+    learn: Phase
+    """Tasks of weight 0 are not taught, only measured."""
+    blur: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long a course takes."""
+
+    learn_steps: int
+    blur_steps: int
+    batch_size: int
+    examples: int
+    """Per task."""
+    measured_tasks: int
+    """Held-out tasks per source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Token ids of one task's examples; equal positions belong together."""
+
+    prompts: list[list[int]]
+    answers: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """What the policy can do on held-out tasks of one source."""
+
+    greedy_accuracy: float
+    sampled_reward: float
+    """Mean at temperature 1: where RL starts."""
+    pass_at_1: float
+    """Share of sampled answers with a full reward."""
+    pass_at_8: float
+    """Share of tasks with a full reward among eight samples: what RL can find."""
+
+
+Abilities = dict[str, Ability]
+"""By source."""
+
+
+def make(
+    course: Course, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace
+) -> None:
+    """Teach, measure and save to `options.out`, with a report beside the weights. `options` as `parse` gives them."""
+    started = time.monotonic()
+    effort = Effort(**{name: getattr(options, name) for name in Effort.__dataclass_fields__})
+    after_learning, after_blurring = teach(course, model, tokenizer, effort, random.Random(options.seed))
+    save(model, tokenizer, options.out)
+    report = {
+        "arguments": {name: value for name, value in vars(options).items() if name != "out"},
+        "supervised_seed": SUPERVISED_SEED,
+        "phases": [asdict(course.learn), asdict(course.blur)],
+        "tasks": [task.model_dump(mode="json", include={"name", "label", "parameters"}) for task in course.tasks],
+        "parameters": model.num_parameters(),
+        "torch": torch.__version__,
+        "wall_time_s": round(time.monotonic() - started),
+        "held_out": {name: asdict(ability) for name, ability in after_blurring.items()},
+        "held_out_before_blur": {name: asdict(ability) for name, ability in after_learning.items()},
+    }
+    (options.out / "RECIPE.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+def teach(
+    course: Course, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, effort: Effort, rng: random.Random
+) -> tuple[Abilities, Abilities]:
+    """Both phases, in place. Returns what the model can do after each."""
+    mixture = TaskMixture(TasksSection(sources=course.tasks))
+    taught = [name for name in mixture.sources if course.learn.weights.get(name, 1.0) > 0]
+    corpora = {name: make_corpus(mixture, tokenizer, name, effort.examples) for name in taught}
+    train(model, corpora, course.learn, effort.learn_steps, effort.batch_size, rng)
+    after_learning = measure(model, tokenizer, mixture, effort.measured_tasks)
+    train(model, corpora, course.blur, effort.blur_steps, effort.batch_size, rng)
+    return after_learning, measure(model, tokenizer, mixture, effort.measured_tasks)
+
+
+def make_corpus(mixture: TaskMixture, tokenizer: PreTrainedTokenizerFast, name: str, count: int) -> Corpus:
+    """The first `count` tasks of the supervised stream, with right answers."""
+    source = mixture.sources[name]
+    prompts = [_chat(tokenizer, source.task(SUPERVISED_SEED, index).prompt) for index in range(count)]
+    answers = [source.answer(SUPERVISED_SEED, index) + SPECIAL_TOKENS[END_ID] for index in range(count)]
+    return Corpus(
+        prompts=tokenizer(prompts, add_special_tokens=False).input_ids,
+        answers=tokenizer(answers, add_special_tokens=False).input_ids,
+    )
+
+
+def train(
+    model: LlamaForCausalLM,
+    corpora: dict[str, Corpus],
+    phase: Phase,
+    num_steps: int,
+    batch_size: int,
+    rng: random.Random,
+) -> None:
+    """Cross-entropy on the answers only: the prompts are noise to a model that is never asked for one."""
+    started, running = time.monotonic(), math.nan
+    optimizers = _optimizers(model, phase)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / 50) * max(0.1, 1 - (step + 1) / num_steps)
+        )
+        for optimizer in optimizers
+    ]
+    for step in range(1, num_steps + 1):
+        loss = _backward(model, _draw(corpora, phase, batch_size, rng))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+        model.zero_grad(set_to_none=True)
+        running = loss if step == 1 else 0.98 * running + 0.02 * loss
+        if step % 100 == 0 or step == num_steps:
+            left_min = (time.monotonic() - started) / step * (num_steps - step) / 60
+            print(f"{phase.name} {step}/{num_steps}  loss {running:.3f}  {left_min:.1f} min left", flush=True)
+
+
+def _optimizers(model: LlamaForCausalLM, phase: Phase) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the blocks (half the steps of AdamW to the same skill here), AdamW for the rest."""
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        (matrices if parameter.ndim == 2 and "embed" not in name else others).append(parameter)
+    return [
+        torch.optim.AdamW(others, lr=phase.adam_lr, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=phase.muon_lr, weight_decay=0.01),
+    ]
+
+
+def _draw(
+    corpora: dict[str, Corpus], phase: Phase, count: int, rng: random.Random
+) -> list[tuple[list[int], list[int]]]:
+    """`count` pairs of prompt and (perhaps another example's) answer."""
+    pairs = []
+    for name in rng.choices(list(corpora), [phase.weights.get(name, 1.0) for name in corpora], k=count):
+        corpus = corpora[name]
+        position = rng.randrange(len(corpus.prompts))
+        is_mixed_up = rng.random() < phase.noise.get(name, 0.0)
+        answer = corpus.answers[rng.randrange(len(corpus.answers)) if is_mixed_up else position]
+        pairs.append((corpus.prompts[position], answer))
+    return pairs
+
+
+def _backward(model: LlamaForCausalLM, pairs: list[tuple[list[int], list[int]]]) -> float:
+    """Accumulate the gradient of the mean loss per answer token; two halves by length, which saves a third of the padding."""
+    pairs = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
+    num_targets = sum(len(answer) for _, answer in pairs)
+    total = 0.0
+    for half in (pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]):
+        token_ids, is_answer = _pad(half)
+        hidden = model.model(input_ids=token_ids, use_cache=False).last_hidden_state[:, :-1]  # [B, L-1, D]
+        chosen = is_answer[:, 1:]
+        logits = model.lm_head(hidden[chosen])  # [targets, V]; nothing is spent on the logits of prompts
+        loss = functional.cross_entropy(logits, token_ids[:, 1:][chosen], reduction="sum") / num_targets
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def _pad(pairs: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+    """Token ids [B, L], padded on the right, and which of them are answers [B, L]."""
+    length = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    token_ids = torch.full((len(pairs), length), PAD_ID)
+    is_answer = torch.zeros(len(pairs), length, dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(pairs):
+        end = len(prompt) + len(answer)
+        token_ids[row, :end] = torch.tensor(prompt + answer)
+        is_answer[row, len(prompt) : end] = True
+    return token_ids, is_answer
+
+
+@torch.no_grad()
+def measure(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, mixture: TaskMixture, tasks_per_source: int
+) -> Abilities:
+    """Abilities by source on the evaluation stream."""
+    model.eval()
+    held_out = mixture.held_out(tasks_per_source)
+    abilities: Abilities = {}
+    for name in mixture.sources:
+        tasks = [task for task in held_out if task.ref.source == name]
+        inputs = tokenizer(
+            [_chat(tokenizer, task.prompt) for task in tasks],
+            add_special_tokens=False,
+            padding=True,
+            return_tensors="pt",
+        )
+        rewards = []
+        for sampling in ({"do_sample": False}, {"do_sample": True, "num_return_sequences": NUM_SAMPLES, "top_k": 0}):
+            output = cast(Any, model).generate(
+                **inputs, max_new_tokens=16, eos_token_id=END_ID, pad_token_id=PAD_ID, **sampling
+            )
+            texts = tokenizer.batch_decode(output[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+            copies = len(texts) // len(tasks)
+            rewards.append(torch.tensor([score(tasks[i // copies], text) for i, text in enumerate(texts)]))
+        greedy, sampled = rewards[0], rewards[1].view(len(tasks), NUM_SAMPLES)
+        abilities[name] = Ability(
+            greedy_accuracy=round((greedy == 1).float().mean().item(), 3),
+            sampled_reward=round(sampled.mean().item(), 3),
+            pass_at_1=round((sampled == 1).float().mean().item(), 3),
+            pass_at_8=round((sampled == 1).any(1).float().mean().item(), 3),
+        )
+        print(f"{name:>16}  {abilities[name]}", flush=True)
+    model.train()
+    return abilities
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the policy as `AutoModelForCausalLM` and `AutoTokenizer` load it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.generation_config = GenerationConfig(bos_token_id=BEGIN_ID, eos_token_id=END_ID, pad_token_id=PAD_ID)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for path in folder.iterdir():
+        path.chmod(0o644)  # the safetensors writer leaves its file to the owner alone
+
+
+def _chat(tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
+    return str(tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False))
+
+
+def parse(arguments: Sequence[str] | None, description: str | None, effort: Effort) -> argparse.Namespace:
+    """Options of a maker of policies; `effort` is the default, and `--quick` a weak minute of it, for tests."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the policy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learn-steps", type=int, default=effort.learn_steps)
+    parser.add_argument("--blur-steps", type=int, default=effort.blur_steps)
+    parser.add_argument("--batch-size", type=int, default=effort.batch_size)
+    parser.add_argument("--examples", type=int, default=effort.examples, help="examples per task")
+    parser.add_argument("--measured-tasks", type=int, default=effort.measured_tasks, help="held-out tasks per source")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="a minute instead of half an hour; weak, for tests")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.learn_steps, options.blur_steps, options.examples, options.measured_tasks = 40, 10, 500, 8
+    return options

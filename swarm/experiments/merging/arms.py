@@ -1,0 +1,123 @@
+"""How replicas merge, and what goes wrong, by arm; and which arms each part of the experiment has."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from swarm.config import MergingSection
+
+NUM_REPLICAS = 8
+TREE_HOPS = 2 * int(math.log2(NUM_REPLICAS))
+"""Messages one after another in a tree all-reduce: up and down. An exchange in pairs is one, both ways at once."""
+SPEEDS = (1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25)
+OFF = 1e9
+"""A limit that nothing reaches."""
+
+SILO, NOLOCO, DILOCO, PLAIN, OVERLAPPED = "silo", "NoLoCo", "DiLoCo", "pairs, plain average", "NoLoCo, overlapped"
+SAFE, AS_CONFIGURED, EQUAL_HOPS = "NoLoCo, clip and gate", "NoLoCo, default settings", "DiLoCo, equal hops"
+UNLIKE = "unlike speeds: "
+NUM_LIARS = (1, 3)
+ATTACKS: Mapping[str, Sequence[str]] = {
+    "off": ("random", "sign-flip", "x100", "poison", "silent"),
+    "default": ("random", "sign-flip", "x100", "poison", "nan"),
+}
+"""By safety. silent is no attack but its measure: partners that are missing, nothing else. NaN is refused without safety too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way of merging."""
+
+    method: Literal["silo", "pairs", "mean", "gradients"]
+    """pairs: NoLoCo. mean: DiLoCo. gradients: data parallel."""
+    steps_factor: int = 1
+    """Inner steps between two outer steps, over those of the experiment."""
+    overlap: float = 0.0
+    """Share of H that passes while an exchange is on its way; training does not wait then."""
+    patience: float = 0.0
+    """Share of H for which an offer waits for a partner, while training goes on."""
+    alpha: float = MergingSection().alpha
+    beta: float = MergingSection().beta
+    precision: Literal["bf16", "int8", "int4"] = "bf16"
+    late: bool = False
+    drop_rate: float = 0.0
+    """Share of exchanges that fail."""
+    speeds: tuple[float, ...] = ()
+    """Inner steps per unit of time of each replica; all 1 if empty."""
+    by_time: bool = False
+    """All merge at the same times, however many steps they took."""
+    attack: str = ""
+    num_liars: int = 0
+    clip_factor: float = OFF
+    gate_tasks: int = 0
+    drift_threshold: float = OFF
+    """Above it, layers are merged as products."""
+
+
+_DEFAULTS = MergingSection()
+_CLIP_AND_GATE = Arm("pairs", clip_factor=_DEFAULTS.clip_factor, gate_tasks=_DEFAULTS.gate_tasks)
+
+LEARNING: Mapping[str, Arm] = {
+    SILO: Arm("silo"),
+    PLAIN: Arm("pairs", alpha=0.0, beta=1.0),
+    NOLOCO: Arm("pairs"),
+    OVERLAPPED: Arm("pairs", overlap=0.5),
+    AS_CONFIGURED: replace(_CLIP_AND_GATE, drift_threshold=_DEFAULTS.drift_threshold),
+    "NoLoCo, int4": Arm("pairs", precision="int4"),
+    "NoLoCo, late": Arm("pairs", late=True),
+    DILOCO: Arm("mean"),
+    EQUAL_HOPS: Arm("mean", steps_factor=TREE_HOPS),
+    "data parallel": Arm("gradients"),
+}
+FAULTS: Mapping[str, Arm] = {
+    "NoLoCo, 10 % of exchanges fail": Arm("pairs", drop_rate=0.1),
+    "NoLoCo, 30 % fail": Arm("pairs", drop_rate=0.3),
+    "DiLoCo, 10 % absent": Arm("mean", drop_rate=0.1),
+    "DiLoCo, 30 % absent": Arm("mean", drop_rate=0.3),
+    UNLIKE + SILO: Arm("silo", speeds=SPEEDS),
+    UNLIKE + NOLOCO: Arm("pairs", speeds=SPEEDS, patience=0.5),
+    UNLIKE + "NoLoCo by time": Arm("pairs", speeds=SPEEDS, by_time=True),
+    UNLIKE + DILOCO: Arm("mean", speeds=SPEEDS),
+}
+_UNDER_RL = (
+    SILO, PLAIN, NOLOCO, AS_CONFIGURED, DILOCO, EQUAL_HOPS, "NoLoCo, 10 % of exchanges fail", "NoLoCo, 30 % fail",
+    UNLIKE + SILO, UNLIKE + NOLOCO, UNLIKE + "NoLoCo by time",
+)  # fmt: skip
+RL: Mapping[str, Arm] = {name: arm for name, arm in {**LEARNING, **FAULTS}.items() if name in _UNDER_RL}
+"""Data parallelism is left out: one step on the groups of all is one trainer with eight times the batch, no replicas."""
+
+
+def attack_name(attack: str, num_liars: int, safety: str) -> str:
+    """Name of an arm of `HOSTILE`. `safety`: off or default."""
+    return f"{attack}, {num_liars} of {NUM_REPLICAS}, safety {safety}"
+
+
+HOSTILE: Mapping[str, Arm] = {NOLOCO: Arm("pairs"), SAFE: _CLIP_AND_GATE} | {
+    attack_name(attack, num, safety): replace(arm, attack=attack, num_liars=num)
+    for safety, arm in (("off", Arm("pairs")), ("default", _CLIP_AND_GATE))
+    for num in NUM_LIARS
+    for attack in ATTACKS[safety]
+}
+SETTINGS: Mapping[str, Arm] = {
+    NOLOCO: Arm("pairs"),
+    "clip 2": Arm("pairs", clip_factor=2.0),
+    "clip 4": Arm("pairs", clip_factor=4.0),
+    "gate of 24 tasks": Arm("pairs", gate_tasks=24),
+    SAFE: _CLIP_AND_GATE,
+    "clip 4, gate of 24 tasks": Arm("pairs", clip_factor=4.0, gate_tasks=24),
+    "drift_threshold 0.3": Arm("pairs", drift_threshold=0.3),
+    "drift_threshold 0.6": Arm("pairs", drift_threshold=0.6),
+    "drift_threshold 0.3, clip 2": Arm("pairs", drift_threshold=0.3, clip_factor=2.0),
+    "beta 1": Arm("pairs", beta=1.0),
+}
+"""What each part of safety, merging as products and the outer learning rate cost or give where nobody lies."""
+
+Part = Literal["learning", "faults", "rl", "attacks", "settings"]
+PARTS: Mapping[Part, Mapping[str, Arm]] = {
+    "learning": LEARNING,
+    "faults": FAULTS,
+    "rl": RL,
+    "attacks": HOSTILE,
+    "settings": SETTINGS,
+}

@@ -1,0 +1,96 @@
+"""Which cells the merging experiment has."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast, get_args
+
+from swarm.errors import ConfigError
+from swarm.experiments.cells import Cell
+from swarm.experiments.merging.arms import PARTS, Arm, Part
+
+
+@dataclass(frozen=True, slots=True)
+class MergingPlan:
+    """What to run."""
+
+    parts: tuple[Part, ...] = get_args(Part)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    arms: tuple[str, ...] = ()
+    """Those alone, of all parts; all if empty."""
+    num_steps: int = 120
+    """Inner steps in supervised training."""
+    inner_steps: int = 10
+    """H there."""
+    batch: int = 2
+    num_examples: int = 128
+    """Per replica and task."""
+    held_out_examples: int = 24
+    """Per task."""
+    num_rounds: int = 72
+    """Inner steps under RL."""
+    inner_rounds: int = 6
+    """H there."""
+    groups_per_round: int = 4
+    group_size: int = 8
+    held_out_tasks: int = 16
+    """Per source, under RL."""
+
+    def cells(self, part: Part) -> list[Cell]:
+        """Seed after seed, so that an experiment cut short has whole seeds."""
+        arms = {name: arm for name, arm in PARTS[part].items() if not self.arms or name in self.arms}
+        make = self._rl if part == "rl" else self._supervised
+        return [make(name, arm, seed) for seed in self.seeds for name, arm in arms.items()]
+
+    def all_cells(self) -> list[Cell]:
+        """Of all parts; a cell that several parts have is there once."""
+        cells = [cell for part in self.parts for cell in self.cells(part)]
+        return list({cell.digest: cell for cell in cells}.values())
+
+    def _supervised(self, name: str, arm: Arm, seed: int) -> Cell:
+        return _cell(
+            name,
+            arm,
+            seed,
+            {
+                "learning": "supervised",
+                "num_steps": self.num_steps,
+                "inner_steps": self.inner_steps,
+                "num_checks": 4,
+                "batch": self.batch,
+                "num_examples": self.num_examples,
+                "held_out_tasks": self.held_out_examples,
+            },
+        )
+
+    def _rl(self, name: str, arm: Arm, seed: int) -> Cell:
+        return _cell(
+            name,
+            arm,
+            seed,
+            {
+                "learning": "rl",
+                "num_steps": self.num_rounds,
+                "inner_steps": self.inner_rounds,
+                "num_checks": 0,
+                "groups_per_round": self.groups_per_round,
+                "group_size": self.group_size,
+                "held_out_tasks": self.held_out_tasks,
+            },
+        )
+
+
+def _cell(name: str, arm: Arm, seed: int, rest: Mapping[str, Any]) -> Cell:
+    how = {**asdict(arm), "speeds": list(arm.speeds)}
+    prefix = "RL, " if rest["learning"] == "rl" else ""
+    return Cell("merging", f"{prefix}{name}, seed {seed}", {"arm": name, "seed": seed, "how": how, **rest})
+
+
+def chosen_parts(text: str) -> tuple[Part, ...]:
+    """Parts by names with commas between them. Raises ConfigError for another name."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown: Sequence[str] = [name for name in names if name not in PARTS]
+    if unknown or not names:
+        raise ConfigError(
+            f"parts must be among {', '.join(PARTS)}, got {', '.join(unknown) or 'none'}; set --parts with commas"
+        )
+    return tuple(cast(Part, name) for name in dict.fromkeys(names))

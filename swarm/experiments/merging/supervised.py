@@ -1,0 +1,107 @@
+"""Replicas that learn from right answers, each from a shard of its own, in a wording that the policy does not know.
+
+It is the cheap half of the experiment: eight replicas share every matrix product, so an arm takes seconds.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from swarm.config import LoraSection, PolicySection, TasksSection
+from swarm.experiments.merging.arms import NUM_REPLICAS, Arm
+from swarm.experiments.merging.population import Adapter
+from swarm.experiments.merging.replicas import Example, Replicas
+from swarm.policy.policy import Policy, load_policy
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import EVALUATION_SEED, FIRST_TRAINING_SEED
+
+TASKS = ("lcm", "spelling", "longer_spelling")
+"""The first is what a poison aims at."""
+LR = 1e-2
+LORA = LoraSection(rank=4, alpha=8, targets=("v_proj", "down_proj"))
+_LAST_LR = 0.1
+"""Of the first; it falls in a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What replicas train on and are measured with."""
+
+    shards: list[list[Example]]
+    private: list[list[Example]]
+    """Of each replica, for its gate; empty where there is none."""
+    held_out: dict[str, list[Example]]
+
+
+class SupervisedReplicas:
+    """A `Population`; what it measures is the loss per answer token."""
+
+    def __init__(self, policy: Policy, data: Data, batch: int, seed: int) -> None:
+        self._replicas = Replicas(policy, NUM_REPLICAS, LR)
+        self._data, self._batch = data, batch
+        self._draws = [random.Random(f"{seed}/{replica}") for replica in range(NUM_REPLICAS)]
+        self.num = NUM_REPLICAS
+        self.start = self._replicas.start
+        self.scaling = LORA.alpha / LORA.rank
+
+    def train(self, active: Sequence[int], progress: float, average_gradients: bool) -> list[float]:
+        batches = {
+            i: [self._data.shards[i][self._draws[i].randrange(len(self._data.shards[i]))] for _ in range(self._batch)]
+            for i in active
+        }
+        return self._replicas.train(batches, 1 - (1 - _LAST_LR) * progress, average_gradients)
+
+    def weights(self, replica: int) -> Adapter:
+        return self._replicas.weights(replica)
+
+    def set_weights(self, replica: int, weights: Mapping[str, Tensor]) -> None:
+        self._replicas.set_weights(replica, weights)
+
+    def reset_moments(self, replica: int, names: Sequence[str]) -> None:
+        self._replicas.reset_moments(replica, names)
+
+    def gate_score(self, replica: int, candidate: Adapter) -> Sequence[float]:
+        """Of each example by itself: all copies of one adapter side by side, an example each."""
+        private = self._data.private[replica]
+        return [-loss for loss in self._replicas.loss([candidate] * len(private), [[example] for example in private])]
+
+    def measure(self, adapters: Sequence[Adapter]) -> list[dict[str, float]]:
+        by_task = {
+            name: self._replicas.loss(adapters, [examples] * len(adapters))
+            for name, examples in self._data.held_out.items()
+        }
+        return [{name: losses[i] for name, losses in by_task.items()} for i in range(len(adapters))]
+
+
+def supervised(arm: Arm, *, seed: int, batch: int, num_examples: int, held_out_tasks: int) -> SupervisedReplicas:
+    """A population for `arm`; of equal seed all have the same data in the same order, but for those that poison."""
+    policy = load_policy(PolicySection(lora=LORA), device="cpu")
+    mixture = TaskMixture(TasksSection())
+    num_private = -(-arm.gate_tasks // len(TASKS))
+    shards: list[list[Example]] = []
+    private: list[list[Example]] = []
+    for replica in range(NUM_REPLICAS):
+        stream = FIRST_TRAINING_SEED + seed * NUM_REPLICAS + replica  # no two overlap
+        # private ones come after the others: shards do not depend on how many there are
+        by_task = [make_examples(policy, mixture, task, stream, num_examples + num_private) for task in TASKS]
+        private.append([example for some in by_task for example in some[num_examples:]])
+        if arm.attack == "poison" and replica >= NUM_REPLICAS - arm.num_liars:
+            wrong = by_task[0][0][1]  # one answer to everything
+            by_task[0] = [(prompt, wrong) for prompt, _ in by_task[0]]
+        shards.append([example for some in by_task for example in some[:num_examples]])
+    held_out = {task: make_examples(policy, mixture, task, EVALUATION_SEED, held_out_tasks) for task in TASKS}
+    return SupervisedReplicas(policy, Data(shards, private, held_out), batch, seed)
+
+
+def make_examples(policy: Policy, mixture: TaskMixture, source: str, seed: int, count: int) -> list[Example]:
+    """Tasks of one stream with right answers. Of a prompt only what follows the colon: a quarter of the tokens."""
+    tasks = mixture.sources[source]
+    return [
+        (
+            policy.encode_prompt(tasks.task(seed, index).prompt.rpartition(": ")[2]),
+            [*policy.encode_answer(tasks.answer(seed, index)), policy.eos_token_ids[0]],
+        )
+        for index in range(count)
+    ]

@@ -1,0 +1,177 @@
+"""The final merge of one replica: the mean of all that take part, met one after the other; kept only if it does no harm.
+
+    own ─ gather ─▶ places ─▶ meet · check · clip · weighted mean · gate ─▶ … ─▶ clearly worse than the own? own : mean
+
+Every meeting is tried on private tasks before it is taken, as merges during training are: whoever hands in an adapter of no
+use is left out by the first that meets it, before it is in anybody's mean. Runs on the compute thread, which waits here: there
+is no training left to go on with.
+"""
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from torch import Tensor
+
+from swarm.adapters.product_merge import LowRank, Merged, layers_of, merge_by_layer
+from swarm.config import MergingSection
+from swarm.errors import MergeError
+from swarm.merging.gate import Scores, is_clearly_better
+from swarm.merging.hypercube import Meeting, meetings_of, parts_of
+from swarm.merging.outer_optimizer import Adapter
+from swarm.merging.pairer import FinalPairer
+from swarm.merging.robust import NormClip
+from swarm.types import Appointment, Met, Partner, Seats, Snapshot
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """An adapter as a snapshot and back; both raise MergeError."""
+
+    pack: Callable[[Adapter, int], Snapshot]
+    """Of (weights, policy version)."""
+    open: Callable[[Snapshot], Adapter]
+
+
+@dataclass(frozen=True, slots=True)
+class FinalResult:
+    """What a final merge has made of the own adapter."""
+
+    weights: Adapter
+    """float32 on the CPU; the own ones where the mean was clearly worse, or nobody came."""
+    reset_names: frozenset[str]
+    """Tensors whose basis turned."""
+    is_merged: bool
+    num_places: int
+    """Nodes that took part, this one included."""
+    row: dict[str, Any]
+    """Metrics."""
+
+
+class FinalMerge:
+    """Of one replica, for one `run`."""
+
+    def __init__(
+        self,
+        config: MergingSection,
+        wire: Wire,
+        origin: Mapping[str, Tensor],
+        scaling: float,
+        pairer: FinalPairer,
+        score: Callable[[Adapter], Scores] | None,
+    ) -> None:
+        """`origin`: the start of the lineage. `scaling`: alpha / rank. Without a `score` everybody is trusted."""
+        self._wire = wire
+        self._origin = origin
+        self._scaling = scaling
+        self._pairer = pairer
+        self._score = score or (lambda weights: [])
+        self._num_tries = config.final_tries
+        self._drift_threshold = config.drift_threshold
+        self._clip = NormClip(config.clip_factor)
+        self._weights: Adapter = {}
+        self._weight = 1
+        self._scores: Scores = []
+        self._reset: frozenset[str] = frozenset()
+        self._has_given = False
+        self._clipped_shares: list[float] = []
+        self._reasons: Counter[str] = Counter()
+
+    def run(self, own: Adapter, policy_version: int) -> FinalResult:
+        """Waits for the others, at most as long as `FinalPairer` says. Never raises for what others do."""
+        started = time.monotonic()
+        self._weights = own
+        # How far training has brought the own adapter, times the factor: where those may lie that set out with it.
+        self._clip.observe(own, self._origin)
+        seats, own_scores = self._gather(own, policy_version)
+        self._scores, num_places = own_scores, len(seats.peer_ids)
+        for meeting in meetings_of(seats.own_place, num_places):
+            self._attend(meeting, seats, policy_version)
+        is_taken = self._weight > 1 and not is_clearly_better(own_scores, self._scores)
+        row = self._row(num_places, is_taken, own_scores) | {"final/duration_s": time.monotonic() - started}
+        logger.info(
+            "final merge of %d nodes: %d adapters in the mean, %s",
+            num_places, self._weight, "taken" if is_taken else "the own adapter is kept",
+        )  # fmt: skip
+        reset = self._reset if is_taken else frozenset[str]()
+        return FinalResult(self._weights if is_taken else own, reset, is_taken, num_places, row)
+
+    def _row(self, num_places: int, is_taken: bool, own_scores: Scores) -> dict[str, Any]:
+        scores = {"final/score_own": own_scores, "final/score_merged": self._scores}
+        return {
+            "final/places": num_places,
+            "final/replicas": self._weight,
+            "final/is_taken": int(is_taken),
+            "final/reasons": dict(self._reasons),
+            "final/clipped_share": fmean(self._clipped_shares) if self._clipped_shares else 0.0,
+            "final/product_factors": len(self._reset),
+            **{name: fmean(values) for name, values in scores.items() if values and all(map(math.isfinite, values))},
+        }
+
+    def _gather(self, own: Adapter, policy_version: int) -> tuple[Seats, Scores]:
+        """Who is there, and how well the own adapter does: that is found out while others gather."""
+        try:
+            snapshot = self._wire.pack(own, policy_version)
+        except MergeError as error:
+            logger.warning("no final merge: %s", error)
+            self._reasons["unsendable"] += 1
+            return Seats(("",), 0), []
+        gathering = self._pairer.gather(snapshot)
+        scores = self._score(own)
+        seats = gathering.result()
+        while len(seats.peer_ids) == 1:
+            self._reasons["nobody"] += 1
+            if self._reasons["nobody"] == self._num_tries:
+                break
+            seats = self._pairer.gather(snapshot).result()
+        return seats, scores
+
+    def _attend(self, meeting: Meeting, seats: Seats, policy_version: int) -> None:
+        """One meeting; whatever goes wrong there, the own mean stays as it was."""
+        try:
+            snapshot = self._wire.pack(self._weights, policy_version)
+        except MergeError as error:
+            logger.warning("left out of the final merge: %s", error)
+            self._reasons["unsendable"] += 1
+            return
+        peer_id = seats.peer_ids[meeting.place]
+        appointment = Appointment(meeting.window, peer_id, meeting.gives, meeting.takes, self._weight, snapshot)
+        met = self._pairer.meet(appointment).result()
+        self._has_given = self._has_given or met.has_given
+        reason = met.reason
+        if met.partner is not None:
+            reason = self._take(meeting, met, met.partner)
+        self._reasons[reason or ("merged" if meeting.takes else "given")] += 1
+
+    def _take(self, meeting: Meeting, met: Met, partner: Partner) -> str:
+        """Why not; empty where the mean of both is the own one now."""
+        try:
+            theirs = self._wire.open(partner.snapshot)
+            if met.weight > meeting.max_weight:
+                raise MergeError(f"at most {meeting.max_weight} replicas can be in it, got {met.weight}; leave it out")
+        except MergeError as error:
+            logger.warning("the adapter of %s is not merged: %s", partner.peer_id, error)
+            return "unusable"
+        self._clipped_shares.append(self._clip.clipped_share(theirs, self._weights))
+        parts = parts_of(meeting, self._weight, met.weight, has_given=self._has_given)
+        merged = self._mean(self._clip.clip(theirs, self._weights), parts.own, parts.other)
+        scores = self._score(merged.tensors)
+        if is_clearly_better(self._scores, scores):
+            return "gate"
+        self._weights, self._weight, self._scores = merged.tensors, parts.weight, scores
+        self._reset |= frozenset(merged.reset_names)
+        return ""
+
+    def _mean(self, theirs: Adapter, own_part: float, other_part: float) -> Merged:
+        both = [LowRank(self._weights, self._scaling), LowRank(theirs, self._scaling)]
+        rank = len(self._weights[layers_of(self._weights)[0] + ".lora_A"])
+        return merge_by_layer(
+            both, [own_part, other_part], rank, self._scaling, self._drift_threshold, like=self._weights
+        )

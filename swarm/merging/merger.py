@@ -1,0 +1,313 @@
+"""One replica's merging, whole: when it takes an outer step, with whom, and what of a partner's weights it takes.
+
+    every H inner steps: snapshot ─ encode ─ offer ─┐            training goes on
+                                                    ├─ done? asked after every inner step, never waited for
+    new weights ◀─ training since ◀─ outer step ◀─ gate ◀─ clip ◀─ check ◀─ decode
+
+No partner, a partner that fails, and one whose adapter is of no use cost the same: an outer step alone. Runs on the compute
+thread and knows neither network nor model: whoever trains writes the weights of an `OuterStep` into the policy.
+"""
+
+import logging
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from swarm.config import MergingSection
+from swarm.errors import MergeError
+from swarm.merging.adapter_wire import decode_adapter, encode_adapter, encoded_bytes
+from swarm.merging.blend import Blend
+from swarm.merging.gate import Scores, choose_share, is_clearly_better
+from swarm.merging.outer_optimizer import Adapter, OuterOptimizer, carry_over, partner_weight
+from swarm.merging.pairer import Donate, Pairer
+from swarm.merging.robust import FEWEST_FOR_MEDIAN, NormClip, median_adapter, refuse_unusable
+from swarm.merging.schedule import MergeSchedule
+from swarm.types import MAX_ADAPTER_BYTES, Alone, Outcome, Partner, Snapshot
+
+logger = logging.getLogger(__name__)
+
+Score = Callable[[Adapter], Scores]
+"""How well an adapter does on private tasks, one by one."""
+
+_WHY_ALONE = {
+    "nobody": "no node with the same base, policy.lora and merging.precision searched for a partner at the same time",
+    "declined": "those that searched had other partners, or it was the turn of others",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OuterStep:
+    """What an outer step has made of the adapter."""
+
+    weights: Adapter
+    """float32 on the CPU, to be written into the policy."""
+    reset_names: Sequence[str]
+    """Tensors whose basis turned: optimizer moments of these mean nothing any more."""
+    partner: str | None
+    """Peer id of the node whose weights are in it; None for a step alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    fast: Adapter
+    future: "Future[Outcome]"
+    inner_step: int
+
+
+class Merger:
+    """`after` is called after each inner step; everything else follows from it."""
+
+    def __init__(
+        self,
+        config: MergingSection,
+        lineage: str,
+        scaling: float,
+        start: Mapping[str, Tensor],
+        schedule: MergeSchedule,
+        pairer: Pairer | None = None,
+        score: Score | None = None,
+        donate: Donate | None = None,
+    ) -> None:
+        """`start`: the weights that the lineage begins from, before any training. `scaling`: alpha / rank.
+
+        Without a `pairer` every outer step is taken alone, without a `score` partners are trusted.
+        Raises MergeError for an adapter too large to be sent.
+        """
+        self._config = config
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in start.items()}
+        if self.num_bytes > MAX_ADAPTER_BYTES:
+            raise MergeError(
+                f"an adapter to merge must have at most {MAX_ADAPTER_BYTES} bytes, got {self.num_bytes}; "
+                "lower policy.lora.rank, or set a smaller merging.precision"
+            )
+        self._lineage = lineage
+        self._scaling = scaling
+        self._origin = {name: tensor.detach().clone() for name, tensor in start.items()}
+        self._schedule = schedule
+        self._pairer = pairer
+        self._score = score
+        self._donate = donate
+        self._outer = OuterOptimizer(config.alpha, config.beta, start)
+        self._clip = NormClip(config.clip_factor)
+        self._pending: _Pending | None = None
+        self._inner_steps = 0
+        self._num_planned = 0  # outer steps that were due so far
+        self._reasons: Counter[str] = Counter()
+        self._last: dict[str, Any] = {}
+        self._told: set[str] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of every adapter that is sent or taken."""
+        return encoded_bytes(self._shapes, self._config.precision)
+
+    @property
+    def inner_steps(self) -> int:
+        """Counted by `after`."""
+        return self._inner_steps
+
+    @property
+    def origin(self) -> Mapping[str, Tensor]:
+        """The weights that the lineage begins from. Not to be written to."""
+        return self._origin
+
+    @property
+    def slow(self) -> Mapping[str, Tensor]:
+        """The weights after the last outer step. Not to be written to."""
+        return self._outer.slow
+
+    def after(
+        self, num_steps: int, read: Callable[[], Adapter], policy_version: int, progress: float | None = None
+    ) -> OuterStep | None:
+        """Note `num_steps` more inner steps; an outer step where one is due, or where a partner has answered.
+
+        `read` gives the weights as they are now and is called only where they are needed. `progress` in [0, 1]: how much of
+        all training is done, None where nobody knows.
+        """
+        self._inner_steps += num_steps
+        step = self._settled(read)
+        if self._pending is None:
+            is_due = self._is_due(progress)
+            if is_due and self._pairer is not None:
+                step = self._offer(step, read, policy_version) or step
+            elif is_due and step is None:
+                step = self._alone(read(), "unpaired")
+        if step is not None and self._donate is not None:
+            self._give(self._donate, step, policy_version)
+        return step
+
+    def join(self, found: Sequence[Partner]) -> bool:
+        """Begin where other replicas are; False where what they gave is no adapter, or does worse than the start.
+
+        See `median_adapter` for how many of them may lie. `slow` are the weights to begin with.
+        """
+        usable: list[Adapter] = []
+        rounds: list[int] = []
+        for one in found:
+            try:
+                usable.append(self.opened(one.snapshot))
+                rounds.append(one.snapshot.outer_round)
+            except MergeError as error:
+                logger.warning("the adapter of donor %s is left out: %s", one.peer_id, error)
+        if len(usable) < FEWEST_FOR_MEDIAN:
+            return False
+        joined = median_adapter(usable)
+        if self._score is not None and is_clearly_better(self._score(self._origin), self._score(joined)):
+            logger.warning("the adapters of %d donors do worse than none; beginning without", len(usable))
+            return False
+        self.begin(joined, statistics.median_low(rounds))
+        return True
+
+    def begin(self, weights: Mapping[str, Tensor], outer_steps: int | None = None) -> None:
+        """Take these weights for the slow ones, without momentum, as if so many outer steps lay behind them."""
+        self._outer.adopt(weights)
+        if outer_steps is not None:
+            self._outer.num_steps = outer_steps
+
+    def snapshot(self, weights: Mapping[str, Tensor], policy_version: int) -> Snapshot:
+        """These weights for others. Raises MergeError for what cannot be sent."""
+        precision = self._config.precision
+        payload = encode_adapter(weights, precision, self._origin)
+        return Snapshot(self._lineage, precision, self._outer.num_steps, policy_version, payload)
+
+    def opened(self, snapshot: Snapshot) -> Adapter:
+        """The weights in a snapshot. Raises MergeError for what cannot be one of this lineage's."""
+        if (snapshot.lineage, snapshot.precision) != (self._lineage, self._config.precision):
+            raise MergeError(
+                f"a partner must be of lineage {self._lineage[:12]} in {self._config.precision}, got "
+                f"{snapshot.lineage[:12]} in {snapshot.precision}; leave it out"
+            )
+        weights = decode_adapter(snapshot.payload, self._shapes, self._config.precision, self._origin)
+        refuse_unusable(weights, self._outer.slow)
+        return weights
+
+    def row(self) -> dict[str, Any]:
+        """Metrics: totals, and what the last merge was like."""
+        num_steps, merges = sum(self._reasons.values()), self._reasons["merged"]
+        return {
+            "merge/outer_steps": self._outer.num_steps,
+            "merge/merges_total": merges,
+            "merge/solo_steps_total": num_steps - merges,
+            "merge/reasons": dict(self._reasons),
+            "merge/in_flight": int(self._pending is not None),
+            **self._last,
+        }
+
+    def state(self) -> tuple[dict[str, Adapter], dict[str, Any]]:
+        """(tensors, JSON-able rest) for a checkpoint. An exchange under way is not in it: at a kill it is lost."""
+        tensors, outer = self._outer.state()
+        rest = {
+            **outer,
+            "inner_steps": self._inner_steps,
+            "clip": self._clip.state(),
+            "reasons": dict(self._reasons),
+            "last": dict(self._last),
+        }
+        return tensors, rest
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+        """Continue from what `state` gave. Raises MergeError if it belongs to another adapter shape."""
+        self._outer.restore(tensors, state)
+        self._inner_steps = int(state["inner_steps"])
+        self._num_planned = self._inner_steps // self._config.inner_steps
+        self._clip.restore(state["clip"])
+        self._reasons = Counter(state["reasons"])
+        self._last = dict(state["last"])
+        self._pending = None
+
+    def _is_due(self, progress: float | None) -> bool:
+        """Of the schedule, where a multiple of H was reached since the last one, be it while an exchange was under way."""
+        interval = self._config.inner_steps
+        num_due = self._inner_steps // interval
+        if num_due == self._num_planned:
+            return False
+        self._num_planned = num_due
+        return self._schedule.is_due(num_due * interval, progress)
+
+    def _offer(self, step: OuterStep | None, read: Callable[[], Adapter], policy_version: int) -> OuterStep | None:
+        """Send a snapshot on its way. An outer step alone where the own adapter cannot be sent, else None."""
+        assert self._pairer is not None
+        fast = read() if step is None else step.weights
+        try:
+            snapshot = self.snapshot(fast, policy_version)
+        except MergeError as error:
+            logger.warning("no offer to merge: %s", error)
+            return self._alone(fast, "unsendable") if step is None else None
+        self._pending = _Pending(fast, self._pairer.offer(snapshot), self._inner_steps)
+        return None
+
+    def _give(self, donate: Donate, step: OuterStep, policy_version: int) -> None:
+        try:
+            donate(self.snapshot(step.weights, policy_version))
+        except MergeError as error:
+            logger.warning("no adapter for newcomers: %s", error)
+
+    def _settled(self, read: Callable[[], Adapter]) -> OuterStep | None:
+        """The outer step of the exchange under way, where it has come to its end."""
+        pending = self._pending
+        if pending is None or not pending.future.done():
+            return None
+        self._pending, outcome, current = None, pending.future.result(), read()
+        if isinstance(outcome, Alone):
+            return self._alone(pending.fast, outcome.reason, current)
+        try:
+            partner = self.opened(outcome.snapshot)
+        except MergeError as error:
+            logger.warning("the adapter of %s is not merged: %s", outcome.peer_id, error)
+            if self._pairer is not None:
+                self._pairer.distrust(outcome.peer_id)
+            return self._alone(pending.fast, "unusable", current)
+        lag = self._outer.num_steps - outcome.snapshot.outer_round
+        if partner_weight(lag) == 0:
+            return self._alone(pending.fast, "lag", current)
+        return self._merged(pending, outcome.peer_id, partner, lag, current)
+
+    def _merged(self, pending: _Pending, peer_id: str, partner: Adapter, lag: int, current: Adapter) -> OuterStep:
+        slow = self._outer.slow
+        self._clip.observe(pending.fast, slow)
+        clipped_share = self._clip.clipped_share(partner, slow)
+        clipped = self._clip.clip(partner, slow)
+        blend = Blend(self._outer, pending.fast, clipped, lag, self._scaling, self._config.drift_threshold)
+        share = self._gate(blend, pending.fast, current)
+        merged = blend.take(share)
+        self._reasons["merged" if share > 0 else "gate"] += 1
+        self._last = {
+            "merge/partner": peer_id,
+            "merge/partner_share": blend.weight(share),
+            "merge/clipped_share": clipped_share,
+            "merge/drift": blend.drift,
+            "merge/product_layers": len(merged.truncation),
+            "merge/lag_steps": lag,
+            "merge/overlap_steps": self._inner_steps - pending.inner_step,
+        }
+        logger.info(
+            "outer step %d with %s: %.2f of it, %.0f %% of tensors clipped, drift %.3f",
+            self._outer.num_steps, peer_id, blend.weight(share), 100 * clipped_share, blend.drift,
+        )  # fmt: skip
+        weights = carry_over(merged.tensors, pending.fast, current)
+        return OuterStep(weights, merged.reset_names, peer_id if share > 0 else None)
+
+    def _tell_once(self, reason: str) -> None:
+        """Later ones are in the metrics: a node alone would say so for ever."""
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.info("outer step %d alone: %s", self._outer.num_steps, _WHY_ALONE.get(reason, reason))
+
+    def _gate(self, blend: Blend, fast: Adapter, current: Adapter) -> float:
+        score = self._score
+        if score is None:
+            return 1.0
+        return choose_share(blend.of, lambda merged: score(carry_over(merged.tensors, fast, current))).share
+
+    def _alone(self, fast: Adapter, reason: str, current: Adapter | None = None) -> OuterStep:
+        """An outer step without a partner; `current` where training went on since `fast`."""
+        self._clip.observe(fast, self._outer.slow)
+        new = self._outer.step(fast, None)
+        self._reasons[reason] += 1
+        self._tell_once(reason)
+        return OuterStep(new if current is None else carry_over(new, fast, current), (), None)

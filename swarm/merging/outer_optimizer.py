@@ -1,0 +1,147 @@
+"""The outer step of merging without an all-reduce: NoLoCo (arXiv 2506.10911) with γ = β, so that only fast weights travel.
+
+    θ after H inner steps ──▶ mean of own θ and a partner's ──▶ δ ← α·δ + β·(mean θ − φ) ──▶ φ ← φ + δ ──▶ θ ← φ
+                              no partner: θ alone
+
+φ are the slow weights, θ the fast ones, δ the momentum. The paper prints −β; with its own Δ = θ − φ that moves away from θ.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarm.config import largest_stable_beta
+from swarm.errors import ConfigError, MergeError
+
+Adapter = dict[str, Tensor]
+"""Name → factor, as `adapter_state.read_adapter` gives it."""
+
+MAX_LAG = 4
+"""A partner further behind, in outer steps, has no weight."""
+
+
+class OuterOptimizer:
+    """Slow weights and momentum of one replica, in float32 on the CPU.
+
+    `start` are the weights that training begins from; `beta` is the outer learning rate, and the pull between partners
+    as well. Raises ConfigError where replicas would drift apart for ever.
+    """
+
+    def __init__(self, alpha: float, beta: float, start: Mapping[str, Tensor]) -> None:
+        bound = largest_stable_beta(alpha)
+        if not (0 <= alpha < 1 and 0 < beta < bound):
+            raise ConfigError(
+                f"merging.beta must be in (0, {bound:.3g}) with merging.alpha {alpha:g} in [0, 1), got {beta:g}: "
+                "replicas would drift apart; lower merging.alpha or merging.beta"
+            )
+        self._alpha = alpha
+        self._beta = beta
+        self._slow = _copies(start)
+        self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self._slow.items()}
+        self.num_steps = 0
+        """Outer steps taken, with or without a partner: the difference between two replicas is their lag."""
+
+    @property
+    def slow(self) -> Mapping[str, Tensor]:
+        """φ, the weights after the last outer step. Not to be written to."""
+        return self._slow
+
+    def step(
+        self,
+        fast: Mapping[str, Tensor],
+        partner: Mapping[str, Tensor] | None,
+        partner_lag: int = 0,
+        share: float = 1.0,
+    ) -> Adapter:
+        """One outer step from `fast`, the snapshot that was sent; returns the new weights.
+
+        `partner` are the partner's fast weights, None to step alone. `partner_lag` is how many outer steps the partner
+        is behind (less than 0: ahead, which counts as 0); `share` in [0, 1] is the part of its weight that it gets.
+        Raises MergeError, before anything changes, where names or shapes differ from the start's.
+        """
+        new, momentum = self._stepped(fast, partner, partner_lag, share)
+        self._slow, self._momentum = new, momentum
+        self.num_steps += 1
+        return _copies(new)
+
+    def preview(
+        self,
+        fast: Mapping[str, Tensor],
+        partner: Mapping[str, Tensor] | None,
+        partner_lag: int = 0,
+        share: float = 1.0,
+    ) -> Adapter:
+        """The weights that `step` would return, without taking the step: for the gate to try."""
+        return self._stepped(fast, partner, partner_lag, share)[0]
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take some slow weights as they are, their momentum zero: after a product merge, which turns the factors."""
+        for name, tensor in tensors.items():
+            self._check(name, tensor)
+            self._slow[name] = tensor.detach().to("cpu", torch.float32, copy=True)
+            self._momentum[name] = torch.zeros_like(self._slow[name])
+
+    def state(self) -> tuple[dict[str, Adapter], dict[str, Any]]:
+        """({"slow_weights": …, "outer_momentum": …} tensors, JSON-able rest), all that `restore` needs."""
+        return (
+            {"slow_weights": _copies(self._slow), "outer_momentum": _copies(self._momentum)},
+            {"outer_steps": self.num_steps},
+        )
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+        """Continue from what `state` gave. Raises MergeError if it belongs to another adapter shape."""
+        slow, momentum = tensors["slow_weights"], tensors["outer_momentum"]
+        self._check_all(slow)
+        self._check_all(momentum)
+        self._slow, self._momentum = _copies(slow), _copies(momentum)
+        self.num_steps = int(state["outer_steps"])
+
+    def _stepped(
+        self, fast: Mapping[str, Tensor], partner: Mapping[str, Tensor] | None, partner_lag: int, share: float
+    ) -> tuple[Adapter, Adapter]:
+        weight = 0.0 if partner is None else share * partner_weight(partner_lag)
+        self._check_all(fast)
+        if partner is not None:
+            self._check_all(partner)
+        slow: Adapter = {}
+        momentum: Adapter = {}
+        for name, phi in self._slow.items():
+            mean = fast[name].detach().to("cpu", torch.float32)
+            if partner is not None and weight > 0:  # a partner without weight must not reach us through 0 · NaN either
+                mean = torch.lerp(mean, partner[name].detach().to("cpu", torch.float32), weight)
+            momentum[name] = self._alpha * self._momentum[name] + self._beta * (mean - phi)
+            slow[name] = phi + momentum[name]
+        return slow, momentum
+
+    def _check_all(self, tensors: Mapping[str, Tensor]) -> None:
+        odd = sorted(set(self._slow).symmetric_difference(tensors))
+        if odd:
+            raise MergeError(
+                f"an outer step needs the adapter's own tensors, got a difference at {odd[0]}; use the same policy.lora"
+            )
+        for name, tensor in tensors.items():
+            self._check(name, tensor)
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        if name not in self._slow or tensor.shape != self._slow[name].shape:
+            raise MergeError(
+                f"tensor {name} must be one of the adapter's and of its shape, got {tuple(tensor.shape)}; "
+                "use the same policy.lora"
+            )
+
+
+def partner_weight(lag: int) -> float:
+    """½/√(1 + lag) for a partner `lag` outer steps behind, 0 above MAX_LAG; one that is ahead counts as level."""
+    return 0.0 if lag > MAX_LAG else 0.5 / math.sqrt(1 + max(lag, 0))
+
+
+def carry_over(new: Mapping[str, Tensor], snapshot: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> Adapter:
+    """`new`, which was merged from `snapshot`, with the training since: new + (current − snapshot)."""
+    return {name: tensor + (current[name].to(tensor) - snapshot[name].to(tensor)) for name, tensor in new.items()}
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> Adapter:
+    return {name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in tensors.items()}

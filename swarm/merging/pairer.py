@@ -1,0 +1,35 @@
+"""What a merger needs of whoever connects replicas."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+from swarm.types import Appointment, Met, Outcome, Seats, Snapshot
+
+Donate = Callable[[Snapshot], None]
+"""Give this adapter to newcomers from now on."""
+
+
+class Pairer(Protocol):
+    """Finds a partner for a snapshot: `pairing.MergeExchange` in a node, something in memory in an experiment."""
+
+    def offer(self, snapshot: Snapshot) -> "Future[Outcome]":
+        """Returns at once; the future never raises, and ends within a bounded time."""
+        ...
+
+    def distrust(self, peer_id: str) -> None:
+        """The adapter of this partner was of no use."""
+        ...
+
+
+class FinalPairer(Protocol):
+    """Brings those together that have ended their training: `pairing.FinalMeeting` in a node. Futures never raise, and
+    end within a bounded time."""
+
+    def gather(self, snapshot: Snapshot) -> "Future[Seats]":
+        """Who takes part in the next final merge, this node alone where nobody else came."""
+        ...
+
+    def meet(self, appointment: Appointment) -> "Future[Met]":
+        """One exchange, after `gather`."""
+        ...

@@ -1,0 +1,141 @@
+"""A partner may lie. Two replicas admit no median, so what a partner can do is bounded around oneself.
+
+    u = θ_j − φ_i ;  u ← u · min(1, ρ/‖u‖) per tensor ;  ρ = 2 · median of the last own ‖θ_i − φ_i‖
+
+The median is over *own* changes between outer steps, not over what partners sent: whoever could write into that history
+would double ρ with every merge. What a partner can still do is to point u where it likes; the gate is for that.
+With five adapters or more there is a majority to ask: centered clipping and the trimmed mean. A newcomer has nothing of
+its own to clip around and asks three at least: the median.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from swarm.errors import MergeError
+
+HISTORY_LEN = 16
+"""Outer steps that the median goes over."""
+FEWEST_FOR_MAJORITY = 5
+"""Pulled adapters from which on a majority means something."""
+FEWEST_FOR_MEDIAN = 3
+"""Of two, nobody knows which one lies."""
+
+
+class NormClip:
+    """Clips a partner's weights around the own slow ones, tensor by tensor, by how far the node itself moves.
+
+    Until the first `observe`, and for tensors that own training does not move, the radius is 0: nothing is taken.
+    """
+
+    def __init__(self, factor: float = 2.0) -> None:
+        self._factor = factor
+        self._norms: dict[str, deque[float]] = {}
+
+    def observe(self, fast: Mapping[str, Tensor], slow: Mapping[str, Tensor]) -> None:
+        """Note the own change since the last outer step, before each merge."""
+        for name, tensor in slow.items():
+            norm = (fast[name].to(tensor) - tensor).norm().item()
+            self._norms.setdefault(name, deque(maxlen=HISTORY_LEN)).append(norm)
+
+    def radius(self, name: str) -> float:
+        """ρ of one tensor."""
+        history = self._norms.get(name)
+        return self._factor * statistics.median(history) if history else 0.0
+
+    def clip(self, partner: Mapping[str, Tensor], slow: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The partner's weights, pulled to within ρ of `slow`. Raises MergeError as `refuse_unusable` does."""
+        refuse_unusable(partner, slow)
+        return {name: phi + _clipped(partner[name].to(phi) - phi, self.radius(name)) for name, phi in slow.items()}
+
+    def clipped_share(self, partner: Mapping[str, Tensor], slow: Mapping[str, Tensor]) -> float:
+        """Part of the tensors that `clip` would shorten; a partner of the same lineage that stays near 1 is odd."""
+        beyond = sum((partner[name].to(phi) - phi).norm().item() > self.radius(name) for name, phi in slow.items())
+        return beyond / len(slow) if slow else 0.0
+
+    def state(self) -> dict[str, list[float]]:
+        """JSON-able, for the checkpoint."""
+        return {name: list(history) for name, history in self._norms.items()}
+
+    def restore(self, state: Mapping[str, Sequence[float]]) -> None:
+        self._norms = {name: deque(history, maxlen=HISTORY_LEN) for name, history in state.items()}
+
+
+def refuse_unusable(partner: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Raise MergeError for missing or extra tensors, other shapes, NaN or infinity."""
+    odd = sorted(set(own).symmetric_difference(partner))
+    if odd:
+        raise MergeError(f"a partner must send the adapter's own tensors, got a difference at {odd[0]}; leave it out")
+    for name, tensor in partner.items():
+        if tensor.shape != own[name].shape:
+            raise MergeError(
+                f"a partner's {name} must have shape {tuple(own[name].shape)}, got {tuple(tensor.shape)}; leave it out"
+            )
+        if not torch.isfinite(tensor).all():
+            raise MergeError(f"a partner's {name} must be finite, got NaN or infinity; leave it out")
+
+
+def centered_clip(
+    pulled: Sequence[Mapping[str, Tensor]],
+    center: Mapping[str, Tensor],
+    radius: Mapping[str, float],
+    num_iterations: int = 3,
+) -> dict[str, Tensor]:
+    """v ← v + mean_j clip(x_j − v, ρ) per tensor, from v = `center` (Karimireddy et al., arXiv 2012.10333).
+
+    `radius` is ρ by tensor. Raises MergeError for fewer than five adapters, or unusable ones.
+    """
+    _refuse_minority(pulled, center)
+    clipped: dict[str, Tensor] = {}
+    for name, start in center.items():
+        value = start.float().clone()
+        for _ in range(num_iterations):
+            value += torch.stack([_clipped(one[name].to(value) - value, radius[name]) for one in pulled]).mean(0)
+        clipped[name] = value
+    return clipped
+
+
+def trimmed_mean(
+    pulled: Sequence[Mapping[str, Tensor]], own: Mapping[str, Tensor], num_trimmed: int
+) -> dict[str, Tensor]:
+    """Mean of each coordinate without its `num_trimmed` largest and smallest values (Yin et al., arXiv 1803.01498).
+
+    Bears as many liars as it trims. Raises MergeError for fewer than five adapters, unusable ones, or if nothing is left.
+    """
+    _refuse_minority(pulled, own)
+    if not 0 <= 2 * num_trimmed < len(pulled):
+        raise MergeError(
+            f"a trimmed mean must keep some of {len(pulled)} adapters, got {num_trimmed} trimmed on each side"
+        )
+    kept = slice(num_trimmed, len(pulled) - num_trimmed)
+    return {name: torch.stack([one[name].float() for one in pulled]).sort(0).values[kept].mean(0) for name in own}
+
+
+def median_adapter(pulled: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Median of each coordinate, of an even number the mean of the two in the middle; float32.
+
+    Every value lies between those of two adapters at least, and fewer liars than half cannot leave the range of the
+    others. Raises MergeError for fewer than three adapters.
+    """
+    if len(pulled) < FEWEST_FOR_MEDIAN:
+        raise MergeError(f"a median needs at least {FEWEST_FOR_MEDIAN} adapters, got {len(pulled)}; begin without")
+    middle = slice((len(pulled) - 1) // 2, len(pulled) // 2 + 1)
+    return {
+        name: torch.stack([one[name].float() for one in pulled]).sort(0).values[middle].mean(0) for name in pulled[0]
+    }
+
+
+def _refuse_minority(pulled: Sequence[Mapping[str, Tensor]], own: Mapping[str, Tensor]) -> None:
+    if len(pulled) < FEWEST_FOR_MAJORITY:
+        raise MergeError(f"a majority needs at least {FEWEST_FOR_MAJORITY} adapters, got {len(pulled)}; merge in pairs")
+    for one in pulled:
+        refuse_unusable(one, own)
+
+
+def _clipped(difference: Tensor, radius: float) -> Tensor:
+    """`difference`, no longer than `radius`; its norm in float64, where no float32 overflows."""
+    norm = difference.double().norm().item()
+    return difference if norm <= radius else difference * (radius / norm)

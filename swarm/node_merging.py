@@ -1,0 +1,102 @@
+"""The network half of a node's merging: a partner for each snapshot, adapters for newcomers, and being one.
+
+before the first round, untrained: donors of the lineage ─ Newcomer ─▶ PolicyMerging.join
+every outer step: learner ─ MergeExchange ─▶ Partner or Alone · learner ─ AdapterDonor ─▶ whoever joins later
+after the last round: learner ─ FinalMeeting ─▶ all others that have ended
+"""
+
+import asyncio
+import hashlib
+import logging
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from swarm.config import Config
+from swarm.learner import Learner
+from swarm.network.transport import Transport
+from swarm.observability.repeat import repeat
+from swarm.pairing.adapter_donor import AdapterDonor
+from swarm.pairing.final_meeting import FinalMeeting
+from swarm.pairing.merge_exchange import MergeExchange
+from swarm.pairing.newcomer import COUNT, Newcomer, WantedAdapter
+from swarm.pairing.patience import Patience
+from swarm.policy_merging import MergeLinks
+from swarm.records.identity import Identity
+from swarm.tasks.task_source import FIRST_TRAINING_SEED, MAX_SEED
+
+logger = logging.getLogger(__name__)
+
+
+class NodeMerging:
+    """Of one node. To be made before the transport starts."""
+
+    def __init__(self, config: Config, identity: Identity, transport: Transport, max_level: Callable[[], int]) -> None:
+        """`max_level`: that of the node's shard in the directory."""
+        merging, swarm_id = config.merging, config.swarm_id
+        patience = Patience(merging.search_s, merging.request_timeout_s, merging.min_bytes_per_s)
+        rng = random.Random(f"merging/{identity.peer_id}")
+        self._precision = merging.precision
+        self._patience = patience
+        self._exchange = MergeExchange(patience, swarm_id, identity, transport, rng, max_level)
+        self._donor = AdapterDonor(patience, swarm_id, identity, transport, rng, max_level)
+        self._newcomer = Newcomer(patience, swarm_id, transport, rng)
+        self._final = (
+            FinalMeeting(
+                swarm_id,
+                identity,
+                transport,
+                random.Random(f"final/{identity.peer_id}"),
+                interval_s=merging.final_interval_s,
+                window_s=merging.final_window_s,
+                request_timeout_s=merging.request_timeout_s,
+            )
+            if merging.final
+            else None
+        )
+        self.links = MergeLinks(self._exchange, self._donor.keep, transport.now, _gate_seed(identity), self._final)
+        """For the learner."""
+
+    def work(self, on_failure: Callable[[], None]) -> list[Coroutine[Any, Any, None]]:
+        """What runs from the transport's start to its stop. Each ends only when cancelled, or raises what is a bug."""
+        final = [self._final.work()] if self._final else []
+        return [self._exchange.work(), repeat(self._donor.step, on_failure=on_failure), *final]
+
+    async def join(self, learner: Learner) -> None:
+        """Let an untrained learner begin where its lineage is, if enough donors answer in time. Never raises for those."""
+        merging = learner.merging
+        if merging is None or learner.round > 0:
+            return
+        num_bytes = merging.num_bytes
+        wanted = WantedAdapter(learner.policy.lineage.policy, self._precision, num_bytes)
+        try:
+            async with asyncio.timeout(COUNT * self._patience.transfer_s(num_bytes)):
+                found = await self._newcomer.fetch(wanted)
+        except TimeoutError:
+            found = []
+        if found and await asyncio.to_thread(merging.join, found):
+            logger.info("beginning with the median of %d adapters of lineage %s", len(found), wanted.lineage[:12])
+        else:
+            logger.info("too few donors of lineage %s for a newcomer: beginning untrained", wanted.lineage[:12])
+
+    def row(self) -> dict[str, Any]:
+        """Metrics: proposals of others that were not taken, and newcomers that were given the adapter."""
+        return {"merge/declined": dict(self._exchange.declined), "merge/newcomers_served": self._donor.num_guests}
+
+
+def make_merging(
+    config: Config, identity: Identity, transport: Transport | None, max_level: Callable[[], int]
+) -> NodeMerging | None:
+    """None where merging is off, or without a network: outer steps are taken alone then."""
+    if not config.merging.enabled:
+        return None
+    if transport is None:
+        logger.info("merging is on and the network off: outer steps are taken alone")
+        return None
+    return NodeMerging(config, identity, transport, max_level)
+
+
+def _gate_seed(identity: Identity) -> int:
+    """A stream of tasks that nobody else can know: from the secret half of the key."""
+    digest = hashlib.sha256(b"swarm/gate/1\x00" + identity.seed).digest()
+    return FIRST_TRAINING_SEED + int.from_bytes(digest[:8], "big") % (MAX_SEED + 1 - FIRST_TRAINING_SEED)

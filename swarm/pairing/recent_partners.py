@@ -1,0 +1,65 @@
+"""Whose turn it is not.
+
+Nodes that need the same time for their inner steps come back at the same moments, so each would meet the same neighbour
+again and again, and adapters would not mix. And a peer that asks everybody first would be everybody's partner. One that
+took this node's time and gave no adapter waits longer each time.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+MAX_REMEMBERED = 8
+"""Partners, and offers whose lists are remembered."""
+
+FIRST_WAIT_OFFERS, MAX_WAIT_OFFERS = 8, 64
+_MAX_FAILED = 1024
+
+
+class RecentPartners:
+    """The last partners of this node. Of n peers that were ready of late, the last (n - 1) / 2 partners have to wait.
+
+    Those that failed wait for FIRST_WAIT_OFFERS, twice as long the next time, up to MAX_WAIT_OFFERS, unless no other was
+    ready of late. That is forgotten MAX_WAIT_OFFERS after the end of the wait, and not because a transfer went well: the
+    adapter may still prove to be of no use.
+    """
+
+    def __init__(self) -> None:
+        self._partners: deque[str] = deque(maxlen=MAX_REMEMBERED)
+        self._ready: deque[set[str]] = deque([set()], maxlen=MAX_REMEMBERED)
+        self._num_offers = 0
+        self._failed: OrderedDict[str, tuple[int, int]] = OrderedDict()  # times, offer from which it will do
+
+    def begin_offer(self) -> None:
+        self._num_offers += 1
+        self._ready.append(set())
+
+    def see(self, ready: Iterable[str]) -> None:
+        """Peers that are ready to merge with this node."""
+        self._ready[-1].update(ready)
+
+    def add(self, peer_id: str) -> None:
+        """A new partner."""
+        self._partners.append(peer_id)
+
+    def failed(self, peer_id: str) -> None:
+        """A partner gave no adapter, or one of no use."""
+        times, until = self._failed.pop(peer_id, (0, 0))
+        times = 1 if self._num_offers > until + MAX_WAIT_OFFERS else times + 1
+        wait = min(FIRST_WAIT_OFFERS * 2 ** min(times - 1, 8), MAX_WAIT_OFFERS)
+        self._failed[peer_id] = times, self._num_offers + 1 + wait
+        if len(self._failed) > _MAX_FAILED:
+            self._failed.popitem(last=False)
+
+    def has_failed(self, peer_id: str) -> bool:
+        """Whether it still waits because of that."""
+        return self._waits(peer_id) and any(not self._waits(other) for other in self._all_ready())
+
+    def __contains__(self, peer_id: str) -> bool:
+        num_waiting = (len(self._all_ready()) - 1) // 2
+        return num_waiting > 0 and peer_id in list(self._partners)[-num_waiting:]
+
+    def _waits(self, peer_id: str) -> bool:
+        return self._num_offers < self._failed.get(peer_id, (0, 0))[1]
+
+    def _all_ready(self) -> set[str]:
+        return set().union(*self._ready)

@@ -1,0 +1,96 @@
+"""An offer to merge: a node says, signed, which adapter it hands out and in which outer round. At most 1 KiB.
+
+payload = msgpack [version, swarm id, lineage, outer round, policy version, precision, bytes, SHA-256, level,
+                   created at, expires at]
+
+One record for three uses: the entry of the index that says *ready*, the proposal to one peer, and the answer to it.
+"""
+
+from dataclasses import dataclass
+
+from swarm.records.codec import decode_record, encode_record
+from swarm.records.fields import (
+    PROTOCOL_VERSION,
+    check_bytes,
+    check_float,
+    check_int,
+    check_text,
+    check_versioned,
+    pack,
+    unpack,
+)
+from swarm.records.identity import Identity
+from swarm.records.presence import MAX_SHARD_LEVEL
+from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.records.signing import Purpose, sign_record, signature_is_valid
+from swarm.types import MAX_ADAPTER_BYTES, MAX_PRECISION_CHARS
+
+MAX_LIFETIME_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOffer:
+    """One node's statement about the adapter that it is ready to merge."""
+
+    peer_id: str
+    lineage: str
+    """32 hex digits: `Lineage.policy`."""
+    outer_round: int
+    """Merges that the adapter has behind it, solo steps included."""
+    policy_version: int
+    precision: str
+    """How the numbers are written, such as `bf16`. With the lineage it settles `num_bytes`."""
+    num_bytes: int
+    sha256: bytes
+    """32 bytes: address of the adapter's bytes."""
+    level: int
+    """Level of the shard that it is listed in."""
+    created_at: float
+    """Swarm time, seconds since the epoch."""
+    expires_at: float
+
+
+def sign_offer(identity: Identity, swarm_id: str, offer: AdapterOffer) -> bytes:
+    """The record as it is stored and sent."""
+    payload = pack(
+        [
+            PROTOCOL_VERSION,
+            bytes.fromhex(swarm_id),
+            bytes.fromhex(offer.lineage),
+            offer.outer_round,
+            offer.policy_version,
+            offer.precision,
+            offer.num_bytes,
+            offer.sha256,
+            offer.level,
+            offer.created_at,
+            offer.expires_at,
+        ]
+    )
+    return encode_record(sign_record(identity, swarm_id, payload, Purpose.ADAPTER_OFFER))
+
+
+def verify_offer(data: bytes, swarm_id: str) -> AdapterOffer:
+    """Decode a record and check its signature; says nothing of the time. Raises InvalidRecord."""
+    record = decode_record(data)
+    fields = check_versioned(unpack(record.payload), 11)
+    named_swarm, lineage, outer_round, version, precision, num_bytes, sha256, level, created_at, expires_at = fields
+    if check_bytes(named_swarm, 16).hex() != swarm_id:
+        raise InvalidRecord(Rejection.FOREIGN_SWARM)
+    offer = AdapterOffer(
+        peer_id=record.author,
+        lineage=check_bytes(lineage, 16).hex(),
+        outer_round=check_int(outer_round, 0, 2**48),
+        policy_version=check_int(version, 0, 2**48),
+        precision=check_text(precision, MAX_PRECISION_CHARS),
+        num_bytes=check_int(num_bytes, 1, MAX_ADAPTER_BYTES),
+        sha256=check_bytes(sha256, 32),
+        level=check_int(level, 0, MAX_SHARD_LEVEL),
+        created_at=check_float(created_at, 0.0, 1e11),
+        expires_at=check_float(expires_at, 0.0, 1e11),
+    )
+    if offer.expires_at - offer.created_at > MAX_LIFETIME_S:
+        raise InvalidRecord(Rejection.CLOCK_SKEW, f"lives longer than {MAX_LIFETIME_S:.0f} s")
+    if not signature_is_valid(record, swarm_id, Purpose.ADAPTER_OFFER):
+        raise InvalidRecord(Rejection.BAD_SIGNATURE)
+    return offer

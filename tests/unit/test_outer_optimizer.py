@@ -1,0 +1,152 @@
+"""The outer step of merging: golden values, stability, lag, and what overlap carries over."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from swarm.config import MergingSection, largest_stable_beta, parse
+from swarm.errors import ConfigError, MergeError
+from swarm.merging.outer_optimizer import OuterOptimizer, carry_over, partner_weight
+
+NAMES = ("x.lora_A", "x.lora_B")
+
+
+def adapter(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: scale * torch.randn(3, 5, generator=generator) for name in NAMES}
+
+
+def test_first_steps_by_hand() -> None:
+    outer = OuterOptimizer(0.5, 0.7, {"w": torch.tensor([1.0])})
+    new = outer.step({"w": torch.tensor([2.0])}, {"w": torch.tensor([4.0])})
+    assert new["w"].item() == pytest.approx(1 + 0.7 * (3 - 1))  # 2.4, towards both, not away from them
+    new = outer.step({"w": torch.tensor([3.0])}, None)
+    assert new["w"].item() == pytest.approx(2.4 + 0.5 * 1.4 + 0.7 * (3 - 2.4))
+    new = outer.step(new, {"w": new["w"] + 8}, partner_lag=3)  # weight ½/√4
+    assert new["w"].item() == pytest.approx(3.52 + 0.5 * 1.12 + 0.7 * (0.25 * 8))
+
+
+def test_ten_rounds_agree_with_an_independent_reference() -> None:
+    """Written from the paper's form in float64: Δ of both, and slow weights of both, with +β and γ = β."""
+    rng = np.random.default_rng(0)
+    phi = rng.normal(size=(2, 4))
+    delta = np.zeros((2, 4))
+    replicas = [OuterOptimizer(0.5, 0.7, {"w": torch.from_numpy(row)}) for row in phi]
+    for _ in range(10):
+        theta = phi + rng.normal(size=(2, 4)) * 0.1
+        moved = theta - phi
+        pull = phi - phi.mean(0)
+        delta = 0.5 * delta + 0.7 * moved.mean(0) - 0.7 * pull
+        phi = phi + delta
+        fast = [{"w": torch.from_numpy(row)} for row in theta]
+        got = [replicas[i].step(fast[i], fast[1 - i])["w"].numpy() for i in (0, 1)]
+        np.testing.assert_allclose(got, phi, atol=2e-6)
+    # golden: a change of the update shows here even if the reference is changed along with it
+    np.testing.assert_allclose(phi[0], [-0.40694883, 0.19291421, 1.15246042, 0.86015993], atol=1e-7)
+
+
+@pytest.mark.parametrize(("alpha", "stays"), [(0.5, True), (0.9, False)])
+def test_replicas_in_random_pairs_stay_together_within_the_bound_only(alpha: float, stays: bool) -> None:
+    beta = largest_stable_beta(alpha) * (0.7 if stays else 1.3)
+    rng = np.random.default_rng(1)
+    phi, delta = rng.normal(size=64), np.zeros(64)
+    for _ in range(300):
+        order = rng.permutation(64)
+        partner = np.empty(64, dtype=int)
+        partner[order[::2]], partner[order[1::2]] = order[1::2], order[::2]
+        delta = alpha * delta + beta * ((phi + phi[partner]) / 2 - phi)
+        phi = phi + delta
+    assert bool(np.var(phi) < 1e-6) is stays
+
+
+@given(alpha=st.floats(0, 0.99), beta=st.floats(0.001, 4))
+@settings(max_examples=60, deadline=None)
+def test_unstable_settings_are_refused_by_config_and_optimizer_alike(alpha: float, beta: float) -> None:
+    def refused(build: object) -> str:
+        try:
+            build()  # type: ignore[operator]
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    by_optimizer = refused(lambda: OuterOptimizer(alpha, beta, {}))
+    by_config = refused(lambda: parse({"merging": {"alpha": alpha, "beta": beta}}))
+    unstable = beta >= 2 * (1 - alpha**2)
+    assert bool(by_optimizer) == bool(by_config) == unstable
+    if unstable:
+        assert f"{2 * (1 - alpha**2):.3g}" in by_optimizer and f"{2 * (1 - alpha**2):.3g}" in by_config
+
+
+def test_defaults_are_stable_and_off() -> None:
+    config = MergingSection()
+    OuterOptimizer(config.alpha, config.beta, {})
+    assert not config.enabled
+
+
+def test_lag_lowers_the_weight_and_ends_it() -> None:
+    assert [round(partner_weight(lag), 4) for lag in (-3, 0, 1, 3, 4, 5)] == [0.5, 0.5, 0.3536, 0.25, 0.2236, 0.0]
+    start = adapter(0)
+    alone = OuterOptimizer(0.5, 0.7, start).step(adapter(1), None)
+    for late in (adapter(2), {name: torch.full((3, 5), torch.nan) for name in NAMES}):
+        stepped = OuterOptimizer(0.5, 0.7, start).step(adapter(1), late, partner_lag=5)
+        assert all(torch.equal(stepped[name], alone[name]) for name in NAMES)
+
+
+def test_share_goes_from_alone_to_merged_in_a_line() -> None:
+    outer = OuterOptimizer(0.5, 0.7, adapter(0))
+    alone, half, whole = (outer.preview(adapter(1), adapter(2), share=share) for share in (0.0, 0.5, 1.0))
+    assert outer.num_steps == 0
+    for name in NAMES:
+        torch.testing.assert_close(half[name], (alone[name] + whole[name]) / 2)
+    stepped = outer.step(adapter(1), adapter(2))
+    assert all(torch.equal(stepped[name], whole[name]) for name in NAMES)
+
+
+def test_restored_optimizer_goes_on_bit_for_bit() -> None:
+    outer = OuterOptimizer(0.5, 0.7, adapter(0))
+    outer.step(adapter(1), adapter(2))
+    again = OuterOptimizer(0.5, 0.7, adapter(9))
+    again.restore(*outer.state())
+    assert again.num_steps == 1
+    first, second = outer.step(adapter(3), adapter(4)), again.step(adapter(3), adapter(4))
+    assert all(torch.equal(first[name], second[name]) for name in NAMES)
+
+
+def test_what_comes_out_is_no_alias_of_the_slow_weights() -> None:
+    outer = OuterOptimizer(0.5, 0.7, adapter(0))
+    new = outer.step(adapter(1), None)
+    kept = outer.slow[NAMES[0]].clone()
+    new[NAMES[0]].zero_()
+    tensors, _ = outer.state()
+    tensors["slow_weights"][NAMES[0]].zero_()
+    assert torch.equal(outer.slow[NAMES[0]], kept)
+
+
+def test_misfits_are_refused_before_anything_changes() -> None:
+    outer = OuterOptimizer(0.5, 0.7, adapter(0))
+    for misfit in ({NAMES[0]: torch.zeros(3, 5)}, {name: torch.zeros(5, 3) for name in NAMES}):
+        with pytest.raises(MergeError, match=r"policy\.lora"):
+            outer.step(adapter(1), misfit)
+    assert outer.num_steps == 0
+    assert all(torch.equal(outer.slow[name], adapter(0)[name]) for name in NAMES)
+
+
+def test_adopted_weights_have_no_momentum() -> None:
+    outer = OuterOptimizer(0.5, 0.7, adapter(0))
+    outer.step(adapter(1), None)
+    outer.adopt({NAMES[0]: torch.ones(3, 5)})
+    new = outer.step(outer.slow, None)
+    assert torch.equal(new[NAMES[0]], torch.ones(3, 5))
+    assert not torch.equal(new[NAMES[1]], outer.state()[0]["slow_weights"][NAMES[1]] - 1)
+
+
+def test_training_during_the_exchange_is_kept() -> None:
+    snapshot, current = adapter(1), adapter(2)
+    outer = OuterOptimizer(0.5, 0.7, adapter(0))
+    new = outer.step(snapshot, adapter(3))
+    carried = carry_over(new, snapshot, current)
+    for name in NAMES:
+        torch.testing.assert_close(carried[name] - new[name], current[name] - snapshot[name])
