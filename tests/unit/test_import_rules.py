@@ -37,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
         "sharing",
         "adapters",
         "merging",
+        "pairing",
         "learner",
         "testbed",
         "assets",
