@@ -535,7 +535,12 @@ class MergingSection(Section):
     """Write the adapter to final-adapter/round-N in the node's folder after it, in peft format. Not for a pipelined policy."""
 
     @model_validator(mode="after")
-    def _replicas_stay_together(self) -> "MergingSection":
+    def _settings_have_an_effect_and_replicas_stay_together(self) -> "MergingSection":
+        if not self.enabled and (self.final or self.final_at):
+            name = "merging.final" if self.final else "merging.final_at"
+            raise ValueError(f"{name} needs merging.enabled = true, got false; set that too, or remove {name}")
+        if self.final_at and not self.final:
+            raise ValueError("merging.final_at needs merging.final = true, got false; set that too, or remove final_at")
         bound = largest_stable_beta(self.alpha)
         if self.beta >= bound:
             raise ValueError(

@@ -58,6 +58,8 @@ def test_override_is_a_toml_value_or_plain_text(key: str, text: str, expected: o
         ("training.advantage", '"ppo"', "'median' or 'gdpo', got 'ppo'; set training.advantage"),
         ("network.backend", '"off"', "sharing.swarm_groups must be 0"),
         ("swarm.name", '"a b"', "swarm.name"),
+        ("merging.final", "true", "merging.final needs merging.enabled = true, got false"),
+        ("merging.final_at", "1e9", "merging.final_at needs merging.enabled = true, got false"),
     ],
 )
 def test_mistake_is_told_with_value_and_fix(key: str, text: str, told: str) -> None:

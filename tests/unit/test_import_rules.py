@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
         "adapters",
         "merging",
         "pipeline",
+        "pairing",
         "learner",
         "means",
         "testbed",
