@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from swarm.pipeline.crew_keeper import CrewKeeper
 
 
+_AT_THE_START = ("machine", "load")
+"""A machine that imports and reads for the first time may be busy for long, its loop included."""
+
+
 class CrewDriver:
     """Gives the orders of one node to its crew."""
 
@@ -42,8 +46,14 @@ class CrewDriver:
 
     async def give(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
         """See `remote_link.Give`."""
+        silence_s = None if kind in _AT_THE_START else self._config.policy.pipeline.silence_timeout_s
         return await self._caller.give(
-            peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=self._deadline_s
+            peer_id,
+            kind,
+            payload,
+            max_reply_bytes=max_reply_bytes,
+            deadline_s=self._deadline_s,
+            silence_s=silence_s,
         )
 
     def bring_up(self, loop: asyncio.AbstractEventLoop, hash_cache: Path) -> "Means":
