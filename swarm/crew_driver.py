@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from swarm.pipeline.crew_keeper import CrewKeeper
 
 
-_AT_THE_START = ("machine", "load")
-"""A machine that imports and reads for the first time may be busy for long, its loop included."""
-
-
 class CrewDriver:
     """Gives the orders of one node to its crew."""
 
@@ -46,7 +42,8 @@ class CrewDriver:
 
     async def give(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
         """See `remote_link.Give`."""
-        silence_s = None if kind in _AT_THE_START else self._config.policy.pipeline.silence_timeout_s
+        # the first question makes a machine import for seconds, and whoever asks it has a deadline of its own
+        silence_s = None if kind == "machine" else self._config.policy.pipeline.silence_timeout_s
         return await self._caller.give(
             peer_id,
             kind,
