@@ -2,6 +2,7 @@
 
     python benchmarks/recovery.py            six stages and a spare, ten losses, five minutes
     python benchmarks/recovery.py --quick    three stages and a spare, two losses, under a minute on an idle machine of two cores
+    python benchmarks/recovery.py --freeze   SIGSTOP in place of SIGKILL: the machine falls silent and its connections stay
 
 Killed machines come back as spares after the next step, as a person would restart them. Times run from the kill to the next
 completed step of the driver, sampling of its round included; `rebuilding` is the part from the moment the
@@ -44,11 +45,12 @@ def deeper_base(folder: Path, num_layers: int) -> Path:
     return folder
 
 
-def lose_one(crew: CrewProcesses, rng: random.Random) -> tuple[float, int]:
+def lose_one(crew: CrewProcesses, rng: random.Random, freeze: bool) -> tuple[float, int]:
     """(seconds from the kill of a random stage to the next completed step, steps that were lost)"""
     skipped = num_skipped(crew)
     victim = rng.choice(crew.holders())
-    took_s, _ = crew.lose(victim)
+    took_s, _ = crew.lose(victim, freeze=freeze)
+    victim.end()
     victim.start()
     return took_s, num_skipped(crew) - skipped
 
@@ -58,10 +60,18 @@ def num_skipped(crew: CrewProcesses) -> int:
     return sum("stage" in str(row.get("train/skip_reason")) for row in crew.driver.rounds)
 
 
+def first_and_last_reward(crew: CrewProcesses) -> tuple[float, float]:
+    """Mean reward of the first and of the last quarter of rounds."""
+    rewards = [row["rollout/reward_mean"] for row in crew.driver.rounds]
+    quarter = max(1, len(rewards) // 4)
+    return statistics.mean(rewards[:quarter]), statistics.mean(rewards[-quarter:])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--backend", choices=("libp2p", "hivemind"), default="libp2p")
+    parser.add_argument("--freeze", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     num_stages, num_losses, pause_s = (2, 2, 0.0) if arguments.quick else (5, 10, PAUSE_S)  # the driver holds one more
@@ -85,17 +95,19 @@ def main() -> None:
             times_s, steps_lost = [], 0
             for number in range(num_losses):
                 time.sleep(max(0.0, pause_s - (times_s[-1] if times_s else 0.0)) if number else 0.0)
-                took_s, lost = lose_one(crew, rng)
+                took_s, lost = lose_one(crew, rng, arguments.freeze)
                 times_s.append(took_s)
                 steps_lost += lost
                 print(f"loss {number + 1}: {took_s:.1f} s to the next step, {lost} steps lost", flush=True)
             own_s = crew.recoveries_s()
+            rewards = first_and_last_reward(crew)
     ordered = sorted(times_s)
     result = {
         "recovery_median_s": round(statistics.median(ordered), 2),
         "recovery_p95_s": round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], 2),
         "steps_lost": steps_lost,
         "rebuilding_median_s": round(statistics.median(own_s), 2),
+        "reward_before_and_after": [round(value, 3) for value in rewards],
         "losses": num_losses,
         "stages": num_stages + 1,
     }

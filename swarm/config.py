@@ -222,6 +222,8 @@ class PipelineSection(Section):
     """Of hidden states and their gradients on the line; see algorithms.md for what each costs."""
     action_timeout_s: PositiveFloat = 60.0
     """A stage that takes longer for one order is lost."""
+    silence_timeout_s: PositiveFloat = 8.0
+    """So is a machine that gives no sign of life for so long while it works on one: frozen, or cut off."""
     startup_timeout_s: PositiveFloat = 300.0
     """How long the driver waits for its crew to come up."""
     copy_interval_steps: NonNegativeInt = 5

@@ -42,8 +42,15 @@ class CrewDriver:
 
     async def give(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
         """See `remote_link.Give`."""
+        # the first question makes a machine import for seconds, and whoever asks it has a deadline of its own
+        silence_s = None if kind == "machine" else self._config.policy.pipeline.silence_timeout_s
         return await self._caller.give(
-            peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=self._deadline_s
+            peer_id,
+            kind,
+            payload,
+            max_reply_bytes=max_reply_bytes,
+            deadline_s=self._deadline_s,
+            silence_s=silence_s,
         )
 
     def bring_up(self, loop: asyncio.AbstractEventLoop, hash_cache: Path) -> "Means":

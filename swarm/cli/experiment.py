@@ -1,4 +1,4 @@
-"""`swarm experiment`: what sharing and merging are worth, how far data may be off-policy, whether unlike models help."""
+"""`swarm experiment`: what sharing and merging are worth, off-policy data, unlike models, and stages that are lost."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from swarm.experiments.sapo_tasks import Mix
 
 app = typer.Typer(
-    help="Controlled experiments on this machine: sharing, off-policy data, unlike models, merging. Finished parts are kept.",
+    help="Controlled experiments on this machine: sharing, merging, off-policy data, unlike models, lost stages; resumable.",
     no_args_is_help=True,
 )
 
@@ -187,6 +187,44 @@ def merging(
         report, tables = write_all(folder, plan.parts, results)
         console.print(*(table.rich() for table in tables), f"report: {report}")
     _finish(folder, figures(results), as_json)
+
+
+@app.command()
+def recovery(
+    folder: Path = typer.Option(
+        Path("runs/recovery"), "--dir", help="Folder of the results; finished cells are not run again."
+    ),
+    steps: int = typer.Option(300, min=20, help="Training steps of each whole model; half as many of each adapter."),
+    seeds: str = typer.Option("0,1,2", help="Seeds, with commas."),
+    workers: int = _WORKERS,
+    report_only: bool = typer.Option(False, "--report", help="Compute nothing, report the cells that are there."),
+    quick: bool = _QUICK,
+    as_json: bool = _JSON,
+) -> None:
+    """A model in six stages that loses some of them: ways of rebuilding, on one trace of failures."""
+    from swarm.experiments.recovery.figures import Runs, figures
+    from swarm.experiments.recovery.plan import ADAPTER_RATE, CHECKFREE_PLUS, NONE, OWN_COPY, RecoveryPlan
+    from swarm.experiments.recovery.recovery_report import write_all
+
+    base = str((folder / "base").resolve())
+    plan = RecoveryPlan(base, tuple(seed_list(seeds)), num_steps=steps, adapter_steps=steps // 2)
+    if quick:
+        plan = RecoveryPlan(
+            base, (0,), (ADAPTER_RATE,), (NONE, CHECKFREE_PLUS), (NONE, OWN_COPY), num_steps=50, adapter_steps=50
+        )  # fmt: skip
+    with contextlib.nullcontext(_console()) if report_only else _experiment(folder) as console:
+        store = CellStore(folder / "cells")
+        if not report_only:
+            if plan.adapter_arms:
+                compute([plan.base_cell()], store, 1, console.print)
+            compute(plan.cells(), store, workers, console.print)
+        results = store.read_all(plan.cells())
+        if not results:
+            raise SwarmError(f"a report needs finished cells, got none in {folder}; leave --report out")
+        runs = Runs.of_cells(results)
+        report, tables = write_all(folder, runs)
+        console.print(*(table.rich() for table in tables), f"report: {report}")
+    _finish(folder, figures(runs), as_json)
 
 
 @contextlib.contextmanager

@@ -62,6 +62,7 @@ class Crew:
         self._links = list(links)
         self._settings = settings
         self._facts: list[StageFacts] = []
+        self._silent: set[int] = set()  # stages that did not answer when they were asked last
         self._holders: dict[str, list[int]] = {}
         self._batch = 0
         self._settled: list[Settled] | None = None
@@ -117,6 +118,7 @@ class Crew:
                 f"{facts.content_hash[:16]}; fetch the same model"
             )
         self._links[stage] = link
+        self._silent.discard(stage)
         await self.start()
 
     async def accumulate(self, parts: Sequence[ScoredPart], gradient_of: GradientOf) -> Gradient:
@@ -211,7 +213,7 @@ class Crew:
 
     async def end(self, session: int) -> None:
         """Forget a session; stages that do not answer forget it in time."""
-        calls = [self._call(i, "end", partial(link.end, session)) for i, link in enumerate(self._links)]
+        calls = [self._call(i, "end", partial(link.end, session)) for i, link in self._heard_links()]
         failed_stages(await asyncio.gather(*calls, return_exceptions=True))
 
     async def _decode(self, session: int, states: Tensor, left_padding: tuple[int, ...] | None) -> Tensor:
@@ -241,11 +243,14 @@ class Crew:
     async def _call(self, stage: int, what: str, order: Callable[[], Awaitable[T]]) -> T:
         try:
             async with asyncio.timeout(self._settings.action_timeout_s):
-                return await order()
+                result = await order()
+            self._silent.discard(stage)
+            return result
         except TimeoutError:
             reason = f"no answer within {self._settings.action_timeout_s:g} s"
         except NetworkError as error:
             reason = str(error)
+        self._silent.add(stage)
         raise StageLostError(f"stage {stage} must answer to {what}, got {reason}; rebuild it elsewhere", (stage,))
 
     async def _given_up(self, batch: int, failure: BaseException) -> BaseException:
@@ -257,13 +262,19 @@ class Crew:
         return failure
 
     async def _drop_everywhere(self, batch: int) -> list[int]:
-        calls = [self._call(stage, "drop", partial(link.drop, batch)) for stage, link in enumerate(self._links)]
-        lost = failed_stages(await asyncio.gather(*calls, return_exceptions=True))
+        asked = self._heard_links()
+        calls = [self._call(stage, "drop", partial(link.drop, batch)) for stage, link in asked]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        lost = [asked[place][0] for place in failed_stages(results)]
         if lost:
             logger.warning(
                 "stages %s did not hear that batch %d is dropped; they forget it with the next one", lost, batch
             )
         return lost
+
+    def _heard_links(self) -> list[tuple[int, StageLink]]:
+        """All but those that were silent: asking them again would only take its time."""
+        return [(stage, link) for stage, link in enumerate(self._links) if stage not in self._silent]
 
     def _total(self, name: str, settled: Sequence[Settled]) -> Tensor:
         """Gradient of a shared parameter, summed in the order of the stages."""

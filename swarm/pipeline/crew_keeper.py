@@ -239,9 +239,9 @@ class CrewKeeper:
         need_bytes = sum(self._cost.layer_bytes[part.start : part.stop])
         need_bytes += self._cost.embedding_bytes if part.has_embedding else 0
         members = self._config.members
-        found = await self._members.answering([one for one in members if one not in self._gone])
+        found = await self._members.first_answering([one for one in members if one not in self._gone])
         if all(member.peer_id in self._peers for member in found):  # no spare: perhaps one that was lost is back
-            found += await self._members.answering([one for one in members if one in self._gone])
+            found += await self._members.first_answering([one for one in members if one in self._gone])
         return sorted(
             (member for member in found if member.machine.memory_bytes >= need_bytes),
             key=lambda member: (bool(member.ranges), -member.machine.memory_bytes),

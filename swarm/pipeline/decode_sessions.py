@@ -4,6 +4,7 @@ A crew that vanished leaves its sessions behind: those that nobody continues mak
 ends all of them, since keys and values of two policy versions do not mix.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ from transformers.cache_utils import DynamicCache
 from swarm.errors import PipelineError
 from swarm.pipeline.orders import DecodeOrder, StageSettings
 from swarm.pipeline.stage_model import StageModel
+
+_REMEMBERED = 256
+"""Numbers of sessions that ended."""
 
 
 @dataclass(slots=True)
@@ -32,6 +36,7 @@ class DecodeSessions:
         self._settings = settings
         self._clock = clock
         self._sessions: dict[int, _Session] = {}
+        self._ended: deque[int] = deque(maxlen=_REMEMBERED)
 
     @torch.no_grad()
     def decode(self, order: DecodeOrder) -> Tensor:
@@ -67,8 +72,12 @@ class DecodeSessions:
         session.left_padding = session.left_padding[index]
 
     def end(self, number: int) -> None:
-        """Forget a session; one that is not there is no error."""
+        """Forget a session; one that is not there is no error. Its number is used up.
+
+        An order that was given up may come after the end: it must not leave a session behind that nobody knows of.
+        """
         self._sessions.pop(number, None)
+        self._ended.append(number)
 
     def end_all(self) -> None:
         """Forget all of them."""
@@ -82,6 +91,10 @@ class DecodeSessions:
         num_new = order.states.shape[1]
         if len(left_padding) != order.states.shape[0] or not all(0 <= pad < num_new for pad in left_padding):
             raise PipelineError(f"left padding must be in [0, {num_new}) for every row, got {list(left_padding)[:8]}")
+        if order.session in self._ended:
+            raise PipelineError(
+                f"a session that has ended must not begin again, got {order.session}; take a new number"
+            )
         self._sessions.pop(order.session, None)
         oldest_s = self._clock() - self._settings.session_idle_s
         self._sessions = {number: s for number, s in self._sessions.items() if s.last_used_s >= oldest_s}

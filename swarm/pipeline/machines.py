@@ -17,6 +17,7 @@ _GRACE_S = 5.0
 """How long spares are waited for once everybody else is there."""
 _PAUSE_S = 0.5
 _ASK_TIMEOUT_S = 10.0
+_LATE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,23 @@ class CrewMembers:
         """Those of `peer_ids` that answer now. Raises PipelineError for one with another base or adapter."""
         asked = [self._ask(peer_id, _ASK_TIMEOUT_S, measure=False) for peer_id in peer_ids]
         return [member for member in await asyncio.gather(*asked) if member is not None]
+
+    async def first_answering(self, peer_ids: Iterable[str]) -> list[Member]:
+        """As `answering`, but once one has answered the others are waited for no longer than a moment."""
+        pending = {asyncio.create_task(self._ask(peer_id, _ASK_TIMEOUT_S, measure=False)) for peer_id in peer_ids}
+        found, tasks = list[Member](), list(pending)
+        try:
+            while pending:
+                timeout_s = _LATE_S if found else None
+                done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                found += [member for member in (task.result() for task in done) if member is not None]
+                if not done:
+                    break
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return found
 
     async def load(self, peer_id: str, part: StagePart, content_hash: str | None, instead_of: Sequence[int]) -> None:
         """Let a machine read `part`, with fresh weights. Raises NetworkError, and PipelineError where it refuses."""

@@ -116,7 +116,8 @@ class StageSettings:
     """Columns times rows of one order."""
     recompute: bool = False
     """Keep inputs only and compute forward once more in the backward pass: less memory, about a third more time."""
-    max_sessions: int = 4
+    max_sessions: int = 64
+    """At least the number of stages: a crew decodes in as many sessions. What bounds memory is the next line."""
     max_session_bytes: int = 1 << 30
     """Keys and values of all sessions together."""
     session_idle_s: float = 600.0

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -79,10 +80,16 @@ class CrewProcesses:
             peers[int(stage)] = peer_id
         return [stage for peer_id in peers for stage in self.stages if stage.peer_id == peer_id]
 
-    def lose(self, victim: StageProcess) -> tuple[float, dict[str, Any]]:
-        """Kill a stage's process; (seconds to the end of the first step that was begun and applied after that, its row)."""
+    def lose(self, victim: StageProcess, *, freeze: bool = False) -> tuple[float, dict[str, Any]]:
+        """Kill a stage's process, or stop it where it is (SIGSTOP); it is up to the caller to end that one.
+
+        (seconds to the end of the first step that was begun and applied after that, its row)
+        """
         killed_at, num_before = time.time(), len(self.recoveries_s())
-        victim.kill_9()
+        if freeze:
+            victim.process.send_signal(signal.SIGSTOP)
+        else:
+            victim.kill_9()
 
         def stepped() -> dict[str, Any] | None:
             later = [row for row in self.driver.rounds if row["time_s"] - row["time/train_s"] > killed_at]

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from swarm.errors import RequestError
@@ -12,6 +13,7 @@ from swarm.network.hivemind.daemon_control import encoded
 from swarm.network.hivemind.relay_address import address_text
 from swarm.network.index_entry import check_entry
 from swarm.network.index_gateway import MAX_INDEX_RESPONSE_BYTES, IndexGateway, read_loaded, read_stored
+from swarm.network.orders.envelope import decode_order, encode_order
 from swarm.network.peers.peer_list import dialable
 from swarm.network.reach.dial_back import is_signed_by
 from swarm.network.reach.reachability import MAX_TEST_BYTES, ReachService, read_greeting
@@ -148,6 +150,19 @@ def merge_answer(data: bytes) -> bool:
     except InvalidRecord:
         return False
     assert decode_answer(decoded.encode()) == decoded
+    return True
+
+
+def order(data: bytes) -> bool:
+    """What a stage is ordered by a driver that signs whatever it likes."""
+    with verified_by(lambda peer_id, signed, signature: True):
+        try:
+            head, payload = decode_order(data, SWARM_ID)
+        except InvalidRecord:
+            return False
+        assert len(payload) == (head.payload_bytes if head.is_inline else 0)
+        own = replace(head, author=ALICE.peer_id)
+        assert decode_order(encode_order(ALICE, SWARM_ID, own, payload), SWARM_ID) == (own, payload)
     return True
 
 

@@ -22,6 +22,7 @@ from swarm.network.hivemind.relay_address import address_bytes
 from swarm.network.index_gateway import load_request, store_request
 from swarm.network.libp2p.frames import encode_frame
 from swarm.network.libp2p.parts import rpc_pb2
+from swarm.network.orders.envelope import MAX_INLINE_BYTES, OrderHead, digest_of, encode_order
 from swarm.network.reach.reachability import bytes_request, dial_request, hello_request
 from swarm.network.requests.blob_protocol import BlobRequest
 from swarm.network.requests.framing import Response, Status, write_acknowledgement, write_request, write_response
@@ -81,6 +82,7 @@ def seeds() -> dict[str, list[bytes]]:
         "merge_answer": [Taken(offer).encode(), Declined("busy").encode()],
         "final_request": [Here(bytes(16), 3, bytes(32), 5).encode(), Thanks(bytes(16), 1, bytes(32)).encode()],
         "final_answer": [Mine(bytes(32), 7).encode(), Declined("wait").encode()],
+        "order": [_order(b"payload"), _order(bytes(MAX_INLINE_BYTES + 1))],
         "certificate": [_certificate()],
         "address": [
             *(address.encode() for address in _ADDRESSES),
@@ -146,6 +148,12 @@ def _response(status: Status, body: bytes) -> bytes:
     asyncio.run(write_response(sink, Response(status, body)))  # type: ignore[arg-type]
     write_acknowledgement(sink)  # type: ignore[arg-type]
     return sink.data
+
+
+def _order(payload: bytes) -> bytes:
+    """Long payloads are left out and pulled."""
+    head = OrderHead(ALICE.peer_id, "crew", MALLORY.peer_id, 1_000_000, 7, "forward", len(payload), digest_of(payload))
+    return encode_order(ALICE, SWARM_ID, head, payload)
 
 
 def _certificate() -> bytes:

@@ -31,6 +31,7 @@ TARGETS: dict[str, Callable[[bytes], bool]] = {
         request_targets.merge_answer,
         request_targets.final_request,
         request_targets.final_answer,
+        request_targets.order,
         request_targets.certificate,
         request_targets.address,
         request_targets.binary_address,

@@ -25,6 +25,7 @@ from swarm.network.orders.envelope import (
     encode_order,
 )
 from swarm.network.orders.service import OrderBounds, OrderService
+from swarm.network.orders.watch import ALIVE_PROTOCOL
 from swarm.network.requests.blob_protocol import BlobRequest
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord
@@ -41,6 +42,7 @@ class Side:
     caller: OrderCaller
     service: OrderService
     transports: dict[str, MemoryTransport]
+    network: MemoryNetwork
     heard: list[tuple[str, bytes]] = field(default_factory=list)
     hold: threading.Event = field(default_factory=threading.Event)
 
@@ -68,7 +70,7 @@ async def crew_of_two(bounds: OrderBounds | None = None) -> AsyncIterator[Side]:
 
     member = transports[MEMBER.peer_id]
     service = OrderService(member, SWARM, "crew", DRIVER.peer_id, carry_out, lambda kind: LIMIT, bounds)
-    side = Side(caller, service, transports)
+    side = Side(caller, service, transports, network)
     for transport in transports.values():
         await transport.start()
     try:
@@ -78,6 +80,39 @@ async def crew_of_two(bounds: OrderBounds | None = None) -> AsyncIterator[Side]:
         await service.close()
         for transport in transports.values():
             await transport.stop()
+
+
+async def watched_order(side: Side, silence_s: float) -> bytes:
+    return await side.caller.give(MEMBER.peer_id, "hold", b"x", max_reply_bytes=100, deadline_s=30, silence_s=silence_s)
+
+
+async def test_a_peer_that_works_for_long_is_waited_for_and_a_frozen_one_is_not() -> None:
+    async with crew_of_two() as side:
+        order = asyncio.create_task(watched_order(side, 0.2))
+        await asyncio.wait([order], timeout=0.8)
+        assert not order.done(), "its loop answers while its thread works"
+        side.hold.set()
+        assert await order == sha256(b"x").digest()
+        side.hold.clear()
+        side.network.freeze(MEMBER.peer_id)
+        started = time.monotonic()
+        with pytest.raises(RequestError, match="no sign of life") as error:
+            await watched_order(side, 0.2)
+        assert error.value.reason == "deadline" and time.monotonic() - started < 5
+        assert not side.caller._payloads
+
+
+async def test_strangers_are_not_told_that_a_stage_lives() -> None:
+    async with crew_of_two() as side:
+        for sender, answers in ((DRIVER, True), (STRANGER, False)):
+            asked = side.transports[sender.peer_id].request(
+                MEMBER.peer_id, ALIVE_PROTOCOL, b"", max_response_bytes=1, deadline_s=10
+            )
+            if answers:
+                assert await asked == b"\x01"
+            else:
+                with pytest.raises(RequestError, match="refused"):
+                    await asked
 
 
 def head(number: int, payload: bytes = b"x", **other: Any) -> OrderHead:

@@ -220,3 +220,19 @@ async def test_keys_and_values_of_two_versions_do_not_mix(pipeline_models: dict[
         await crew.crew.commit(lr=1e-2, max_grad_norm=1.0)
         with pytest.raises(PipelineError, match="begin it anew"):
             await crew.crew.extend(session, torch.tensor([[8]]))
+
+
+def test_a_beginning_that_comes_after_the_end_leaves_nothing_behind(pipeline_models: dict[str, Path]) -> None:
+    stage = make_stage(pipeline_models, max_sessions=1)
+    stage.end(1)  # overtook the order it ends
+    with pytest.raises(PipelineError, match="has ended"):
+        stage.decode(begin(1))
+    assert stage.decode(begin(2)).shape == (2, 4, 32)
+
+
+async def test_a_crew_of_five_stages_decodes_in_five_sessions(
+    pipeline_models: dict[str, Path],
+) -> None:
+    async with open_crew(pipeline_models["llama"], [1] * 5, LORA) as crew:
+        answers = await crew.policy.generate([[5, 6], [7], [8], [9, 10], [11]], greedy, max_new_tokens=2)
+        assert [len(answer) for answer in answers] == [2] * 5

@@ -49,6 +49,7 @@ class Driven:
 
     keeper: CrewKeeper
     policy: CrewPolicy
+    network: MemoryNetwork
     transports: dict[str, MemoryTransport]
     hosts: dict[str, StageHost]
     lost: list[str] = field(default_factory=list)
@@ -81,7 +82,10 @@ async def driven(tmp_path: Path, layers: Sequence[tuple[int, int]] = (), **setti
         )
 
     async def give(peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
-        return await caller.give(peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=20)
+        silence_s = None if kind in ("machine", "load") else 1.0
+        return await caller.give(
+            peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=60, silence_s=silence_s
+        )
 
     keeper = CrewKeeper(config, base, model_cost(base), StageSettings(), give)
     for transport in transports.values():
@@ -89,7 +93,7 @@ async def driven(tmp_path: Path, layers: Sequence[tuple[int, int]] = (), **setti
     try:
         await keeper.start(Machine(100.0, 1 << 30))
         policy = crew_policy(POLICY, base, keeper, asyncio.get_running_loop(), tmp_path / "hashes.json")
-        yield Driven(keeper, policy, transports, hosts)
+        yield Driven(keeper, policy, network, transports, hosts)
     finally:
         keeper.close()
         for service in services:
@@ -221,6 +225,22 @@ async def test_the_raised_learning_rate_of_a_rebuilt_stage_is_in_the_checkpoint(
         factors = [rest["lr_factor"] for _, rest in await crew.keeper.states()]
         held = [bool(rebuilt & set(facts.shapes)) for facts in crew.keeper.crew.facts]
         assert [factor > 1.05 for factor in factors] == held and any(held) and not all(held)
+
+
+async def test_a_frozen_machine_is_lost_long_before_the_deadline_of_its_order(tmp_path: Path) -> None:
+    async with driven(tmp_path, copy_interval_steps=1, action_timeout_s=60) as crew:
+        groups = sampled_groups(load_policy(POLICY, device="cpu"), max_new_tokens=6)
+        trainer = crew.trainer()
+        await asyncio.to_thread(trainer.step, groups)
+        frozen = crew.keeper._peers[1]
+        crew.network.freeze(frozen)
+        started = time.monotonic()
+        report = await asyncio.to_thread(trainer.step, groups)
+        assert "stage 1" in report.skip_reason and "no sign of life" in report.skip_reason
+        assert time.monotonic() - started < 30, "in seconds, and nobody asks it to drop the batch"
+        assert frozen not in crew.keeper._peers
+        crew.network.thaw(frozen)
+        assert not (await asyncio.to_thread(trainer.step, groups)).skipped
 
 
 async def test_the_loss_goes_on_falling_over_a_loss(tmp_path: Path) -> None:

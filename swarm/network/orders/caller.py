@@ -17,6 +17,7 @@ from swarm.network.orders.envelope import (
     digest_of,
     encode_order,
 )
+from swarm.network.orders.watch import watched
 from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, serve_blobs
 from swarm.network.transport import RequestRefused, Transport
 from swarm.records.identity import Identity
@@ -53,8 +54,26 @@ class OrderCaller:
         self._blobs = serve_blobs(self._payloads.get)
         transport.serve(PAYLOAD_PROTOCOL, self._hand_out, max_request_bytes=BLOB_REQUEST_BYTES)
 
-    async def give(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int, deadline_s: float) -> bytes:
-        """The reply. Raises RequestError: unreachable, refused, over `max_reply_bytes`, or not there by the deadline."""
+    async def give(
+        self,
+        peer_id: str,
+        kind: str,
+        payload: bytes,
+        *,
+        max_reply_bytes: int,
+        deadline_s: float,
+        silence_s: float | None = None,
+    ) -> bytes:
+        """The reply. Raises RequestError: unreachable, refused, over `max_reply_bytes`, or not there by the deadline.
+
+        With `silence_s` also once the peer gives no sign of life for as long, see `watch`.
+        """
+        sending = self._give(peer_id, kind, payload, max_reply_bytes, deadline_s)
+        if silence_s is None:
+            return await sending
+        return await watched(self._transport, peer_id, asyncio.create_task(sending), silence_s)
+
+    async def _give(self, peer_id: str, kind: str, payload: bytes, max_reply_bytes: int, deadline_s: float) -> bytes:
         digest = await asyncio.to_thread(digest_of, payload) if len(payload) > MAX_INLINE_BYTES else digest_of(payload)
         head = OrderHead(
             self._identity.peer_id, self._crew, peer_id, self._epoch, next(self._numbers), kind, len(payload), digest

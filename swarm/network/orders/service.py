@@ -23,6 +23,7 @@ from swarm.network.orders.envelope import (
     decode_order,
     digest_of,
 )
+from swarm.network.orders.watch import serve_alive
 from swarm.network.requests.transfer import Download, fetch
 from swarm.network.transport import RequestRefused, Transport
 from swarm.records.rejection import InvalidRecord
@@ -75,6 +76,7 @@ class OrderService:
         self.num_orders = 0
         """Carried out."""
         transport.serve(ORDER_PROTOCOL, self.answer, max_request_bytes=MAX_ORDER_BYTES)
+        serve_alive(transport, driver)
 
     async def close(self) -> None:
         """Give up what is waiting; what the thread has begun is finished unheard."""
