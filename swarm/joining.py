@@ -99,8 +99,9 @@ def _decided(manifest: Manifest, task_files: Mapping[str, Path]) -> dict[str, di
         raise ConfigError(
             f"--task-file must name a jsonl task of {manifest.name}, got {unknown[0]!r}; see the manifest"
         )
+    owner = {"silo_owner": manifest.founder} if manifest.silo else {}
     return {
-        "swarm": {"name": manifest.name, "id": manifest.id},
+        "swarm": {"name": manifest.name, "id": manifest.id} | owner,
         "tasks": {"sources": [_source(task, task_files.get(task.source_name)) for task in manifest.tasks]},
         "network": {"gossip": manifest.gossip} if manifest.gossip else {},
         "sharing": manifest.limits.model_dump(exclude_none=True),

@@ -24,7 +24,6 @@ from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, dump_toml
 from swarm.learner import Learner
 from swarm.network.heap import bound_arenas
-from swarm.network.make_transport import make_transport
 from swarm.network.transport import Transport
 from swarm.node_folder import NodeFolder
 from swarm.node_merging import make_merging
@@ -42,6 +41,7 @@ from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
 from swarm.sharing.judge import MixtureJudge
 from swarm.sharing.usefulness import Usefulness
+from swarm.silo.open_silo import node_transport
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.types import RolloutGroup
 
@@ -71,12 +71,6 @@ def run_node(config: Config, *, fresh: bool = False) -> None:
         asyncio.run(Node(config, folder, identity).run_until_signal())
 
 
-def configured_transport(
-    config: Config, identity: Identity, folder: NodeFolder, validator: EntryValidator
-) -> Transport | None:
-    return make_transport(config.network, identity, folder.path, validator)
-
-
 class Node:
     """Owns every part of one node for one run of the process."""
 
@@ -85,7 +79,7 @@ class Node:
         config: Config,
         folder: NodeFolder,
         identity: Identity,
-        make_transport: TransportFactory = configured_transport,
+        make_transport: TransportFactory = node_transport,
     ) -> None:
         self.config = config
         self.folder = folder

@@ -36,7 +36,7 @@ INTERRUPTED = 130
 EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 config, 4 identity, 5 policy, 6 tasks, 7 network, 8 checkpoint, "
     "9 node not running, 10 memory, 11 training, 12 manifest, 13 cannot join, 14 doctor found a problem, "
-    "15 cannot merge, 130 interrupted."
+    "15 cannot merge, 16 silo, 130 interrupted."
 )
 
 app = typer.Typer(

@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "merging": {"adapters"},
     "rollouts": {"tasks", "policy", "engine"},
     "sharing": {"tasks", "records", "network", "pool"},
+    "silo": {"records", "network", "manifest", "node_folder"},
     "pairing": {"records", "network", "sharing"},  # adapters are bytes here
     "simulation": {"tasks", "records", "network", "pool", "sharing"},
     "testbed": {"node", "node_folder"},
@@ -52,6 +53,7 @@ TORCH_FREE = {
     "pool",
     "sharing",
     "pairing",
+    "silo",
     "simulation",
     "cli",
     "testbed",

@@ -25,7 +25,7 @@ from swarm.network.reach.reachability_watch import ReachabilityWatch
 from swarm.network.reach.role import role_of
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
-from swarm.network.transport import IndexValidator
+from swarm.network.transport import Admits, IndexValidator
 
 if TYPE_CHECKING:
     from swarm.network.hivemind.index_guard import IndexGuard
@@ -52,6 +52,7 @@ class SessionSupervisor:
         peers: KnownPeers,
         ask_about_reach: Ask,
         validator: IndexValidator | None,
+        admits: Admits,
         clock: Callable[[], float],
         rng: random.Random,
         health_interval_s: float,
@@ -68,6 +69,7 @@ class SessionSupervisor:
         self._server = server
         self._ask_about_reach = ask_about_reach
         self._validator = validator
+        self._admits = admits
         self._clock = clock
         self._rng = rng
         self._health_interval_s = health_interval_s
@@ -141,7 +143,7 @@ class SessionSupervisor:
             raise NetworkError(
                 f'network.backend "hivemind" needs the package hivemind, got {error}; install it, or set "off"'
             ) from None
-        self.guard = IndexGuard(self._validator, self._clock)
+        self.guard = IndexGuard(self._validator, self._clock, self._admits)
         return await HivemindSession.open(
             key_file=self._key_file,
             listen=self._listen,

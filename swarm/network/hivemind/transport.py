@@ -24,7 +24,16 @@ from swarm.network.reach.reachability import ASK_TIMEOUT_S, MAX_REACH_REQUEST_BY
 from swarm.network.requests.client import Stream, StreamRequests
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import parse_setting
-from swarm.network.transport import Contact, GossipHandler, IndexValidator, RequestHandler, TrafficCounter, by_place
+from swarm.network.transport import (
+    Admits,
+    Contact,
+    GossipHandler,
+    IndexValidator,
+    RequestHandler,
+    TrafficCounter,
+    by_place,
+    everybody,
+)
 from swarm.records.identity import Identity, write_libp2p_key
 
 if TYPE_CHECKING:
@@ -43,6 +52,7 @@ class HivemindTransport:
         identity: Identity,
         state_dir: Path,
         validator: IndexValidator | None = None,
+        admits: Admits = everybody,
         *,
         health_interval_s: float = HEALTH_INTERVAL_S,
     ) -> None:
@@ -52,7 +62,8 @@ class HivemindTransport:
         self._config = config
         self._identity = identity
         self._key_file = state_dir / _KEY_FILE
-        self._server = RequestServer.of(config, self.traffic)
+        self._admits = admits
+        self._server = RequestServer.of(config, self.traffic, admits)
         self._heap = HeapTrimmer()
         self._requests = StreamRequests(self._open_stream, self.traffic, self._call)
         self.gossip = GossipSlot(None if config.gossip == "off" else self._make_gossip)
@@ -68,6 +79,7 @@ class HivemindTransport:
             self._peers,
             self._ask_about_reach,
             validator,
+            admits,
             self.now,
             random.Random(identity.peer_id),  # spreads the retries of nodes that lost the same peer
             health_interval_s,
@@ -190,7 +202,7 @@ class HivemindTransport:
             )
         from swarm.network.libp2p.gossip import Libp2pGossip
 
-        return Libp2pGossip.of(self._config, self._identity, self.traffic)
+        return Libp2pGossip.of(self._config, self._identity, self.traffic, self._admits)
 
     async def _call(self, peer_id: str, protocol: str, request: bytes) -> bytes:
         session = self._session
