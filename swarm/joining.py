@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm.config import Config, TaskSourceSection, merge, parse
-from swarm.errors import ConfigError, ManifestError, TaskError
+from swarm.errors import ConfigError, ManifestError, PolicyError, TaskError
 from swarm.hardware import Hardware, PolicyChoice, choose_policy
 from swarm.manifest import Manifest, ManifestTask
 
@@ -68,6 +68,17 @@ def check_lineage(manifest: Manifest, config: Config, hash_cache: Path | None = 
         raise ManifestError(
             f"the policy must be of a lineage that {manifest.name} allows, got {lineage} of {config.policy.base}; "
             f"set policy.base to one of {', '.join(manifest.bases) or 'its lineages'}, and policy.lora as the founder says"
+        )
+
+
+def check_base_at_hand(config: Config) -> None:
+    """A silo's node contacts nobody but its peers, no model hub either. Raises PolicyError for a base to download."""
+    from swarm.policy.base_folder import base_at_hand
+
+    if base_at_hand(config.policy.base, config.policy.revision) is None:
+        raise PolicyError(
+            f"policy.base must be at hand in a silo, which downloads nothing, got {config.policy.base}; fetch it first "
+            f"with `hf download {config.policy.base}`, or set policy.base to a folder"
         )
 
 

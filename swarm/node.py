@@ -34,7 +34,7 @@ from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records import identity as identities
 from swarm.records.admission import Admission, Vocabulary
-from swarm.records.identity import Identity, IdentityLock
+from swarm.records.identity import Identity, IdentityLock, Unlock
 from swarm.sharing.acceptance import Acceptance
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
@@ -56,13 +56,16 @@ _STOP_GRACE_S = 2.5
 TransportFactory = Callable[[Config, Identity, NodeFolder, EntryValidator], Transport | None]
 
 
-def run_node(config: Config, *, fresh: bool = False) -> None:
-    """Run one node until `max_rounds` or a signal. Blocks. Raises SwarmError for whatever the user can mend."""
+def run_node(config: Config, *, fresh: bool = False, unlock: Unlock | None = None) -> None:
+    """Run one node until `max_rounds` or a signal. Blocks. Raises SwarmError for whatever the user can mend.
+
+    `unlock`: opens an identity that is encrypted on disk.
+    """
     bound_arenas()
     folder = NodeFolder(config.node.dir)
     folder.create()
     with IdentityLock(folder.path) as lock:
-        identity = identities.load_or_create(folder.identity)
+        identity = identities.load_or_create(folder.identity, unlock)
         lock.claim(identity)
         if fresh and (aside := folder.set_aside()):
             print(f"earlier run moved to {aside}")

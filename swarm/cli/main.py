@@ -27,6 +27,7 @@ from swarm.cli import (
     merge,
     run,
     sample,
+    silo,
     status,
     testbed,
 )
@@ -70,6 +71,7 @@ app.command("sample", context_settings=run.OVERRIDES)(sample.sample)
 app.command("export", context_settings=run.OVERRIDES)(export.export)
 app.command("merge")(merge.merge)
 app.add_typer(identity.app, name="identity")
+app.add_typer(silo.app, name="silo")
 app.add_typer(config.app, name="config")
 app.add_typer(experiment.app, name="experiment")
 

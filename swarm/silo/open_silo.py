@@ -25,6 +25,7 @@ def open_membership(
     owner: str, swarm_id: str, identity: Identity, folder: NodeFolder, clock: Callable[[], float] = time.time
 ) -> Membership:
     """What roll and token on disk make of this node. Raises SiloError where that is no member."""
+    check_folder(folder)
     files = SiloFiles(folder.path)
     membership = Membership(swarm_id, owner, identity, clock)
     if (text := files.read_token()) is not None:
@@ -33,11 +34,21 @@ def open_membership(
     if (data := files.read_roll()) is not None:
         membership.take_roll(data)
     if membership.keys.epoch == 0 or not membership.is_member(identity.peer_id):
-        raise SiloError(
-            f"a silo must have this node as a member, got none of {identity.peer_name} in {folder.path}; give its owner what "
-            f"`swarm silo request --dir {folder.path}` prints, then `swarm silo join TOKEN --dir {folder.path}`"
-        )
+        raise _no_member(folder, f"the roll or an invitation without {identity.peer_name}, or past its end")
     return membership
+
+
+def check_folder(folder: NodeFolder) -> None:
+    """Raises SiloError where the folder has neither a roll nor an invitation, before anybody is asked for a passphrase."""
+    if not SiloFiles(folder.path).is_membership:
+        raise _no_member(folder, "no invitation")
+
+
+def _no_member(folder: NodeFolder, what: str) -> SiloError:
+    return SiloError(
+        f"a silo's node must be a member, got {what} in {folder.path}; send its owner what "
+        f"`swarm silo request --dir {folder.path}` prints, then `swarm silo join INVITATION --dir {folder.path}`"
+    )
 
 
 def silo_transport(

@@ -47,7 +47,7 @@ class SessionSupervisor:
     def __init__(
         self,
         config: NetworkSection,
-        key_file: Path,
+        write_key: Callable[[Path], None],
         server: RequestServer,
         peers: KnownPeers,
         ask_about_reach: Ask,
@@ -57,7 +57,10 @@ class SessionSupervisor:
         rng: random.Random,
         health_interval_s: float,
     ) -> None:
-        """`server` answers what peers ask over a session. Raises ConfigError for a malformed address."""
+        """`write_key` writes the daemon's key to a file, `server` answers what peers ask over a session.
+
+        Raises ConfigError for a malformed address.
+        """
         self.session: HivemindSession | None = None
         """None before the start, after the end, and while a broken one is being replaced."""
         self.guard: IndexGuard | None = None
@@ -65,7 +68,7 @@ class SessionSupervisor:
         self.num_restarts = 0
         """How often the daemon broke down."""
         self._config = config
-        self._key_file = key_file
+        self._write_key = write_key
         self._server = server
         self._ask_about_reach = ask_about_reach
         self._validator = validator
@@ -145,7 +148,7 @@ class SessionSupervisor:
             ) from None
         self.guard = IndexGuard(self._validator, self._clock, self._admits)
         return await HivemindSession.open(
-            key_file=self._key_file,
+            write_key=self._write_key,
             listen=self._listen,
             announce=self._announced(),
             role=role_of(self._config, self._listen, self._relays, is_reachable=self._watch.is_reachable),

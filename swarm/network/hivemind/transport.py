@@ -6,6 +6,7 @@ node → HivemindTransport → HivemindSession: daemon (Go) + DHT node → peers
 
 import asyncio
 import contextlib
+import functools
 import random
 import time
 from collections import Counter
@@ -39,7 +40,8 @@ from swarm.records.identity import Identity, write_libp2p_key
 if TYPE_CHECKING:
     from swarm.network.hivemind.session import HivemindSession
 
-_KEY_FILE = "libp2p.key"
+_OLD_KEY_FILE = "libp2p.key"
+"""Where earlier releases kept the daemon's copy of the key."""
 _PEERS_FILE = "peers.json"
 
 
@@ -56,12 +58,12 @@ class HivemindTransport:
         *,
         health_interval_s: float = HEALTH_INTERVAL_S,
     ) -> None:
-        """`state_dir`: the node's folder, which keeps the daemon's key. Raises ConfigError for a malformed address."""
+        """`state_dir`: the node's folder, which keeps the peers met. Raises ConfigError for a malformed address."""
         self.peer_id = identity.peer_id
         self.traffic = TrafficCounter()
         self._config = config
         self._identity = identity
-        self._key_file = state_dir / _KEY_FILE
+        self._old_key_file = state_dir / _OLD_KEY_FILE
         self._admits = admits
         self._server = RequestServer.of(config, self.traffic, admits)
         self._heap = HeapTrimmer()
@@ -74,7 +76,7 @@ class HivemindTransport:
         self._peers = KnownPeers(initial, self.peer_id, state_dir / _PEERS_FILE, self.now)
         self._supervisor = SessionSupervisor(
             config,
-            self._key_file,
+            functools.partial(write_libp2p_key, identity),
             self._server,
             self._peers,
             self._ask_about_reach,
@@ -88,7 +90,7 @@ class HivemindTransport:
     async def start(self) -> None:
         """Raises NetworkError. Initial peers that do not answer are no error: the supervisor goes on trying."""
         assert self._session is None, "started twice"
-        write_libp2p_key(self._identity, self._key_file)
+        self._old_key_file.unlink(missing_ok=True)
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.stop)
             await self._supervisor.open()
