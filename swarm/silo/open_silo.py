@@ -56,10 +56,10 @@ def silo_transport(
 ) -> Transport | None:
     """A transport for the silo of `config`, over one that `make_inner` makes. Raises SiloError, ConfigError."""
     membership = open_membership(config.swarm.silo_owner, config.swarm_id, identity, folder)
-    inner = make_inner(SealedIndex(membership, validator), admits(membership))
+    entrances = [address.rpartition("/p2p/")[2] for address in config.network.initial_peers]
+    inner = make_inner(SealedIndex(membership, validator), admits(membership, entrances))
     if inner is None:
         return None
-    entrances = [address.rpartition("/p2p/")[2] for address in config.network.initial_peers]
     rng = random.Random(f"silo/{identity.peer_id}")
     bulletin = Bulletin(inner, membership, identity, SiloFiles(folder.path), entrances, rng)
     return SiloTransport(inner, membership, bulletin, validator)

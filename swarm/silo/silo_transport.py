@@ -13,6 +13,7 @@ as ever above this line; here only that it is a member now, also where it was se
 
 import asyncio
 from collections import Counter
+from collections.abc import Collection
 
 from swarm.errors import RequestError, SiloError
 from swarm.network.index_entry import check_entry
@@ -207,11 +208,15 @@ class SiloTransport:
         return RequestRefused("not a member" if fault == "stranger" else fault)
 
 
-def admits(membership: Membership) -> Admits:
-    """Whom the inner transport answers (`network.transport.Admits`): members, and whoever asks to be taken for one."""
+def admits(membership: Membership, entrances: Collection[str] = ()) -> Admits:
+    """Whom the inner transport answers (`network.transport.Admits`): members, and whoever asks to be taken for one.
+
+    A newcomer that has no roll yet also lets the peers it joins through look whether it is there.
+    """
 
     def admit(peer_id: str, wanted: str) -> bool:
-        return wanted == BULLETIN_PROTOCOL or membership.is_member(peer_id)
+        is_entrance = membership.version == 0 and wanted == "index" and peer_id in entrances
+        return wanted == BULLETIN_PROTOCOL or is_entrance or membership.is_member(peer_id)
 
     return admit
 
