@@ -47,7 +47,7 @@ def test_members_learn_from_each_other_and_nothing_is_readable_on_the_wire(tmp_p
         assert set(node.trained_authors) == others and node.num_groups_trained > 10
         assert not node.transport.refused and not node.rejected
     wire, said = b"\n".join(silo.ears.wire), {text for text in silo.ears.plain if len(text) >= 16}
-    assert len(said) > 100 and len(silo.ears.wire) > 500
+    assert len(said) > 50 and len(silo.ears.wire) > 500
     assert not [text[:60] for text in said if text in wire]
     for secret in (SILO_ID.encode(), bytes.fromhex(SILO_ID), b"experience", b"presence", SOURCE.encode()):
         assert secret in b"\n".join(silo.ears.plain)
