@@ -128,10 +128,10 @@ def check_silo(config: "Config", files: "NodeFolder") -> None:
         from swarm.records.identity import load
         from swarm.silo.open_silo import check_folder, open_membership
 
-        stay_off_hubs(config)
         check_folder(files)
         identity = load(files.identity, unlock)
         open_membership(config.swarm.silo_owner, config.swarm_id, identity, files)
+        stay_off_hubs(config)
         check_base_at_hand(config)
 
 

@@ -61,6 +61,8 @@ class Membership:
     def box_key_of(self, peer_id: str) -> bytes | None:
         """The key to box something with for one member; None for others."""
         own = self.own_grant if peer_id == self._identity.peer_id else None
+        if own is not None and self.roll is not None and own.epoch < self.roll.epoch:
+            own = None  # the roll has the last word since
         for entry in (self._members.get(peer_id), self._grants.get(peer_id), own):
             if entry is not None and self._clock() < entry.until:
                 return entry.box_key

@@ -32,7 +32,11 @@ def open_membership(
         token = decode_token(text)
         membership.take_own_grant(token.grant.data, token.wrapped)
     if (data := files.read_roll()) is not None:
-        membership.take_roll(data)
+        try:
+            membership.take_roll(data)
+        except SiloError as error:
+            if error.fault != "old":  # from before this node was put out and invited again
+                raise
     if membership.keys.epoch == 0 or not membership.is_member(identity.peer_id):
         raise _no_member(folder, f"the roll or an invitation without {identity.peer_name}, or past its end")
     return membership

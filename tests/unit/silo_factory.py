@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+from typer.testing import CliRunner
+
 from swarm import manifest as manifests
+from swarm.cli.main import app
+from swarm.errors import SwarmError
 from swarm.records.identity import Identity
 from swarm.silo.grant import make_request, read_request
 from swarm.silo.membership import Membership
@@ -47,3 +51,12 @@ def folder_of(path: Path, owner: Owner) -> Path:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     (path / "silo.roll").write_bytes(owner.data)
     return path
+
+
+def swarm(*arguments: str | Path) -> str:
+    """What a command prints, run in this process. Raises what it raises, as the command line would tell in one line."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if isinstance(result.exception, SwarmError):
+        raise result.exception
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout.strip()
