@@ -55,7 +55,8 @@ class EpochKey:
         """Raises SiloError unless a member sealed exactly this in this epoch, for this purpose and context."""
         if epoch_of(sealed) != self.epoch:
             raise SiloError(f"a message must be of epoch {self.epoch}, got {epoch_of(sealed)}", "unknown_epoch")
-        nonce, rest = sealed[EPOCH_BYTES : EPOCH_BYTES + NONCE_BYTES], sealed[EPOCH_BYTES + NONCE_BYTES :]
+        whole = memoryview(sealed)  # a body is half a megabyte: no copy of it
+        nonce, rest = whole[EPOCH_BYTES : EPOCH_BYTES + NONCE_BYTES], whole[EPOCH_BYTES + NONCE_BYTES :]
         try:
             return self._cipher(purpose).decrypt(nonce, rest, self._prefix + context)
         except InvalidTag:
