@@ -120,6 +120,14 @@ def test_an_oversize_message_is_rejected_unseen() -> None:
     assert len(seen) == 1
 
 
+def test_strangers_are_neither_heard_nor_kept() -> None:
+    guard = ForwarderGuard(lambda: 0.0, lambda peer_id, wanted: (peer_id, wanted) == ("member", "gossip"))
+    assert guard.judge("member", b"m", accept) is Verdict.ACCEPT
+    assert guard.judge("stranger", b"m", accept) is Verdict.IGNORE
+    assert guard.is_shut_out("stranger") and not guard.is_shut_out("member")
+    assert guard.rejected == {"stranger": 1}
+
+
 def test_a_broken_handler_costs_its_message_and_nobody_is_blamed() -> None:
     def break_down(peer_id: str, message: bytes) -> Verdict:
         raise KeyError(message)
