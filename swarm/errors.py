@@ -108,7 +108,7 @@ class SiloError(SwarmError):
     Whatever bytes a peer sends in place of those raise this and nothing else; `fault` says why, in one stable word.
     """
 
-    exit_code = 16
+    exit_code = 17
 
     def __init__(self, message: str, fault: SiloFault = "missing") -> None:
         super().__init__(message)
@@ -121,3 +121,18 @@ class RequestError(NetworkError):
     def __init__(self, message: str, reason: RequestFailure = "unreachable") -> None:
         super().__init__(message)
         self.reason: RequestFailure = reason
+
+
+class PipelineError(SwarmError):
+    """A stage of a pipelined policy refused an order, or the crew cannot go on as it is."""
+
+    exit_code = 16
+
+
+class StageLostError(PipelineError):
+    """Stages of the crew do not answer any more; the batch under way is dropped on all others unless it is `applied`."""
+
+    def __init__(self, message: str, stages: tuple[int, ...], *, applied: bool = False) -> None:
+        super().__init__(message)
+        self.stages = stages
+        self.applied = applied

@@ -15,8 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from swarm.policy.logprobs import token_logprobs
-from swarm.policy.policy import Policy
+from swarm.policy.policy import TextPolicy
 from swarm.training.training_group import TrainingGroup
 from swarm.types import Rollout, RolloutGroup
 
@@ -27,7 +26,7 @@ _FLOOR_MIN_ANSWERS = 64
 class ExperienceTranslator:
     """Makes training groups; keeps the running likelihood of own answers for the floor under foreign text."""
 
-    def __init__(self, policy: Policy, likelihood_floor_quantile: float, max_new_tokens: int) -> None:
+    def __init__(self, policy: TextPolicy, likelihood_floor_quantile: float, max_new_tokens: int) -> None:
         """`max_new_tokens`: the trainer masks longer answers, so they are not measured either."""
         self._policy = policy
         self._quantile = likelihood_floor_quantile
@@ -108,5 +107,5 @@ class ExperienceTranslator:
     def _mean_logprobs(self, prompt_ids: tuple[int, ...], rollouts: Sequence[Rollout]) -> list[float]:
         """[G] mean log-prob per token under the own policy."""
         sequences = [(prompt_ids, rollout.token_ids) for rollout in rollouts]
-        scored = token_logprobs(self._policy.model, sequences, self._policy.pad_token_id)
+        scored = self._policy.token_logprobs(sequences)
         return (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()

@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"policy", "adapters"},
     "training": {"policy", "adapters"},
     "merging": {"adapters"},
+    "pipeline": {"policy", "adapters", "engine"},
     "rollouts": {"tasks", "policy", "engine"},
     "sharing": {"tasks", "records", "network", "pool"},
     "silo": {"records", "network", "manifest", "node_folder"},
@@ -38,7 +39,10 @@ ALLOWED: dict[str, set[str]] = {
         "sharing",
         "adapters",
         "merging",
+        "pipeline",
+        "pairing",
         "learner",
+        "means",
         "testbed",
         "assets",
     },
@@ -109,6 +113,7 @@ def test_torch_is_not_imported_by_the_network_side(package: str) -> None:
         ["doctor", "--help"],
         ["join", "--help"],
         ["create", "--help"],
+        ["stage", "--help"],
     ],
 )
 def test_command_starts_without_torch(arguments: list[str]) -> None:
