@@ -9,13 +9,18 @@ from swarm.errors import RequestError
 from swarm.network.index_entry import check_entry
 from swarm.network.memory.transport import MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
+from swarm.network.orders.caller import OrderCaller
+from swarm.network.orders.service import OrderService
 from swarm.network.transport import Verdict
+from swarm.records.codec import encode_record
 from swarm.records.identity import Identity
+from swarm.records.signing import sign_record
 from swarm.sharing.body_store import BODY_PROTOCOL
 from swarm.sharing.index import EntryValidator, experience_key, experience_topic, presence_key
 from swarm.sharing.shard import Shard
 from swarm.silo.bulletin import BULLETIN_PROTOCOL, decode_bulletin, encode_question
 from swarm.silo.grant import decode_token
+from swarm.silo.key_ring import GRACE_S
 from swarm.silo.sealed_index import SealedIndex
 from swarm.silo.sealing import EpochKey, box_key, open_box
 from swarm.silo.silo_files import SiloFiles
@@ -217,6 +222,65 @@ def test_requests_have_the_bounds_that_they_have_without_seals(tmp_path: Path) -
             with pytest.raises(ValueError, match="<= 1024 bytes"):
                 await pair.ann.publish("topic", bytes(1025))
             check_entry("k" * 128, "s", bytes(1024))
+
+    run(main())
+
+
+def test_verdicts_over_sealed_gossip(tmp_path: Path) -> None:
+    """Who passed it here, who made it, and under which key: each is asked before the handler is."""
+
+    async def main() -> None:
+        pair = Pair(tmp_path)
+        heard: list[bytes] = []
+        pair.ann.subscribe("topic", lambda peer_id, message: heard.append(message) or Verdict.ACCEPT)
+        old = pair.ann_roll.keys.current
+        by_ben, by_eve = (encode_record(sign_record(one, SILO_ID, b"payload")) for one in (BEN, EVE))
+
+        def verdict(key: EpochKey, message: bytes, forwarder: Identity = BEN) -> Verdict:
+            name = key.hidden("topic")
+            judge = pair.ann._gossip_handler("topic", name)  # type: ignore[attr-defined]
+            return judge(forwarder.peer_id, key.seal("gossip", message, name.encode()))
+
+        assert verdict(old, by_ben) is Verdict.ACCEPT and heard == [by_ben]
+        assert verdict(old, by_ben, forwarder=EVE) is Verdict.IGNORE, "a forwarder that is no member"
+        assert verdict(old, by_eve) is Verdict.IGNORE, "an author that is no member; the forwarder may not know yet"
+        assert verdict(old, b"no record") is Verdict.REJECT
+        assert verdict(EpochKey(b"x" * 32, 1), by_ben) is Verdict.REJECT, "not the group's key"
+        assert verdict(EpochKey(b"x" * 32, 9), by_ben) is Verdict.IGNORE, "perhaps a key that is still on its way"
+        invite(pair.owner, CAT, UNTIL)
+        pair.owner.revoke(BEN.peer_id, virtual_now())
+        pair.ann_roll.take_roll(pair.owner.data)
+        assert verdict(old, by_ben, forwarder=CAT) is Verdict.IGNORE, "in the time of grace, and of the revoked"
+        assert verdict(old, encode_record(sign_record(ANN, SILO_ID, b"")), forwarder=CAT) is Verdict.ACCEPT
+        assert len(heard) == 2
+        await asyncio.sleep(GRACE_S)
+        assert verdict(old, encode_record(sign_record(ANN, SILO_ID, b"")), forwarder=CAT) is Verdict.IGNORE
+        assert pair.ann.refused["silo/forged"] == 1 and pair.ann.refused["silo/stranger"] == 3
+
+    run(main())
+
+
+def test_stage_traffic_is_sealed_like_all_else(tmp_path: Path) -> None:
+    """Orders to a stage of a crew, with payload and reply larger than one piece of a blob."""
+    payload, reply = b"activations " * 150_000, b"gradients! " * 50_000
+
+    async def main() -> None:
+        pair = Pair(tmp_path)
+        caller = OrderCaller(ANN, SILO_ID, "crew", [BEN.peer_id], pair.ann, virtual_now)
+        heard: list[tuple[str, bytes]] = []
+
+        def carry_out(kind: str, data: bytes) -> bytes:
+            heard.append((kind, data))
+            return reply
+
+        service = OrderService(pair.ben, SILO_ID, "crew", ANN.peer_id, carry_out, lambda kind: 4 << 20)
+        async with pair:
+            answer = await caller.give(BEN.peer_id, "forward", payload, max_reply_bytes=1 << 20, deadline_s=60)
+            await service.close()
+        assert (answer, heard) == (reply, [("forward", payload)])
+        wire = pair.silo.ears.wire
+        assert sum(map(len, wire)) > len(payload) + len(reply)
+        assert not [text for text in wire if b"activations" in text or b"gradients" in text or b"forward" in text]
 
     run(main())
 

@@ -51,6 +51,15 @@ def test_founding_makes_owner_manifest_and_first_member(lab: Path) -> None:
     assert epoch_in(lab) == 1
 
 
+def test_fresh_start_keeps_the_membership(lab: Path, tmp_path: Path) -> None:
+    swarm("silo", "join", invited(lab, tmp_path / "b"), "--dir", tmp_path / "b")
+    for folder in (lab, tmp_path / "b"):
+        (folder / "metrics.jsonl").touch()
+        assert NodeFolder(folder).set_aside() is not None
+        assert epoch_in(folder) == 1 and (folder / "manifest.toml").exists()
+    assert (lab / "silo-owner.key").exists()
+
+
 def test_two_exchanges_make_a_member(lab: Path, tmp_path: Path) -> None:
     told = swarm("silo", "join", invited(lab, tmp_path / "b"), "--dir", tmp_path / "b")
     assert f"next: swarm join {tmp_path / 'b' / 'manifest.toml'}" in told
