@@ -161,7 +161,8 @@ class SessionSupervisor:
 
     async def _supervise(self) -> None:
         """Keep a working session with at least one peer, for as long as the node runs."""
-        num_lonely = 0
+        # Whom nobody answered at the start asks again soon: a peer may have been about to learn who this is.
+        num_lonely = 0 if self.session is not None and self.session.neighbors else 1
         while True:
             await self._look_from_outside()
             session = self.session
