@@ -51,6 +51,8 @@ class SwarmSection(Section):
     """Nodes of equal name and tasks find each other's records."""
     id: Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
     """32 hex digits that bind the swarm to its founder; `swarm join` takes them from the manifest. Empty: the name decides."""
+    silo_owner: Annotated[str, Field(pattern=r"^([1-9A-HJ-NP-Za-km-z]{40,64})?$")] = ""
+    """Peer id of the owner of a silo, from its manifest: nothing leaves the node but sealed, to members. Empty: all may join."""
 
 
 class NetworkSection(Section):

@@ -98,6 +98,23 @@ class MergeError(SwarmError):
     exit_code = 15
 
 
+SiloFault = Literal["malformed", "forged", "old", "unknown_epoch", "stranger", "missing"]
+"""What is wrong with something of a silo. unknown_epoch: sealed under a newer key than this node has, or a retired one."""
+
+
+class SiloError(SwarmError):
+    """A silo's token, roll or message is malformed, forged, out of date or of another silo, or a node is no member.
+
+    Whatever bytes a peer sends in place of those raise this and nothing else; `fault` says why, in one stable word.
+    """
+
+    exit_code = 17
+
+    def __init__(self, message: str, fault: SiloFault = "missing") -> None:
+        super().__init__(message)
+        self.fault: SiloFault = fault
+
+
 class RequestError(NetworkError):
     """A request to one peer failed; `reason` says how, in one stable word. Never fatal to a node."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm.config import Config, TaskSourceSection, merge, parse
-from swarm.errors import ConfigError, ManifestError, TaskError
+from swarm.errors import ConfigError, ManifestError, PolicyError, TaskError
 from swarm.hardware import Hardware, PolicyChoice, choose_policy
 from swarm.manifest import Manifest, ManifestTask
 
@@ -71,6 +71,17 @@ def check_lineage(manifest: Manifest, config: Config, hash_cache: Path | None = 
         )
 
 
+def check_base_at_hand(config: Config) -> None:
+    """A silo's node contacts nobody but its peers, no model hub either. Raises PolicyError for a base to download."""
+    from swarm.policy.base_folder import base_at_hand
+
+    if base_at_hand(config.policy.base, config.policy.revision) is None:
+        raise PolicyError(
+            f"policy.base must be at hand in a silo, which downloads nothing, got {config.policy.base}; fetch it first "
+            f"with `hf download {config.policy.base}`, or set policy.base to a folder"
+        )
+
+
 def check_tasks(config: Config) -> None:
     """Build every task source. Raises TaskError where one does not work here: others would see its records as unknown."""
     from swarm.tasks.task_mixture import TaskMixture
@@ -99,8 +110,9 @@ def _decided(manifest: Manifest, task_files: Mapping[str, Path]) -> dict[str, di
         raise ConfigError(
             f"--task-file must name a jsonl task of {manifest.name}, got {unknown[0]!r}; see the manifest"
         )
+    owner = {"silo_owner": manifest.founder} if manifest.silo else {}
     return {
-        "swarm": {"name": manifest.name, "id": manifest.id},
+        "swarm": {"name": manifest.name, "id": manifest.id} | owner,
         "tasks": {"sources": [_source(task, task_files.get(task.source_name)) for task in manifest.tasks]},
         "network": {"gossip": manifest.gossip} if manifest.gossip else {},
         "sharing": manifest.limits.model_dump(exclude_none=True),

@@ -91,6 +91,8 @@ class Manifest(Section):
     """Addresses to join through."""
     gossip: Literal["libp2p", "daemon", "off"] | None = None
     """How all nodes spread headers: network.gossip."""
+    silo: Literal[True] | None = None
+    """For members only: the founder is the owner, who decides who they are. Software that knows no silos refuses it."""
     limits: ManifestLimits = ManifestLimits()
     tasks: Annotated[tuple[ManifestTask, ...], Field(min_length=1, max_length=64)]
 

@@ -26,7 +26,6 @@ from swarm.crew_driver import CrewDriver
 from swarm.learner import Learner
 from swarm.means import Means, local_means
 from swarm.network.heap import bound_arenas
-from swarm.network.make_transport import make_transport
 from swarm.network.transport import Transport
 from swarm.node_folder import NodeFolder
 from swarm.node_merging import make_merging
@@ -37,13 +36,14 @@ from swarm.policy.policy import Policy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records import identity as identities
 from swarm.records.admission import Admission, Vocabulary
-from swarm.records.identity import Identity, IdentityLock
+from swarm.records.identity import Identity, IdentityLock, Unlock
 from swarm.sharing.acceptance import Acceptance
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
 from swarm.sharing.judge import MixtureJudge
 from swarm.sharing.usefulness import Usefulness
+from swarm.silo.open_silo import node_transport
 from swarm.stage_process import crew_network
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.types import RolloutGroup
@@ -59,13 +59,16 @@ _STOP_GRACE_S = 2.5
 TransportFactory = Callable[[Config, Identity, NodeFolder, EntryValidator], Transport | None]
 
 
-def run_node(config: Config, *, fresh: bool = False) -> None:
-    """Run one node until `max_rounds` or a signal. Blocks. Raises SwarmError for whatever the user can mend."""
+def run_node(config: Config, *, fresh: bool = False, unlock: Unlock | None = None) -> None:
+    """Run one node until `max_rounds` or a signal. Blocks. Raises SwarmError for whatever the user can mend.
+
+    `unlock`: opens an identity that is encrypted on disk.
+    """
     bound_arenas()
     folder = NodeFolder(config.node.dir)
     folder.create()
     with IdentityLock(folder.path) as lock:
-        identity = identities.load_or_create(folder.identity)
+        identity = identities.load_or_create(folder.identity, unlock)
         lock.claim(identity)
         if fresh and (aside := folder.set_aside()):
             print(f"earlier run moved to {aside}")
@@ -77,7 +80,8 @@ def run_node(config: Config, *, fresh: bool = False) -> None:
 def configured_transport(
     config: Config, identity: Identity, folder: NodeFolder, validator: EntryValidator
 ) -> Transport | None:
-    return make_transport(crew_network(config, identity.peer_id), identity, folder.path, validator)
+    network = crew_network(config, identity.peer_id)
+    return node_transport(config.model_copy(update={"network": network}), identity, folder, validator)
 
 
 class Node:

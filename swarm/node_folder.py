@@ -5,7 +5,7 @@ from pathlib import Path
 
 from swarm.errors import ConfigError
 
-_KEPT_ON_FRESH_START = {"lock", "manifest.toml", "peers.json"}
+_KEPT_ON_FRESH_START = {"lock", "manifest.toml", "peers.json", "silo.roll", "silo.invite", "silo-owner.key"}
 """With the files of the identity: who the node is, of which swarm, and whom it knows, stays when its run starts anew."""
 
 

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 from swarm.config import Config, NetworkSection
 from swarm.errors import ConfigError
 from swarm.network.heap import bound_arenas
-from swarm.network.make_transport import make_transport
 from swarm.network.orders.service import OrderService
 from swarm.network.transport import Transport
 from swarm.node_folder import NodeFolder
 from swarm.observability.logging_setup import set_up_logging
 from swarm.observability.status_file import NodeStatus
 from swarm.records import identity as identities
-from swarm.records.identity import Identity, IdentityLock, is_peer_id
+from swarm.records.identity import Identity, IdentityLock, Unlock, is_peer_id
 from swarm.sharing.index import EntryValidator
+from swarm.silo.open_silo import node_transport
 
 if TYPE_CHECKING:
     from swarm.pipeline.stage_host import StageHost
@@ -40,13 +40,16 @@ Layers = tuple[int, int]
 """[start, stop)"""
 
 
-def run_stage(config: Config, layers: Layers | None = None) -> None:
-    """Serve until a signal. Blocks. Raises SwarmError for whatever the user can mend."""
+def run_stage(config: Config, layers: Layers | None = None, unlock: Unlock | None = None) -> None:
+    """Serve until a signal. Blocks. Raises SwarmError for whatever the user can mend.
+
+    `unlock`: opens an identity that is encrypted on disk.
+    """
     bound_arenas()
     folder = NodeFolder(config.node.dir)
     folder.create()
     with IdentityLock(folder.path) as lock:
-        identity = identities.load_or_create(folder.identity)
+        identity = identities.load_or_create(folder.identity, unlock)
         lock.claim(identity)
         if identity.peer_id not in config.policy.pipeline.members:
             raise ConfigError(
@@ -119,7 +122,8 @@ class StageProcess:
     async def _serve(self, host: "StageHost") -> None:
         network = crew_network(self._config, self._identity.peer_id).model_copy(update={"gossip": "off"})
         validator = EntryValidator(self._config.swarm_id)
-        transport = make_transport(network, self._identity, self._folder.path, validator)
+        config = self._config.model_copy(update={"network": network})
+        transport = node_transport(config, self._identity, self._folder, validator)
         assert transport is not None, "checked by check_crew"
         pipeline = self._config.policy.pipeline
         service = OrderService(

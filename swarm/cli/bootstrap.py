@@ -48,6 +48,7 @@ def bootstrap(
 
     Needs no model and no torch. A swarm may have any number of them, and lives on without them.
     """
+    from swarm.cli.passphrase import unlock
     from swarm.config import parse
     from swarm.network.heap import bound_arenas
     from swarm.node_folder import NodeFolder
@@ -59,6 +60,7 @@ def bootstrap(
     if manifest is not None:
         known = _manifest(manifest, founder)
         swarm, join = {"name": known.name, "id": known.id}, [*join, *known.bootstrap]
+        swarm |= {"silo_owner": known.founder} if known.silo else {}
         limits, plane = known.limits.model_dump(exclude_none=True), known.gossip or plane
     network = {"listen": listen, "announce": announce, "initial_peers": join, "reachability": "public"}
     network |= {
@@ -71,7 +73,7 @@ def bootstrap(
     files = NodeFolder(folder)
     files.create()
     with IdentityLock(folder) as lock:
-        identity = identities.load_or_create(files.identity)
+        identity = identities.load_or_create(files.identity, unlock)
         lock.claim(identity)
         asyncio.run(_serve(config, files, identity))
 
@@ -88,17 +90,18 @@ def _manifest(source: str, founder: str | None) -> "Manifest":
 
 
 async def _serve(config: "Config", files: "NodeFolder", identity: "Identity") -> None:
-    from swarm.network.hivemind.transport import HivemindTransport
     from swarm.observability.http_server import HttpServer
     from swarm.observability.metrics import Metrics
     from swarm.observability.status_file import NodeStatus
     from swarm.sharing.carrier import Carrier
     from swarm.sharing.index import EntryValidator
+    from swarm.silo.open_silo import node_transport
 
     stop, metrics = asyncio.Event(), Metrics()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    transport = HivemindTransport(config.network, identity, files.path, EntryValidator(config.swarm_id))
+    transport = node_transport(config, identity, files, EntryValidator(config.swarm_id))
+    assert transport is not None, "the network of a bootstrap peer is on"
     carrier = Carrier(config.sharing, config.swarm_id, identity, transport)
     http = HttpServer(config.observability, metrics, lambda: {"phase": "serving"})
     started_at = time.time()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from swarm.cli.arguments import split_arguments, take_first
+from swarm.cli.passphrase import unlock
 from swarm.errors import ConfigError, ManifestError
 
 if TYPE_CHECKING:
@@ -49,32 +50,37 @@ def create(
             "swarm create needs a name, or --update FILE with --bootstrap and --description only; see --help"
         )
     if update is not None:
-        manifest = _updated(update, identities.load(key), bootstrap, description)
+        manifest = _updated(update, identities.load(key, unlock), bootstrap, description)
         print(f"signed edition {manifest.edition} of {manifest.name} in {update}; send it to those who join")
         return
     assert name is not None
     path = Path(f"{name}.swarm.toml")
     if path.exists() and not force:
         raise ManifestError(f"a manifest must not be overwritten, got {path}; use --force, or --update {path}")
-    config = _config(name, settings, bootstrap)
-    bases = [] if any_base else base or ([] if lineage else [config.policy.base + _revision(config)])
-    content = _content(config) | {"bases": bases, "lineages": lineage, "bootstrap": bootstrap}
+    config = checked_config(name, settings, bootstrap)
+    bases = [] if any_base else base or ([] if lineage else [config.policy.base + pinned_revision(config)])
+    content = manifest_content(config) | {"bases": bases, "lineages": lineage, "bootstrap": bootstrap}
     _write_new(path, key, name, content | {"description": description or ""})
 
 
-def _config(name: str, settings: list[str], bootstrap: list[str]) -> "Config":
-    """Checked as a node would check it. Raises ConfigError, TaskError."""
+def checked_config(
+    name: str, settings: list[str], bootstrap: list[str], options: tuple[str, ...] = _OPTIONS
+) -> "Config":
+    """Checked as a node would check it. `options`: of the command, for the hint at a misspelt one.
+
+    Raises ConfigError, TaskError.
+    """
     from swarm.config import merge, parse, read
     from swarm.joining import check_tasks
     from swarm.network.tcp_address import parse_setting
 
     parse_setting("initial_peers", bootstrap)
-    config = parse(merge(read(*split_arguments(settings, _OPTIONS)), {"swarm": {"name": name}}))
+    config = parse(merge(read(*split_arguments(settings, options)), {"swarm": {"name": name}}))
     check_tasks(config)
     return config
 
 
-def _content(config: "Config") -> dict[str, Any]:
+def manifest_content(config: "Config") -> dict[str, Any]:
     """Tasks, limits and gossip of a manifest, in its shape."""
     from swarm.joining import file_sha256
     from swarm.manifest import ManifestLimits
@@ -87,7 +93,7 @@ def _content(config: "Config") -> dict[str, Any]:
     return {"tasks": tasks, "limits": limits, "gossip": config.network.gossip}
 
 
-def _revision(config: "Config") -> str:
+def pinned_revision(config: "Config") -> str:
     return f"@{config.policy.revision}" if config.policy.revision else ""
 
 
@@ -98,7 +104,7 @@ def _write_new(path: Path, key: Path, name: str, content: dict[str, Any]) -> Non
     from swarm.records.codec import PROTOCOL_VERSION
 
     is_new = not key.exists()
-    founder = identities.load_or_create(key)
+    founder = identities.load_or_create(key, unlock)
     manifest = manifests.create(founder, name, PROTOCOL_VERSION, time.time(), **content)
     write_text(path, manifests.dump(manifest, founder))
     print(f"{'made' if is_new else 'used'} founder key {key}: back it up, whoever has it speaks for the swarm")

@@ -2,14 +2,13 @@
 
 import json
 import os
-import stat
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from swarm.cli.passphrase import ask_passphrase, unlock
 from swarm.errors import IdentityError
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ _FOLDER = typer.Option(Path("runs/node"), "--dir", help="The node's folder.")
 _PASSPHRASE_FILE = typer.Option(
     None, "--passphrase-file", help="Take the passphrase from the first line of this file instead of asking for it."
 )
-_MAX_PASSPHRASE_BYTES = 1024
+_KEY = typer.Option(None, "--key", help="Another key than the folder's, such as that of a silo's owner.")
 
 
 @app.command()
@@ -36,7 +35,7 @@ def show(
     from swarm.records.identity import KEY_FILE, load
     from swarm.records.rotation import read_statements
 
-    identity = load(folder / KEY_FILE)
+    identity = load(folder / KEY_FILE, unlock)
     earlier = [statement["old"] for statement in read_statements(folder) if statement["old"] != identity.peer_id]
     if as_json:
         fields = {"peer_id": identity.peer_id, "peer_name": identity.peer_name, "dir": str(folder), "earlier": earlier}
@@ -66,8 +65,8 @@ def export(
             "an export must be encrypted, got --plain; leave it out, or add --i-know-this-is-my-key: "
             "whoever reads the file can speak in this node's name"
         )
-    identity = load(folder / KEY_FILE)
-    passphrase = None if plain else _passphrase(passphrase_file, is_new=True)
+    identity = load(folder / KEY_FILE, unlock)
+    passphrase = None if plain else ask_passphrase(passphrase_file, is_new=True)
     write_export(identity, file, passphrase)
     print(f"{identity.peer_name} ({identity.peer_id}) written to {file}{', not encrypted' if plain else ''}")
 
@@ -85,7 +84,7 @@ def import_(
     from swarm.records.identity_export import is_sealed, open_export, read_export
 
     content = read_export(file)
-    identity = open_export(content, _passphrase(passphrase_file, is_new=False) if is_sealed(content) else None)
+    identity = open_export(content, ask_passphrase(passphrase_file) if is_sealed(content) else None)
     NodeFolder(folder).create()
     with IdentityLock(folder):
         _put(identity, folder, force)
@@ -107,13 +106,53 @@ def rotate(folder: Path = _FOLDER) -> None:
     print(f"{old.peer_name} ({old.peer_id})\nis now {new.peer_name} ({new.peer_id}); statement in {ROTATION_FILE}")
 
 
+@app.command()
+def lock(
+    folder: Path = _FOLDER,
+    key: Path = _KEY,
+    passphrase_file: Path = _PASSPHRASE_FILE,
+) -> None:
+    """Encrypt the key on disk. Whoever starts the node then needs the passphrase."""
+    from swarm.records.identity import load
+    from swarm.records.identity_export import write_sealed
+
+    path = _key_path(folder, key)
+    identity = load(path)
+    write_sealed(identity, path, ask_passphrase(passphrase_file, is_new=True))
+    print(f"{path} is encrypted; there is no way to the key without its passphrase")
+    for kept in sorted(path.parent.glob(f"{path.name}.*")):
+        print(f"not encrypted: {kept}; delete it if it is of no more use")
+
+
+@app.command("unlock")
+def unlock_(
+    folder: Path = _FOLDER,
+    key: Path = _KEY,
+    passphrase_file: Path = _PASSPHRASE_FILE,
+) -> None:
+    """Keep the key on disk in the clear again, closed to other users."""
+    from swarm.records.identity import load, write_seed
+    from swarm.records.identity_export import open_export, parse_export
+
+    path = _key_path(folder, key)
+    opened = load(path, lambda data: open_export(parse_export(data, str(path)), ask_passphrase(passphrase_file)))
+    write_seed(opened, path)
+    print(f"{path} is not encrypted any more")
+
+
+def _key_path(folder: Path, key: Path | None) -> Path:
+    from swarm.records.identity import KEY_FILE
+
+    return key or folder / KEY_FILE
+
+
 def _put(identity: "Identity", folder: Path, force: bool) -> None:
     from swarm.records.identity import KEY_FILE, load, write_seed
     from swarm.records.rotation import set_aside
 
     path = folder / KEY_FILE
     if path.exists():
-        old = load(path)
+        old = load(path, unlock)
         if old.peer_id == identity.peer_id:
             return
         if not force:
@@ -123,30 +162,3 @@ def _put(identity: "Identity", folder: Path, force: bool) -> None:
             )
         print(f"the key of {old.peer_name} is kept in {set_aside(folder, old)}")
     write_seed(identity, path)
-
-
-def _passphrase(file: Path | None, *, is_new: bool) -> str:
-    """From a file or the terminal, never from the command line, which every user of the machine can read."""
-    if file is not None:
-        return _passphrase_of(file)
-    if not sys.stdin.isatty():
-        raise IdentityError("a passphrase must come from a terminal, got none; name a file with --passphrase-file")
-    return typer.prompt("Passphrase", hide_input=True, confirmation_prompt=is_new)
-
-
-def _passphrase_of(file: Path) -> str:
-    try:
-        with file.open("rb") as opened:
-            mode = os.fstat(opened.fileno()).st_mode
-            line = opened.readline(_MAX_PASSPHRASE_BYTES + 1)
-    except OSError as error:
-        raise IdentityError(f"a passphrase file must be readable, got {error}; check {file}") from None
-    if stat.S_ISREG(mode) and mode & 0o077:
-        raise IdentityError(f"a passphrase file must be closed to other users; chmod 600 {file}")
-    try:
-        passphrase = line.decode().rstrip("\r\n")
-    except ValueError:
-        passphrase = ""
-    if not passphrase or len(line) > _MAX_PASSPHRASE_BYTES:
-        raise IdentityError(f"a passphrase file must begin with a line of text, got none in {file}; write one")
-    return passphrase

@@ -12,6 +12,7 @@ def init(
 ) -> None:
     """Create identity and configuration. A second call changes nothing."""
     from swarm.cli.hardware_config import hardware_config
+    from swarm.cli.passphrase import unlock
     from swarm.hardware import choose_policy, detect
     from swarm.node_folder import NodeFolder
     from swarm.records.identity import load_or_create
@@ -19,7 +20,7 @@ def init(
     files = NodeFolder(folder)
     files.create()
     is_new = not files.identity.exists()
-    identity = load_or_create(files.identity)
+    identity = load_or_create(files.identity, unlock)
     print(f"{'created' if is_new else 'kept'} identity {identity.peer_name} ({identity.peer_id})")
     config = folder / "node.toml"
     if config.exists() and not force:

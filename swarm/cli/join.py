@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from swarm.cli.arguments import split_arguments, take_first
+from swarm.cli.run import stay_off_hubs
 from swarm.errors import ConfigError, PreflightError, SwarmError
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from swarm.config import Config
     from swarm.hardware import Hardware
     from swarm.manifest import Manifest
+    from swarm.node_folder import NodeFolder
 
 _OPTIONS = ("--founder", "--task-file", "--check", "--dial", "--dry-run", "--fresh", "--resume")
 
@@ -53,12 +55,13 @@ def join(
     _introduce(manifest, is_pinned=founder is not None)
     hardware = detect()
     if check:
-        _report(manifest, list(_findings(manifest, hardware, settings, task_file, dial=dial)))
+        _report(manifest, list(_findings(manifest, hardware, settings, task_file, source, dial=dial)))
         return
     check_protocol(manifest, PROTOCOL_VERSION)
-    config = _resolve(manifest, hardware, settings, task_file)
+    config = _resolve(manifest, hardware, settings, task_file, source)
     files = NodeFolder(config.node.dir)
     check_joined(files.manifest, manifest)
+    check_silo(config, files)
     if dry_run:
         from swarm.config import dump_toml
 
@@ -67,9 +70,10 @@ def join(
     _check_learning(manifest, config)
     files.create()
     write_text(files.manifest, data.decode())
+    from swarm.cli.passphrase import unlock
     from swarm.node import run_node
 
-    run_node(config, fresh=fresh)
+    run_node(config, fresh=fresh, unlock=unlock)
 
 
 def _introduce(manifest: "Manifest", *, is_pinned: bool) -> None:
@@ -81,7 +85,9 @@ def _introduce(manifest: "Manifest", *, is_pinned: bool) -> None:
         print(f"ask the founder whether that is their id, or pin it: --founder {manifest.founder}", file=sys.stderr)
 
 
-def _resolve(manifest: "Manifest", hardware: "Hardware", settings: list[str], task_files: list[str]) -> "Config":
+def _resolve(
+    manifest: "Manifest", hardware: "Hardware", settings: list[str], task_files: list[str], source: str
+) -> "Config":
     """The node's configuration. Raises SwarmError: contradictions, files that are missing or others."""
     import tomllib
 
@@ -90,9 +96,17 @@ def _resolve(manifest: "Manifest", hardware: "Hardware", settings: list[str], ta
     from swarm.joining import choose, compose
 
     user = read(*split_arguments(settings, _OPTIONS))
-    folder = Path("runs") / manifest.name
+    folder = _folder(manifest, Path(source))
     defaults = tomllib.loads(hardware_config(hardware, choose(manifest, user, hardware), folder, manifest.name))
     return compose(manifest, defaults, user, _paths_by_task(task_files))
+
+
+def _folder(manifest: "Manifest", source: Path) -> Path:
+    """Where the node's folder is unless node.dir says otherwise: a silo's is the one that has the membership."""
+    from swarm.silo.silo_files import SiloFiles
+
+    is_own = manifest.silo is not None and SiloFiles(source.parent).is_membership
+    return source.parent if is_own else Path("runs") / manifest.name
 
 
 def _paths_by_task(task_files: list[str]) -> dict[str, Path]:
@@ -105,6 +119,22 @@ def _paths_by_task(task_files: list[str]) -> dict[str, Path]:
     return paths
 
 
+def check_silo(config: "Config", files: "NodeFolder") -> None:
+    """Nothing in a public swarm. Raises SiloError for a node that is no member, PolicyError for a base to download."""
+    from swarm.joining import check_base_at_hand
+
+    if config.swarm.silo_owner:
+        from swarm.cli.passphrase import unlock
+        from swarm.records.identity import load
+        from swarm.silo.open_silo import check_folder, open_membership
+
+        check_folder(files)
+        identity = load(files.identity, unlock)
+        open_membership(config.swarm.silo_owner, config.swarm_id, identity, files)
+        stay_off_hubs(config)
+        check_base_at_hand(config)
+
+
 def _check_learning(manifest: "Manifest", config: "Config") -> None:
     """What takes seconds: tasks, and the lineage where it decides. Raises SwarmError."""
     from swarm.joining import check_lineage, check_tasks, needs_lineage
@@ -115,7 +145,13 @@ def _check_learning(manifest: "Manifest", config: "Config") -> None:
 
 
 def _findings(
-    manifest: "Manifest", hardware: "Hardware", settings: list[str], task_files: list[str], *, dial: bool
+    manifest: "Manifest",
+    hardware: "Hardware",
+    settings: list[str],
+    task_files: list[str],
+    source: str,
+    *,
+    dial: bool,
 ) -> Iterator["Finding"]:
     from swarm.cli.dial import dial_findings
     from swarm.cli.preflight import Finding, Verdict, machine_findings, tried
@@ -129,13 +165,16 @@ def _findings(
     speaks = f"version {manifest.protocol}, as this software"
     yield tried("protocol", speaks, lambda: check_protocol(manifest, PROTOCOL_VERSION))
     try:
-        config = _resolve(manifest, hardware, settings, task_files)
+        config = _resolve(manifest, hardware, settings, task_files, source)
     except SwarmError as error:
         yield Finding("settings", Verdict.PROBLEM, str(error))
         return
     yield Finding("settings", Verdict.OK, f"{config.policy.base} in {config.node.dir}")
     kept = NodeFolder(config.node.dir).manifest
     yield tried("folder", f"{config.node.dir} is new or of this swarm", lambda: check_joined(kept, manifest))
+    if manifest.silo:
+        member = "this node is a member, and the base is at hand"
+        yield tried("silo", member, lambda: check_silo(config, NodeFolder(config.node.dir)))
     yield tried("tasks", f"all {len(manifest.tasks)} work here", lambda: check_tasks(config))
     if needs_lineage(manifest, config):
         yield Finding("lineage", Verdict.NOTE, f"whether {config.policy.base} is allowed is found out at the start")

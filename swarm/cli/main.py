@@ -27,6 +27,7 @@ from swarm.cli import (
     merge,
     run,
     sample,
+    silo,
     stage,
     status,
     testbed,
@@ -37,7 +38,7 @@ INTERRUPTED = 130
 EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 config, 4 identity, 5 policy, 6 tasks, 7 network, 8 checkpoint, "
     "9 node not running, 10 memory, 11 training, 12 manifest, 13 cannot join, 14 doctor found a problem, "
-    "15 cannot merge, 16 pipeline, 130 interrupted."
+    "15 cannot merge, 16 pipeline, 17 silo, 130 interrupted."
 )
 
 app = typer.Typer(
@@ -72,6 +73,7 @@ app.command("sample", context_settings=run.OVERRIDES)(sample.sample)
 app.command("export", context_settings=run.OVERRIDES)(export.export)
 app.command("merge")(merge.merge)
 app.add_typer(identity.app, name="identity")
+app.add_typer(silo.app, name="silo")
 app.add_typer(config.app, name="config")
 app.add_typer(experiment.app, name="experiment")
 

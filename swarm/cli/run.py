@@ -1,8 +1,14 @@
 """`swarm run`: one node, until interrupted or done."""
 
+import os
+from typing import TYPE_CHECKING
+
 import typer
 
 from swarm.cli.arguments import CONFIG_HELP, load_config
+
+if TYPE_CHECKING:
+    from swarm.config import Config
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Lets `--section.key value` through to `load_config`."""
@@ -25,6 +31,14 @@ def run(
 
         print(dump_toml(resolved), end="")
         return
+    stay_off_hubs(resolved)
+    from swarm.cli.passphrase import unlock
     from swarm.node import run_node
 
-    run_node(resolved, fresh=fresh)
+    run_node(resolved, fresh=fresh, unlock=unlock)
+
+
+def stay_off_hubs(config: "Config") -> None:
+    """A silo's node contacts nobody but its peers. The hub's libraries are told so before anything imports them."""
+    if config.swarm.silo_owner:
+        os.environ["HF_HUB_OFFLINE"] = "1"

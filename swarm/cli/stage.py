@@ -5,6 +5,8 @@ import re
 import typer
 
 from swarm.cli.arguments import CONFIG_HELP, load_config
+from swarm.cli.passphrase import unlock
+from swarm.cli.run import stay_off_hubs
 from swarm.errors import ConfigError
 
 
@@ -22,9 +24,10 @@ def stage(
     """
     resolved = load_config(config or [], ("--layers",))
     wanted = None if layers is None else parse_layers(layers)
+    stay_off_hubs(resolved)
     from swarm.stage_process import run_stage
 
-    run_stage(resolved, wanted)
+    run_stage(resolved, wanted, unlock)
 
 
 def parse_layers(text: str) -> tuple[int, int]:

@@ -93,6 +93,8 @@ def check_daemon() -> Finding:
 def check_identity(folder: NodeFolder) -> Finding:
     if not folder.identity.exists():
         return ok("identity", f"none in {folder.path} yet; the first start makes one")
+    if identities.is_encrypted(folder.identity):
+        return ok("identity", f"{folder.identity} is encrypted; starting the node takes its passphrase")
     try:
         identity = identities.load(folder.identity)
     except SwarmError as error:

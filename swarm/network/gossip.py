@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swarm.network.peers.peer_list import dialable
-from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, Verdict
+from swarm.network.transport import MAX_GOSSIP_BYTES, Admits, GossipHandler, Verdict, everybody
 
 logger = logging.getLogger(__name__)
 
@@ -123,14 +123,18 @@ class ForwarderGuard:
     SHUT_OUT_S = 300.0
     MAX_FORWARDERS = 1024
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock`: seconds of any origin that never go back."""
+    def __init__(self, clock: Callable[[], float], admits: Admits = everybody) -> None:
+        """`clock`: seconds of any origin that never go back. `admits`: whom to listen to at all."""
         self._clock = clock
+        self._admits = admits
         self._forwarders: OrderedDict[str, _Forwarder] = OrderedDict()
         self.rejected: Counter[str] = Counter()
 
     def judge(self, peer_id: str, message: bytes, handler: GossipHandler | None) -> Verdict:
         """The handler's verdict, or IGNORE or REJECT where the message does not reach it."""
+        if not self._admits(peer_id, "gossip"):
+            self.rejected["stranger"] += 1
+            return Verdict.IGNORE
         now, state = self._clock(), self._state(peer_id)
         if now < state.shut_out_until:
             self.rejected["shut_out"] += 1
@@ -151,6 +155,8 @@ class ForwarderGuard:
         return now >= state.shut_out_until and self._spend(state, now, count)
 
     def is_shut_out(self, peer_id: str) -> bool:
+        if not self._admits(peer_id, "gossip"):
+            return True
         state = self._forwarders.get(peer_id)
         return state is not None and self._clock() < state.shut_out_until
 

@@ -1,11 +1,12 @@
 """What the index takes: limits that every transport enforces, when storing and when reading."""
 
-MAX_VALUE_BYTES = 1024
-"""Over 4 MiB under one key a replica cannot build its reply and readers ban it: entries are small, bodies elsewhere."""
+MAX_VALUE_BYTES = 1024 + 192
+"""A signed record; in a silo sealed, with its key. Over 4 MiB under one key a replica cannot build its reply and readers ban
+it: entries are small, bodies elsewhere."""
 MAX_KEY_BYTES = 128
 MAX_SUBKEY_BYTES = 128
 MAX_ENTRIES_PER_KEY = 2048
-"""2048 x (1024 + 128 + 128 + some) bytes stay under those 4 MiB."""
+"""2048 x (1216 + 128 + 128 + some) bytes stay under those 4 MiB."""
 MAX_LIFETIME_S = 3600.0
 """Furthest expiration ahead; hivemind itself has no cap, and an entry that never expires could never be replaced."""
 CLOCK_SKEW_S = 10.0

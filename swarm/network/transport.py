@@ -31,8 +31,16 @@ class Verdict(Enum):
 GossipHandler = Callable[[str, bytes], Verdict]
 """(peer id that passed it here, message) -> verdict. Runs on the node's loop before the message is passed on: quick."""
 
-MAX_GOSSIP_BYTES = 1024
-"""Longest message of a topic: a signed header."""
+MAX_GOSSIP_BYTES = 1024 + 64
+"""Longest message of a topic: a signed header, and what sealing it adds in a silo."""
+
+Admits = Callable[[str, str], bool]
+"""(peer id, what it asks for: a protocol, "index" or "gossip") -> whether it is answered at all."""
+
+
+def everybody(peer_id: str, wanted: str) -> bool:
+    """Of a public swarm."""
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +124,7 @@ class Transport(Protocol):
         ...
 
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
-        """Put one entry of at most 1 KiB into the index; a later `expires_at` replaces an earlier one.
+        """Put one entry of at most MAX_VALUE_BYTES into the index; a later `expires_at` replaces an earlier one.
 
         Returns whether at least one replica took it. Raises ValueError for an oversize value.
         """

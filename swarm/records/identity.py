@@ -11,6 +11,7 @@ import logging
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,8 @@ SIGNATURE_BYTES = 64
 KEY_FILE = "identity.key"
 """Name of the seed's file in a node's folder."""
 LOCK_FILE = "lock"
+_MAX_KEY_FILE_BYTES = 4096
+"""Of one that is encrypted, which is an export (`identity_export`)."""
 
 # libp2p, peer-ids.md: identity multihash (00, 36 bytes) of the protobuf PublicKey {Type = 1: Ed25519, Data = 32 bytes}.
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")
@@ -110,18 +113,31 @@ def write_seed(identity: Identity, path: Path) -> None:
         raise IdentityError(f"an identity must be writable, got {error}; check the folder {path.parent}") from None
 
 
-def load(path: Path) -> Identity:
-    """Read the identity at `path`. Raises IdentityError: missing, damaged, or open to other users."""
+Unlock = Callable[[bytes], Identity]
+"""The identity in the bytes of an encrypted key file. Raises IdentityError."""
+
+
+def load(path: Path, unlock: Unlock | None = None) -> Identity:
+    """Read the identity at `path`, one that is encrypted through `unlock`.
+
+    Raises IdentityError: missing, damaged, open to other users, or encrypted and nobody to unlock it.
+    """
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            seed = file.read(SEED_BYTES + 1)
+            seed = file.read(_MAX_KEY_FILE_BYTES)
     except FileNotFoundError:
         raise IdentityError(f"an identity must exist, got none at {path}; make one with `swarm init`") from None
     except OSError as error:
         raise IdentityError(f"an identity must be readable, got {error}; check {path}") from None
     if mode & 0o077:
         raise IdentityError(f"an identity must be closed to other users, got mode {mode:04o}; chmod 600 {path}")
+    if _is_sealed(seed):
+        if unlock is None:
+            raise IdentityError(
+                f"an identity must be readable here, got an encrypted one at {path}; first run `swarm identity unlock`"
+            )
+        return unlock(seed)
     if len(seed) != SEED_BYTES:
         size = "more" if len(seed) > SEED_BYTES else len(seed)
         raise IdentityError(
@@ -131,9 +147,22 @@ def load(path: Path) -> Identity:
     return Identity(seed)
 
 
-def load_or_create(path: Path) -> Identity:
+def is_encrypted(path: Path) -> bool:
+    """Whether the identity at `path` needs a passphrase. False where there is none, or it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return _is_sealed(file.read(SEED_BYTES + 1))
+    except OSError:
+        return False
+
+
+def _is_sealed(data: bytes) -> bool:
+    return len(data) > SEED_BYTES and data.startswith(b"{")
+
+
+def load_or_create(path: Path, unlock: Unlock | None = None) -> Identity:
     """The identity at `path`, made at the first call. Raises IdentityError as `load` and `create` do."""
-    return load(path) if path.exists() else create(path)
+    return load(path, unlock) if path.exists() else create(path)
 
 
 def write_libp2p_key(identity: Identity, path: Path) -> None:

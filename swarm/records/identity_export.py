@@ -37,12 +37,12 @@ def write_export(identity: Identity, path: Path, passphrase: str | None) -> None
     """
     if os.path.lexists(path):
         raise IdentityError(f"an export must not overwrite anything, got {path} that exists; name a new file")
-    fields = {"seed": identity.seed.hex()} if passphrase is None else _sealed(identity, passphrase)
-    content = {"format": _FORMAT, "version": _VERSION, "peer_id": identity.peer_id, **fields}
-    try:
-        write_private(path, json.dumps(content, indent=2).encode() + b"\n")
-    except OSError as error:
-        raise IdentityError(f"an export must be writable, got {error}; name a file in a folder of yours") from None
+    _write(identity, path, {"seed": identity.seed.hex()} if passphrase is None else _sealed(identity, passphrase))
+
+
+def write_sealed(identity: Identity, path: Path, passphrase: str) -> None:
+    """The same, sealed, in place of what is at `path`: the key file of a node that is encrypted at rest."""
+    _write(identity, path, _sealed(identity, passphrase))
 
 
 def read_export(path: Path) -> dict[str, Any]:
@@ -52,19 +52,24 @@ def read_export(path: Path) -> dict[str, Any]:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise IdentityError(f"an exported identity must be readable, got {error}; check {path}") from None
+    return parse_export(data, str(path))
+
+
+def parse_export(data: bytes, where: str) -> dict[str, Any]:
+    """The same for its bytes; `where` they come from, for the error."""
     try:
         content = json.loads(data) if len(data) <= MAX_FILE_BYTES else None
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise IdentityError(f"an exported identity must be a file of `swarm identity export`, got another in {path}")
+        raise IdentityError(f"an exported identity must be a file of `swarm identity export`, got another in {where}")
     if content.get("version") != _VERSION:
         raise IdentityError(
-            f"an exported identity must be of version {_VERSION}, got {content.get('version')!r} in {path}; "
+            f"an exported identity must be of version {_VERSION}, got {content.get('version')!r} in {where}; "
             "import it with a newer release"
         )
     if not is_peer_id(content.get("peer_id", "")):
-        raise IdentityError(f"an exported identity must name its peer id, got none in {path}; export it again")
+        raise IdentityError(f"an exported identity must name its peer id, got none in {where}; export it again")
     return content
 
 
@@ -81,6 +86,14 @@ def open_export(content: dict[str, Any], passphrase: str | None) -> Identity:
     if identity.peer_id != peer_id:
         raise IdentityError(f"an exported identity must hold the key of its peer id, got another than {peer_id}")
     return identity
+
+
+def _write(identity: Identity, path: Path, fields: dict[str, str]) -> None:
+    content = {"format": _FORMAT, "version": _VERSION, "peer_id": identity.peer_id, **fields}
+    try:
+        write_private(path, json.dumps(content, indent=2).encode() + b"\n")
+    except OSError as error:
+        raise IdentityError(f"an export must be writable, got {error}; name a file in a folder of yours") from None
 
 
 def _sealed(identity: Identity, passphrase: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm.errors import IdentityError
-from swarm.records.identity import KEY_FILE, SEED_BYTES, Identity, load, verify, write_private, write_seed
+from swarm.records.identity import KEY_FILE, Identity, is_encrypted, load, verify, write_private, write_seed
 
 ROTATION_FILE = "identity.rotation.json"
 """Statements of a folder's rotations, oldest first."""
@@ -86,15 +86,22 @@ def rotate(folder: Path, new: Identity, at: float) -> Identity:
 
 
 def set_aside(folder: Path, old: Identity) -> Path:
-    """Keep a copy of `old` beside the identity of a folder; where it is. Raises IdentityError."""
-    number = 1
+    """Keep a copy of `old` beside the identity of a folder; where it is. One that is encrypted stays so.
+
+    Raises IdentityError.
+    """
+    number, key_file = 1, folder / KEY_FILE
+    kept = key_file.read_bytes() if is_encrypted(key_file) else old.seed
     path = folder / f"{KEY_FILE}.{old.peer_name}"
     while path.exists():
-        if path.stat().st_size == SEED_BYTES and path.read_bytes() == old.seed:
+        if path.stat().st_size == len(kept) and path.read_bytes() == kept:
             return path
         number += 1  # two identities may share a readable name
         path = folder / f"{KEY_FILE}.{old.peer_name}-{number}"
-    write_seed(old, path)
+    try:
+        write_private(path, kept)
+    except OSError as error:
+        raise IdentityError(f"an identity must be writable, got {error}; check the folder {folder}") from None
     return path
 
 

@@ -17,6 +17,7 @@ import pytest
 from swarm.config import NetworkSection
 from swarm.errors import ConfigError, NetworkError, RequestError
 from swarm.network.hivemind.transport import HivemindTransport
+from swarm.network.index_entry import MAX_VALUE_BYTES
 from swarm.network.requests.framing import MAX_CALL_BYTES
 from swarm.network.transport import IndexValidator, RequestRefused
 from swarm.records.identity import Identity, create, load
@@ -157,8 +158,8 @@ async def test_later_entry_replaces_an_earlier_one_and_expired_ones_are_gone(tmp
         assert not await one.store("key", "past", b"x", now - 1)
         assert await one.store("key", "far", b"x", now + 1e9)  # cut to an hour
         assert await one.load("key") == await other.load("key") == {"s": b"second", "far": b"x"}
-        with pytest.raises(ValueError, match="<= 1024 bytes"):
-            await one.store("key", "s", bytes(1025), now + 60)
+        with pytest.raises(ValueError, match=f"<= {MAX_VALUE_BYTES} bytes"):
+            await one.store("key", "s", bytes(MAX_VALUE_BYTES + 1), now + 60)
 
 
 async def test_large_body_and_as_many_requests_at_once_as_one_peer_may(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from swarm.network.peers.peer_list import MAX_FILE_BYTES as PEERS_BYTES
 from swarm.pairing.final_message import MAX_MESSAGE_BYTES as FINAL_MESSAGE_BYTES
 from swarm.pairing.proposal import MAX_MESSAGE_BYTES
 from swarm.records.codec import MAX_RECORD_BYTES, MAX_UNPACKED_BODY_BYTES
+from swarm.silo.grant import MAX_GRANT_BYTES, MAX_TOKEN_BYTES
+from swarm.silo.roll import MAX_ROLL_BYTES
 
 _LARGEST_REPLY_BYTES = 4 << 20
 """What the daemon passes on of a unary call."""
@@ -27,6 +29,12 @@ def bombs() -> dict[str, list[bytes]]:
         ),
         **dict.fromkeys(("merge_request", "merge_answer"), _packed_bombs(MAX_MESSAGE_BYTES)),
         **dict.fromkeys(("final_request", "final_answer"), _packed_bombs(FINAL_MESSAGE_BYTES)),
+        **dict.fromkeys(("silo_roll_content", "silo_roll", "silo_bulletin"), _packed_bombs(MAX_ROLL_BYTES)),
+        **dict.fromkeys(("silo_grant", "silo_request", "silo_question"), _packed_bombs(MAX_GRANT_BYTES)),
+        "silo_invitation_content": [
+            *_packed_bombs(MAX_TOKEN_BYTES),
+            *(msgpack.packb([1, b"", bytes(80), frame]) or b"" for frame in _lying_frames()),
+        ],
         "body": [_compressed(bomb) for bomb in _packed_bombs(MAX_UNPACKED_BODY_BYTES - 64)] + _lying_frames(),
         "packed_body": _packed_bombs(MAX_UNPACKED_BODY_BYTES - 64),
         "entry": [b"a/0\0" + bomb for bomb in _packed_bombs(MAX_RECORD_BYTES)],

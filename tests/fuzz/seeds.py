@@ -37,6 +37,7 @@ from tests.fuzz.dht_targets import DHT_KEY, DHT_NOW
 from tests.fuzz.gossip_targets import TOPIC
 from tests.fuzz.record_targets import HEADER_KEY
 from tests.fuzz.request_targets import ADAPTER
+from tests.fuzz.silo_targets import silo_seeds
 from tests.unit.experience_factory import ALICE, MALLORY, NOW, SWARM_ID, body_and_header, group, signed
 
 _messages: Any = dht_pb2
@@ -103,6 +104,7 @@ def seeds() -> dict[str, list[bytes]]:
         "daemon_answer": _daemon_answers(),
         "manifest": [_manifest()],
         "manifest_content": [_manifest()],
+        **silo_seeds(),
         "answer": [b"1", b"The answer is -3/4 or 1,000.5e3", b"Yes!", b"[[1, 2], [3, 4]]", b"(1 + 2) * 3"],
     }
 

@@ -5,7 +5,7 @@ Each says whether the bytes were taken; so a test can tell that the valid exampl
 
 from collections.abc import Callable
 
-from tests.fuzz import dht_targets, file_targets, gossip_targets, record_targets, request_targets
+from tests.fuzz import dht_targets, file_targets, gossip_targets, record_targets, request_targets, silo_targets
 
 TARGETS: dict[str, Callable[[bytes], bool]] = {
     target.__name__: target
@@ -45,5 +45,16 @@ TARGETS: dict[str, Callable[[bytes], bool]] = {
         file_targets.rotation,
         file_targets.identity_export,
         file_targets.daemon_answer,
+        silo_targets.silo_roll,
+        silo_targets.silo_roll_content,
+        silo_targets.silo_grant,
+        silo_targets.silo_invitation,
+        silo_targets.silo_invitation_content,
+        silo_targets.silo_request,
+        silo_targets.silo_question,
+        silo_targets.silo_bulletin,
+        silo_targets.silo_box,
+        silo_targets.silo_sealed,
+        silo_targets.silo_entry,
     )
 }

@@ -120,6 +120,14 @@ def test_an_oversize_message_is_rejected_unseen() -> None:
     assert len(seen) == 1
 
 
+def test_strangers_are_neither_heard_nor_kept() -> None:
+    guard = ForwarderGuard(lambda: 0.0, lambda peer_id, wanted: (peer_id, wanted) == ("member", "gossip"))
+    assert guard.judge("member", b"m", accept) is Verdict.ACCEPT
+    assert guard.judge("stranger", b"m", accept) is Verdict.IGNORE
+    assert guard.is_shut_out("stranger") and not guard.is_shut_out("member")
+    assert guard.rejected == {"stranger": 1}
+
+
 def test_a_broken_handler_costs_its_message_and_nobody_is_blamed() -> None:
     def break_down(peer_id: str, message: bytes) -> Verdict:
         raise KeyError(message)
@@ -279,7 +287,7 @@ async def test_without_a_plane_nothing_happens_and_bounds_still_hold() -> None:
     slot.subscribe("one", accept)
     slot.meet("a", AT)
     await slot.publish("one", b"m")
-    with pytest.raises(ValueError, match="<= 1024 bytes, got 1025"):
+    with pytest.raises(ValueError, match=f"<= {MAX_GOSSIP_BYTES} bytes, got {MAX_GOSSIP_BYTES + 1}"):
         await slot.publish("one", bytes(MAX_GOSSIP_BYTES + 1))
     slot.unsubscribe("one")
     assert (slot.addresses, slot.peers(), dict(slot.rejected)) == ((), (), {})

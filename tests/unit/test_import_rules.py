@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "pipeline": {"policy", "adapters", "engine"},
     "rollouts": {"tasks", "policy", "engine"},
     "sharing": {"tasks", "records", "network", "pool"},
+    "silo": {"records", "network", "manifest", "node_folder"},
     "pairing": {"records", "network", "sharing"},  # adapters are bytes here
     "simulation": {"tasks", "records", "network", "pool", "sharing"},
     "testbed": {"node", "node_folder"},
@@ -56,6 +57,7 @@ TORCH_FREE = {
     "pool",
     "sharing",
     "pairing",
+    "silo",
     "simulation",
     "cli",
     "testbed",

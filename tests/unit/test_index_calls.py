@@ -227,3 +227,13 @@ def test_any_bytes_are_flat_or_a_value_error(data: bytes) -> None:
         except ValueError:
             continue
         assert not value or not isinstance(value, list | dict)
+
+
+async def test_calls_of_strangers_are_refused_unread() -> None:
+    limits, client, came = door()
+    limits._admits = lambda peer_id, wanted: (peer_id, wanted) == (peer(1).to_base58(), "index")
+    handler = client.control.unary_handlers[FIND]
+    assert await handler(b"", peer(1)) == b"reply"
+    with pytest.raises(CallRefused, match="stranger"):
+        await handler(b"\xff", peer(2))
+    assert came == [b""] and limits.refused == {"stranger": 1}

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.network.hivemind.index_guard import IndexEntry, IndexGuard, decode_entry, unwrap, wrap
-from swarm.network.index_entry import CLOCK_SKEW_S, MAX_ENTRIES_PER_KEY, MAX_LIFETIME_S
+from swarm.network.index_entry import CLOCK_SKEW_S, MAX_ENTRIES_PER_KEY, MAX_LIFETIME_S, MAX_VALUE_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 NOW = 1_000.0
@@ -70,7 +70,7 @@ def test_validator_sees_what_the_publisher_passed() -> None:
         record(value=b"key"),  # no value: an empty one is "key NUL"
         record(value=b"other\0value"),
         record(value=b"\xff\0value"),
-        record(value=wrap("key", bytes(1025))),
+        record(value=wrap("key", bytes(MAX_VALUE_BYTES + 1))),
         record(key=DHTID.generate(source="other")),
         DHTRecord(KEY.to_bytes(), b"\xa1s", b"\xc1", NOW + 60),
         DHTRecord(KEY.to_bytes(), b"\xa1s", b"\x91" * 1100, NOW + 60),

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from swarm.errors import NetworkError, RequestError
+from swarm.network.index_entry import MAX_VALUE_BYTES
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
 from swarm.network.transport import IndexValidator, RequestRefused, Transport
 
@@ -89,8 +90,13 @@ async def test_life_of_an_entry_is_cut_to_an_hour() -> None:
 
 async def test_oversize_entries_are_a_mistake_of_the_caller() -> None:
     async with swarm() as (_, clock, (a, *_rest)):
-        assert await a.store("key", "s", bytes(1024), clock() + 60)
-        for key, subkey, size in [("key", "s", 1025), ("k" * 129, "s", 1), ("key", "s" * 129, 1), ("", "s", 1)]:
+        assert await a.store("key", "s", bytes(MAX_VALUE_BYTES), clock() + 60)
+        for key, subkey, size in [
+            ("key", "s", MAX_VALUE_BYTES + 1),
+            ("k" * 129, "s", 1),
+            ("key", "s" * 129, 1),
+            ("", "s", 1),
+        ]:
             with pytest.raises(ValueError, match="bytes"):
                 await a.store(key, subkey, bytes(size), clock() + 60)
 

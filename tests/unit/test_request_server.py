@@ -359,3 +359,19 @@ def test_line_that_is_booked_out_refuses_instead_of_promising() -> None:
 def test_limits_come_from_the_network_section() -> None:
     config = NetworkSection(requests_per_peer_per_s=3, max_upload_bytes_per_s=5)
     assert RequestLimits.of(config) == RequestLimits(3, config.upload_bytes_per_peer_per_s, 5, 67_108_864)
+
+
+async def test_strangers_are_refused_but_for_what_is_open_to_all(call: Caller) -> None:
+    def admits(peer_id: str, protocol: str) -> bool:
+        return protocol == "open"
+
+    async def echo(peer_id: str, request: bytes) -> bytes:
+        return request
+
+    server = RequestServer(max_concurrent=4, timeout_s=5.0, traffic=TrafficCounter(), admits=admits)
+    for protocol in ("open", "echo"):
+        server.serve(protocol, echo, max_request_bytes=10)
+    assert (await (await call(server, b"hello", "open")).response()).body == b"hello"
+    for response in (await (await call(server, b"hello")).response(), await server.answer(CALLER, "echo", b"hello")):
+        assert (response.status, response.reason) == (Status.REFUSED, "not a member")
+    assert server.refused == {"stranger": 2}

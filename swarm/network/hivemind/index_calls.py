@@ -22,6 +22,7 @@ from swarm.network.hivemind.call_repairs import forget_when_cancelled
 from swarm.network.hivemind.parts import DHTProtocol, DictionaryDHTValue, PeerID, dht_pb2
 from swarm.network.index_entry import MAX_ENTRIES_PER_KEY
 from swarm.network.token_bucket import TokenBucket
+from swarm.network.transport import Admits, everybody
 
 CALLS_PER_PEER_PER_S = 100.0
 STORED_BYTES_PER_PEER_PER_S = 256 * 1024.0
@@ -62,9 +63,11 @@ class _Caller:
 class CallLimits:
     """Limits on the calls that peers make of this node's DHT."""
 
-    def __init__(self) -> None:
+    def __init__(self, admits: Admits = everybody) -> None:
+        """`admits`: whose calls are answered."""
+        self._admits = admits
         self.refused: Counter[str] = Counter()
-        """Calls that were refused, by reason: rate, oversize, malformed."""
+        """Calls that were refused, by reason: rate, oversize, malformed, stranger."""
         self._callers: OrderedDict[PeerID, _Caller] = OrderedDict()
 
     def install(self, client: Any) -> None:
@@ -93,6 +96,8 @@ class CallLimits:
         return answer
 
     def _admit(self, name: str, request: bytes, peer_id: PeerID) -> _Caller:
+        if not self._admits(peer_id.to_base58(), "index"):
+            raise self._refusal("stranger")
         caller, now = self._caller(peer_id), _now()
         if not caller.calls.try_take(1, now) or caller.returned.wait_s(now) > 0:
             raise self._refusal("rate")

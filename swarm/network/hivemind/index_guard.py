@@ -36,7 +36,7 @@ from swarm.network.index_entry import (
     check_entry,
     is_live,
 )
-from swarm.network.transport import IndexValidator
+from swarm.network.transport import Admits, IndexValidator, everybody
 
 _KEY_END = b"\0"
 _MAX_STORED_BYTES = MAX_KEY_BYTES + MAX_VALUE_BYTES + 8
@@ -80,11 +80,11 @@ def decode_entry(record: DHTRecord) -> IndexEntry | None:
 class IndexGuard(RecordValidatorBase):
     """The validator of one node as hivemind wants it."""
 
-    def __init__(self, validator: IndexValidator | None, now: Callable[[], float]) -> None:
+    def __init__(self, validator: IndexValidator | None, now: Callable[[], float], admits: Admits = everybody) -> None:
         """`now` gives swarm time; without a `validator` only form and expiration are checked."""
         self._validator = validator
         self._now = now
-        self.calls = CallLimits()
+        self.calls = CallLimits(admits)
         self.storage: IndexStorage | None = None
         """This node's share of the index, once there is a node."""
 

@@ -72,7 +72,7 @@ class HivemindSession:
     async def open(
         cls,
         *,
-        key_file: Path,
+        write_key: Callable[[Path], None],
         listen: Sequence[TcpAddress],
         announce: Sequence[TcpAddress],
         role: Role,
@@ -82,17 +82,23 @@ class HivemindSession:
         call_handler: CallHandler,
         timeout_s: float,
     ) -> "HivemindSession":
-        """Start a daemon and a DHT node that knows no peer yet. Raises NetworkError, leaving nothing behind."""
+        """Start a daemon and a DHT node that knows no peer yet. Raises NetworkError, leaving nothing behind.
+
+        `write_key` writes the daemon's key to a file, which is there only until the daemon has read it.
+        """
         quiet_hivemind()
         # Paths of sockets have at most 107 bytes, so they lie in /tmp; in a folder that is closed to others.
         await asyncio.to_thread(remove_abandoned)
         folder = RuntimeFolder()
         binary = Path(hivemind_cli.__path__[0]) / "p2pd"
+        key_file = folder.path / "key"
         daemon = Daemon(binary, folder.path / "control.sock", key_file, listen, announce, role)
         try:
             async with contextlib.AsyncExitStack() as undo, asyncio.timeout(timeout_s):
                 undo.push_async_callback(_remove, daemon, folder)
+                write_key(key_file)
                 await daemon.start(timeout_s)
+                key_file.unlink(missing_ok=True)
                 session = await cls._attach(daemon, folder, guard, role)
                 undo.push_async_callback(session.close)
                 for protocol in protocols:

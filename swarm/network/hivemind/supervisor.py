@@ -25,7 +25,7 @@ from swarm.network.reach.reachability_watch import ReachabilityWatch
 from swarm.network.reach.role import role_of
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
-from swarm.network.transport import IndexValidator
+from swarm.network.transport import Admits, IndexValidator
 
 if TYPE_CHECKING:
     from swarm.network.hivemind.index_guard import IndexGuard
@@ -47,16 +47,20 @@ class SessionSupervisor:
     def __init__(
         self,
         config: NetworkSection,
-        key_file: Path,
+        write_key: Callable[[Path], None],
         server: RequestServer,
         peers: KnownPeers,
         ask_about_reach: Ask,
         validator: IndexValidator | None,
+        admits: Admits,
         clock: Callable[[], float],
         rng: random.Random,
         health_interval_s: float,
     ) -> None:
-        """`server` answers what peers ask over a session. Raises ConfigError for a malformed address."""
+        """`write_key` writes the daemon's key to a file, `server` answers what peers ask over a session.
+
+        Raises ConfigError for a malformed address.
+        """
         self.session: HivemindSession | None = None
         """None before the start, after the end, and while a broken one is being replaced."""
         self.guard: IndexGuard | None = None
@@ -64,10 +68,11 @@ class SessionSupervisor:
         self.num_restarts = 0
         """How often the daemon broke down."""
         self._config = config
-        self._key_file = key_file
+        self._write_key = write_key
         self._server = server
         self._ask_about_reach = ask_about_reach
         self._validator = validator
+        self._admits = admits
         self._clock = clock
         self._rng = rng
         self._health_interval_s = health_interval_s
@@ -141,9 +146,9 @@ class SessionSupervisor:
             raise NetworkError(
                 f'network.backend "hivemind" needs the package hivemind, got {error}; install it, or set "off"'
             ) from None
-        self.guard = IndexGuard(self._validator, self._clock)
+        self.guard = IndexGuard(self._validator, self._clock, self._admits)
         return await HivemindSession.open(
-            key_file=self._key_file,
+            write_key=self._write_key,
             listen=self._listen,
             announce=self._announced(),
             role=role_of(self._config, self._listen, self._relays, is_reachable=self._watch.is_reachable),
@@ -156,7 +161,8 @@ class SessionSupervisor:
 
     async def _supervise(self) -> None:
         """Keep a working session with at least one peer, for as long as the node runs."""
-        num_lonely = 0
+        # Whom nobody answered at the start asks again soon: a peer may have been about to learn who this is.
+        num_lonely = 0 if self.session is not None and self.session.neighbors else 1
         while True:
             await self._look_from_outside()
             session = self.session

@@ -6,6 +6,7 @@ node → HivemindTransport → HivemindSession: daemon (Go) + DHT node → peers
 
 import asyncio
 import contextlib
+import functools
 import random
 import time
 from collections import Counter
@@ -24,13 +25,23 @@ from swarm.network.reach.reachability import ASK_TIMEOUT_S, MAX_REACH_REQUEST_BY
 from swarm.network.requests.client import Stream, StreamRequests
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import parse_setting
-from swarm.network.transport import Contact, GossipHandler, IndexValidator, RequestHandler, TrafficCounter, by_place
+from swarm.network.transport import (
+    Admits,
+    Contact,
+    GossipHandler,
+    IndexValidator,
+    RequestHandler,
+    TrafficCounter,
+    by_place,
+    everybody,
+)
 from swarm.records.identity import Identity, write_libp2p_key
 
 if TYPE_CHECKING:
     from swarm.network.hivemind.session import HivemindSession
 
-_KEY_FILE = "libp2p.key"
+_OLD_KEY_FILE = "libp2p.key"
+"""Where earlier releases kept the daemon's copy of the key."""
 _PEERS_FILE = "peers.json"
 
 
@@ -43,16 +54,18 @@ class HivemindTransport:
         identity: Identity,
         state_dir: Path,
         validator: IndexValidator | None = None,
+        admits: Admits = everybody,
         *,
         health_interval_s: float = HEALTH_INTERVAL_S,
     ) -> None:
-        """`state_dir`: the node's folder, which keeps the daemon's key. Raises ConfigError for a malformed address."""
+        """`state_dir`: the node's folder, which keeps the peers met. Raises ConfigError for a malformed address."""
         self.peer_id = identity.peer_id
         self.traffic = TrafficCounter()
         self._config = config
         self._identity = identity
-        self._key_file = state_dir / _KEY_FILE
-        self._server = RequestServer.of(config, self.traffic)
+        self._old_key_file = state_dir / _OLD_KEY_FILE
+        self._admits = admits
+        self._server = RequestServer.of(config, self.traffic, admits)
         self._heap = HeapTrimmer()
         self._requests = StreamRequests(self._open_stream, self.traffic, self._call)
         self.gossip = GossipSlot(None if config.gossip == "off" else self._make_gossip)
@@ -63,11 +76,12 @@ class HivemindTransport:
         self._peers = KnownPeers(initial, self.peer_id, state_dir / _PEERS_FILE, self.now)
         self._supervisor = SessionSupervisor(
             config,
-            self._key_file,
+            functools.partial(write_libp2p_key, identity),
             self._server,
             self._peers,
             self._ask_about_reach,
             validator,
+            admits,
             self.now,
             random.Random(identity.peer_id),  # spreads the retries of nodes that lost the same peer
             health_interval_s,
@@ -76,7 +90,7 @@ class HivemindTransport:
     async def start(self) -> None:
         """Raises NetworkError. Initial peers that do not answer are no error: the supervisor goes on trying."""
         assert self._session is None, "started twice"
-        write_libp2p_key(self._identity, self._key_file)
+        self._old_key_file.unlink(missing_ok=True)
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.stop)
             await self._supervisor.open()
@@ -190,7 +204,7 @@ class HivemindTransport:
             )
         from swarm.network.libp2p.gossip import Libp2pGossip
 
-        return Libp2pGossip.of(self._config, self._identity, self.traffic)
+        return Libp2pGossip.of(self._config, self._identity, self.traffic, self._admits)
 
     async def _call(self, peer_id: str, protocol: str, request: bytes) -> bytes:
         session = self._session

@@ -26,7 +26,7 @@ from swarm.network.libp2p.pubsub import GuardedPubsub
 from swarm.network.libp2p.router import HUB_DEGREE, NODE_DEGREE, BoundedGossipSub
 from swarm.network.peers.surroundings import told_to_others
 from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
-from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, TrafficCounter
+from swarm.network.transport import MAX_GOSSIP_BYTES, Admits, GossipHandler, TrafficCounter, everybody
 from swarm.records.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class Libp2pGossip:
         *,
         timeout_s: float,
         is_hub: bool = False,
+        admits: Admits = everybody,
     ) -> None:
         """`timeout_s`: longest wait for the host to come up. `announce`: told to others in place of `listen`.
 
@@ -66,7 +67,7 @@ class Libp2pGossip:
         self._degree = HUB_DEGREE if is_hub else NODE_DEGREE
         self._chosen: set[str] = set()  # neighbours that this node dialled
         self._handlers: dict[str, GossipHandler] = {}
-        self._guard = ForwarderGuard(time.monotonic)
+        self._guard = ForwarderGuard(time.monotonic, admits)
         self._rng = random.Random(identity.peer_id + "gossip")  # each node picks others
         self._book = GossipAddressBook(identity.peer_id, self._rng)
         self._host: Libp2pHost | None = None
@@ -81,13 +82,18 @@ class Libp2pGossip:
         self.num_restarts = 0
 
     @classmethod
-    def of(cls, config: NetworkSection, identity: Identity, traffic: TrafficCounter) -> Self:
+    def of(
+        cls, config: NetworkSection, identity: Identity, traffic: TrafficCounter, admits: Admits = everybody
+    ) -> Self:
         """With the addresses of the settings. Raises ConfigError for a malformed one."""
         listen = parse_setting("gossip_listen", config.gossip_listen) or tuple(
             replace(address, port=0) for address in parse_setting("listen", config.listen)
         )
         announce = parse_setting("gossip_announce", config.gossip_announce)
-        return cls(identity, listen, announce, traffic, timeout_s=config.startup_timeout_s, is_hub=config.serve_gossip)
+        return cls(
+            identity, listen, announce, traffic,
+            timeout_s=config.startup_timeout_s, is_hub=config.serve_gossip, admits=admits,
+        )  # fmt: skip
 
     @property
     def rejected(self) -> Counter[str]:
@@ -198,7 +204,7 @@ class Libp2pGossip:
         """Drop peers that are shut out, and connect to others where there are too few."""
         for peer_id in host.peers():
             if self._guard.is_shut_out(peer_id):
-                logger.info("gossip peer %s is shut out for a while: too many invalid messages", peer_id)
+                logger.info("gossip peer %s is shut out: no member, or too many invalid messages", peer_id)
                 self._book.forget(peer_id)
                 with contextlib.suppress(NetworkError):
                     await host.disconnect(peer_id)

@@ -31,7 +31,16 @@ from swarm.network.peers.surroundings import told_to_others
 from swarm.network.requests.client import Stream, StreamRequests
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import parse_setting, with_actual_ports
-from swarm.network.transport import Contact, GossipHandler, IndexValidator, RequestHandler, TrafficCounter, by_place
+from swarm.network.transport import (
+    Admits,
+    Contact,
+    GossipHandler,
+    IndexValidator,
+    RequestHandler,
+    TrafficCounter,
+    by_place,
+    everybody,
+)
 from swarm.records.identity import Identity
 
 logger = logging.getLogger(__name__)
@@ -53,6 +62,7 @@ class LightTransport:
         config: NetworkSection,
         identity: Identity,
         validator: IndexValidator | None = None,
+        admits: Admits = everybody,
     ) -> None:
         """Raises ConfigError for a malformed address."""
         self.peer_id = identity.peer_id
@@ -64,7 +74,8 @@ class LightTransport:
         self._rng = random.Random(identity.peer_id)
         self._listen = parse_setting("listen", config.listen)
         self._announce = parse_setting("announce", config.announce)
-        self._server = RequestServer.of(config, self.traffic)
+        self._admits = admits
+        self._server = RequestServer.of(config, self.traffic, admits)
         self._requests = StreamRequests(self._open_stream, self.traffic)
         self._contacts: dict[str, Contact] = {}
         for address in parse_setting("initial_peers", config.initial_peers):
@@ -172,7 +183,7 @@ class LightTransport:
             raise NetworkError('network.gossip = "daemon" needs network.backend = "hivemind", got "libp2p"; change one')
         from swarm.network.libp2p.gossip import Libp2pGossip
 
-        return Libp2pGossip.of(self._config, self._identity, self.traffic)
+        return Libp2pGossip.of(self._config, self._identity, self.traffic, self._admits)
 
     async def _open(self) -> Libp2pHost:
         host = await Libp2pHost.open(

@@ -25,7 +25,7 @@ from swarm.network.requests.framing import (
     write_response,
 )
 from swarm.network.requests.limits import CallerTable, RequestLimits
-from swarm.network.transport import RequestHandler, RequestRefused, TrafficCounter
+from swarm.network.transport import Admits, RequestHandler, RequestRefused, TrafficCounter, everybody
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ MAX_DRAINED_BYTES = 4 << 20
 """... and may go on sending so much."""
 STALL_TIMEOUT_S = 5.0
 """Longest silence of a caller where its next bytes are due."""
+STRANGER = "not a member"
+"""What a peer hears that this node does not answer at all."""
 MAX_BUFFERED_BYTES = 16 << 20
 """So much of a response may have left and not arrived: in buffers of the system, of libp2p and of the line."""
 
@@ -56,9 +58,16 @@ class RequestServer:
     """Handlers of one node by protocol name, with bounds on what callers may take."""
 
     def __init__(
-        self, *, max_concurrent: int, timeout_s: float, traffic: TrafficCounter, limits: RequestLimits | None = None
+        self,
+        *,
+        max_concurrent: int,
+        timeout_s: float,
+        traffic: TrafficCounter,
+        limits: RequestLimits | None = None,
+        admits: Admits = everybody,
     ) -> None:
         """`timeout_s` bounds each of: reading a request, running its handler, sending a response of no size."""
+        self._admits = admits
         self._timeout_s = timeout_s
         self._stall_timeout_s = min(STALL_TIMEOUT_S, timeout_s)
         self._traffic = traffic
@@ -67,16 +76,17 @@ class RequestServer:
         self._conversations: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self.refused: Counter[str] = Counter()
-        """Requests without an answer, by reason: busy, rate, flood, oversize, slow, cut, unknown_protocol, handler."""
+        """Requests without an answer, by reason: busy, rate, flood, oversize, slow, cut, unknown_protocol, handler, stranger."""
 
     @classmethod
-    def of(cls, config: NetworkSection, traffic: TrafficCounter) -> Self:
+    def of(cls, config: NetworkSection, traffic: TrafficCounter, admits: Admits = everybody) -> Self:
         """With the limits of the settings."""
         return cls(
             max_concurrent=config.max_connections_inbound,
             timeout_s=config.request_timeout_s,
             traffic=traffic,
             limits=RequestLimits.of(config),
+            admits=admits,
         )
 
     @property
@@ -97,6 +107,8 @@ class RequestServer:
         service = self._services.get(protocol)
         if service is None:
             return self._refusal("unknown protocol", "unknown_protocol")
+        if not self._admits(peer_id, protocol):
+            return self._refusal(STRANGER, "stranger")
         if len(request) > service.max_request_bytes:
             reason = f"a request must be <= {service.max_request_bytes} bytes, got {len(request)}"
             return self._refusal(reason, "oversize")
@@ -165,6 +177,8 @@ class RequestServer:
         self, peer_id: str, protocol: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         try:
+            if not self._admits(peer_id, protocol):
+                raise RequestRefused(STRANGER)
             with self._place(peer_id):
                 await self._converse(self._services[protocol], peer_id, protocol, reader, writer)
         except RequestRefused as refusal:
@@ -257,8 +271,10 @@ async def _drain(reader: asyncio.StreamReader) -> None:
 
 
 def _word(refusal: RequestRefused) -> str:
-    """Under what to count a refusal that is not a handler's: the only other one names a size."""
+    """Under what to count a refusal that is not a handler's: the only one left names a size."""
     reason = str(refusal)
+    if reason == STRANGER:
+        return "stranger"
     return reason if reason in BUSY_REASONS else "oversize"
 
 

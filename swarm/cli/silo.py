@@ -1,0 +1,256 @@
+"""`swarm silo`: a private swarm, for members only, with everything sealed that leaves a node."""
+
+import json
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from swarm.cli.arguments import take_first
+from swarm.cli.passphrase import unlock
+from swarm.cli.silo_found import found
+from swarm.errors import ManifestError, SiloError
+
+if TYPE_CHECKING:
+    from swarm.manifest import Manifest
+    from swarm.node_folder import NodeFolder
+    from swarm.records.identity import Identity
+    from swarm.silo.owner import Owner
+    from swarm.silo.roll import Roll
+
+app = typer.Typer(
+    help="A private swarm: for members only, and sealed. Found one, ask to be a member, invite, revoke.",
+    no_args_is_help=True,
+)
+
+OWNER_KEY = "silo-owner.key"
+_FOLDER = typer.Option(Path("runs/silo"), "--dir", help="The node's folder.")
+_KEY = typer.Option(None, "--key", help=f"The owner's key. Default: {OWNER_KEY} in the folder.")
+_DAY_S = 86_400.0
+_OPTIONS = ("--dir", "--key", "--address", "--base", "--description")
+
+
+@app.command("init", context_settings={"ignore_unknown_options": True})
+def init(
+    arguments: list[str] = typer.Argument(
+        None,
+        metavar="NAME [CONFIG]... [--section.key VALUE]...",
+        help="Name of the silo; then settings as `swarm run` takes them, for tasks, base and limits.",
+    ),
+    folder: Path = _FOLDER,
+    key: Path = _KEY,
+    address: list[str] = typer.Option(
+        [],
+        metavar="ADDRESS",
+        help="Where others can reach this node, such as /ip4/10.0.0.1/tcp/38000, or ADDRESS/p2p/PEER_ID of another.",
+    ),
+    base: list[str] = typer.Option([], metavar="BASE", help="Base that nodes may train. Default: policy.base."),
+    description: str = typer.Option("", help="One line about the silo."),
+) -> None:
+    """Found a silo: its owner's key, its manifest, and the node of this folder as its first member."""
+    name, settings = take_first(arguments or [])
+    if name is None:
+        raise ManifestError("swarm silo init needs a name, got none; see --help")
+    manifest = found(name, settings, folder, key or folder / OWNER_KEY, address, base, description, _OPTIONS)
+    listen = [one.partition("/p2p/")[0] for one in address]
+    listening = f" --network.listen '{json.dumps(listen)}'" if listen else ""
+    print(f"silo {name}, id {manifest.id}, owner {manifest.founder_name} ({manifest.founder})")
+    print(f"back up {key or folder / OWNER_KEY}: whoever has it decides who the members are")
+    print(f"next:\n  swarm join {folder / 'manifest.toml'}{listening}   # starts this node")
+    print(f"  swarm silo invite REQUEST --dir {folder}   # for each line that `swarm silo request` prints elsewhere")
+
+
+@app.command()
+def request(folder: Path = _FOLDER) -> None:
+    """Print the line with which to ask a silo's owner for a membership. It holds no secret."""
+    from swarm.node_folder import NodeFolder
+    from swarm.records.identity import load_or_create
+    from swarm.silo.grant import make_request
+
+    files = NodeFolder(folder)
+    files.create()
+    print(make_request(load_or_create(files.identity, unlock)))
+
+
+@app.command()
+def invite(
+    request: str = typer.Argument(..., metavar="REQUEST", help="The line that they sent you, or a file with it."),
+    folder: Path = _FOLDER,
+    key: Path = _KEY,
+    days: float = typer.Option(365.0, min=0.001, help="So long they are a member; invite them again to renew it."),
+    out: Path = typer.Option(None, help="Write the invitation to this file instead of printing it."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """Make somebody a member. Send them the line that it prints; it is of use to nobody else."""
+    from swarm.silo.grant import read_request
+
+    asked = read_request(_line(request))
+    owner, files = _owner(folder, key)
+    until = time.time() + days * _DAY_S
+    token = owner.invite(asked, until, time.time(), files.manifest.read_text(encoding="utf-8"))
+    _publish(owner, files)
+    if out is not None:
+        _write_line(out, token)
+    if as_json:
+        fields = _member_fields(asked.peer_id, until) | ({} if out is not None else {"invitation": token})
+        print(json.dumps(fields))
+    else:
+        print(f"invitation written to {out}" if out is not None else token)
+
+
+@app.command()
+def join(
+    token: str = typer.Argument(..., metavar="INVITATION", help="The line that the owner sent you, or a file with it."),
+    folder: Path = _FOLDER,
+) -> None:
+    """Become a member: check the invitation and keep it, with the silo's manifest, in the node's folder."""
+    from swarm.manifest import check_protocol
+    from swarm.manifest_file import check_joined, write_text
+    from swarm.node_folder import NodeFolder
+    from swarm.records.codec import PROTOCOL_VERSION
+    from swarm.records.identity import load
+    from swarm.silo.grant import decode_token
+    from swarm.silo.membership import Membership
+    from swarm.silo.silo_files import SiloFiles
+
+    line = _line(token)
+    opened, files = decode_token(line), NodeFolder(folder)
+    manifest = opened.manifest
+    check_protocol(manifest, PROTOCOL_VERSION)
+    check_joined(files.manifest, manifest)
+    identity = load(files.identity, unlock)
+    membership = Membership(manifest.id, manifest.founder, identity, time.time)
+    membership.take_own_grant(opened.grant.data, opened.wrapped)
+    if opened.grant.until <= time.time():
+        raise SiloError(f"an invitation must not be expired, got one until {_day(opened.grant.until)}; ask for another")
+    SiloFiles(folder).write_token(line.strip())
+    write_text(files.manifest, opened.manifest_text)
+    print(f"member of {manifest.name} until {_day(opened.grant.until)}; its owner is {manifest.founder}")
+    print(f"next: swarm join {files.manifest}")
+
+
+@app.command()
+def members(
+    folder: Path = _FOLDER,
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """Who the members are, by the newest roll in this folder. Works on every member's machine."""
+    manifest, roll = _roll(folder)
+    if as_json:
+        listed = [_member_fields(one.peer_id, one.until) for one in roll.members]
+        facts = {"silo": manifest.name, "id": manifest.id, "owner": manifest.founder}
+        print(json.dumps(facts | {"version": roll.version, "epoch": roll.epoch, "members": listed}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("name", "peer id", "until", title=f"{manifest.name}: roll {roll.version}, epoch {roll.epoch}")
+    for one in roll.members:
+        fields = _member_fields(one.peer_id, one.until)
+        table.add_row(fields["name"], one.peer_id, _day(one.until) if not fields["expired"] else "expired")
+    Console(markup=False, highlight=False).print(table)
+
+
+@app.command()
+def revoke(
+    who: str = typer.Argument(..., metavar="NAME|PEER_ID", help="As `swarm silo members` shows them."),
+    folder: Path = _FOLDER,
+    key: Path = _KEY,
+) -> None:
+    """Put a member out. All others get a new key within seconds; what was sealed before stays readable to who read it."""
+    owner, files = _owner(folder, key)
+    peer_id = _found(owner.roll, who)
+    owner.revoke(peer_id, time.time())
+    _publish(owner, files)
+    print(f"{peer_id} is no member any more; epoch {owner.roll.epoch}")
+
+
+@app.command()
+def rotate(folder: Path = _FOLDER, key: Path = _KEY) -> None:
+    """Give the members a new key, and drop those whose membership has ended."""
+    owner, files = _owner(folder, key)
+    owner.rotate(time.time())
+    _publish(owner, files)
+    print(f"epoch {owner.roll.epoch}, {len(owner.roll.members)} members")
+
+
+def _owner(folder: Path, key: Path | None) -> "tuple[Owner, NodeFolder]":
+    """Raises SiloError where the key is not the owner's."""
+    from swarm.node_folder import NodeFolder
+    from swarm.records.identity import load
+    from swarm.silo.owner import Owner
+
+    path = key or folder / OWNER_KEY
+    manifest, roll = _roll(folder)
+    identity: Identity = load(path, unlock)
+    if identity.peer_id != manifest.founder:
+        raise SiloError(f"only its owner {manifest.founder} can change a silo, got {path}; set --key", "stranger")
+    return Owner(identity, roll), NodeFolder(folder)
+
+
+def _roll(folder: Path) -> "tuple[Manifest, Roll]":
+    from swarm.manifest_file import read_manifest
+    from swarm.node_folder import NodeFolder
+    from swarm.silo.roll import decode_roll
+    from swarm.silo.silo_files import SiloFiles
+
+    manifest = read_manifest(str(NodeFolder(folder).manifest))
+    data = SiloFiles(folder).read_roll()
+    if data is None:
+        raise SiloError(
+            f"a member's folder must hold the silo's roll, got none in {folder}; start the node, or set --dir"
+        )
+    return manifest, decode_roll(data, manifest.founder, manifest.id)
+
+
+def _publish(owner: "Owner", files: "NodeFolder") -> None:
+    """Where the node of this folder runs, it notices within a second and tells the others."""
+    from swarm.silo.silo_files import SiloFiles
+
+    SiloFiles(files.path).write_roll(owner.data)
+
+
+def _found(roll: "Roll", who: str) -> str:
+    """The peer id of a member by that or by its readable name. Raises SiloError."""
+    from swarm.records.peer_name import peer_name
+
+    named = [one.peer_id for one in roll.members if who in (one.peer_id, peer_name(one.peer_id))]
+    if len(named) != 1:
+        what = "nobody" if not named else f"{len(named)} of that name"
+        raise SiloError(f"a member must be named, got {who}, who is {what}; take the peer id from `swarm silo members`")
+    return named[0]
+
+
+def _member_fields(peer_id: str, until: float) -> dict[str, Any]:
+    from swarm.records.peer_name import peer_name
+
+    return {"name": peer_name(peer_id), "peer_id": peer_id, "until": until, "expired": until <= time.time()}
+
+
+def _line(text: str) -> str:
+    """The text itself, or what is in the file of that name."""
+    from swarm.silo.grant import INVITE_PREFIX, MAX_TOKEN_BYTES, REQUEST_PREFIX
+
+    if text.startswith((INVITE_PREFIX, REQUEST_PREFIX)):
+        return text
+    try:
+        with Path(text).open(encoding="utf-8", errors="replace") as file:
+            return file.read(2 * MAX_TOKEN_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise SiloError(
+            f"it must be a line that begins with {INVITE_PREFIX} or {REQUEST_PREFIX}, or a file with one, got {error}; "
+            "paste the whole line"
+        ) from None
+
+
+def _write_line(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SiloError(f"an invitation must be writable, got {error}; name another file") from None
+
+
+def _day(time_s: float) -> str:
+    return f"{datetime.fromtimestamp(min(time_s, 2e11), UTC):%Y-%m-%d %H:%M} UTC"

@@ -1,0 +1,178 @@
+"""How members keep each other up to date: whoever has an older roll fetches the newer one.
+
+    request  = msgpack [1, version of the own roll, own grant or empty]
+    response = a box for the asker: msgpack [1, roll where it is newer, else empty, [grant, …]]
+
+It is asked in the clear of the group's key, since the two may be of different epochs; all of it is inside the connection's
+own encryption, too. A node asks one member now and then, and all it is connected to when its own roll changes; a member
+that is asked by one with a newer roll asks back. So a new roll is everywhere within a few round trips.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from swarm.errors import RequestError, SiloError
+from swarm.network.transport import RequestRefused, Transport
+from swarm.observability.repeat import repeat
+from swarm.records.fields import check_array, check_bytes, check_int, check_list, pack
+from swarm.records.identity import Identity
+from swarm.silo.grant import MAX_GRANT_BYTES
+from swarm.silo.membership import MAX_GRANTS, Membership
+from swarm.silo.roll import MAX_ROLL_BYTES
+from swarm.silo.sealing import BOX_OVERHEAD_BYTES, box, box_key, open_box
+from swarm.silo.signed import FORMAT, one_error, unpacked
+from swarm.silo.silo_files import SiloFiles
+
+logger = logging.getLogger(__name__)
+
+BULLETIN_PROTOCOL = "swarm/silo/1"
+MAX_BULLETIN_REQUEST_BYTES = MAX_GRANT_BYTES + 32
+MAX_BULLETIN_BYTES = MAX_ROLL_BYTES + MAX_GRANTS * MAX_GRANT_BYTES + BOX_OVERHEAD_BYTES + 1024
+LOOK_INTERVAL_S = 1.0
+"""Between two looks at the roll on disk, and at who has to be asked."""
+ASK_INTERVAL_S = 10.0
+"""Between two questions to a member taken at random."""
+_DEADLINE_S = 10.0
+_MAX_ASKED_AT_ONCE = 32
+_MAX_HURRIED = 64
+_CONTEXT = b"bulletin"
+
+
+def encode_question(version: int, grant: bytes) -> bytes:
+    return pack([FORMAT, version, grant])
+
+
+@one_error("a question for a silo's roll")
+def decode_question(request: bytes) -> tuple[int, bytes]:
+    """(version, grant or empty). Raises SiloError."""
+    format_number, version, grant = check_array(unpacked(request, 3), 3)
+    check_int(format_number, FORMAT, FORMAT)
+    return check_int(version, 0, 2**53), check_bytes(grant)
+
+
+def encode_bulletin(roll: bytes, grants: Sequence[bytes]) -> bytes:
+    return pack([FORMAT, roll, list(grants)])
+
+
+@one_error("a silo's bulletin")
+def decode_bulletin(text: bytes) -> tuple[bytes, list[bytes]]:
+    """(roll or empty, grants), neither checked. Raises SiloError."""
+    format_number, roll, grants = check_array(unpacked(text, MAX_GRANTS), 3)
+    check_int(format_number, FORMAT, FORMAT)
+    return check_bytes(roll), [check_bytes(grant) for grant in check_list(grants, 0, MAX_GRANTS)]
+
+
+class Bulletin:
+    """Of one node. Runs on its loop, over the transport beneath the sealing one."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        membership: Membership,
+        identity: Identity,
+        files: SiloFiles,
+        entrances: Sequence[str],
+        rng: random.Random,
+    ) -> None:
+        """`entrances`: peer ids to ask while no member is connected, such as the manifest's."""
+        self._transport = transport
+        self._membership = membership
+        self._box_key = box_key(identity)
+        self._peer_id = identity.peer_id
+        self._files = files
+        self._entrances = [peer_id for peer_id in dict.fromkeys(entrances) if peer_id != identity.peer_id]
+        self._rng = rng
+        self._hurried: OrderedDict[str, None] = OrderedDict()
+        self._next_ask_at = 0.0
+        self._told_version = membership.version
+        self._wake = asyncio.Event()
+        transport.serve(BULLETIN_PROTOCOL, self.answer, max_request_bytes=MAX_BULLETIN_REQUEST_BYTES)
+
+    async def work(self) -> None:
+        """From the transport's start to its stop. Ends only when cancelled."""
+        await repeat(self._turn, on_failure=lambda: None)
+
+    def hurry(self, peer_id: str) -> None:
+        """Ask this peer soon: it speaks of what this node does not know yet."""
+        if len(self._hurried) < _MAX_HURRIED:
+            self._hurried[peer_id] = None
+            self._wake.set()
+
+    async def answer(self, peer_id: str, request: bytes) -> bytes:
+        """Raises RequestRefused for whoever is no member."""
+        try:
+            version, grant = decode_question(request)
+            if grant and self._membership.take_grant(grant).peer_id != peer_id:
+                raise RequestRefused("the grant of another")
+        except SiloError as error:
+            raise RequestRefused(f"not a member: {error.fault}") from None
+        key = self._membership.box_key_of(peer_id)
+        if key is None:
+            raise RequestRefused("not a member")
+        if version > self._membership.version:
+            self.hurry(peer_id)
+        roll = self._membership.roll_data if version < self._membership.version else b""
+        return box(key, encode_bulletin(roll, [one.data for one in self._membership.grants]), _CONTEXT)
+
+    async def ask(self, peer_id: str) -> None:
+        """Take what a peer knows and this node does not. Whatever comes of it, nothing is raised."""
+        try:
+            boxed = await self._transport.request(
+                peer_id,
+                BULLETIN_PROTOCOL,
+                encode_question(self._membership.version, self._own_grant()),
+                max_response_bytes=MAX_BULLETIN_BYTES,
+                deadline_s=_DEADLINE_S,
+            )
+            roll, grants = decode_bulletin(open_box(self._box_key, boxed, _CONTEXT))
+            if roll and self._membership.take_roll(roll):
+                self._files.write_roll(roll)
+            for grant in grants:
+                with contextlib.suppress(SiloError):  # of an epoch that one of the two does not know
+                    self._membership.take_grant(grant)
+        except (RequestError, SiloError) as error:
+            logger.debug("asked %s for the silo's roll: %s", peer_id, error)
+
+    def read_file(self) -> None:
+        """Take the roll on disk where it is newer. One that is damaged costs a warning."""
+        try:
+            if self._files.roll_has_changed() and (data := self._files.read_roll()) is not None:
+                self._membership.take_roll(data)
+        except SiloError as error:
+            logger.warning("the roll in this node's folder is passed over: %s", error)
+
+    async def _turn(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_INTERVAL_S):
+                await self._wake.wait()
+        self._wake.clear()
+        self.read_file()
+        if asked := await self._due():
+            await asyncio.gather(*(self.ask(peer_id) for peer_id in asked))
+
+    async def _due(self) -> list[str]:
+        """Whom to ask now: who was hurried; all members here when the roll has changed; else one from time to time."""
+        hurried = list(self._hurried)
+        self._hurried.clear()
+        has_changed, now = self._told_version != self._membership.version, self._transport.now()
+        if not has_changed and now < self._next_ask_at:
+            return hurried
+        here = [one for one in await self._transport.connected_peers() if self._membership.is_member(one)]
+        others = here or self._entrances
+        if not has_changed and others:
+            others = [self._rng.choice(others)]
+        self._told_version = self._membership.version
+        has_roll = self._membership.version > 0 and bool(here)
+        self._next_ask_at = now + (ASK_INTERVAL_S if has_roll else LOOK_INTERVAL_S)
+        self._rng.shuffle(others := list(others))
+        return list(dict.fromkeys((*hurried, *others)))[:_MAX_ASKED_AT_ONCE]
+
+    def _own_grant(self) -> bytes:
+        """To be shown while others may not have the roll that names this node."""
+        grant, roll = self._membership.own_grant, self._membership.roll
+        is_needed = grant is not None and (roll is None or grant.epoch >= roll.epoch)
+        return grant.data if grant is not None and is_needed else b""

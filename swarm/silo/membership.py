@@ -1,0 +1,132 @@
+"""Who the members are as far as one node knows, and the keys that it has by being one of them.
+
+silo.roll, other members ─ take_roll ─┐                     ┌─ is_member(peer)
+token, newcomers ──────── take_grant ─┼─→ Membership ───────┼─ box_key_of(peer)
+clock (memberships end) ──────────────┘                     └─ KeyRing
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+
+from swarm.errors import SiloError
+from swarm.records.identity import Identity
+from swarm.silo.grant import Grant, decode_grant
+from swarm.silo.key_ring import GRACE_S, KeyRing
+from swarm.silo.roll import Member, Roll, decode_roll, wrap_context
+from swarm.silo.sealing import box_key, open_epoch_key
+
+logger = logging.getLogger(__name__)
+
+MAX_GRANTS = 64
+"""Of newcomers that are on no roll yet; members that fetch a roll fetch these as well."""
+
+
+class Membership:
+    """Of one node. Runs on its loop."""
+
+    def __init__(
+        self, swarm_id: str, owner: str, identity: Identity, clock: Callable[[], float], grace_s: float = GRACE_S
+    ) -> None:
+        """`owner`: peer id of whoever signs rolls and grants. `clock`: seconds since the epoch."""
+        self.swarm_id = swarm_id
+        self.owner = owner
+        self.keys = KeyRing(clock, grace_s)
+        self.roll: Roll | None = None
+        self.roll_data = b""
+        """As signed, to be handed on."""
+        self.own_grant: Grant | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after a roll was taken."""
+        self._identity = identity
+        self._box_key = box_key(identity)
+        self._clock = clock
+        self._members: dict[str, Member] = {}  # of the roll
+        self._grants: OrderedDict[str, Grant] = OrderedDict()  # by peer id, of the roll's epoch
+
+    @property
+    def version(self) -> int:
+        """Of the roll; 0 without one."""
+        return 0 if self.roll is None else self.roll.version
+
+    @property
+    def grants(self) -> tuple[Grant, ...]:
+        """Of members that the roll does not list."""
+        return tuple(self._grants.values())
+
+    def is_member(self, peer_id: str) -> bool:
+        """Whether the roll or a grant says so at this moment. Without a roll nobody is but this node."""
+        return self.box_key_of(peer_id) is not None
+
+    def box_key_of(self, peer_id: str) -> bytes | None:
+        """The key to box something with for one member; None for others."""
+        own = self.own_grant if peer_id == self._identity.peer_id else None
+        if own is not None and self.roll is not None and own.epoch < self.roll.epoch:
+            own = None  # the roll has the last word since
+        for entry in (self._members.get(peer_id), self._grants.get(peer_id), own):
+            if entry is not None and self._clock() < entry.until:
+                return entry.box_key
+        return None
+
+    def take_roll(self, data: bytes) -> bool:
+        """Whether it was newer than what is known. Raises SiloError for one that the owner has not signed.
+
+        A roll of an epoch before that of the own grant is refused: somebody may have been put out in between.
+        """
+        roll = decode_roll(data, self.owner, self.swarm_id)
+        least_epoch = max(self.keys.epoch, self.own_grant.epoch if self.own_grant is not None else 0)
+        if roll.epoch < least_epoch:
+            raise SiloError(f"a silo's roll must be of epoch >= {least_epoch}, got {roll.epoch}", "old")
+        if roll.version <= self.version:
+            return False
+        self.roll, self.roll_data = roll, data
+        self._members = {member.peer_id: member for member in roll.members}
+        # Grants of an earlier epoch are over: who was put out since is not on this roll.
+        self._grants = OrderedDict((one.peer_id, one) for one in self._grants.values() if self._counts(one))
+        self._take_key(roll)
+        self.on_change()
+        return True
+
+    def take_grant(self, data: bytes) -> Grant:
+        """A newcomer's; it counts while no roll of a later epoch is known. Raises SiloError."""
+        grant = decode_grant(data, self.owner, self.swarm_id)
+        if self._clock() >= grant.until:
+            raise SiloError("a silo's grant must not be expired; ask its owner for another", "old")
+        if self.roll is not None and grant.epoch < self.roll.epoch:
+            raise SiloError(f"a silo's grant must be of epoch {self.roll.epoch}, got {grant.epoch}", "old")
+        if self._counts(grant):
+            self._grants.pop(grant.peer_id, None)
+            self._grants[grant.peer_id] = grant
+            while len(self._grants) > MAX_GRANTS:
+                self._grants.popitem(last=False)
+        return grant
+
+    def take_own_grant(self, data: bytes, wrapped: bytes) -> None:
+        """What the token of this node holds. Raises SiloError for that of another, and where the key does not open."""
+        grant = decode_grant(data, self.owner, self.swarm_id)
+        own = self._box_key.public_key().public_bytes_raw()
+        if grant.peer_id != self._identity.peer_id or grant.box_key != own:
+            raise SiloError(
+                f"a token must be for this node, {self._identity.peer_id}, got one for {grant.peer_id}; "
+                "give the owner the request of this node",
+                "stranger",
+            )
+        self.own_grant = grant
+        self.keys.take(open_epoch_key(self._box_key, grant.epoch, wrapped, self._context()))
+
+    def _counts(self, grant: Grant) -> bool:
+        """Whether a grant adds anything to the roll."""
+        if self.roll is None or grant.epoch != self.roll.epoch:
+            return False
+        listed = self._members.get(grant.peer_id)
+        return listed is None or listed.until < grant.until
+
+    def _take_key(self, roll: Roll) -> None:
+        own = self._members.get(self._identity.peer_id)
+        if own is not None:
+            self.keys.take(open_epoch_key(self._box_key, roll.epoch, own.wrapped, self._context()))
+        elif self.keys.epoch < roll.epoch:
+            logger.warning("this node is no longer a member of its silo; ask the owner, whose word is final")
+
+    def _context(self) -> bytes:
+        return wrap_context(self.swarm_id, self._identity.peer_id)

@@ -1,0 +1,98 @@
+"""The roll: who the members of a silo are, signed by its owner, with the group's key wrapped for each of them.
+
+    payload = msgpack [1, swarm id (16), version, epoch, issued at, key for the owner (80), [member, …]]
+    member  = [peer id, X25519 key (32), until, key for the member (80)]
+    roll    = msgpack [payload, signature]       the owner's, over "swarm/silo-roll/1\\0" + payload
+
+Versions only grow: who knows one takes no older. A new epoch means a new key, and nobody leaves the roll without one; so
+within an epoch members are only added, and are members no longer than `until`.
+"""
+
+from dataclasses import dataclass, field
+
+from swarm.records.fields import check_array, check_bytes, check_float, check_int, check_list, check_text
+from swarm.records.identity import Identity, is_peer_id
+from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.silo.sealing import BOX_OVERHEAD_BYTES, KEY_BYTES, MAX_EPOCH
+from swarm.silo.signed import MAX_TIME_S, check_signed, fields_of, one_error, open_envelope, sign
+
+MAX_MEMBERS = 1024
+MAX_ROLL_BYTES = 256 << 10
+WRAPPED_BYTES = BOX_OVERHEAD_BYTES + KEY_BYTES
+_DOMAIN = b"swarm/silo-roll/1\x00"
+_MAX_VERSION = 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One line of a roll."""
+
+    peer_id: str
+    box_key: bytes = field(repr=False)
+    """32 bytes: what is boxed for this key, the member alone opens."""
+    until: float
+    """End of the membership, seconds since the epoch."""
+    wrapped: bytes = field(repr=False)
+    """The epoch's key, boxed for `box_key`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """A roll whose signature was checked, or was just made."""
+
+    swarm_id: str
+    version: int
+    epoch: int
+    issued_at: float
+    owner_wrapped: bytes = field(repr=False)
+    """The epoch's key, boxed for the owner."""
+    members: tuple[Member, ...]
+
+    def member(self, peer_id: str) -> Member | None:
+        return next((member for member in self.members if member.peer_id == peer_id), None)
+
+
+def wrap_context(swarm_id: str, peer_id: str) -> bytes:
+    """What a wrapped key is bound to, beside its epoch."""
+    return f"wrapped/{swarm_id}/{peer_id}".encode()
+
+
+def encode_roll(roll: Roll, owner: Identity) -> bytes:
+    members = [[one.peer_id, one.box_key, float(one.until), one.wrapped] for one in roll.members]
+    fields = [
+        bytes.fromhex(roll.swarm_id), roll.version, roll.epoch, float(roll.issued_at), roll.owner_wrapped, members
+    ]  # fmt: skip
+    return sign(owner, _DOMAIN, fields)
+
+
+@one_error("a silo's roll")
+def decode_roll(data: bytes, owner: str, swarm_id: str) -> Roll:
+    """The roll in anybody's bytes. Raises SiloError unless the owner signed it for this swarm."""
+    payload, signature = open_envelope(data, MAX_ROLL_BYTES)
+    check_signed(owner, _DOMAIN, payload, signature)
+    named_swarm, version, epoch, issued_at, owner_wrapped, lines = fields_of(payload, 6, MAX_MEMBERS)
+    if check_bytes(named_swarm, 16).hex() != swarm_id:
+        raise InvalidRecord(Rejection.FOREIGN_SWARM)
+    members = tuple(_member(line) for line in check_list(lines, 0, MAX_MEMBERS))
+    if len({member.peer_id for member in members}) < len(members):
+        raise InvalidRecord(Rejection.MALFORMED, "a member twice")
+    return Roll(
+        swarm_id=swarm_id,
+        version=check_int(version, 1, _MAX_VERSION),
+        epoch=check_int(epoch, 1, MAX_EPOCH),
+        issued_at=check_float(issued_at, 0.0, MAX_TIME_S),
+        owner_wrapped=check_bytes(owner_wrapped, WRAPPED_BYTES),
+        members=members,
+    )
+
+
+def _member(line: object) -> Member:
+    peer_id, box_key, until, wrapped = check_array(line, 4)
+    if not is_peer_id(check_text(peer_id, 64)):
+        raise InvalidRecord(Rejection.MALFORMED, "expected a peer id")
+    return Member(
+        peer_id,
+        check_bytes(box_key, KEY_BYTES),
+        check_float(until, 0.0, MAX_TIME_S),
+        check_bytes(wrapped, WRAPPED_BYTES),
+    )

@@ -1,0 +1,138 @@
+"""What a silo's members seal for each other, and what is sealed for one of them.
+
+    sealed = epoch (uint32) ‖ nonce (12) ‖ ChaCha20-Poly1305(key of the purpose, nonce, text, bound to purpose and context)
+    boxed  = ephemeral X25519 key (32) ‖ ChaCha20-Poly1305(key of both halves, nonce 0, text, bound to context)
+
+Numbers are big-endian. Keys of purposes come from the epoch's key by HKDF-SHA256 (RFC 5869), so that no two kinds of
+message share one. Nonces are drawn: 2³² messages of one purpose and epoch repeat one with a probability of 2⁻³³ (RFC 8439
+wants them unique), so a silo that talks that much has long rotated its key. In a box the key is used once.
+"""
+
+import hmac
+import os
+from collections import OrderedDict
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from swarm.errors import SiloError
+from swarm.records.identity import Identity
+
+KEY_BYTES = 32
+EPOCH_BYTES = 4
+MAX_EPOCH = 2**32 - 1
+NONCE_BYTES = 12
+TAG_BYTES = 16
+OVERHEAD_BYTES = EPOCH_BYTES + NONCE_BYTES + TAG_BYTES
+"""What sealing adds to a text."""
+BOX_OVERHEAD_BYTES = KEY_BYTES + TAG_BYTES
+_DOMAIN = b"swarm/silo/1/"
+_MAX_PURPOSES = 64
+
+
+class EpochKey:
+    """The group's key of one epoch. Seals, opens and hides names; never prints its secret."""
+
+    def __init__(self, secret: bytes, epoch: int) -> None:
+        """`secret`: 32 random bytes. Raises ValueError for another length."""
+        if len(secret) != KEY_BYTES:
+            raise ValueError(f"a group key must have {KEY_BYTES} bytes, got {len(secret)}")
+        self._secret = secret
+        self._prefix = epoch.to_bytes(EPOCH_BYTES, "big")
+        self._ciphers: OrderedDict[str, ChaCha20Poly1305] = OrderedDict()
+        self._names_key = self._derived("names")
+        self.epoch = epoch
+
+    def seal(self, purpose: str, text: bytes, context: bytes) -> bytes:
+        """OVERHEAD_BYTES longer than `text`; opens only for the same purpose and context."""
+        nonce = os.urandom(NONCE_BYTES)
+        return self._prefix + nonce + self._cipher(purpose).encrypt(nonce, text, self._prefix + context)
+
+    def open(self, purpose: str, sealed: bytes, context: bytes) -> bytes:
+        """Raises SiloError unless a member sealed exactly this in this epoch, for this purpose and context."""
+        if epoch_of(sealed) != self.epoch:
+            raise SiloError(f"a message must be of epoch {self.epoch}, got {epoch_of(sealed)}", "unknown_epoch")
+        whole = memoryview(sealed)  # a body is half a megabyte: no copy of it
+        nonce, rest = whole[EPOCH_BYTES : EPOCH_BYTES + NONCE_BYTES], whole[EPOCH_BYTES + NONCE_BYTES :]
+        try:
+            return self._cipher(purpose).decrypt(nonce, rest, self._prefix + context)
+        except InvalidTag:
+            raise SiloError("a message must be sealed by a member, got one that does not open", "forged") from None
+
+    def hidden(self, name: str) -> str:
+        """64 hex digits that stand for `name` to members, and for nothing to others."""
+        return hmac.digest(self._names_key, name.encode(), "sha256").hex()
+
+    def _cipher(self, purpose: str) -> ChaCha20Poly1305:
+        cipher = self._ciphers.get(purpose)
+        if cipher is None:
+            cipher = self._ciphers[purpose] = ChaCha20Poly1305(self._derived(purpose))
+            while len(self._ciphers) > _MAX_PURPOSES:
+                self._ciphers.popitem(last=False)
+        return cipher
+
+    def _derived(self, purpose: str) -> bytes:
+        return _hkdf(self._secret, self._prefix + purpose.encode())
+
+    def boxed_for(self, public_key: bytes, context: bytes) -> bytes:
+        """This key for the owner of an X25519 key alone."""
+        return box(public_key, self._secret, self._prefix + context)
+
+    def __repr__(self) -> str:
+        return f"EpochKey({self.epoch})"
+
+
+def open_epoch_key(private_key: X25519PrivateKey, epoch: int, boxed: bytes, context: bytes) -> EpochKey:
+    """What `EpochKey.boxed_for` made. Raises SiloError."""
+    secret = open_box(private_key, boxed, epoch.to_bytes(EPOCH_BYTES, "big") + context)
+    if len(secret) != KEY_BYTES:
+        raise SiloError(f"a group key must have {KEY_BYTES} bytes, got {len(secret)}", "malformed")
+    return EpochKey(secret, epoch)
+
+
+def epoch_of(sealed: bytes) -> int:
+    """The epoch that a message names. Raises SiloError where it is too short to be one."""
+    if len(sealed) < OVERHEAD_BYTES:
+        raise SiloError(f"a sealed message must have >= {OVERHEAD_BYTES} bytes, got {len(sealed)}", "malformed")
+    return int.from_bytes(sealed[:EPOCH_BYTES], "big")
+
+
+def box_key(identity: Identity) -> X25519PrivateKey:
+    """The X25519 key that belongs to an identity: nothing else has to be kept, or to be kept secret."""
+    return X25519PrivateKey.from_private_bytes(_hkdf(identity.seed, b"box key"))
+
+
+def box(public_key: bytes, text: bytes, context: bytes) -> bytes:
+    """BOX_OVERHEAD_BYTES longer than `text`. Raises SiloError for a key that nobody can have."""
+    ephemeral = X25519PrivateKey.generate()
+    own_half = ephemeral.public_key().public_bytes_raw()
+    return own_half + _box_cipher(ephemeral, public_key, own_half + public_key).encrypt(
+        bytes(NONCE_BYTES), text, context
+    )
+
+
+def open_box(private_key: X25519PrivateKey, boxed: bytes, context: bytes) -> bytes:
+    """Raises SiloError for anything but a box for this key and context."""
+    if len(boxed) < BOX_OVERHEAD_BYTES:
+        raise SiloError(f"a box must have >= {BOX_OVERHEAD_BYTES} bytes, got {len(boxed)}", "malformed")
+    their_half, sealed = boxed[:KEY_BYTES], boxed[KEY_BYTES:]
+    both = their_half + private_key.public_key().public_bytes_raw()
+    try:
+        return _box_cipher(private_key, their_half, both).decrypt(bytes(NONCE_BYTES), sealed, context)
+    except InvalidTag:
+        raise SiloError("a box must be for this key, got one that does not open", "forged") from None
+
+
+def _box_cipher(private_key: X25519PrivateKey, public_key: bytes, both_halves: bytes) -> ChaCha20Poly1305:
+    try:
+        shared = private_key.exchange(X25519PublicKey.from_public_bytes(public_key))
+    except ValueError:  # of another length, or of small order: the outcome would be known to everybody
+        raise SiloError("a box key must be an X25519 key, got another", "malformed") from None
+    return ChaCha20Poly1305(_hkdf(shared, b"box" + both_halves))
+
+
+def _hkdf(secret: bytes, info: bytes) -> bytes:
+    return HKDF(algorithm=hashes.SHA256(), length=KEY_BYTES, salt=None, info=_DOMAIN + info).derive(secret)

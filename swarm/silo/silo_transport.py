@@ -1,0 +1,230 @@
+"""A transport for members only: seals what leaves, opens what comes, and knows nobody else.
+
+    all above the network ─ SiloTransport ─ any other Transport ─ the wire
+                              │  ├─ names of topics and index keys → keyed hashes
+                              │  ├─ messages, entries, requests, responses → sealed, bound to where they belong
+                              │  └─ callers, authors, forwarders, holders → members, or they are not heard
+                              └─ Bulletin: newer rolls and keys
+
+It is the one seam that everything passes, so records, reader, pairing and whatever comes later need not know of silos.
+Each protocol has a key of its own, and so have gossip and index. What an entry or message says of its author is checked
+as ever above this line; here only that it is a member now, also where it was sealed under the key before.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection
+
+from swarm.errors import RequestError, SiloError
+from swarm.network.index_entry import check_entry
+from swarm.network.transport import (
+    Admits,
+    Contact,
+    GossipHandler,
+    IndexValidator,
+    RequestHandler,
+    RequestRefused,
+    Transport,
+    Verdict,
+)
+from swarm.records.codec import MAX_RECORD_BYTES, decode_record
+from swarm.records.rejection import InvalidRecord
+from swarm.silo.bulletin import BULLETIN_PROTOCOL, Bulletin
+from swarm.silo.membership import Membership
+from swarm.silo.sealed_index import SealedIndex
+from swarm.silo.sealing import OVERHEAD_BYTES, EpochKey, epoch_of
+
+_GOSSIP = "gossip"
+
+
+class SiloTransport:
+    """See `network.transport.Transport`. Wraps one that was not started yet."""
+
+    def __init__(
+        self, inner: Transport, membership: Membership, bulletin: Bulletin, validator: IndexValidator | None = None
+    ) -> None:
+        """`validator`: of the plain entries. The inner transport has one of its own for sealed ones (`SealedIndex`)."""
+        self.peer_id = inner.peer_id
+        self.traffic = inner.traffic
+        self._inner = inner
+        self._membership = membership
+        self._bulletin = bulletin
+        self._strangers: Counter[str] = Counter()
+        self._index = SealedIndex(membership, validator, self._strangers)
+        self._topics: dict[str, GossipHandler] = {}
+        self._joined: dict[str, int] = {}  # names of topics that the inner transport is in: their epoch
+        self._work: list[asyncio.Task[None]] = []
+
+    @property
+    def refused(self) -> Counter[str]:
+        return self._inner.refused + Counter({f"silo/{fault}": count for fault, count in self._strangers.items()})
+
+    async def start(self) -> None:
+        """Raises NetworkError; SiloError for a node that is no member."""
+        _ = self._membership.keys.current
+        self._membership.on_change = self._take_part
+        await self._inner.start()
+        self._bulletin.read_file()
+        self._work = [asyncio.create_task(self._bulletin.work(), name="silo-bulletin")]
+
+    async def stop(self) -> None:
+        for task in self._work:
+            task.cancel()
+        await asyncio.gather(*self._work, return_exceptions=True)
+        self._work = []
+        await self._inner.stop()
+
+    def now(self) -> float:
+        return self._inner.now()
+
+    def addresses(self) -> tuple[str, ...]:
+        return self._inner.addresses()
+
+    def gossip_addresses(self) -> tuple[str, ...]:
+        return self._inner.gossip_addresses()
+
+    @property
+    def hosts_index(self) -> bool:
+        return self._inner.hosts_index
+
+    def meet(self, contact: Contact) -> None:
+        if self._membership.is_member(contact.peer_id):
+            self._inner.meet(contact)
+
+    async def connected_peers(self) -> tuple[str, ...]:
+        """Members alone."""
+        return tuple(one for one in await self._inner.connected_peers() if self._membership.is_member(one))
+
+    async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+        check_entry(key, subkey, value)
+        hidden, sealed = self._index.sealed(key, subkey, value)
+        return await self._inner.store(hidden, subkey, sealed, expires_at)
+
+    async def load(self, key: str) -> dict[str, bytes]:
+        """Under the name of the newest key; in the time of grace also what lies under the one before."""
+        names = [epoch_key.hidden(key) for epoch_key in self._membership.keys.accepted()]
+        entries: dict[str, bytes] = {}
+        for name, found in zip(names, await asyncio.gather(*map(self._inner.load, names)), strict=True):
+            for subkey, sealed in found.items():
+                if subkey not in entries and (opened := self._index.opened(name, subkey, sealed)) is not None:
+                    entries[subkey] = opened[1]
+        return entries
+
+    def serve(self, protocol: str, handler: RequestHandler, *, max_request_bytes: int) -> None:
+        async def answer(caller: str, sealed: bytes) -> bytes:
+            if not self._membership.is_member(caller):
+                raise self._refusal("stranger")
+            context = _request_context(protocol, caller, self.peer_id)
+            try:
+                key = self._membership.keys.key_for(sealed)
+                request = key.open(protocol, sealed, context)
+            except SiloError as error:
+                self._heard_of_epoch(caller, sealed, error)
+                raise self._refusal(error.fault) from None
+            response = await handler(caller, request)
+            return key.seal(protocol, response, _response_context(context, sealed))
+
+        self._inner.serve(protocol, answer, max_request_bytes=max_request_bytes + OVERHEAD_BYTES)
+
+    async def request(
+        self, peer_id: str, protocol: str, request: bytes, *, max_response_bytes: int, deadline_s: float
+    ) -> bytes:
+        what = f"request {protocol} to {peer_id} failed"
+        if not self._membership.is_member(peer_id):
+            raise RequestError(f"{what}: not a member", "refused")
+        key, context = self._key(what), _request_context(protocol, self.peer_id, peer_id)
+        sealed = key.seal(protocol, request, context)
+        response = await self._inner.request(
+            peer_id, protocol, sealed, max_response_bytes=max_response_bytes + OVERHEAD_BYTES, deadline_s=deadline_s
+        )
+        try:
+            return key.open(protocol, response, _response_context(context, sealed))
+        except SiloError as error:
+            self._strangers[error.fault] += 1
+            raise RequestError(f"{what}: {error}", "damaged") from None
+
+    def subscribe(self, topic: str, handler: GossipHandler) -> None:
+        self._topics[topic] = handler
+        self._take_part()
+
+    def unsubscribe(self, topic: str) -> None:
+        self._topics.pop(topic, None)
+        self._take_part()
+
+    async def publish(self, topic: str, message: bytes) -> None:
+        if len(message) > MAX_RECORD_BYTES:
+            raise ValueError(f"a gossip message must be <= {MAX_RECORD_BYTES} bytes, got {len(message)}")
+        self._take_part()
+        key = self._membership.keys.current
+        name = key.hidden(topic)
+        await self._inner.publish(name, key.seal(_GOSSIP, message, name.encode()))
+
+    def _take_part(self) -> None:
+        """Be in the topics of all keys that still count, and leave those of keys that do not."""
+        wanted = {key.hidden(topic): (topic, key) for topic in self._topics for key in self._membership.keys.accepted()}
+        for name in self._joined.keys() - wanted.keys():
+            del self._joined[name]
+            self._inner.unsubscribe(name)
+        for name, (topic, key) in wanted.items():
+            if self._joined.setdefault(name, 0) != key.epoch:
+                self._joined[name] = key.epoch
+                self._inner.subscribe(name, self._gossip_handler(topic, name))
+
+    def _gossip_handler(self, topic: str, name: str) -> GossipHandler:
+        def judge(forwarder: str, sealed: bytes) -> Verdict:
+            handler = self._topics.get(topic)
+            if handler is None or not self._membership.is_member(forwarder):
+                self._strangers["stranger"] += 1
+                return Verdict.IGNORE
+            try:
+                message = self._membership.keys.key_for(sealed).open(_GOSSIP, sealed, name.encode())
+                author = decode_record(message).author
+            except SiloError as error:
+                self._strangers[error.fault] += 1
+                self._heard_of_epoch(forwarder, sealed, error)
+                return Verdict.IGNORE if error.fault == "unknown_epoch" else Verdict.REJECT
+            except InvalidRecord:
+                return Verdict.REJECT
+            if not self._membership.is_member(author):  # the forwarder may not know yet that it was put out
+                self._strangers["stranger"] += 1
+                return Verdict.IGNORE
+            return handler(forwarder, message)
+
+        return judge
+
+    def _heard_of_epoch(self, member: str, sealed: bytes, error: SiloError) -> None:
+        """A member that seals under a newer key has the roll that brought it."""
+        if error.fault == "unknown_epoch" and epoch_of(sealed) > self._membership.keys.epoch:
+            self._bulletin.hurry(member)
+
+    def _key(self, what: str) -> EpochKey:
+        try:
+            return self._membership.keys.current
+        except SiloError as error:
+            raise RequestError(f"{what}: {error}", "refused") from None
+
+    def _refusal(self, fault: str) -> RequestRefused:
+        self._strangers[fault] += 1
+        return RequestRefused("not a member" if fault == "stranger" else fault)
+
+
+def admits(membership: Membership, entrances: Collection[str] = ()) -> Admits:
+    """Whom the inner transport answers (`network.transport.Admits`): members, and whoever asks to be taken for one.
+
+    A newcomer that has no roll yet also lets the peers it joins through look whether it is there.
+    """
+
+    def admit(peer_id: str, wanted: str) -> bool:
+        is_entrance = membership.version == 0 and wanted == "index" and peer_id in entrances
+        return wanted == BULLETIN_PROTOCOL or is_entrance or membership.is_member(peer_id)
+
+    return admit
+
+
+def _request_context(protocol: str, caller: str, answerer: str) -> bytes:
+    return f"request/{protocol}/{caller}/{answerer}".encode()
+
+
+def _response_context(request_context: bytes, sealed_request: bytes) -> bytes:
+    """A response belongs to one request: its nonce and tag are part of what it is bound to."""
+    return b"response/" + request_context + sealed_request[:16] + sealed_request[-16:]

@@ -1,0 +1,167 @@
+"""The commands of a silo, from founding to rotation, and the one line that each mistake ends in."""
+
+import json
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from swarm.config import parse
+from swarm.errors import ConfigError, IdentityError, ManifestError, PolicyError, SiloError
+from swarm.joining import check_base_at_hand, compose
+from swarm.manifest_file import read_manifest
+from swarm.node_folder import NodeFolder
+from swarm.records.identity import create, load
+from swarm.silo.open_silo import node_transport, open_membership
+from swarm.silo.silo_files import SiloFiles
+from swarm.silo.silo_transport import SiloTransport
+from tests.unit.silo_factory import swarm
+
+TASKS = '[{name = "lcm"}]'
+LISTEN = "/ip4/10.0.0.1/tcp/38000"
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Path:
+    """The folder of a founded silo."""
+    swarm("silo", "init", "lab", "--dir", tmp_path / "lab", "--address", LISTEN, "--tasks.sources", TASKS)
+    return tmp_path / "lab"
+
+
+def invited(lab: Path, folder: Path, *options: str | Path) -> str:
+    return swarm("silo", "invite", swarm("silo", "request", "--dir", folder), "--dir", lab, *options)
+
+
+def epoch_in(folder: Path) -> int:
+    manifest, files = read_manifest(str(folder / "manifest.toml")), NodeFolder(folder)
+    return open_membership(manifest.founder, manifest.id, load(files.identity), files).keys.epoch
+
+
+def test_founding_makes_owner_manifest_and_first_member(lab: Path) -> None:
+    manifest = read_manifest(str(lab / "manifest.toml"))
+    node, owner = load(lab / "identity.key"), load(lab / "silo-owner.key")
+    assert manifest.silo and manifest.founder == owner.peer_id
+    assert manifest.bootstrap == (f"{LISTEN}/p2p/{node.peer_id}",)
+    listed = json.loads(swarm("silo", "members", "--dir", lab, "--json"))
+    assert [one["peer_id"] for one in listed["members"]] == [node.peer_id]
+    assert (listed["silo"], listed["owner"], listed["epoch"]) == ("lab", owner.peer_id, 1)
+    for name in ("identity.key", "silo-owner.key", "silo.roll"):
+        assert stat.S_IMODE((lab / name).stat().st_mode) == 0o600
+    assert epoch_in(lab) == 1
+
+
+def test_fresh_start_keeps_the_membership(lab: Path, tmp_path: Path) -> None:
+    swarm("silo", "join", invited(lab, tmp_path / "b"), "--dir", tmp_path / "b")
+    for folder in (lab, tmp_path / "b"):
+        (folder / "metrics.jsonl").touch()
+        assert NodeFolder(folder).set_aside() is not None
+        assert epoch_in(folder) == 1 and (folder / "manifest.toml").exists()
+    assert (lab / "silo-owner.key").exists()
+
+
+def test_two_exchanges_make_a_member(lab: Path, tmp_path: Path) -> None:
+    told = swarm("silo", "join", invited(lab, tmp_path / "b"), "--dir", tmp_path / "b")
+    assert f"next: swarm join {tmp_path / 'b' / 'manifest.toml'}" in told
+    assert (tmp_path / "b" / "manifest.toml").read_bytes() == (lab / "manifest.toml").read_bytes()
+    assert stat.S_IMODE((tmp_path / "b" / "silo.invite").stat().st_mode) == 0o600
+    assert epoch_in(tmp_path / "b") == 1
+    assert len(json.loads(swarm("silo", "members", "--dir", lab, "--json"))["members"]) == 2
+    assert load(tmp_path / "b" / "identity.key").peer_name in swarm("silo", "members", "--dir", lab)
+
+
+def test_invitation_travels_as_a_file_too(lab: Path, tmp_path: Path) -> None:
+    (tmp_path / "asked").write_text(swarm("silo", "request", "--dir", tmp_path / "b"))
+    out = tmp_path / "invitation"
+    fields = json.loads(
+        swarm("silo", "invite", tmp_path / "asked", "--dir", lab, "--out", out, "--days", "2", "--json")
+    )
+    assert 1.9 < (fields["until"] - time.time()) / 86_400 < 2.1 and "invitation" not in fields
+    swarm("silo", "join", out, "--dir", tmp_path / "b")
+    assert epoch_in(tmp_path / "b") == 1
+
+
+def test_revoked_by_name_is_out_and_rotation_counts_on(lab: Path, tmp_path: Path) -> None:
+    swarm("silo", "join", invited(lab, tmp_path / "b"), "--dir", tmp_path / "b")
+    first = (lab / "silo.roll").read_bytes()
+    swarm("silo", "revoke", load(tmp_path / "b" / "identity.key").peer_name, "--dir", lab)
+    assert epoch_in(lab) == 2
+    swarm("silo", "rotate", "--dir", lab)
+    assert epoch_in(lab) == 3
+    SiloFiles(tmp_path / "b").write_roll(SiloFiles(lab).read_roll() or b"")
+    with pytest.raises(SiloError, match="must be a member"):
+        epoch_in(tmp_path / "b")
+    swarm("silo", "join", invited(lab, tmp_path / "b"), "--dir", tmp_path / "b")
+    assert epoch_in(tmp_path / "b") == 3, "who is invited again is a member again"
+    (tmp_path / "b" / "silo.roll").write_bytes(first)
+    assert epoch_in(tmp_path / "b") == 3, "a roll from before is passed over"
+
+
+def test_mistakes_say_rule_value_and_fix(lab: Path, tmp_path: Path) -> None:
+    create(tmp_path / "other.key")
+    token = invited(lab, tmp_path / "b")
+    for error, told, arguments in [
+        (ManifestError, "must have one swarm", ["init", "lab", "--dir", lab]),
+        (ManifestError, "needs a name", ["init"]),
+        (
+            ConfigError,
+            "did you mean --address?",
+            ["init", "x", "--adress=1", "--dir", tmp_path],
+        ),
+        (SiloError, "only its owner", ["rotate", "--dir", lab, "--key", tmp_path / "other.key"]),
+        (SiloError, "who is nobody", ["revoke", "nobody", "--dir", lab]),
+        (SiloError, "begins with swarm-silo-invite-", ["invite", "what", "--dir", lab]),
+        (SiloError, "must begin with swarm-silo-request-", ["invite", token, "--dir", lab]),
+        (SiloError, "must be for this node", ["join", token, "--dir", lab]),
+        (SiloError, "got none in", ["members", "--dir", tmp_path / "b"]),
+        (IdentityError, "got none at", ["join", token, "--dir", tmp_path / "new"]),
+    ]:
+        with pytest.raises(error) as caught:
+            if arguments[0] == "members":
+                swarm("silo", "join", token, "--dir", tmp_path / "b")
+            swarm("silo", *arguments)
+        assert told in str(caught.value), arguments
+        assert "\n" not in str(caught.value)
+
+
+def test_expired_invitation_is_refused(lab: Path, tmp_path: Path) -> None:
+    (tmp_path / "roll").write_bytes((lab / "silo.roll").read_bytes())
+    token = invited(lab, tmp_path / "b", "--days", "0.001")
+    later = time.time() + 100
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: later)
+        with pytest.raises(SiloError, match="must not be expired"):
+            swarm("silo", "join", token, "--dir", tmp_path / "b")
+
+
+def test_join_of_a_silo_without_a_membership_ends_before_anything_is_sent(lab: Path, tmp_path: Path) -> None:
+    with pytest.raises(SiloError, match=r"must be a member, got no invitation .*swarm silo request --dir"):
+        swarm("join", lab / "manifest.toml", "--node.dir", tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_configuration_of_a_member_names_the_owner_and_its_transport_seals(lab: Path) -> None:
+    manifest, files = read_manifest(str(lab / "manifest.toml")), NodeFolder(lab)
+    config = compose(manifest, {"node": {"dir": str(lab)}}, {}, {})
+    assert config.swarm.silo_owner == manifest.founder
+    transport = node_transport(config, load(files.identity), files, lambda key, subkey, value: True)
+    assert isinstance(transport, SiloTransport)
+    outside = config.model_copy(
+        update={"swarm": config.swarm.model_copy(update={"silo_owner": load(files.identity).peer_id})}
+    )
+    with pytest.raises(SiloError, match="signature"):
+        node_transport(outside, load(files.identity), files, lambda key, subkey, value: True)
+
+
+def test_a_silo_downloads_no_base(tmp_path: Path) -> None:
+    config = parse({"policy": {"base": str(tmp_path / "none" / "at" / "all")}})
+    with pytest.raises(PolicyError, match="downloads nothing"):
+        check_base_at_hand(config)
+    check_base_at_hand(parse({}))
+
+
+def test_public_manifest_says_nothing_of_silos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    swarm("create", "open", "--key", tmp_path / "founder.key", "--tasks.sources", TASKS)
+    assert "silo" not in (tmp_path / "open.swarm.toml").read_text()
+    assert read_manifest("open.swarm.toml").silo is None
