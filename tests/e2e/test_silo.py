@@ -147,11 +147,10 @@ def strangers(member: Member) -> int:
 def assert_contacts(first: Member, second: Member, configured_ports: set[int]) -> None:
     """Members contact the configured addresses, and what members have signed there: the ports of each other's gossip."""
     listening = configured_ports | {port for one in (first, second) for port in listening_ports(one)}
-    for member in (first, second):
-        contacted = member.addresses_contacted() | member.remotes
-        assert contacted, "the log and the table say something"
-        assert {host for host, _ in contacted} == {"127.0.0.1"}
-        assert {port for _, port in contacted} <= listening | {0}
+    contacted = [one.addresses_contacted() | one.remotes for one in (first, second)]
+    assert contacted[1], "who joins dials; whom it joins through need not"
+    assert {host for host, _ in contacted[0] | contacted[1]} == {"127.0.0.1"}
+    assert {port for _, port in contacted[0] | contacted[1]} <= listening | {0}
 
 
 def listening_ports(member: Member) -> set[int]:
@@ -187,7 +186,7 @@ def test_silo_of_one_with_the_network_off_opens_no_socket(tmp_path: Path) -> Non
     contacted = tmp_path / "contacted"
     ended = subprocess.run(
         [sys.executable, "-m", "tests.e2e.audited_node", str(contacted), "run", str(config)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=90, env=ENVIRONMENT,
+        cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, env=ENVIRONMENT,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert contacted.read_text() == ""
