@@ -1,5 +1,6 @@
 """The merging experiment: arms, replicas side by side, partners in memory, lies, figures."""
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -233,7 +234,7 @@ def partners_of(pairing: MemoryPairing, number: int, replica: int = 0) -> str:
 def test_recent_partners_wait_their_turn() -> None:
     pairing = MemoryPairing(Terms(0.0, 0, 0), random.Random(0), lambda _, snapshot: snapshot)
     met = [partners_of(pairing, number) for number in range(1, 13)]
-    assert all(first != second for first, second in zip(met, met[1:], strict=False))
+    assert all(first != second for first, second in itertools.pairwise(met))
     assert set(met) == {"replica 1", "replica 2", "replica 3"}
 
 
