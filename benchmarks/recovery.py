@@ -34,6 +34,7 @@ SETTINGS = {
     "checkpoint": {"interval_rounds": 1000},
 }
 PAUSE_S = 30.0
+STARTUP_S = 600.0
 
 
 def deeper_base(folder: Path, num_layers: int) -> Path:
@@ -91,7 +92,7 @@ def main() -> None:
             policy=policy,
             **SETTINGS,
         ) as crew:
-            crew.step_after(1)
+            crew.step_after(1, deadline_s=STARTUP_S)
             times_s, steps_lost = [], 0
             for number in range(num_losses):
                 time.sleep(max(0.0, pause_s - (times_s[-1] if times_s else 0.0)) if number else 0.0)

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
@@ -79,7 +80,7 @@ class CrewKeeper:
         parts, self._peers = places(members, own, self._cost, self._config)
         held = {member.peer_id: [start for start, _ in member.ranges] for member in members}
         loading = [
-            self._members.load(peer_id, part, None, held[peer_id])
+            self._patiently(partial(self._members.load, peer_id, part, None, held[peer_id]))
             for peer_id, part in zip(self._peers, parts[:-1], strict=True)
         ]
         own_stage = asyncio.create_task(asyncio.to_thread(self._load_own, parts[-1]))
@@ -89,9 +90,20 @@ class CrewKeeper:
             self._link(peer_id, part) for peer_id, part in zip(self._peers, parts[:-1], strict=True)
         ]
         self.crew = Crew([*links, self._own], CrewSettings(action_timeout_s=self._config.action_timeout_s))
-        await self.crew.start()
+        await self._patiently(self.crew.start)
         for peer_id, part in zip((*self._peers, "this node"), parts, strict=True):
             logger.info("layers [%d, %d) are held by %s", part.start, part.stop, peer_id)
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        """At the start, where there is nothing to lose yet, a machine that cannot be reached is tried again."""
+        until_s = self._clock() + self._config.startup_timeout_s
+        while True:
+            try:
+                return await call()
+            except (NetworkError, StageLostError):
+                if self._clock() >= until_s:
+                    raise
+            await asyncio.sleep(_PAUSE_S)
 
     def close(self) -> None:
         """End the thread of the own stage."""

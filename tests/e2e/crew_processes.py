@@ -63,13 +63,13 @@ class CrewProcesses:
     stages: list[StageProcess]
     driver: NodeProcess
 
-    def step_after(self, version: int) -> dict[str, Any]:
+    def step_after(self, version: int, deadline_s: float = _DEADLINE_S) -> dict[str, Any]:
         """The row of the first step that was seen to raise the policy's version above `version`."""
         return wait_for(
             lambda: row if (row := self.driver.last_round).get("policy_version", 0) > version else None,
             f"a step after version {version}",
             self.driver,
-            deadline_s=_DEADLINE_S,
+            deadline_s=deadline_s,
         )
 
     def holders(self) -> list[StageProcess]:
