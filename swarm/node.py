@@ -36,11 +36,11 @@ from swarm.pool.experience_pool import ExperiencePool
 from swarm.records import identity as identities
 from swarm.records.admission import Admission, Vocabulary
 from swarm.records.identity import Identity, IdentityLock
-from swarm.sharing.acceptance import Acceptance
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
 from swarm.sharing.judge import MixtureJudge
+from swarm.sharing.reputation import Reputation
 from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.types import RolloutGroup
@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 _INTERRUPTED = 130
 _STOP_CHECK_INTERVAL_S = 0.25
 _STATUS_INTERVAL_S = 2.0
+_REPUTATION_INTERVAL_S = 60.0
 _STOP_GRACE_S = 2.5
 """How long a stop waits for the round in flight before it is left to the last checkpoint."""
 
@@ -96,9 +97,9 @@ class Node:
         self.pool = ExperiencePool(folder.pool, config.sharing, self._clock)
         self.exchange: Exchange | None = None
         self._bodies = BodyStore(self._clock)
-        self._acceptance = Acceptance()
+        self._reputation = Reputation(config.sharing.reputation_half_life_s, self._clock, folder.reputation)
         is_informative = config.sharing.choice == "informative"
-        weigh_author = self._acceptance.weight
+        weigh_author = self._reputation.weight
         self._usefulness = Usefulness(config.sharing.max_age_s, self._clock, weigh_author) if is_informative else None
         self._merging = make_merging(config, identity, self.transport, self._level)
         self._report = NodeReport(config.observability, folder, identity, self.transport, validator, self._merging)
@@ -128,6 +129,7 @@ class Node:
         logger.info("node %s (%s) in %s", self.identity.peer_name, self.identity.peer_id, self.folder.path)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.pool.close)
+            stack.callback(self._save_reputation)
             stack.push_async_callback(self._report.stop)
             await self._report.start()
             if self.transport is not None:
@@ -199,19 +201,30 @@ class Node:
             eos_token_ids=frozenset(policy.eos_token_ids),
             decode=policy.decode,
         )
-        judge = MixtureJudge(self._mixture)
+        judge = MixtureJudge(self._mixture, is_known=self._reputation.is_known)
         admission = Admission(config.sharing, config.swarm_id, self.identity.peer_id, judge, vocabulary, self._clock)
         return Exchange(
             config.sharing, config.network, config.swarm_id, self.identity, transport, admission, self.pool,
             self._bodies, lambda: self.pool.next_number("header"), random.Random(self.identity.peer_id),
-            usefulness=self._usefulness, acceptance=self._acceptance,
+            usefulness=self._usefulness, reputation=self._reputation,
         )  # fmt: skip
 
     def _network_work(self) -> list[Coroutine[Any, Any, None]]:
         on_failure = self._report.count_failed_step
         status = repeat(self._report.refresh, pause_s=_STATUS_INTERVAL_S, on_failure=on_failure)
         merging = self._merging.work(on_failure) if self._merging else ()
-        return [status, *(self.exchange.work(on_failure) if self.exchange else ()), *merging]
+        memory = repeat(self._remember_authors, pause_s=_REPUTATION_INTERVAL_S, on_failure=on_failure)
+        return [status, memory, *(self.exchange.work(on_failure) if self.exchange else ()), *merging]
+
+    def _save_reputation(self) -> None:
+        """At the end, when nothing is left to try again."""
+        try:
+            self._reputation.save()
+        except OSError as error:
+            logger.warning("the reputation of others was not saved: %s", error)
+
+    async def _remember_authors(self) -> None:
+        await asyncio.to_thread(self._reputation.save)
 
     def _hand_out(self, groups: Sequence[RolloutGroup]) -> None:
         """Called by the compute thread, which never waits for the network."""

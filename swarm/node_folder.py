@@ -5,7 +5,7 @@ from pathlib import Path
 
 from swarm.errors import ConfigError
 
-_KEPT_ON_FRESH_START = {"lock", "manifest.toml", "peers.json"}
+_KEPT_ON_FRESH_START = {"lock", "manifest.toml", "peers.json", "reputation.json"}
 """With the files of the identity: who the node is, of which swarm, and whom it knows, stays when its run starts anew."""
 
 
@@ -22,6 +22,7 @@ class NodeFolder:
         self.logs = path / "logs"
         self.metrics = path / "metrics.jsonl"
         self.status = path / "status.json"
+        self.reputation = path / "reputation.json"
         self.final_adapters = path / "final-adapter"
         self.hash_cache = path / "weight_hashes.json"
 

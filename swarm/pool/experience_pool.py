@@ -81,7 +81,7 @@ class ExperiencePool:
 
     @property
     def dropped(self) -> Counter[str]:
-        """Groups that were left undrawn, by reason: stale_version, too_old, overflow."""
+        """Groups that were left undrawn, by reason: stale_version, too_old, overflow, banned_author."""
         with self._lock:
             return Counter(self._dropped)
 
@@ -107,6 +107,14 @@ class ExperiencePool:
             )
             self._prune()
         return len(groups)
+
+    def drop_author(self, author: str) -> int:
+        """Forget the groups of an author that are not drawn yet; its bodies stay known. Returns how many there were."""
+        with self._lock, self._db:
+            dropped = self._db.execute("DELETE FROM groups WHERE author = ?", (author,)).rowcount
+            if dropped:
+                self._dropped["banned_author"] += dropped
+        return dropped
 
     def knows_body(self, body_hash: bytes) -> bool:
         with self._lock:
