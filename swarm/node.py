@@ -35,14 +35,16 @@ from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records import identity as identities
 from swarm.records.admission import Admission, Vocabulary
+from swarm.records.copies import CopyWatch
 from swarm.records.identity import Identity, IdentityLock
+from swarm.records.rejection import Rejection
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
 from swarm.sharing.judge import MixtureJudge
 from swarm.sharing.reputation import Reputation
 from swarm.sharing.usefulness import Usefulness
-from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_mixture import TaskMixture, owns_stream
 from swarm.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -98,6 +100,7 @@ class Node:
         self.exchange: Exchange | None = None
         self._bodies = BodyStore(self._clock)
         self._reputation = Reputation(config.sharing.reputation_half_life_s, self._clock, folder.reputation)
+        self._copies = CopyWatch(owns_stream, lambda author: self._reputation.refused(author, Rejection.COPIED))
         is_informative = config.sharing.choice == "informative"
         weigh_author = self._reputation.weight
         self._usefulness = Usefulness(config.sharing.max_age_s, self._clock, weigh_author) if is_informative else None
@@ -202,7 +205,9 @@ class Node:
             decode=policy.decode,
         )
         judge = MixtureJudge(self._mixture, is_known=self._reputation.is_known)
-        admission = Admission(config.sharing, config.swarm_id, self.identity.peer_id, judge, vocabulary, self._clock)
+        admission = Admission(
+            config.sharing, config.swarm_id, self.identity.peer_id, judge, vocabulary, self._clock, self._copies
+        )
         return Exchange(
             config.sharing, config.network, config.swarm_id, self.identity, transport, admission, self.pool,
             self._bodies, lambda: self.pool.next_number("header"), random.Random(self.identity.peer_id),
@@ -228,6 +233,7 @@ class Node:
 
     def _hand_out(self, groups: Sequence[RolloutGroup]) -> None:
         """Called by the compute thread, which never waits for the network."""
+        self._copies.note(groups)
         if self.exchange is not None:
             self._loop.call_soon_threadsafe(self.exchange.hand_out, groups)
 

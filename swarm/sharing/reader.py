@@ -34,12 +34,15 @@ from swarm.sharing.reputation import Reputation
 from swarm.sharing.shard import Shard
 from swarm.sharing.sweep_pace import SweepPace
 from swarm.sharing.usefulness import Usefulness
+from swarm.tasks.task_mixture import owns_stream
 from swarm.types import Header
 
 logger = logging.getLogger(__name__)
 
 _MAX_PULLS_AT_ONCE = 4
 _MAX_OTHER_HOLDERS = 2
+_OTHER_STREAM = 0.5
+"""Of a bad body: its tasks are not of the author's own streams. Either an older version, or it chose them."""
 _MAX_WINDOWS_BACK = 8
 """That a sweep reads beyond the last two, where those say that gossip has lost something since the sweep before."""
 
@@ -230,6 +233,8 @@ class Reader:
             return
         self.num_records_admitted += 1
         self._shares.reputation.admitted(header.author)
+        if not all(owns_stream(group.author, group.task.seed) for group in groups):
+            self._shares.reputation.hint(header.author, _OTHER_STREAM)
         useful = [group for group in groups if group.has_signal]
         if len(useful) < len(groups):
             self._refused[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)

@@ -42,7 +42,12 @@ _PROVEN = frozenset(
     }
 )
 """What the author signed for, and is not so."""
-_HINTS = {Rejection.UNAVAILABLE: 0.25, Rejection.TOO_SLOW: 0.25, Rejection.NO_SIGNAL: 0.25}
+_HINTS = {
+    Rejection.UNAVAILABLE: 0.25,
+    Rejection.TOO_SLOW: 0.25,
+    Rejection.NO_SIGNAL: 0.25,
+    Rejection.REPLAY: 0.25,  # a node that was killed samples its last rounds again
+}
 """What may have befallen an honest author too: it lowers the weight and bans nobody. Other reasons say nothing."""
 
 
