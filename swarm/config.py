@@ -337,7 +337,7 @@ class SharingSection(Section):
     max_share_of_strangers: Fraction = 0.25
     """Largest part of what is pulled from authors on probation together, while others offer. 1: probation alone weighs."""
     likelihood_floor_quantile: Fraction = 0.02
-    """Text of other lineages below this quantile of own answers' mean log-prob is not trained on. 0 turns it off."""
+    """Answers of others below this quantile of own answers' mean log-prob are not trained on. 0 turns it off."""
 
 
 WEIGHING_CORRECTIONS = ("tis", "tis+opsm", "icepop")

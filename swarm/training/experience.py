@@ -1,5 +1,8 @@
 """Groups as they were sampled → groups as this policy can train on them, by lineage.
 
+Whatever it is of, an answer that this policy would hardly ever write is left out: it teaches a style, not the task, and log-probs
+that its author invents would carry it past every correction.
+
 same lineage     token ids and log-probs of the author are used
 same tokenizer   token ids are used; log-probs do not weigh them, they only say how far the author's policy is
 other            the text is encoded again: no log-probs
@@ -10,7 +13,7 @@ masked by the trainer; so does one that ended by a stop string, which is whole b
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,13 +25,25 @@ from swarm.types import Rollout, RolloutGroup
 
 _FLOOR_WINDOW = 512
 _FLOOR_MIN_ANSWERS = 64
+_HONEST_BELOW_FLOOR = 0.25
+"""Part of a group's answers below the floor that policies of one lineage that have drifted apart may have."""
 
 
 class ExperienceTranslator:
     """Makes training groups; keeps the running likelihood of own answers for the floor under foreign text."""
 
-    def __init__(self, policy: Policy, likelihood_floor_quantile: float, max_new_tokens: int) -> None:
-        """`max_new_tokens`: the trainer masks longer answers, so they are not measured either."""
+    def __init__(
+        self,
+        policy: Policy,
+        likelihood_floor_quantile: float,
+        max_new_tokens: int,
+        hint: Callable[[str, float], None] = lambda author, bad: None,
+    ) -> None:
+        """`max_new_tokens`: the trainer masks longer answers, so they are not measured either.
+
+        `hint`: told of an author of the own lineage whose answers are too unlikely here, and how bad that is, in (0, 1].
+        """
+        self._hint = hint
         self._policy = policy
         self._quantile = likelihood_floor_quantile
         self._max_new_tokens = max_new_tokens
@@ -56,13 +71,14 @@ class ExperienceTranslator:
             return None
         own = self._policy.lineage
         known = group.lineage.tokenizer == own.tokenizer
-        translated = self._as_spelt(group if known else self._re_encoded(group))
-        if not known:
-            translated = self._above_floor(ids, translated)
+        same_lineage = known and group.lineage.policy == own.policy
+        spelt = self._as_spelt(group if known else self._re_encoded(group))
+        translated = self._above_floor(ids, spelt)
+        if same_lineage:
+            self._tell_of(group.author, len(spelt.rollouts) - len(translated.rollouts), len(group.rollouts))
         if len(translated.rollouts) < 2 or not translated.has_signal:
             self.dropped["nothing_usable"] += 1
             return None
-        same_lineage = known and group.lineage.policy == own.policy
         return TrainingGroup(ids, translated, usable_logprobs=same_lineage, is_own=False, known_logprobs=known)
 
     def state(self) -> list[float]:
@@ -71,6 +87,11 @@ class ExperienceTranslator:
     def restore(self, state: Sequence[float]) -> None:
         self._own_likelihoods.clear()
         self._own_likelihoods.extend(state)
+
+    def _tell_of(self, author: str, num_below: int, num_answers: int) -> None:
+        excess = num_below / num_answers - _HONEST_BELOW_FLOOR
+        if excess > 0:
+            self._hint(author, excess / (1 - _HONEST_BELOW_FLOOR))
 
     def _re_encoded(self, group: RolloutGroup) -> RolloutGroup:
         rollouts = [self._re_encode(rollout) for rollout in group.rollouts]

@@ -259,6 +259,24 @@ def test_answers_below_the_floor_are_left_out_and_counted(llama: Policy, neox: P
     assert reader.num_answers_below_floor == 1
 
 
+def test_poisoned_style_of_the_own_lineage_is_left_out_whatever_log_probs_it_claims_and_told(llama: Policy) -> None:
+    group = written_by(llama, "12", "13", "zqxj~^zqxj~^", "zqxj~^zqxj~^", rewards=(0.0, 0.0, 1.0, 1.0))
+    prompt = llama.encode_prompt(PROMPT)
+    with torch.no_grad():
+        scored = token_logprobs(llama.model, [(prompt, r.token_ids) for r in group.rollouts], llama.pad_token_id)
+    means = (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()
+    assert max(means[2:]) < min(means[:2])
+    told: list[tuple[str, float]] = []
+    reader = ExperienceTranslator(llama, 0.5, 64, lambda author, bad: told.append((author, bad)))
+    reader.observe_own([(max(means[2:]) + min(means[:2])) / 2] * 64)
+    for claimed in (0.0, -20.0):
+        rollouts = tuple(replace(r, logprobs=(claimed,) * len(r.token_ids)) for r in group.rollouts)
+        assert reader.foreign(PROMPT, replace(group, rollouts=rollouts)) is None, "what is left has no signal"
+    assert told == [(group.author, pytest.approx((0.5 - 0.25) / 0.75))] * 2
+    assert reader.foreign(PROMPT, replace(group, rollouts=group.rollouts[:2] * 2)) is None  # no signal either
+    assert len(told) == 2, "likely answers tell nothing of their author"
+
+
 def test_a_prompt_too_long_for_the_own_template_is_counted(neox: Policy, llama: Policy) -> None:
     reader = translator(neox)
     assert reader.foreign("x" * 20_000, written_by(llama, "12", "13")) is None
