@@ -26,7 +26,7 @@ def load_base(config: PolicySection, folder: Path, device: torch.device, dtype: 
 
     quantization = _quantization(config, dtype)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(  # nosec B615 - a folder
             folder,
             dtype=dtype,
             device_map={"": device},
