@@ -515,6 +515,8 @@ class ObservabilitySection(Section):
     """Address to bind; keep it on loopback unless a firewall guards it."""
     http_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0 takes a free port; the node's status file names it."""
+    max_log_mib: PositiveInt = 64
+    """Size at which metrics.jsonl and the log each begin anew; one older file of each is kept, ending in .1."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severity that is logged; debug names every rejected record."""
 

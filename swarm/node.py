@@ -22,6 +22,7 @@ from typing import Any
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, dump_toml
+from swarm.errors import CheckpointError
 from swarm.learner import Learner
 from swarm.network.heap import bound_arenas
 from swarm.network.make_transport import make_transport
@@ -69,7 +70,7 @@ def run_node(config: Config, *, fresh: bool = False) -> None:
         lock.claim(identity)
         if fresh and (aside := folder.set_aside()):
             print(f"earlier run moved to {aside}")
-        set_up_logging(folder.logs, config.observability.log_level)
+        set_up_logging(folder.logs, config.observability.log_level, config.observability.max_log_mib * 2**20)
         folder.config.write_text(dump_toml(config))
         asyncio.run(Node(config, folder, identity).run_until_signal())
 
@@ -278,7 +279,7 @@ class Node:
             row = learner.run_round()
             self._report.record(row)
             if learner.round % self.config.checkpoint.interval_rounds == 0:
-                learner.save(store)
+                self._save(learner, store)
             interval = self.config.evaluation.interval_rounds
             if interval and learner.round % interval == 0:
                 self._evaluate(learner, "interval")
@@ -291,6 +292,14 @@ class Node:
             self._evaluate(learner, "end")
         self._report.record({"kind": "end", "reason": done or "interrupted", "round": learner.round})
         self._report.phase = "ended"
+
+    def _save(self, learner: Learner, store: CheckpointStore) -> None:
+        """In the middle of a run a disk that refuses, as a full one does, costs a checkpoint and not the node."""
+        try:
+            learner.save(store)
+        except CheckpointError as error:
+            self._report.count_failed_step()
+            logger.error("round %d was not saved, and training goes on: %s", learner.round, error)
 
     def _why_done(self, learner: Learner) -> str:
         """The setting that ends training here; empty while it goes on."""

@@ -243,7 +243,7 @@ def _experiment(folder: Path) -> "Iterator[Console]":
 def _console() -> "Console":
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=True)
+    return Console(markup=False, highlight=False, soft_wrap=True)
 
 
 def _finish(folder: Path, figures: Mapping[str, Any], as_json: bool) -> None:

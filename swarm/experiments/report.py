@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.table import Table as RichTable
+from rich.text import Text
 
+from swarm.observability.plain_text import plain
 from swarm.testbed.plot import new_figure
 
 _STYLE = (
@@ -28,11 +30,11 @@ class Table:
 
     def rich(self) -> RichTable:
         """For a terminal."""
-        table = RichTable(title=self.title, title_justify="left")
+        table = RichTable(title=Text(plain(self.title)), title_justify="left")
         for position, header in enumerate(self.headers):
-            table.add_column(header, justify="right" if position else "left", no_wrap=position == 0)
+            table.add_column(Text(plain(header)), justify="right" if position else "left", no_wrap=position == 0)
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*(Text(plain(cell)) for cell in row))
         return table
 
     def markdown(self) -> str:

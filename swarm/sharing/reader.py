@@ -228,7 +228,7 @@ class Reader:
             logger.debug("rejected a body of %s: %s", header.author, error)
             if error.reason is Rejection.STRANGERS_BUSY:
                 self._inbox.give_back(header, UNREACHED_PAUSE_S)
-            elif error.reason in (Rejection.UNAVAILABLE, Rejection.TOO_SLOW):
+            elif error.reason in (Rejection.UNAVAILABLE, Rejection.WRONG_HASH, Rejection.TOO_SLOW):
                 self._inbox.leave_alone(header.author)
             return
         self.num_records_admitted += 1

@@ -33,7 +33,6 @@ _PROVEN = frozenset(
     {
         Rejection.OVERSIZE,
         Rejection.MALFORMED,
-        Rejection.WRONG_HASH,
         Rejection.HEADER_MISMATCH,
         Rejection.TOKENS,
         Rejection.LOGPROBS,
@@ -43,6 +42,7 @@ _PROVEN = frozenset(
 )
 """What the author signed for, and is not so."""
 _HINTS = {
+    Rejection.WRONG_HASH: 1.0,  # two bodies for one header, or a line that spoils bytes
     Rejection.UNAVAILABLE: 0.25,
     Rejection.TOO_SLOW: 0.25,
     Rejection.NO_SIGNAL: 0.25,

@@ -101,6 +101,7 @@ def test_silence_and_slowness_ban_nobody() -> None:
     reputation = made()
     for _ in range(500):
         assert not reputation.refused(LIAR, Rejection.UNAVAILABLE) and not reputation.refused(LIAR, Rejection.TOO_SLOW)
+        assert not reputation.refused(LIAR, Rejection.WRONG_HASH)
     assert not reputation.is_banned(LIAR) and reputation.weight(LIAR) < 0.02
 
 
@@ -115,7 +116,7 @@ def test_strangers_do_not_displace_whom_we_know() -> None:
 def test_reputation_outlives_the_process_and_a_damaged_file_does_not_stop_the_next(tmp_path: Path) -> None:
     path, clock = tmp_path / "reputation.json", Clock()
     first = known(made(clock, path), ALICE.peer_id)
-    first.refused(LIAR, Rejection.WRONG_HASH)
+    first.refused(LIAR, Rejection.HEADER_MISMATCH)
     first.save()
     again = made(clock, path)
     assert again.is_known(ALICE.peer_id) and again.is_banned(LIAR)

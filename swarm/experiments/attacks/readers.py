@@ -106,15 +106,15 @@ class GuardedReader:
         try:
             if body is None:
                 raise InvalidRecord(Rejection.UNAVAILABLE)
-            self._inbox.answered(header.author)
             groups = self._admission.admit_body(header, body)
         except InvalidRecord as error:
             self._refused[error.reason.value] += 1
             if self.reputation.refused(header.author, error.reason):
                 self._pool.drop_author(header.author)
-            if error.reason in (Rejection.UNAVAILABLE, Rejection.TOO_SLOW):
+            if error.reason in (Rejection.UNAVAILABLE, Rejection.WRONG_HASH, Rejection.TOO_SLOW):
                 self._inbox.leave_alone(header.author)
             return False
+        self._inbox.answered(header.author)
         self.reputation.admitted(header.author)
         self.num_admitted[header.author] += 1
         useful = [group for group in groups if group.has_signal]
