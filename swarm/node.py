@@ -189,7 +189,7 @@ class Node:
         logger.info("policy ready on %s, lineage %s", policy.device, policy.lineage.policy[:12])
         learner = Learner(
             self.config, policy, mixture, self.pool, self.identity.peer_id, self._hand_out, self._usefulness,
-            self._merging.links if self._merging else None, self._reputation.hint,
+            self._merging.links if self._merging else None, self._reputation.unlikely,
         )  # fmt: skip
         learner.probe_memory()
         if learner.resume(self._checkpoints()):

@@ -89,6 +89,7 @@ class LearnerSwarm:
         """`make_reader`: of every node, in place of one that trusts in admission alone."""
         self._make_reader = make_reader or _plain_reader
         self._seed = seed
+        self._answers_below_floor = 0
         self._now_s = _FIRST_S
         self._rng = random.Random(seed)
         self.exchange = MemoryExchange(configs[0].swarm_id, configs[0].sharing, self._clock)
@@ -105,6 +106,7 @@ class LearnerSwarm:
             rows[number] = node.learner.run_round()
             self._now_s += _TURN_S
         ordered = [(node, rows[number]) for number, node in enumerate(self._nodes)]
+        self._answers_below_floor = sum(row["train/answers_below_floor_total"] for row in rows.values())
         return RoundRow(
             rewards=tuple(row["rollout/reward_mean"] for _, row in ordered),
             answers_sampled=sum(row["rollout/answers"] for _, row in ordered),
@@ -119,6 +121,11 @@ class LearnerSwarm:
     def evaluate(self, phase: str, num_nodes: int | None = None) -> list[dict[str, float]]:
         """Reward of sampled answers to held-out tasks by source, for the first `num_nodes` or all."""
         return [dict(node.learner.evaluate(phase)["accuracy"]) for node in self._nodes[:num_nodes]]
+
+    @property
+    def num_answers_below_floor(self) -> int:
+        """Of all nodes, since they began."""
+        return self._answers_below_floor
 
     @property
     def readers(self) -> list[GroupReader]:

@@ -20,7 +20,7 @@ from swarm.records.rejection import Rejection
 
 logger = logging.getLogger(__name__)
 
-PROBATION_BODIES = 8.0
+PROBATION_BODIES = 4.0
 """Good bodies, as far as they have not faded, after which an author is no stranger any more."""
 FIRST_BAN_S = 600.0
 MAX_BAN_S = 6 * 3600.0
@@ -29,6 +29,8 @@ MAX_AUTHORS = 1024
 _MAX_EVIDENCE = 100.0
 """That counts of one author: what was long ago fades, for the better and for the worse."""
 _FALSE_CLAIM = 4.0
+_UNLIKELY_GROUP = 2.0
+"""A body has several groups: where half of their answers are such, it is worth less than nothing."""
 _PROVEN = frozenset(
     {
         Rejection.OVERSIZE,
@@ -86,8 +88,12 @@ class Reputation:
         return reason in _PROVEN and self._prove(author)
 
     def hint(self, author: str, bad: float) -> None:
-        """Something about it that is no proof, such as answers that nobody here would write; `bad` of 1 is a whole body."""
+        """Something about it that is no proof, such as tasks of another's stream; `bad` of 1 is as much as a good body."""
         self._count(author, bad=bad)
+
+    def unlikely(self, author: str, part: float) -> None:
+        """A group of it holds answers that nobody here would write, beyond what honest ones have; `part` of them in (0, 1]."""
+        self._count(author, bad=_UNLIKELY_GROUP * part)
 
     def weight(self, author: str) -> float:
         """Posterior mean of the share of its bodies that are good, from Beta(1, 1): ½ for a stranger, within (0, 1)."""

@@ -39,7 +39,7 @@ class ExperienceTranslator:
         max_new_tokens: int,
         hint: Callable[[str, float], None] = lambda author, bad: None,
     ) -> None:
-        """`max_new_tokens`: the trainer masks longer answers, so they are not measured either.
+        """`max_new_tokens`: the trainer masks longer answers, which still count in a baseline; their beginning is measured.
 
         `hint`: told of an author of the own lineage whose answers are too unlikely here, and how bad that is, in (0, 1].
         """
@@ -115,19 +115,18 @@ class ExperienceTranslator:
 
     def _above_floor(self, prompt_ids: tuple[int, ...], group: RolloutGroup) -> RolloutGroup:
         """Answers that this policy would never write teach it another style, not the task: leave them out."""
-        measured = [rollout for rollout in group.rollouts if len(rollout.token_ids) <= self._max_new_tokens]
-        if not self._quantile or len(self._own_likelihoods) < _FLOOR_MIN_ANSWERS or not measured:
+        if not self._quantile or len(self._own_likelihoods) < _FLOOR_MIN_ANSWERS or not group.rollouts:
             return group
         own = sorted(self._own_likelihoods)
         floor = own[int(self._quantile * (len(own) - 1))]
-        means = self._mean_logprobs(prompt_ids, measured)
-        below = {id(rollout) for rollout, mean in zip(measured, means, strict=True) if mean < floor}
-        self.num_answers_below_floor += len(below)
-        return replace(group, rollouts=tuple(rollout for rollout in group.rollouts if id(rollout) not in below))
+        means = self._mean_logprobs(prompt_ids, [one.token_ids[: self._max_new_tokens] for one in group.rollouts])
+        kept = tuple(rollout for rollout, mean in zip(group.rollouts, means, strict=True) if mean >= floor)
+        self.num_answers_below_floor += len(group.rollouts) - len(kept)
+        return replace(group, rollouts=kept)
 
     @torch.no_grad()
-    def _mean_logprobs(self, prompt_ids: tuple[int, ...], rollouts: Sequence[Rollout]) -> list[float]:
+    def _mean_logprobs(self, prompt_ids: tuple[int, ...], answers: Sequence[tuple[int, ...]]) -> list[float]:
         """[G] mean log-prob per token under the own policy."""
-        sequences = [(prompt_ids, rollout.token_ids) for rollout in rollouts]
+        sequences = [(prompt_ids, answer) for answer in answers]
         scored = token_logprobs(self._policy.model, sequences, self._policy.pad_token_id)
         return (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()

@@ -226,19 +226,21 @@ class Measuring(ExperienceTranslator):
 
     measured: list[int]
 
-    def _mean_logprobs(self, prompt_ids: tuple[int, ...], rollouts: Sequence[Rollout]) -> list[float]:
-        self.measured = [len(rollout.token_ids) for rollout in rollouts]
-        return super()._mean_logprobs(prompt_ids, rollouts)
+    def _mean_logprobs(self, prompt_ids: tuple[int, ...], answers: Sequence[tuple[int, ...]]) -> list[float]:
+        self.measured = [len(answer) for answer in answers]
+        return super()._mean_logprobs(prompt_ids, answers)
 
 
-def test_an_answer_too_long_once_re_encoded_is_neither_trained_on_nor_measured(llama: Policy, neox: Policy) -> None:
+def test_an_answer_too_long_once_re_encoded_is_not_trained_on_and_measured_by_its_beginning(
+    llama: Policy, neox: Policy
+) -> None:
     long = "the answer is twelve " * 6  # 6 tokens of one tokenizer's are 126 of the other's
     group = written_by(neox, "12", "13", long)
     assert len(neox.encode_answer(long)) <= 64 < len(llama.encode_answer(long))
     reader = Measuring(llama, 0.5, max_new_tokens=64)
     reader.observe_own([-1e9] * 64)  # a floor under everything: none is below
     got = reader.foreign(PROMPT, group)
-    assert got is not None and len(got.group.rollouts) == 3 and reader.measured == [3, 3]
+    assert got is not None and len(got.group.rollouts) == 3 and reader.measured == [3, 3, 64]
     trained = training_sequences([got], TrainingSection(advantage="dr_grpo"), 64)
     assert [len(sequence.answer_ids) for sequence in trained] == [3, 3]
     assert trained[0].advantage == pytest.approx(2 / 3)

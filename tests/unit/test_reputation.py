@@ -153,7 +153,7 @@ def test_a_share_grows_through_probation() -> None:
         standing = shares_of(reputation).standing([ALICE.peer_id, LIAR])
         parts.append(standing[LIAR] / sum(standing.values()))
         reputation.admitted(LIAR)
-    assert parts == sorted(parts) and parts[0] < 0.06 and parts[-1] > 0.45
+    assert parts == sorted(parts) and parts[0] < 0.1 and parts[-1] > 0.45
 
 
 def test_among_strangers_an_address_group_counts_as_two() -> None:
@@ -175,7 +175,7 @@ def test_whoever_is_known_cannot_be_crowded_out_by_false_addresses() -> None:
     for number in range(50):
         addresses.note(f"sybil {number}", ["/ip4/192.0.2.7/tcp/1"])
     standing = shares_of(reputation, addresses).standing([ALICE.peer_id, *(f"sybil {i}" for i in range(50))])
-    assert standing[ALICE.peer_id] / sum(standing.values()) == pytest.approx(0.9, abs=0.02)  # two strangers' part
+    assert standing[ALICE.peer_id] / sum(standing.values()) == pytest.approx(0.83, abs=0.02)  # two strangers' part
 
 
 def test_address_groups_by_kind_and_bounded() -> None:
@@ -198,7 +198,7 @@ def test_headers_are_drawn_by_standing() -> None:
     _, alice = body_and_header()
     liar = header_of([group(author=LIAR)], b"", author=LIAR)
     drawn = Counter(choice.choose([alice, liar], ()).author for _ in range(2000))
-    assert 0.02 < drawn[LIAR] / 2000 < 0.09
+    assert 0.05 < drawn[LIAR] / 2000 < 0.14
     assert choice.choose([liar], ()) == liar, "where nobody else offers"
 
 

@@ -50,6 +50,7 @@ def run(settings: Mapping[str, Any]) -> Result:
         "swarm_groups": sum(row.swarm_groups for row in rows),
         "hostile_bodies": sum(count for author, count in admitted.items() if author not in honest),
         "honest_bodies": sum(count for author, count in admitted.items() if author in honest),
+        "answers_below_floor": swarm.num_answers_below_floor,
         "rejected": dict(swarm.rejected),
         "banned_honest": sum(
             reader.reputation.is_banned(peer_id)

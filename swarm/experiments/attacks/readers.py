@@ -85,7 +85,7 @@ class GuardedReader:
             failures = 0 if self._take(header) else failures + 1
 
     def hint(self, author: str, bad: float) -> None:
-        self.reputation.hint(author, bad)
+        self.reputation.unlikely(author, bad)
 
     def _look(self) -> None:
         offers = dict[tuple[str, bytes], Offer]()
