@@ -1,10 +1,11 @@
 """Which part of what is pulled each author gets: by its standing here, and strangers within bounds.
 
-    known authors   the posterior mean of their reputation
+    known authors   by what speaks against them (`Reputation.trust`), all alike where nothing does
     strangers       the same, times how far they have come on probation; those of one address group together as two of them,
-                    and all together at most `max_share_of_strangers` while known authors offer anything
+                    and all together at most `max_share_of_strangers` while enough known authors offer anything
 
-Names cost nothing, so what is bounded for one name is bounded for a group and for all of them, too.
+Names cost nothing, so what is bounded for one name is bounded for a group and for all of them, too. Whoever sends most is known
+first. So that it does not crowd out those who will be known next, the first known authors get a quarter each and no more.
 """
 
 import ipaddress
@@ -13,6 +14,9 @@ from collections.abc import Collection, Iterable
 
 from swarm.sharing.reputation import Reputation
 
+_ENOUGH_KNOWN = 3
+_FIRST_KNOWN_SHARE = 0.25
+"""Of each known author, while there are fewer than enough: their number times that is kept from strangers."""
 _AUTHORS_PER_GROUP = 2.0
 _MAX_PEERS = 4096
 _MAX_GROUPS_OF_PEER = 8
@@ -53,15 +57,15 @@ class AuthorShares:
     def standing(self, authors: Collection[str]) -> dict[str, float]:
         """{author: weight > 0}, for a draw among them."""
         factors = self.factors(authors)
-        return {author: factor * self.reputation.weight(author) for author, factor in factors.items()}
+        return {author: factor * self.reputation.trust(author) for author, factor in factors.items()}
 
     def factors(self, authors: Collection[str]) -> dict[str, float]:
         """{author: what probation and its neighbours leave of its weight}; 1 for known authors."""
         known = {author for author in authors if self.reputation.is_known(author)}
         factors = dict.fromkeys(sorted(authors), 1.0)
         strangers = [author for author in factors if author not in known]
-        for author in strangers:
-            factors[author] = self.reputation.maturity(author)
+        if len(known) >= _ENOUGH_KNOWN:
+            factors |= {author: self.reputation.maturity(author) for author in strangers}
         self._bound_groups(factors, strangers)
         self._bound_strangers(factors, known, strangers)
         return factors
@@ -72,6 +76,8 @@ class AuthorShares:
         for author in strangers:
             fullest = max(sorted(self._addresses.of(author)), key=crowds.__getitem__)
             members.setdefault(fullest, []).append(author)
+        if members.keys() == _UNKNOWN:  # nobody tells addresses here
+            return
         for crowd in members.values():
             allowed = _AUTHORS_PER_GROUP * max(factors[author] for author in crowd)
             scale = min(1.0, allowed / sum(factors[author] for author in crowd))
@@ -81,10 +87,10 @@ class AuthorShares:
     def _bound_strangers(self, factors: dict[str, float], known: Collection[str], strangers: Collection[str]) -> None:
         if not known or not strangers:
             return
-        weight = self.reputation.weight
-        total_known = sum(weight(author) for author in known)
-        total_strangers = sum(factors[author] * weight(author) for author in strangers)
-        share = self._max_share_of_strangers
+        trust = self.reputation.trust
+        total_known = sum(trust(author) for author in known)
+        total_strangers = sum(factors[author] * trust(author) for author in strangers)
+        share = max(self._max_share_of_strangers, 1 - _FIRST_KNOWN_SHARE * len(known))
         allowed = total_known * share / (1 - share) if share < 1 else total_strangers
         scale = max(min(1.0, allowed / total_strangers), 1e-9)  # even with a share of 0 a lone stranger is read
         for author in strangers:

@@ -99,6 +99,12 @@ class Reputation:
         """Posterior mean of the share of its bodies that are good, from Beta(1, 1): ½ for a stranger, within (0, 1)."""
         return _mean(self._now(author))
 
+    def trust(self, author: str) -> float:
+        """The same from Beta(1, 0): 1 where nothing speaks against it, however little is known. For shares, which probation
+        bounds for newcomers: with a weight that grows with evidence, whoever sends most would be read most."""
+        standing = self._now(author)
+        return (1 + standing.good) / (1 + standing.good + standing.bad)
+
     def maturity(self, author: str) -> float:
         """How far it has come through its probation, from 1 / (1 + PROBATION_BODIES) to 1."""
         return min(1.0, (1 + self._now(author).good) / (1 + PROBATION_BODIES))

@@ -23,7 +23,6 @@ from tests.unit.experience_factory import (
     SWARM_ID,
     Clock,
     admission,
-    body_and_header,
     group,
     header_of,
     signed,
@@ -31,6 +30,7 @@ from tests.unit.experience_factory import (
 
 HALF_LIFE_S = 21_600.0
 LIAR = MALLORY.peer_id
+KNOWN = (ALICE.peer_id, "bob", "carol")
 
 
 def made(clock: Clock | None = None, path: Path | None = None) -> Reputation:
@@ -143,17 +143,35 @@ def test_strangers_together_get_their_share_and_no_more() -> None:
     of_sybils = sum(standing[sybil] for sybil in sybils) / sum(standing.values())
     assert of_sybils == pytest.approx(0.25)
     alone = shares_of(known(made(), *honest), addresses, 1.0).standing([*honest, sybils[0]])
-    assert alone[sybils[0]] == pytest.approx(0.5 / (1 + PROBATION_BODIES))
+    assert alone[sybils[0]] == pytest.approx(1 / (1 + PROBATION_BODIES))
 
 
 def test_a_share_grows_through_probation() -> None:
-    reputation = known(made(), ALICE.peer_id)
+    reputation = known(made(), *KNOWN)
     parts = []
-    for _ in range(10):
-        standing = shares_of(reputation).standing([ALICE.peer_id, LIAR])
+    for _ in range(6):
+        standing = shares_of(reputation).standing([*KNOWN, LIAR])
         parts.append(standing[LIAR] / sum(standing.values()))
         reputation.admitted(LIAR)
-    assert parts == sorted(parts) and parts[0] < 0.1 and parts[-1] > 0.45
+    assert parts == pytest.approx([(1 + n) / 5 / (3 + (1 + n) / 5) for n in range(4)] + [0.25, 0.25])
+
+
+def test_whoever_is_known_first_does_not_crowd_out_those_who_come_next() -> None:
+    others = [f"honest {i}" for i in range(4)]
+    parts = []
+    for num_known in range(4):
+        standing = shares_of(known(made(), *KNOWN[:num_known])).standing([*KNOWN[:num_known], *others])
+        parts.append(sum(standing[name] for name in others) / sum(standing.values()))
+    assert parts == pytest.approx([1.0, 0.75, 0.5, 0.8 / 3.8])  # with three of them probation begins
+
+
+def test_where_nobody_lied_all_known_authors_stand_alike_however_much_they_sent() -> None:
+    reputation = known(made(), *KNOWN)
+    for _ in range(200):
+        reputation.admitted(ALICE.peer_id)
+    assert len(set(shares_of(reputation).standing(KNOWN).values())) == 1
+    reputation.hint("bob", 7.0)
+    assert shares_of(reputation).standing(KNOWN)["bob"] == pytest.approx(21 / 28)
 
 
 def test_among_strangers_an_address_group_counts_as_two() -> None:
@@ -171,11 +189,19 @@ def test_among_strangers_an_address_group_counts_as_two() -> None:
 def test_whoever_is_known_cannot_be_crowded_out_by_false_addresses() -> None:
     addresses = AddressGroups()
     addresses.note(ALICE.peer_id, ["/ip4/192.0.2.1/tcp/1"])
-    reputation = known(made(), ALICE.peer_id)
+    reputation = known(made(), *KNOWN)
     for number in range(50):
         addresses.note(f"sybil {number}", ["/ip4/192.0.2.7/tcp/1"])
-    standing = shares_of(reputation, addresses).standing([ALICE.peer_id, *(f"sybil {i}" for i in range(50))])
-    assert standing[ALICE.peer_id] / sum(standing.values()) == pytest.approx(0.83, abs=0.02)  # two strangers' part
+    standing = shares_of(reputation, addresses).standing([*KNOWN, *(f"sybil {i}" for i in range(50))])
+    assert standing[ALICE.peer_id] / sum(standing.values()) == pytest.approx(1 / 3.4)  # two strangers' part is .4
+
+
+def test_those_without_an_address_are_one_group_where_others_have_one() -> None:
+    addresses = AddressGroups()
+    hidden = [f"hidden {i}" for i in range(8)]
+    assert set(shares_of(made(), addresses).standing(hidden).values()) == {1.0}
+    addresses.note("open", ["/ip4/192.0.2.1/tcp/1"])
+    assert shares_of(made(), addresses).standing([*hidden, "open"]) == {"open": 1.0} | dict.fromkeys(hidden, 0.25)
 
 
 def test_address_groups_by_kind_and_bounded() -> None:
@@ -193,12 +219,11 @@ def test_address_groups_by_kind_and_bounded() -> None:
 
 
 def test_headers_are_drawn_by_standing() -> None:
-    reputation = known(made(), ALICE.peer_id)
-    choice = UniformChoice(random.Random(0), shares_of(reputation))
-    _, alice = body_and_header()
-    liar = header_of([group(author=LIAR)], b"", author=LIAR)
-    drawn = Counter(choice.choose([alice, liar], ()).author for _ in range(2000))
-    assert 0.05 < drawn[LIAR] / 2000 < 0.14
+    choice = UniformChoice(random.Random(0), shares_of(known(made(), *KNOWN)))
+    offered = [header_of([group(author=name)], b"", author=name) for name in (*KNOWN, LIAR)]
+    liar = offered[-1]
+    drawn = Counter(choice.choose(offered, ()).author for _ in range(2000))
+    assert 0.04 < drawn[LIAR] / 2000 < 0.085  # .2 of 3.2
     assert choice.choose([liar], ()) == liar, "where nobody else offers"
 
 

@@ -43,6 +43,10 @@ class OfferBook:
         self._seen_until = fresh[-1].number + 1 if fresh else self._seen_until
         return fresh
 
+    def own(self) -> list[Offer]:
+        """The newest ones of this node itself."""
+        return list(self._exchange.offers_of(self._own_peer_id))
+
     def body(self, offer: Offer) -> bytes | None:
         """As its poster hands it to this reader."""
         return offer.other_body if offer.other_body is not None and self._gets_other else offer.body
@@ -60,6 +64,7 @@ class GuardedReader:
         shares = AuthorShares(self.reputation, config.sharing.max_share_of_strangers, AddressGroups())
         copies = CopyWatch(owns_stream, lambda author: self.reputation.refused(author, Rejection.COPIED))
         judge = MixtureJudge(door.mixture, is_known=self.reputation.is_known)
+        self._copies = copies
         self._admission = Admission(config.sharing, config.swarm_id, own, judge, door.vocabulary, clock, copies)
         self._inbox = Inbox(
             config.sharing, config.swarm_id, own, self._admission, self._pool, clock, door.rng, None, shares
@@ -87,7 +92,14 @@ class GuardedReader:
     def hint(self, author: str, bad: float) -> None:
         self.reputation.unlikely(author, bad)
 
+    def _note_own(self) -> None:
+        """A node notes its groups when it hands them out."""
+        for offer in self._book.own():
+            header = decode_header(decode_record(offer.record).payload, self._own_peer_id)
+            self._copies.note(decode_body(offer.body or b"", self._own_peer_id, header.lineage, header.policy_version))
+
     def _look(self) -> None:
+        self._note_own()
         offers = dict[tuple[str, bytes], Offer]()
         for offer in self._book.news():
             try:
