@@ -21,6 +21,7 @@ import torch
 
 from swarm.config import Config
 from swarm.learner import Learner
+from swarm.means import local_means
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.tasks.task_mixture import TaskMixture
@@ -104,7 +105,9 @@ def _arm(settings: Mapping[str, object], seed: int, clock: Callable[[], float]) 
     )
     policy = load_policy(config.policy, device="cpu")
     pool = ExperiencePool(":memory:", config.sharing, time.time)
-    return Arm(Learner(config, policy, TaskMixture(config.tasks), pool, f"arm-{seed}", lambda groups: None), clock)
+    author = f"arm-{seed}"
+    means = local_means(config, policy, author)
+    return Arm(Learner(config, means, TaskMixture(config.tasks), pool, author, lambda groups: None), clock)
 
 
 def _figures(arms: Sequence[Arm]) -> dict[str, float]:

@@ -205,6 +205,59 @@ class LoraSection(Section):
     """Seeds A. Nodes of equal base, shape and init_seed are one lineage: they share log-probs and can merge."""
 
 
+class PipelineSection(Section):
+    """One policy over several machines: the same table on all of them. For models that no single one holds."""
+
+    name: SwarmName = "crew"
+    """Tells crews of one swarm apart."""
+    driver: str = ""
+    """Peer id of the node that runs `swarm run`: the only one whose orders the stages take."""
+    crew: tuple[str, ...] = ()
+    """Peer ids, or multiaddresses that end in /p2p/PEER_ID, of the machines that run `swarm stage`. Empty: no pipeline."""
+    spares: NonNegativeInt = 0
+    """Machines of the crew that are left without layers until one is lost."""
+    driver_layers: PositiveInt | None = None
+    """Last layers of the model, which the driver holds with norm and head. Unset: by speed and memory, like the others'."""
+    precision: Literal["fp32", "bf16", "int8"] = "bf16"
+    """Of hidden states and their gradients on the line; see algorithms.md for what each costs."""
+    action_timeout_s: PositiveFloat = 60.0
+    """A stage that takes longer for one order is lost."""
+    startup_timeout_s: PositiveFloat = 300.0
+    """How long the driver waits for its crew to come up."""
+    copy_interval_steps: NonNegativeInt = 5
+    """Steps between two copies of every stage's adapter to a neighbour, from which a lost one is rebuilt. 0: none."""
+    max_copy_age: PositiveInt = 10
+    """Steps that such a copy may be behind; beyond that a lost stage starts from the average of its neighbours, or the base."""
+    max_states: PositiveInt = 65_536
+    """Rows times columns of one micro-batch, which bounds what a stage reads from the line."""
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.crew)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Peer ids of the crew, the driver excluded."""
+        return tuple(member.rpartition("/")[2] for member in self.crew)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where members can be reached, as far as the settings say."""
+        return tuple(member for member in self.crew if "/p2p/" in member)
+
+    @model_validator(mode="after")
+    def _crew_is_whole(self) -> "PipelineSection":
+        if len(set(self.members)) < len(self.crew) or self.driver in self.members:
+            raise ValueError("policy.pipeline.crew must name every machine once and not the driver; remove doubles")
+        if self.crew and not self.driver:
+            raise ValueError("policy.pipeline.driver must be the driver's peer id, got none; see `swarm identity show`")
+        if self.crew and self.spares >= len(self.crew):
+            raise ValueError(
+                f"policy.pipeline.spares must leave a machine that works, got {self.spares} of {len(self.crew)}; lower it"
+            )
+        return self
+
+
 class PolicySection(Section):
     """Base model and adapter."""
 
@@ -221,6 +274,16 @@ class PolicySection(Section):
     max_prompt_tokens: PositiveInt = 512
     """Tasks with a longer prompt are skipped and counted."""
     lora: LoraSection = LoraSection()
+    pipeline: PipelineSection = PipelineSection()
+
+    @model_validator(mode="after")
+    def _stages_can_hold_it(self) -> "PolicySection":
+        if self.pipeline.is_on and (self.quantization != "none" or self.lora.dropout or self.gradient_checkpointing):
+            raise ValueError(
+                "a pipelined policy goes without policy.quantization, policy.gradient_checkpointing and policy.lora.dropout; "
+                "set them to none, false and 0"
+            )
+        return self
 
 
 class RolloutsSection(Section):
@@ -473,10 +536,15 @@ class MergingSection(Section):
     final_window_s: PositiveFloat = 60.0
     """Longest time of one of its log2 N + 2 exchanges, the gate's of the one before included. The same on all nodes."""
     final_export: bool = False
-    """Write the adapter to final-adapter/round-N in the node's folder after it, in peft format."""
+    """Write the adapter to final-adapter/round-N in the node's folder after it, in peft format. Not for a pipelined policy."""
 
     @model_validator(mode="after")
-    def _replicas_stay_together(self) -> "MergingSection":
+    def _settings_have_an_effect_and_replicas_stay_together(self) -> "MergingSection":
+        if not self.enabled and (self.final or self.final_at):
+            name = "merging.final" if self.final else "merging.final_at"
+            raise ValueError(f"{name} needs merging.enabled = true, got false; set that too, or remove {name}")
+        if self.final_at and not self.final:
+            raise ValueError("merging.final_at needs merging.final = true, got false; set that too, or remove final_at")
         bound = largest_stable_beta(self.alpha)
         if self.beta >= bound:
             raise ValueError(
@@ -568,6 +636,21 @@ class Config(Section):
             raise ValueError(
                 "training.advantage median needs groups of an odd size, got rollouts.prune = true: what is left of them "
                 "has any size; set one of the two otherwise"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _crew_samples_plainly(self) -> "Config":
+        rollouts = self.rollouts
+        if self.policy.pipeline.is_on and (rollouts.prune or rollouts.over_provision > 1 or rollouts.engine != "auto"):
+            raise ValueError(
+                "a pipelined policy goes without rollouts.prune, rollouts.over_provision and another rollouts.engine; set "
+                "them to false, 1 and auto"
+            )
+        if self.policy.pipeline.is_on and self.merging.final_export:
+            raise ValueError(
+                "a pipelined policy goes without merging.final_export: no machine holds all of it; set it to false, and use "
+                "`swarm export` where the base fits"
             )
         return self
 

@@ -104,3 +104,18 @@ class RequestError(NetworkError):
     def __init__(self, message: str, reason: RequestFailure = "unreachable") -> None:
         super().__init__(message)
         self.reason: RequestFailure = reason
+
+
+class PipelineError(SwarmError):
+    """A stage of a pipelined policy refused an order, or the crew cannot go on as it is."""
+
+    exit_code = 16
+
+
+class StageLostError(PipelineError):
+    """Stages of the crew do not answer any more; the batch under way is dropped on all others unless it is `applied`."""
+
+    def __init__(self, message: str, stages: tuple[int, ...], *, applied: bool = False) -> None:
+        super().__init__(message)
+        self.stages = stages
+        self.applied = applied

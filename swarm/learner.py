@@ -8,7 +8,6 @@ Everything random comes from the node's seed and the round's number, so a run th
 what an uninterrupted one computes, as long as nothing of others comes in.
 """
 
-import hashlib
 import logging
 import random
 import time
@@ -20,17 +19,14 @@ from swarm.adapters.checkpoint import CheckpointStore
 from swarm.batch_maker import BatchMaker
 from swarm.config import Config
 from swarm.engine.canary import Canary
-from swarm.engine.make_engine import make_engine
-from swarm.engine.pruning import Pruning
-from swarm.engine.slot_pruning import hidden_size
 from swarm.errors import CheckpointError
-from swarm.policy.memory_probe import probe_memory
-from swarm.policy.policy import Policy
+from swarm.means import Means
 from swarm.policy_merging import MergeLinks, PolicyMerging
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.rollouts.rollout_round import RolloutRound
 from swarm.rollouts.signal_means import signal_means
 from swarm.rollouts.worker import RolloutBatch, RolloutWorker
+from swarm.round_seed import round_seed
 from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.difficulty import DifficultyTable
 from swarm.tasks.task_cursor import TaskCursor
@@ -55,7 +51,7 @@ class Learner:
     def __init__(
         self,
         config: Config,
-        policy: Policy,
+        means: Means,
         mixture: TaskMixture,
         pool: ExperiencePool,
         author: str,
@@ -73,25 +69,22 @@ class Learner:
         self._pool = pool
         self._publish = publish
         self._author = author
-        self.policy = policy
-        self._engine = make_engine(policy, config.rollouts)
-        self._pruning = (
-            Pruning(config.rollouts, hidden_size(policy), self._seed("pruning")) if config.rollouts.prune else None
-        )
-        self._worker = RolloutWorker(config.rollouts, policy, self._engine, author, self._pruning)
+        self.policy = policy = means.policy
+        self._pruning = means.pruning
+        self.probe_memory = means.probe_memory
+        self._worker = RolloutWorker(config.rollouts, policy, means.engine, author, means.pruning)
         self._trainer = Trainer(
             config.training,
             policy,
+            means.steps,
             temperature=config.rollouts.temperature,
             max_new_tokens=config.rollouts.max_new_tokens,
             stop=config.rollouts.stop,
         )
         self.merging = (
-            PolicyMerging(config, policy, self._trainer, self._worker, mixture, links)
-            if config.merging.enabled
-            else None
+            PolicyMerging(config, policy, means.steps, self._worker, mixture, links) if config.merging.enabled else None
         )
-        self._canary = Canary(policy, self._engine, config.training.canary_tolerance)
+        self._canary = Canary(policy, means.engine, config.training.canary_tolerance)
         self._translator = ExperienceTranslator(
             policy, config.sharing.likelihood_floor_quantile, config.rollouts.max_new_tokens, hint
         )
@@ -153,18 +146,6 @@ class Learner:
         mean = sum(accuracy.values()) / len(accuracy) if accuracy else 0.0
         row = {"kind": "evaluation", "phase": phase, "accuracy_mean": mean, "accuracy": accuracy}
         return {**row, **self._position()}
-
-    def probe_memory(self) -> None:
-        """Raises MemoryBudgetError before the first round where the longest batch would not fit."""
-        config = self._config
-        probe_memory(
-            self.policy,
-            config.rollouts,
-            config.training,
-            config.max_batch_groups,
-            answer_bytes=self._engine.answer_bytes(config.policy.max_prompt_tokens + config.rollouts.max_new_tokens),
-            held_bytes=self._engine.held_bytes,
-        )
 
     def save(self, store: CheckpointStore) -> None:
         tensors, trainer_state = self._trainer.state()
@@ -277,9 +258,7 @@ class Learner:
         return {"round": self.round, "policy_version": self.policy.version}
 
     def _seed(self, purpose: str, round_number: int = 0) -> int:
-        """31 bits from author, node seed, purpose and round: no two nodes alike, and what a resumed run draws again."""
-        text = f"{self._author}/{self._config.node.seed}/{purpose}/{round_number}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+        return round_seed(self._config, self._author, purpose, round_number)
 
 
 def _rng_state(rng: random.Random) -> list[Any]:

@@ -22,8 +22,10 @@ from typing import Any
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, dump_toml
+from swarm.crew_driver import CrewDriver
 from swarm.errors import CheckpointError
 from swarm.learner import Learner
+from swarm.means import Means, local_means
 from swarm.network.heap import bound_arenas
 from swarm.network.make_transport import make_transport
 from swarm.network.transport import Transport
@@ -32,7 +34,7 @@ from swarm.node_merging import make_merging
 from swarm.node_report import NodeReport
 from swarm.observability.logging_setup import set_up_logging
 from swarm.observability.repeat import repeat
-from swarm.policy.policy import load_policy
+from swarm.policy.policy import Policy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records import identity as identities
 from swarm.records.admission import Admission, Vocabulary
@@ -45,6 +47,7 @@ from swarm.sharing.index import EntryValidator
 from swarm.sharing.judge import MixtureJudge
 from swarm.sharing.reputation import Reputation
 from swarm.sharing.usefulness import Usefulness
+from swarm.stage_process import crew_network
 from swarm.tasks.task_mixture import TaskMixture, owns_stream
 from swarm.types import RolloutGroup
 
@@ -78,7 +81,7 @@ def run_node(config: Config, *, fresh: bool = False) -> None:
 def configured_transport(
     config: Config, identity: Identity, folder: NodeFolder, validator: EntryValidator
 ) -> Transport | None:
-    return make_transport(config.network, identity, folder.path, validator)
+    return make_transport(crew_network(config, identity.peer_id), identity, folder.path, validator)
 
 
 class Node:
@@ -107,6 +110,8 @@ class Node:
         self._usefulness = Usefulness(config.sharing.max_age_s, self._clock, weigh_author) if is_informative else None
         self._merging = make_merging(config, identity, self.transport, self._level)
         self._report = NodeReport(config.observability, folder, identity, self.transport, validator, self._merging)
+        is_driver = config.policy.pipeline.is_on
+        self._crew = CrewDriver(config, identity, self.transport, time.time) if is_driver else None
         self._stop = threading.Event()
 
     async def run_until_signal(self) -> None:
@@ -135,6 +140,8 @@ class Node:
             stack.callback(self.pool.close)
             stack.callback(self._save_reputation)
             stack.push_async_callback(self._report.stop)
+            if self._crew is not None:
+                stack.callback(self._crew.close)
             await self._report.start()
             if self.transport is not None:
                 stack.push_async_callback(self.transport.stop)
@@ -149,6 +156,7 @@ class Node:
 
     async def _start(self) -> Learner | None:
         """Network and policy come up side by side; None where a stop was asked for meanwhile."""
+        self._loop = asyncio.get_running_loop()
         starting = asyncio.create_task(self._bring_up())
         while not starting.done():
             await asyncio.wait([starting], timeout=_STOP_CHECK_INTERVAL_S)
@@ -160,7 +168,11 @@ class Node:
         return await starting
 
     async def _bring_up(self) -> Learner:
-        learner, _ = await asyncio.gather(asyncio.to_thread(self._build_learner), self._start_transport())
+        if self._crew is not None:  # its policy is behind the network
+            await self._start_transport()
+            learner = await asyncio.to_thread(self._build_learner)
+        else:
+            learner, _ = await asyncio.gather(asyncio.to_thread(self._build_learner), self._start_transport())
         if self._merging is not None:
             await self._merging.join(learner)
         return learner
@@ -185,10 +197,11 @@ class Node:
             torch.set_num_threads(self.config.node.threads)
         mixture = TaskMixture(self.config.tasks)
         logger.info("loading policy %s", self.config.policy.base)
-        policy = load_policy(self.config.policy, device=self.config.node.device, hash_cache=self.folder.hash_cache)
+        means = self._load_means()
+        policy = means.policy
         logger.info("policy ready on %s, lineage %s", policy.device, policy.lineage.policy[:12])
         learner = Learner(
-            self.config, policy, mixture, self.pool, self.identity.peer_id, self._hand_out, self._usefulness,
+            self.config, means, mixture, self.pool, self.identity.peer_id, self._hand_out, self._usefulness,
             self._merging.links if self._merging else None, self._reputation.unlikely,
         )  # fmt: skip
         learner.probe_memory()
@@ -196,6 +209,12 @@ class Node:
             logger.info("resumed after round %d", learner.round)
         self._mixture = mixture
         return learner
+
+    def _load_means(self) -> Means:
+        if self._crew is not None:
+            return self._crew.bring_up(self._loop, self.folder.hash_cache)
+        policy = load_policy(self.config.policy, device=self.config.node.device, hash_cache=self.folder.hash_cache)
+        return local_means(self.config, policy, self.identity.peer_id)
 
     def _wire_exchange(self, learner: Learner, transport: Transport) -> Exchange:
         policy, config = learner.policy, self.config
@@ -243,7 +262,6 @@ class Node:
 
         A network task that ends has met a bug: that is raised here, never passed over.
         """
-        self._loop = asyncio.get_running_loop()
         outcome: asyncio.Future[None] = self._loop.create_future()
         thread = threading.Thread(target=self._compute_thread, args=(learner, outcome), name="compute", daemon=True)
         thread.start()
@@ -324,6 +342,7 @@ class Node:
             from swarm.policy.lineage import hash_weights
 
             policy = learner.policy
+            assert isinstance(policy, Policy), "the configuration refuses an export of what no machine holds whole"
             base_hash = hash_weights(policy.base_folder, self.folder.hash_cache)
             out = self.folder.final_adapters / f"round-{learner.round:06d}"
             export_adapter(policy.model, policy.tokenizer, out, base_hash)

@@ -67,6 +67,7 @@ class NodeReport:
         self._http = HttpServer(config, self._metrics, self._health)
         self._started_at = time.time()
         self._last_row: Row = {}
+        self._final_merge: Row = {}
         self._num_peers = 0
         self._said_at = -math.inf
 
@@ -107,6 +108,8 @@ class NodeReport:
                     self._metrics.gauge(gauge, count, reason=reason)
             self._last_row = row
             self._say(row)
+        elif row["kind"] == "final_merge":
+            self._final_merge = row
         self._log.write({"time_s": time.time(), **row})
 
     def write_status(self) -> None:
@@ -121,6 +124,7 @@ class NodeReport:
             policy_version=self._last_row.get("policy_version", 0),
             phase=self.phase,
             last_round=self._last_row,
+            final_merge=self._final_merge,
         ).write(self._folder.status)
 
     def _say(self, row: Row) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from swarm.adapters.adapter_state import read_adapter, write_adapter
 from swarm.config import Config
 from swarm.errors import TrainingError
 from swarm.merging.final_merge import FinalMerge, Wire
@@ -24,11 +23,11 @@ from swarm.merging.merger import Merger
 from swarm.merging.outer_optimizer import Adapter
 from swarm.merging.pairer import Donate, FinalPairer, Pairer
 from swarm.merging.schedule import MergeSchedule
-from swarm.policy.policy import Policy
+from swarm.policy.policy import TextPolicy
 from swarm.rollouts.worker import RolloutWorker
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.tasks.task_source import INDEX_SPAN, TaskFailure
-from swarm.training.trainer import Trainer
+from swarm.training.policy_steps import PolicySteps
 from swarm.types import Partner, Task
 
 
@@ -53,8 +52,8 @@ class PolicyMerging:
     def __init__(
         self,
         config: Config,
-        policy: Policy,
-        trainer: Trainer,
+        policy: TextPolicy,
+        steps: PolicySteps,
         worker: RolloutWorker,
         mixture: TaskMixture,
         links: MergeLinks | None,
@@ -62,7 +61,7 @@ class PolicyMerging:
         """To be made before anything is trained or restored. Without `links` every outer step is taken alone."""
         self._config = config
         self._policy = policy
-        self._trainer = trainer
+        self._steps = steps
         self._worker = worker
         self._mixture = mixture
         self._links = links
@@ -71,7 +70,7 @@ class PolicyMerging:
             config.merging,
             policy.lineage.policy,
             config.policy.lora.alpha / config.policy.lora.rank,
-            read_adapter(policy.model),
+            steps.read(),
             schedule,
             links.pairer if links else None,
             self._gate,
@@ -98,16 +97,15 @@ class PolicyMerging:
         self._seen_version, position = self._policy.version, self._position()
         num_steps, self._seen_position = position - self._seen_position, position
         started = time.monotonic()
-        step = self._merger.after(num_steps, self._read, self._policy.version, progress)
+        step = self._merger.after(num_steps, self._steps.read, self._policy.version, progress)
         if step is not None:
-            write_adapter(self._policy.model, step.weights)
-            self._trainer.reset_moments(step.reset_names)
+            self._steps.write(step.weights, step.reset_names)
             self._last_s = time.monotonic() - started
 
     def join(self, found: Sequence[Partner]) -> bool:
         """Begin where the donors of an untrained policy are. Says whether it does."""
         has_joined = self._merger.join(found)
-        write_adapter(self._policy.model, self._merger.slow)
+        self._steps.write(self._merger.slow)
         return has_joined
 
     def finish(self) -> dict[str, Any] | None:
@@ -121,11 +119,10 @@ class PolicyMerging:
         merger, lora = self._merger, self._config.policy.lora
         wire = Wire(merger.snapshot, merger.opened)
         one = FinalMerge(self._config.merging, wire, merger.origin, lora.alpha / lora.rank, final, self._gate)
-        own = self._read()
+        own = self._steps.read()
         result = one.run(own, self._policy.version)
-        write_adapter(self._policy.model, result.weights)
+        self._steps.write(result.weights, sorted(result.reset_names) if result.is_merged else ())
         if result.is_merged:
-            self._trainer.reset_moments(sorted(result.reset_names))
             merger.begin(result.weights)
         if result.num_places > 1:
             self._final_version = self._policy.version
@@ -143,7 +140,7 @@ class PolicyMerging:
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any] | None) -> None:
         """Continue with a restored policy. `state` None: nothing was merged before, the policy's weights are the slow ones."""
         if state is None:
-            self._merger.begin(self._read())
+            self._merger.begin(self._steps.read())
         else:
             self._merger.restore(tensors, state)
             self._final_version = int(state.get("final_version", -1))
@@ -164,9 +161,6 @@ class PolicyMerging:
             return position
         return position - (position - num_counted) % self._config.merging.inner_steps
 
-    def _read(self) -> Adapter:
-        return read_adapter(self._policy.model)
-
     @property
     def _gate(self) -> Callable[[Adapter], Scores] | None:
         return self._score if self._links and self._config.merging.gate_tasks else None
@@ -176,7 +170,7 @@ class PolicyMerging:
 
         −∞ for weights that give no finite probabilities: a partner's numbers may be finite and what they compute not.
         """
-        write_adapter(self._policy.model, weights)
+        self._steps.write(weights)
         assert self._links is not None
         temperature = self._config.evaluation.temperature
         try:

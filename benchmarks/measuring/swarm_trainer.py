@@ -15,6 +15,7 @@ from swarm.engine.make_engine import make_engine
 from swarm.policy.logprobs import token_logprobs
 from swarm.policy.policy import load_policy
 from swarm.rollouts.worker import RolloutWorker
+from swarm.training.adapter_steps import AdapterSteps
 from swarm.training.experience import ExperienceTranslator
 from swarm.training.trainer import Trainer
 from swarm.types import Task, TaskRef
@@ -33,7 +34,9 @@ class Node:
         self._worker = RolloutWorker(rollouts, self._policy, make_engine(self._policy, rollouts), "me")
         self._translator = ExperienceTranslator(self._policy, 0.0, length)
         training = TrainingSection(mask_truncated=False, groups_per_step=0)
-        self._trainer = Trainer(training, self._policy, temperature=1.0, max_new_tokens=length)
+        self._trainer = Trainer(
+            training, self._policy, AdapterSteps(training, self._policy), temperature=1.0, max_new_tokens=length
+        )
         order = itertools.count()
         self._tasks = [
             Task(TaskRef("made-up", "0" * 16, 16, number), text, lambda _: float(next(order) % 2))

@@ -45,7 +45,7 @@ def export_merged(model: Any, tokenizer: Any, base_folder: Path, folder: Path) -
     prepare_folder(folder)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
-        base = AutoModelForCausalLM.from_pretrained(base_folder, dtype="auto", local_files_only=True)  # nosec B615 - a folder
+        base = AutoModelForCausalLM.from_pretrained(base_folder, dtype="auto", local_files_only=True)
         copy = get_peft_model(base, model.peft_config["default"])
     write_adapter(copy, read_adapter(model))
     try:

@@ -27,6 +27,7 @@ from swarm.cli import (
     merge,
     run,
     sample,
+    stage,
     status,
     testbed,
 )
@@ -37,7 +38,7 @@ INTERRUPTED = 130
 EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 config, 4 identity, 5 policy, 6 tasks, 7 network, 8 checkpoint, "
     "9 node not running, 10 memory, 11 training, 12 manifest, 13 cannot join, 14 doctor found a problem, "
-    "15 cannot merge, 130 interrupted."
+    "15 cannot merge, 16 pipeline, 130 interrupted."
 )
 
 app = typer.Typer(
@@ -60,6 +61,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Show the versio
 
 app.command("init")(init.init)
 app.command("run", context_settings=run.OVERRIDES)(run.run)
+app.command("stage", context_settings=run.OVERRIDES)(stage.stage)
 app.command("testbed", context_settings=run.OVERRIDES)(testbed.testbed)
 app.command("create", context_settings=run.OVERRIDES)(create.create)
 app.command("join", context_settings=run.OVERRIDES)(join.join)

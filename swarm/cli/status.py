@@ -68,6 +68,10 @@ def _lines(current: "NodeStatus") -> list[tuple[str, str]]:
             ("peers", f"{row['network/peers']}"),
             *_merge_lines(row),
         ]
+    if current.final_merge:
+        final = current.final_merge
+        taken = "taken" if final["final/is_taken"] else "not taken: worse on private tasks"
+        lines.append(("final merge", f"{final['final/places']} nodes, {final['final/replicas']} adapters, {taken}"))
     lines += [("address", address) for address in current.addresses]
     if current.http_port:
         lines.append(("metrics", f"http://127.0.0.1:{current.http_port}/metrics"))

@@ -1,5 +1,6 @@
 """`swarm testbed`: a swarm of several nodes on this machine, or a comparison of sharing with silos."""
 
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ def testbed(
     config: list[str] = typer.Argument(None, metavar="CONFIG... [--section.key VALUE]...", help=CONFIG_HELP),
     nodes: int = typer.Option(4, min=1, help="Number of nodes; each fourth one has the same profile."),
     rounds: int = typer.Option(150, min=1, help="Rounds of each node, those of earlier runs in the folder included."),
-    minutes: float = typer.Option(None, min=0.1, help="End after so many minutes, wherever the nodes are."),
+    minutes: float = typer.Option(None, min=0.1, help="End training after so many minutes, wherever the nodes are."),
     folder: Path = typer.Option(None, "--dir", help="Folder of the run.", show_default="runs/testbed"),
     fresh: bool = typer.Option(
         False, "--fresh/--resume", help="Start anew; the earlier run is moved aside. Default: resume what is there."
@@ -43,11 +44,15 @@ def testbed(
     from rich.console import Console
 
     from swarm.node_folder import set_aside
-    from swarm.testbed.profiles import MERGING, PlanRequest
+    from swarm.testbed.profiles import MERGING, PlanRequest, final_merge_time
     from swarm.testbed.testbed import LOCK_FILE, exclusive
 
     configs, overrides = split_arguments(config or [], _OPTIONS)
-    overrides = {**(MERGING if merge else {}), **overrides}
+    if merge:
+        at: dict[str, str] = {}
+        if minutes and not compare:
+            at, minutes = final_merge_time(minutes, time.time())
+        overrides = {**MERGING, **at, **overrides}
     request = PlanRequest(num_nodes=nodes, num_rounds=rounds, configs=configs, overrides=overrides)
     folder = folder or Path("runs/comparison" if compare else "runs/testbed")
     console = Console()

@@ -10,6 +10,7 @@ from swarm.policy.policy import Policy, load_policy
 from swarm.rollouts.worker import RolloutBatch, RolloutWorker
 from swarm.tasks.task_cursor import TaskCursor
 from swarm.tasks.task_mixture import TaskMixture, training_seed
+from swarm.training.adapter_steps import AdapterSteps
 from swarm.training.experience import ExperienceTranslator
 from swarm.training.trainer import Trainer
 from swarm.training.training_group import TrainingGroup
@@ -25,9 +26,11 @@ class BareLearner:
         self.policy: Policy = load_policy(config.policy, device="cpu")
         self._mixture = mixture or TaskMixture(config.tasks)
         self._worker = RolloutWorker(config.rollouts, self.policy, make_engine(self.policy, config.rollouts), author)
+        self._steps = AdapterSteps(config.training, self.policy)
         self._trainer = Trainer(
             config.training,
             self.policy,
+            self._steps,
             temperature=config.rollouts.temperature,
             max_new_tokens=config.rollouts.max_new_tokens,
         )
@@ -67,5 +70,5 @@ class BareLearner:
         return self._worker.evaluate(tasks, temperature=1.0, seed=self._seed)
 
     def reset_moments(self, names: Iterable[str]) -> None:
-        """As `Trainer.reset_moments`."""
-        self._trainer.reset_moments(names)
+        """As `AdapterSteps.reset_moments`."""
+        self._steps.reset_moments(names)

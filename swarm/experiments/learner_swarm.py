@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from swarm.config import Config, PolicySection
 from swarm.experiments.memory_exchange import MemoryExchange, MemoryReader
 from swarm.learner import Learner
+from swarm.means import local_means
 from swarm.policy.policy import Policy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission, Vocabulary
@@ -165,7 +166,8 @@ class LearnerSwarm:
         def publish(groups: Sequence[RolloutGroup]) -> None:
             self.exchange.publish(identity, groups)
 
-        learner = Learner(config, policy, mixture, pool, identity.peer_id, publish, usefulness, hint=reader.hint)
+        means = local_means(config, policy, identity.peer_id)
+        learner = Learner(config, means, mixture, pool, identity.peer_id, publish, usefulness, hint=reader.hint)
         return _Node(learner, reader, config)
 
     def _mixture(self, config: Config) -> TaskMixture:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -28,13 +29,30 @@ class Table:
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
 
-    def rich(self) -> RichTable:
-        """For a terminal."""
-        table = RichTable(title=Text(plain(self.title)), title_justify="left")
-        for position, header in enumerate(self.headers):
-            table.add_column(Text(plain(header)), justify="right" if position else "left", no_wrap=position == 0)
+    def rich(self) -> "ForTerminal":
+        """For `rich`'s console."""
+        return ForTerminal(self)
+
+    def parts(self, width: int) -> list[RichTable]:
+        """For so many columns of text: as many tables as it takes to cut off no number."""
+        sizes = [
+            max(len(row[i]) for row in [*self.rows, _longest_words(self.headers)]) + 3 for i in range(len(self.headers))
+        ]
+        parts, room = list[list[int]](), 0
+        for column in range(1, len(self.headers)):
+            if not parts or sizes[column] > room:
+                parts.append([0])
+                room = width - 1 - sizes[0]
+            parts[-1].append(column)
+            room -= sizes[column]
+        return [self._part(columns, self.title if number == 0 else None) for number, columns in enumerate(parts)]
+
+    def _part(self, columns: Sequence[int], title: str | None) -> RichTable:
+        table = RichTable(title=None if title is None else Text(plain(title)), title_justify="left")
+        for column in columns:
+            table.add_column(Text(plain(self.headers[column])), justify="right" if column else "left")
         for row in self.rows:
-            table.add_row(*(Text(plain(cell)) for cell in row))
+            table.add_row(*(Text(plain(row[column])) for column in columns))
         return table
 
     def markdown(self) -> str:
@@ -45,6 +63,21 @@ class Table:
         head = "".join(f"<th>{html.escape(header)}</th>" for header in self.headers)
         body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
         return f"<h2>{html.escape(self.title)}</h2><table><tr>{head}</tr>{body}</table>"
+
+
+def _longest_words(headers: Sequence[str]) -> list[str]:
+    """Of each header, which breaks between words."""
+    return [max(header.split(), key=len, default="") for header in headers]
+
+
+@dataclass(frozen=True, slots=True)
+class ForTerminal:
+    """A table that fits itself to the console it is printed on."""
+
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self.table.parts(options.max_width)
 
 
 @dataclass(frozen=True, slots=True)

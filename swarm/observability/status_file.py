@@ -19,7 +19,7 @@ class NodeStatus:
     started_at: float
     """Seconds since the epoch."""
     phase: str
-    """starting, evaluating, learning, serving or ended."""
+    """starting, evaluating, learning, merging, serving or ended."""
     http_port: int = 0
     addresses: tuple[str, ...] = ()
     """Multiaddresses that others can pass as initial peers."""
@@ -27,6 +27,8 @@ class NodeStatus:
     policy_version: int = 0
     last_round: dict[str, Any] = field(default_factory=dict)
     """Last row of metrics.jsonl of kind round."""
+    final_merge: dict[str, Any] = field(default_factory=dict)
+    """Last row of kind final_merge; empty where there was none."""
 
     def write(self, path: Path) -> None:
         """Replace the file at once: a reader sees the old or the new one."""

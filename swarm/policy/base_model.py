@@ -26,7 +26,7 @@ def load_base(config: PolicySection, folder: Path, device: torch.device, dtype: 
 
     quantization = _quantization(config, dtype)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(  # nosec B615 - a folder
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             device_map={"": device},
@@ -75,12 +75,24 @@ def load_tokenizer(folder: Path) -> Any:
 
 def eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Every token that ends an answer; chat models often name several. Raises PolicyError where there is none."""
+    return _eos_ids(tokenizer, model.generation_config, model.config)
+
+
+def folder_eos_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """`eos_token_ids` of the model in a folder, without loading it."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    if (folder / "generation_config.json").is_file():
+        generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    else:
+        generation_config = transformers.GenerationConfig.from_model_config(config)
+    return _eos_ids(tokenizer, generation_config, config)
+
+
+def _eos_ids(tokenizer: Any, generation_config: Any, config: Any) -> tuple[int, ...]:
     found: list[int] = []
-    for source in (
-        tokenizer.eos_token_id,
-        model.generation_config.eos_token_id,
-        model.config.get_text_config().eos_token_id,
-    ):
+    for source in (tokenizer.eos_token_id, generation_config.eos_token_id, config.get_text_config().eos_token_id):
         found += source if isinstance(source, list) else [source] if source is not None else []
     if not found:
         raise PolicyError(

@@ -49,6 +49,13 @@ def token_logprobs(
     else:
         logits = _separate_logits(model, sequences, mask, pad_id)
     targets = torch.tensor([token for answer in answers for token in answer], device=device)
+    return scored_answers(logits, targets, mask, temperature, with_entropy)
+
+
+def scored_answers(
+    logits: Tensor, targets: Tensor, mask: Tensor, temperature: float = 1.0, with_entropy: bool = False
+) -> TokenLogprobs:
+    """Log-probs of `targets` [N] from `logits` [N, V]: all answer tokens, row by row of `mask` [B, T]."""
     scaled = logits.float() / temperature
     normalizer = scaled.logsumexp(-1)  # [N], N = all answer tokens
     flat = scaled.gather(-1, targets[:, None])[:, 0] - normalizer

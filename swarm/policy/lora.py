@@ -20,7 +20,7 @@ def attach_adapter(model: Any, config: LoraSection) -> Any:
     """
     from peft import LoraConfig, get_peft_model
 
-    targets = _resolve_targets(model, config.targets)
+    targets = resolve_targets(model, config.targets)
     lora = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft only divides it by r
@@ -57,7 +57,7 @@ def _start_factors(name: str, layer: Any, init_seed: int) -> None:
         factor_b.zero_()
 
 
-def _resolve_targets(model: Any, targets: str | tuple[str, ...]) -> list[str]:
+def resolve_targets(model: Any, targets: str | tuple[str, ...]) -> list[str]:
     """Full names of the layers to adapt: all linear ones but the head, or those that end with a name of `targets`."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if _is_linear(module) and module is not head]

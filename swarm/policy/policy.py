@@ -5,7 +5,9 @@ adapter). `load_policy` is the only way to make one: base → quantisation → a
 """
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from swarm.policy.base_folder import locate_base, weight_files
 from swarm.policy.base_model import check_is_causal, eos_token_ids, load_base, load_tokenizer
 from swarm.policy.device import resolve_device, resolve_dtype
 from swarm.policy.lineage import compute_lineage
+from swarm.policy.logprobs import TokenLogprobs, TokenSequence, token_logprobs
 from swarm.policy.lora import adapter_shape, attach_adapter
 from swarm.policy.quiet import quiet_libraries
 from swarm.types import Lineage
@@ -26,31 +29,40 @@ _LOADING = threading.Lock()
 """transformers patches torch while it builds a model: two loads at a time in one process leave weights out."""
 
 
-@dataclass(slots=True)
-class Policy:
-    """A frozen base with a trainable adapter, and its tokenizer."""
+@dataclass(slots=True, kw_only=True)
+class TextPolicy(ABC):
+    """A policy as rollouts and training see it: text, token ids and log-probs. Where its weights are is its own business."""
 
-    model: Any
-    """The peft model; only its LoRA factors require gradients."""
     tokenizer: Any
     config: PolicySection
     device: torch.device
+    """Where log-probs come out, and losses are computed."""
     dtype: torch.dtype
     """Of the frozen base's activations; the adapter is float32."""
     lineage: Lineage
     base_folder: Path
     eos_token_ids: tuple[int, ...]
     """Any of these ends an answer; the first is appended to answers that are encoded from text."""
+    vocab_size: int
+    """Token ids at or above it do not exist."""
     version: int = 0
     """Optimizer steps taken."""
-    vocab_size: int = field(init=False)
-    """Token ids at or above it do not exist."""
     pad_token_id: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.vocab_size = self.model.get_input_embeddings().num_embeddings
         pad = self.tokenizer.pad_token_id
         self.pad_token_id = pad if pad is not None and pad < self.vocab_size else self.eos_token_ids[0]
+
+    @abstractmethod
+    def token_logprobs(
+        self,
+        sequences: Sequence[TokenSequence],
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        *,
+        without_adapter: bool = False,
+    ) -> TokenLogprobs:
+        """Log-probs of all answer tokens, as `swarm.policy.logprobs`; `without_adapter`: those of the frozen base."""
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids that an answer follows: through the chat template where there is one, as a user's only message."""
@@ -74,6 +86,29 @@ class Policy:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+@dataclass(slots=True, kw_only=True)
+class Policy(TextPolicy):
+    """A frozen base with a trainable adapter, in this process."""
+
+    model: Any
+    """The peft model; only its LoRA factors require gradients."""
+
+    def token_logprobs(
+        self,
+        sequences: Sequence[TokenSequence],
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        *,
+        without_adapter: bool = False,
+    ) -> TokenLogprobs:
+        """See `TextPolicy`; differentiable where grad is enabled."""
+        shares = not self.config.gradient_checkpointing
+        with self.model.disable_adapter() if without_adapter else nullcontext():
+            return token_logprobs(
+                self.model, sequences, self.pad_token_id, temperature, with_entropy, share_prompts=shares
+            )
+
+
 def load_policy(config: PolicySection, *, device: str = "auto", hash_cache: Path | None = None) -> Policy:
     """Load base and tokenizer, attach a fresh adapter, and work out the lineage.
 
@@ -91,7 +126,10 @@ def load_policy(config: PolicySection, *, device: str = "auto", hash_cache: Path
         eos_ids = eos_token_ids(base, tokenizer)
         model = attach_adapter(base, config.lora).eval()
     lineage = compute_lineage(folder, tokenizer, config.lora, adapter_shape(model), hash_cache)
-    policy = Policy(model, tokenizer, config, target, dtype, lineage, folder, eos_ids)
+    policy = Policy(
+        model=model, tokenizer=tokenizer, config=config, device=target, dtype=dtype, lineage=lineage,
+        base_folder=folder, eos_token_ids=eos_ids, vocab_size=model.get_input_embeddings().num_embeddings,
+    )  # fmt: skip
     if not policy.encode_prompt("1 + 1 ="):
         raise PolicyError(
             f"policy.base must have a tokenizer that encodes text, got none from {folder}; check its tokenizer files"

@@ -20,6 +20,7 @@ class Purpose(Enum):
     HEADER = b"swarm/record/1\x00"
     PRESENCE = b"swarm/presence/1\x00"
     ADAPTER_OFFER = b"swarm/adapter/1\x00"
+    ORDER = b"swarm/order/1\x00"
 
 
 def sign_record(identity: Identity, swarm_id: str, payload: bytes, purpose: Purpose = Purpose.HEADER) -> SignedRecord:

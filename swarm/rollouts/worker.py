@@ -13,7 +13,7 @@ from swarm.config import RolloutsSection
 from swarm.engine.engine import AnswerRequest, Completion, Engine, PruningEngine, ResumingEngine
 from swarm.engine.pruning import AnswerKey, PruneCall, Pruning
 from swarm.engine.sampling import Sampling
-from swarm.policy.policy import Policy
+from swarm.policy.policy import TextPolicy
 from swarm.rollouts.open_group import OpenGroup, Segment
 from swarm.rollouts.prune_report import NOTHING_PRUNED, PruneReport, prune_report
 from swarm.tasks.task_mixture import assess, score
@@ -61,7 +61,7 @@ class RolloutWorker:
     """Samples and scores one group per task with the node's own policy."""
 
     def __init__(
-        self, config: RolloutsSection, policy: Policy, engine: Engine, author: str, pruning: Pruning | None = None
+        self, config: RolloutsSection, policy: TextPolicy, engine: Engine, author: str, pruning: Pruning | None = None
     ) -> None:
         """With `pruning`, rollouts are pruned, and it learns from them; that needs a PruningEngine."""
         self._config = config

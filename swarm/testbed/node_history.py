@@ -28,6 +28,8 @@ class NodeHistory:
         self.evaluations: list[Row] = []
         self.end: Row | None = None
         """Row of the last orderly end, None while the node runs or when it was killed."""
+        self.final_merge: Row | None = None
+        """Row of the last merge of all that ended together."""
         self.totals: Counter[str] = Counter()
         """Sums of counters over all processes of the node; each process counts from zero."""
         self.rejected: Counter[str] = Counter()
@@ -88,6 +90,8 @@ class NodeHistory:
         kind, number = row["kind"], row["round"]
         if kind == "end":
             self.end = row
+        elif kind == "final_merge":
+            self.final_merge = row
         elif kind == "evaluation":
             self.end = None
             self.evaluations = [r for r in self.evaluations if r["round"] < number or r["phase"] != row["phase"]] + [

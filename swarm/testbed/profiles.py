@@ -1,6 +1,7 @@
 """Configurations of the nodes of a testbed: deliberately unlike, as nodes of a real swarm are."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,19 @@ MERGING: Mapping[str, str] = {
 }
 """Over the defaults where the nodes of a testbed merge: an outer round is some eight seconds here. Nodes of the profile with
 another adapter shape are of another lineage and find no partner in less than eight nodes."""
+
+
+def final_merge_time(minutes: float, now: float) -> tuple[dict[str, str], float]:
+    """Settings that end training after `minutes` for a final merge, and the minutes until that is surely over.
+
+    `now`: seconds since 1970.
+    """
+    interval_s, window_s, tries = (
+        float(MERGING[f"merging.final_{part}"]) for part in ("interval_s", "window_s", "tries")
+    )
+    final_at = math.ceil((now + 60 * minutes) / interval_s) * interval_s
+    most_exchanges = 8  # of 64 nodes
+    return {"merging.final_at": str(final_at)}, (final_at - now + interval_s * tries + window_s * most_exchanges) / 60
 
 
 @dataclass(frozen=True, slots=True)

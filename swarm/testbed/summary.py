@@ -47,6 +47,8 @@ class NodeSummary:
     """Outer steps with a partner; None where merging is off."""
     solo_steps: int | None
     """Outer steps alone."""
+    final_places: int | None
+    """Nodes in the final merge, this one included; None where there was none."""
 
 
 def summarize(view: NodeView) -> NodeSummary:
@@ -74,6 +76,7 @@ def summarize(view: NodeView) -> NodeSummary:
         tokens_per_s=history.tokens_per_s,
         merges=row.get("merge/merges_total"),
         solo_steps=row.get("merge/solo_steps_total"),
+        final_places=(history.final_merge or {}).get("final/places"),
     )
 
 
@@ -100,20 +103,22 @@ def exchange_table(summaries: Sequence[NodeSummary]) -> Table:
     table = Table(title="Exchange", title_justify="left")
     table.add_column("node", no_wrap=True)
     merging = any(node.merges is not None for node in summaries)
-    for header in ("tokens/s", "MB sent", "MB received", *(["merges + alone"] if merging else [])):
+    headers = ["merges + alone", "final merge of"] if merging else []
+    for header in ("tokens/s", "MB sent", "MB received", *headers):
         table.add_column(header, justify="right")
     table.add_column("records rejected")
     for node in summaries:
         rejected = ", ".join(f"{count} {reason}" for reason, count in node.rejected.items() if count)
         table.add_row(
             node.name, f"{node.tokens_per_s:.0f}", _mega(node.bytes_sent), _mega(node.bytes_received),
-            *([_merges(node)] if merging else []), Text(rejected or "none"),
+            *(_merges(node) if merging else []), Text(rejected or "none"),
         )  # fmt: skip
     return table
 
 
-def _merges(node: NodeSummary) -> str:
-    return "" if node.merges is None else f"{node.merges} + {node.solo_steps}"
+def _merges(node: NodeSummary) -> tuple[str, str]:
+    final = "" if node.final_places is None else str(node.final_places)
+    return "" if node.merges is None else f"{node.merges} + {node.solo_steps}", final
 
 
 def source_table(summaries: Sequence[NodeSummary]) -> Table:

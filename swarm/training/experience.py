@@ -18,8 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from swarm.policy.logprobs import token_logprobs
-from swarm.policy.policy import Policy
+from swarm.policy.policy import TextPolicy
 from swarm.training.training_group import TrainingGroup
 from swarm.types import Rollout, RolloutGroup
 
@@ -34,7 +33,7 @@ class ExperienceTranslator:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: TextPolicy,
         likelihood_floor_quantile: float,
         max_new_tokens: int,
         hint: Callable[[str, float], None] = lambda author, bad: None,
@@ -128,5 +127,5 @@ class ExperienceTranslator:
     def _mean_logprobs(self, prompt_ids: tuple[int, ...], answers: Sequence[tuple[int, ...]]) -> list[float]:
         """[G] mean log-prob per token under the own policy."""
         sequences = [(prompt_ids, answer) for answer in answers]
-        scored = token_logprobs(self._policy.model, sequences, self._policy.pad_token_id)
+        scored = self._policy.token_logprobs(sequences)
         return (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()

@@ -37,7 +37,7 @@ class StepReport:
     lr: float
     """As applied, after warm-up and back-off."""
     adapter_norm: float | None = None
-    """L2 norm of all adapter weights after the step."""
+    """L2 norm of all adapter weights after the step; None where they are on other machines."""
     staleness_mean: float | None = None
     """Over the own tokens of the step, replayed ones included: policy versions since each was sampled."""
     staleness_max: int | None = None
@@ -74,7 +74,7 @@ class StepReport:
         return StepReport(0.0, 0.0, 0.0, 0.0, 1.0, None, None, 1.0, 0, lr, skip_reason=reason)
 
     @staticmethod
-    def mean(reports: Sequence["StepReport"], *, adapter_norm: float, staleness: Staleness) -> "StepReport":
+    def mean(reports: Sequence["StepReport"], *, adapter_norm: float | None, staleness: Staleness) -> "StepReport":
         """One report for the inner epochs of one step; the last one tells whether it ended early."""
 
         def average(values: list[float]) -> float:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from swarm.config import dump_toml, parse
 from swarm.errors import NodeNotRunningError
@@ -32,6 +32,13 @@ def node_settings(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     for name, section in sections.items():
         base[name] = base.get(name, {}) | section
     return base
+
+
+class WatchedProcess(Protocol):
+    """A process whose output goes to a file."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
 
 
 class NodeProcess:
@@ -102,7 +109,7 @@ class NodeProcess:
         return self.process.wait(timeout_s)
 
 
-def wait_for(probe: Callable[[], T | None], what: str, *watched: "NodeProcess", deadline_s: float = DEADLINE_S) -> T:
+def wait_for(probe: Callable[[], T | None], what: str, *watched: "WatchedProcess", deadline_s: float = DEADLINE_S) -> T:
     """Poll until `probe` gives something; fails with the node's output when it died or the deadline passed."""
     until = time.monotonic() + deadline_s
     while (found := probe()) is None:

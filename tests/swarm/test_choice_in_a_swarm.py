@@ -77,4 +77,4 @@ def test_an_author_that_claims_one_half_everywhere_is_found_out_and_asked_less_a
 
     uniform, informative = run(main("uniform")), run(main("informative"))
     assert max(uniform[0], informative[0]) < 0.5 * FAIR  # bodies whose mean is ½ indeed
-    assert 0 < min(informative[1], uniform[1]) and max(informative[1], uniform[1]) <= 3 * (NUM_NODES - 1)
+    assert min(informative[1], uniform[1]) > 0 and max(informative[1], uniform[1]) <= 3 * (NUM_NODES - 1)

@@ -11,6 +11,7 @@ import torch
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, parse
 from swarm.learner import Learner
+from swarm.means import local_means
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.sharing.usefulness import Usefulness
@@ -36,7 +37,7 @@ def make_learner(
     policy = load_policy(config.policy, device="cpu")
     pool = ExperiencePool(":memory:", config.sharing, Clock())
     publish = (published if published is not None else []).extend
-    return Learner(config, policy, TaskMixture(config.tasks), pool, "me", publish, useful)
+    return Learner(config, local_means(config, policy, "me"), TaskMixture(config.tasks), pool, "me", publish, useful)
 
 
 def with_signal(groups: list[RolloutGroup], version: int = 0) -> list[RolloutGroup]:

@@ -89,7 +89,8 @@ def test_status_of_a_node_that_has_ended_shows_what_is_known(tmp_path: Path) -> 
         "merge/merges_total": 4, "merge/reasons": {"merged": 4, "nobody": 2},
         "merge/partner": "12D3y", "merge/partner_share": 0.25,
     }  # fmt: skip
-    NodeStatus("12D3x", "brave-otter-3f", dead.pid, 0.0, "learning", round=5, last_round=row).write(
+    final = {"final/places": 4, "final/replicas": 3, "final/is_taken": 1}
+    NodeStatus("12D3x", "brave-otter-3f", dead.pid, 0.0, "learning", round=5, last_round=row, final_merge=final).write(
         tmp_path / "status.json"
     )
     ended = swarm("status", str(tmp_path))
@@ -98,6 +99,7 @@ def test_status_of_a_node_that_has_ended_shows_what_is_known(tmp_path: Path) -> 
     assert "replay 3" in ended.stdout
     assert "4 times; outer steps alone: nobody 2" in ended.stdout
     assert "0.25 of 12D3y" in ended.stdout
+    assert "4 nodes, 3 adapters, taken" in ended.stdout
     as_json = swarm("status", str(tmp_path), "--json")
     assert json.loads(as_json.stdout)["running"] is False
 

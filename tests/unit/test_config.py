@@ -58,6 +58,8 @@ def test_override_is_a_toml_value_or_plain_text(key: str, text: str, expected: o
         ("training.advantage", '"ppo"', "'median' or 'gdpo', got 'ppo'; set training.advantage"),
         ("network.backend", '"off"', "sharing.swarm_groups must be 0"),
         ("swarm.name", '"a b"', "swarm.name"),
+        ("merging.final", "true", "merging.final needs merging.enabled = true, got false"),
+        ("merging.final_at", "1e9", "merging.final_at needs merging.enabled = true, got false"),
     ],
 )
 def test_mistake_is_told_with_value_and_fix(key: str, text: str, told: str) -> None:
@@ -78,6 +80,13 @@ def test_damaged_file_is_named(tmp_path: Path, content: str) -> None:
 def test_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml"):
         load(["nowhere.toml"])
+
+
+def test_a_crew_exports_nothing_at_the_end() -> None:
+    crew = {"pipeline": {"driver": "d", "crew": ["a"]}}
+    parse({"policy": crew, "merging": {"enabled": True, "final": True}})
+    with pytest.raises(ConfigError, match="final_export"):
+        parse({"policy": crew, "merging": {"enabled": True, "final": True, "final_export": True}})
 
 
 def test_doubled_source_names_are_refused() -> None:

@@ -16,6 +16,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerF
 from swarm.config import PolicySection, TrainingSection
 from swarm.policy.logprobs import token_logprobs
 from swarm.policy.policy import Policy, load_policy
+from swarm.training.adapter_steps import AdapterSteps
 from swarm.training.experience import ExperienceTranslator
 from swarm.training.micro_batch import TrainingSequence, training_sequences
 from swarm.training.trainer import Trainer
@@ -133,7 +134,8 @@ def test_the_model_gives_the_re_encoded_tokens_the_gradient(llama: Policy, neox:
     reader = neox
     got = translator(reader).foreign(PROMPT, written_by(llama, "12", "the answer is 17"))
     assert got is not None
-    report = Trainer(TrainingSection(), reader, temperature=1.0, max_new_tokens=64).step([got])
+    config = TrainingSection()
+    report = Trainer(config, reader, AdapterSteps(config, reader), temperature=1.0, max_new_tokens=64).step([got])
     assert not report.skipped and report.num_tokens == sum(len(r.token_ids) for r in got.group.rollouts)
     assert report.sampler_kl is None and report.ess_fraction == 1.0 and report.staleness_mean is None
 

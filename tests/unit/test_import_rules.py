@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"policy", "adapters"},
     "training": {"policy", "adapters"},
     "merging": {"adapters"},
+    "pipeline": {"policy", "adapters", "engine"},
     "rollouts": {"tasks", "policy", "engine"},
     "sharing": {"tasks", "records", "network", "pool"},
     "pairing": {"records", "network", "sharing"},  # adapters are bytes here
@@ -37,7 +38,10 @@ ALLOWED: dict[str, set[str]] = {
         "sharing",
         "adapters",
         "merging",
+        "pipeline",
+        "pairing",
         "learner",
+        "means",
         "testbed",
         "assets",
     },
@@ -107,6 +111,7 @@ def test_torch_is_not_imported_by_the_network_side(package: str) -> None:
         ["doctor", "--help"],
         ["join", "--help"],
         ["create", "--help"],
+        ["stage", "--help"],
     ],
 )
 def test_command_starts_without_torch(arguments: list[str]) -> None:

@@ -1,5 +1,6 @@
 """The merging experiment: arms, replicas side by side, partners in memory, lies, figures."""
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -215,15 +216,35 @@ def test_partners_wait_for_each_other_as_long_as_they_may() -> None:
     assert alone.result(0) == Alone("nobody")
 
 
-def test_partners_too_many_rounds_apart_or_distrusted_are_not_paired() -> None:
+def test_partners_too_many_rounds_apart_are_not_paired() -> None:
     pairing = MemoryPairing(Terms(0.0, 0, 0), random.Random(0), lambda _, snapshot: snapshot)
     apart = offers_of(pairing, {0: 0, 1: 5})
     pairing.advance(1)
     assert {future.result(0) for future in apart.values()} == {Alone("nobody")}
-    pairing.door(0).distrust("replica 1")
-    again = offers_of(pairing, {0: 1, 1: 1})
-    pairing.advance(2)
-    assert {future.result(0) for future in again.values()} == {Alone("nobody")}
+
+
+def partners_of(pairing: MemoryPairing, number: int, replica: int = 0) -> str:
+    """Whom a replica met in round `number`; the reason where nobody."""
+    offers = offers_of(pairing, dict.fromkeys(range(4), number))
+    pairing.advance(number)
+    outcome = offers[replica].result(0)
+    return outcome.peer_id if isinstance(outcome, Partner) else outcome.reason
+
+
+def test_recent_partners_wait_their_turn() -> None:
+    pairing = MemoryPairing(Terms(0.0, 0, 0), random.Random(0), lambda _, snapshot: snapshot)
+    met = [partners_of(pairing, number) for number in range(1, 13)]
+    assert all(first != second for first, second in itertools.pairwise(met))
+    assert set(met) == {"replica 1", "replica 2", "replica 3"}
+
+
+def test_who_is_distrusted_or_sent_nothing_is_left_alone_for_eight_offers() -> None:
+    pairing = MemoryPairing(Terms(0.0, 0, 0), random.Random(0), lambda one, snapshot: snapshot if one != 1 else None)
+    partners_of(pairing, 1)
+    pairing.door(0).distrust("replica 2")
+    met = [partners_of(pairing, number) for number in range(2, 10)]
+    assert "replica 2" not in met and "replica 3" in met
+    assert met.count("unreachable") <= 1
 
 
 def test_hypercube_exchanges_give_the_mean() -> None:

@@ -14,6 +14,7 @@ from swarm.adapters.checkpoint import CheckpointStore
 from swarm.adapters.product_merge import layers_of
 from swarm.config import parse
 from swarm.learner import Learner
+from swarm.means import local_means
 from swarm.merging.adapter_wire import encode_adapter
 from swarm.policy.policy import load_policy
 from swarm.policy_merging import MergeLinks
@@ -47,11 +48,13 @@ class Setting:
         self.now_s = 1000.0
         links = MergeLinks(self.pairer, self.given.append, lambda: self.now_s, GATE_SEED, finale)
         pool = ExperiencePool(":memory:", config.sharing, time.time)
-        self.learner = Learner(config, policy, TaskMixture(config.tasks), pool, "me", lambda groups: None, links=links)
+        means, mixture = local_means(config, policy, "me"), TaskMixture(config.tasks)
+        self.learner = Learner(config, means, mixture, pool, "me", lambda groups: None, links=links)
+        self._model = policy.model
 
     @property
     def weights(self) -> Adapter:
-        return read_adapter(self.learner.policy.model)
+        return read_adapter(self._model)
 
     def train_until_offer(self) -> None:
         """Rounds whose step was skipped, for want of a signal, are no inner steps."""

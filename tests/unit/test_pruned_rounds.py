@@ -13,6 +13,7 @@ from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config
 from swarm.engine.reliability import Reliability
 from swarm.learner import Learner
+from swarm.means import local_means
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.tasks.task_mixture import TaskMixture
@@ -36,7 +37,9 @@ def node(folder: Path, **rollouts: object) -> Node:
     )
     policy = load_policy(config.policy, device="cpu")
     pool = ExperiencePool(":memory:", config.sharing, time.time)
-    learner = Learner(config, policy, TaskMixture(config.tasks), pool, "me", lambda groups: None)
+    learner = Learner(
+        config, local_means(config, policy, "me"), TaskMixture(config.tasks), pool, "me", lambda groups: None
+    )
     return Node(learner, CheckpointStore(folder, keep=2))
 
 

@@ -14,6 +14,7 @@ from swarm.errors import ConfigError, TaskError
 from swarm.learner import Learner
 from swarm.manifest import create, dump
 from swarm.manifest import parse as parse_manifest
+from swarm.means import local_means
 from swarm.policy.policy import Policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity
@@ -265,7 +266,7 @@ def test_signals_of_own_and_foreign_groups_reach_the_trainer(
 ) -> None:
     policy = make_policy()
     pool = ExperiencePool(":memory:", config.sharing, time.time)
-    learner = Learner(config, policy, mixture, pool, "me", lambda groups: None)
+    learner = Learner(config, local_means(config, policy, "me"), mixture, pool, "me", lambda groups: None)
     texts = ("<answer>7</answer>", "7", "8", "<answer>")
     pool.add(b"h" * 32, time.time() + 60, time.time(), [foreign_group(mixture, *texts)])
     (drawn,) = pool.draw(1, learner._rng)

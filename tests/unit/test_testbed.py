@@ -23,7 +23,7 @@ from swarm.testbed.live_table import NodeView, sparkline
 from swarm.testbed.node_history import NodeHistory
 from swarm.testbed.node_process import NodeProcess, stop_all
 from swarm.testbed.plot import plot_testbed, running_minutes
-from swarm.testbed.profiles import NodePlan, PlanRequest, plan_nodes
+from swarm.testbed.profiles import MERGING, NodePlan, PlanRequest, final_merge_time, plan_nodes
 from swarm.testbed.summary import conclusion, exchange_table, learning_table, source_table, summarize
 from swarm.testbed.testbed import LOCK_FILE, exclusive
 from swarm.testbed.testbed import Testbed as LocalSwarm
@@ -296,10 +296,18 @@ class TestSummary:
 
     def test_merges_are_told_where_nodes_merge(self, tmp_path: Path) -> None:
         rows = [round_row(n, 0.5, **{"merge/merges_total": n, "merge/solo_steps_total": 2}) for n in range(1, 4)]
+        rows.append({"kind": "final_merge", "round": 3, "final/places": 4})
         node = summarize(NodeView("node-1", "plain", 3, "done", history(tmp_path, *rows)))
-        assert (node.merges, node.solo_steps) == (3, 2)
-        told = printed(console(), exchange_table([node]))
-        assert "merges" in told and "3 + 2" in told
+        assert (node.merges, node.solo_steps, node.final_places) == (3, 2, 4)
+        told = printed(console(), exchange_table([node] * 2))
+        assert "merges" in told and "3 + 2" in told and "final" in told
+        assert max(map(len, told.splitlines())) <= 80
+
+    def test_training_that_ends_by_the_clock_leaves_time_for_a_final_merge(self) -> None:
+        settings, minutes = final_merge_time(5, now=1_000_000.0)
+        final_at = float(settings["merging.final_at"])
+        assert final_at % float(MERGING["merging.final_interval_s"]) == 0
+        assert 300 <= final_at - 1_000_000 <= 330 and 60 * minutes > final_at - 1_000_000 + 60
 
     def test_many_nodes_share_a_column(self, view: NodeView) -> None:
         told = printed(console(), source_table([summarize(view)] * 9))

@@ -16,6 +16,7 @@ from swarm.engine.sampling import Sampling
 from swarm.engine.slot_engine import SlotEngine
 from swarm.errors import CheckpointError, TrainingError
 from swarm.policy.policy import Policy, load_policy
+from swarm.training.adapter_steps import AdapterSteps
 from swarm.training.trainer import Trainer
 from swarm.training.training_group import TrainingGroup
 from swarm.types import Rollout
@@ -25,28 +26,33 @@ MakePolicy = Callable[..., Policy]
 MAX_NEW_TOKENS = 6
 
 
-class GradientTap(Trainer):
+class GradientTap(AdapterSteps):
     """Keeps the gradient of the last applied step."""
 
     gradient: Tensor
 
-    def _apply(self, lr: float) -> None:
+    def apply(self, lr: float) -> None:
         self.gradient = torch.cat([p.grad.flatten() for p in self._parameters.values() if p.grad is not None])
-        super()._apply(lr)
+        super().apply(lr)
 
 
 def trainer_of(
-    policy: Policy, kind: type[Trainer] = Trainer, temperature: float = 1.0, stop: tuple[str, ...] = (), **settings: Any
+    policy: Policy,
+    kind: type[AdapterSteps] = AdapterSteps,
+    temperature: float = 1.0,
+    stop: tuple[str, ...] = (),
+    **settings: Any,
 ) -> Trainer:
     config = TrainingSection.model_validate({"warmup_steps": 0, "max_grad_norm": 1e6, **settings})
-    return kind(config, policy, temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, stop=stop)
+    steps = kind(config, policy)
+    return Trainer(config, policy, steps, temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, stop=stop)
 
 
 def gradient_of(policy: Policy, groups: list[TrainingGroup], **settings: Any) -> Tensor:
     trainer = trainer_of(policy, GradientTap, **settings)
     trainer.step(groups)
-    assert isinstance(trainer, GradientTap)
-    return trainer.gradient
+    assert isinstance(trainer._steps, GradientTap)
+    return trainer._steps.gradient
 
 
 def with_rollouts(group: TrainingGroup, change: Callable[[int, Rollout], Rollout]) -> TrainingGroup:
@@ -96,8 +102,8 @@ def test_step_follows_the_gradient_of_the_plain_loss(make_policy: MakePolicy, na
 
     trainer = trainer_of(policy, GradientTap, correction="tis", kl_coef=0.1)
     report = trainer.step(groups)
-    assert isinstance(trainer, GradientTap)
-    assert (trainer.gradient - expected).norm() < 1e-4 * expected.norm()
+    assert isinstance(trainer._steps, GradientTap)
+    assert (trainer._steps.gradient - expected).norm() < 1e-4 * expected.norm()
     assert report.loss == pytest.approx(loss.item(), abs=1e-5)
     assert report.grad_norm == pytest.approx(expected.norm().item(), rel=1e-4)
     assert report.num_tokens == sum(len(r.token_ids) for g in groups for r in g.group.rollouts)
@@ -272,8 +278,8 @@ def test_a_step_cannot_be_larger_than_the_clip_allows(make_policy: MakePolicy):
     policy = make_policy()
     trainer = trainer_of(policy, GradientTap, max_grad_norm=0.01)
     report = trainer.step(sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS))
-    assert isinstance(trainer, GradientTap)
-    assert trainer.gradient.norm().item() == pytest.approx(0.01, rel=1e-3)
+    assert isinstance(trainer._steps, GradientTap)
+    assert trainer._steps.gradient.norm().item() == pytest.approx(0.01, rel=1e-3)
     assert report.grad_norm > 0.01
 
 
@@ -496,13 +502,13 @@ def test_adaptive_clip_bounds_survive_a_restart(make_policy: MakePolicy):
     assert resumed.state()[1]["adaptive_clip_notch"] == 0
 
 
-def test_reset_moments_forgets_those_tensors_and_no_others(make_policy: MakePolicy):
+def test_writing_turned_tensors_forgets_their_moments_and_no_others(make_policy: MakePolicy):
     policy = make_policy()
     trainer = trainer_of(policy)
     groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
     trainer.step(groups)
     names = sorted(read_adapter(policy.model))
-    trainer.reset_moments(names[:2])
+    trainer._steps.write(read_adapter(policy.model), names[:2])
     left = {key.partition(":")[2] for key in trainer.state()[0]["optimizer"]}
     assert left == set(names[2:])
     trainer.step(groups)

@@ -1,16 +1,20 @@
 """Partners without a network: replicas whose offers wait at the same time are paired at random, as `MergeExchange` pairs nodes.
 
+Whose turn it is not, since it was a partner of late or gave nothing of use, is decided by what decides it in nodes.
+
     offer(snapshot) ─▶ waiting ─ match ─▶ on its way ─ after the delay ─▶ future: Partner, or Alone where it failed or nobody came
 
 Time is counted in units of the run. What crosses are the bytes that nodes send; a liar's are exchanged for its lie.
 """
 
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from swarm.merging.outer_optimizer import MAX_LAG
+from swarm.pairing.recent_partners import RecentPartners
 from swarm.types import Alone, Outcome, Partner, Snapshot
 
 Tamper = Callable[[int, Snapshot], Snapshot | None]
@@ -45,7 +49,7 @@ class MemoryPairing:
         self._now = 0
         self._waiting: list[_Offer] = []
         self._on_the_way: list[tuple[int, _Offer, Outcome]] = []
-        self._refused: set[tuple[int, str]] = set()
+        self._recent: defaultdict[int, RecentPartners] = defaultdict(RecentPartners)
         self.sent_bytes = 0
         self.num_exchanges = 0
         """Pairs that were matched, those that failed included."""
@@ -55,12 +59,13 @@ class MemoryPairing:
 
     def offer(self, replica: int, snapshot: Snapshot) -> "Future[Outcome]":
         future: Future[Outcome] = Future()
+        self._recent[replica].begin_offer()
         self._waiting.append(_Offer(replica, snapshot, future, self._now + self._terms.patience))
         return future
 
     def refuse(self, replica: int, peer_id: str) -> None:
-        """Nodes leave a peer of no use alone for longer and longer; here it is for the rest of the run."""
-        self._refused.add((replica, peer_id))
+        """The partner's adapter was of no use."""
+        self._recent[replica].failed(peer_id)
 
     def advance(self, now: int) -> None:
         """Match those that wait, and settle what is done by `now`."""
@@ -74,21 +79,30 @@ class MemoryPairing:
             entry[1].future.set_result(entry[2])
 
     def _match(self) -> None:
-        self._rng.shuffle(self._waiting)
-        left = list[_Offer]()
-        while self._waiting:
-            first = self._waiting.pop()
-            second = next((one for one in self._waiting if self._suits(first, one)), None)
-            if second is None:
-                left.append(first)
-                continue
-            self._waiting.remove(second)
-            self._exchange(first, second)
-        self._waiting = left
+        for one in self._waiting:
+            ready = [other for other in self._waiting if other is not one and _is_in_step(one, other)]
+            self._recent[one.replica].see(_name(other.replica) for other in ready)
+        for takes_anybody in (False, True):
+            self._rng.shuffle(self._waiting)
+            left = list[_Offer]()
+            while self._waiting:
+                first = self._waiting.pop()
+                second = next((one for one in self._waiting if self._suit(first, one, takes_anybody)), None)
+                if second is None:
+                    left.append(first)
+                    continue
+                self._waiting.remove(second)
+                self._exchange(first, second)
+            self._waiting = left
 
-    def _suits(self, one: _Offer, other: _Offer) -> bool:
-        is_refused = {(one.replica, _name(other.replica)), (other.replica, _name(one.replica))} & self._refused
-        return not is_refused and abs(one.snapshot.outer_round - other.snapshot.outer_round) <= MAX_LAG
+    def _suit(self, one: _Offer, other: _Offer, takes_anybody: bool) -> bool:
+        """`takes_anybody`: also partners of late, once an offer has waited for half of its time."""
+        for own, its in ((one, other), (other, one)):
+            recent, name = self._recent[own.replica], _name(its.replica)
+            is_late = takes_anybody and self._now >= own.until - self._terms.patience / 2
+            if recent.has_failed(name) or (name in recent and not is_late):
+                return False
+        return _is_in_step(one, other)
 
     def _exchange(self, first: _Offer, second: _Offer) -> None:
         self.num_exchanges += 1
@@ -96,6 +110,9 @@ class MemoryPairing:
         for own, other in ((first, second), (second, first)):
             sent = None if fails else self._tamper(other.replica, other.snapshot)
             outcome = Alone("unreachable") if sent is None else Partner(_name(other.replica), sent)
+            self._recent[own.replica].add(_name(other.replica))
+            if sent is None:
+                self._recent[own.replica].failed(_name(other.replica))
             self.sent_bytes += 0 if sent is None else len(sent.payload)
             self._on_the_way.append((self._now + self._terms.delay, own, outcome))
 
@@ -112,6 +129,10 @@ class PairingDoor:
 
     def distrust(self, peer_id: str) -> None:
         self.pairing.refuse(self.replica, peer_id)
+
+
+def _is_in_step(one: _Offer, other: _Offer) -> bool:
+    return abs(one.snapshot.outer_round - other.snapshot.outer_round) <= MAX_LAG
 
 
 def _name(replica: int) -> str:

@@ -1,0 +1,106 @@
+"""How long a pipelined policy stands still when a machine dies: real processes, one killed at random every 30 seconds.
+
+    python benchmarks/recovery.py            six stages and a spare, ten losses, five minutes
+    python benchmarks/recovery.py --quick    three stages and a spare, two losses, under a minute on an idle machine of two cores
+
+Killed machines come back as spares after the next step, as a person would restart them. Times run from the kill to the next
+completed step of the driver, sampling of its round included; `rebuilding` is the part from the moment the
+driver notices. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import transformers
+
+from swarm.config import PolicySection
+from swarm.policy.base_folder import BUNDLED_FOLDER
+from swarm.policy.quiet import quiet_libraries
+from tests.e2e.crew_processes import CrewProcesses, crew_processes
+
+SETTINGS = {
+    "rollouts": {"groups_per_round": 2, "group_size": 4, "max_new_tokens": 6},
+    "sharing": {"own_groups": 2, "swarm_groups": 0, "publish": False},
+    "training": {"filter_groups": False, "mask_truncated": False, "correction": "none"},
+    "checkpoint": {"interval_rounds": 1000},
+}
+PAUSE_S = 30.0
+
+
+def deeper_base(folder: Path, num_layers: int) -> Path:
+    """The bundled policy with as many layers as there are stages: some left out, or random ones on top."""
+    with quiet_libraries():
+        model = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED_FOLDER, num_hidden_layers=num_layers)
+        model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(BUNDLED_FOLDER).save_pretrained(folder)
+    return folder
+
+
+def lose_one(crew: CrewProcesses, rng: random.Random) -> tuple[float, int]:
+    """(seconds from the kill of a random stage to the next completed step, steps that were lost)"""
+    skipped = num_skipped(crew)
+    victim = rng.choice(crew.holders())
+    took_s, _ = crew.lose(victim)
+    victim.start()
+    return took_s, num_skipped(crew) - skipped
+
+
+def num_skipped(crew: CrewProcesses) -> int:
+    """Rounds so far whose step was lost with a stage."""
+    return sum("stage" in str(row.get("train/skip_reason")) for row in crew.driver.rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--backend", choices=("libp2p", "hivemind"), default="libp2p")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    num_stages, num_losses, pause_s = (2, 2, 0.0) if arguments.quick else (5, 10, PAUSE_S)  # the driver holds one more
+    rng = random.Random(arguments.seed)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        base = str(deeper_base(folder / "base", num_stages + 1))
+        pipeline = {"copy_interval_steps": 1, "spares": 1}
+        policy = PolicySection(base=base).model_dump(mode="json", exclude_none=True, exclude={"pipeline"})
+        layers = [f"{number}:{number + 1}" for number in range(num_stages)]
+        with crew_processes(
+            folder,
+            num_stages + 1,
+            backend=arguments.backend,
+            layers=layers,
+            pipeline=pipeline,
+            policy=policy,
+            **SETTINGS,
+        ) as crew:
+            crew.step_after(1)
+            times_s, steps_lost = [], 0
+            for number in range(num_losses):
+                time.sleep(max(0.0, pause_s - (times_s[-1] if times_s else 0.0)) if number else 0.0)
+                took_s, lost = lose_one(crew, rng)
+                times_s.append(took_s)
+                steps_lost += lost
+                print(f"loss {number + 1}: {took_s:.1f} s to the next step, {lost} steps lost", flush=True)
+            own_s = crew.recoveries_s()
+    ordered = sorted(times_s)
+    result = {
+        "recovery_median_s": round(statistics.median(ordered), 2),
+        "recovery_p95_s": round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], 2),
+        "steps_lost": steps_lost,
+        "rebuilding_median_s": round(statistics.median(own_s), 2),
+        "losses": num_losses,
+        "stages": num_stages + 1,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

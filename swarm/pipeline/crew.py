@@ -1,0 +1,294 @@
+"""The crew: all stages of one policy, driven by one node.
+
+    accumulate ─ 1F1B over the links ─▶ settle: every stage whole? ─▶ gradient norm over all stages
+         │                                                                   │
+         └── a stage lost or refusing ─▶ drop on all others        commit (every stage, once) or drop
+
+Settling comes before committing, so a batch is applied by all stages or by none; a stage that is lost between the two has to
+be rebuilt anyway. The node that drives should host the last stage: log-probs and logits then stay at home.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from swarm.errors import NetworkError, PipelineError, StageLostError
+from swarm.pipeline.batch_run import BatchRun, ScoredPart
+from swarm.pipeline.gathering import all_of, failed_stages, first_of
+from swarm.pipeline.orders import CommitOrder, DecodeOrder, ForwardOrder, Settled, SettleOrder, StageFacts
+from swarm.pipeline.schedule import one_forward_one_backward
+from swarm.pipeline.stage_link import StageLink
+from swarm.policy.logprobs import TokenLogprobs
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+GradientOf = Callable[[int, TokenLogprobs], Tensor]
+"""(micro-batch, its log-probs [B, T]) → gradient [B, T] of the loss of the whole batch with respect to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrewSettings:
+    """How a crew works."""
+
+    action_timeout_s: float = 120.0
+    """A stage that takes longer for one forward or backward pass, or one step of decoding, is lost."""
+    commit_attempts: int = 3
+    """Orders to apply a settled batch are repeated: a stage that applied it already does nothing more."""
+    swap_edges: bool = False
+    """Every other micro-batch takes the swapped route (CheckFree+); only for bases that are trained so from the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What a settled batch amounts to."""
+
+    norm: float
+    """Over all stages, every parameter once, before clipping; not finite where some gradient is not."""
+    stage_norms: tuple[float, ...]
+
+
+class Crew:
+    """Stages in order. One batch at a time; `start` first."""
+
+    def __init__(self, links: Sequence[StageLink], settings: CrewSettings) -> None:
+        self._links = list(links)
+        self._settings = settings
+        self._facts: list[StageFacts] = []
+        self._holders: dict[str, list[int]] = {}
+        self._batch = 0
+        self._settled: list[Settled] | None = None
+        self._norm = 0.0
+        self._sessions = itertools.count(1)
+        self.stage_norms: tuple[float, ...] = ()
+        """Gradient norm of each stage in its last settled batch, before clipping: the weights of CheckFree."""
+        self.version = 0
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the crew."""
+        return len(self._links)
+
+    @property
+    def links(self) -> tuple[StageLink, ...]:
+        """To the stages, in order."""
+        return tuple(self._links)
+
+    @property
+    def facts(self) -> tuple[StageFacts, ...]:
+        """What each stage said of itself."""
+        return tuple(self._facts)
+
+    @property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Stages that hold a parameter, where several do."""
+        return {name: tuple(stages) for name, stages in self._holders.items()}
+
+    async def start(self) -> None:
+        """Ask all stages what they are. Raises StageLostError, and PipelineError unless they make up one whole model."""
+        calls = [self._call(stage, "describe", link.describe) for stage, link in enumerate(self._links)]
+        self._facts = await all_of(calls)
+        _check_whole(self._facts)
+        holders: dict[str, list[int]] = {}
+        for stage, facts in enumerate(self._facts):
+            for name in facts.shapes:
+                holders.setdefault(name, []).append(stage)
+        self._holders = {name: stages for name, stages in holders.items() if len(stages) > 1}
+        self._batch = max(self._batch, *(facts.last_batch for facts in self._facts))
+        self.version = self._facts[0].version
+        self._settled = None
+
+    async def replace(self, stage: int, link: StageLink) -> None:
+        """Go on with another machine for `stage`; its weights must be rebuilt and at the crew's version before.
+
+        Raises PipelineError, and leaves the crew as it was, unless it holds the same layers of the same base.
+        """
+        facts, wanted = await self._call(stage, "describe", link.describe), self._facts[stage]
+        if (facts.part, facts.content_hash) != (wanted.part, wanted.content_hash):
+            raise PipelineError(
+                f"stage {stage} must hold {wanted.part} of the base {wanted.content_hash[:16]}, got {facts.part} of "
+                f"{facts.content_hash[:16]}; fetch the same model"
+            )
+        self._links[stage] = link
+        await self.start()
+
+    async def accumulate(self, parts: Sequence[ScoredPart], gradient_of: GradientOf) -> Gradient:
+        """Send a batch of micro-batches forward and back; `gradient_of` runs on another thread, one call at a time.
+
+        Afterwards `commit` or `drop`. Raises StageLostError for stages that are lost, PipelineError if one refuses, and
+        what `gradient_of` raises; the batch is then dropped on all that answer.
+        """
+        self._batch += 1
+        self._settled = None
+        batch = self._batch
+        try:
+            schedule = one_forward_one_backward(self.num_stages, len(parts), swap_edges=self._settings.swap_edges)
+            await BatchRun(batch, parts, schedule, self._links, self._call, gradient_of).run()
+            settled = await all_of(self._settle(stage, len(parts)) for stage in range(self.num_stages))
+            self._norm = self._total_norm(settled)
+        except BaseExceptionGroup as failures:
+            raise await self._given_up(batch, first_of(failures)) from None
+        except PipelineError as failure:
+            raise await self._given_up(batch, failure) from None
+        self._settled = settled
+        self.stage_norms = tuple(one.own_norm_squared**0.5 for one in settled)
+        return Gradient(self._norm, self.stage_norms)
+
+    async def commit(self, *, lr: float, max_grad_norm: float) -> int:
+        """Apply the settled batch on all stages; returns the new version.
+
+        Raises StageLostError with `applied` for stages that do not confirm: the others have applied it, and a lost one is
+        rebuilt for the new version. Raises PipelineError without a settled batch or with a norm that is not finite.
+        """
+        settled, self._settled = self._settled, None
+        if settled is None or not self._norm < float("inf"):
+            raise PipelineError(f"a batch must be settled and finite to be applied, got norm {self._norm}; drop it")
+        scale = min(1.0, max_grad_norm / (self._norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        totals = {name: self._total(name, settled) for name in self._holders}
+        calls = []
+        for stage in range(self.num_stages):
+            own = {name: totals[name] for name, stages in self._holders.items() if stage in stages}
+            calls.append(self._commit_on(stage, CommitOrder(self._batch, lr, scale, own)))
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        lost = failed_stages(results)
+        self.version += 1
+        if lost:
+            raise StageLostError(
+                f"stages {lost} must confirm a batch that the others have applied, got {results[lost[0]]}; rebuild them "
+                f"for version {self.version}",
+                tuple(lost),
+                applied=True,
+            )
+        odd = {result for result in results if result != self.version}
+        if odd:
+            raise PipelineError(f"stages must be at version {self.version}, got {results}; restore one checkpoint")
+        return self.version
+
+    async def drop(self) -> None:
+        """Forget the batch; nothing of it stays. Stages that do not answer forget it with the next batch."""
+        self._settled = None
+        await self._drop_everywhere(self._batch)
+
+    async def logprobs(self, parts: Sequence[ScoredPart], *, without_adapter: bool = False) -> list[TokenLogprobs]:
+        """Log-probs [B, T] of each part without gradients, several parts under way at once. Raises as `accumulate`."""
+        places = asyncio.Semaphore(self.num_stages)
+
+        async def one(part: ScoredPart) -> TokenLogprobs:
+            async with places:
+                states: Tensor | TokenLogprobs = part.token_ids
+                for stage, link in enumerate(self._links):
+                    answers = part.answers if stage == self.num_stages - 1 else None
+                    order = ForwardOrder(0, 0, _tensor(states), answers, without_adapter)
+                    states = await self._call(stage, "compute", partial(link.forward, order))
+                if not isinstance(states, TokenLogprobs):
+                    raise PipelineError("the last stage must answer with log-probs, got hidden states; replace it")
+                return states
+
+        return await all_of(one(part) for part in parts)
+
+    def new_session(self) -> int:
+        """A number for `begin`; `end` it whatever happens in between."""
+        return next(self._sessions)
+
+    async def begin(self, session: int, token_ids: Tensor, left_padding: tuple[int, ...]) -> Tensor:
+        """Logits [B, V] after the last column of prompts [B, P] that are padded on the left."""
+        return await self._decode(session, token_ids, left_padding)
+
+    async def extend(self, session: int, token_ids: Tensor) -> Tensor:
+        """Logits [B, V] after one more column [B, 1]; row i belongs to row i of the session."""
+        return await self._decode(session, token_ids, None)
+
+    async def select(self, session: int, rows: Sequence[int]) -> None:
+        """Keep, repeat and reorder rows of a session in all stages."""
+        await all_of(self._call(i, "select", partial(link.select, session, rows)) for i, link in enumerate(self._links))
+
+    async def end(self, session: int) -> None:
+        """Forget a session; stages that do not answer forget it in time."""
+        calls = [self._call(i, "end", partial(link.end, session)) for i, link in enumerate(self._links)]
+        failed_stages(await asyncio.gather(*calls, return_exceptions=True))
+
+    async def _decode(self, session: int, states: Tensor, left_padding: tuple[int, ...] | None) -> Tensor:
+        for stage, link in enumerate(self._links):
+            order = DecodeOrder(session, states, left_padding, is_last=stage == self.num_stages - 1)
+            states = await self._call(stage, "decode", partial(link.decode, order))
+        return states
+
+    async def _settle(self, stage: int, num_micro_batches: int) -> Settled:
+        shared = tuple(sorted(name for name, stages in self._holders.items() if stage in stages))
+        order = SettleOrder(self._batch, num_micro_batches, shared)
+        settled = await self._call(stage, "settle", partial(self._links[stage].settle, order))
+        shapes = self._facts[stage].shapes
+        if {name: tuple(g.shape) for name, g in settled.shared_gradients.items()} != {n: shapes[n] for n in shared}:
+            raise PipelineError(f"stage {stage} must report the gradients it shares, got others; replace it")
+        return settled
+
+    async def _commit_on(self, stage: int, order: CommitOrder) -> int:
+        for attempt in range(self._settings.commit_attempts):
+            try:
+                return await self._call(stage, "commit", partial(self._links[stage].commit, order))
+            except StageLostError:
+                if attempt + 1 == self._settings.commit_attempts:
+                    raise
+        raise PipelineError("commit_attempts must be at least 1; raise it")
+
+    async def _call(self, stage: int, what: str, order: Callable[[], Awaitable[T]]) -> T:
+        try:
+            async with asyncio.timeout(self._settings.action_timeout_s):
+                return await order()
+        except TimeoutError:
+            reason = f"no answer within {self._settings.action_timeout_s:g} s"
+        except NetworkError as error:
+            reason = str(error)
+        raise StageLostError(f"stage {stage} must answer to {what}, got {reason}; rebuild it elsewhere", (stage,))
+
+    async def _given_up(self, batch: int, failure: BaseException) -> BaseException:
+        """Drop the batch on all stages; returns what to raise, with all lost stages in it."""
+        also = await self._drop_everywhere(batch)
+        if isinstance(failure, StageLostError):
+            lost = tuple(sorted({*failure.stages, *also}))
+            return StageLostError(str(failure), lost)
+        return failure
+
+    async def _drop_everywhere(self, batch: int) -> list[int]:
+        calls = [self._call(stage, "drop", partial(link.drop, batch)) for stage, link in enumerate(self._links)]
+        lost = failed_stages(await asyncio.gather(*calls, return_exceptions=True))
+        if lost:
+            logger.warning(
+                "stages %s did not hear that batch %d is dropped; they forget it with the next one", lost, batch
+            )
+        return lost
+
+    def _total(self, name: str, settled: Sequence[Settled]) -> Tensor:
+        """Gradient of a shared parameter, summed in the order of the stages."""
+        return torch.stack([settled[stage].shared_gradients[name] for stage in self._holders[name]]).sum(0)
+
+    def _total_norm(self, settled: Sequence[Settled]) -> float:
+        shared = sum(self._total(name, settled).float().norm().double().square().item() for name in self._holders)
+        return (sum(one.own_norm_squared for one in settled) + shared) ** 0.5
+
+
+def _tensor(states: Tensor | TokenLogprobs) -> Tensor:
+    if isinstance(states, TokenLogprobs):
+        raise PipelineError("only the last stage may answer with log-probs, got them earlier; replace that stage")
+    return states
+
+
+def _check_whole(facts: Sequence[StageFacts]) -> None:
+    ends = [(one.part.start, one.part.stop) for one in facts]
+    wanted_starts = [0, *(stop for _, stop in ends[:-1])]
+    if [start for start, _ in ends] != wanted_starts or ends[-1][1] != facts[0].num_model_layers:
+        raise PipelineError(f"stages must hold all layers in order, got {ends}; assign them anew")
+    if not facts[0].part.has_embedding or not facts[-1].part.has_head:
+        raise PipelineError(
+            "the first stage must hold the embedding and the last the head, got others; assign them anew"
+        )
+    versions = [one.version for one in facts]
+    if len(set(versions)) > 1:
+        raise PipelineError(f"stages must be at one version, got {versions}; restore one checkpoint or rebuild them")

@@ -1,0 +1,269 @@
+"""Orders and replies of `Stage` as bundles: both directions in one place, so that the two sides cannot drift apart.
+
+What comes out of a bundle is checked for type here and for meaning by the stage, which trusts nobody either.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarm.errors import PipelineError
+from swarm.pipeline.architecture import StagePart
+from swarm.pipeline.orders import (
+    Answers,
+    BackwardOrder,
+    CommitOrder,
+    DecodeOrder,
+    ForwardOrder,
+    Settled,
+    SettleOrder,
+    StageFacts,
+)
+from swarm.pipeline.tensor_bundle import Bundle
+from swarm.policy.logprobs import TokenLogprobs
+
+StageState = tuple[dict[str, dict[str, Tensor]], dict[str, int | float]]
+"""Tensors by kind and name, and the JSON-able rest, as `Stage.state` gives them."""
+
+
+class Fields:
+    """The fields and tensors of a bundle, each asked for with its type; everything else raises PipelineError."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+
+    def integer(self, name: str) -> int:
+        value = self._bundle.fields.get(name)
+        if type(value) is not int or not 0 <= value < 2**62:
+            raise _odd(name, "a count")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self._bundle.fields.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise _odd(name, "a number")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self._bundle.fields.get(name)
+        if type(value) is not bool:
+            raise _odd(name, "true or false")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self._bundle.fields.get(name)
+        if type(value) is not str:
+            raise _odd(name, "text")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        value = self._bundle.fields.get(name)
+        if type(value) is not list or not all(type(item) is int and 0 <= item < 2**62 for item in value):
+            raise _odd(name, "counts")
+        return tuple(value)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        value = self._bundle.fields.get(name)
+        if type(value) is not list or not all(type(item) is str for item in value):
+            raise _odd(name, "texts")
+        return tuple(value)
+
+    def items(self, name: str) -> list[Any]:
+        value = self._bundle.fields.get(name)
+        if type(value) is not list:
+            raise _odd(name, "a list")
+        return value
+
+    def has(self, name: str) -> bool:
+        return self._bundle.fields.get(name) is not None
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self._bundle.tensors:
+            raise _odd(name, "a tensor")
+        return self._bundle.tensors[name]
+
+    def optional(self, name: str) -> Tensor | None:
+        return self._bundle.tensors.get(name)
+
+    def under(self, prefix: str) -> dict[str, Tensor]:
+        """Tensors whose names begin with `prefix`, without it."""
+        return {name[len(prefix) :]: t for name, t in self._bundle.tensors.items() if name.startswith(prefix)}
+
+
+def forward_bundle(order: ForwardOrder) -> Bundle:
+    fields: dict[str, Any] = {
+        "batch": order.batch,
+        "micro_batch": order.micro_batch,
+        "without_adapter": order.without_adapter,
+        "starts": None,
+    }
+    tensors = {"states": order.states}
+    if order.answers is not None:
+        answers = order.answers
+        fields |= {"starts": list(answers.starts), "lengths": [len(row) for row in answers.token_ids]}
+        fields |= {"temperature": answers.temperature, "with_entropy": answers.with_entropy}
+        tensors["answers"] = torch.tensor([token for row in answers.token_ids for token in row])
+    return Bundle(fields, tensors)
+
+
+def forward_order(fields: Fields) -> ForwardOrder:
+    answers = None
+    if fields.has("starts"):
+        tokens, rows, place = fields.tensor("answers").flatten().tolist(), [], 0
+        for length in fields.integers("lengths"):
+            rows.append(tuple(tokens[place : place + length]))
+            place += length
+        if fields.tensor("answers").is_floating_point() or place != len(tokens):
+            raise _odd("answers", "as many ids as lengths say")
+        answers = Answers(
+            fields.integers("starts"), tuple(rows), fields.number("temperature"), fields.flag("with_entropy")
+        )
+    return ForwardOrder(
+        fields.integer("batch"),
+        fields.integer("micro_batch"),
+        fields.tensor("states"),
+        answers,
+        fields.flag("without_adapter"),
+    )
+
+
+def forward_reply(result: Tensor | TokenLogprobs) -> Bundle:
+    if isinstance(result, TokenLogprobs):
+        entropy = {} if result.entropy is None else {"entropy": result.entropy}
+        return Bundle({}, {"logprobs": result.logprobs, **entropy})
+    return Bundle({}, {"states": result})
+
+
+def forward_result(fields: Fields, order: ForwardOrder) -> Tensor | TokenLogprobs:
+    if order.answers is None:
+        return _shaped(fields.tensor("states"), (*order.states.shape[:2], None))
+    lengths = torch.tensor([len(row) for row in order.answers.token_ids])
+    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()
+    logprobs, entropy = _shaped(fields.tensor("logprobs"), tuple(mask.shape)), fields.optional("entropy")
+    if order.answers.with_entropy != (entropy is not None) or not bool(torch.isfinite(logprobs).all()):
+        raise PipelineError("log-probs must be finite, with entropy where it was asked for, got others; drop the batch")
+    return TokenLogprobs(logprobs, mask, None if entropy is None else _shaped(entropy, tuple(mask.shape)))
+
+
+def backward_bundle(order: BackwardOrder) -> Bundle:
+    return Bundle({"batch": order.batch, "micro_batch": order.micro_batch}, {"states": order.gradient})
+
+
+def backward_order(fields: Fields) -> BackwardOrder:
+    return BackwardOrder(fields.integer("batch"), fields.integer("micro_batch"), fields.tensor("states"))
+
+
+def backward_reply(gradient: Tensor | None) -> Bundle:
+    return Bundle({}, {} if gradient is None else {"states": gradient})
+
+
+def settle_bundle(order: SettleOrder) -> Bundle:
+    return Bundle({"batch": order.batch, "num_micro_batches": order.num_micro_batches, "shared": list(order.shared)})
+
+
+def settle_order(fields: Fields) -> SettleOrder:
+    return SettleOrder(fields.integer("batch"), fields.integer("num_micro_batches"), fields.texts("shared"))
+
+
+def settled_reply(settled: Settled) -> Bundle:
+    return Bundle({"own_norm_squared": settled.own_norm_squared}, dict(settled.shared_gradients))
+
+
+def settled_result(fields: Fields) -> Settled:
+    return Settled(fields.number("own_norm_squared"), fields.under(""))
+
+
+def commit_bundle(order: CommitOrder) -> Bundle:
+    return Bundle({"batch": order.batch, "lr": order.lr, "scale": order.scale}, dict(order.shared_gradients))
+
+
+def commit_order(fields: Fields) -> CommitOrder:
+    return CommitOrder(fields.integer("batch"), fields.number("lr"), fields.number("scale"), fields.under(""))
+
+
+def decode_order_bundle(order: DecodeOrder) -> Bundle:
+    padding = None if order.left_padding is None else list(order.left_padding)
+    return Bundle(
+        {"session": order.session, "left_padding": padding, "is_last": order.is_last}, {"states": order.states}
+    )
+
+
+def decode_order(fields: Fields) -> DecodeOrder:
+    padding = fields.integers("left_padding") if fields.has("left_padding") else None
+    return DecodeOrder(fields.integer("session"), fields.tensor("states"), padding, fields.flag("is_last"))
+
+
+def decode_result(fields: Fields, order: DecodeOrder) -> Tensor:
+    num_rows, num_new = order.states.shape[:2]
+    return _shaped(fields.tensor("states"), (num_rows, None) if order.is_last else (num_rows, num_new, None))
+
+
+def facts_bundle(facts: StageFacts) -> Bundle:
+    shapes = [[name, list(shape)] for name, shape in facts.shapes.items()]
+    return Bundle(
+        {
+            **part_fields(facts.part),
+            "num_model_layers": facts.num_model_layers,
+            "layer_prefix": facts.layer_prefix,
+            "shapes": shapes,
+            "version": facts.version,
+            "last_batch": facts.last_batch,
+            "content_hash": facts.content_hash,
+        }
+    )
+
+
+def facts_of(fields: Fields) -> StageFacts:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for item in fields.items("shapes"):
+        named = Fields(Bundle(dict(zip(("name", "shape"), item, strict=False)) if isinstance(item, list) else {}))
+        shapes[named.text("name")] = named.integers("shape")
+    return StageFacts(
+        part_of(fields),
+        fields.integer("num_model_layers"),
+        fields.text("layer_prefix"),
+        shapes,
+        fields.integer("version"),
+        fields.integer("last_batch"),
+        fields.text("content_hash"),
+    )
+
+
+def part_fields(part: StagePart) -> dict[str, Any]:
+    return {
+        "start": part.start, "stop": part.stop, "has_embedding": part.has_embedding, "has_head": part.has_head
+    }  # fmt: skip
+
+
+def part_of(fields: Fields) -> StagePart:
+    return StagePart(
+        fields.integer("start"), fields.integer("stop"), fields.flag("has_embedding"), fields.flag("has_head")
+    )
+
+
+def state_bundle(state: tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, int | float]]) -> Bundle:
+    tensors, rest = state
+    named = {f"{kind}/{name}": value for kind, group in tensors.items() for name, value in group.items()}
+    return Bundle({"version": int(rest["policy_version"]), "lr_factor": float(rest["lr_factor"])}, named)
+
+
+def state_of(fields: Fields) -> StageState:
+    tensors = {kind: fields.under(f"{kind}/") for kind in ("adapter", "optimizer")}
+    return tensors, {"policy_version": fields.integer("version"), "lr_factor": fields.number("lr_factor")}
+
+
+def recover_bundle(weights: Mapping[str, Tensor], version: int, moments: Mapping[str, Tensor]) -> Bundle:
+    return state_bundle(({"adapter": weights, "optimizer": moments}, {"policy_version": version, "lr_factor": 1.0}))
+
+
+def _shaped(tensor: Tensor, shape: Sequence[int | None]) -> Tensor:
+    fits = tensor.dim() == len(shape) and tensor.is_floating_point()
+    if not fits or any(wanted not in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True)):
+        raise PipelineError(f"a reply must have shape {tuple(shape)}, got {tuple(tensor.shape)}; replace the stage")
+    return tensor
+
+
+def _odd(name: str, wanted: str) -> PipelineError:
+    return PipelineError(f"{name} must be {wanted}, got something else; use the same version on all machines")

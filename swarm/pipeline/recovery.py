@@ -1,0 +1,217 @@
+"""A stage is lost: how its weights are rebuilt from what is left, without rolling the others back.
+
+    fresh neighbour copy ─▶ twin copy (swapped edges) ─▶ average of both neighbours ─▶ base alone ─▶ checkpoint
+
+Each step is taken where the one before is not possible. With a frozen base only the adapter can be lost: the base is
+read again from files with the same content hash. A rebuilt stage gets a fresh optimizer and a learning rate a tenth higher
+(`Stage.recover`).
+
+CheckFree (2506.15461): W_i = (ω₋·W₋ + ω₊·W₊) / (ω₋ + ω₊), ω the gradient norm of a neighbour before clipping. Layers of a
+stage are matched with those of its neighbours by their place in the stage. Of an adapter it is the products B·A that are
+averaged, see `adapter_average`.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from swarm.errors import PipelineError
+from swarm.pipeline.adapter_average import average_products
+
+LARGEST_RATIO = 3.0
+"""Of the weights of two neighbours: a first stage with eight times the norm of the other would drown it out."""
+
+Strategy = Literal["neighbour_copy", "twin_copy", "average", "base", "checkpoint"]
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class NeighbourCopy:
+    """Weights of a stage that its neighbour holds, as of a version."""
+
+    stage: int
+    holder: int
+    version: int
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What there is to rebuild from."""
+
+    num_stages: int
+    lost: frozenset[int]
+    version: int
+    """Of the stages that are left."""
+    copies: tuple[NeighbourCopy, ...] = ()
+    max_copy_age: int = 10
+    """Versions that a neighbour's copy may be behind."""
+    swaps_edges: bool = False
+    """Whether the edge stages were trained in swapped order too, so that each has a twin."""
+    is_frozen: bool = False
+    """Whether the base is frozen, so that an adapter of zero effect is a start."""
+    has_checkpoint: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """How one stage is to be rebuilt, and why not better."""
+
+    stage: int
+    strategy: Strategy
+    sources: tuple[int, ...]
+    """Stages that are asked: the holder of a copy, the twin, both neighbours."""
+    reason: str
+
+
+def plan_recovery(situation: Situation) -> list[Recovery]:
+    """A plan for every lost stage, in order.
+
+    A plan `checkpoint` means that *all* stages go back to it, as there is nothing that fits the others' version. Raises
+    PipelineError where even that is missing: then the run cannot go on, and the message says which stages are to blame.
+    """
+    plans = [_plan(situation, stage) for stage in sorted(situation.lost)]
+    hopeless = [plan for plan in plans if plan.strategy == "checkpoint" and not situation.has_checkpoint]
+    if hopeless:
+        raise PipelineError(
+            f"a lost stage must have something to be rebuilt from, got nothing for stage {hopeless[0].stage}: "
+            f"{hopeless[0].reason}; keep checkpoints or neighbour copies"
+        )
+    return plans
+
+
+def _plan(situation: Situation, stage: int) -> Recovery:
+    lost, last = situation.lost, situation.num_stages - 1
+    copy = freshest_copy(situation, stage)
+    if copy is not None:
+        age = situation.version - copy.version
+        return Recovery(stage, "neighbour_copy", (copy.holder,), f"stage {copy.holder} holds a copy {age} versions old")
+    neighbours = [other for other in (stage - 1, stage + 1) if 0 <= other <= last]
+    gone = [other for other in neighbours if other in lost]
+    twin = {0: 1, last: last - 1}.get(stage) if situation.swaps_edges else None
+    if twin is not None and twin not in lost:
+        return Recovery(stage, "twin_copy", (twin,), f"stage {twin} was trained in its place too")
+    if gone:
+        reason = f"stages {sorted([stage, *gone])} are adjacent and lost together, which no average can rebuild"
+    elif len(neighbours) < 2:
+        reason = f"stage {stage} is at an edge and has one neighbour only"
+    else:
+        return Recovery(stage, "average", (stage - 1, stage + 1), "both neighbours are there")
+    if situation.is_frozen:
+        return Recovery(stage, "base", (), f"{reason}; it starts from the base alone")
+    return Recovery(stage, "checkpoint", (), f"{reason}; all stages go back to the checkpoint")
+
+
+def freshest_copy(situation: Situation, stage: int) -> NeighbourCopy | None:
+    """The newest copy of `stage` that is young enough and whose holder is there."""
+    usable = [
+        copy
+        for copy in situation.copies
+        if copy.stage == stage
+        and copy.holder not in situation.lost
+        and 0 <= situation.version - copy.version <= situation.max_copy_age
+    ]
+    return max(usable, key=lambda copy: copy.version, default=None)
+
+
+def average_weights(norm_before: float, norm_after: float) -> tuple[float, float]:
+    """Shares of the two neighbours, sum 1, by their gradient norms before clipping, at most 3 : 1.
+
+    Two norms of zero count alike. Raises PipelineError for norms that are negative or not finite.
+    """
+    if not (0 <= norm_before < float("inf") and 0 <= norm_after < float("inf")):
+        raise PipelineError(f"gradient norms must be finite and not negative, got {norm_before} and {norm_after}")
+    if norm_before == norm_after:
+        return 0.5, 0.5
+    low, high = sorted((norm_before, norm_after))
+    share = LARGEST_RATIO / (1 + LARGEST_RATIO) if high > LARGEST_RATIO * low else high / (high + low)
+    return (share, 1 - share) if norm_before > norm_after else (1 - share, share)
+
+
+def checkfree_average(
+    shapes: Mapping[str, Sequence[int]],
+    before: Weights,
+    after: Weights,
+    *,
+    norm_before: float,
+    norm_after: float,
+    layer_prefix: str,
+) -> dict[str, Tensor]:
+    """Weights of a lost stage with tensors of `shapes`, from its two neighbours; computed in float64.
+
+    An end of the model that the stage held a replica of is copied from the neighbour that has it. Raises PipelineError for
+    tensors that the neighbours lack or that differ in shape, and for values that are not finite.
+    """
+    shares = average_weights(norm_before, norm_after)
+    ends = {name: shape for name, shape in shapes.items() if _layer_number(name, layer_prefix) is None}
+    layers = {name: shape for name, shape in shapes.items() if name not in ends}
+    rebuilt = _checked(ends, {name: before.get(name, after.get(name)) for name in ends})
+    one, other = _matched(layers, before, layer_prefix), _matched(layers, after, layer_prefix)
+    for name in layers:
+        if name.endswith(".lora_A"):
+            b_name = name.removesuffix("A") + "B"
+            pairs = [(source[b_name], source[name]) for source in (one, other)]
+            rebuilt[b_name], rebuilt[name] = average_products(pairs, shares)
+        elif not name.endswith(".lora_B"):
+            mean = one[name].double() * shares[0] + other[name].double() * shares[1]
+            rebuilt[name] = mean.to(one[name].dtype)
+    return {name: rebuilt[name] for name in shapes}
+
+
+def twin_copy(shapes: Mapping[str, Sequence[int]], twin: Weights, *, layer_prefix: str) -> dict[str, Tensor]:
+    """Weights of a lost edge stage from the stage that swaps places with it (CheckFree+).
+
+    Embedding, norm and head are replicated there, so they come back exactly. Both stages must have as many layers. Raises
+    PipelineError as `checkfree_average`.
+    """
+    own, others = _layer_numbers(shapes, layer_prefix), _layer_numbers(twin, layer_prefix)
+    if len(own) != len(others):
+        raise PipelineError(
+            f"stages that swap places must have as many layers, got {len(own)} and {len(others)}; assign them alike"
+        )
+    return {name: value.clone() for name, value in _matched(shapes, twin, layer_prefix).items()}
+
+
+def _matched(shapes: Mapping[str, Sequence[int]], source: Weights, prefix: str) -> dict[str, Tensor]:
+    """The source's tensors under the names of the lost stage, each layer by its place in the stage."""
+    own, others = _layer_numbers(shapes, prefix), _layer_numbers(source, prefix)
+    if own and not others:
+        raise PipelineError("a stage must be rebuilt from one with layers that train, got one without; restore it")
+    found: dict[str, Tensor | None] = {}
+    for name in shapes:
+        number = _layer_number(name, prefix)
+        if number is None:
+            found[name] = source.get(name)  # replicated ends have the same name in both
+            continue
+        place = _spread(own.index(number), len(own), len(others))
+        found[name] = source.get(f"{prefix}{others[place]}.{name[len(f'{prefix}{number}.') :]}")
+    return _checked(shapes, found)
+
+
+def _checked(shapes: Mapping[str, Sequence[int]], found: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    checked: dict[str, Tensor] = {}
+    for name, value in found.items():
+        if value is None:
+            raise PipelineError(f"a stage must be rebuilt from one with the same kinds of tensors, got none for {name}")
+        if tuple(value.shape) != tuple(shapes[name]) or not bool(torch.isfinite(value).all()):
+            raise PipelineError(f"tensors to rebuild from must be finite and of equal shape, got others for {name}")
+        checked[name] = value
+    return checked
+
+
+def _spread(place: int, count: int, other_count: int) -> int:
+    """The place among `other_count` layers that lies as far along as `place` among `count`."""
+    return round(place * (other_count - 1) / (count - 1)) if count > 1 else (other_count - 1) // 2
+
+
+def _layer_numbers(names: Collection[str], prefix: str) -> list[int]:
+    return sorted({number for number in (_layer_number(name, prefix) for name in names) if number is not None})
+
+
+def _layer_number(name: str, prefix: str) -> int | None:
+    match = re.match(rf"{re.escape(prefix)}(\d+)\.", name)
+    return int(match[1]) if match else None

@@ -1,0 +1,230 @@
+"""One machine of a crew: the stages it holds, copies of its neighbours' adapters, and what it says of itself.
+
+    (kind, payload bytes) ─▶ machine, load, unload, copy, keep, kept: this host   ─▶ reply bytes
+                         └─▶ everything else: the stage that begins with layer `slot`
+
+Orders come one at a time, on one thread. Refusals are replies; what `carry_out` raises is a bug.
+"""
+
+import hashlib
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from swarm.config import LoraSection, PolicySection
+from swarm.errors import MemoryBudgetError, PipelineError, PolicyError
+from swarm.pipeline.activation_wire import WirePrecision
+from swarm.pipeline.architecture import StagePart
+from swarm.pipeline.machine_speed import layers_per_s
+from swarm.pipeline.model_shape import model_shape
+from swarm.pipeline.order_bytes import Fields, part_fields, part_of
+from swarm.pipeline.orders import StageSettings
+from swarm.pipeline.remote_link import STATE_TENSORS
+from swarm.pipeline.stage import Stage
+from swarm.pipeline.stage_model import load_stage
+from swarm.pipeline.stage_orders import PLAIN_KINDS, STATES_KINDS, WEIGHTS_KINDS, stage_reply
+from swarm.pipeline.tensor_bundle import MAX_HEAD_BYTES, Bundle, decode_bundle, encode_bundle
+from swarm.policy.base_folder import locate_base
+from swarm.policy.device import resolve_device, resolve_dtype
+from swarm.policy.free_memory import available_bytes
+
+logger = logging.getLogger(__name__)
+
+MAX_COPIES = 4
+"""Stages whose adapters one machine keeps a copy of."""
+_PRECISIONS: dict[str, WirePrecision] = {"fp32": "fp32", "bf16": "bf16", "int8": "int8"}
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """What all machines of a crew must have alike."""
+
+    folder: Path
+    lora: LoraSection
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """Over configuration, adapter and type of the weights; the weights themselves have `content_hash`."""
+        config = (self.folder / "config.json").read_bytes()
+        return hashlib.sha256(config + self.lora.model_dump_json().encode() + str(self.dtype).encode()).hexdigest()[:32]
+
+
+def base_model(policy: PolicySection, device: str) -> BaseModel:
+    """Of the settings; a base that is not here is downloaded. Raises PolicyError."""
+    target = resolve_device(device)
+    folder = locate_base(policy.base, policy.revision)
+    return BaseModel(folder, policy.lora, target, resolve_dtype(policy.dtype, target))
+
+
+def part_by_hand(base: BaseModel, start: int, stop: int) -> StagePart:
+    """The part of layers [start, stop), with the ends of the model that belong to it. Raises PipelineError."""
+    num_layers = model_shape(base.folder).num_layers
+    if stop > num_layers:
+        raise PipelineError(f"--layers must lie within {num_layers} layers, got {start}:{stop}; lower STOP")
+    return StagePart(start, stop, start == 0, stop == num_layers)
+
+
+class _NotHeld(PipelineError):
+    """An order for layers that are not here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    version: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HostStatus:
+    """For the terminal."""
+
+    parts: tuple[StagePart, ...]
+    versions: tuple[int, ...]
+    num_copies: int
+
+
+class StageHost:
+    """Carries out the orders of one crew on this machine."""
+
+    def __init__(self, base: BaseModel, settings: StageSettings, *, fixed: StagePart | None = None) -> None:
+        """With `fixed` it holds these layers from the start, and the driver assigns it no others.
+
+        Raises PipelineError and PolicyError where they cannot be loaded.
+        """
+        self._base = base
+        self._settings = settings
+        self._is_fixed = fixed is not None
+        self._stages: dict[int, Stage] = {}
+        self._copies: dict[int, _Copy] = {}
+        self._width = 0
+        self._trainable_bytes = 0
+        self._speed = 0.0
+        if fixed is not None:
+            self._load(fixed)
+
+    def status(self) -> HostStatus:
+        """Safe from any thread."""
+        stages = [stage for _, stage in sorted(self._stages.items())]
+        parts = tuple(stage.describe().part for stage in stages)
+        return HostStatus(parts, tuple(stage.version for stage in stages), len(self._copies))
+
+    def max_payload_bytes(self, kind: str) -> int:
+        """0 for a kind that is not known. Safe from any thread."""
+        if kind in STATES_KINDS:
+            return MAX_HEAD_BYTES + 4 * self._settings.max_states * max(self._width, 2)
+        if kind in WEIGHTS_KINDS:
+            return MAX_HEAD_BYTES + STATE_TENSORS * self._trainable_bytes
+        if kind == "keep":
+            return MAX_HEAD_BYTES + self._settings.max_copy_bytes
+        return MAX_HEAD_BYTES if kind in (*PLAIN_KINDS, "machine", "load", "unload", "copy", "kept") else 0
+
+    def carry_out(self, kind: str, payload: bytes) -> bytes:
+        """The reply, which says where an order is refused."""
+        try:
+            return self._reply(kind, payload)
+        except _NotHeld as refusal:  # this process is another than the one that held it
+            return encode_bundle(Bundle({"gone": str(refusal)}))
+        except (PipelineError, PolicyError, MemoryBudgetError) as refusal:
+            logger.info("refused to %s: %s", kind, refusal)
+            return encode_bundle(Bundle({"refused": str(refusal)[:500]}))
+
+    def _reply(self, kind: str, payload: bytes) -> bytes:
+        if kind == "keep":
+            return self._keep(payload)
+        fields = Fields(decode_bundle(payload))
+        own: dict[str, Callable[[Fields], Bundle]] = {
+            "machine": self._machine, "load": self._load_ordered, "unload": self._unload
+        }  # fmt: skip
+        if kind in own:
+            return encode_bundle(own[kind](fields))
+        if kind == "kept":
+            return self._kept(fields)
+        stage = self._stage(fields.integer("slot"))
+        if kind == "copy":
+            return _copy_of(stage)
+        precision = _PRECISIONS.get(fields.text("precision"), "fp32") if kind in STATES_KINDS else "fp32"
+        bundle, is_states = stage_reply(stage, kind, fields, precision)
+        return encode_bundle(bundle, {"states": precision} if is_states else None)
+
+    def _stage(self, slot: int) -> Stage:
+        if slot not in self._stages:
+            raise _NotHeld(f"a stage must be loaded before it gets orders, got none at layer {slot}; load it")
+        return self._stages[slot]
+
+    def _machine(self, fields: Fields) -> Bundle:
+        """What the driver assigns layers by; the first time it is measured, which takes a second or two."""
+        if fields.flag("measure") and not self._speed and not self._is_fixed:
+            self._speed = layers_per_s(self._base.folder, self._base.lora, self._base.device, self._base.dtype)
+        return Bundle(
+            {
+                "fingerprint": self._base.fingerprint,
+                "layers_per_s": self._speed,
+                "memory_bytes": available_bytes(self._base.device),
+                "is_fixed": self._is_fixed,
+                "slots": sorted(self._stages),
+                "stops": [self._stages[slot].describe().part.stop for slot in sorted(self._stages)],
+            }
+        )
+
+    def _load_ordered(self, fields: Fields) -> Bundle:
+        part = part_of(fields)
+        content_hash = fields.text("content_hash") if fields.has("content_hash") else None
+        for slot in fields.integers("instead_of"):
+            self._drop_stage(slot)
+        self._load(part, content_hash)
+        return Bundle(part_fields(part))
+
+    def _load(self, part: StagePart, content_hash: str | None = None) -> None:
+        """Fresh weights and optimizer, in place of a stage that begins with the same layer."""
+        self._drop_stage(part.start)
+        base = self._base
+        try:
+            model = load_stage(
+                base.folder, part, lora=base.lora, device=base.device, dtype=base.dtype, content_hash=content_hash
+            )
+        except torch.OutOfMemoryError:
+            raise PipelineError(f"layers [{part.start}, {part.stop}) must fit into memory, got too little") from None
+        self._stages[part.start] = Stage(model, self._settings)
+        self._width = model.width
+        self._recount()
+
+    def _unload(self, fields: Fields) -> Bundle:
+        self._drop_stage(fields.integer("slot"))
+        return Bundle()
+
+    def _drop_stage(self, slot: int) -> None:
+        self._stages.pop(slot, None)
+        self._recount()
+
+    def _recount(self) -> None:
+        sizes = [math.prod(shape) for stage in self._stages.values() for shape in stage.describe().shapes.values()]
+        self._trainable_bytes = 4 * sum(sizes)
+
+    def _keep(self, payload: bytes) -> bytes:
+        """Kept as it came: whether it fits the stage is the business of whoever is rebuilt from it."""
+        fields = Fields(decode_bundle(payload))
+        slot, version = fields.integer("of"), fields.integer("version")
+        self._copies.pop(slot, None)
+        while len(self._copies) >= MAX_COPIES:
+            del self._copies[next(iter(self._copies))]  # the one renewed longest ago
+        self._copies[slot] = _Copy(version, payload)
+        return encode_bundle(Bundle())
+
+    def _kept(self, fields: Fields) -> bytes:
+        copy = self._copies.get(fields.integer("of"))
+        if copy is None:
+            raise PipelineError(f"a copy must have been given to be had back, got none of {fields.integer('of')}")
+        return copy.payload
+
+
+def _copy_of(stage: Stage) -> bytes:
+    """What a neighbour is to keep of a stage."""
+    tensors, rest = stage.state()
+    fields = {"of": stage.describe().part.start, "version": int(rest["policy_version"])}
+    return encode_bundle(Bundle(fields, {f"adapter/{name}": value for name, value in tensors["adapter"].items()}))

@@ -1,0 +1,135 @@
+"""A crew of real processes: `swarm stage` several times and one `swarm run` that drives them."""
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swarm.config import dump_toml, parse
+from swarm.records import identity as identities
+from tests.e2e.node_process import NodeProcess, node_settings, wait_for
+
+_DEADLINE_S = 240.0
+"""Every process imports torch, all at the same time."""
+
+
+class StageProcess:
+    """One `swarm stage`."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any], *arguments: str) -> None:
+        self.folder = folder
+        self.peer_id = settings_identity(folder)
+        config = folder.parent / f"{folder.name}.toml"
+        config.write_text(dump_toml(parse(settings)))
+        self._command = [sys.executable, "-m", "swarm.cli.main", "stage", str(config), *arguments]
+        self.output = folder.parent / f"{folder.name}.out"
+        self.process = self.start()
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        """Also again, after it was killed; at another port then."""
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(
+                self._command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            )
+        return self.process
+
+    def kill_9(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.kill_9()
+
+
+def settings_identity(folder: Path) -> str:
+    """Peer id of a node's folder, made if need be."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return identities.load_or_create(folder / "identity.key").peer_id
+
+
+@dataclass
+class CrewProcesses:
+    """All processes of one crew."""
+
+    stages: list[StageProcess]
+    driver: NodeProcess
+
+    def step_after(self, version: int) -> dict[str, Any]:
+        """The row of the first step that was seen to raise the policy's version above `version`."""
+        return wait_for(
+            lambda: row if (row := self.driver.last_round).get("policy_version", 0) > version else None,
+            f"a step after version {version}",
+            self.driver,
+            deadline_s=_DEADLINE_S,
+        )
+
+    def holders(self) -> list[StageProcess]:
+        """Who holds which stage, the driver's own excluded, as its log says."""
+        log = self.driver.output.read_text()
+        peers = re.findall(r"are held by (12D3\w+)", log)
+        for stage, peer_id in re.findall(r"stage (\d+) goes on at (\w+)", log):
+            peers[int(stage)] = peer_id
+        return [stage for peer_id in peers for stage in self.stages if stage.peer_id == peer_id]
+
+    def lose(self, victim: StageProcess) -> tuple[float, dict[str, Any]]:
+        """Kill a stage's process; (seconds to the end of the first step that was begun and applied after that, its row)."""
+        killed_at, num_before = time.time(), len(self.recoveries_s())
+        victim.kill_9()
+
+        def stepped() -> dict[str, Any] | None:
+            later = [row for row in self.driver.rounds if row["time_s"] - row["time/train_s"] > killed_at]
+            return next((row for row in later if not row.get("train/skip_reason")), None)
+
+        row = wait_for(stepped, "a step after a loss", self.driver, deadline_s=_DEADLINE_S)
+        assert len(self.recoveries_s()) > num_before, "a step needs every stage"
+        return row["time_s"] - killed_at, row
+
+    def recoveries_s(self) -> list[float]:
+        """How long each rebuilding took, from the moment that the driver noticed a loss."""
+        return [float(text) for text in re.findall(r"whole again after ([\d.]+) s", self.driver.output.read_text())]
+
+
+def free_ports(count: int) -> list[int]:
+    """Of loopback; free a moment ago."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+@contextlib.contextmanager
+def crew_processes(
+    folder: Path,
+    num_stages: int,
+    *,
+    backend: str = "libp2p",
+    layers: Sequence[str] = (),
+    pipeline: dict[str, Any] | None = None,
+    **sections: Any,
+) -> Iterator[CrewProcesses]:
+    """Stages and the driver. `layers`: --layers of the first ones."""
+    folders = [folder / f"stage-{number}" for number in range(num_stages)]
+    listen = [f"/ip4/127.0.0.1/tcp/{port}" for port in free_ports(num_stages)]
+    crew = [f"{address}/p2p/{settings_identity(one)}" for address, one in zip(listen, folders, strict=True)]
+    driver_folder = folder / "driver"
+    table = {"driver": settings_identity(driver_folder), "crew": crew, **(pipeline or {})}
+    policy = {**sections.pop("policy", {}), "pipeline": table}
+    network = {"backend": backend, "gossip": "off"}
+    with contextlib.ExitStack() as stack:
+        stages = []
+        for number, one in enumerate(folders):
+            by_hand = ("--layers", layers[number]) if number < len(layers) else ()
+            here = {"node": {"dir": str(one), "threads": 1}, "policy": policy}
+            stages.append(StageProcess(one, here | {"network": {**network, "listen": [listen[number]]}}, *by_hand))
+            stack.callback(stages[-1].end)
+        settings = node_settings(driver_folder, network=network, policy=policy, **sections)
+        yield CrewProcesses(stages, stack.enter_context(NodeProcess(settings)))

@@ -1,0 +1,184 @@
+"""Signed orders over a network that strangers share: who is answered, how often, and with how much memory."""
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import pytest
+
+from swarm.errors import RequestError
+from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
+from swarm.network.orders.caller import OrderCaller
+from swarm.network.orders.envelope import (
+    MAX_INLINE_BYTES,
+    ORDER_PROTOCOL,
+    PAYLOAD_PROTOCOL,
+    OrderHead,
+    decode_order,
+    digest_of,
+    encode_order,
+)
+from swarm.network.orders.service import OrderBounds, OrderService
+from swarm.network.requests.blob_protocol import BlobRequest
+from swarm.records.identity import Identity
+from swarm.records.rejection import InvalidRecord
+
+SWARM = "0" * 32
+LIMIT = 4 << 20
+DRIVER, MEMBER, STRANGER = (Identity(bytes([number]) * 32) for number in (1, 2, 3))
+
+
+@dataclass
+class Side:
+    """One crew of two, a stranger beside it."""
+
+    caller: OrderCaller
+    service: OrderService
+    transports: dict[str, MemoryTransport]
+    heard: list[tuple[str, bytes]] = field(default_factory=list)
+    hold: threading.Event = field(default_factory=threading.Event)
+
+    async def give(self, kind: str, payload: bytes, max_reply_bytes: int = 1 << 20) -> bytes:
+        return await self.caller.give(MEMBER.peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=10)
+
+    async def send(self, sender: Identity, request: bytes) -> bytes:
+        transport = self.transports[sender.peer_id]
+        return await transport.request(
+            MEMBER.peer_id, ORDER_PROTOCOL, request, max_response_bytes=1 << 20, deadline_s=10
+        )
+
+
+@asynccontextmanager
+async def crew_of_two(bounds: OrderBounds | None = None) -> AsyncIterator[Side]:
+    network = MemoryNetwork(random.Random(0), time.time)
+    transports = {one.peer_id: MemoryTransport(network, one.peer_id) for one in (DRIVER, MEMBER, STRANGER)}
+    caller = OrderCaller(DRIVER, SWARM, "crew", [MEMBER.peer_id], transports[DRIVER.peer_id], lambda: 1000.0)
+
+    def carry_out(kind: str, payload: bytes) -> bytes:
+        side.heard.append((kind, payload))
+        if kind == "hold":
+            side.hold.wait(10)
+        return sha256(payload).digest()
+
+    member = transports[MEMBER.peer_id]
+    service = OrderService(member, SWARM, "crew", DRIVER.peer_id, carry_out, lambda kind: LIMIT, bounds)
+    side = Side(caller, service, transports)
+    for transport in transports.values():
+        await transport.start()
+    try:
+        yield side
+    finally:
+        side.hold.set()
+        await service.close()
+        for transport in transports.values():
+            await transport.stop()
+
+
+def head(number: int, payload: bytes = b"x", **other: Any) -> OrderHead:
+    fields: dict[str, Any] = {
+        "author": DRIVER.peer_id, "crew": "crew", "addressee": MEMBER.peer_id, "epoch": 1_000_000, "number": number,
+        "kind": "do", "payload_bytes": len(payload), "payload_digest": digest_of(payload),
+    }  # fmt: skip
+    return OrderHead(**{**fields, **other})
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1000, MAX_INLINE_BYTES + 1, 3 * MAX_INLINE_BYTES])
+async def test_payloads_of_all_sizes_arrive_whole(num_bytes: int) -> None:
+    payload = bytes(range(256)) * (num_bytes // 256) + bytes(num_bytes % 256)
+    async with crew_of_two() as side:
+        assert await side.give("do", payload) == sha256(payload).digest()
+        assert side.heard == [("do", payload)]
+        assert not side.caller._payloads, "nothing is offered any longer"
+
+
+async def test_only_the_driver_is_answered() -> None:
+    async with crew_of_two() as side:
+        for sender, signer in ((STRANGER, STRANGER), (STRANGER, DRIVER), (DRIVER, STRANGER)):
+            request = encode_order(signer, SWARM, head(1, author=sender.peer_id), b"x")
+            with pytest.raises(RequestError, match="refused"):
+                await side.send(sender, request)
+        assert not side.heard
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"crew": "other"}, {"addressee": STRANGER.peer_id}, {"payload_digest": bytes(32)}, {"payload_bytes": LIMIT + 1}],
+)
+async def test_orders_for_others_or_with_another_payload_are_refused(odd: dict[str, Any]) -> None:
+    async with crew_of_two() as side:
+        with pytest.raises(RequestError, match="refused"):
+            await side.send(DRIVER, encode_order(DRIVER, SWARM, head(1, **odd), b"x"))
+        assert not side.heard
+
+
+async def test_an_order_is_carried_out_once_and_answered_as_often_as_it_comes() -> None:
+    async with crew_of_two() as side:
+        request = encode_order(DRIVER, SWARM, head(1), b"x")
+        replies = await asyncio.gather(*(side.send(DRIVER, request) for _ in range(3)))
+        assert replies == [sha256(b"x").digest()] * 3
+        assert len(side.heard) == 1
+
+
+async def test_orders_of_the_past_are_refused_and_kept_replies_are_few() -> None:
+    async with crew_of_two(OrderBounds(max_kept_replies=2)) as side:
+        requests = [encode_order(DRIVER, SWARM, head(number), b"x") for number in range(1, 6)]
+        for request in requests:
+            await side.send(DRIVER, request)
+        with pytest.raises(RequestError, match="past"):
+            await side.send(DRIVER, requests[0])
+        await side.send(DRIVER, requests[-1])
+        await side.send(DRIVER, encode_order(DRIVER, SWARM, head(1, epoch=1_000_001), b"x"))  # the driver came back
+        with pytest.raises(RequestError, match="past"):
+            await side.send(DRIVER, requests[-1])
+        assert len(side.heard) == 6
+
+
+async def test_waiting_orders_are_bounded_and_the_loop_goes_on() -> None:
+    async with crew_of_two(OrderBounds(max_waiting=2)) as side:
+        waiting = [asyncio.create_task(side.give("hold", b"x")) for _ in range(2)]
+        while not side.heard:
+            await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="busy"):
+            await side.send(DRIVER, encode_order(DRIVER, SWARM, head(99), b"x"))
+        side.hold.set()
+        assert len(await asyncio.gather(*waiting)) == 2
+
+
+async def test_payloads_are_handed_to_members_alone() -> None:
+    async with crew_of_two() as side:
+        payload = b"p" * (MAX_INLINE_BYTES + 1)
+        held = asyncio.create_task(side.give("hold", payload))
+        while not side.heard:
+            await asyncio.sleep(0)
+        for asker, is_member in ((STRANGER, False), (MEMBER, True)):
+            asked = side.transports[asker.peer_id].request(
+                DRIVER.peer_id,
+                PAYLOAD_PROTOCOL,
+                BlobRequest(digest_of(payload), 0, 1000).encode(),
+                max_response_bytes=1 << 20,
+                deadline_s=5,
+            )
+            if is_member:
+                assert await asked == payload[:1000]
+            else:
+                with pytest.raises(RequestError, match="not of this crew"):
+                    await asked
+        side.hold.set()
+        await held
+
+
+async def test_garbage_is_refused() -> None:
+    async with crew_of_two() as side:
+        whole = encode_order(DRIVER, SWARM, head(1), b"x")
+        for request in (b"", b"\xff", whole[:50], whole[:-1], whole + b"y", b"\x00\x00" + whole, bytes(1 << 20)):
+            with pytest.raises(RequestError, match="refused"):
+                await side.send(DRIVER, request)
+        with pytest.raises(InvalidRecord):
+            decode_order(whole, "1" * 32)
+        assert not side.heard

@@ -1,0 +1,305 @@
+"""A crew as a learner's policy: what one process would do, and going on when machines are lost."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.adapters.checkpoint import CheckpointStore
+from swarm.config import PipelineSection, PolicySection, TrainingSection
+from swarm.engine.engine import AnswerRequest
+from swarm.engine.sampling import Sampling
+from swarm.engine.transformers_engine import TransformersEngine
+from swarm.errors import PipelineError, StageLostError
+from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
+from swarm.network.orders.caller import OrderCaller
+from swarm.network.orders.service import OrderService
+from swarm.pipeline.assignment import Machine, ModelCost
+from swarm.pipeline.crew_engine import CrewEngine
+from swarm.pipeline.crew_keeper import CrewKeeper
+from swarm.pipeline.crew_policy import CrewPolicy, CrewSteps, crew_policy
+from swarm.pipeline.machines import Member, places
+from swarm.pipeline.model_cost import model_cost
+from swarm.pipeline.orders import StageSettings
+from swarm.pipeline.stage_host import BaseModel, StageHost, base_model, part_by_hand
+from swarm.policy.logprobs import TokenLogprobs
+from swarm.policy.policy import load_policy
+from swarm.records.identity import Identity
+from swarm.training.adapter_steps import AdapterSteps
+from swarm.training.trainer import Trainer
+from tests.unit.tiny_models import sampled_groups
+
+SWARM = "0" * 32
+DRIVER = Identity(b"d" * 32)
+MEMBERS = [Identity(bytes([number]) * 32).peer_id for number in range(4)]
+POLICY = PolicySection()
+TRAINING = TrainingSection(lr=1e-3, warmup_steps=0, micro_batch_sequences=4, lr_by_ess=False)
+
+
+@dataclass
+class Driven:
+    """A crew of four machines, one of them a spare, and what drives it."""
+
+    keeper: CrewKeeper
+    policy: CrewPolicy
+    transports: dict[str, MemoryTransport]
+    hosts: dict[str, StageHost]
+    lost: list[str] = field(default_factory=list)
+
+    async def lose(self, stage: int) -> None:
+        peer_id = self.keeper._peers[stage]
+        self.lost.append(peer_id)
+        await self.transports[peer_id].stop()
+
+    def trainer(self) -> Trainer:
+        return Trainer(TRAINING, self.policy, CrewSteps(TRAINING, self.policy), temperature=1.0, max_new_tokens=6)
+
+
+@asynccontextmanager
+async def driven(tmp_path: Path, layers: Sequence[tuple[int, int]] = (), **settings: Any) -> AsyncIterator[Driven]:
+    config = PipelineSection.model_validate(
+        {"driver": DRIVER.peer_id, "crew": MEMBERS, "spares": 1, "precision": "fp32", "startup_timeout_s": 20}
+        | settings
+    )
+    base = base_model(POLICY, "cpu")
+    network = MemoryNetwork(random.Random(0), time.time)
+    transports = {peer_id: MemoryTransport(network, peer_id) for peer_id in (DRIVER.peer_id, *MEMBERS)}
+    caller = OrderCaller(DRIVER, SWARM, "crew", MEMBERS, transports[DRIVER.peer_id], time.time)
+    hosts, services = {}, []
+    for number, peer_id in enumerate(MEMBERS):
+        fixed = part_by_hand(base, *layers[number]) if number < len(layers) else None
+        hosts[peer_id] = host = StageHost(base, StageSettings(), fixed=fixed)
+        services.append(
+            OrderService(transports[peer_id], SWARM, "crew", DRIVER.peer_id, host.carry_out, host.max_payload_bytes)
+        )
+
+    async def give(peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
+        return await caller.give(peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=20)
+
+    keeper = CrewKeeper(config, base, model_cost(base), StageSettings(), give)
+    for transport in transports.values():
+        await transport.start()
+    try:
+        await keeper.start(Machine(100.0, 1 << 30))
+        policy = crew_policy(POLICY, base, keeper, asyncio.get_running_loop(), tmp_path / "hashes.json")
+        yield Driven(keeper, policy, transports, hosts)
+    finally:
+        keeper.close()
+        for service in services:
+            await service.close()
+        for transport in transports.values():
+            await transport.stop()
+
+
+def requests(policy: Any) -> list[AnswerRequest]:
+    texts = ("1 + 2 =", "12 + 30 =", "spell abc backward")
+    return [AnswerRequest(policy.encode_prompt(text), 3, 6) for text in texts]
+
+
+async def test_a_crew_samples_and_trains_as_one_process_does(tmp_path: Path) -> None:
+    single = load_policy(POLICY, device="cpu")
+    sampling = Sampling(temperature=1.0)
+    wanted = TransformersEngine(single, 4).generate(requests(single), sampling, seed=3, stop=("2",))
+    groups = sampled_groups(single, max_new_tokens=6)
+    local = Trainer(TRAINING, single, AdapterSteps(TRAINING, single), temperature=1.0, max_new_tokens=6)
+    async with driven(tmp_path) as crew:
+        assert crew.policy.lineage == single.lineage
+        assert (crew.policy.eos_token_ids, crew.policy.vocab_size) == (single.eos_token_ids, single.vocab_size)
+        engine = CrewEngine(crew.policy, 5)
+        found = await asyncio.to_thread(engine.generate, requests(single), sampling, seed=3, stop=("2",))
+        assert [[a.token_ids for a in answers] for answers in found] == [
+            [a.token_ids for a in answers] for answers in wanted
+        ]
+        assert [[a.end for a in answers] for answers in found] == [[a.end for a in answers] for answers in wanted]
+        assert found[0][0].logprobs == pytest.approx(wanted[0][0].logprobs, abs=1e-4)
+        trainer = crew.trainer()
+        for _ in range(2):
+            here, there = local.step(groups), await asyncio.to_thread(trainer.step, groups)
+            assert there.grad_norm == pytest.approx(here.grad_norm, rel=1e-3)
+            assert there.loss == pytest.approx(here.loss, abs=1e-4)
+            assert there.kl == pytest.approx(here.kl, abs=1e-4) if here.kl is not None else there.kl is None
+        assert crew.policy.version == single.version == 2
+        (tensors, state), (own, _) = await asyncio.to_thread(trainer.state), local.state()
+        assert tensors["adapter"].keys() == own["adapter"].keys()
+        assert tensors["optimizer"].keys() == own["optimizer"].keys()
+        errors = [(tensors["adapter"][name] - own["adapter"][name]).abs().mean() for name in own["adapter"]]
+        assert max(errors) < 1e-4
+        local.restore(tensors, state)  # a crew's checkpoint is that of a single process, and the other way round
+        await asyncio.to_thread(trainer.restore, own, state)
+        answer = ([5, 6], [7, 8])
+        scored = await asyncio.to_thread(crew.policy.token_logprobs, [answer])
+        assert torch.isfinite(scored.logprobs).all()
+
+
+async def test_a_lost_machine_costs_one_step_and_a_spare_goes_on_from_the_copy(tmp_path: Path) -> None:
+    async with driven(tmp_path, copy_interval_steps=1) as crew:
+        groups = sampled_groups(load_policy(POLICY, device="cpu"), max_new_tokens=6)
+        trainer = crew.trainer()
+        assert not (await asyncio.to_thread(trainer.step, groups)).skipped
+        before, _ = await asyncio.to_thread(trainer.state)
+        await crew.lose(1)
+        report = await asyncio.to_thread(trainer.step, groups)
+        assert "stage 1" in report.skip_reason
+        assert crew.policy.version == 1
+        after, _ = await asyncio.to_thread(trainer.state)
+        assert all(torch.equal(after["adapter"][name], before["adapter"][name]) for name in before["adapter"])
+        assert crew.keeper._peers[1] not in crew.lost
+        assert not (await asyncio.to_thread(trainer.step, groups)).skipped
+        assert crew.policy.version == 2
+        # no spare is left: a machine that has layers already takes others on
+        await crew.lose(0)
+        engine = CrewEngine(crew.policy, 16)
+        answers = await asyncio.to_thread(engine.generate, requests(crew.policy), Sampling(), seed=1)
+        assert all(answer.token_ids for group in answers for answer in group)
+        assert crew.keeper._peers[0] in crew.keeper._peers[1:]
+        assert len(crew.keeper.recoveries_s) == 2
+
+
+async def test_a_batch_in_several_steps_moves_a_crew_as_it_does_one_process(tmp_path: Path) -> None:
+    single = load_policy(POLICY, device="cpu")
+    groups = sampled_groups(single, max_new_tokens=6)
+    config = TRAINING.model_copy(update={"groups_per_step": 2})
+    local = Trainer(config, single, AdapterSteps(config, single), temperature=1.0, max_new_tokens=6)
+    here = local.step(groups)
+    async with driven(tmp_path) as crew:
+        trainer = Trainer(config, crew.policy, CrewSteps(config, crew.policy), temperature=1.0, max_new_tokens=6)
+        there = await asyncio.to_thread(trainer.step, groups)
+        assert crew.policy.version == single.version == -(-len(groups) // 2) > 1
+        assert (there.num_tokens, there.lr) == (here.num_tokens, pytest.approx(here.lr))
+        assert there.loss == pytest.approx(here.loss, abs=1e-4)
+
+
+async def test_weights_of_others_are_written_into_all_stages_even_when_one_is_lost(tmp_path: Path) -> None:
+    groups = sampled_groups(load_policy(POLICY, device="cpu"), max_new_tokens=6)
+    async with driven(tmp_path, copy_interval_steps=1) as crew:
+        steps, trainer = CrewSteps(TRAINING, crew.policy), crew.trainer()
+        await asyncio.to_thread(trainer.step, groups)
+        start = await asyncio.to_thread(steps.read)
+        turned = sorted(start)[:2]
+        merged = {name: value + 0.25 for name, value in start.items()}
+        await asyncio.to_thread(steps.write, merged, turned)
+        state = await asyncio.to_thread(steps.state)
+        assert all(torch.equal(state["adapter"][name], merged[name]) for name in merged)
+        assert {key.partition(":")[2] for key in state["optimizer"]} == set(start) - set(turned)
+        assert crew.policy.version == crew.keeper.crew.version == 1
+        await crew.lose(1)
+        other = {name: value - 0.5 for name, value in merged.items()}
+        await asyncio.to_thread(steps.write, other)
+        found = await asyncio.to_thread(steps.read)
+        assert all(torch.equal(found[name], other[name]) for name in other)
+        assert len(crew.keeper.recoveries_s) == 1
+        assert not (await asyncio.to_thread(trainer.step, groups)).skipped
+
+
+async def test_the_raised_learning_rate_of_a_rebuilt_stage_is_in_the_checkpoint(tmp_path: Path) -> None:
+    groups = sampled_groups(load_policy(POLICY, device="cpu"), max_new_tokens=6)
+    async with driven(tmp_path, copy_interval_steps=1) as crew:
+        trainer = crew.trainer()
+        await asyncio.to_thread(trainer.step, groups)
+        assert "lr_factors" not in (await asyncio.to_thread(trainer.state))[0]
+        await crew.lose(1)
+        await asyncio.to_thread(trainer.step, groups)
+        rebuilt = set(crew.keeper.crew.facts[1].shapes)
+        saved, state = await asyncio.to_thread(trainer.state)
+    store = CheckpointStore(tmp_path / "checkpoints", 1)
+    store.save(1, saved, {})
+    checkpoint = store.load_newest()
+    assert checkpoint is not None
+    tensors = checkpoint.tensors
+    assert {name: round(one.item(), 6) for name, one in tensors["lr_factors"].items()} == dict.fromkeys(rebuilt, 1.1)
+    single = load_policy(POLICY, device="cpu")  # one process has one rate, and takes the rest
+    Trainer(TRAINING, single, AdapterSteps(TRAINING, single), temperature=1.0, max_new_tokens=6).restore(tensors, state)
+    async with driven(tmp_path) as crew:
+        await asyncio.to_thread(crew.trainer().restore, tensors, state)
+        factors = [rest["lr_factor"] for _, rest in await crew.keeper.states()]
+        held = [bool(rebuilt & set(facts.shapes)) for facts in crew.keeper.crew.facts]
+        assert [factor > 1.05 for factor in factors] == held and any(held) and not all(held)
+
+
+async def test_the_loss_goes_on_falling_over_a_loss(tmp_path: Path) -> None:
+    parts = [[([5, 6, 7], [20, 21, 22]), ([9], [23, 24])], [([11, 12], [25, 26, 27])]]
+    losses: list[float] = []
+
+    def loss_of(index: int, result: TokenLogprobs) -> torch.Tensor:
+        loss = -(result.logprobs * result.mask).sum()
+        losses.append(loss.item())
+        return loss
+
+    async with driven(tmp_path, copy_interval_steps=1) as crew:
+        steps, per_step, lost = CrewSteps(TRAINING, crew.policy), [], 0
+        for step in range(10):
+            if step == 5:
+                await crew.lose(1)
+            losses.clear()
+            try:
+                await asyncio.to_thread(steps.accumulate, parts, loss_of, 1.0)
+            except StageLostError:
+                lost += 1
+                continue
+            per_step.append(sum(losses))
+            await asyncio.to_thread(steps.apply, 3e-3)
+    assert (lost, len(per_step)) == (1, 9)
+    assert per_step == sorted(per_step, reverse=True), "nothing was forgotten with the machine"
+
+
+async def test_a_machine_that_came_back_without_its_layers_is_lost_and_used_again(tmp_path: Path) -> None:
+    async with driven(tmp_path, copy_interval_steps=1) as crew:
+        groups = sampled_groups(load_policy(POLICY, device="cpu"), max_new_tokens=6)
+        trainer = crew.trainer()
+        await asyncio.to_thread(trainer.step, groups)
+        for host in crew.hosts.values():
+            host._stages.clear()  # as new processes in the old ones' names
+        report = await asyncio.to_thread(trainer.step, groups)
+        assert "must be loaded" in report.skip_reason
+        assert not (await asyncio.to_thread(trainer.step, groups)).skipped
+        assert crew.policy.version == 2
+
+
+async def test_losing_every_machine_ends_the_run_with_what_to_do(tmp_path: Path) -> None:
+    by_hand = [(0, 1), (1, 2), (2, 3)]
+    async with driven(tmp_path, by_hand, startup_timeout_s=4.0, action_timeout_s=2.0) as crew:
+        for peer_id in MEMBERS:
+            await crew.transports[peer_id].stop()
+        with pytest.raises(PipelineError, match="swarm stage"):
+            await crew.keeper.recover(StageLostError("gone", (0,)))
+
+
+async def test_layers_by_hand_stand(tmp_path: Path) -> None:
+    async with driven(tmp_path, layers=[(0, 2), (2, 3)], crew=MEMBERS[:2], spares=0) as crew:
+        parts = [(facts.part.start, facts.part.stop) for facts in crew.keeper.crew.facts]
+        assert parts[:2] == [(0, 2), (2, 3)]
+        assert parts[2][0] == 3
+
+
+def member(peer_id: str, speed: float, ranges: tuple[tuple[int, int], ...] = (), room: int = 1000) -> Member:
+    return Member(peer_id, Machine(speed, room), ranges, is_fixed=bool(ranges))
+
+
+def test_the_slowest_machines_are_the_spares() -> None:
+    config = PipelineSection(driver="d", crew=("a", "b", "c"), spares=1, driver_layers=2)
+    cost = ModelCost((1,) * 8)
+    parts, peers = places([member("a", 2.0), member("b", 1.0), member("c", 1.0001)], Machine(1.0, 1000), cost, config)
+    assert peers == ["a", "c"]
+    assert [part.num_layers for part in parts] == [4, 2, 2]
+    assert parts[0].has_embedding and parts[-1].has_head
+
+
+def test_layers_by_hand_must_leave_the_last_to_the_driver() -> None:
+    config = PipelineSection(driver="d", crew=("a", "b"))
+    for ranges in (((0, 4), (4, 8)), ((0, 3), (4, 6)), ((1, 3), (3, 6))):
+        members = [member(name, 1.0, (one,)) for name, one in zip("ab", ranges, strict=True)]
+        with pytest.raises(PipelineError, match="by hand"):
+            places(members, Machine(1.0, 1000), ModelCost((1,) * 8), config)
+
+
+def test_another_adapter_has_another_fingerprint() -> None:
+    base = base_model(POLICY, "cpu")
+    other = BaseModel(base.folder, base.lora.model_copy(update={"rank": 3}), base.device, base.dtype)
+    assert base.fingerprint != other.fingerprint

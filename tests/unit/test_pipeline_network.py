@@ -1,0 +1,183 @@
+"""Stages behind a network: orders as bytes do what orders in one process do, and odd bytes do nothing at all."""
+
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from swarm.errors import PipelineError, RequestError
+from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
+from swarm.network.orders.caller import OrderCaller
+from swarm.network.orders.service import OrderService
+from swarm.pipeline.activation_wire import WirePrecision
+from swarm.pipeline.architecture import stage_parts
+from swarm.pipeline.crew import Crew, CrewSettings
+from swarm.pipeline.model_shape import ModelShape
+from swarm.pipeline.order_bytes import part_fields
+from swarm.pipeline.orders import StageSettings
+from swarm.pipeline.pipelined_policy import PipelinedPolicy, greedy
+from swarm.pipeline.remote_link import RemoteLink, ask
+from swarm.pipeline.stage_host import BaseModel, StageHost
+from swarm.pipeline.tensor_bundle import Bundle, decode_bundle, encode_bundle
+from swarm.records.identity import Identity
+from tests.unit.pipeline_crew import CPU, LORA, PAD, SHAPE, loss_of, made_up_parts, open_crew, write_models
+
+SWARM = "0" * 32
+WIDTHS = ModelShape(SHAPE["num_hidden_layers"], SHAPE["hidden_size"], SHAPE["vocab_size"])
+DRIVER = Identity(b"d" * 32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_models(tmp_path_factory.mktemp("models"))["llama"]
+
+
+class NetworkCrew:
+    """Hosts on a network in memory, and how the driver reaches them."""
+
+    def __init__(self, hosts: Sequence[StageHost], faults: Faults | None) -> None:
+        network = MemoryNetwork(random.Random(0), time.time, faults)
+        members = [Identity(bytes([number]) * 32).peer_id for number in range(len(hosts))]
+        self.transports = [MemoryTransport(network, peer_id) for peer_id in (DRIVER.peer_id, *members)]
+        self.members = members
+        self.caller = OrderCaller(DRIVER, SWARM, "crew", members, self.transports[0], time.time)
+        self.services = [
+            OrderService(transport, SWARM, "crew", DRIVER.peer_id, host.carry_out, host.max_payload_bytes)
+            for transport, host in zip(self.transports[1:], hosts, strict=True)
+        ]
+
+    async def give(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
+        return await self.caller.give(peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=30)
+
+
+@asynccontextmanager
+async def on_network(hosts: Sequence[StageHost], faults: Faults | None = None) -> AsyncIterator[NetworkCrew]:
+    crew = NetworkCrew(hosts, faults)
+    for transport in crew.transports:
+        await transport.start()
+    try:
+        yield crew
+    finally:
+        for service in crew.services:
+            await service.close()
+        for transport in crew.transports:
+            await transport.stop()
+
+
+def host(folder: Path) -> StageHost:
+    return StageHost(BaseModel(folder, LORA, CPU, torch.float32), StageSettings())
+
+
+async def loaded(crew: NetworkCrew, sizes: Sequence[int], precision: WirePrecision = "fp32") -> Crew:
+    links = []
+    for peer_id, part in zip(crew.members, stage_parts(sizes), strict=True):
+        await ask(crew.give, peer_id, "load", Bundle({**part_fields(part), "instead_of": []}))
+        links.append(RemoteLink(crew.give, peer_id, part.start, WIDTHS, precision))
+    started = Crew(links, CrewSettings(action_timeout_s=30))
+    await started.start()
+    return started
+
+
+async def one_step(crew: Crew) -> tuple[float, dict[str, Tensor], list[list[int]]]:
+    """(gradient norm, adapter after the step, answers sampled with it)"""
+    policy = PipelinedPolicy(crew, PAD)
+    gradient = await policy.accumulate(made_up_parts(4), loss_of, with_entropy=True)
+    await crew.commit(lr=0.05, max_grad_norm=1.0)
+    states = [await link.state() for link in crew.links]
+    adapter = {name: value for tensors, _ in states for name, value in tensors["adapter"].items()}
+    answers = await policy.generate([[5, 6, 7], [8, 9]], greedy, max_new_tokens=5, eos_token_ids=())
+    return gradient.norm, adapter, answers
+
+
+@pytest.mark.parametrize("lossy", [False, True], ids=["calm", "with messages doubled"])
+async def test_a_crew_on_a_network_computes_what_one_process_does(folder: Path, lossy: bool) -> None:
+    async with open_crew(folder, [2, 2, 1], LORA) as local:
+        wanted = await one_step(local.crew)
+    async with on_network([host(folder) for _ in range(3)], Faults(duplication=1.0) if lossy else None) as crew:
+        norm, adapter, answers = await one_step(await loaded(crew, [2, 2, 1]))
+    assert norm == wanted[0]
+    assert adapter.keys() == wanted[1].keys()
+    assert all(torch.equal(adapter[name], wanted[1][name]) for name in adapter)
+    assert answers == wanted[2]
+
+
+async def test_rounded_activations_stay_near(folder: Path) -> None:
+    async with open_crew(folder, [3, 2], LORA) as local:
+        wanted, _, _ = await one_step(local.crew)
+    async with on_network([host(folder), host(folder)]) as crew:
+        norm, _, _ = await one_step(await loaded(crew, [3, 2], "bf16"))
+    assert norm != wanted
+    assert norm == pytest.approx(wanted, rel=0.02)
+
+
+async def test_one_machine_holds_two_stages_and_refusals_are_told(folder: Path) -> None:
+    both = host(folder)
+    async with on_network([both]) as crew:
+        parts = stage_parts([3, 2])
+        for part in parts:
+            await ask(crew.give, crew.members[0], "load", Bundle({**part_fields(part), "instead_of": []}))
+        links = [RemoteLink(crew.give, crew.members[0], part.start, WIDTHS, "fp32") for part in parts]
+        two = Crew(links, CrewSettings(action_timeout_s=30))
+        await two.start()
+        norm, _, _ = await one_step(two)
+        assert norm > 0
+        assert both.status().versions == (1, 1)
+        with pytest.raises(PipelineError, match="must hold some of 5 layers"):
+            bad = {"start": 4, "stop": 9, "has_embedding": False, "has_head": False, "instead_of": []}
+            await ask(crew.give, crew.members[0], "load", Bundle(bad))
+        with pytest.raises(RequestError, match="got none at layer 1"):
+            await RemoteLink(crew.give, crew.members[0], 1, WIDTHS, "fp32").describe()
+
+
+async def test_copies_come_back_as_they_were_given(folder: Path) -> None:
+    async with on_network([host(folder)]) as crew:
+        peer_id = crew.members[0]
+        weights = torch.randn(3, 4)
+        kept = Bundle({"of": 2, "version": 7}, {"adapter/x": weights})
+        await ask(crew.give, peer_id, "keep", kept)
+        fields = await ask(crew.give, peer_id, "kept", Bundle({"of": 2}), max_reply_bytes=1 << 16)
+        assert fields.integer("version") == 7
+        assert torch.equal(fields.tensor("adapter/x"), weights)
+        with pytest.raises(PipelineError, match="got none of 3"):
+            await ask(crew.give, peer_id, "kept", Bundle({"of": 3}))
+
+
+async def test_a_machine_says_what_layers_are_assigned_by(folder: Path) -> None:
+    async with on_network([host(folder)]) as crew:
+        fields = await ask(crew.give, crew.members[0], "machine", Bundle({"measure": True}))
+        assert fields.number("layers_per_s") > 0
+        assert fields.integer("memory_bytes") > 0
+        assert fields.integers("slots") == ()
+
+
+def test_damaged_bundles_are_refused_and_nothing_else() -> None:
+    tensors = {"a": torch.randn(2, 3), "ids": torch.tensor([[1, 2]]), "h": torch.randn(1, 2, 4), "s": torch.tensor(2.0)}
+    whole = encode_bundle(Bundle({"n": 1, "t": "x"}, tensors), {"h": "int8"})
+    again = decode_bundle(whole)
+    assert again.fields == {"n": 1, "t": "x"}
+    assert all(torch.equal(again.tensors[name], tensors[name]) for name in ("a", "ids", "s"))
+    rng, refused = random.Random(0), 0
+    for _ in range(400):
+        damaged = bytearray(whole)
+        for _ in range(rng.randint(1, 4)):
+            damaged[rng.randrange(90)] = rng.randrange(256)
+        try:
+            decode_bundle(bytes(damaged[: rng.choice([len(whole), rng.randrange(len(whole))])]))
+        except PipelineError:
+            refused += 1
+    assert refused > 300
+
+
+def test_hosts_answer_any_bytes(folder: Path) -> None:
+    machine = host(folder)
+    rng = random.Random(1)
+    for kind in ("forward", "load", "keep", "kept", "machine", "nonsense", "commit", "recover"):
+        for payload in (b"", b"\x00" * 50, rng.randbytes(200), encode_bundle(Bundle({"slot": 0, "start": -1}))):
+            reply = decode_bundle(machine.carry_out(kind, payload))
+            assert {"refused", "gone"} & set(reply.fields)
+    assert machine.max_payload_bytes("nonsense") == 0
