@@ -24,7 +24,7 @@ def in_turn_table(results: Sequence[Result]) -> Table:
         row = [str(number)]
         for defence in DEFENCES:
             chosen = _select(results, ALL if number else "none", number, defence)
-            row += [_final(chosen).text(3), _relative(results, chosen).text(2), _held_out(results, chosen).text(2)]
+            row += [_text(_final(chosen), 3), _text(_relative(results, chosen)), _text(_held_out(results, chosen))]
         rows.append(row)
     headers = ["hostile nodes"]
     for defence in DEFENCES:
@@ -158,8 +158,9 @@ def _held_out(results: Sequence[Result], chosen: Sequence[Result]) -> Spread:
     )
 
 
-def _text(spread: Spread) -> str:
-    return spread.text(2) if spread.values else ""
+def _text(spread: Spread, digits: int = 2) -> str:
+    """Nothing where nothing was measured."""
+    return spread.text(digits) if spread.values else ""
 
 
 def _told(results: Sequence[Result]) -> str:
