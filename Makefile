@@ -8,7 +8,7 @@ DEMO ?= --resume
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types setup clean
+.PHONY: help demo test check format lint types security audit setup clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -20,7 +20,7 @@ test: $(READY)  ## All tests
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
-check: $(READY) format lint types test  ## Format, lint, types and tests
+check: $(READY) format lint types security audit test  ## Format, lint, types, security and tests
 
 format: $(READY)
 	$(BIN)/ruff format --check .
@@ -30,6 +30,16 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/pyright
+
+security: $(READY)  ## What bandit finds in the code; exclusions with reasons in pyproject.toml
+	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml swarm
+
+# Where no index answers, nothing is known of any package: that is told, and is no failure of the code.
+audit: $(READY)  ## Known vulnerabilities of the pinned packages, where an index answers
+	@rm -f $(VENV)/audit.json
+	@$(BIN)/pip-audit --requirement requirements.lock --no-deps --disable-pip --progress-spinner off --timeout 15 \
+		--format json --output $(VENV)/audit.json 2>$(VENV)/audit.log || true
+	@$(BIN)/python -m tests.audit $(VENV)/audit.json
 
 setup: $(READY)  ## Only the environment
 

@@ -23,6 +23,8 @@ from swarm.training.replay import ReplayStore
 from swarm.training.training_group import TrainingGroup
 from swarm.types import RolloutGroup, Task
 
+_DRAWS = 3
+
 
 class BatchMaker:
     """Composes batches; keeps the replay store."""
@@ -62,12 +64,21 @@ class BatchMaker:
         total = self._config.max_batch_groups - self._config.training.replay_groups
         num_own = min(len(own), total - sharing.swarm_groups)
         wanted = total - num_own if sharing.swarm_groups else 0
-        drawn = self._pool.draw(wanted, rng, self._weigh)
-        foreign = [group for one in drawn if (group := self._foreign(one))]
+        foreign = self._draw_foreign(wanted, rng)
         chosen = rng.sample(own, min(len(own), total - len(foreign)))
         replayed = [group for one in self._replay.draw(policy_version, rng) if (group := self._again(one))]
         self._replay.add([group for group in fresh if group.has_signal])
         return chosen + foreign + replayed
+
+    def _draw_foreign(self, wanted: int, rng: random.Random) -> list[TrainingGroup]:
+        """Drawn again for those that prove unusable, a few times: whoever sends what nobody can use must not shrink batches."""
+        found: list[TrainingGroup] = []
+        for _ in range(_DRAWS):
+            drawn = self._pool.draw(wanted - len(found), rng, self._weigh)
+            found += [group for one in drawn if (group := self._foreign(one))]
+            if len(found) == wanted or not drawn:
+                break
+        return found
 
     def state(self) -> list[dict[str, Any]]:
         """The replay store, for a checkpoint."""

@@ -390,7 +390,7 @@ class SharingSection(Section):
     max_staleness: NonNegativeInt = 0
     """Drop groups so many policy versions behind their author's newest, own ones that waited too. 0: age alone decides."""
     choice: Literal["uniform", "informative"] = "uniform"
-    """Which groups of others: all alike (as published), or by expected usefulness: p(1 - p), age, acceptance of the author."""
+    """Which groups of others: all alike (as published), or by expected usefulness: p(1 - p), age, reputation of the author."""
     pool_max_groups: PositiveInt = 512
     """Groups kept in the experience pool; the oldest go first."""
     max_group_size: PositiveInt = 64
@@ -399,8 +399,12 @@ class SharingSection(Section):
     """Answers of others with more tokens are refused."""
     max_records_per_peer_per_minute: PositiveInt = 240
     """Headers beyond this rate are refused."""
+    reputation_half_life_s: PositiveFloat = 21_600.0
+    """Time in which half of what is known of an author fades, good and bad. See security.md."""
+    max_share_of_strangers: Fraction = 0.25
+    """Largest part of what is pulled from authors on probation together, while others offer. 1: probation alone weighs."""
     likelihood_floor_quantile: Fraction = 0.02
-    """Text of other lineages below this quantile of own answers' mean log-prob is not trained on. 0 turns it off."""
+    """Answers of others below this quantile of own answers' mean log-prob are not trained on. 0 turns it off."""
 
 
 WEIGHING_CORRECTIONS = ("tis", "tis+opsm", "icepop")
@@ -583,6 +587,8 @@ class ObservabilitySection(Section):
     """Address to bind; keep it on loopback unless a firewall guards it."""
     http_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0 takes a free port; the node's status file names it."""
+    max_log_mib: PositiveInt = 64
+    """Size at which metrics.jsonl and the log each begin anew; one older file of each is kept, ending in .1."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severity that is logged; debug names every rejected record."""
 

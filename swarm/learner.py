@@ -58,10 +58,11 @@ class Learner:
         publish: Publish,
         usefulness: Usefulness | None = None,
         links: MergeLinks | None = None,
+        hint: Callable[[str, float], None] = lambda author, bad: None,
     ) -> None:
         """`usefulness`: by which groups of others are drawn, and which is told of the own difficulty table; else uniform.
 
-        `links`: to partners, where `merging.enabled`.
+        `links`: to partners, where `merging.enabled`. `hint`: as of the ExperienceTranslator.
         """
         self._config = config
         self._mixture = mixture
@@ -85,7 +86,7 @@ class Learner:
         )
         self._canary = Canary(policy, means.engine, config.training.canary_tolerance)
         self._translator = ExperienceTranslator(
-            policy, config.sharing.likelihood_floor_quantile, config.rollouts.max_new_tokens
+            policy, config.sharing.likelihood_floor_quantile, config.rollouts.max_new_tokens, hint
         )
         self._usefulness = usefulness
         weigh = usefulness.of_group if usefulness else None

@@ -23,6 +23,7 @@ from typing import Any
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, dump_toml
 from swarm.crew_driver import CrewDriver
+from swarm.errors import CheckpointError
 from swarm.learner import Learner
 from swarm.means import Means, local_means
 from swarm.network.heap import bound_arenas
@@ -36,16 +37,18 @@ from swarm.policy.policy import Policy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records import identity as identities
 from swarm.records.admission import Admission, Vocabulary
+from swarm.records.copies import CopyWatch
 from swarm.records.identity import Identity, IdentityLock, Unlock
-from swarm.sharing.acceptance import Acceptance
+from swarm.records.rejection import Rejection
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
 from swarm.sharing.judge import MixtureJudge
+from swarm.sharing.reputation import Reputation
 from swarm.sharing.usefulness import Usefulness
 from swarm.silo.open_silo import node_transport
 from swarm.stage_process import crew_network
-from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_mixture import TaskMixture, owns_stream
 from swarm.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -53,6 +56,7 @@ logger = logging.getLogger(__name__)
 _INTERRUPTED = 130
 _STOP_CHECK_INTERVAL_S = 0.25
 _STATUS_INTERVAL_S = 2.0
+_REPUTATION_INTERVAL_S = 60.0
 _STOP_GRACE_S = 2.5
 """How long a stop waits for the round in flight before it is left to the last checkpoint."""
 
@@ -72,7 +76,7 @@ def run_node(config: Config, *, fresh: bool = False, unlock: Unlock | None = Non
         lock.claim(identity)
         if fresh and (aside := folder.set_aside()):
             print(f"earlier run moved to {aside}")
-        set_up_logging(folder.logs, config.observability.log_level)
+        set_up_logging(folder.logs, config.observability.log_level, config.observability.max_log_mib * 2**20)
         folder.config.write_text(dump_toml(config))
         asyncio.run(Node(config, folder, identity).run_until_signal())
 
@@ -103,9 +107,10 @@ class Node:
         self.pool = ExperiencePool(folder.pool, config.sharing, self._clock)
         self.exchange: Exchange | None = None
         self._bodies = BodyStore(self._clock)
-        self._acceptance = Acceptance()
+        self._reputation = Reputation(config.sharing.reputation_half_life_s, self._clock, folder.reputation)
+        self._copies = CopyWatch(owns_stream, lambda author: self._reputation.refused(author, Rejection.COPIED))
         is_informative = config.sharing.choice == "informative"
-        weigh_author = self._acceptance.weight
+        weigh_author = self._reputation.weight
         self._usefulness = Usefulness(config.sharing.max_age_s, self._clock, weigh_author) if is_informative else None
         self._merging = make_merging(config, identity, self.transport, self._level)
         self._report = NodeReport(config.observability, folder, identity, self.transport, validator, self._merging)
@@ -137,6 +142,7 @@ class Node:
         logger.info("node %s (%s) in %s", self.identity.peer_name, self.identity.peer_id, self.folder.path)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.pool.close)
+            stack.callback(self._save_reputation)
             stack.push_async_callback(self._report.stop)
             if self._crew is not None:
                 stack.callback(self._crew.close)
@@ -200,7 +206,7 @@ class Node:
         logger.info("policy ready on %s, lineage %s", policy.device, policy.lineage.policy[:12])
         learner = Learner(
             self.config, means, mixture, self.pool, self.identity.peer_id, self._hand_out, self._usefulness,
-            self._merging.links if self._merging else None,
+            self._merging.links if self._merging else None, self._reputation.unlikely,
         )  # fmt: skip
         learner.probe_memory()
         if learner.resume(self._checkpoints()):
@@ -222,22 +228,36 @@ class Node:
             eos_token_ids=frozenset(policy.eos_token_ids),
             decode=policy.decode,
         )
-        judge = MixtureJudge(self._mixture)
-        admission = Admission(config.sharing, config.swarm_id, self.identity.peer_id, judge, vocabulary, self._clock)
+        judge = MixtureJudge(self._mixture, is_known=self._reputation.is_known)
+        admission = Admission(
+            config.sharing, config.swarm_id, self.identity.peer_id, judge, vocabulary, self._clock, self._copies
+        )
         return Exchange(
             config.sharing, config.network, config.swarm_id, self.identity, transport, admission, self.pool,
             self._bodies, lambda: self.pool.next_number("header"), random.Random(self.identity.peer_id),
-            usefulness=self._usefulness, acceptance=self._acceptance,
+            usefulness=self._usefulness, reputation=self._reputation,
         )  # fmt: skip
 
     def _network_work(self) -> list[Coroutine[Any, Any, None]]:
         on_failure = self._report.count_failed_step
         status = repeat(self._report.refresh, pause_s=_STATUS_INTERVAL_S, on_failure=on_failure)
         merging = self._merging.work(on_failure) if self._merging else ()
-        return [status, *(self.exchange.work(on_failure) if self.exchange else ()), *merging]
+        memory = repeat(self._remember_authors, pause_s=_REPUTATION_INTERVAL_S, on_failure=on_failure)
+        return [status, memory, *(self.exchange.work(on_failure) if self.exchange else ()), *merging]
+
+    def _save_reputation(self) -> None:
+        """At the end, when nothing is left to try again."""
+        try:
+            self._reputation.save()
+        except OSError as error:
+            logger.warning("the reputation of others was not saved: %s", error)
+
+    async def _remember_authors(self) -> None:
+        await asyncio.to_thread(self._reputation.save)
 
     def _hand_out(self, groups: Sequence[RolloutGroup]) -> None:
         """Called by the compute thread, which never waits for the network."""
+        self._copies.note(groups)
         if self.exchange is not None:
             self._loop.call_soon_threadsafe(self.exchange.hand_out, groups)
 
@@ -281,7 +301,7 @@ class Node:
             row = learner.run_round()
             self._report.record(row)
             if learner.round % self.config.checkpoint.interval_rounds == 0:
-                learner.save(store)
+                self._save(learner, store)
             interval = self.config.evaluation.interval_rounds
             if interval and learner.round % interval == 0:
                 self._evaluate(learner, "interval")
@@ -294,6 +314,14 @@ class Node:
             self._evaluate(learner, "end")
         self._report.record({"kind": "end", "reason": done or "interrupted", "round": learner.round})
         self._report.phase = "ended"
+
+    def _save(self, learner: Learner, store: CheckpointStore) -> None:
+        """In the middle of a run a disk that refuses, as a full one does, costs a checkpoint and not the node."""
+        try:
+            learner.save(store)
+        except CheckpointError as error:
+            self._report.count_failed_step()
+            logger.error("round %d was not saved, and training goes on: %s", learner.round, error)
 
     def _why_done(self, learner: Learner) -> str:
         """The setting that ends training here; empty while it goes on."""

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from swarm.errors import ConfigError
 
-_KEPT_ON_FRESH_START = {"lock", "manifest.toml", "peers.json", "silo.roll", "silo.invite", "silo-owner.key"}
+_KEPT_ON_FRESH_START = {
+    "lock", "manifest.toml", "peers.json", "reputation.json", "silo.roll", "silo.invite", "silo-owner.key"
+}  # fmt: skip
 """With the files of the identity: who the node is, of which swarm, and whom it knows, stays when its run starts anew."""
 
 
@@ -22,6 +24,7 @@ class NodeFolder:
         self.logs = path / "logs"
         self.metrics = path / "metrics.jsonl"
         self.status = path / "status.json"
+        self.reputation = path / "reputation.json"
         self.final_adapters = path / "final-adapter"
         self.hash_cache = path / "weight_hashes.json"
 

@@ -63,7 +63,7 @@ class NodeReport:
         self._validator = validator
         self._merging = merging
         self._metrics = Metrics()
-        self._log = MetricsLog(folder.metrics)
+        self._log = MetricsLog(folder.metrics, config.max_log_mib * 2**20)
         self._http = HttpServer(config, self._metrics, self._health)
         self._started_at = time.time()
         self._last_row: Row = {}
@@ -81,7 +81,10 @@ class NodeReport:
         try:
             await self._http.stop()
         finally:
-            self.write_status()
+            try:
+                self.write_status()
+            except OSError as error:  # a full disk must not hide how the node ended
+                logger.error("the last status was not written: %s", error)
             self._log.close()
 
     async def refresh(self) -> None:

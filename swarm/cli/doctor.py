@@ -11,6 +11,7 @@ import typer
 
 from swarm.cli.arguments import CONFIG_HELP, load_config
 from swarm.errors import DoctorError
+from swarm.observability.plain_text import plain
 
 if TYPE_CHECKING:
     from swarm.diagnostics.finding import Finding
@@ -58,6 +59,6 @@ def doctor(
 
 
 def _print(found: "Finding") -> None:
-    print(f"{_SIGNS[found.level.value]}  {found.name}: {found.text}", flush=True)
+    print(f"{_SIGNS[found.level.value]}  {found.name}: {plain(found.text)}", flush=True)
     if found.fix:
         print(f"           mend it: {found.fix}", flush=True)

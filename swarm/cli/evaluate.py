@@ -7,6 +7,7 @@ import typer
 
 from swarm.cli.arguments import CONFIG_HELP, load_config
 from swarm.cli.saved_policy import config_arguments, load_saved_policy
+from swarm.observability.plain_text import plain
 
 
 def evaluate(
@@ -45,6 +46,6 @@ def _print(means: dict[str, float], overall: float, counts: dict[str, int], trai
     after = "the base" if trained_rounds is None else f"round {trained_rounds}"
     table = Table("task source", "tasks", "mean reward", title=f"held-out tasks, {after}", title_justify="left")
     for source, mean in means.items():
-        table.add_row(source, str(counts[source]), f"{mean:.3f}")
+        table.add_row(plain(source), str(counts[source]), f"{mean:.3f}")
     table.add_row("mean", str(sum(counts.values())), f"{overall:.3f}")
     Console(markup=False).print(table)

@@ -1,4 +1,4 @@
-"""`swarm experiment`: what sharing and merging are worth, off-policy data, unlike models, and stages that are lost."""
+"""`swarm experiment`: what sharing and merging are worth, old data, unlike models, hostile peers, lost stages."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from swarm.experiments.sapo_tasks import Mix
 
 app = typer.Typer(
-    help="Controlled experiments on this machine: sharing, merging, off-policy data, unlike models, lost stages; resumable.",
+    help="Controlled experiments on this machine: sharing, merging, old data, unlike models, attacks, lost stages; resumable.",
     no_args_is_help=True,
 )
 
@@ -225,6 +225,43 @@ def recovery(
         report, tables = write_all(folder, runs)
         console.print(*(table.rich() for table in tables), f"report: {report}")
     _finish(folder, figures(runs), as_json)
+
+
+@app.command()
+def attacks(
+    folder: Path = typer.Option(
+        Path("runs/attacks"), "--dir", help="Folder of the results; finished cells are not run again."
+    ),
+    rounds: int = typer.Option(24, min=1, help="Rounds of each cell."),
+    seeds: str = typer.Option("0,1", help="Seeds, with commas; each attack alone has the first one only."),
+    alone: str = typer.Option(None, "--attacks", help="Attacks to run alone, with commas.", show_default="all"),
+    hostile: str = typer.Option("1,2,4", help="Hostile nodes of eight, with commas, where all attacks come in turn."),
+    workers: int = _WORKERS,
+    report_only: bool = typer.Option(False, "--report", help="Compute nothing, report the cells that are there."),
+    quick: bool = _QUICK,
+    as_json: bool = _JSON,
+) -> None:
+    """Hostile nodes among eight, attack by attack: what they cost honest ones, and those that defend nothing."""
+    from swarm.experiments.attacks.attacks_report import figures, write_all
+    from swarm.experiments.attacks.plan import ATTACKS, AttackPlan, chosen_attacks
+
+    chosen = chosen_attacks(alone or ",".join(ATTACKS))
+    plan = AttackPlan(tuple(seed_list(seeds)), tuple(seed_list(hostile)), chosen, num_rounds=rounds)
+    if quick:
+        plan = AttackPlan(
+            (0,), (1,), ("wrong rewards",), num_nodes=3, num_rounds=2, groups_per_round=2, group_size=4,
+            hostile_groups=2, num_sybils=5, held_out_tasks=1,
+        )  # fmt: skip
+    with contextlib.nullcontext(_console()) if report_only else _experiment(folder) as console:
+        store = CellStore(folder / "cells")
+        if not report_only:
+            compute(plan.cells(), store, workers, console.print)
+        results = store.read_all(plan.cells())
+        if not results:
+            raise SwarmError(f"a report needs finished cells, got none in {folder}; leave --report out")
+        report, tables = write_all(folder, results)
+        console.print(*(table.rich() for table in tables), f"report: {report}")
+    _finish(folder, figures(results), as_json)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import typer
 from swarm.cli.arguments import split_arguments, take_first
 from swarm.cli.run import stay_off_hubs
 from swarm.errors import ConfigError, PreflightError, SwarmError
+from swarm.observability.plain_text import plain
 
 if TYPE_CHECKING:
     from swarm.cli.preflight import Finding
@@ -80,7 +81,7 @@ def _introduce(manifest: "Manifest", *, is_pinned: bool) -> None:
     """On stderr: stdout is for --dry-run."""
     print(f"swarm {manifest.name}, founded by {manifest.founder_name} ({manifest.founder})", file=sys.stderr)
     if manifest.description:
-        print(manifest.description, file=sys.stderr)
+        print(plain(manifest.description, keep="\n"), file=sys.stderr)
     if not is_pinned:
         print(f"ask the founder whether that is their id, or pin it: --founder {manifest.founder}", file=sys.stderr)
 
@@ -192,7 +193,7 @@ def _report(manifest: "Manifest", findings: list["Finding"]) -> None:
 
     table = Table("what", "", "finding", title=f"taking part in {manifest.name}", title_justify="left")
     for finding in findings:
-        table.add_row(finding.about, finding.verdict, finding.text)
+        table.add_row(finding.about, finding.verdict, plain(finding.text))
     Console(markup=False, highlight=False).print(table)
     problems = [finding.about for finding in findings if finding.verdict is Verdict.PROBLEM]
     if problems:

@@ -33,6 +33,7 @@ from swarm.cli import (
     testbed,
 )
 from swarm.errors import SwarmError
+from swarm.observability.plain_text import plain
 
 INTERRUPTED = 130
 EPILOG = (
@@ -108,7 +109,7 @@ def _run() -> int:
 
 
 def _say(message: str, exit_code: int) -> int:
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+    print("error: " + plain(" ".join(message.split())), file=sys.stderr)  # it may quote a stranger
     return exit_code
 
 

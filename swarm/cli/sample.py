@@ -8,6 +8,7 @@ import typer
 
 from swarm.cli.arguments import CONFIG_HELP, load_config
 from swarm.cli.saved_policy import config_arguments, load_saved_policy
+from swarm.observability.plain_text import plain
 
 
 def sample(
@@ -38,7 +39,7 @@ def sample(
         )
         for answer in answers:
             cut = " …" if answer.end == "limit" else ""
-            print(policy.decode(answer.token_ids) + cut, flush=True)
+            print(plain(policy.decode(answer.token_ids), keep="\n\t") + cut, flush=True)
 
 
 def _lines() -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from swarm.errors import NodeNotRunningError
+from swarm.observability.plain_text import plain
 
 if TYPE_CHECKING:
     from swarm.observability.status_file import NodeStatus
@@ -38,7 +39,7 @@ def _print(current: "NodeStatus") -> None:
 
     table = Table(show_header=False, title=current.peer_name, title_justify="left")
     for name, value in _lines(current):
-        table.add_row(name, value)
+        table.add_row(name, plain(value))
     Console(markup=False).print(table)
 
 

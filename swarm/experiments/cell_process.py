@@ -16,6 +16,7 @@ KINDS: Mapping[str, str] = {
     "heterogeneous": "swarm.experiments.heterogeneous_cell",
     "merging": "swarm.experiments.merging.merging_cell",
     "recovery": "swarm.experiments.recovery.recovery_cell",
+    "attacks": "swarm.experiments.attacks.attacks_cell",
     "second_policy": "swarm.experiments.second_policy",
 }
 """Modules with a function `run(settings) -> Result`; imported only where wanted, as they need torch."""

@@ -8,10 +8,10 @@ All stand on one copy of the base's weights. Time is virtual, a second a turn, s
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 from swarm.config import Config, PolicySection
 from swarm.experiments.memory_exchange import MemoryExchange, MemoryReader
@@ -46,20 +46,54 @@ class RoundRow:
     """Groups of others trained on."""
 
 
+class GroupReader(Protocol):
+    """Fills the pool of one node from the exchange."""
+
+    @property
+    def rejected(self) -> Counter[str]: ...
+
+    def pull(self, num_groups: int) -> None: ...
+
+    def hint(self, author: str, bad: float) -> None:
+        """As of the ExperienceTranslator."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """What a reader of one node is made of."""
+
+    config: Config
+    identity: Identity
+    exchange: MemoryExchange
+    pool: ExperiencePool
+    mixture: TaskMixture
+    vocabulary: Vocabulary
+    clock: Callable[[], float]
+    rng: random.Random
+
+
+MakeReader = Callable[[Door], GroupReader]
+
+
 @dataclass(slots=True)
 class _Node:
     learner: Learner
-    reader: MemoryReader
+    reader: GroupReader
     config: Config
 
 
 class LearnerSwarm:
     """Learners by config, one each; where `sharing.swarm_groups` is 0 a node reads nothing."""
 
-    def __init__(self, configs: Sequence[Config], seed: int) -> None:
+    def __init__(self, configs: Sequence[Config], seed: int, make_reader: MakeReader | None = None) -> None:
+        """`make_reader`: of every node, in place of one that trusts in admission alone."""
+        self._make_reader = make_reader or _plain_reader
+        self._seed = seed
+        self._answers_below_floor = 0
         self._now_s = _FIRST_S
         self._rng = random.Random(seed)
-        self._exchange = MemoryExchange(configs[0].swarm_id, configs[0].sharing, self._clock)
+        self.exchange = MemoryExchange(configs[0].swarm_id, configs[0].sharing, self._clock)
         self._bases: dict[PolicySection, Policy] = {}
         self._mixtures: dict[str, TaskMixture] = {}
         self._nodes = [self._node(number, config, seed) for number, config in enumerate(configs)]
@@ -73,6 +107,7 @@ class LearnerSwarm:
             rows[number] = node.learner.run_round()
             self._now_s += _TURN_S
         ordered = [(node, rows[number]) for number, node in enumerate(self._nodes)]
+        self._answers_below_floor = sum(row["train/answers_below_floor_total"] for row in rows.values())
         return RoundRow(
             rewards=tuple(row["rollout/reward_mean"] for _, row in ordered),
             answers_sampled=sum(row["rollout/answers"] for _, row in ordered),
@@ -89,13 +124,28 @@ class LearnerSwarm:
         return [dict(node.learner.evaluate(phase)["accuracy"]) for node in self._nodes[:num_nodes]]
 
     @property
+    def num_answers_below_floor(self) -> int:
+        """Of all nodes, since they began."""
+        return self._answers_below_floor
+
+    @property
+    def readers(self) -> list[GroupReader]:
+        """In the order of nodes."""
+        return [node.reader for node in self._nodes]
+
+    @property
+    def identities(self) -> list[Identity]:
+        """In the order of nodes."""
+        return [node_identity(self._seed, number) for number in range(len(self._nodes))]
+
+    @property
     def rejected(self) -> Counter[str]:
         """Records and bodies turned away by any node, by reason."""
         return sum((node.reader.rejected for node in self._nodes), Counter[str]())
 
     @property
     def num_bytes_offered(self) -> int:
-        return self._exchange.num_bytes
+        return self.exchange.num_bytes
 
     def _node(self, number: int, config: Config, seed: int) -> _Node:
         identity = node_identity(seed, number)
@@ -106,20 +156,19 @@ class LearnerSwarm:
         vocabulary = Vocabulary(
             policy.lineage, policy.vocab_size, frozenset(policy.eos_token_ids), lambda ids: policy.decode(ids)
         )
-        admission = Admission(
-            config.sharing, config.swarm_id, identity.peer_id, MixtureJudge(mixture), vocabulary, self._clock
-        )
         is_informative = config.sharing.choice == "informative"
         # no author has a reputation here: nothing that comes is ever refused
         usefulness = Usefulness(config.sharing.max_age_s, self._clock, lambda author: 1.0) if is_informative else None
-        choice = make_choice(config.sharing, pool, usefulness, random.Random(f"{seed}/{number}"))
+        rng = random.Random(f"{seed}/{number}")
+        door = Door(config, identity, self.exchange, pool, mixture, vocabulary, self._clock, rng)
+        reader = self._make_reader(door) if usefulness is None else _plain_reader(door, usefulness)
 
         def publish(groups: Sequence[RolloutGroup]) -> None:
-            self._exchange.publish(identity, groups)
+            self.exchange.publish(identity, groups)
 
         means = local_means(config, policy, identity.peer_id)
-        learner = Learner(config, means, mixture, pool, identity.peer_id, publish, usefulness)
-        return _Node(learner, MemoryReader(self._exchange, identity.peer_id, admission, pool, choice), config)
+        learner = Learner(config, means, mixture, pool, identity.peer_id, publish, usefulness, hint=reader.hint)
+        return _Node(learner, reader, config)
 
     def _mixture(self, config: Config) -> TaskMixture:
         """One for all nodes of equal tasks: it keeps no state of any of them, and takes a second to build."""
@@ -130,6 +179,20 @@ class LearnerSwarm:
 
     def _clock(self) -> float:
         return self._now_s
+
+    @property
+    def now_s(self) -> float:
+        """Virtual time."""
+        return self._now_s
+
+
+def _plain_reader(door: Door, usefulness: Usefulness | None = None) -> MemoryReader:
+    config = door.config
+    admission = Admission(
+        config.sharing, config.swarm_id, door.identity.peer_id, MixtureJudge(door.mixture), door.vocabulary, door.clock
+    )
+    choice = make_choice(config.sharing, door.pool, usefulness, door.rng)
+    return MemoryReader(door.exchange, door.identity.peer_id, admission, door.pool, choice)
 
 
 def node_identity(seed: int, number: int) -> Identity:

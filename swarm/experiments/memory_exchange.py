@@ -29,6 +29,7 @@ from swarm.sharing.choice import HeaderChoice
 from swarm.types import GroupSummary, Header, RolloutGroup
 
 _OFFERS_PER_AUTHOR = 16
+_POSTS_PER_POSTER = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,10 @@ class Offer:
 
     number: int
     record: bytes
-    body: bytes
+    body: bytes | None
+    """None where nobody hands it out."""
+    other_body: bytes | None = None
+    """What half of the readers get in its place."""
 
 
 class MemoryExchange:
@@ -57,6 +61,13 @@ class MemoryExchange:
         useful = [group for group in groups if group.has_signal]
         for start in range(0, len(useful), MAX_GROUPS_PER_BODY):
             self._announce(identity, useful[start : start + MAX_GROUPS_PER_BODY])
+
+    def post(self, poster: str, record: bytes, body: bytes | None, other_body: bytes | None = None) -> None:
+        """Offer bytes as they are, whatever they say and whoever they name. For attackers."""
+        posts = self._offers.setdefault(poster, deque(maxlen=_POSTS_PER_POSTER))
+        posts.append(Offer(self._next_number, record, body, other_body))
+        self._next_number += 1
+        self.num_bytes += len(record) + len(body or b"")
 
     def offers_of(self, author: str) -> Sequence[Offer]:
         """Oldest first."""
@@ -123,11 +134,14 @@ class MemoryReader:
                 return
             body = self._offered.pop(header).body
             try:
-                groups = self._admission.admit_body(header, body)
+                groups = self._admission.admit_body(header, body or b"")
             except InvalidRecord as error:
                 self.rejected[error.reason.value] += 1
                 continue
             self._pool.add(header.body_hash, header.expires_at, header.created_at, groups)
+
+    def hint(self, author: str, bad: float) -> None:
+        """Nothing: no author has a reputation here."""
 
     def _look(self) -> None:
         """Admit the headers that are new, and forget those whose body is gone."""

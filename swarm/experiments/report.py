@@ -9,7 +9,9 @@ from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
+from rich.text import Text
 
+from swarm.observability.plain_text import plain
 from swarm.testbed.plot import new_figure
 
 _STYLE = (
@@ -46,11 +48,11 @@ class Table:
         return [self._part(columns, self.title if number == 0 else None) for number, columns in enumerate(parts)]
 
     def _part(self, columns: Sequence[int], title: str | None) -> RichTable:
-        table = RichTable(title=title, title_justify="left")
+        table = RichTable(title=None if title is None else Text(plain(title)), title_justify="left")
         for column in columns:
-            table.add_column(self.headers[column], justify="right" if column else "left")
+            table.add_column(Text(plain(self.headers[column])), justify="right" if column else "left")
         for row in self.rows:
-            table.add_row(*(row[column] for column in columns))
+            table.add_row(*(Text(plain(row[column])) for column in columns))
         return table
 
     def markdown(self) -> str:

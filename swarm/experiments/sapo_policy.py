@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments, __doc__, Effort(600, 150, 32, 6_000, 64))
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    make(Course(SAPO_TASKS, LEARN, BLUR), LlamaForCausalLM.from_pretrained(BUNDLED_FOLDER), make_tokenizer(), options)
+    base = LlamaForCausalLM.from_pretrained(BUNDLED_FOLDER)
+    make(Course(SAPO_TASKS, LEARN, BLUR), base, make_tokenizer(), options)
 
 
 if __name__ == "__main__":

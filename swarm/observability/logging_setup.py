@@ -5,9 +5,13 @@ Text from peers may stand in a log line: control characters are replaced, and ri
 
 import logging
 import sys
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from swarm.observability.plain_text import plain
+
 _NOISY = ("httpx", "uvicorn", "hivemind", "transformers", "matplotlib", "asyncio", "PIL")
+_MAX_RUNS = 16
 _FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
@@ -15,16 +19,23 @@ class _OneLine(logging.Formatter):
     """Escapes control characters of the message, so that no record forges another line or moves the cursor."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in record.message)
+        record.message = plain(record.message)
         return super().formatMessage(record)
 
 
-def set_up_logging(folder: Path, level: str) -> Path:
-    """Send records to stderr and to a new `run-NNNN.log` in `folder`. Returns that file."""
+def set_up_logging(folder: Path, level: str, max_bytes: int = 0) -> Path:
+    """Send records to stderr and to a new `run-NNNN.log` in `folder`. Returns that file.
+
+    At `max_bytes` (0: never) it becomes `run-NNNN.log.1` and begins anew; the logs of the last 16 runs are kept.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((int(p.stem[4:]) for p in folder.glob("run-[0-9]*.log")), default=0)
+    earlier = sorted((p for p in folder.glob("run-[0-9]*.log")), key=lambda path: int(path.stem[4:]))
+    for old in earlier[: -(_MAX_RUNS - 1)]:
+        old.unlink(missing_ok=True)
+        old.with_name(f"{old.name}.1").unlink(missing_ok=True)
+    number = 1 + (int(earlier[-1].stem[4:]) if earlier else 0)
     path = folder / f"run-{number:04d}.log"
-    to_file = logging.FileHandler(path, encoding="utf-8")
+    to_file = RotatingFileHandler(path, maxBytes=max_bytes, backupCount=1, encoding="utf-8")
     to_file.setFormatter(_OneLine(_FILE_FORMAT))
     root = logging.getLogger()
     for handler in root.handlers[:]:

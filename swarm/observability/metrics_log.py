@@ -1,5 +1,6 @@
 """`metrics.jsonl`: one JSON object per line, appended while the node runs, readable at any time."""
 
+import contextlib
 import json
 import logging
 import os
@@ -11,20 +12,46 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsLog:
-    """Appends rows; a line that an earlier process left torn is cut off at opening."""
+    """Appends rows; a line that an earlier process, or a full disk, left torn is cut off.
 
-    def __init__(self, path: Path) -> None:
+    At `max_bytes` (0: never) the file becomes the older one, ending in `.1`, and begins anew. Rows that the disk does not take
+    are counted and lost: a node learns on without them.
+    """
+
+    def __init__(self, path: Path, max_bytes: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._max_bytes = max_bytes
+        self._file = path.open("ab", buffering=0)
+        self._num_bytes = path.stat().st_size
+        """Of whole lines."""
+        self.num_lost = 0
 
     def write(self, row: dict[str, Any]) -> None:
         """One line, handed to the operating system at once: it survives the death of this process."""
-        self._file.write(json.dumps(row, allow_nan=True) + "\n")
-        self._file.flush()
+        line = (json.dumps(row, allow_nan=True) + "\n").encode()
+        try:
+            if self._max_bytes and self._num_bytes and self._num_bytes + len(line) > self._max_bytes:
+                self._begin_anew()
+            if self._file.write(line) != len(line):
+                raise OSError("the disk took a part of a row")
+            self._num_bytes += len(line)
+        except OSError as error:
+            if not self.num_lost:
+                logger.error("metrics are not written (%s): free disk space; the node goes on without them", error)
+            self.num_lost += 1
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._num_bytes)
 
     def close(self) -> None:
         self._file.close()
+
+    def _begin_anew(self) -> None:
+        self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+        self._file.close()
+        self._file = self._path.open("ab", buffering=0)
+        self._num_bytes = 0
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -43,7 +43,17 @@ CREATE TEMP VIEW aged AS SELECT *, coalesce((
 ), policy_version) - policy_version AS behind FROM groups
 """
 """Groups with how many versions they are behind their author's newest."""
+_LARGEST_BEYOND = """
+DELETE FROM groups WHERE id IN (
+    SELECT id FROM (SELECT id, sum(length(payload)) OVER (ORDER BY id DESC) AS newer_bytes FROM groups)
+    WHERE newer_bytes > ?)
+"""
+"""The oldest groups, as far as they do not fit beside the newer ones."""
 _NO_BOUND = 1 << 60
+_MAX_PAYLOAD_BYTES = 128 << 20
+"""Of all groups together: 256 KiB each, where there are 512 of them. Those of text take 2 to 10 KiB."""
+_MAX_FILE_BYTES = 2 * _MAX_PAYLOAD_BYTES
+"""Of the database; SQLite reuses what is deleted and refuses to grow beyond this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +91,7 @@ class ExperiencePool:
 
     @property
     def dropped(self) -> Counter[str]:
-        """Groups that were left undrawn, by reason: stale_version, too_old, overflow."""
+        """Groups that were left undrawn, by reason: stale_version, too_old, overflow, too_large, banned_author."""
         with self._lock:
             return Counter(self._dropped)
 
@@ -107,6 +117,14 @@ class ExperiencePool:
             )
             self._prune()
         return len(groups)
+
+    def drop_author(self, author: str) -> int:
+        """Forget the groups of an author that are not drawn yet; its bodies stay known. Returns how many there were."""
+        with self._lock, self._db:
+            dropped = self._db.execute("DELETE FROM groups WHERE author = ?", (author,)).rowcount
+            if dropped:
+                self._dropped["banned_author"] += dropped
+        return dropped
 
     def knows_body(self, body_hash: bytes) -> bool:
         with self._lock:
@@ -153,9 +171,13 @@ class ExperiencePool:
             order = weighted_order(_by_author_tickets(groups, weigh), rng)
         limits = (self._config.max_share_per_peer, self._config.max_share_per_lineage)
         chosen = [rows[index][0] for index in _within_shares(groups, order, count, limits)]
-        with self._lock, self._db:
-            stored = [self._stored(group_id) for group_id in chosen]
-            self._db.executemany("UPDATE groups SET uses = uses + 1 WHERE id = ?", [(i,) for i in chosen])
+        try:
+            with self._lock, self._db:
+                stored = [self._stored(group_id) for group_id in chosen]
+                self._db.executemany("UPDATE groups SET uses = uses + 1 WHERE id = ?", [(i,) for i in chosen])
+        except sqlite3.OperationalError as error:  # a full disk: what cannot be marked as used would be used for ever
+            logger.error("no groups of others are drawn, as the pool cannot be written: %s", error)
+            return []
         drawn = [_decode(*fields) for fields in stored if fields is not None]
         return [group for group in drawn if group is not None]
 
@@ -197,6 +219,7 @@ class ExperiencePool:
                 "DELETE FROM groups WHERE id <= (SELECT id FROM groups ORDER BY id DESC LIMIT 1 OFFSET ?)",
                 (self._config.pool_max_groups,),
             ),
+            "too_large": self._db.execute(_LARGEST_BEYOND, (_MAX_PAYLOAD_BYTES,)),
         }
         for reason, cursor in dropped.items():
             if cursor.rowcount:
@@ -265,6 +288,8 @@ def _connect(path: str) -> sqlite3.Connection:
     try:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
+        (page_bytes,) = db.execute("PRAGMA page_size").fetchone()
+        db.execute(f"PRAGMA max_page_count = {_MAX_FILE_BYTES // page_bytes}")
         db.executescript(_SCHEMA)
         known = {column for _, column, *_ in db.execute("PRAGMA table_info(groups)")}
         for column, kind in _LATER_COLUMNS.items():

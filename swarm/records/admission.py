@@ -12,6 +12,7 @@ from typing import Protocol
 
 from swarm.config import SharingSection
 from swarm.records.codec import body_hash, decode_body
+from swarm.records.copies import CopyWatch
 from swarm.records.header_admission import HeaderAdmission
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.types import Header, Lineage, RolloutGroup, TaskRef
@@ -52,10 +53,13 @@ class Admission(HeaderAdmission):
         judge: TaskJudge,
         vocabulary: Vocabulary,
         clock: Callable[[], float],
+        copies: CopyWatch | None = None,
     ) -> None:
+        """`copies`: knows the groups of others by their answers, and the own ones; without it nothing is a copy."""
         super().__init__(config, swarm_id, own_peer_id, judge.check_known, clock)
         self._judge = judge
         self._vocabulary = vocabulary
+        self._copies = copies
 
     def admit_body(self, header: Header, body: bytes) -> tuple[RolloutGroup, ...]:
         """All groups of the body, rewards recomputed. One false claim turns the whole body away."""
@@ -65,7 +69,10 @@ class Admission(HeaderAdmission):
             raise InvalidRecord(Rejection.WRONG_HASH)
         groups = decode_body(body, header.author, header.lineage, header.policy_version)
         self._check_matches_header(header, groups)
-        return tuple(self._admit_group(group) for group in groups)
+        admitted = tuple(self._admit_group(group) for group in groups)
+        if self._copies is not None:
+            self._copies.take(admitted)
+        return admitted
 
     def _admit_group(self, group: RolloutGroup) -> RolloutGroup:
         if len(group.rollouts) > self._config.max_group_size:

@@ -1,6 +1,6 @@
 """Which of the headers on offer is pulled next.
 
-uniform       every author alike, so that a prolific one gets no larger share; of one author the newest first
+uniform       every author alike but for its standing, so that a prolific one gets no larger share; of one author the newest first
 informative   every author one ticket, weighted by how useful its headers are expected to be; nobody beyond its share
 """
 
@@ -11,6 +11,7 @@ from typing import Protocol
 
 from swarm.config import SharingSection
 from swarm.pool.experience_pool import ExperiencePool
+from swarm.sharing.author_shares import AuthorShares
 from swarm.sharing.usefulness import Usefulness
 from swarm.types import Header
 
@@ -25,18 +26,30 @@ class HeaderChoice(Protocol):
 
 
 def make_choice(
-    config: SharingSection, pool: ExperiencePool, usefulness: Usefulness | None, rng: random.Random
+    config: SharingSection,
+    pool: ExperiencePool,
+    usefulness: Usefulness | None,
+    rng: random.Random,
+    shares: AuthorShares | None = None,
 ) -> HeaderChoice:
-    """Informative where there is a `usefulness`."""
-    return UniformChoice(rng) if usefulness is None else InformativeChoice(config, pool, usefulness, rng)
+    """Informative where there is a `usefulness`. `shares`: by the standing of authors; without it all stand alike."""
+    if usefulness is None:
+        return UniformChoice(rng, shares)
+    return InformativeChoice(config, pool, usefulness, rng, shares)
 
 
 class UniformChoice:
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, shares: AuthorShares | None = None) -> None:
         self._rng = rng
+        self._shares = shares
 
     def choose(self, offered: Sequence[Header], being_pulled: Collection[Header]) -> Header:
-        author = self._rng.choice(sorted({header.author for header in offered}))
+        authors = sorted({header.author for header in offered})
+        if self._shares is None:
+            author = self._rng.choice(authors)
+        else:
+            standing = self._shares.standing(authors)
+            (author,) = self._rng.choices(authors, [standing[author] for author in authors])
         return max((h for h in offered if h.author == author), key=lambda h: (h.created_at, h.sequence))
 
 
@@ -51,12 +64,18 @@ class InformativeChoice:
     """
 
     def __init__(
-        self, config: SharingSection, pool: ExperiencePool, usefulness: Usefulness, rng: random.Random
+        self,
+        config: SharingSection,
+        pool: ExperiencePool,
+        usefulness: Usefulness,
+        rng: random.Random,
+        shares: AuthorShares | None = None,
     ) -> None:
         self._config = config
         self._pool = pool
         self._usefulness = usefulness
         self._rng = rng
+        self._shares = shares
 
     def choose(self, offered: Sequence[Header], being_pulled: Collection[Header]) -> Header | None:
         held = self._held(being_pulled)
@@ -69,7 +88,9 @@ class InformativeChoice:
         for header in candidates:
             by_author.setdefault(header.author, []).append((header, self._usefulness.of_header(header)))
         authors = sorted(by_author)
-        tickets = [_ticket(by_author[author]) for author in authors]
+        # the reputation itself is in the usefulness; what is left is probation
+        factors = self._shares.factors(authors) if self._shares else dict.fromkeys(authors, 1.0)
+        tickets = [factors[author] * _ticket(by_author[author]) for author in authors]
         (author,) = self._rng.choices(authors, tickets)
         headers, weights = zip(*by_author[author], strict=True)
         return self._rng.choices(headers, weights)[0]

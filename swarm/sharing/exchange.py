@@ -16,11 +16,12 @@ from swarm.observability.repeat import repeat
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
 from swarm.records.identity import Identity
-from swarm.sharing.acceptance import Acceptance
+from swarm.sharing.author_shares import AddressGroups, AuthorShares
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.directory import Directory
 from swarm.sharing.publisher import HEAD_START_S, Publisher
 from swarm.sharing.reader import Reader
+from swarm.sharing.reputation import Reputation
 from swarm.sharing.shard import Shard
 from swarm.sharing.usefulness import Usefulness
 from swarm.types import RolloutGroup
@@ -45,19 +46,24 @@ class Exchange:
         rng: random.Random,
         *,
         usefulness: Usefulness | None = None,
-        acceptance: Acceptance | None = None,
+        reputation: Reputation | None = None,
     ) -> None:
         """`next_sequence`: numbers of own headers, never the same twice. The rest as for the Reader."""
         self._wants_groups = sharing.swarm_groups > 0
         self._outbox: asyncio.Queue[Sequence[RolloutGroup]] = asyncio.Queue(_OUTBOX_ROUNDS)
-        self.directory = Directory(swarm_id, identity, transport, lambda: self.reader.num_authors_heard())
+        addresses = AddressGroups()
+        reputation = reputation or Reputation(sharing.reputation_half_life_s, transport.now)
+        shares = AuthorShares(reputation, sharing.max_share_of_strangers, addresses)
+        self.directory = Directory(
+            swarm_id, identity, transport, lambda: self.reader.num_authors_heard(), addresses=addresses
+        )
         head_start_s = 0.0 if network.gossip == "off" else HEAD_START_S
         self.publisher = Publisher(
             sharing, swarm_id, identity, transport, bodies, next_sequence, self._shard, head_start_s=head_start_s
         )
         self.reader = Reader(
             sharing, network, swarm_id, transport, admission, pool, bodies, rng, self._shard,
-            usefulness=usefulness, acceptance=acceptance,
+            usefulness=usefulness, shares=shares,
         )  # fmt: skip
         self.num_rounds_not_published = 0
 

@@ -16,6 +16,7 @@ from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
 from swarm.records.rejection import Rejection
 from swarm.sharing.absences import Absences
+from swarm.sharing.author_shares import AuthorShares
 from swarm.sharing.choice import make_choice
 from swarm.sharing.header_judge import HeaderJudge
 from swarm.sharing.newest_versions import NewestVersions
@@ -41,8 +42,9 @@ class Inbox:
         clock: Callable[[], float],
         rng: random.Random,
         usefulness: Usefulness | None = None,
+        shares: AuthorShares | None = None,
     ) -> None:
-        """`usefulness`: to choose by; without it every author has the same chance."""
+        """`usefulness`: to choose by, beside the standing of authors in `shares`; without both all have the same chance."""
         self._config = config
         self._own_peer_id = own_peer_id
         self._pool = pool
@@ -51,7 +53,8 @@ class Inbox:
         self._candidates: list[Header] = []
         self._heard_at: OrderedDict[str, float] = OrderedDict()
         self._absences = Absences(clock, rng)
-        self._choice = make_choice(config, pool, usefulness, rng)
+        self._shares = shares
+        self._choice = make_choice(config, pool, usefulness, rng, shares)
         self._newest = NewestVersions(config.max_staleness, config.max_age_s, clock)
         self.arrived = asyncio.Event()
         """Set when a candidate comes in."""
@@ -61,8 +64,8 @@ class Inbox:
     def take_gossip(self, shard: Shard, record: bytes) -> Verdict:
         """Judge a header that was gossiped in the topic of `shard`, before it is passed on."""
         verdict, header = self._judge.judge_gossip(shard, record)
-        if header is not None:
-            self._offer(header)
+        if header is not None and not self._offer(header):
+            return Verdict.IGNORE
         return verdict
 
     def take_entry(self, subkey: str, record: bytes) -> bool:
@@ -73,9 +76,7 @@ class Inbox:
         if subkey.startswith(f"{self._own_peer_id}/"):
             return False
         header = self._judge.judge_entry(subkey, record)
-        if header is not None:
-            self._offer(header)
-        return header is not None
+        return header is not None and self._offer(header)
 
     def pick(self, being_pulled: Collection[Header] = ()) -> Header | None:
         """The next one to pull, of the authors that answer, by the configured choice.
@@ -121,15 +122,25 @@ class Inbox:
         return len(self._heard_at)
 
     def _drop_old(self) -> None:
-        """Candidates that expired, are too old, or whose author's policy has moved on too far."""
+        """Candidates that expired, are too old, whose author is banned now, or whose policy has moved on too far."""
         now = self._clock()
         oldest = now - self._config.max_age_s
-        young = [h for h in self._candidates if h.expires_at > now and h.created_at > oldest]
+        heard = [header for header in self._candidates if not self._is_banned(header.author)]
+        if len(heard) < len(self._candidates):
+            self.rejected[Rejection.BANNED.value] += len(self._candidates) - len(heard)
+        young = [h for h in heard if h.expires_at > now and h.created_at > oldest]
         self._candidates = [header for header in young if not self._newest.is_stale(header)]
         if len(self._candidates) < len(young):
             self.rejected[Rejection.STALE.value] += len(young) - len(self._candidates)
 
-    def _offer(self, header: Header) -> None:
+    def _is_banned(self, author: str) -> bool:
+        return self._shares is not None and self._shares.reputation.is_banned(author)
+
+    def _offer(self, header: Header) -> bool:
+        """Whether its author is heard. One that is banned here may be heard elsewhere, but not through this node."""
+        if self._is_banned(header.author):
+            self.rejected[Rejection.BANNED.value] += 1
+            return False
         self._newest.note(header)
         self._heard_at.pop(header.author, None)
         self._heard_at[header.author] = self._clock()
@@ -137,7 +148,8 @@ class Inbox:
             self._heard_at.popitem(last=False)
         if self._pool.knows_body(header.body_hash):
             self.rejected[Rejection.REPLAY.value] += 1
-            return
+            return True
         self._candidates.append(header)
         del self._candidates[:-_MAX_CANDIDATES]
         self.arrived.set()
+        return True

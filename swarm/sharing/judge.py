@@ -13,11 +13,16 @@ from swarm.types import RolloutGroup, Task, TaskRef
 class MixtureJudge:
     """The TaskJudge of admission, over the node's own task sources."""
 
-    def __init__(self, mixture: TaskMixture, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds, never backwards; times the verifiers."""
+    def __init__(
+        self,
+        mixture: TaskMixture,
+        clock: Callable[[], float] = time.monotonic,
+        is_known: Callable[[str], bool] = lambda author: False,
+    ) -> None:
+        """`clock`: seconds, never backwards; times the verifiers. `is_known`: whether an author is no stranger."""
         self._mixture = mixture
         self._clock = clock
-        self._budget = VerificationBudget(clock)
+        self._budget = VerificationBudget(clock, is_known)
 
     def check_known(self, ref: TaskRef) -> None:
         source = self._mixture.sources.get(ref.source)

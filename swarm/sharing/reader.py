@@ -25,20 +25,24 @@ from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.absences import BUSY_PAUSE_S, UNREACHED_PAUSE_S
-from swarm.sharing.acceptance import Acceptance
+from swarm.sharing.author_shares import AddressGroups, AuthorShares
 from swarm.sharing.body_store import BODY_PROTOCOL, BodyStore
 from swarm.sharing.choice import READ_AHEAD_BATCHES
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import WINDOW_S, experience_key, experience_topic
+from swarm.sharing.reputation import Reputation
 from swarm.sharing.shard import Shard
 from swarm.sharing.sweep_pace import SweepPace
 from swarm.sharing.usefulness import Usefulness
+from swarm.tasks.task_mixture import owns_stream
 from swarm.types import Header
 
 logger = logging.getLogger(__name__)
 
 _MAX_PULLS_AT_ONCE = 4
 _MAX_OTHER_HOLDERS = 2
+_OTHER_STREAM = 0.5
+"""Of a bad body: its tasks are not of the author's own streams. Either an older version, or it chose them."""
 _MAX_WINDOWS_BACK = 8
 """That a sweep reads beyond the last two, where those say that gossip has lost something since the sweep before."""
 
@@ -71,11 +75,11 @@ class Reader:
         shard: Callable[[], Shard],
         *,
         usefulness: Usefulness | None = None,
-        acceptance: Acceptance | None = None,
+        shares: AuthorShares | None = None,
     ) -> None:
         """`shard`: the one that this node shares in at this moment. `usefulness`: to choose by; without it uniformly.
 
-        `acceptance`: told of every body that was admitted or turned away.
+        `shares`: whose reputation is told of every body that was admitted or turned away.
         """
         self._sharing = sharing
         self._network = network
@@ -88,8 +92,13 @@ class Reader:
         self._shard = shard
         self._topic: str | None = None
         self._pace = SweepPace(network.poll_interval_s, transport.now)
-        self._inbox = Inbox(sharing, swarm_id, transport.peer_id, admission, pool, transport.now, rng, usefulness)
-        self._acceptance = acceptance or Acceptance()
+        if shares is None:
+            reputation = Reputation(sharing.reputation_half_life_s, transport.now)
+            shares = AuthorShares(reputation, sharing.max_share_of_strangers, AddressGroups())
+        self._shares = shares
+        self._inbox = Inbox(
+            sharing, swarm_id, transport.peer_id, admission, pool, transport.now, rng, usefulness, self._shares
+        )
         self._refused: Counter[str] = Counter()  # bodies and groups, by reason
         self._admitting = asyncio.Semaphore(1)  # a body takes ten times its size while it is read
         self.num_headers_gossiped = 0
@@ -214,16 +223,22 @@ class Reader:
             return
         except InvalidRecord as error:
             self._refused[error.reason.value] += 1
-            self._acceptance.refused(header.author, error.reason)
+            if self._shares.reputation.refused(header.author, error.reason):
+                await asyncio.to_thread(self._pool.drop_author, header.author)
             logger.debug("rejected a body of %s: %s", header.author, error)
-            if error.reason in (Rejection.UNAVAILABLE, Rejection.TOO_SLOW):
+            if error.reason is Rejection.STRANGERS_BUSY:
+                self._inbox.give_back(header, UNREACHED_PAUSE_S)
+            elif error.reason in (Rejection.UNAVAILABLE, Rejection.WRONG_HASH, Rejection.TOO_SLOW):
                 self._inbox.leave_alone(header.author)
             return
         self.num_records_admitted += 1
-        self._acceptance.admitted(header.author)
+        self._shares.reputation.admitted(header.author)
+        if not all(owns_stream(group.author, group.task.seed) for group in groups):
+            self._shares.reputation.hint(header.author, _OTHER_STREAM)
         useful = [group for group in groups if group.has_signal]
         if len(useful) < len(groups):
             self._refused[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
+            self._shares.reputation.refused(header.author, Rejection.NO_SIGNAL)
         self._bodies.put(header.body_hash, body, header.expires_at, header.author)
         # In a thread, as the disk may be slow and the compute thread may hold the pool for a moment.
         num_new = await asyncio.to_thread(

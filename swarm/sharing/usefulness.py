@@ -3,7 +3,7 @@
     own difficulty table ─ snapshot ─┐
     claimed or recomputed reward ────┼─▶ 4 · E[p(1 − p)] ─┐
     age ─────────────────────────────┼────────────────────┼─▶ weight in [.05, 1] ─▶ which header is pulled, which group drawn
-    own acceptance of the author ────┘────────────────────┘
+    own reputation of the author ────┘────────────────────┘
 
 p(1 − p) is the variance of the reward, which bounds what a group can teach (as for the own tasks, VADE, 2511.18902). Its
 expectation is over the own belief Beta(α, β): high at the frontier, low for what is solved or hopeless, and in between

@@ -16,9 +16,9 @@ from swarm.network.transport import Transport
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
 from swarm.records.identity import Identity
-from swarm.sharing.acceptance import Acceptance
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
+from swarm.sharing.reputation import Reputation
 from swarm.sharing.usefulness import Usefulness
 from swarm.simulation.light_rollouts import VOCABULARY, LightJudge, light_group
 from swarm.types import Header, RolloutGroup
@@ -68,14 +68,14 @@ class LightNode:
         self.admission = WatchedAdmission(sharing, swarm_id, identity.peer_id, LightJudge(), VOCABULARY, transport.now)
         if on_header is not None:
             self.admission.on_header = functools.partial(on_header, self)
-        acceptance = Acceptance()
+        reputation = Reputation(sharing.reputation_half_life_s, transport.now)
         is_informative = sharing.choice == "informative"
-        self.usefulness = Usefulness(sharing.max_age_s, transport.now, acceptance.weight) if is_informative else None
+        self.usefulness = Usefulness(sharing.max_age_s, transport.now, reputation.weight) if is_informative else None
         """Without beliefs until someone tells it: a light node learns nothing."""
         sequence = itertools.count()
         self._exchange = Exchange(
             sharing, network, swarm_id, identity, transport, self.admission, self.pool, self.bodies,
-            lambda: next(sequence), rng, usefulness=self.usefulness, acceptance=acceptance,
+            lambda: next(sequence), rng, usefulness=self.usefulness, reputation=reputation,
         )  # fmt: skip
         self.directory, self.reader = self._exchange.directory, self._exchange.reader
         self.bodies.serve_on(transport)

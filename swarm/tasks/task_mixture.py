@@ -7,6 +7,7 @@ import hashlib
 import logging
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
@@ -29,6 +30,8 @@ from swarm.types import Task, TaskRef
 
 logger = logging.getLogger(__name__)
 
+STREAMS_PER_PEER = 64
+"""So few that a reader computes them all."""
 _REWARD_SLACK = 1e-6
 
 
@@ -111,9 +114,19 @@ def _within_range(task: Task, name: str, value: float | None) -> float:
 
 
 def training_seed(peer_id: str, node_seed: int) -> int:
-    """The stream of one node: far apart for any two, and bound to the identity."""
-    digest = hashlib.sha256(f"stream:{peer_id}:{node_seed}".encode()).digest()
+    """The stream of one node: far apart for any two, and bound to the identity, of which anybody can tell (`owns_stream`)."""
+    digest = hashlib.sha256(f"stream:{peer_id}:{node_seed % STREAMS_PER_PEER}".encode()).digest()
     return FIRST_TRAINING_SEED + int.from_bytes(digest[:8], "big") % (MAX_SEED + 1 - FIRST_TRAINING_SEED)
+
+
+def owns_stream(peer_id: str, seed: int) -> bool:
+    """Whether a task stream is one of those that this peer may draw from. Nodes of older versions used others, too."""
+    return seed in _streams(peer_id)
+
+
+@lru_cache(maxsize=1024)
+def _streams(peer_id: str) -> frozenset[int]:
+    return frozenset(training_seed(peer_id, number) for number in range(STREAMS_PER_PEER))
 
 
 def _is_within(number: object, stop: int) -> bool:

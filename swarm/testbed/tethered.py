@@ -22,7 +22,7 @@ def main() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # survives the exec below
         if os.getppid() != parent_pid:  # it died before the tether was on
             sys.exit(1)
-    os.execv(arguments[0], arguments)  # noqa: S606 - replacing this process is the point
+    os.execv(arguments[0], arguments)  # noqa: S606 - replacing this process is the point  # nosec B606
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Groups as they were sampled → groups as this policy can train on them, by lineage.
 
+Whatever it is of, an answer that this policy would hardly ever write is left out: it teaches a style, not the task, and log-probs
+that its author invents would carry it past every correction.
+
 same lineage     token ids and log-probs of the author are used
 same tokenizer   token ids are used; log-probs do not weigh them, they only say how far the author's policy is
 other            the text is encoded again: no log-probs
@@ -10,7 +13,7 @@ masked by the trainer; so does one that ended by a stop string, which is whole b
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,13 +24,25 @@ from swarm.types import Rollout, RolloutGroup
 
 _FLOOR_WINDOW = 512
 _FLOOR_MIN_ANSWERS = 64
+_HONEST_BELOW_FLOOR = 0.25
+"""Part of a group's answers below the floor that policies of one lineage that have drifted apart may have."""
 
 
 class ExperienceTranslator:
     """Makes training groups; keeps the running likelihood of own answers for the floor under foreign text."""
 
-    def __init__(self, policy: TextPolicy, likelihood_floor_quantile: float, max_new_tokens: int) -> None:
-        """`max_new_tokens`: the trainer masks longer answers, so they are not measured either."""
+    def __init__(
+        self,
+        policy: TextPolicy,
+        likelihood_floor_quantile: float,
+        max_new_tokens: int,
+        hint: Callable[[str, float], None] = lambda author, bad: None,
+    ) -> None:
+        """`max_new_tokens`: the trainer masks longer answers, which still count in a baseline; their beginning is measured.
+
+        `hint`: told of an author of the own lineage whose answers are too unlikely here, and how bad that is, in (0, 1].
+        """
+        self._hint = hint
         self._policy = policy
         self._quantile = likelihood_floor_quantile
         self._max_new_tokens = max_new_tokens
@@ -55,13 +70,14 @@ class ExperienceTranslator:
             return None
         own = self._policy.lineage
         known = group.lineage.tokenizer == own.tokenizer
-        translated = self._as_spelt(group if known else self._re_encoded(group))
-        if not known:
-            translated = self._above_floor(ids, translated)
+        same_lineage = known and group.lineage.policy == own.policy
+        spelt = self._as_spelt(group if known else self._re_encoded(group))
+        translated = self._above_floor(ids, spelt)
+        if same_lineage:
+            self._tell_of(group.author, len(spelt.rollouts) - len(translated.rollouts), len(group.rollouts))
         if len(translated.rollouts) < 2 or not translated.has_signal:
             self.dropped["nothing_usable"] += 1
             return None
-        same_lineage = known and group.lineage.policy == own.policy
         return TrainingGroup(ids, translated, usable_logprobs=same_lineage, is_own=False, known_logprobs=known)
 
     def state(self) -> list[float]:
@@ -70,6 +86,11 @@ class ExperienceTranslator:
     def restore(self, state: Sequence[float]) -> None:
         self._own_likelihoods.clear()
         self._own_likelihoods.extend(state)
+
+    def _tell_of(self, author: str, num_below: int, num_answers: int) -> None:
+        excess = num_below / num_answers - _HONEST_BELOW_FLOOR
+        if excess > 0:
+            self._hint(author, excess / (1 - _HONEST_BELOW_FLOOR))
 
     def _re_encoded(self, group: RolloutGroup) -> RolloutGroup:
         rollouts = [self._re_encode(rollout) for rollout in group.rollouts]
@@ -93,19 +114,18 @@ class ExperienceTranslator:
 
     def _above_floor(self, prompt_ids: tuple[int, ...], group: RolloutGroup) -> RolloutGroup:
         """Answers that this policy would never write teach it another style, not the task: leave them out."""
-        measured = [rollout for rollout in group.rollouts if len(rollout.token_ids) <= self._max_new_tokens]
-        if not self._quantile or len(self._own_likelihoods) < _FLOOR_MIN_ANSWERS or not measured:
+        if not self._quantile or len(self._own_likelihoods) < _FLOOR_MIN_ANSWERS or not group.rollouts:
             return group
         own = sorted(self._own_likelihoods)
         floor = own[int(self._quantile * (len(own) - 1))]
-        means = self._mean_logprobs(prompt_ids, measured)
-        below = {id(rollout) for rollout, mean in zip(measured, means, strict=True) if mean < floor}
-        self.num_answers_below_floor += len(below)
-        return replace(group, rollouts=tuple(rollout for rollout in group.rollouts if id(rollout) not in below))
+        means = self._mean_logprobs(prompt_ids, [one.token_ids[: self._max_new_tokens] for one in group.rollouts])
+        kept = tuple(rollout for rollout, mean in zip(group.rollouts, means, strict=True) if mean >= floor)
+        self.num_answers_below_floor += len(group.rollouts) - len(kept)
+        return replace(group, rollouts=kept)
 
     @torch.no_grad()
-    def _mean_logprobs(self, prompt_ids: tuple[int, ...], rollouts: Sequence[Rollout]) -> list[float]:
+    def _mean_logprobs(self, prompt_ids: tuple[int, ...], answers: Sequence[tuple[int, ...]]) -> list[float]:
         """[G] mean log-prob per token under the own policy."""
-        sequences = [(prompt_ids, rollout.token_ids) for rollout in rollouts]
+        sequences = [(prompt_ids, answer) for answer in answers]
         scored = self._policy.token_logprobs(sequences)
         return (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()

@@ -62,11 +62,11 @@ def test_an_author_that_floods_with_true_experience_gains_nothing_where_usefulne
 
     uniform, informative = run(main("uniform")), run(main("informative"))
     assert 0.0 < informative < 1.5 * FAIR
-    assert informative < uniform < 0.55  # its share per batch bounds it there too
+    assert informative < uniform < 0.6  # its share per batch bounds it there too
 
 
 def test_an_author_that_claims_one_half_everywhere_is_found_out_and_asked_less_and_less() -> None:
-    """Not one of its false bodies is trained on, and with `informative` fewer of them are fetched at all."""
+    """Not one of its false bodies is trained on, and after a few of them it is banned, whatever decides."""
 
     async def main(choice: str) -> tuple[float, int]:
         async with simulation_of(choice) as simulation:
@@ -77,4 +77,4 @@ def test_an_author_that_claims_one_half_everywhere_is_found_out_and_asked_less_a
 
     uniform, informative = run(main("uniform")), run(main("informative"))
     assert max(uniform[0], informative[0]) < 0.5 * FAIR  # bodies whose mean is ½ indeed
-    assert 0 < informative[1] < 0.6 * uniform[1]
+    assert min(informative[1], uniform[1]) > 0 and max(informative[1], uniform[1]) <= 3 * (NUM_NODES - 1)

@@ -14,7 +14,6 @@ from swarm.learner import Learner
 from swarm.means import local_means
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
-from swarm.sharing.acceptance import Acceptance
 from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.types import RolloutGroup
@@ -97,7 +96,7 @@ def test_own_groups_that_waited_too_long_are_dropped() -> None:
 
 
 def test_the_choice_hears_of_the_own_difficulty_table_after_every_round(tmp_path: Path) -> None:
-    useful = Usefulness(600.0, Clock(), Acceptance().weight)
+    useful = Usefulness(600.0, Clock(), lambda author: 0.5)
     learner = make_learner(config_of({"choice": "informative"}), useful=useful)
     assert useful._beliefs == {}
     learner.run_round()
@@ -107,6 +106,6 @@ def test_the_choice_hears_of_the_own_difficulty_table_after_every_round(tmp_path
         2 * len(first) + 6 * 4, rel=0.2
     )  # answers of six groups
     learner.save(CheckpointStore(tmp_path, 1))
-    again = Usefulness(600.0, Clock(), Acceptance().weight)
+    again = Usefulness(600.0, Clock(), lambda author: 0.5)
     assert make_learner(config_of({"choice": "informative"}), useful=again).resume(CheckpointStore(tmp_path, 1))
     assert again._beliefs == first

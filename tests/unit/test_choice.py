@@ -12,9 +12,9 @@ from swarm.pool.experience_pool import ExperiencePool, PooledGroup
 from swarm.records.codec import encode_body
 from swarm.records.identity import Identity
 from swarm.records.rejection import Rejection
-from swarm.sharing.acceptance import Acceptance
 from swarm.sharing.choice import InformativeChoice, UniformChoice
 from swarm.sharing.newest_versions import NewestVersions
+from swarm.sharing.reputation import Reputation
 from swarm.sharing.usefulness import Beliefs, Usefulness
 from swarm.types import GroupSummary, Header, Lineage, RolloutGroup, TaskRef
 from tests.unit.experience_factory import ALICE, LINEAGE, MALLORY, NOW, Clock, group, header_of
@@ -24,8 +24,12 @@ LIAR = MALLORY.peer_id
 DRAWS = 2000
 
 
-def usefulness(beliefs: Beliefs | None = None, acceptance: Acceptance | None = None) -> Usefulness:
-    made = Usefulness(600.0, Clock(), (acceptance or Acceptance()).weight)
+def reputation_of() -> Reputation:
+    return Reputation(21_600.0, Clock())
+
+
+def usefulness(beliefs: Beliefs | None = None, reputation: Reputation | None = None) -> Usefulness:
+    made = Usefulness(600.0, Clock(), (reputation or reputation_of()).weight)
     made.learn(beliefs or {})
     return made
 
@@ -89,14 +93,14 @@ def test_an_author_that_claims_one_half_everywhere_gains_no_more_than_that() -> 
 
 
 def test_an_author_that_is_caught_lying_falls_back_and_is_still_looked_at() -> None:
-    acceptance = Acceptance()
+    reputation = reputation_of()
     for author in HONEST:
-        acceptance.admitted(author)
-    for _ in range(5):
-        acceptance.refused(LIAR, Rejection.HEADER_MISMATCH)
+        reputation.admitted(author)
+    for _ in range(2):
+        reputation.refused(LIAR, Rejection.HEADER_MISMATCH)
     offered = [offer(author, 0.25) for author in HONEST] + [offer(LIAR, 0.5)]
-    got = shares(informative(usefulness(acceptance=acceptance)), offered)
-    assert 0.0 < got[LIAR] < 0.08  # 1/7 against 2/3: .05
+    got = shares(informative(usefulness(reputation=reputation)), offered)
+    assert 0.0 < got[LIAR] < 0.08  # 1/10 against 2/3: .04
 
 
 def test_a_flood_of_headers_is_one_ticket() -> None:
@@ -145,29 +149,6 @@ def test_one_lineage_leaves_room_for_the_others() -> None:
     offered = [offer(HONEST[3], 0.5), offer(ALICE.peer_id, 0.5, lineage=Lineage("99" * 16, "22" * 16))]
     choice = informative(None, pool, swarm_groups=4, max_share_per_lineage=0.5)
     assert {chosen(choice, offered).author for _ in range(50)} == {ALICE.peer_id}
-
-
-def test_acceptance_counts_what_the_author_can_help_and_fades() -> None:
-    acceptance = Acceptance()
-    assert acceptance.weight(LIAR) == 0.5
-    for reason in (Rejection.UNAVAILABLE, Rejection.TASK_FAILED, Rejection.TASK_MISMATCH, Rejection.UNKNOWN_TASK):
-        acceptance.refused(LIAR, reason)
-    assert acceptance.weight(LIAR) == 0.5
-    acceptance.refused(LIAR, Rejection.REWARD_MISMATCH)
-    assert acceptance.weight(LIAR) == pytest.approx(1 / 3)
-    for _ in range(1000):
-        acceptance.admitted(LIAR)
-    high = acceptance.weight(LIAR)
-    for _ in range(100):
-        acceptance.refused(LIAR, Rejection.REWARD_MISMATCH)
-    assert high > 0.98 and acceptance.weight(LIAR) < 0.4  # the last hundred count
-
-
-def test_acceptance_remembers_a_bounded_number_of_authors() -> None:
-    acceptance = Acceptance()
-    for number in range(2000):
-        acceptance.admitted(str(number))
-    assert len(acceptance._counts) == 1024 and acceptance.weight("0") == 0.5
 
 
 def drawn(pool: ExperiencePool, count: int, seed: int, useful: Usefulness) -> list[RolloutGroup]:

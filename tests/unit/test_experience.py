@@ -228,19 +228,21 @@ class Measuring(ExperienceTranslator):
 
     measured: list[int]
 
-    def _mean_logprobs(self, prompt_ids: tuple[int, ...], rollouts: Sequence[Rollout]) -> list[float]:
-        self.measured = [len(rollout.token_ids) for rollout in rollouts]
-        return super()._mean_logprobs(prompt_ids, rollouts)
+    def _mean_logprobs(self, prompt_ids: tuple[int, ...], answers: Sequence[tuple[int, ...]]) -> list[float]:
+        self.measured = [len(answer) for answer in answers]
+        return super()._mean_logprobs(prompt_ids, answers)
 
 
-def test_an_answer_too_long_once_re_encoded_is_neither_trained_on_nor_measured(llama: Policy, neox: Policy) -> None:
+def test_an_answer_too_long_once_re_encoded_is_not_trained_on_and_measured_by_its_beginning(
+    llama: Policy, neox: Policy
+) -> None:
     long = "the answer is twelve " * 6  # 6 tokens of one tokenizer's are 126 of the other's
     group = written_by(neox, "12", "13", long)
     assert len(neox.encode_answer(long)) <= 64 < len(llama.encode_answer(long))
     reader = Measuring(llama, 0.5, max_new_tokens=64)
     reader.observe_own([-1e9] * 64)  # a floor under everything: none is below
     got = reader.foreign(PROMPT, group)
-    assert got is not None and len(got.group.rollouts) == 3 and reader.measured == [3, 3]
+    assert got is not None and len(got.group.rollouts) == 3 and reader.measured == [3, 3, 64]
     trained = training_sequences([got], TrainingSection(advantage="dr_grpo"), 64)
     assert [len(sequence.answer_ids) for sequence in trained] == [3, 3]
     assert trained[0].advantage == pytest.approx(2 / 3)
@@ -259,6 +261,24 @@ def test_answers_below_the_floor_are_left_out_and_counted(llama: Policy, neox: P
     got = reader.foreign(PROMPT, group)
     assert got is not None and [r.text for r in got.group.rollouts] == ["12", "13"]
     assert reader.num_answers_below_floor == 1
+
+
+def test_poisoned_style_of_the_own_lineage_is_left_out_whatever_log_probs_it_claims_and_told(llama: Policy) -> None:
+    group = written_by(llama, "12", "13", "zqxj~^zqxj~^", "zqxj~^zqxj~^", rewards=(0.0, 0.0, 1.0, 1.0))
+    prompt = llama.encode_prompt(PROMPT)
+    with torch.no_grad():
+        scored = token_logprobs(llama.model, [(prompt, r.token_ids) for r in group.rollouts], llama.pad_token_id)
+    means = (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()
+    assert max(means[2:]) < min(means[:2])
+    told: list[tuple[str, float]] = []
+    reader = ExperienceTranslator(llama, 0.5, 64, lambda author, bad: told.append((author, bad)))
+    reader.observe_own([(max(means[2:]) + min(means[:2])) / 2] * 64)
+    for claimed in (0.0, -20.0):
+        rollouts = tuple(replace(r, logprobs=(claimed,) * len(r.token_ids)) for r in group.rollouts)
+        assert reader.foreign(PROMPT, replace(group, rollouts=rollouts)) is None, "what is left has no signal"
+    assert told == [(group.author, pytest.approx((0.5 - 0.25) / 0.75))] * 2
+    assert reader.foreign(PROMPT, replace(group, rollouts=group.rollouts[:2] * 2)) is None  # no signal either
+    assert len(told) == 2, "likely answers tell nothing of their author"
 
 
 def test_a_prompt_too_long_for_the_own_template_is_counted(neox: Policy, llama: Policy) -> None:

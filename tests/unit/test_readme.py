@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from swarm.records.rejection import Rejection
+from swarm.sharing.reputation import Reputation
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -76,3 +77,22 @@ def test_every_exit_code_is_documented() -> None:
     codes = {int(code) for code in re.findall(r"exit_code = (\d+)", (ROOT / "swarm" / "errors.py").read_text())}
     page = (ROOT / "docs" / "operations.md").read_text()
     assert all(f"| {code} |" in page for code in codes)
+
+
+def test_the_security_model_says_of_every_reason_what_it_is_evidence_of() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    rows = [
+        row for row in page.split("| reason | evidence |")[1].split("\n\n")[0].splitlines() if row.startswith("| `")
+    ]
+    told = {reason: row for row in rows for reason in re.findall(r"`([a-z_]+)`", row.split("|")[1])}
+    assert set(told) == {reason.value for reason in Rejection}
+    for reason in Rejection:
+        reputation = Reputation(3600.0, lambda: 0.0)
+        is_banned = reputation.refused("author", reason)
+        bad = 1 / reputation.weight("author") - 2  # mean of Beta(1, 1 + bad)
+        named = {"a false claim: bad 4": 4.0, "bad 1": 1.0, "bad ¼": 0.25, "none": 0.0}
+        (expected,) = [
+            value for words, value in named.items() if told[reason.value].split("|")[2].strip().startswith(words)
+        ]
+        assert bad == pytest.approx(expected), reason
+        assert is_banned == (expected == 4.0)

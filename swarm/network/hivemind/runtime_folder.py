@@ -18,7 +18,7 @@ OWNER_FILE = "owner"
 class RuntimeFolder:
     """A new folder that is closed to others. To be removed by `remove`."""
 
-    def __init__(self, parent: Path = Path("/tmp")) -> None:  # noqa: S108 - a socket's path has at most 107 bytes
+    def __init__(self, parent: Path = Path("/tmp")) -> None:  # noqa: S108 - a socket's path has at most 107 bytes  # nosec B108
         """Raises OSError."""
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         # Renamed when it is locked: nobody finds the file of a live owner unlocked.
@@ -36,7 +36,7 @@ class RuntimeFolder:
             self._descriptor = -1
 
 
-def remove_abandoned(parent: Path = Path("/tmp")) -> int:  # noqa: S108
+def remove_abandoned(parent: Path = Path("/tmp")) -> int:  # noqa: S108  # nosec B108
     """Remove this user's folders whose owner is dead; how many. Others, and those without an owner file, are left."""
     return sum(_remove_if_abandoned(folder) for folder in parent.glob(f"{PREFIX}*"))
 

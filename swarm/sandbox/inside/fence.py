@@ -7,7 +7,7 @@ from pathlib import Path
 from swarm.sandbox.inside import libc
 
 _NOBODY = 65534
-_NEW_ROOT = "/tmp"  # noqa: S108  any folder that is there: the mount on it is seen by this process alone
+_NEW_ROOT = "/tmp"  # noqa: S108  any folder that is there: the mount on it is seen by this process alone  # nosec B108
 WORK_FOLDER = "/work"
 _ROOT_OPTIONS = "size=64k,nr_inodes=64,mode=0755"
 _KEPT_FLAGS = 1 | 2 | 4 | 8 | 1024 | 2048  # of a mount, as statvfs tells them; they must stay when it is mounted again

@@ -1,0 +1,95 @@
+"""Which attacks, by how many nodes, with which defence: the cells of the experiment."""
+
+from dataclasses import dataclass, field
+
+from swarm.errors import ConfigError
+from swarm.experiments.cells import Cell
+
+ATTACKS = (
+    "poisoned style",
+    "wrong rewards",
+    "copied rollouts",
+    "spam",
+    "stale flood",
+    "no information",
+    "forged author",
+    "replay",
+    "equivocation",
+    "withheld bodies",
+    "sybils",
+)
+ALL = "all in turn"
+"""Every hostile node goes from one attack to the next, round by round."""
+DEFENDED, OPEN = "defended", "undefended"
+DEFENCES = (DEFENDED, OPEN)
+
+
+@dataclass(frozen=True, slots=True)
+class AttackPlan:
+    """What to run."""
+
+    seeds: tuple[int, ...] = (0, 1)
+    numbers: tuple[int, ...] = (1, 2, 4)
+    """Hostile nodes of `num_nodes`, where they attack in every way in turn."""
+    attacks: tuple[str, ...] = ATTACKS
+    """Each alone, by `max(numbers)` hostile nodes, with the first seed."""
+    num_nodes: int = 8
+    num_rounds: int = 24
+    groups_per_round: int = 4
+    """Own groups of a round, and groups of others in a batch: half of a node's defaults, for time."""
+    group_size: int = 8
+    hostile_groups: int = 4
+    """A round, per hostile node."""
+    num_sybils: int = 50
+    """Names of one hostile node in the attack of that name."""
+    held_out_tasks: int = 16
+    """Per source and node."""
+    defences: tuple[str, ...] = field(default=DEFENCES)
+
+    @property
+    def most(self) -> int:
+        return max(self.numbers)
+
+    def cells(self) -> list[Cell]:
+        """What all is compared with first, then all in turn from the most hostile on, then attack by attack."""
+        quiet = [self._cell("none", 0, defence, seed) for defence in self.defences for seed in self.seeds]
+        control, rest = quiet[: len(self.seeds)], quiet[len(self.seeds) :]
+        in_turn = [
+            self._cell(ALL, number, defence, seed)
+            for number in sorted(self.numbers, reverse=True)
+            for seed in self.seeds
+            for defence in self.defences
+        ]
+        alone = [
+            self._cell(attack, self.most, defence, self.seeds[0])
+            for attack in self.attacks
+            for defence in self.defences
+        ]
+        return control + in_turn + alone + rest
+
+    def _cell(self, attack: str, num_hostile: int, defence: str, seed: int) -> Cell:
+        settings = {
+            "attack": attack,
+            "num_hostile": num_hostile,
+            "defence": defence,
+            "seed": seed,
+            "num_nodes": self.num_nodes,
+            "num_rounds": self.num_rounds,
+            "groups_per_round": self.groups_per_round,
+            "group_size": self.group_size,
+            "hostile_groups": self.hostile_groups,
+            "num_sybils": self.num_sybils,
+            "held_out_tasks": self.held_out_tasks,
+        }
+        return Cell("attacks", f"{attack}, {num_hostile} hostile, {defence}, seed {seed}", settings)
+
+
+def chosen_attacks(text: str) -> tuple[str, ...]:
+    """Attacks by names with commas between them. Raises ConfigError for another name."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in ATTACKS]
+    if unknown or not names:
+        raise ConfigError(
+            f"attacks must be among {', '.join(ATTACKS)}, got {', '.join(unknown) or 'none'}; set --attacks with commas"
+        )
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,184 @@
+"""Two readers of the same offers: one as in a node, and one without any defence.
+
+guarded   Inbox (standing of authors, bans, absences) ─ Admission with CopyWatch ─ Reputation
+open      whatever can be decoded, as it is claimed; every offer alike
+"""
+
+import random
+from collections import Counter
+
+from swarm.experiments.learner_swarm import Door
+from swarm.experiments.memory_exchange import MemoryExchange, Offer
+from swarm.pool.experience_pool import ExperiencePool
+from swarm.records.admission import Admission
+from swarm.records.codec import decode_body, decode_header, decode_record
+from swarm.records.copies import CopyWatch
+from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.sharing.author_shares import AddressGroups, AuthorShares
+from swarm.sharing.inbox import Inbox
+from swarm.sharing.index import subkey
+from swarm.sharing.judge import MixtureJudge
+from swarm.sharing.reputation import Reputation
+from swarm.tasks.task_mixture import owns_stream
+from swarm.types import Header
+
+_FAILURES_IN_A_ROW = 64
+"""Failed pulls after which a turn ends: a node has a round's time, not all the time."""
+
+
+class OfferBook:
+    """New offers since the last look, and which body a reader is given."""
+
+    def __init__(self, exchange: MemoryExchange, own_peer_id: str) -> None:
+        self._exchange = exchange
+        self._own_peer_id = own_peer_id
+        self._seen_until = 0
+        self._gets_other = int.from_bytes(own_peer_id.encode()[-2:], "big") % 2 == 1
+
+    def news(self) -> list[Offer]:
+        """Oldest first."""
+        exchange = self._exchange
+        offers = [o for a in exchange.authors() if a != self._own_peer_id for o in exchange.offers_of(a)]
+        fresh = sorted((o for o in offers if o.number >= self._seen_until), key=lambda offer: offer.number)
+        self._seen_until = fresh[-1].number + 1 if fresh else self._seen_until
+        return fresh
+
+    def own(self) -> list[Offer]:
+        """The newest ones of this node itself."""
+        return list(self._exchange.offers_of(self._own_peer_id))
+
+    def body(self, offer: Offer) -> bytes | None:
+        """As its poster hands it to this reader."""
+        return offer.other_body if offer.other_body is not None and self._gets_other else offer.body
+
+
+class GuardedReader:
+    """As a node reads, without a network."""
+
+    def __init__(self, door: Door) -> None:
+        config, clock, own = door.config, door.clock, door.identity.peer_id
+        self._pool = door.pool
+        self._book = OfferBook(door.exchange, own)
+        self._own_peer_id = own
+        self.reputation = Reputation(config.sharing.reputation_half_life_s, clock)
+        shares = AuthorShares(self.reputation, config.sharing.max_share_of_strangers, AddressGroups())
+        copies = CopyWatch(owns_stream, lambda author: self.reputation.refused(author, Rejection.COPIED))
+        judge = MixtureJudge(door.mixture, is_known=self.reputation.is_known)
+        self._copies = copies
+        self._admission = Admission(config.sharing, config.swarm_id, own, judge, door.vocabulary, clock, copies)
+        self._inbox = Inbox(
+            config.sharing, config.swarm_id, own, self._admission, self._pool, clock, door.rng, None, shares
+        )
+        self._offers: dict[tuple[str, bytes], Offer] = {}
+        self.num_admitted: Counter[str] = Counter()
+        """Bodies, by author."""
+        self._refused: Counter[str] = Counter()
+
+    @property
+    def rejected(self) -> Counter[str]:
+        """Headers and bodies turned away, by reason."""
+        return self._inbox.rejected + self._refused
+
+    def pull(self, num_groups: int) -> None:
+        """Until the pool has `num_groups` fresh ones, nobody offers more, or nothing but failures comes."""
+        self._look()
+        failures = 0
+        while self._pool.num_fresh() < num_groups and failures < _FAILURES_IN_A_ROW:
+            header = self._inbox.pick()
+            if header is None:
+                return
+            failures = 0 if self._take(header) else failures + 1
+
+    def hint(self, author: str, bad: float) -> None:
+        self.reputation.unlikely(author, bad)
+
+    def _note_own(self) -> None:
+        """A node notes its groups when it hands them out."""
+        for offer in self._book.own():
+            header = decode_header(decode_record(offer.record).payload, self._own_peer_id)
+            self._copies.note(decode_body(offer.body or b"", self._own_peer_id, header.lineage, header.policy_version))
+
+    def _look(self) -> None:
+        self._note_own()
+        offers = dict[tuple[str, bytes], Offer]()
+        for offer in self._book.news():
+            try:
+                record = decode_record(offer.record)
+                header = decode_header(record.payload, record.author)
+                offers[header.author, header.body_hash] = offer
+                entry = subkey(header.author, header.sequence)
+            except InvalidRecord:
+                entry = "unreadable"
+            self._inbox.take_entry(entry, offer.record)
+        self._offers = dict(list({**offers, **self._offers}.items())[: 8 * len(offers) + 4096])
+
+    def _take(self, header: Header) -> bool:
+        offer = self._offers.pop((header.author, header.body_hash), None)
+        body = self._book.body(offer) if offer else None
+        try:
+            if body is None:
+                raise InvalidRecord(Rejection.UNAVAILABLE)
+            groups = self._admission.admit_body(header, body)
+        except InvalidRecord as error:
+            self._refused[error.reason.value] += 1
+            if self.reputation.refused(header.author, error.reason):
+                self._pool.drop_author(header.author)
+            if error.reason in (Rejection.UNAVAILABLE, Rejection.WRONG_HASH, Rejection.TOO_SLOW):
+                self._inbox.leave_alone(header.author)
+            return False
+        self._inbox.answered(header.author)
+        self.reputation.admitted(header.author)
+        self.num_admitted[header.author] += 1
+        useful = [group for group in groups if group.has_signal]
+        if len(useful) < len(groups):
+            self._refused[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
+            self.reputation.refused(header.author, Rejection.NO_SIGNAL)
+        return self._pool.add(header.body_hash, header.expires_at, header.created_at, useful) > 0
+
+
+class OpenReader:
+    """Believes everything: no signature, hash, reward or author is checked, and every offer has the same chance."""
+
+    def __init__(self, door: Door) -> None:
+        self._pool: ExperiencePool = door.pool
+        self._book = OfferBook(door.exchange, door.identity.peer_id)
+        self._rng: random.Random = door.rng
+        self._own_peer_id = door.identity.peer_id
+        self._offers: list[tuple[Header, Offer]] = []
+        self.num_admitted: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
+        """What could not be decoded, or was not there."""
+
+    def pull(self, num_groups: int) -> None:
+        self._look()
+        failures = 0
+        while self._offers and self._pool.num_fresh() < num_groups and failures < _FAILURES_IN_A_ROW:
+            header, offer = self._offers.pop(self._rng.randrange(len(self._offers)))
+            failures = 0 if self._take(header, offer) else failures + 1
+
+    def hint(self, author: str, bad: float) -> None:
+        """Nothing: all stand alike."""
+
+    def _look(self) -> None:
+        for offer in self._book.news():
+            try:
+                record = decode_record(offer.record)
+                header = decode_header(record.payload, record.author)
+            except InvalidRecord as error:
+                self.rejected[error.reason.value] += 1
+                continue
+            if header.author != self._own_peer_id:
+                self._offers.append((header, offer))
+        del self._offers[:-1024]
+
+    def _take(self, header: Header, offer: Offer) -> bool:
+        body = self._book.body(offer)
+        try:
+            if body is None:
+                raise InvalidRecord(Rejection.UNAVAILABLE)
+            groups = decode_body(body, header.author, header.lineage, header.policy_version)
+        except InvalidRecord as error:
+            self.rejected[error.reason.value] += 1
+            return False
+        self.num_admitted[header.author] += 1
+        return self._pool.add(header.body_hash, header.expires_at, header.created_at, groups) > 0

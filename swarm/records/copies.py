@@ -1,0 +1,109 @@
+"""Whose answers these are: a group that another author, or the same one, has sent before is turned away.
+
+Authors have streams of tasks of their own (`owns_stream`), so two of them meet the same reference only if one took it from the
+other, and then it is the one whose stream it is not. The same prompt may come up in two streams, and short answers to it may be
+the same by nature: there only what chance does not bring counts, by the log-probs that both authors claim. Taking the smaller
+claim means that nobody is blamed by what another invented.
+"""
+
+import hashlib
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.types import RolloutGroup, TaskRef
+
+MIN_SHARED = 0.5
+"""Part of a group's answers that are those of another group of the same task, and make it a copy."""
+MIN_SURPRISE_NATS = 40.0
+"""Of the different answers that two groups on the same prompt share: e^-40 is no chance, however many pairs there are."""
+_MAX_PROMPTS = 4096
+_GROUPS_PER_PROMPT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    author: str
+    task: TaskRef
+    is_own_stream: bool
+    answers: tuple[bytes, ...]
+    """Sorted fingerprints of the texts, repeated ones too."""
+    surprise: dict[bytes, float]
+    """{fingerprint: -log-prob in nats, as claimed, of the likeliest time it was sampled}"""
+
+
+class CopyWatch:
+    """Over the groups of the last 4096 prompts, at most 8 of each. Safe from any thread."""
+
+    def __init__(
+        self, owns_stream: Callable[[str, int], bool], blame: Callable[[str], object] = lambda author: None
+    ) -> None:
+        """`owns_stream`: (author, task seed) -> whether the stream is its own. `blame`: told of authors whose groups were
+        taken before it showed that they were copies."""
+        self._owns_stream = owns_stream
+        self._blame = blame
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[str, deque[_Seen]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Prompts that are remembered."""
+        return len(self._seen)
+
+    def note(self, groups: Sequence[RolloutGroup]) -> None:
+        """Own groups, or others that are known to be in order."""
+        with self._lock:
+            for group in groups:
+                self._remember(group.prompt_digest, self._described(group))
+
+    def take(self, groups: Sequence[RolloutGroup]) -> None:
+        """Remember the groups of one body. Raises InvalidRecord with COPIED, or REPLAY where the author repeats itself."""
+        described = [(group.prompt_digest, self._described(group)) for group in groups]
+        with self._lock:
+            for digest, group in described:
+                for earlier in self._seen.get(digest, ()):
+                    self._compare(group, earlier)
+            for digest, group in described:
+                self._remember(digest, group)
+
+    def _compare(self, group: _Seen, earlier: _Seen) -> None:
+        is_same_task = group.task == earlier.task and _shared(group, earlier) >= MIN_SHARED
+        if group.author == earlier.author:
+            if is_same_task:
+                raise InvalidRecord(Rejection.REPLAY, "answers that it has sent before")
+        elif is_same_task and not group.is_own_stream:
+            raise InvalidRecord(Rejection.COPIED, f"a task of another's stream with answers of {earlier.author}")
+        elif is_same_task and not earlier.is_own_stream:
+            self._blame(earlier.author)
+        elif _surprise(group, earlier) >= MIN_SURPRISE_NATS:
+            raise InvalidRecord(Rejection.COPIED, f"answers of {earlier.author}, which chance does not repeat")
+
+    def _described(self, group: RolloutGroup) -> _Seen:
+        surprise: dict[bytes, float] = {}
+        answers = []
+        for rollout in group.rollouts:
+            text = hashlib.blake2b(rollout.text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+            nats = -sum(rollout.logprobs)
+            surprise[text] = min(nats, surprise.get(text, nats))
+            answers.append(text)
+        is_own = self._owns_stream(group.author, group.task.seed)
+        return _Seen(group.author, group.task, is_own, tuple(sorted(answers)), surprise)
+
+    def _remember(self, digest: str, group: _Seen) -> None:
+        of_prompt = self._seen.pop(digest, None) or deque(maxlen=_GROUPS_PER_PROMPT)
+        of_prompt.append(group)
+        self._seen[digest] = of_prompt
+        while len(self._seen) > _MAX_PROMPTS:
+            self._seen.popitem(last=False)
+
+
+def _shared(group: _Seen, earlier: _Seen) -> float:
+    """Part of the group's answers, counted as often as they are in both."""
+    common = sum(min(group.answers.count(text), earlier.answers.count(text)) for text in set(group.answers))
+    return common / len(group.answers)
+
+
+def _surprise(group: _Seen, earlier: _Seen) -> float:
+    """Nats of the different answers in both, by the smaller claim of the two authors."""
+    return sum(min(nats, earlier.surprise[text]) for text, nats in group.surprise.items() if text in earlier.surprise)

@@ -1,0 +1,113 @@
+"""Which part of what is pulled each author gets: by its standing here, and strangers within bounds.
+
+    known authors   by what speaks against them (`Reputation.trust`), all alike where nothing does
+    strangers       the same, times how far they have come on probation; those of one address group together as two of them,
+                    and all together at most `max_share_of_strangers` while enough known authors offer anything
+
+Names cost nothing, so what is bounded for one name is bounded for a group and for all of them, too. Whoever sends most is known
+first. So that it does not crowd out those who will be known next, the first known authors get a quarter each and no more.
+"""
+
+import ipaddress
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable
+
+from swarm.sharing.reputation import Reputation
+
+_ENOUGH_KNOWN = 3
+_FIRST_KNOWN_SHARE = 0.25
+"""Of each known author, while there are fewer than enough: their number times that is kept from strangers."""
+_AUTHORS_PER_GROUP = 2.0
+_MAX_PEERS = 4096
+_MAX_GROUPS_OF_PEER = 8
+_UNKNOWN = frozenset({"unknown"})
+
+
+class AddressGroups:
+    """The /24 (IPv6: /48), relay or host name behind the addresses that peers announce; the latest 4096 peers.
+
+    Addresses are announced by whom they lead to, so anybody may add false ones, and nobody can leave all true ones out: a peer
+    counts in the most crowded of its groups.
+    """
+
+    def __init__(self) -> None:
+        self._groups: OrderedDict[str, frozenset[str]] = OrderedDict()
+
+    def note(self, peer_id: str, addresses: Iterable[str]) -> None:
+        """`addresses`: multiaddresses of its presence, at most 8 of which count."""
+        groups = sorted({_group(address) for address in addresses})[:_MAX_GROUPS_OF_PEER]
+        self._groups.pop(peer_id, None)
+        self._groups[peer_id] = frozenset(groups) or _UNKNOWN
+        while len(self._groups) > _MAX_PEERS:
+            self._groups.popitem(last=False)
+
+    def of(self, peer_id: str) -> frozenset[str]:
+        """One group holds all of whom no address is known."""
+        return self._groups.get(peer_id, _UNKNOWN)
+
+
+class AuthorShares:
+    """Of one node. Runs on its loop."""
+
+    def __init__(self, reputation: Reputation, max_share_of_strangers: float, addresses: AddressGroups) -> None:
+        self.reputation = reputation
+        self._max_share_of_strangers = max_share_of_strangers
+        self._addresses = addresses
+
+    def standing(self, authors: Collection[str]) -> dict[str, float]:
+        """{author: weight > 0}, for a draw among them."""
+        factors = self.factors(authors)
+        return {author: factor * self.reputation.trust(author) for author, factor in factors.items()}
+
+    def factors(self, authors: Collection[str]) -> dict[str, float]:
+        """{author: what probation and its neighbours leave of its weight}; 1 for known authors."""
+        known = {author for author in authors if self.reputation.is_known(author)}
+        factors = dict.fromkeys(sorted(authors), 1.0)
+        strangers = [author for author in factors if author not in known]
+        if len(known) >= _ENOUGH_KNOWN:
+            factors |= {author: self.reputation.maturity(author) for author in strangers}
+        self._bound_groups(factors, strangers)
+        self._bound_strangers(factors, known, strangers)
+        return factors
+
+    def _bound_groups(self, factors: dict[str, float], strangers: Collection[str]) -> None:
+        crowds = Counter(group for author in strangers for group in self._addresses.of(author))
+        members: dict[str, list[str]] = {}
+        for author in strangers:
+            fullest = max(sorted(self._addresses.of(author)), key=crowds.__getitem__)
+            members.setdefault(fullest, []).append(author)
+        if members.keys() == _UNKNOWN:  # nobody tells addresses here
+            return
+        for crowd in members.values():
+            allowed = _AUTHORS_PER_GROUP * max(factors[author] for author in crowd)
+            scale = min(1.0, allowed / sum(factors[author] for author in crowd))
+            for author in crowd:
+                factors[author] *= scale
+
+    def _bound_strangers(self, factors: dict[str, float], known: Collection[str], strangers: Collection[str]) -> None:
+        if not known or not strangers:
+            return
+        trust = self.reputation.trust
+        total_known = sum(trust(author) for author in known)
+        total_strangers = sum(factors[author] * trust(author) for author in strangers)
+        share = max(self._max_share_of_strangers, 1 - _FIRST_KNOWN_SHARE * len(known))
+        allowed = total_known * share / (1 - share) if share < 1 else total_strangers
+        scale = max(min(1.0, allowed / total_strangers), 1e-9)  # even with a share of 0 a lone stranger is read
+        for author in strangers:
+            factors[author] *= scale
+
+
+def _group(address: str) -> str:
+    """Of a multiaddress, which a stranger wrote."""
+    parts = address.split("/")
+    if "p2p-circuit" in parts and "p2p" in parts:
+        return f"relay {parts[parts.index('p2p') + 1]}"
+    kind, host = (parts[1], parts[2]) if len(parts) > 2 else ("", "")
+    try:
+        if kind == "ip4":
+            return str(ipaddress.IPv4Network(f"{host}/24", strict=False))
+        if kind == "ip6":
+            return str(ipaddress.IPv6Network(f"{host}/48", strict=False))
+    except ValueError:
+        return "unknown"
+    return f"host {host[:64].lower()}" if host else "unknown"

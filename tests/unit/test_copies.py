@@ -1,0 +1,131 @@
+"""Answers of another under one's own name, sent again, or alike by nature."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from swarm.config import SharingSection
+from swarm.records.admission import Admission, Vocabulary
+from swarm.records.codec import encode_body
+from swarm.records.copies import MIN_SURPRISE_NATS, CopyWatch
+from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.tasks.task_mixture import STREAMS_PER_PEER, owns_stream, training_seed
+from swarm.types import RolloutGroup
+from tests.unit.experience_factory import (
+    ALICE,
+    EOS,
+    LINEAGE,
+    MALLORY,
+    READER,
+    SWARM_ID,
+    Clock,
+    SpellingJudge,
+    decode,
+    group,
+    header_of,
+)
+
+ANSWERS = ("right", "wrong", "wring", "wrung")
+
+
+def of(author: str, *texts: str, index: int = 0, stream_of: str = "", nats: float = 0.5) -> RolloutGroup:
+    """A group on a task of its author's stream, unless another's is named; each token costs `nats`."""
+    made = group(*(texts or ANSWERS), index=index, author=author)
+    rollouts = tuple(replace(one, logprobs=(-nats,) * len(one.token_ids)) for one in made.rollouts)
+    task = replace(made.task, seed=training_seed(stream_of or author, 3))
+    return replace(made, task=task, rollouts=rollouts)
+
+
+ALICE_ID, MALLORY_ID = ALICE.peer_id, MALLORY.peer_id
+
+
+def reason_of(watch: CopyWatch, *groups: RolloutGroup) -> Rejection | None:
+    try:
+        watch.take(groups)
+    except InvalidRecord as error:
+        return error.reason
+    return None
+
+
+def test_a_stream_belongs_to_one_peer() -> None:
+    own = {training_seed(ALICE_ID, number) for number in range(1000)}
+    assert len(own) == STREAMS_PER_PEER
+    assert all(owns_stream(ALICE_ID, seed) and not owns_stream(MALLORY_ID, seed) for seed in own)
+
+
+def test_anothers_answers_to_anothers_task_are_a_copy_in_any_order_and_with_any_log_probs() -> None:
+    watch = CopyWatch(owns_stream)
+    assert reason_of(watch, of(ALICE_ID)) is None
+    assert reason_of(watch, of(MALLORY_ID, *ANSWERS[::-1], stream_of=ALICE_ID, nats=0.0)) is Rejection.COPIED
+    mixed = of(MALLORY_ID, *ANSWERS[:2], "new", "newer", stream_of=ALICE_ID)
+    assert reason_of(watch, mixed) is Rejection.COPIED
+    assert reason_of(watch, of(MALLORY_ID, ANSWERS[0], "a", "b", "c", stream_of=ALICE_ID)) is None
+
+
+def test_own_groups_are_known_too() -> None:
+    watch = CopyWatch(owns_stream)
+    watch.note([of(READER.peer_id)])
+    assert reason_of(watch, of(MALLORY_ID, stream_of=READER.peer_id)) is Rejection.COPIED
+
+
+def test_a_copy_that_comes_before_its_original_is_held_against_the_copier() -> None:
+    blamed: list[str] = []
+    watch = CopyWatch(owns_stream, blamed.append)
+    assert reason_of(watch, of(MALLORY_ID, stream_of=ALICE_ID)) is None
+    assert reason_of(watch, of(ALICE_ID)) is None
+    assert blamed == [MALLORY_ID]
+
+
+def test_short_answers_to_the_same_prompt_are_alike_by_nature() -> None:
+    """Two streams ask the same, as small tasks do; all answers are the same, and neither author is blamed."""
+    watch = CopyWatch(owns_stream)
+    assert reason_of(watch, of(ALICE_ID, index=1)) is None
+    assert reason_of(watch, of(MALLORY_ID, index=2)) is None
+
+
+def test_what_chance_does_not_repeat_is_a_copy_in_ones_own_stream_too() -> None:
+    texts = tuple("".join(random.Random(number).choices("abcdefgh", k=30)) for number in range(4))
+    nats = MIN_SURPRISE_NATS / 4 / 31 * 1.01  # 4 answers of 31 tokens
+    watch = CopyWatch(owns_stream)
+    assert reason_of(watch, of(ALICE_ID, *texts, index=1, nats=nats)) is None
+    assert reason_of(watch, of(MALLORY_ID, *texts, index=2, nats=nats)) is Rejection.COPIED
+    assert reason_of(watch, of(READER.peer_id, *texts, index=3, nats=nats / 2)) is None, "the smaller claim counts"
+
+
+def test_nobody_is_blamed_by_what_another_claimed() -> None:
+    watch = CopyWatch(owns_stream)
+    assert reason_of(watch, of(MALLORY_ID, index=2, nats=1000.0)) is None  # said to be very unlikely
+    assert reason_of(watch, of(ALICE_ID, index=1)) is None
+
+
+def test_who_repeats_itself_is_turned_away_but_no_liar() -> None:
+    watch = CopyWatch(owns_stream)
+    assert reason_of(watch, of(ALICE_ID)) is None
+    assert reason_of(watch, of(ALICE_ID)) is Rejection.REPLAY
+    assert reason_of(watch, of(ALICE_ID, "a", "b")) is None, "the same task with new answers"
+    assert reason_of(watch, of(ALICE_ID, index=5)) is None, "and the same answers to another"
+
+
+def test_memory_is_bounded() -> None:
+    watch = CopyWatch(owns_stream)
+    for number in range(5000):
+        watch.note([replace(of(ALICE_ID, index=number), prompt_digest=f"{number:016x}")])
+    for number in range(100):
+        watch.note([of(ALICE_ID, index=number)])
+    assert len(watch) == 4096
+    assert max(map(len, watch._seen.values())) == 8
+
+
+def test_admission_turns_a_copied_body_away() -> None:
+    vocabulary = Vocabulary(LINEAGE, 64, frozenset({EOS}), decode)
+    door = Admission(
+        SharingSection(), SWARM_ID, READER.peer_id, SpellingJudge(), vocabulary, Clock(), CopyWatch(owns_stream)
+    )
+    original, copy = of(ALICE_ID), of(MALLORY_ID, stream_of=ALICE_ID)
+    body = encode_body([original])
+    assert door.admit_body(header_of([original], body), body) == (original,)
+    body = encode_body([copy])
+    with pytest.raises(InvalidRecord) as caught:
+        door.admit_body(header_of([copy], body, author=MALLORY_ID), body)
+    assert caught.value.reason is Rejection.COPIED

@@ -1,0 +1,159 @@
+"""A disk that takes nothing more, and bounds that keep it from coming to that. Limits of this process, no root needed."""
+
+import contextlib
+import json
+import logging
+import random
+import resource
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm.adapters.checkpoint import CheckpointStore
+from swarm.config import SharingSection, parse
+from swarm.errors import CheckpointError
+from swarm.node import Node
+from swarm.node_folder import NodeFolder
+from swarm.observability.logging_setup import set_up_logging
+from swarm.observability.metrics_log import MetricsLog, read_rows
+from swarm.pool import experience_pool
+from swarm.pool.experience_pool import ExperiencePool
+from swarm.records.identity import Identity
+from swarm.sharing.reputation import Reputation
+from tests.unit.experience_factory import NOW, Clock, group
+
+
+@contextlib.contextmanager
+def no_file_grows_beyond(num_bytes: int) -> Iterator[None]:
+    """Writing past it raises OSError, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_metrics_rows_that_the_disk_refuses_are_lost_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.write({"round": 1})
+    with no_file_grows_beyond(path.stat().st_size + 7):  # a part of the next row would fit
+        log.write({"round": 2})
+        log.write({"round": 3})
+    log.write({"round": 4})
+    assert log.num_lost == 2
+    assert path.read_text() == '{"round": 1}\n{"round": 4}\n'
+
+
+def test_metrics_begin_anew_at_their_bound(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, max_bytes=1000)
+    for number in range(500):
+        log.write({"round": number})
+    assert [row["round"] for row in read_rows(path)][-1] == 499
+    assert max(p.stat().st_size for p in tmp_path.iterdir()) <= 1000
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.jsonl.1"]
+    again = MetricsLog(path, max_bytes=1000)
+    again.write({"round": 500})
+    assert [row["round"] for row in read_rows(path)][-2:] == [499, 500]
+
+
+def test_logs_are_bounded_in_size_and_number(tmp_path: Path) -> None:
+    for _ in range(20):
+        path = set_up_logging(tmp_path, "info", max_bytes=2000)
+        for number in range(100):
+            logging.getLogger("swarm.test").info("line %d", number)
+    assert path.name == "run-0020.log"
+    assert len(list(tmp_path.glob("run-*.log"))) == 16
+    assert max(p.stat().st_size for p in tmp_path.iterdir()) <= 2000
+
+
+def test_the_pool_is_bounded_in_bytes_and_the_oldest_groups_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experience_pool, "_MAX_PAYLOAD_BYTES", 3000)
+    pool = ExperiencePool(":memory:", SharingSection(), Clock())
+    rng = random.Random(0)
+    for number in range(20):
+        texts = ["".join(rng.choices("abcdefgh", k=400)), "right"]
+        pool.add(bytes([number]) * 32, NOW + 600, NOW, [group(*texts, index=number)])
+    left = sorted(drawn.task.index for drawn in pool.draw(99, random.Random(0)))
+    assert left[-1] == 19 and left == list(range(left[0], 20)) and 2 <= len(left) <= 8
+    assert pool.dropped["too_large"] == 20 - len(left)
+
+
+def test_a_full_disk_costs_groups_of_others_and_not_the_node(tmp_path: Path) -> None:
+    pool = ExperiencePool(tmp_path / "pool.sqlite", SharingSection(), Clock())
+    pool.add(b"a" * 32, NOW + 600, NOW, [group()])
+    largest = max(path.stat().st_size for path in tmp_path.iterdir())
+    with no_file_grows_beyond(largest):
+        assert pool.draw(1, random.Random(0)) == []
+        with pytest.raises(sqlite3.OperationalError):  # which the network loop counts, and tries again
+            pool.add(b"b" * 32, NOW + 600, NOW, [group(index=1)])
+    assert len(pool.draw(1, random.Random(0))) == 1
+
+
+def test_a_pool_does_not_grow_beyond_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experience_pool, "_MAX_FILE_BYTES", 100_000)
+    pool = ExperiencePool(tmp_path / "pool.sqlite", SharingSection(), Clock())
+    rng = random.Random(0)
+    with pytest.raises(sqlite3.OperationalError):
+        for number in range(400):
+            texts = ["".join(rng.choices("abcdefgh", k=2000)), "right"]
+            pool.add(number.to_bytes(32, "big"), NOW + 600, NOW, [group(*texts, index=number)])
+    pool.close()
+    assert (tmp_path / "pool.sqlite").stat().st_size <= 100_000
+
+
+def test_reputation_on_a_full_disk_keeps_the_file_of_before(tmp_path: Path) -> None:
+    path = tmp_path / "reputation.json"
+    reputation = Reputation(3600.0, Clock(), path)
+    reputation.save()
+    for number in range(100):
+        reputation.admitted(f"author {number}")
+    with no_file_grows_beyond(100), pytest.raises(OSError):
+        reputation.save()
+    assert json.loads(path.read_text()) == {}
+
+
+class RefusingLearner:
+    """Rounds without a policy; every checkpoint meets a full disk."""
+
+    merging = None
+    round = 0
+
+    def run_round(self) -> dict[str, Any]:
+        self.round += 1
+        row = {"kind": "round", "round": self.round, "policy_version": 0, "time/round_s": 0.0}
+        return row | {
+            "rollout/reward_mean": 0.0,
+            "rollout/tokens_per_s": 0.0,
+            "train/own_groups": 0,
+            "train/swarm_groups": 0,
+        }
+
+    def save(self, store: CheckpointStore) -> None:
+        with no_file_grows_beyond(100):
+            store.save(self.round, {}, {"filling": "x" * 1000})
+
+
+def test_a_node_learns_on_where_checkpoints_are_refused_and_fails_at_its_end(tmp_path: Path) -> None:
+    config = parse(
+        {
+            "node": {"dir": str(tmp_path / "n"), "max_rounds": 3},
+            "network": {"backend": "off"},
+            "sharing": {"swarm_groups": 0, "publish": False},
+            "checkpoint": {"interval_rounds": 1},
+            "evaluation": {"tasks_per_source": 0},
+            "observability": {"http": False},
+        }
+    )
+    folder = NodeFolder(config.node.dir)
+    folder.create()
+    node, learner = Node(config, folder, Identity(b"n" * 32)), RefusingLearner()
+    with pytest.raises(CheckpointError, match="free disk space"):
+        node._rounds(learner)  # type: ignore[arg-type]
+    assert learner.round == 3, "the last checkpoint is the one that must not be missed in silence"
+    assert list(folder.checkpoints.iterdir()) == [], "and what was begun is cleaned up"

@@ -1,0 +1,278 @@
+"""What a node remembers of others, by its own evidence; and which part of what it reads each gets for that."""
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from swarm.config import SharingSection
+from swarm.network.transport import Verdict
+from swarm.pool.experience_pool import ExperiencePool
+from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.sharing.author_shares import AddressGroups, AuthorShares
+from swarm.sharing.choice import UniformChoice
+from swarm.sharing.inbox import Inbox
+from swarm.sharing.reputation import FIRST_BAN_S, MAX_AUTHORS, MAX_BAN_S, PROBATION_BODIES, Reputation
+from swarm.sharing.shard import Shard
+from swarm.sharing.verification_budget import STRANGERS_BURST_S, STRANGERS_PER_S, VerificationBudget
+from tests.unit.experience_factory import (
+    ALICE,
+    MALLORY,
+    READER,
+    SWARM_ID,
+    Clock,
+    admission,
+    group,
+    header_of,
+    signed,
+)
+
+HALF_LIFE_S = 21_600.0
+LIAR = MALLORY.peer_id
+KNOWN = (ALICE.peer_id, "bob", "carol")
+
+
+def made(clock: Clock | None = None, path: Path | None = None) -> Reputation:
+    return Reputation(HALF_LIFE_S, clock or Clock(), path)
+
+
+def known(reputation: Reputation, *authors: str) -> Reputation:
+    for author in authors:
+        for _ in range(20):
+            reputation.admitted(author)
+    return reputation
+
+
+def test_weight_by_hand_and_what_says_nothing() -> None:
+    reputation = made()
+    assert reputation.weight(LIAR) == 0.5
+    for reason in (Rejection.TASK_FAILED, Rejection.TASK_MISMATCH, Rejection.UNKNOWN_TASK, Rejection.STRANGERS_BUSY):
+        assert not reputation.refused(LIAR, reason)
+    assert reputation.weight(LIAR) == 0.5
+    for _ in range(3):
+        reputation.admitted(LIAR)
+    assert reputation.weight(LIAR) == pytest.approx(4 / 5)
+    reputation.refused(LIAR, Rejection.UNAVAILABLE)
+    assert reputation.weight(LIAR) == pytest.approx(4 / 5.25)
+    reputation.refused(LIAR, Rejection.REWARD_MISMATCH)  # half of what was earned, and four
+    assert reputation.weight(LIAR) == pytest.approx(2.5 / (2 + 1.5 + 4.25))
+
+
+def test_evidence_halves_with_every_half_life() -> None:
+    clock = Clock()
+    reputation = made(clock)
+    for _ in range(6):
+        reputation.admitted(LIAR)
+    clock.now += HALF_LIFE_S
+    assert reputation.weight(LIAR) == pytest.approx(4 / 5)
+    clock.now += 20 * HALF_LIFE_S
+    assert reputation.weight(LIAR) == pytest.approx(0.5, abs=1e-4)
+    clock.now -= 100 * HALF_LIFE_S  # a clock set back makes nothing larger
+    assert reputation.weight(LIAR) <= 7 / 8
+
+
+def test_a_strangers_lie_bans_it_and_bans_grow_and_expire() -> None:
+    clock = Clock()
+    reputation = made(clock)
+    assert reputation.refused(LIAR, Rejection.REWARD_MISMATCH)
+    assert reputation.is_banned(LIAR)
+    assert not reputation.refused(LIAR, Rejection.REWARD_MISMATCH), "it is banned already"
+    clock.now += FIRST_BAN_S
+    assert not reputation.is_banned(LIAR)
+    assert reputation.refused(LIAR, Rejection.REWARD_MISMATCH)
+    clock.now += FIRST_BAN_S
+    assert reputation.is_banned(LIAR)
+    clock.now += FIRST_BAN_S
+    assert not reputation.is_banned(LIAR)
+    for _ in range(12):
+        reputation.refused(LIAR, Rejection.COPIED)
+        clock.now += MAX_BAN_S
+    assert not reputation.is_banned(LIAR)
+
+
+def test_who_is_well_known_may_err_once_and_cannot_spend_a_good_name_on_lies() -> None:
+    reputation = known(made(), LIAR)
+    outcomes = [reputation.refused(LIAR, Rejection.REWARD_MISMATCH) for _ in range(4)]
+    assert outcomes == [False, False, False, True]
+
+
+def test_silence_and_slowness_ban_nobody() -> None:
+    reputation = made()
+    for _ in range(500):
+        assert not reputation.refused(LIAR, Rejection.UNAVAILABLE) and not reputation.refused(LIAR, Rejection.TOO_SLOW)
+        assert not reputation.refused(LIAR, Rejection.WRONG_HASH)
+    assert not reputation.is_banned(LIAR) and reputation.weight(LIAR) < 0.02
+
+
+def test_strangers_do_not_displace_whom_we_know() -> None:
+    reputation = known(made(), ALICE.peer_id)
+    for number in range(3 * MAX_AUTHORS):
+        reputation.refused(f"sybil {number}", Rejection.UNAVAILABLE)
+    assert len(reputation) == MAX_AUTHORS
+    assert reputation.is_known(ALICE.peer_id)
+
+
+def test_reputation_outlives_the_process_and_a_damaged_file_does_not_stop_the_next(tmp_path: Path) -> None:
+    path, clock = tmp_path / "reputation.json", Clock()
+    first = known(made(clock, path), ALICE.peer_id)
+    first.refused(LIAR, Rejection.HEADER_MISMATCH)
+    first.save()
+    again = made(clock, path)
+    assert again.is_known(ALICE.peer_id) and again.is_banned(LIAR)
+    assert again.weight(ALICE.peer_id) == first.weight(ALICE.peer_id)
+    for damaged in ('{"a": 1}', '{"a": {"good": 1, "unknown": 2}}', "[]", '{"a'):
+        path.write_text(damaged)
+        assert len(made(clock, path)) == 0
+
+
+# --- shares
+
+
+def shares_of(reputation: Reputation, addresses: AddressGroups | None = None, share: float = 0.25) -> AuthorShares:
+    return AuthorShares(reputation, share, addresses or AddressGroups())
+
+
+def test_strangers_together_get_their_share_and_no_more() -> None:
+    honest = [f"honest {i}" for i in range(4)]
+    sybils = [f"sybil {i}" for i in range(50)]
+    addresses = AddressGroups()
+    for number, sybil in enumerate(sybils):
+        addresses.note(sybil, [f"/ip4/10.{number}.0.1/tcp/1"])
+    standing = shares_of(known(made(), *honest), addresses).standing([*honest, *sybils])
+    of_sybils = sum(standing[sybil] for sybil in sybils) / sum(standing.values())
+    assert of_sybils == pytest.approx(0.25)
+    alone = shares_of(known(made(), *honest), addresses, 1.0).standing([*honest, sybils[0]])
+    assert alone[sybils[0]] == pytest.approx(1 / (1 + PROBATION_BODIES))
+
+
+def test_a_share_grows_through_probation() -> None:
+    reputation = known(made(), *KNOWN)
+    parts = []
+    for _ in range(6):
+        standing = shares_of(reputation).standing([*KNOWN, LIAR])
+        parts.append(standing[LIAR] / sum(standing.values()))
+        reputation.admitted(LIAR)
+    assert parts == pytest.approx([(1 + n) / 5 / (3 + (1 + n) / 5) for n in range(4)] + [0.25, 0.25])
+
+
+def test_whoever_is_known_first_does_not_crowd_out_those_who_come_next() -> None:
+    others = [f"honest {i}" for i in range(4)]
+    parts = []
+    for num_known in range(4):
+        standing = shares_of(known(made(), *KNOWN[:num_known])).standing([*KNOWN[:num_known], *others])
+        parts.append(sum(standing[name] for name in others) / sum(standing.values()))
+    assert parts == pytest.approx([1.0, 0.75, 0.5, 0.8 / 3.8])  # with three of them probation begins
+
+
+def test_where_nobody_lied_all_known_authors_stand_alike_however_much_they_sent() -> None:
+    reputation = known(made(), *KNOWN)
+    for _ in range(200):
+        reputation.admitted(ALICE.peer_id)
+    assert len(set(shares_of(reputation).standing(KNOWN).values())) == 1
+    reputation.hint("bob", 7.0)
+    assert shares_of(reputation).standing(KNOWN)["bob"] == pytest.approx(21 / 28)
+
+
+def test_among_strangers_an_address_group_counts_as_two() -> None:
+    addresses = AddressGroups()
+    sybils = [f"sybil {i}" for i in range(50)]
+    for number, sybil in enumerate(sybils):
+        addresses.note(sybil, [f"/ip4/10.9.8.{number}/tcp/1", f"/ip4/77.{number}.1.1/tcp/1"])  # one of them invented
+    honest = [f"honest {i}" for i in range(4)]
+    for number, name in enumerate(honest):
+        addresses.note(name, [f"/ip4/192.{number}.0.1/tcp/1"])
+    standing = shares_of(made(), addresses).standing([*honest, *sybils])
+    assert sum(standing[sybil] for sybil in sybils) / sum(standing.values()) == pytest.approx(2 / 6)
+
+
+def test_whoever_is_known_cannot_be_crowded_out_by_false_addresses() -> None:
+    addresses = AddressGroups()
+    addresses.note(ALICE.peer_id, ["/ip4/192.0.2.1/tcp/1"])
+    reputation = known(made(), *KNOWN)
+    for number in range(50):
+        addresses.note(f"sybil {number}", ["/ip4/192.0.2.7/tcp/1"])
+    standing = shares_of(reputation, addresses).standing([*KNOWN, *(f"sybil {i}" for i in range(50))])
+    assert standing[ALICE.peer_id] / sum(standing.values()) == pytest.approx(1 / 3.4)  # two strangers' part is .4
+
+
+def test_those_without_an_address_are_one_group_where_others_have_one() -> None:
+    addresses = AddressGroups()
+    hidden = [f"hidden {i}" for i in range(8)]
+    assert set(shares_of(made(), addresses).standing(hidden).values()) == {1.0}
+    addresses.note("open", ["/ip4/192.0.2.1/tcp/1"])
+    assert shares_of(made(), addresses).standing([*hidden, "open"]) == {"open": 1.0} | dict.fromkeys(hidden, 0.25)
+
+
+def test_address_groups_by_kind_and_bounded() -> None:
+    addresses = AddressGroups()
+    relay = "/ip4/10.0.0.1/tcp/1/p2p/12D3KooWRelay/p2p-circuit"
+    hostile = ["/ip4/[bold]/tcp/1", "garbage", "", "/dns4/Some.Where/tcp/1"]
+    addresses.note("a", ["/ip4/10.0.0.77/tcp/1", "/ip6/2001:db8:1:2::1/tcp/1", relay, *hostile])
+    assert addresses.of("a") == {
+        "10.0.0.0/24", "2001:db8:1::/48", "relay 12D3KooWRelay", "unknown", "host some.where",
+    }  # fmt: skip
+    assert addresses.of("nobody") == {"unknown"}
+    for number in range(5000):
+        addresses.note(str(number), ())
+    assert len(addresses._groups) == 4096
+
+
+def test_headers_are_drawn_by_standing() -> None:
+    choice = UniformChoice(random.Random(0), shares_of(known(made(), *KNOWN)))
+    offered = [header_of([group(author=name)], b"", author=name) for name in (*KNOWN, LIAR)]
+    liar = offered[-1]
+    drawn = Counter(choice.choose(offered, ()).author for _ in range(2000))
+    assert 0.04 < drawn[LIAR] / 2000 < 0.085  # .2 of 3.2
+    assert choice.choose([liar], ()) == liar, "where nobody else offers"
+
+
+def test_headers_of_a_banned_author_are_not_offered_nor_passed_on_until_the_ban_ends() -> None:
+    clock = Clock()
+    reputation = made(clock)
+    config = SharingSection()
+    pool = ExperiencePool(":memory:", config, clock)
+    inbox = Inbox(
+        config, SWARM_ID, READER.peer_id, admission(clock), pool, clock, random.Random(0), None, shares_of(reputation)
+    )
+
+    def arrives(number: int) -> Verdict:
+        header = header_of([group(author=LIAR)], bytes([number]), author=LIAR, created_at=clock.now)
+        return inbox.take_gossip(Shard(0, 0), signed(header, MALLORY))
+
+    assert arrives(1) is Verdict.ACCEPT
+    reputation.refused(LIAR, Rejection.REWARD_MISMATCH)
+    assert inbox.pick() is None, "what it had offered before is gone too"
+    assert arrives(2) is Verdict.IGNORE
+    assert inbox.rejected == {"banned": 2}
+    clock.now += FIRST_BAN_S - 300
+    assert arrives(3) is Verdict.IGNORE
+    clock.now += 300
+    header = header_of([group(author=LIAR)], b"4", author=LIAR, created_at=clock.now, expires_at=clock.now + 600)
+    assert inbox.take_gossip(Shard(0, 0), signed(header, MALLORY)) is Verdict.ACCEPT
+
+
+def test_a_ban_empties_the_pool_of_its_author() -> None:
+    clock = Clock()
+    pool = ExperiencePool(":memory:", SharingSection(), clock)
+    pool.add(b"m" * 32, clock.now + 600, clock.now, [group(index=i, author=LIAR) for i in range(3)])
+    pool.add(b"a" * 32, clock.now + 600, clock.now, [group()])
+    assert pool.drop_author(LIAR) == 3
+    assert pool.num_fresh() == 1 and pool.dropped == {"banned_author": 3} and pool.knows_body(b"m" * 32)
+
+
+# --- time for checking
+
+
+def test_all_strangers_together_have_one_budget_and_known_authors_their_own() -> None:
+    now = 0.0
+    budget = VerificationBudget(lambda: now, is_known=lambda author: author == "alice")
+    for number in range(6):
+        budget.check(f"fresh {number}")
+        budget.spend(f"fresh {number}", 12.0)  # below what one author gets
+    with pytest.raises(InvalidRecord) as caught:
+        budget.check("another")
+    assert caught.value.reason is Rejection.STRANGERS_BUSY
+    budget.check("alice")
+    now = (72.0 - STRANGERS_BURST_S) / STRANGERS_PER_S + 0.1
+    budget.check("another")
