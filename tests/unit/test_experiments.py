@@ -88,7 +88,7 @@ def test_a_forged_reward_is_turned_away_in_memory_as_on_the_wire() -> None:
     from swarm.experiments.sapo_cell import node_config
 
     swarm = LearnerSwarm([node_config({**SETTINGS, "arm": SHARING}, number) for number in range(2)], seed=0)
-    publish = swarm._exchange.publish
+    publish = swarm.exchange.publish
 
     def forge(identity: Any, groups: Any) -> None:
         publish(
@@ -99,7 +99,7 @@ def test_a_forged_reward_is_turned_away_in_memory_as_on_the_wire() -> None:
             ],
         )
 
-    swarm._exchange.publish = forge  # type: ignore[method-assign]
+    swarm.exchange.publish = forge  # type: ignore[method-assign]
     rows = [swarm.run_round() for _ in range(2)]
     assert swarm.rejected["reward_mismatch"] > 0 and sum(row.swarm_groups for row in rows) == 0
 
