@@ -29,6 +29,8 @@ from swarm.policy.logprobs import TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
+_SECOND_CHANCE_S = 0.5
+"""For a stage that gave no answer just now to hear that a batch or session is over: the fault may have been a short one."""
 T = TypeVar("T")
 GradientOf = Callable[[int, TokenLogprobs], Tensor]
 """(micro-batch, its log-probs [B, T]) → gradient [B, T] of the loss of the whole batch with respect to them."""
@@ -213,7 +215,7 @@ class Crew:
 
     async def end(self, session: int) -> None:
         """Forget a session; stages that do not answer forget it in time."""
-        calls = [self._call(i, "end", partial(link.end, session)) for i, link in self._heard_links()]
+        calls = [self._call(i, "end", self._brief(i, partial(link.end, session))) for i, link in enumerate(self._links)]
         failed_stages(await asyncio.gather(*calls, return_exceptions=True))
 
     async def _decode(self, session: int, states: Tensor, left_padding: tuple[int, ...] | None) -> Tensor:
@@ -262,19 +264,27 @@ class Crew:
         return failure
 
     async def _drop_everywhere(self, batch: int) -> list[int]:
-        asked = self._heard_links()
-        calls = [self._call(stage, "drop", partial(link.drop, batch)) for stage, link in asked]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        lost = [asked[place][0] for place in failed_stages(results)]
+        calls = [
+            self._call(stage, "drop", self._brief(stage, partial(link.drop, batch)))
+            for stage, link in enumerate(self._links)
+        ]
+        lost = failed_stages(await asyncio.gather(*calls, return_exceptions=True))
         if lost:
             logger.warning(
                 "stages %s did not hear that batch %d is dropped; they forget it with the next one", lost, batch
             )
         return lost
 
-    def _heard_links(self) -> list[tuple[int, StageLink]]:
-        """All but those that were silent: asking them again would only take its time."""
-        return [(stage, link) for stage, link in enumerate(self._links) if stage not in self._silent]
+    def _brief(self, stage: int, order: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
+        """The order as it is, or for a stage that gave no answer last with a short deadline: its loss is known already."""
+        if stage not in self._silent:
+            return order
+
+        async def hurried() -> T:
+            async with asyncio.timeout(_SECOND_CHANCE_S):
+                return await order()
+
+        return hurried
 
     def _total(self, name: str, settled: Sequence[Settled]) -> Tensor:
         """Gradient of a shared parameter, summed in the order of the stages."""

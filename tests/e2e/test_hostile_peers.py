@@ -40,6 +40,7 @@ LOOPBACK = (TcpAddress.parse("/ip4/127.0.0.1/tcp/0"),)
 DEADLINE_S = 30.0
 MAX_GROWTH_MIB = 48.0
 """Of the victim and its daemon, over all attacks; the attackers sent hundreds of MiB."""
+NUM_HONEST = 12
 FLOOD = 10_000
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[None]]
@@ -177,7 +178,19 @@ async def test_hostile_peers_cost_a_node_neither_its_peers_nor_its_memory(tmp_pa
         assert state["rss_mib"] - before < MAX_GROWTH_MIB, state
 
 
+async def _earn_trust(at: Scene) -> None:
+    """Honest bodies, so that the first false one gets nobody banned and all are looked at."""
+    before = (await at.victim.state())["admitted"]
+    for number in range(200, 200 + NUM_HONEST):
+        body = encode_body([group(index=number, author=MALLORY.peer_id)])
+        data, digest = record(number, at.mallory.now(), body)
+        at.bodies[digest] = _giving(body)
+        await at.gossip(data)
+    await at.until(lambda state: state["admitted"] >= before + NUM_HONEST)
+
+
 async def _send_hostile_bodies(at: Scene) -> None:
+    await _earn_trust(at)
     for number, (reason, (body, serve)) in enumerate(_hostile_bodies().items()):
         assert len(body) <= MAX_BODY_BYTES
         data, digest = record(number, at.mallory.now(), body)

@@ -202,18 +202,18 @@ class Mallory:
         return data
 
     def attacks(self) -> dict[str, Coroutine[None, None, object]]:
-        """One record of every wrong kind, by the reason that it should be turned away for."""
+        """One record of every wrong kind, by the reason that it should be turned away for; the one that gets it banned last."""
         now = self.transport.now()
         poisoned, withheld = self.honest(4), self.honest(7)
         wrong_ids = replace(poisoned.rollouts[0], token_ids=poisoned.rollouts[1].token_ids, logprobs=(-0.7,) * 3)
         return {
             "replay": self.announce(self.honest(1)),
             "bad_signature": self.announce(self.honest(2), identity=Identity(b"x" * 32)),
-            "reward_mismatch": self.announce(self.group(self.task(3), ("wrong", "no"), (1.0, 0.0))),
-            "tokens": self.announce(replace(poisoned, rollouts=(wrong_ids, poisoned.rollouts[1]))),
             "expired": self.announce(self.honest(5), created_at=now - 500, expires_at=now - 100),
             "held_out_task": self.announce(self.group(self.task(6, seed=1), ("1", "no"), (1.0, 0.0))),
+            "tokens": self.announce(replace(poisoned, rollouts=(wrong_ids, poisoned.rollouts[1]))),
             "unavailable": self.announce(withheld, withhold=True),
+            "reward_mismatch": self.announce(self.group(self.task(3), ("wrong", "no"), (1.0, 0.0))),
         }
 
     async def put(self, data: bytes) -> None:
@@ -245,5 +245,5 @@ async def _attack(folder: Path, address: str, victim: NodeProcess, swarm_id: str
 
 async def _counted(victim: NodeProcess, what: str, condition) -> None:
     await asyncio.to_thread(
-        wait_for, lambda: row if (row := victim.last_round) and condition(row) else None, what, victim, deadline_s=30
+        wait_for, lambda: row if (row := victim.last_round) and condition(row) else None, what, victim, deadline_s=60
     )
