@@ -1,6 +1,7 @@
 """A policy over several processes: one of them is killed, a spare takes its layers, and nothing else starts anew."""
 
 import signal
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import PolicySection
 from swarm.policy.policy import load_policy
 from tests.e2e.crew_processes import crew_processes
+from tests.e2e.node_process import NodeProcess, wait_for
 
 SETTINGS = {
     "rollouts": {"groups_per_round": 2, "group_size": 4, "max_new_tokens": 6},
@@ -44,3 +46,21 @@ def test_a_killed_stage_is_taken_over_by_a_spare(tmp_path: Path, capsys: pytest.
     single = load_policy(PolicySection(), device="cpu")
     assert checkpoint.state["lineage"]["policy"] == single.lineage.policy
     assert any(tensor.abs().max() > 0 for name, tensor in checkpoint.tensors["adapter"].items() if "lora_B" in name)
+
+
+def test_a_killed_driver_takes_its_crew_over_from_the_last_checkpoint(tmp_path: Path) -> None:
+    with crew_processes(tmp_path, 2, layers=("0:1", "1:3"), **SETTINGS) as crew:
+        crew.step_after(2)
+        crew.driver.kill_9()
+        before = CheckpointStore(crew.driver.folder / "checkpoints", 3).load_newest()
+        assert before is not None
+        with NodeProcess(tomllib.loads(crew.driver.folder.with_suffix(".toml").read_text())) as again:
+            version = before.state["policy_version"]
+            row = wait_for(
+                lambda: row if (row := again.last_round).get("policy_version", 0) > version + 1 else None,
+                "steps of the crew under its new driver", again, deadline_s=180.0,
+            )  # fmt: skip
+            assert row["round"] > before.round
+            rounds = [row["round"] for row in again.rounds]
+            assert sorted(set(rounds)) == list(range(1, rounds[-1] + 1)), "it goes on where the checkpoint stands"
+        assert all(stage.process.poll() is None for stage in crew.stages), "no machine of the crew started anew"
