@@ -16,6 +16,7 @@ MERGING = {"enabled": True, "inner_steps": 3, "search_s": 10.0, "gate_tasks": 0,
 def settings(folder: Path, **network: object) -> dict[str, object]:
     return node_settings(
         folder,
+        node={"dir": str(folder), "threads": 1, "duty_cycle": 0.2},  # few rounds go by while adapters travel
         network=network,
         rollouts={"groups_per_round": 3, "max_new_tokens": 8},
         sharing={"own_groups": 3, "swarm_groups": 0, "publish": False},
@@ -61,5 +62,6 @@ def test_processes_merge_and_a_killed_partner_costs_a_step_alone(tmp_path: Path)
         assert set(row["merge/reasons"]) - {"merged", "gate"}
         a.kill_9()
     merged = [wait_for(lambda node=node: first_merge(node), "a merge") for node in (a, b)]
-    before, after = (likeness((a, b), (merged[0] - back, merged[1] - back)) for back in (1, 0))
-    assert before < 0.3 < 0.6 < after
+    long_before, before, after = (likeness((a, b), (merged[0] - back, merged[1] - back)) for back in (2, 1, 0))
+    print(long_before, before, after, merged)
+    assert after - before > 0.08 > before - long_before  # in one round of its own no node comes closer to the other
