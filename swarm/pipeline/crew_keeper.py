@@ -242,7 +242,10 @@ class CrewKeeper:
             except (NetworkError, TimeoutError):
                 self._peers[plan.stage] = before
                 continue
-            logger.warning("stage %d goes on at %s by %s: %s", plan.stage, member.peer_id, plan.strategy, plan.reason)
+            except StageLostError:  # another one is lost; this one is in place
+                _say_where(plan, member.peer_id)
+                raise
+            _say_where(plan, member.peer_id)
             return True
         return False
 
@@ -280,3 +283,7 @@ class CrewKeeper:
         base = self._base
         model = load_stage(base.folder, part, lora=base.lora, device=base.device, dtype=base.dtype)
         return Stage(model, self._settings)
+
+
+def _say_where(plan: Recovery, peer_id: str) -> None:
+    logger.warning("stage %d goes on at %s by %s: %s", plan.stage, peer_id, plan.strategy, plan.reason)
