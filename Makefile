@@ -1,4 +1,4 @@
-# Every target makes its own environment: .venv with the pinned packages of requirements.lock.
+# Every target makes its own environment: .venv with the pinned packages of requirements.lock and requirements-dev.lock.
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do $$p -c '$(IS_NEW_ENOUGH)' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
@@ -8,7 +8,7 @@ DEMO ?= --resume
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types security audit setup clean
+.PHONY: help demo test check format lint types security audit docs setup clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -20,7 +20,7 @@ test: $(READY)  ## All tests
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
-check: $(READY) format lint types security audit test  ## Format, lint, types, security and tests
+check: $(READY) format lint types security audit docs test  ## Format, lint, types, security, documentation and tests
 
 format: $(READY)
 	$(BIN)/ruff format --check .
@@ -37,20 +37,25 @@ security: $(READY)  ## What bandit finds in the code; exclusions with reasons in
 # Where no index answers, nothing is known of any package: that is told, and is no failure of the code.
 audit: $(READY)  ## Known vulnerabilities of the pinned packages, where an index answers
 	@rm -f $(VENV)/audit.json
-	@$(BIN)/pip-audit --requirement requirements.lock --no-deps --disable-pip --progress-spinner off --timeout 15 \
-		--format json --output $(VENV)/audit.json 2>$(VENV)/audit.log || true
+	@$(BIN)/pip-audit --requirement requirements.lock --requirement requirements-dev.lock --no-deps --disable-pip \
+		--progress-spinner off --timeout 15 --format json --output $(VENV)/audit.json 2>$(VENV)/audit.log || true
 	@$(BIN)/python -m tests.audit $(VENV)/audit.json
+
+# No warning of the theme about what may come after it, no request to anybody.
+docs: $(READY)  ## The documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 setup: $(READY)  ## Only the environment
 
 # The stamp is written last: an interrupted set-up starts over at the next call.
-$(READY): requirements.lock pyproject.toml
+$(READY): requirements.lock requirements-dev.lock pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python >= 3.11 is needed, found none; set PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "setting up $(VENV) (a few minutes, once)"
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.lock -r requirements-dev.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep ^torch== requirements.lock)"  # its CUDA build brings more packages
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $(READY)
 
 clean:  ## Remove the environment and caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis site

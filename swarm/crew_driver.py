@@ -6,7 +6,7 @@ compute thread: Learner ─▶ CrewPolicy, CrewEngine, CrewSteps ─▶ loop: Cr
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swarm.config import Config
 from swarm.errors import ConfigError
@@ -77,6 +77,14 @@ class CrewDriver:
         policy.wait_for(self._keeper.start(Machine(speed, available_bytes(base.device))))
         engine = CrewEngine(policy, config.rollouts.max_batch_sequences)
         return Means(policy, engine, CrewSteps(config.training, policy), _nothing_to_probe)
+
+    def stages(self) -> list[dict[str, Any]]:
+        """Who holds which layers at this moment, for a page: {stage, first_layer, end_layer, holder} of each."""
+        places = self._keeper.places() if self._keeper else []
+        return [
+            {"stage": number, "first_layer": part.start, "end_layer": part.stop, "holder": holder}
+            for number, (part, holder) in enumerate(places)
+        ]
 
     def close(self) -> None:
         """End the thread of the driver's own stage."""

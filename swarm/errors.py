@@ -13,6 +13,12 @@ class SwarmError(Exception):
     exit_code = 1
 
 
+class UnexpectedError(SwarmError):
+    """What only a bug can cause; the message names the report of it."""
+
+    exit_code = 1
+
+
 class ConfigError(SwarmError):
     """A configuration file, override or combination of settings is not valid."""
 
@@ -136,3 +142,26 @@ class StageLostError(PipelineError):
         super().__init__(message)
         self.stages = stages
         self.applied = applied
+
+
+class StuckError(SwarmError):
+    """A part of the node made no progress for long; the log and a crash report have its stack."""
+
+    exit_code = 18
+
+
+WRONG_USAGE = 2
+"""Of the command line."""
+NEEDS_A_PERSON = frozenset(
+    {
+        WRONG_USAGE,
+        *(
+            error.exit_code
+            for error in (
+                ConfigError, IdentityError, PolicyError, TaskError, CheckpointError, MemoryBudgetError, TrainingError,
+                ManifestError, PreflightError, SiloError,
+            )
+        ),
+    }
+)  # fmt: skip
+"""Exit codes after which another start ends the same way, until somebody changes something. Supervisors stop there."""

@@ -21,6 +21,7 @@ from swarm.config import Config
 from swarm.engine.canary import Canary
 from swarm.errors import CheckpointError
 from swarm.means import Means
+from swarm.observability.tracing import traced
 from swarm.policy_merging import MergeLinks, PolicyMerging
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.rollouts.rollout_round import RolloutRound
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 Publish = Callable[[Sequence[RolloutGroup]], None]
 Row = dict[str, Any]
 """One line of metrics.jsonl."""
+_ROUND_FACTS = ("round", "policy_version", "rollout/reward_mean", "train/own_groups", "train/swarm_groups")
 
 
 class Learner:
@@ -59,15 +61,18 @@ class Learner:
         usefulness: Usefulness | None = None,
         links: MergeLinks | None = None,
         hint: Callable[[str, float], None] = lambda author, bad: None,
+        beacon: Callable[[], bytes] = lambda: b"",
     ) -> None:
         """`usefulness`: by which groups of others are drawn, and which is told of the own difficulty table; else uniform.
 
         `links`: to partners, where `merging.enabled`. `hint`: as of the ExperienceTranslator.
+        `beacon`: what the next tasks follow from, see `sharing.beacons`.
         """
         self._config = config
         self._mixture = mixture
         self._pool = pool
         self._publish = publish
+        self._beacon = beacon
         self._author = author
         self.policy = policy = means.policy
         self._pruning = means.pruning
@@ -103,13 +108,18 @@ class Learner:
         self._rng = random.Random(self._seed("batches"))
         self.round = 0
         """Rounds completed over the whole run."""
+        self.on_groups: Publish = lambda groups: None
+        """Shown the groups of every round, shared or not."""
         self._totals: Counter[str] = Counter()
 
+    @traced("round", lambda row, *_: {name: row[name] for name in _ROUND_FACTS if name in row})
     def run_round(self) -> Row:
         """One rollout–share–train cycle; returns its metrics."""
         started = time.monotonic()
+        self._cursor.follow(self._author, self._beacon())
         rollouts = self._rollouts.run(self._seed("rollouts", self.round))
         rolled_out = time.monotonic()
+        self.on_groups(rollouts.groups)
         if self._config.sharing.publish:
             self._publish(rollouts.groups)
         self._translator.observe_own(rollouts.likelihoods)
@@ -147,6 +157,7 @@ class Learner:
         row = {"kind": "evaluation", "phase": phase, "accuracy_mean": mean, "accuracy": accuracy}
         return {**row, **self._position()}
 
+    @traced("checkpoint", lambda _, learner, *__: {"round": learner.round})
     def save(self, store: CheckpointStore) -> None:
         tensors, trainer_state = self._trainer.state()
         state = {

@@ -2,7 +2,7 @@
 
     asyncio loop (this thread)                          compute thread
     ─────────────────────────                           ──────────────
-    transport · index · admission ──→ [pool] ──draw──→  Learner.run_round
+    transport · index · admission ──→ [pool] ──draw──→  TrainingRun: Learner.run_round
     exchange.hand_out ←─────────────────────────────── groups of the round
     status file · /metrics · /health ←── metrics row ─  after every round
 
@@ -21,25 +21,28 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from swarm.adapters.checkpoint import CheckpointStore
-from swarm.config import Config, dump_toml
+from swarm.advice import Adviser
+from swarm.config import Config
 from swarm.crew_driver import CrewDriver
-from swarm.errors import CheckpointError
+from swarm.dashboard.node_page import NodePage
+from swarm.integrations.open_sinks import open_sinks
 from swarm.learner import Learner
 from swarm.means import Means, local_means
-from swarm.network.heap import bound_arenas
 from swarm.network.transport import Transport
+from swarm.node_controls import NodeControls
 from swarm.node_folder import NodeFolder
 from swarm.node_merging import make_merging
+from swarm.node_page_wiring import wire_page
 from swarm.node_report import NodeReport
-from swarm.observability.logging_setup import set_up_logging
 from swarm.observability.repeat import repeat
-from swarm.policy.policy import Policy, load_policy
+from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
-from swarm.records import identity as identities
 from swarm.records.admission import Admission, Vocabulary
 from swarm.records.copies import CopyWatch
-from swarm.records.identity import Identity, IdentityLock, Unlock
+from swarm.records.identity import Identity
 from swarm.records.rejection import Rejection
+from swarm.sharing.acquaintances import Acquaintances
+from swarm.sharing.beacons import Beacons
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
@@ -48,8 +51,11 @@ from swarm.sharing.reputation import Reputation
 from swarm.sharing.usefulness import Usefulness
 from swarm.silo.open_silo import node_transport
 from swarm.stage_process import crew_network
+from swarm.tasks.fenced_verifier import FencedVerifier
 from swarm.tasks.task_mixture import TaskMixture, owns_stream
+from swarm.training_run import TrainingRun
 from swarm.types import RolloutGroup
+from swarm.watchdog import LOOK_INTERVAL_S, Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -61,24 +67,6 @@ _STOP_GRACE_S = 2.5
 """How long a stop waits for the round in flight before it is left to the last checkpoint."""
 
 TransportFactory = Callable[[Config, Identity, NodeFolder, EntryValidator], Transport | None]
-
-
-def run_node(config: Config, *, fresh: bool = False, unlock: Unlock | None = None) -> None:
-    """Run one node until `max_rounds` or a signal. Blocks. Raises SwarmError for whatever the user can mend.
-
-    `unlock`: opens an identity that is encrypted on disk.
-    """
-    bound_arenas()
-    folder = NodeFolder(config.node.dir)
-    folder.create()
-    with IdentityLock(folder.path) as lock:
-        identity = identities.load_or_create(folder.identity, unlock)
-        lock.claim(identity)
-        if fresh and (aside := folder.set_aside()):
-            print(f"earlier run moved to {aside}")
-        set_up_logging(folder.logs, config.observability.log_level, config.observability.max_log_mib * 2**20)
-        folder.config.write_text(dump_toml(config))
-        asyncio.run(Node(config, folder, identity).run_until_signal())
 
 
 def configured_transport(
@@ -97,6 +85,7 @@ class Node:
         folder: NodeFolder,
         identity: Identity,
         make_transport: TransportFactory = configured_transport,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.config = config
         self.folder = folder
@@ -108,12 +97,24 @@ class Node:
         self.exchange: Exchange | None = None
         self._bodies = BodyStore(self._clock)
         self._reputation = Reputation(config.sharing.reputation_half_life_s, self._clock, folder.reputation)
+        known = (self._reputation.is_known, self._reputation.has_known)
+        self._fence = FencedVerifier(config.tasks)
+        self._beacons = Beacons(identity.peer_id, self._clock, *known)
         self._copies = CopyWatch(owns_stream, lambda author: self._reputation.refused(author, Rejection.COPIED))
         is_informative = config.sharing.choice == "informative"
         weigh_author = self._reputation.weight
         self._usefulness = Usefulness(config.sharing.max_age_s, self._clock, weigh_author) if is_informative else None
-        self._merging = make_merging(config, identity, self.transport, self._level)
-        self._report = NodeReport(config.observability, folder, identity, self.transport, validator, self._merging)
+        self.controls = NodeControls()
+        is_paused = self.controls.sharing_is_paused
+        self._merging = make_merging(config, identity, self.transport, self._level, is_paused)
+        self._watchdog = watchdog or Watchdog(time.monotonic)
+        has_peers = bool(config.network.initial_peers)
+        adviser = Adviser(time.monotonic, has_network=self.transport is not None, has_initial_peers=has_peers)
+        self._page = NodePage(config, folder.path, self.controls)
+        self._report = NodeReport(
+            config.observability, folder, identity, self.transport, validator, self._merging, adviser, self._watchdog,
+            page=self._page, sinks=open_sinks(config, folder, identity),
+        )  # fmt: skip
         is_driver = config.policy.pipeline.is_on
         self._crew = CrewDriver(config, identity, self.transport, time.time) if is_driver else None
         self._stop = threading.Event()
@@ -136,12 +137,14 @@ class Node:
     def stop(self) -> None:
         """Ask the node to end after the round in flight. Safe from any thread."""
         self._stop.set()
+        self.controls.end()
 
     async def run(self) -> bool:
         """Whole life of the node. Returns whether all computation has ended; raises what ended it."""
         logger.info("node %s (%s) in %s", self.identity.peer_name, self.identity.peer_id, self.folder.path)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.pool.close)
+            stack.callback(self._fence.close)
             stack.callback(self._save_reputation)
             stack.push_async_callback(self._report.stop)
             if self._crew is not None:
@@ -156,7 +159,12 @@ class Node:
                 self.exchange = self._report.exchange = self._wire_exchange(learner, self.transport)
             tasks = [asyncio.create_task(work) for work in self._network_work()]
             stack.push_async_callback(_cancel, tasks)
-            return await self._compute(learner, tasks)
+            stack.enter_context(self._watchdog)
+            wire_page(self._page, self.controls, self._mixture, learner, self.exchange, self._crew)
+            run = TrainingRun(
+                self.config, self.folder, learner, self._report, self._clock, self._stop, self._watchdog, self.controls
+            )
+            return await self._compute(run, tasks)
 
     async def _start(self) -> Learner | None:
         """Network and policy come up side by side; None where a stop was asked for meanwhile."""
@@ -207,9 +215,10 @@ class Node:
         learner = Learner(
             self.config, means, mixture, self.pool, self.identity.peer_id, self._hand_out, self._usefulness,
             self._merging.links if self._merging else None, self._reputation.unlikely,
+            self._beacons.current,
         )  # fmt: skip
         learner.probe_memory()
-        if learner.resume(self._checkpoints()):
+        if learner.resume(CheckpointStore(self.folder.checkpoints, self.config.checkpoint.keep)):
             logger.info("resumed after round %d", learner.round)
         self._mixture = mixture
         return learner
@@ -228,14 +237,15 @@ class Node:
             eos_token_ids=frozenset(policy.eos_token_ids),
             decode=policy.decode,
         )
-        judge = MixtureJudge(self._mixture, is_known=self._reputation.is_known)
+        judge = MixtureJudge(self._mixture, is_known=self._reputation.is_known, fence=self._fence)
         admission = Admission(
             config.sharing, config.swarm_id, self.identity.peer_id, judge, vocabulary, self._clock, self._copies
         )
         return Exchange(
             config.sharing, config.network, config.swarm_id, self.identity, transport, admission, self.pool,
             self._bodies, lambda: self.pool.next_number("header"), random.Random(self.identity.peer_id),
-            usefulness=self._usefulness, reputation=self._reputation,
+            usefulness=self._usefulness, reputation=self._reputation, beacons=self._beacons,
+            acquaintances=Acquaintances(self._clock),
         )  # fmt: skip
 
     def _network_work(self) -> list[Coroutine[Any, Any, None]]:
@@ -243,7 +253,8 @@ class Node:
         status = repeat(self._report.refresh, pause_s=_STATUS_INTERVAL_S, on_failure=on_failure)
         merging = self._merging.work(on_failure) if self._merging else ()
         memory = repeat(self._remember_authors, pause_s=_REPUTATION_INTERVAL_S, on_failure=on_failure)
-        return [status, memory, *(self.exchange.work(on_failure) if self.exchange else ()), *merging]
+        alive = repeat(self._watchdog.loop_turns, pause_s=LOOK_INTERVAL_S, on_failure=on_failure)
+        return [status, memory, alive, *(self.exchange.work(on_failure) if self.exchange else ()), *merging]
 
     def _save_reputation(self) -> None:
         """At the end, when nothing is left to try again."""
@@ -261,108 +272,36 @@ class Node:
         if self.exchange is not None:
             self._loop.call_soon_threadsafe(self.exchange.hand_out, groups)
 
-    async def _compute(self, learner: Learner, tasks: Sequence["asyncio.Task[None]"]) -> bool:
+    async def _compute(self, run: TrainingRun, tasks: Sequence["asyncio.Task[None]"]) -> bool:
         """Run the compute thread to its end, or leave it behind when a stop cannot wait for its round.
 
         A network task that ends has met a bug: that is raised here, never passed over.
         """
         outcome: asyncio.Future[None] = self._loop.create_future()
-        thread = threading.Thread(target=self._compute_thread, args=(learner, outcome), name="compute", daemon=True)
+        thread = threading.Thread(target=self._compute_thread, args=(run, outcome), name="compute", daemon=True)
         thread.start()
         stop_seen_at: float | None = None
         while not outcome.done():
             await asyncio.wait([outcome, *tasks], timeout=_STOP_CHECK_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
-                    self._stop.set()
+                    self.stop()
                     task.result()
             if self._stop.is_set():
                 stop_seen_at = stop_seen_at or time.monotonic()
                 if time.monotonic() - stop_seen_at > _STOP_GRACE_S:
-                    logger.warning("left round %d unfinished; the last checkpoint stands", learner.round + 1)
+                    logger.warning("left round %d unfinished; the last checkpoint stands", run.learner.round + 1)
                     return False
         await outcome
         return True
 
-    def _compute_thread(self, learner: Learner, outcome: "asyncio.Future[None]") -> None:
+    def _compute_thread(self, run: TrainingRun, outcome: "asyncio.Future[None]") -> None:
         error: Exception | None = None
         try:
-            self._rounds(learner)
+            run.run()
         except Exception as caught:  # the thread's edge: whatever it is, the loop raises it
             error = caught
         self._loop.call_soon_threadsafe(_settle, outcome, error)
-
-    def _rounds(self, learner: Learner) -> None:
-        store = self._checkpoints()
-        if learner.round == 0 and not self._stop.is_set():
-            self._evaluate(learner, "start")
-        self._report.phase = "learning"
-        while not self._stop.is_set() and not self._why_done(learner):
-            row = learner.run_round()
-            self._report.record(row)
-            if learner.round % self.config.checkpoint.interval_rounds == 0:
-                self._save(learner, store)
-            interval = self.config.evaluation.interval_rounds
-            if interval and learner.round % interval == 0:
-                self._evaluate(learner, "interval")
-            self._rest(row["time/round_s"])
-        learner.save(store)
-        done = self._why_done(learner)
-        if done and not self._stop.is_set():
-            self._merge_finally(learner, store)
-        if done and not self._stop.is_set():
-            self._evaluate(learner, "end")
-        self._report.record({"kind": "end", "reason": done or "interrupted", "round": learner.round})
-        self._report.phase = "ended"
-
-    def _save(self, learner: Learner, store: CheckpointStore) -> None:
-        """In the middle of a run a disk that refuses, as a full one does, costs a checkpoint and not the node."""
-        try:
-            learner.save(store)
-        except CheckpointError as error:
-            self._report.count_failed_step()
-            logger.error("round %d was not saved, and training goes on: %s", learner.round, error)
-
-    def _why_done(self, learner: Learner) -> str:
-        """The setting that ends training here; empty while it goes on."""
-        max_rounds, final_at = self.config.node.max_rounds, self.config.merging.final_at
-        if max_rounds is not None and learner.round >= max_rounds:
-            return "max_rounds"
-        is_time_up = self._merging is not None and self.config.merging.final and 0 < final_at <= self._clock()
-        return "final_at" if is_time_up else ""
-
-    def _merge_finally(self, learner: Learner, store: CheckpointStore) -> None:
-        """With all that have ended, too; the result is the last checkpoint."""
-        if learner.merging is None or not self.config.merging.final:
-            return
-        self._report.phase = "merging"
-        row = learner.merging.finish()
-        if row is None or self._stop.is_set():  # what was saved before stands, and is merged after a restart
-            return
-        self._report.record({"kind": "final_merge", "round": learner.round, **row})
-        learner.save(store)
-        if self.config.merging.final_export:
-            from swarm.adapters.export import export_adapter
-            from swarm.policy.lineage import hash_weights
-
-            policy = learner.policy
-            assert isinstance(policy, Policy), "the configuration refuses an export of what no machine holds whole"
-            base_hash = hash_weights(policy.base_folder, self.folder.hash_cache)
-            out = self.folder.final_adapters / f"round-{learner.round:06d}"
-            export_adapter(policy.model, policy.tokenizer, out, base_hash)
-
-    def _evaluate(self, learner: Learner, phase: str) -> None:
-        if self.config.evaluation.tasks_per_source:
-            self._report.phase = "evaluating"
-            self._report.record(learner.evaluate(phase))
-
-    def _rest(self, worked_s: float) -> None:
-        duty = self.config.node.duty_cycle
-        if duty < 1:
-            self._stop.wait(worked_s * (1 / duty - 1))
-
-    def _checkpoints(self) -> CheckpointStore:
-        return CheckpointStore(self.folder.checkpoints, self.config.checkpoint.keep)
 
 
 async def _cancel(tasks: Sequence["asyncio.Task[Any]"]) -> None:

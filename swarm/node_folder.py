@@ -6,7 +6,8 @@ from pathlib import Path
 from swarm.errors import ConfigError
 
 _KEPT_ON_FRESH_START = {
-    "lock", "manifest.toml", "peers.json", "reputation.json", "silo.roll", "silo.invite", "silo-owner.key"
+    "lock", "manifest.toml", "peers.json", "reputation.json", "silo.roll", "silo.invite", "silo-owner.key",
+    "page.token",
 }  # fmt: skip
 """With the files of the identity: who the node is, of which swarm, and whom it knows, stays when its run starts anew."""
 

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import random
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any
 
 from swarm.config import Config
@@ -24,15 +25,39 @@ from swarm.pairing.patience import Patience
 from swarm.policy_merging import MergeLinks
 from swarm.records.identity import Identity
 from swarm.tasks.task_source import FIRST_TRAINING_SEED, MAX_SEED
+from swarm.types import Alone, Outcome, Snapshot
 
 logger = logging.getLogger(__name__)
+
+
+class WhileSharing:
+    """A pairer that offers nothing while sharing is paused."""
+
+    def __init__(self, exchange: MergeExchange, is_paused: Callable[[], bool]) -> None:
+        self._exchange = exchange
+        self._is_paused = is_paused
+        self.distrust = exchange.distrust
+
+    def offer(self, snapshot: Snapshot) -> "Future[Outcome]":
+        if not self._is_paused():
+            return self._exchange.offer(snapshot)
+        alone: Future[Outcome] = Future()
+        alone.set_result(Alone("paused"))
+        return alone
 
 
 class NodeMerging:
     """Of one node. To be made before the transport starts."""
 
-    def __init__(self, config: Config, identity: Identity, transport: Transport, max_level: Callable[[], int]) -> None:
-        """`max_level`: that of the node's shard in the directory."""
+    def __init__(
+        self,
+        config: Config,
+        identity: Identity,
+        transport: Transport,
+        max_level: Callable[[], int],
+        is_paused: Callable[[], bool],
+    ) -> None:
+        """`max_level`: that of the node's shard in the directory. `is_paused`: no adapter is offered while it says so."""
         merging, swarm_id = config.merging, config.swarm_id
         patience = Patience(merging.search_s, merging.request_timeout_s, merging.min_bytes_per_s)
         rng = random.Random(f"merging/{identity.peer_id}")
@@ -54,7 +79,8 @@ class NodeMerging:
             if merging.final
             else None
         )
-        self.links = MergeLinks(self._exchange, self._donor.keep, transport.now, _gate_seed(identity), self._final)
+        pairer = WhileSharing(self._exchange, is_paused)
+        self.links = MergeLinks(pairer, self._donor.keep, transport.now, _gate_seed(identity), self._final)
         """For the learner."""
 
     def work(self, on_failure: Callable[[], None]) -> list[Coroutine[Any, Any, None]]:
@@ -85,7 +111,11 @@ class NodeMerging:
 
 
 def make_merging(
-    config: Config, identity: Identity, transport: Transport | None, max_level: Callable[[], int]
+    config: Config,
+    identity: Identity,
+    transport: Transport | None,
+    max_level: Callable[[], int],
+    is_paused: Callable[[], bool],
 ) -> NodeMerging | None:
     """None where merging is off, or without a network: outer steps are taken alone then."""
     if not config.merging.enabled:
@@ -93,7 +123,7 @@ def make_merging(
     if transport is None:
         logger.info("merging is on and the network off: outer steps are taken alone")
         return None
-    return NodeMerging(config, identity, transport, max_level)
+    return NodeMerging(config, identity, transport, max_level, is_paused)
 
 
 def _gate_seed(identity: Identity) -> int:

@@ -7,14 +7,21 @@
 All of it is for people and their tools: no other part of the node reads it.
 """
 
+import asyncio
 import logging
 import math
 import os
+import shutil
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from swarm.advice import Adviser
 from swarm.config import ObservabilitySection
+from swarm.dashboard.node_page import NodePage
+from swarm.integrations.sink import Sink
 from swarm.learner import Row
 from swarm.network.transport import Transport
 from swarm.node_folder import NodeFolder
@@ -26,6 +33,7 @@ from swarm.observability.status_file import NodeStatus
 from swarm.records.identity import Identity
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
+from swarm.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +41,7 @@ _SAY_INTERVAL_S = 5.0
 _BY_REASON = {
     "exchange/rejected": "exchange/rejected_records",
     "train/dropped_groups": "train/dropped_groups",
+    "exchange/beacons": "exchange/bodies_by_beacon",
     "network/refused": "network/refused",
     "merge/reasons": "merge/outer_steps_by_reason",
     "merge/declined": "merge/declined",
@@ -51,8 +60,16 @@ class NodeReport:
         transport: Transport | None,
         validator: EntryValidator,
         merging: NodeMerging | None = None,
+        adviser: Adviser | None = None,
+        watchdog: Watchdog | None = None,
+        *,
+        page: NodePage | None = None,
+        sinks: Sequence[Sink] = (),
     ) -> None:
-        """`validator`: of the index entries that this node keeps; it counts what it turned away."""
+        """`validator`: of the index entries that this node keeps; it counts what it turned away. `page`: shown the same.
+
+        `sinks`: get every row, too.
+        """
         self.phase = "starting"
         """As in `NodeStatus`."""
         self.exchange: Exchange | None = None
@@ -61,24 +78,35 @@ class NodeReport:
         self._identity = identity
         self._transport = transport
         self._validator = validator
+        self._watchdog = watchdog or Watchdog(time.monotonic)
+        has_network = transport is not None
+        self._adviser = adviser or Adviser(time.monotonic, has_network=has_network, has_initial_peers=has_network)
         self._merging = merging
+        self._sinks = sinks
         self._metrics = Metrics()
         self._log = MetricsLog(folder.metrics, config.max_log_mib * 2**20)
-        self._http = HttpServer(config, self._metrics, self._health)
+        self._page = page if config.http else None
+        pages, middleware = (page.routes(), page.middleware()) if page else ([], [])
+        self._http = HttpServer(config, self._metrics, self._health, pages, middleware)
         self._started_at = time.time()
         self._last_row: Row = {}
         self._final_merge: Row = {}
+        self._last_round_at = 0.0
         self._num_peers = 0
         self._said_at = -math.inf
 
     async def start(self) -> None:
         """Raises ConfigError where the address of /metrics cannot be bound."""
+        if self._page is not None:
+            await self._page.start()
         await self._http.start()
         self.write_status()
 
     async def stop(self) -> None:
         """The last word in the status file: how far the node came. Also after a start that failed."""
         try:
+            if self._page is not None:
+                await self._page.stop()
             await self._http.stop()
         finally:
             try:
@@ -86,11 +114,14 @@ class NodeReport:
             except OSError as error:  # a full disk must not hide how the node ended
                 logger.error("the last status was not written: %s", error)
             self._log.close()
+            for sink in self._sinks:
+                await asyncio.to_thread(sink.close)
 
     async def refresh(self) -> None:
         """Count the peers and rewrite the status file."""
         if self._transport is not None:
             self._num_peers = len(await self._transport.connected_peers())
+        self._metrics.gauge("node/stuck_parts", len(self._watchdog.stuck()))
         self.write_status()
 
     def count_failed_step(self) -> None:
@@ -106,14 +137,19 @@ class NodeReport:
             for name, gauge in _BY_REASON.items():
                 for reason, count in row.get(name, {}).items():
                     self._metrics.gauge(gauge, count, reason=reason)
-            self._last_row = row
+            self._last_row, self._last_round_at = row, time.time()
+            self._adviser.round_done(row)
             self._say(row)
+            if self._page is not None:
+                self._page.show_row(row)
         elif row["kind"] == "final_merge":
             self._final_merge = row
         self._log.write({"time_s": time.time(), **row})
+        for sink in self._sinks:
+            sink.write(row)
 
     def write_status(self) -> None:
-        NodeStatus(
+        status = NodeStatus(
             peer_id=self._identity.peer_id,
             peer_name=self._identity.peer_name,
             pid=os.getpid(),
@@ -122,10 +158,30 @@ class NodeReport:
             started_at=self._started_at,
             round=self._last_row.get("round", 0),
             policy_version=self._last_row.get("policy_version", 0),
-            phase=self.phase,
+            phase=self._page.phase(self.phase) if self._page else self.phase,
             last_round=self._last_row,
             final_merge=self._final_merge,
-        ).write(self._folder.status)
+            peers=[asdict(peer) for peer in self.exchange.peers()] if self.exchange else [],
+            contribution=self._contribution(),
+            stuck=self._watchdog.stuck(),
+            num_connected=self._num_peers if self._transport else None,
+            last_round_at=self._last_round_at,
+            written_at=time.time(),
+        )
+        if self._page is not None:
+            self._page.show_status(asdict(status))
+        status.write(self._folder.status)
+
+    def _contribution(self) -> dict[str, Any]:
+        """With advice, also where nothing is shared."""
+        facts = asdict(self.exchange.contribution()) if self.exchange else {}
+        admitted = self.exchange.reader.num_records_admitted if self.exchange else 0
+        free_bytes = shutil.disk_usage(self._folder.path).free
+        return {**facts, "advice": self._adviser.look(self._num_peers, admitted, self._rejected(), free_bytes)}
+
+    def _rejected(self) -> Counter[str]:
+        """Records of others, by reason."""
+        return self.exchange.reader.rejected + Counter(self._validator.rejected) if self.exchange else Counter()
 
     def _say(self, row: Row) -> None:
         """Progress for whoever watches the terminal, at most every few seconds."""
@@ -158,15 +214,17 @@ class NodeReport:
                 "exchange/rounds_not_published": self.exchange.num_rounds_not_published,
                 "exchange/records_admitted": reader.num_records_admitted,
                 "exchange/groups_admitted": reader.num_groups_admitted,
+                "exchange/beacons": dict(reader.beacon_evidence),
                 "exchange/headers_gossiped": reader.num_headers_gossiped,
                 "exchange/headers_swept": reader.num_headers_swept,
-                "exchange/rejected": dict(reader.rejected + Counter(self._validator.rejected)),
+                "exchange/bodies_taken": self.exchange.num_bodies_taken,
+                "exchange/rejected": dict(self._rejected()),
             }
         return row
 
     def _health(self) -> dict[str, Any]:
         return {
-            "phase": self.phase,
+            "phase": self._page.phase(self.phase) if self._page else self.phase,
             "round": self._last_row.get("round", 0),
             "peers": self._num_peers,
             "uptime_s": time.time() - self._started_at,

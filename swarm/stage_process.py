@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from swarm.config import Config, NetworkSection
+from swarm.crash_report import crash_reports
 from swarm.errors import ConfigError
 from swarm.network.heap import bound_arenas
 from swarm.network.orders.service import OrderService
@@ -57,7 +58,8 @@ def run_stage(config: Config, layers: Layers | None = None, unlock: Unlock | Non
             )
         check_crew(config)
         set_up_logging(folder.logs, config.observability.log_level)
-        asyncio.run(StageProcess(config, folder, identity, layers).run_until_signal())
+        with crash_reports(folder):
+            asyncio.run(StageProcess(config, folder, identity, layers).run_until_signal())
 
 
 def check_crew(config: Config) -> None:
@@ -176,6 +178,7 @@ class StageProcess:
             started_at=self._started_at,
             phase=phase,
             addresses=transport.addresses() if transport else (),
+            written_at=time.time(),
         ).write(self._folder.status)
 
 

@@ -99,6 +99,9 @@ class RolloutGroup:
         return len({rollout.reward for rollout in self.rollouts}) > 1
 
 
+BEACON_BYTES = 16
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
     """What a header tells of one group, so that a reader can choose before it pulls the body."""
@@ -126,6 +129,8 @@ class Header:
     created_at: float
     """Swarm time, seconds since the epoch."""
     expires_at: float
+    beacon: bytes = b""
+    """BEACON_BYTES of the body hash of another's record, from which most of the tasks follow; empty where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +177,8 @@ class Alone:
 
     reason: str
     """nobody: none was ready. declined: none of those took this node. replaced: a newer snapshot was offered.
-    stopped: the exchange does not run. Else why the transfer failed, a word of `errors.RequestFailure`."""
+    stopped: the exchange does not run. paused: a person has paused sharing.
+    Else why the transfer failed, a word of `errors.RequestFailure`."""
 
 
 Outcome = Partner | Alone

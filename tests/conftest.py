@@ -1,10 +1,13 @@
 """Leaves out what this machine cannot run, and says so."""
 
+from importlib.util import find_spec
+
 import pytest
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `netns` build networks of their own: only where root may do that."""
+    """Tests marked `netns` build networks of their own: only where root may do that. `extra`: only with that package."""
+    _leave_out_missing_extras(config, items)
     wanted = [item for item in items if item.get_closest_marker("netns")]
     if not wanted:
         return
@@ -19,9 +22,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[_LEFT_OUT] = f"{len(wanted)} tests of nodes behind routers are left out: {reason}"
 
 
+def _leave_out_missing_extras(config: pytest.Config, items: list[pytest.Item]) -> None:
+    needed = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("extra"))}
+    missing = {package for package in set(needed.values()) if find_spec(package) is None}
+    left_out = [item for item, package in needed.items() if package in missing]
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+        config.stash[_WITHOUT_EXTRAS] = (
+            f"{len(left_out)} tests of extras are left out: {', '.join(sorted(missing))} missing"
+        )
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if message := config.stash.get(_LEFT_OUT, ""):
-        terminalreporter.write_line(message, yellow=True)
+    for key in (_LEFT_OUT, _WITHOUT_EXTRAS):
+        if message := config.stash.get(key, ""):
+            terminalreporter.write_line(message, yellow=True)
 
 
 _LEFT_OUT = pytest.StashKey[str]()
+_WITHOUT_EXTRAS = pytest.StashKey[str]()

@@ -10,6 +10,7 @@ from swarm.errors import ConfigError
 if TYPE_CHECKING:
     from swarm.config import Config
 
+CONFIG_METAVAR = "CONFIG|--section.key VALUE"
 CONFIG_HELP = "TOML files, later ones win, and overrides such as --training.lr 1e-5."
 
 

@@ -1,6 +1,5 @@
 """`swarm bootstrap`: a DHT peer that others join through; no model, no trainer."""
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -23,20 +22,29 @@ _STATUS_INTERVAL_S = 2.0
 
 
 def bootstrap(
-    folder: Path = typer.Option(Path("runs/bootstrap"), "--dir", help="Where its identity is kept."),
+    folder: Path = typer.Option(Path("runs/bootstrap"), "--dir", metavar="DIR", help="Where its identity is kept."),
     listen: list[str] = typer.Option(
-        ["/ip4/127.0.0.1/tcp/0"], help="Address to listen on; /ip4/0.0.0.0/tcp/PORT to be reachable from outside."
+        ["/ip4/127.0.0.1/tcp/0"],
+        metavar="ADDRESS",
+        help="Address to listen on; /ip4/0.0.0.0/tcp/PORT to be reachable from outside.",
     ),
-    announce: list[str] = typer.Option([], help="Address to tell others, where it differs (port forwarding)."),
+    announce: list[str] = typer.Option(
+        [], metavar="ADDRESS", help="Address to tell others, where it differs (port forwarding)."
+    ),
     gossip: bool = typer.Option(True, help="Pass headers on between nodes that cannot reach each other."),
     gossip_listen: list[str] = typer.Option(
         [],
+        metavar="ADDRESS",
         help="Address for that, with a port that a firewall lets through. Default: the hosts of --listen, free ports.",
     ),
-    gossip_announce: list[str] = typer.Option([], help="Address of that to tell others, where it differs."),
+    gossip_announce: list[str] = typer.Option(
+        [], metavar="ADDRESS", help="Address of that to tell others, where it differs."
+    ),
     relay: bool = typer.Option(True, help="Carry the traffic of nodes that cannot be reached from outside."),
-    join: list[str] = typer.Option([], help="Addresses of other peers of the swarm."),
-    name: str = typer.Option("local", help="Name of the swarm, where it has no manifest."),
+    http_host: str = typer.Option("127.0.0.1", metavar="HOST", help="Address of /metrics and /health."),
+    http_port: int = typer.Option(0, metavar="PORT", min=0, max=65535, help="Its port; 0 takes a free one."),
+    join: list[str] = typer.Option([], metavar="ADDRESS", help="Addresses of other peers of the swarm."),
+    name: str = typer.Option("local", metavar="NAME", help="Name of the swarm, where it has no manifest."),
     manifest: str = typer.Option(
         None,
         metavar="MANIFEST",
@@ -44,10 +52,24 @@ def bootstrap(
     ),
     founder: str = typer.Option(None, metavar="PEER_ID", help="Take only a manifest that this founder has signed."),
 ) -> None:
-    """Serve the swarm's index so that nodes find each other, and pass their headers on. Prints the address to join through.
+    """Serve the swarm's index, so that nodes find each other.
 
-    Needs no model and no torch. A swarm may have any number of them, and lives on without them.
+    Prints the address to join through, passes headers on, and relays for nodes
+    that cannot be reached. Needs no model and no torch. A swarm may have any
+    number of them, and lives on without them.
+
+    Reads: the manifest, if one is named.
+    Writes: its identity, peers.json and status.json in --dir.
+
+    Examples:
+      swarm bootstrap --manifest friends.swarm.toml \\
+        --listen /ip4/0.0.0.0/tcp/38000
+
+    Exit codes: 3 configuration, 4 identity, 7 network, 12 manifest, 17 silo,
+    130 interrupted.
     """
+    import asyncio  # here, as below: `swarm --help` is to be quick, and that reads every command
+
     from swarm.cli.passphrase import unlock
     from swarm.config import parse
     from swarm.network.heap import bound_arenas
@@ -69,7 +91,9 @@ def bootstrap(
         "gossip_announce": gossip_announce,
     }
     network |= {"serve_relay": relay, "serve_gossip": True}
-    config = parse({"swarm": swarm, "network": network, "sharing": limits, "node": {"dir": str(folder)}})
+    http = {"http_host": http_host, "http_port": http_port}
+    sections = {"swarm": swarm, "network": network, "sharing": limits, "observability": http}
+    config = parse({**sections, "node": {"dir": str(folder)}})
     files = NodeFolder(folder)
     files.create()
     with IdentityLock(folder) as lock:
@@ -90,6 +114,8 @@ def _manifest(source: str, founder: str | None) -> "Manifest":
 
 
 async def _serve(config: "Config", files: "NodeFolder", identity: "Identity") -> None:
+    import asyncio
+
     from swarm.observability.http_server import HttpServer
     from swarm.observability.metrics import Metrics
     from swarm.observability.status_file import NodeStatus
@@ -109,7 +135,7 @@ async def _serve(config: "Config", files: "NodeFolder", identity: "Identity") ->
     def write_status(phase: str) -> None:
         NodeStatus(
             peer_id=identity.peer_id, peer_name=identity.peer_name, pid=os.getpid(), started_at=started_at, phase=phase,
-            http_port=http.port, addresses=transport.addresses(),
+            http_port=http.port, addresses=transport.addresses(), written_at=time.time(),
         ).write(files.status)  # fmt: skip
 
     await transport.start()

@@ -4,7 +4,7 @@ import json
 
 import typer
 
-from swarm.cli.arguments import CONFIG_HELP, load_config
+from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config
 from swarm.cli.run import OVERRIDES
 
 app = typer.Typer(help="Show the resolved configuration, or every setting there is.", no_args_is_help=True)
@@ -12,9 +12,18 @@ app = typer.Typer(help="Show the resolved configuration, or every setting there 
 
 @app.command("show", context_settings=OVERRIDES)
 def show(
-    config: list[str] = typer.Argument(None, metavar="CONFIG... [--section.key VALUE]...", help=CONFIG_HELP),
+    config: list[str] = typer.Argument(None, metavar=CONFIG_METAVAR, help=CONFIG_HELP),
 ) -> None:
-    """Print the resolved configuration as TOML."""
+    """Print the resolved configuration as TOML.
+
+    Reads: CONFIG.
+    Writes: nothing.
+
+    Examples:
+      swarm config show node_configs/gpu-8gb.toml node_configs/public.toml
+
+    Exit codes: 0 done, 3 configuration.
+    """
     from swarm.config import dump_toml
 
     print(dump_toml(load_config(config or [])), end="")
@@ -25,9 +34,19 @@ def schema(
     as_json: bool = typer.Option(False, "--json", help="Print JSON schema, for editors."),
     as_markdown: bool = typer.Option(False, "--markdown", help="Print the reference page of the documentation."),
 ) -> None:
-    """List every setting with type, default and meaning."""
+    """List every setting with type, default and meaning.
+
+    Reads: nothing.
+    Writes: nothing.
+
+    Examples:
+      swarm config schema
+      swarm config schema --markdown > docs/configuration.md
+
+    Exit codes: 0 done.
+    """
     from swarm.config import Config
-    from swarm.config_reference import reference_markdown, settings
+    from swarm.config.reference import reference_markdown, settings
 
     if as_json:
         print(json.dumps(Config.model_json_schema(), indent=2))

@@ -1,6 +1,5 @@
 """`swarm doctor`: what works on this machine and in its network, and the command that mends what does not."""
 
-import asyncio
 import json
 import logging
 from collections import Counter
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarm.cli.arguments import CONFIG_HELP, load_config
+from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config
 from swarm.errors import DoctorError
 from swarm.observability.plain_text import plain
 
@@ -20,14 +19,27 @@ _SIGNS = {"ok": "ok     ", "warning": "warning", "problem": "problem"}
 
 
 def doctor(
-    config: list[str] = typer.Argument(None, metavar="CONFIG... [--section.key VALUE]...", help=CONFIG_HELP),
+    config: list[str] = typer.Argument(None, metavar=CONFIG_METAVAR, help=CONFIG_HELP),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     network: bool = typer.Option(True, help="Join the swarm for a moment, where initial peers are configured."),
 ) -> None:
-    """Check this machine, its software and its way to the swarm. Exit code 14 if there is a problem."""
+    """Check this machine, its software and its way to the swarm.
+
+    Reads: CONFIG; the network as a stranger with a key thrown away after.
+    Writes: nothing.
+
+    Examples:
+      swarm doctor
+      swarm doctor runs/mine/config.toml --json
+
+    Exit codes: 0 no problem, 3 configuration, 14 a problem.
+    """
+    import asyncio  # here, as `swarm --help` is to be quick
+
     from swarm.diagnostics.accelerator import check_accelerator
     from swarm.diagnostics.finding import Level
     from swarm.diagnostics.machine import check_machine
+    from swarm.diagnostics.silo import check_membership
     from swarm.diagnostics.swarm_view import check_swarm
 
     resolved = load_config(config or [], ("--json", "--network", "--no-network"))
@@ -43,6 +55,8 @@ def doctor(
         report(found)
     for found in check_accelerator(resolved):
         report(found)
+    if resolved.swarm.silo_owner:
+        report(check_membership(resolved))
     if network and resolved.network.backend != "off":
         for found in asyncio.run(check_swarm(resolved.network)):
             report(found)

@@ -1,20 +1,22 @@
 """`swarm experiment`: what sharing and merging are worth, old data, unlike models, hostile peers, lost stages."""
 
-import contextlib
-import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import typer
 
 from swarm.cli.arguments import seed_list
+from swarm.cli.experiment_run import console, finish, one_run, run_cells, write_one
 from swarm.errors import ConfigError, SwarmError
 from swarm.experiments.cells import CellStore, compute
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
+    from swarm.experiments.cells import Result
+    from swarm.experiments.report import Table
     from swarm.experiments.sapo import SapoPlan
     from swarm.experiments.sapo_tasks import Mix
 
@@ -32,7 +34,7 @@ _MIXES = ("shared", "split")
 @app.command()
 def sapo(
     folder: Path = typer.Option(
-        Path("runs/sapo"), "--dir", help="Folder of the results; finished cells are not run again."
+        Path("runs/sapo"), "--dir", metavar="DIR", help="Folder of the results; finished cells are not run again."
     ),
     minutes: float = typer.Option(40.0, min=0.5, help="Time budget; sets the number of rounds."),
     rounds: int = typer.Option(None, min=1, help="Rounds of each cell, whatever time that takes."),
@@ -49,7 +51,19 @@ def sapo(
     quick: bool = _QUICK,
     as_json: bool = _JSON,
 ) -> None:
-    """Sharing against silos on the nine tasks of the SAPO paper, with the control that the paper lacks."""
+    """Sharing against silos on the nine tasks of the SAPO paper.
+
+    With the control that the paper lacks.
+
+    Reads: cells that are in --dir already.
+    Writes: cells and report.html, with its curves, in --dir.
+
+    Examples:
+      swarm experiment sapo --rounds 30
+      swarm experiment sapo --quick
+
+    Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted.
+    """
     from swarm.experiments.arms import CONTROL, DEFAULT_ARMS, SHARING, chosen_arms
     from swarm.experiments.sapo import SapoPlan, affordable_rounds
 
@@ -62,15 +76,15 @@ def sapo(
     if report_only:
         if rounds is None:
             raise ConfigError("a report needs the rounds of its cells, got none; set --rounds as in the run")
-        _report_sapo(folder, plan, rounds, _console(), as_json)
+        _report_sapo(folder, plan, rounds, console(), as_json)
         return
-    with _experiment(folder) as console:
-        rounds = rounds or affordable_rounds(plan, folder, minutes, workers, console.print)
-        compute(plan.cells(rounds), CellStore(folder / "cells"), workers, console.print)
-        _report_sapo(folder, plan, rounds, console, as_json)
+    with one_run(folder) as screen:
+        rounds = rounds or affordable_rounds(plan, folder, minutes, workers, screen.print)
+        compute(plan.cells(rounds), CellStore(folder / "cells"), workers, screen.print)
+        _report_sapo(folder, plan, rounds, screen, as_json)
 
 
-def _report_sapo(folder: Path, plan: "SapoPlan", rounds: int, console: "Console", as_json: bool) -> None:
+def _report_sapo(folder: Path, plan: "SapoPlan", rounds: int, screen: "Console", as_json: bool) -> None:
     """Of the cells that are there."""
     from swarm.experiments.sapo import figures, summarize
     from swarm.experiments.sapo_report import tables_of, write_all
@@ -80,14 +94,14 @@ def _report_sapo(folder: Path, plan: "SapoPlan", rounds: int, console: "Console"
         raise SwarmError(f"a report needs finished cells, got none of {rounds} rounds in {folder}; leave --report out")
     summaries = summarize(results)
     report = write_all(folder, plan, results, summaries)
-    console.print(*(table.rich() for table in tables_of(results, summaries)), f"report: {report}")
-    _finish(folder, figures(summaries), as_json)
+    screen.print(*(table.rich() for table in tables_of(results, summaries)), f"report: {report}")
+    finish(folder, figures(summaries), as_json)
 
 
 @app.command()
 def offpolicy(
     folder: Path = typer.Option(
-        Path("runs/offpolicy"), "--dir", help="Folder of the results; finished cells are kept."
+        Path("runs/offpolicy"), "--dir", metavar="DIR", help="Folder of the results; finished cells are kept."
     ),
     steps: int = typer.Option(192, min=1, help="Training steps of each cell."),
     seeds: str = typer.Option("0,1,2", help="Seeds, with commas."),
@@ -95,31 +109,39 @@ def offpolicy(
     quick: bool = _QUICK,
     as_json: bool = _JSON,
 ) -> None:
-    """Data that is 0 to 128 policy versions old or of another lineage, with each correction: reward and collapse."""
+    """Old data and data of another lineage, with each correction.
+
+    Reward and collapse with data that is 0 to 128 policy versions old.
+
+    Reads: cells that are in --dir already.
+    Writes: cells and report.html, with its curves, in --dir.
+
+    Examples:
+      swarm experiment offpolicy
+      swarm experiment offpolicy --quick
+
+    Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted.
+    """
     from swarm.experiments.offpolicy import OffPolicyPlan, curves, figures, reward_table
-    from swarm.experiments.report import plot, write_report
 
     plan = OffPolicyPlan(tuple(seed_list(seeds)), steps)
     if quick:
         plan = OffPolicyPlan((0,), 3, ("none", "tis"), ("8",), held_out_tasks=2)
-    with _experiment(folder) as console:
-        results = compute(plan.cells(), CellStore(folder / "cells"), workers, console.print)
-        table = reward_table(results)
-        picture = plot(curves(results))
-        told = [
-            f"The policy trains on {plan.groups_per_round} groups of {plan.group_size} answers a step and on nothing else. "
-            "Collapsed: ended below its start or below half of its best."
-        ]
-        write_report(folder / "report.html", "How far data may be off-policy", told, [table], picture)
-        (folder / "table.md").write_text(table.markdown() + "\n", encoding="utf-8")
-        console.print(table.rich(), f"report: {folder / 'report.html'}")
-    _finish(folder, figures(results), as_json)
+    told = (
+        f"The policy trains on {plan.groups_per_round} groups of {plan.group_size} answers a step and on nothing else. "
+        "Collapsed: ended below its start or below half of its best."
+    )
+
+    def write(results: "Sequence[Result]") -> "tuple[Path, list[Table]]":
+        return write_one(folder, "How far data may be off-policy", told, reward_table(results), curves(results))
+
+    run_cells(folder, plan.cells(), write, figures, workers=workers, as_json=as_json)
 
 
 @app.command()
 def heterogeneous(
     folder: Path = typer.Option(
-        Path("runs/heterogeneous"), "--dir", help="Folder of the results; finished cells are kept."
+        Path("runs/heterogeneous"), "--dir", metavar="DIR", help="Folder of the results; finished cells are kept."
     ),
     rounds: int = typer.Option(60, min=1, help="Rounds of each cell."),
     learn_steps: int = typer.Option(600, min=1, help="Supervised steps of the second policy, once."),
@@ -128,31 +150,40 @@ def heterogeneous(
     quick: bool = _QUICK,
     as_json: bool = _JSON,
 ) -> None:
-    """Two architectures with tokenizers of their own in one swarm, each against its silo."""
+    """Two architectures in one swarm, each against its silo.
+
+    Each has a tokenizer of its own.
+
+    Reads: cells that are in --dir already.
+    Writes: cells and report.html, with its curves, in --dir.
+
+    Examples:
+      swarm experiment heterogeneous
+      swarm experiment heterogeneous --quick
+
+    Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted.
+    """
     from swarm.experiments import heterogeneous as experiment
-    from swarm.experiments.report import plot, write_report
 
     base = (folder / "second_policy").resolve()
     plan = experiment.HeterogeneousPlan(base, tuple(seed_list(seeds)), rounds)
     if quick:
         learn_steps = 3
         plan = experiment.HeterogeneousPlan(base, (0,), 2, groups_per_round=4, held_out_tasks=2)
-    with _experiment(folder) as console:
-        store = CellStore(folder / "cells")
-        compute([experiment.second_policy_cell(base, learn_steps)], store, 1, console.print)
-        results = compute(plan.cells(), store, workers, console.print)
-        table, picture = experiment.model_table(results), plot(experiment.curves(results))
-        told = ["One node of each model. In the mixed swarm every group of others comes from the other model, as text."]
-        write_report(folder / "report.html", "Unlike models in one swarm", told, [table], picture)
-        (folder / "table.md").write_text(table.markdown() + "\n", encoding="utf-8")
-        console.print(table.rich(), f"report: {folder / 'report.html'}")
-    _finish(folder, experiment.figures(results), as_json)
+    told = "One node of each model. In the mixed swarm every group of others comes from the other model, as text."
+
+    def write(results: "Sequence[Result]") -> "tuple[Path, list[Table]]":
+        table, lines = experiment.model_table(results), experiment.curves(results)
+        return write_one(folder, "Unlike models in one swarm", told, table, lines)
+
+    first = [experiment.second_policy_cell(base, learn_steps)]
+    run_cells(folder, plan.cells(), write, experiment.figures, workers=workers, as_json=as_json, first=first)
 
 
 @app.command()
 def merging(
     folder: Path = typer.Option(
-        Path("runs/merging"), "--dir", help="Folder of the results; finished cells are not run again."
+        Path("runs/merging"), "--dir", metavar="DIR", help="Folder of the results; finished cells are not run again."
     ),
     parts: str = typer.Option("learning,faults,rl", help="Which tables, with commas: also attacks, settings."),
     attacks: bool = typer.Option(False, "--attacks", help="The table of liars as well."),
@@ -164,7 +195,19 @@ def merging(
     quick: bool = _QUICK,
     as_json: bool = _JSON,
 ) -> None:
-    """Eight replicas that merge in pairs, all at once or never; partners that fail, are slow, or lie."""
+    """Eight replicas that merge in pairs, all at once or never.
+
+    And partners that fail, are slow, or lie.
+
+    Reads: cells that are in --dir already.
+    Writes: cells and report.html, with its curves, in --dir.
+
+    Examples:
+      swarm experiment merging
+      swarm experiment merging --quick
+
+    Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted.
+    """
     from swarm.experiments.merging.arms import DILOCO, NOLOCO
     from swarm.experiments.merging.figures import figures
     from swarm.experiments.merging.merging_report import write_all
@@ -177,22 +220,16 @@ def merging(
             ("learning", "rl"), (0,), (NOLOCO, DILOCO), num_steps=8, inner_steps=4, num_examples=16, held_out_examples=4,
             num_rounds=2, inner_rounds=1, groups_per_round=2, held_out_tasks=1,
         )  # fmt: skip
-    with contextlib.nullcontext(_console()) if report_only else _experiment(folder) as console:
-        store = CellStore(folder / "cells")
-        if not report_only:
-            compute(plan.all_cells(), store, workers, console.print)
-        results = store.read_all(plan.all_cells())
-        if not results:
-            raise SwarmError(f"a report needs finished cells, got none in {folder}; leave --report out")
-        report, tables = write_all(folder, plan.parts, results)
-        console.print(*(table.rich() for table in tables), f"report: {report}")
-    _finish(folder, figures(results), as_json)
+    run_cells(
+        folder, plan.all_cells(), lambda results: write_all(folder, plan.parts, results), figures,
+        workers=workers, report_only=report_only, as_json=as_json,
+    )  # fmt: skip
 
 
 @app.command()
 def recovery(
     folder: Path = typer.Option(
-        Path("runs/recovery"), "--dir", help="Folder of the results; finished cells are not run again."
+        Path("runs/recovery"), "--dir", metavar="DIR", help="Folder of the results; finished cells are not run again."
     ),
     steps: int = typer.Option(300, min=20, help="Training steps of each whole model; half as many of each adapter."),
     seeds: str = typer.Option("0,1,2", help="Seeds, with commas."),
@@ -201,7 +238,19 @@ def recovery(
     quick: bool = _QUICK,
     as_json: bool = _JSON,
 ) -> None:
-    """A model in six stages that loses some of them: ways of rebuilding, on one trace of failures."""
+    """A model in six stages that loses some: ways of rebuilding.
+
+    All of them on one trace of failures.
+
+    Reads: cells that are in --dir already.
+    Writes: cells and report.html, with its curves, in --dir.
+
+    Examples:
+      swarm experiment recovery
+      swarm experiment recovery --quick
+
+    Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted.
+    """
     from swarm.experiments.recovery.figures import Runs, figures
     from swarm.experiments.recovery.plan import ADAPTER_RATE, CHECKFREE_PLUS, NONE, OWN_COPY, RecoveryPlan
     from swarm.experiments.recovery.recovery_report import write_all
@@ -212,28 +261,20 @@ def recovery(
         plan = RecoveryPlan(
             base, (0,), (ADAPTER_RATE,), (NONE, CHECKFREE_PLUS), (NONE, OWN_COPY), num_steps=50, adapter_steps=50
         )  # fmt: skip
-    with contextlib.nullcontext(_console()) if report_only else _experiment(folder) as console:
-        store = CellStore(folder / "cells")
-        if not report_only:
-            if plan.adapter_arms:
-                compute([plan.base_cell()], store, 1, console.print)
-            compute(plan.cells(), store, workers, console.print)
-        results = store.read_all(plan.cells())
-        if not results:
-            raise SwarmError(f"a report needs finished cells, got none in {folder}; leave --report out")
-        runs = Runs.of_cells(results)
-        report, tables = write_all(folder, runs)
-        console.print(*(table.rich() for table in tables), f"report: {report}")
-    _finish(folder, figures(runs), as_json)
+    first = [plan.base_cell()] if plan.adapter_arms else []
+    run_cells(
+        folder, plan.cells(), lambda results: write_all(folder, Runs.of_cells(results)),
+        lambda results: figures(Runs.of_cells(results)), workers=workers, report_only=report_only, as_json=as_json, first=first,
+    )  # fmt: skip
 
 
 @app.command()
 def attacks(
     folder: Path = typer.Option(
-        Path("runs/attacks"), "--dir", help="Folder of the results; finished cells are not run again."
+        Path("runs/attacks"), "--dir", metavar="DIR", help="Folder of the results; finished cells are not run again."
     ),
     rounds: int = typer.Option(24, min=1, help="Rounds of each cell."),
-    seeds: str = typer.Option("0,1", help="Seeds, with commas; each attack alone has the first one only."),
+    seeds: str = typer.Option("0,1", help="Seeds, with commas; undefended each attack alone has the first one only."),
     alone: str = typer.Option(None, "--attacks", help="Attacks to run alone, with commas.", show_default="all"),
     hostile: str = typer.Option("1,2,4", help="Hostile nodes of eight, with commas, where all attacks come in turn."),
     workers: int = _WORKERS,
@@ -241,7 +282,19 @@ def attacks(
     quick: bool = _QUICK,
     as_json: bool = _JSON,
 ) -> None:
-    """Hostile nodes among eight, attack by attack: what they cost honest ones, and those that defend nothing."""
+    """Hostile nodes among eight, attack by attack.
+
+    What they cost honest ones, and those that defend nothing.
+
+    Reads: cells that are in --dir already.
+    Writes: cells and report.html, with its curves, in --dir.
+
+    Examples:
+      swarm experiment attacks
+      swarm experiment attacks --quick
+
+    Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted.
+    """
     from swarm.experiments.attacks.attacks_report import figures, write_all
     from swarm.experiments.attacks.plan import ATTACKS, AttackPlan, chosen_attacks
 
@@ -252,39 +305,7 @@ def attacks(
             (0,), (1,), ("wrong rewards",), num_nodes=3, num_rounds=2, groups_per_round=2, group_size=4,
             hostile_groups=2, num_sybils=5, held_out_tasks=1,
         )  # fmt: skip
-    with contextlib.nullcontext(_console()) if report_only else _experiment(folder) as console:
-        store = CellStore(folder / "cells")
-        if not report_only:
-            compute(plan.cells(), store, workers, console.print)
-        results = store.read_all(plan.cells())
-        if not results:
-            raise SwarmError(f"a report needs finished cells, got none in {folder}; leave --report out")
-        report, tables = write_all(folder, results)
-        console.print(*(table.rich() for table in tables), f"report: {report}")
-    _finish(folder, figures(results), as_json)
-
-
-@contextlib.contextmanager
-def _experiment(folder: Path) -> "Iterator[Console]":
-    """One run per folder; says how to go on when it is interrupted."""
-    from swarm.testbed.testbed import exclusive
-
-    console = _console()
-    with exclusive(folder):
-        try:
-            yield console
-        except KeyboardInterrupt:
-            console.print(f"stopped; the same command goes on in {folder}")
-            raise
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    return Console(highlight=False, soft_wrap=True)
-
-
-def _finish(folder: Path, figures: Mapping[str, Any], as_json: bool) -> None:
-    (folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    if as_json:
-        print(json.dumps(figures))
+    run_cells(
+        folder, plan.cells(), lambda results: write_all(folder, results), figures,
+        workers=workers, report_only=report_only, as_json=as_json,
+    )  # fmt: skip

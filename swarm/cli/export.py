@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from swarm.cli.arguments import CONFIG_HELP, load_config
+from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config
 from swarm.cli.saved_policy import config_arguments, load_saved_policy
 
 
@@ -18,13 +18,25 @@ class Form(StrEnum):
 
 def export(
     out: Path = typer.Argument(..., help="New or empty folder to write to."),
-    config: list[str] = typer.Argument(None, metavar="CONFIG... [--section.key VALUE]...", help=CONFIG_HELP),
-    folder: Path = typer.Option(None, "--dir", help="A node's folder: use its configuration and newest checkpoint."),
+    config: list[str] = typer.Argument(None, metavar=CONFIG_METAVAR, help=CONFIG_HELP),
+    folder: Path = typer.Option(
+        None, "--dir", metavar="DIR", help="A node's folder: use its configuration and newest checkpoint."
+    ),
     form: Form = typer.Option(
         Form.merged, "--format", help="merged: a model for AutoModelForCausalLM. adapter: LoRA weights for peft."
     ),
 ) -> None:
-    """Write what the node has learned for use elsewhere."""
+    """Write what the node has learned for use elsewhere.
+
+    Reads: CONFIG, or config.toml of --dir; the newest checkpoint; the base.
+    Writes: the folder OUT.
+
+    Examples:
+      swarm export out --dir runs/mine
+      swarm export out --dir runs/mine --format adapter
+
+    Exit codes: 0 done, 3 configuration, 5 policy or folder, 8 no checkpoint.
+    """
     resolved = load_config(config_arguments(config, folder), ("--dir", "--format"))
     from swarm.adapters.export import export_adapter, export_merged
     from swarm.node_folder import NodeFolder

@@ -19,11 +19,16 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-_FOLDER = typer.Option(Path("runs/node"), "--dir", help="The node's folder.")
+_FOLDER = typer.Option(Path("runs/node"), "--dir", metavar="DIR", help="The node's folder.")
 _PASSPHRASE_FILE = typer.Option(
-    None, "--passphrase-file", help="Take the passphrase from the first line of this file instead of asking for it."
+    None,
+    "--passphrase-file",
+    metavar="FILE",
+    help="Take the passphrase from the first line of this file instead of asking for it.",
 )
-_KEY = typer.Option(None, "--key", help="Another key than the folder's, such as that of a silo's owner.")
+_KEY = typer.Option(
+    None, "--key", metavar="FILE", help="Another key than the folder's, such as that of a silo's owner."
+)
 
 
 @app.command()
@@ -31,7 +36,16 @@ def show(
     folder: Path = _FOLDER,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Print peer id, readable name and folder. Never the key."""
+    """Print peer id, readable name and folder. Never the key.
+
+    Reads: the key in DIR.
+    Writes: nothing.
+
+    Examples:
+      swarm identity show --dir runs/mine --json
+
+    Exit codes: 0 done, 4 identity.
+    """
     from swarm.records.identity import KEY_FILE, load
     from swarm.records.rotation import read_statements
 
@@ -56,7 +70,16 @@ def export(
         False, "--i-know-this-is-my-key", help="Whoever reads a plain export can speak in this node's name."
     ),
 ) -> None:
-    """Write the identity to a file, encrypted with a passphrase, as a backup or for another machine."""
+    """Write the identity to a file, encrypted: a backup, or for a move.
+
+    Reads: the key in DIR.
+    Writes: FILE, which must be new.
+
+    Examples:
+      swarm identity export backup.json --dir runs/mine
+
+    Exit codes: 0 done, 4 identity.
+    """
     from swarm.records.identity import KEY_FILE, load
     from swarm.records.identity_export import write_export
 
@@ -78,7 +101,16 @@ def import_(
     passphrase_file: Path = _PASSPHRASE_FILE,
     force: bool = typer.Option(False, "--force", help="Replace the identity of the folder; the old key is set aside."),
 ) -> None:
-    """Make an exported identity the one of a node's folder. Use one copy at a time."""
+    """Make an exported identity the one of a node's folder. Use one copy at a time.
+
+    Reads: FILE.
+    Writes: the key in DIR.
+
+    Examples:
+      swarm identity import backup.json --dir runs/mine
+
+    Exit codes: 0 done, 4 identity.
+    """
     from swarm.node_folder import NodeFolder
     from swarm.records.identity import IdentityLock
     from swarm.records.identity_export import is_sealed, open_export, read_export
@@ -93,7 +125,18 @@ def import_(
 
 @app.command()
 def rotate(folder: Path = _FOLDER) -> None:
-    """Give the node a new identity. The old key is kept beside it, and a statement signed by both says so."""
+    """Give the node a new identity.
+
+    The old key is kept beside it, and a statement signed by both says so.
+
+    Reads: the key in DIR.
+    Writes: a new one, the old one beside it, identity.rotation.json.
+
+    Examples:
+      swarm identity rotate --dir runs/mine
+
+    Exit codes: 0 done, 4 identity.
+    """
     from swarm.records.identity import SEED_BYTES, Identity, IdentityLock
     from swarm.records.rotation import ROTATION_FILE
     from swarm.records.rotation import rotate as rotate_identity
@@ -112,7 +155,17 @@ def lock(
     key: Path = _KEY,
     passphrase_file: Path = _PASSPHRASE_FILE,
 ) -> None:
-    """Encrypt the key on disk. Whoever starts the node then needs the passphrase."""
+    """Encrypt the key on disk. Every start then needs the passphrase.
+
+    Reads: the key in DIR, or --key.
+    Writes: it, encrypted.
+
+    Examples:
+      swarm identity lock --dir runs/mine
+      swarm identity lock --key runs/silo/silo-owner.key
+
+    Exit codes: 0 done, 4 identity.
+    """
     from swarm.records.identity import load
     from swarm.records.identity_export import write_sealed
 
@@ -130,7 +183,16 @@ def unlock_(
     key: Path = _KEY,
     passphrase_file: Path = _PASSPHRASE_FILE,
 ) -> None:
-    """Keep the key on disk in the clear again, closed to other users."""
+    """Keep the key on disk in the clear again, closed to other users.
+
+    Reads: the key in DIR, or --key.
+    Writes: it, in the clear.
+
+    Examples:
+      swarm identity unlock --dir runs/mine
+
+    Exit codes: 0 done, 4 identity.
+    """
     from swarm.records.identity import load, write_seed
     from swarm.records.identity_export import open_export, parse_export
 

@@ -25,7 +25,7 @@ _OPTIONS = ("--founder", "--task-file", "--check", "--dial", "--dry-run", "--fre
 def join(
     arguments: list[str] = typer.Argument(
         None,
-        metavar="MANIFEST [CONFIG]... [--section.key VALUE]...",
+        metavar="MANIFEST [CONFIG|--section.key VALUE]",
         help="The swarm's manifest, a file or an http(s) address; then settings as `swarm run` takes them.",
     ),
     founder: str = typer.Option(None, metavar="PEER_ID", help="Take only a manifest that this founder has signed."),
@@ -37,9 +37,20 @@ def join(
         False, "--fresh/--resume", help="Start anew; the earlier run is moved aside. Default: resume what is there."
     ),
 ) -> None:
-    """Take part in a swarm: check its manifest, choose a configuration for this machine, run a node.
+    """Take part in a swarm: check its manifest, run a node.
 
-    Nothing is sent to anyone before signature, protocol version, base and tasks have been checked.
+    The configuration is chosen for this machine. Nothing is sent to anyone
+    before signature, protocol version, base and tasks have been checked.
+
+    Reads: MANIFEST, settings, this machine's hardware.
+    Writes: as `swarm run`, in runs/NAME unless node.dir says otherwise, and
+    manifest.toml. Nothing with --check or --dry-run.
+
+    Examples:
+      swarm join friends.swarm.toml --check --dial
+      swarm join friends.swarm.toml --founder PEER_ID --node.dir runs/mine
+
+    Exit codes: as of `swarm run`; 12 manifest, 13 --check: cannot take part, 17 silo.
     """
     from swarm.hardware import detect
     from swarm.manifest import check_protocol, parse
@@ -72,7 +83,7 @@ def join(
     files.create()
     write_text(files.manifest, data.decode())
     from swarm.cli.passphrase import unlock
-    from swarm.node import run_node
+    from swarm.node_process import run_node
 
     run_node(config, fresh=fresh, unlock=unlock)
 

@@ -17,6 +17,7 @@ from swarm.cli import (
     bootstrap,
     config,
     create,
+    dashboard,
     doctor,
     evaluate,
     experiment,
@@ -24,13 +25,17 @@ from swarm.cli import (
     identity,
     init,
     join,
+    logs,
     merge,
+    peers,
+    report,
     run,
     sample,
     silo,
     stage,
     status,
     testbed,
+    top,
 )
 from swarm.errors import SwarmError
 from swarm.observability.plain_text import plain
@@ -39,7 +44,7 @@ INTERRUPTED = 130
 EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 config, 4 identity, 5 policy, 6 tasks, 7 network, 8 checkpoint, "
     "9 node not running, 10 memory, 11 training, 12 manifest, 13 cannot join, 14 doctor found a problem, "
-    "15 cannot merge, 16 pipeline, 17 silo, 130 interrupted."
+    "15 cannot merge, 16 pipeline, 17 silo, 18 stuck, 130 interrupted."
 )
 
 app = typer.Typer(
@@ -68,6 +73,11 @@ app.command("create", context_settings=run.OVERRIDES)(create.create)
 app.command("join", context_settings=run.OVERRIDES)(join.join)
 app.command("bootstrap")(bootstrap.bootstrap)
 app.command("status")(status.status)
+app.command("top")(top.top)
+app.command("peers")(peers.peers)
+app.command("logs")(logs.logs)
+app.command("dashboard")(dashboard.dashboard)
+app.command("report")(report.report)
 app.command("doctor", context_settings=run.OVERRIDES)(doctor.doctor)
 app.command("eval", context_settings=run.OVERRIDES)(evaluate.evaluate)
 app.command("sample", context_settings=run.OVERRIDES)(sample.sample)

@@ -26,8 +26,10 @@ class How(StrEnum):
 
 
 def merge(
-    folders: list[Path] = typer.Argument(..., help="Folders of `swarm export --format adapter`, or other plain LoRA."),
-    out: Path = typer.Option(..., "--out", help="New or empty folder to write to."),
+    folders: list[Path] = typer.Argument(
+        ..., metavar="DIR", help="Folders of `swarm export --format adapter`, or other plain LoRA."
+    ),
+    out: Path = typer.Option(..., "--out", metavar="DIR", help="New or empty folder to write to."),
     how: How = typer.Option(
         How.average,
         help="average: factor by factor, and as products where ranks differ or factors drifted apart. product: all as "
@@ -36,11 +38,21 @@ def merge(
     weights: str = typer.Option(None, help="One number per folder, such as 2,1,1; equal if not given."),
     rank: int = typer.Option(None, min=1, help="Of the result; the largest of the folders if not given."),
     config: list[Path] = typer.Option(
-        None, help="evaluated: configuration with base and tasks; the bundled ones if none."
+        None, metavar="FILE", help="evaluated: configuration with base and tasks; the bundled ones if none."
     ),
     tasks: int = typer.Option(64, min=1, help="evaluated: held-out tasks per source."),
 ) -> None:
-    """Merge adapters of one base into one adapter, for peft to load."""
+    """Merge adapters of one base into one adapter, for peft to load.
+
+    Reads: folders of `swarm export --format adapter`, or other plain LoRA.
+    Writes: the folder of --out.
+
+    Examples:
+      swarm merge one two --out both --weights 2,1
+      swarm merge one two three --out best --how evaluated
+
+    Exit codes: 0 done, 3 configuration, 5 policy or folder, 15 cannot be merged.
+    """
     given = _parse_weights(weights, len(folders))
     if given and how is How.evaluated:
         raise MergeError("--how evaluated finds the weights itself, got --weights as well; leave out one of them")

@@ -6,21 +6,33 @@ from pathlib import Path
 
 import typer
 
-from swarm.cli.arguments import CONFIG_HELP, load_config
+from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config
 from swarm.cli.saved_policy import config_arguments, load_saved_policy
 from swarm.observability.plain_text import plain
 
 
 def sample(
-    config: list[str] = typer.Argument(None, metavar="CONFIG... [--section.key VALUE]...", help=CONFIG_HELP),
-    folder: Path = typer.Option(None, "--dir", help="A node's folder: use its configuration and newest checkpoint."),
+    config: list[str] = typer.Argument(None, metavar=CONFIG_METAVAR, help=CONFIG_HELP),
+    folder: Path = typer.Option(
+        None, "--dir", metavar="DIR", help="A node's folder: use its configuration and newest checkpoint."
+    ),
     prompt: str = typer.Option(None, help="Ask this and end; without it, prompts are read line by line."),
     num: int = typer.Option(1, min=1, help="Answers per prompt."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 decodes greedily."),
     seed: int = typer.Option(0, min=0, help="The same seed gives the same answers."),
     base: bool = typer.Option(False, "--base", help="Talk to the base without its adapter."),
 ) -> None:
-    """Ask the policy, once or line by line until Ctrl-D."""
+    """Ask the policy, once or line by line until Ctrl-D.
+
+    Reads: CONFIG, or config.toml of --dir; the newest checkpoint; prompts.
+    Writes: nothing.
+
+    Examples:
+      swarm sample --dir runs/mine --prompt "1 + 1 =" --num 4 --temperature 1
+      swarm sample --dir runs/mine < prompts.txt
+
+    Exit codes: 0 done, 3 configuration, 5 policy, 8 no checkpoint.
+    """
     resolved = load_config(
         config_arguments(config, folder), ("--dir", "--prompt", "--num", "--temperature", "--seed", "--base")
     )

@@ -26,8 +26,8 @@ app = typer.Typer(
 )
 
 OWNER_KEY = "silo-owner.key"
-_FOLDER = typer.Option(Path("runs/silo"), "--dir", help="The node's folder.")
-_KEY = typer.Option(None, "--key", help=f"The owner's key. Default: {OWNER_KEY} in the folder.")
+_FOLDER = typer.Option(Path("runs/silo"), "--dir", metavar="DIR", help="The node's folder.")
+_KEY = typer.Option(None, "--key", metavar="FILE", help=f"The owner's key. Default: {OWNER_KEY} in the folder.")
 _DAY_S = 86_400.0
 _OPTIONS = ("--dir", "--key", "--address", "--base", "--description")
 
@@ -36,7 +36,7 @@ _OPTIONS = ("--dir", "--key", "--address", "--base", "--description")
 def init(
     arguments: list[str] = typer.Argument(
         None,
-        metavar="NAME [CONFIG]... [--section.key VALUE]...",
+        metavar="NAME [CONFIG|--section.key VALUE]",
         help="Name of the silo; then settings as `swarm run` takes them, for tasks, base and limits.",
     ),
     folder: Path = _FOLDER,
@@ -49,7 +49,16 @@ def init(
     base: list[str] = typer.Option([], metavar="BASE", help="Base that nodes may train. Default: policy.base."),
     description: str = typer.Option("", help="One line about the silo."),
 ) -> None:
-    """Found a silo: its owner's key, its manifest, and the node of this folder as its first member."""
+    """Found a silo: owner's key, manifest, and its first member.
+
+    Reads: settings for tasks, base and limits.
+    Writes: owner's key, manifest, roll and a node's identity in DIR.
+
+    Examples:
+      swarm silo init lab --address /ip4/10.0.0.1/tcp/38000
+
+    Exit codes: 0 done, 3 settings, 4 key, 6 tasks, 12 manifest, 17 silo.
+    """
     name, settings = take_first(arguments or [])
     if name is None:
         raise ManifestError("swarm silo init needs a name, got none; see --help")
@@ -64,7 +73,18 @@ def init(
 
 @app.command()
 def request(folder: Path = _FOLDER) -> None:
-    """Print the line with which to ask a silo's owner for a membership. It holds no secret."""
+    """Print the line that asks a silo's owner for a membership.
+
+    It holds no secret.
+
+    Reads: the identity in DIR.
+    Writes: it, where there is none.
+
+    Examples:
+      swarm silo request --dir runs/silo
+
+    Exit codes: 0 done, 4 identity.
+    """
     from swarm.node_folder import NodeFolder
     from swarm.records.identity import load_or_create
     from swarm.silo.grant import make_request
@@ -83,7 +103,19 @@ def invite(
     out: Path = typer.Option(None, help="Write the invitation to this file instead of printing it."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Make somebody a member. Send them the line that it prints; it is of use to nobody else."""
+    """Make somebody a member.
+
+    Send them the line that it prints; it is of use to nobody else.
+
+    Reads: REQUEST, the owner's key, the roll in DIR.
+    Writes: the new roll in DIR; with --out the invitation.
+
+    Examples:
+      swarm silo invite REQUEST --days 30
+      swarm silo invite request.txt --out invitation.txt
+
+    Exit codes: 0 done, 4 key, 12 manifest, 17 silo.
+    """
     from swarm.silo.grant import read_request
 
     asked = read_request(_line(request))
@@ -105,7 +137,16 @@ def join(
     token: str = typer.Argument(..., metavar="INVITATION", help="The line that the owner sent you, or a file with it."),
     folder: Path = _FOLDER,
 ) -> None:
-    """Become a member: check the invitation and keep it, with the silo's manifest, in the node's folder."""
+    """Become a member: check the invitation, and keep it in DIR.
+
+    Reads: INVITATION, the identity in DIR.
+    Writes: membership and manifest.toml in DIR.
+
+    Examples:
+      swarm silo join INVITATION --dir runs/silo
+
+    Exit codes: 0 done, 4 identity, 12 manifest, 17 silo.
+    """
     from swarm.manifest import check_protocol
     from swarm.manifest_file import check_joined, write_text
     from swarm.node_folder import NodeFolder
@@ -136,7 +177,18 @@ def members(
     folder: Path = _FOLDER,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Who the members are, by the newest roll in this folder. Works on every member's machine."""
+    """List the members, by the newest roll in this folder.
+
+    Works on every member's machine.
+
+    Reads: roll and manifest in DIR.
+    Writes: nothing.
+
+    Examples:
+      swarm silo members --json
+
+    Exit codes: 0 done, 12 manifest, 17 silo.
+    """
     manifest, roll = _roll(folder)
     if as_json:
         listed = [_member_fields(one.peer_id, one.until) for one in roll.members]
@@ -159,7 +211,19 @@ def revoke(
     folder: Path = _FOLDER,
     key: Path = _KEY,
 ) -> None:
-    """Put a member out. All others get a new key within seconds; what was sealed before stays readable to who read it."""
+    """Put a member out.
+
+    All others get a new key within seconds; what was sealed before stays
+    readable to who read it.
+
+    Reads: the owner's key, the roll in DIR.
+    Writes: the new roll in DIR.
+
+    Examples:
+      swarm silo revoke brave-otter-3f
+
+    Exit codes: 0 done, 4 key, 12 manifest, 17 silo.
+    """
     owner, files = _owner(folder, key)
     peer_id = _found(owner.roll, who)
     owner.revoke(peer_id, time.time())
@@ -169,7 +233,16 @@ def revoke(
 
 @app.command()
 def rotate(folder: Path = _FOLDER, key: Path = _KEY) -> None:
-    """Give the members a new key, and drop those whose membership has ended."""
+    """Give the members a new key; drop those whose time is over.
+
+    Reads: the owner's key, the roll in DIR.
+    Writes: the new roll in DIR.
+
+    Examples:
+      swarm silo rotate
+
+    Exit codes: 0 done, 4 key, 12 manifest, 17 silo.
+    """
     owner, files = _owner(folder, key)
     owner.rotate(time.time())
     _publish(owner, files)

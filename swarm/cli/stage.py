@@ -4,23 +4,35 @@ import re
 
 import typer
 
-from swarm.cli.arguments import CONFIG_HELP, load_config
+from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config
 from swarm.cli.passphrase import unlock
 from swarm.cli.run import stay_off_hubs
 from swarm.errors import ConfigError
 
 
 def stage(
-    config: list[str] = typer.Argument(None, metavar="CONFIG... [--section.key VALUE]...", help=CONFIG_HELP),
+    config: list[str] = typer.Argument(None, metavar=CONFIG_METAVAR, help=CONFIG_HELP),
     layers: str = typer.Option(
         None,
         metavar="START:STOP",
         help="Hold these layers, such as 0:4. Default: those that the driver assigns, if any.",
     ),
 ) -> None:
-    """Hold a range of layers for the node that drives the crew of policy.pipeline, and copies of neighbours' adapters.
+    """Hold some layers of a policy for the node that drives its crew.
 
-    Serves until Ctrl-C. A machine without layers is a spare: it takes those of one that is lost.
+    Serves until Ctrl-C, with copies of neighbours' adapters. A machine without
+    layers is a spare: it takes those of one that is lost.
+
+    Reads: CONFIG, the same policy table as the driver's; files of the base.
+    Writes: the identity, logs and status of node.dir; no checkpoint, which is
+    the driver's.
+
+    Examples:
+      swarm stage crew.toml --layers 0:12
+      swarm stage crew.toml --network.listen '["/ip4/0.0.0.0/tcp/38000"]'
+
+    Exit codes: 3 configuration, 4 identity, 5 policy, 7 network, 10 memory,
+    16 pipeline, 130 interrupted.
     """
     resolved = load_config(config or [], ("--layers",))
     wanted = None if layers is None else parse_layers(layers)

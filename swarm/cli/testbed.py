@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarm.cli.arguments import CONFIG_HELP, seed_list, split_arguments
+from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, seed_list, split_arguments
 from swarm.errors import SwarmError
 
 if TYPE_CHECKING:
@@ -25,11 +25,11 @@ class What(StrEnum):
 
 
 def testbed(
-    config: list[str] = typer.Argument(None, metavar="CONFIG... [--section.key VALUE]...", help=CONFIG_HELP),
+    config: list[str] = typer.Argument(None, metavar=CONFIG_METAVAR, help=CONFIG_HELP),
     nodes: int = typer.Option(4, min=1, help="Number of nodes; each fourth one has the same profile."),
     rounds: int = typer.Option(150, min=1, help="Rounds of each node, those of earlier runs in the folder included."),
     minutes: float = typer.Option(None, min=0.1, help="End training after so many minutes, wherever the nodes are."),
-    folder: Path = typer.Option(None, "--dir", help="Folder of the run.", show_default="runs/testbed"),
+    folder: Path = typer.Option(None, "--dir", metavar="DIR", help="Folder of the run.", show_default="runs/testbed"),
     fresh: bool = typer.Option(
         False, "--fresh/--resume", help="Start anew; the earlier run is moved aside. Default: resume what is there."
     ),
@@ -37,9 +37,19 @@ def testbed(
     compare: What = typer.Option(None, help="Run the same nodes with sharing and as silos, once per seed."),
     seeds: str = typer.Option("0,1,2", help="Seeds of a comparison."),
 ) -> None:
-    """Run a swarm of unlike nodes on this machine and show what they learn.
+    """Run a swarm of unlike nodes on this machine; show what they learn.
 
-    Each node is a process with its own policy; they meet over libp2p on loopback. Ctrl-C ends all of them.
+    Each node is a process with its own policy; they meet over libp2p on
+    loopback. Ctrl-C ends all of them.
+
+    Reads: CONFIG, for all nodes; earlier runs in the folder.
+    Writes: a node's folder each, plots, and summary.json in --dir.
+
+    Examples:
+      swarm testbed --nodes 4 --minutes 3
+      swarm testbed --nodes 2 --rounds 40 --merge --dir runs/small
+
+    Exit codes: 0 done, 1 a node failed, 3 configuration, 130 interrupted.
     """
     from rich.console import Console
 

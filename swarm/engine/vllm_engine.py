@@ -3,7 +3,7 @@
     adapter of the policy ─ changed? ─▶ written to a folder of its own, under a new id ─▶ vLLM loads it for this call
                               └ same as before: the id that vLLM has
 
-For machines with memory for both copies. An optional extra: `pip install "swarm[vllm]"`, then rollouts.engine = "vllm".
+For machines with memory for both copies. An optional extra: `pip install "swarm-rl[vllm]"`, then rollouts.engine = "vllm".
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class VllmEngine:
             self._lora_request: Any = importlib.import_module("vllm.lora.request").LoRARequest
         except ImportError as error:
             raise ConfigError(
-                f'rollouts.engine "vllm" needs the package vllm, got {error}; pip install "swarm[vllm]", or set "auto"'
+                f'rollouts.engine "vllm" needs the package vllm, got {error}; pip install "swarm-rl[vllm]", or set "auto"'
             ) from None
         if policy.config.quantization != "none":
             raise ConfigError(

@@ -98,6 +98,7 @@ def _config(settings: Mapping[str, Any], init_seed: int) -> Config:
         {
             "policy": {"lora": {"init_seed": init_seed}},
             "rollouts": {"groups_per_round": settings["groups_per_round"], "group_size": settings["group_size"]},
+            "sharing": {"likelihood_floor_quantile": 0.0},  # it samples nothing of its own to measure others by
             "training": {"correction": settings["correction"]},
         }
     )

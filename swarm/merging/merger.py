@@ -27,6 +27,7 @@ from swarm.merging.outer_optimizer import Adapter, OuterOptimizer, carry_over, p
 from swarm.merging.pairer import Donate, Pairer
 from swarm.merging.robust import FEWEST_FOR_MEDIAN, NormClip, median_adapter, refuse_unusable
 from swarm.merging.schedule import MergeSchedule
+from swarm.observability.tracing import traced
 from swarm.types import MAX_ADAPTER_BYTES, Alone, Outcome, Partner, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -267,6 +268,7 @@ class Merger:
             return self._alone(pending.fast, "lag", current)
         return self._merged(pending, outcome.peer_id, partner, lag, current)
 
+    @traced("merge", lambda step, _, __, partner, *___: {"partner": partner, "is_taken": step.partner is not None})
     def _merged(self, pending: _Pending, peer_id: str, partner: Adapter, lag: int, current: Adapter) -> OuterStep:
         slow = self._outer.slow
         self._clip.observe(pending.fast, slow)

@@ -1,16 +1,19 @@
-"""GET /metrics (Prometheus) and GET /health (JSON) of a running node, inside its own event loop."""
+"""GET /metrics (Prometheus), GET /health (JSON) and whatever pages it is given, inside the event loop of a running node."""
 
 import asyncio
+import contextlib
+import ipaddress
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from swarm.config import ObservabilitySection
 from swarm.errors import ConfigError
@@ -18,16 +21,36 @@ from swarm.observability.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
+_MAX_CONNECTIONS = 128
+"""Beyond that an answer says that there is no room."""
+
+
+def http_address(host: str, port: int) -> str:
+    """Such as http://127.0.0.1:8080/. Of a server that is bound to all addresses: the one on this machine."""
+    with contextlib.suppress(ValueError):  # a name
+        if ipaddress.ip_address(host).is_unspecified:
+            host = "::1" if ":" in host else "127.0.0.1"
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
 
 class HttpServer:
     """Started and stopped by the node; leaves signal handling to it."""
 
-    def __init__(self, config: ObservabilitySection, metrics: Metrics, health: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        config: ObservabilitySection,
+        metrics: Metrics,
+        health: Callable[[], dict[str, Any]],
+        pages: Sequence[BaseRoute] = (),
+        middleware: Sequence[Middleware] = (),
+    ) -> None:
         self.port = 0
         """Actual port while running, else 0."""
         self._config = config
         self._metrics = metrics
         self._health = health
+        self._pages = pages
+        self._middleware = middleware
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -37,12 +60,21 @@ class HttpServer:
             return
         listener = self._bind()
         self.port = listener.getsockname()[1]
-        app = Starlette(routes=[Route("/metrics", self._get_metrics), Route("/health", self._get_health)])
-        settings = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        routes = [Route("/metrics", self._get_metrics), Route("/health", self._get_health), *self._pages]
+        settings = uvicorn.Config(
+            Starlette(routes=routes, middleware=self._middleware),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            limit_concurrency=_MAX_CONNECTIONS,
+            server_header=False,
+        )
         self._server = uvicorn.Server(settings)
         # `_serve` is `serve` without the signal handlers, which belong to the node
         self._serving = asyncio.create_task(self._server._serve([listener]))
-        logger.info("metrics and health on http://%s:%d", self._config.http_host, self.port)
+        what = "the page, metrics and health" if self._pages else "metrics and health"
+        logger.info("%s on %s", what, http_address(self._config.http_host, self.port))
 
     async def stop(self) -> None:
         if self._server is None or self._serving is None:

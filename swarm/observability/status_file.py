@@ -2,11 +2,17 @@
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+import time
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from swarm.errors import NodeNotRunningError
+
+SILENT_AFTER_S = 30.0
+"""After so long without a new file the process is blocked, frozen or gone: it writes one every two seconds."""
+_CLOCK_STEP_S = 60.0
+"""That the machine's clock may have been set by between two looks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +25,8 @@ class NodeStatus:
     started_at: float
     """Seconds since the epoch."""
     phase: str
-    """starting, evaluating, learning, merging, serving or ended."""
+    """starting, evaluating, learning, merging, serving or ended; of a node that learns also sharing paused, training paused,
+    or paused, which is both."""
     http_port: int = 0
     addresses: tuple[str, ...] = ()
     """Multiaddresses that others can pass as initial peers."""
@@ -29,6 +36,20 @@ class NodeStatus:
     """Last row of metrics.jsonl of kind round."""
     final_merge: dict[str, Any] = field(default_factory=dict)
     """Last row of kind final_merge; empty where there was none."""
+    peers: list[dict[str, Any]] = field(default_factory=list)
+    """Of each known peer, last seen first, at most 256: peer_id, name, lineage, weight, banned_until, groups_admitted,
+    records_rejected, last_seen_at, reward_mean, policy_version (`sharing.contribution.PeerStanding`)."""
+    contribution: dict[str, Any] = field(default_factory=dict)
+    """last_taken_at, last_taken_by, bodies_taken, reward_rank, reward_rank_of (`sharing.contribution.Contribution`), and
+    advice: lines on what is wrong and what to do about it."""
+    stuck: list[str] = field(default_factory=list)
+    """Parts of the node that make no progress, each with for how long; the log has their stacks."""
+    num_connected: int | None = None
+    """Peers with an open connection; None without a network."""
+    last_round_at: float = 0.0
+    """When the last round ended, in seconds since the epoch; 0 before the first one."""
+    written_at: float = 0.0
+    """When this was written, in seconds since the epoch. A node writes it every few seconds."""
 
     def write(self, path: Path) -> None:
         """Replace the file at once: a reader sees the old or the new one."""
@@ -45,14 +66,29 @@ class NodeStatus:
             return False
         except PermissionError:
             return True
-        return self.phase != "ended"
+        is_silent = self.written_at and time.time() - self.written_at > SILENT_AFTER_S
+        return self.phase != "ended" and not (is_silent and _began_after(self.pid, self.started_at))
+
+
+def _began_after(pid: int, time_s: float) -> bool:
+    """Whether the number of the process belongs to a later one by now, as after a power loss."""
+    import psutil  # only where it is needed: `swarm status` is to be quick
+
+    try:
+        return psutil.Process(pid).create_time() > time_s + _CLOCK_STEP_S
+    except psutil.Error:
+        return False
 
 
 def read_status(path: Path) -> NodeStatus:
-    """Raises NodeNotRunningError where no node has ever written one, or it is damaged."""
+    """That of a node of another version, too: what it does not say has its default, what is unknown here is left out.
+
+    Raises NodeNotRunningError where no node has ever written one, or it is damaged.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        return NodeStatus(**{**data, "addresses": tuple(data["addresses"])})
+        known = {name.name: data[name.name] for name in fields(NodeStatus) if name.name in data}
+        return NodeStatus(**{**known, "addresses": tuple(data["addresses"])})
     except FileNotFoundError:
         raise NodeNotRunningError(
             f"a node's folder must hold status.json, got none in {path.parent}; start it with `swarm run` or name its folder"

@@ -105,6 +105,11 @@ class CrewKeeper:
                     raise
             await asyncio.sleep(_PAUSE_S)
 
+    def places(self) -> list[tuple[StagePart, str]]:
+        """(layers, peer id of who holds them) of every stage; the last one is this node's. Empty before the start."""
+        holders = (*self._peers, "this node")
+        return [(facts.part, holder) for facts, holder in zip(self.crew.facts, holders, strict=False)]
+
     def close(self) -> None:
         """End the thread of the own stage."""
         if self._own is not None:

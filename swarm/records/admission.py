@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from swarm.config import SharingSection
+from swarm.observability.tracing import traced
 from swarm.records.codec import body_hash, decode_body
 from swarm.records.copies import CopyWatch
 from swarm.records.header_admission import HeaderAdmission
@@ -61,6 +62,7 @@ class Admission(HeaderAdmission):
         self._vocabulary = vocabulary
         self._copies = copies
 
+    @traced("admit", lambda groups, _, header, *__: {"author": header.author, "groups": len(groups)})
     def admit_body(self, header: Header, body: bytes) -> tuple[RolloutGroup, ...]:
         """All groups of the body, rewards recomputed. One false claim turns the whole body away."""
         if len(body) != header.body_bytes:

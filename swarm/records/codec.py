@@ -28,7 +28,7 @@ from swarm.records.fields import (
     unpack,
 )
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.types import GroupSummary, Header, Lineage, Rollout, RolloutGroup, SignedRecord, TaskRef
+from swarm.types import BEACON_BYTES, GroupSummary, Header, Lineage, Rollout, RolloutGroup, SignedRecord, TaskRef
 
 MAX_RECORD_BYTES = 1024
 """A header must fit into one index entry."""
@@ -42,6 +42,8 @@ MAX_GROUPS_PER_BODY = 12
 MAX_TEXT_CHARS = 32_768
 MAX_PEER_ID_CHARS = 64
 MAX_NAME_CHARS = 64
+_HEADER_FIELDS = 11
+"""Without the beacon, version included."""
 
 
 def encode_record(record: SignedRecord) -> bytes:
@@ -71,12 +73,13 @@ def encode_header(header: Header) -> bytes:
             header.policy_version,
             header.created_at,
             header.expires_at,
+            *([header.beacon] if header.beacon else []),
         ]
     )
 
 
 def decode_header(payload: bytes, author: str) -> Header:
-    fields = check_versioned(unpack(payload), 11)
+    *fields, beacon = _with_beacon(unpack(payload))
     swarm_id, sequence, body_hash, body_bytes, groups, policy, tokenizer, version, created_at, expires_at = fields
     return Header(
         swarm_id=check_bytes(swarm_id, 16).hex(),
@@ -89,7 +92,16 @@ def decode_header(payload: bytes, author: str) -> Header:
         policy_version=check_int(version, 0, 2**48),
         created_at=check_float(created_at, 0.0, 1e11),
         expires_at=check_float(expires_at, 0.0, 1e11),
+        beacon=beacon,
     )
+
+
+def _with_beacon(value: Any) -> list[Any]:
+    """Fields after the version; the last one, the beacon, is empty where it was left out."""
+    if isinstance(value, list) and len(value) == _HEADER_FIELDS + 1:
+        *fields, beacon = check_versioned(value, _HEADER_FIELDS + 1)
+        return [*fields, check_bytes(beacon, BEACON_BYTES)]
+    return [*check_versioned(value, _HEADER_FIELDS), b""]
 
 
 def encode_body(groups: Sequence[RolloutGroup]) -> bytes:

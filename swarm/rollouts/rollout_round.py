@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from swarm.config import RolloutsSection
+from swarm.observability.tracing import traced
 from swarm.policy.counter_noise import derive_seed
 from swarm.rollouts.budget import second_round_size, sizes_by_variance
 from swarm.rollouts.open_group import OpenGroup
@@ -43,6 +44,7 @@ class RolloutRound:
         """Groups that wait to be continued."""
         return len(self._open)
 
+    @traced("rollout", lambda batch, *_: {"groups": len(batch.groups), "tokens": batch.num_tokens})
     def run(self, seed: int) -> RolloutBatch:
         """All groups of a round. The same seed, cursor, table, open groups and weights give the same ones."""
         config = self._config

@@ -1,8 +1,9 @@
 """Which part of what is pulled each author gets: by its standing here, and strangers within bounds.
 
     known authors   by what speaks against them (`Reputation.trust`), all alike where nothing does
-    strangers       the same, times how far they have come on probation; those of one address group together as two of them,
-                    and all together at most `max_share_of_strangers` while enough known authors offer anything
+    strangers       the same, times what strangers have been worth of late (`Reputation.promise`) and how far they have come on
+                    probation; those of one address group together as two of them, and all together at most
+                    `max_share_of_strangers` while enough known authors offer anything
 
 Names cost nothing, so what is bounded for one name is bounded for a group and for all of them, too. Whoever sends most is known
 first. So that it does not crowd out those who will be known next, the first known authors get a quarter each and no more.
@@ -64,8 +65,10 @@ class AuthorShares:
         known = {author for author in authors if self.reputation.is_known(author)}
         factors = dict.fromkeys(sorted(authors), 1.0)
         strangers = [author for author in factors if author not in known]
-        if len(known) >= _ENOUGH_KNOWN:
-            factors |= {author: self.reputation.maturity(author) for author in strangers}
+        is_known_enough = len(known) >= _ENOUGH_KNOWN
+        for author in strangers:
+            factors[author] = self.reputation.promise(author)
+            factors[author] *= self.reputation.maturity(author) if is_known_enough else 1.0
         self._bound_groups(factors, strangers)
         self._bound_strangers(factors, known, strangers)
         return factors

@@ -33,6 +33,12 @@ class BodyStore:
         self._bodies: dict[str, OrderedDict[bytes, _Body]] = {}  # by author, oldest first
         self._authors: dict[bytes, str] = {}
         self._author_bytes: dict[str, int] = {}
+        self.num_taken = 0
+        """How often another node fetched an own body, ..."""
+        self.last_taken_at: float | None = None
+        """... when last, by the clock, ..."""
+        self.last_taken_by: str | None = None
+        """... and which, by its peer id."""
 
     def serve_on(self, transport: Transport) -> None:
         """Hand the bodies out to whoever asks. To be called before the transport starts."""
@@ -69,6 +75,9 @@ class BodyStore:
         body = self.get(request)
         if body is None:
             raise RequestRefused("unknown body")
+        if not self._authors[request]:
+            self.num_taken += 1
+            self.last_taken_at, self.last_taken_by = self._clock(), peer_id
         return body
 
     def _remove_expired(self) -> None:

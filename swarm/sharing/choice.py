@@ -1,6 +1,7 @@
 """Which of the headers on offer is pulled next.
 
-uniform       every author alike but for its standing, so that a prolific one gets no larger share; of one author the newest first
+uniform       every author alike but for its standing, so a prolific one gets no larger share; of one author the newest first;
+              of those of whom nothing is known every other time the one that has waited longest
 informative   every author one ticket, weighted by how useful its headers are expected to be; nobody beyond its share
 """
 
@@ -12,6 +13,7 @@ from typing import Protocol
 from swarm.config import SharingSection
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.sharing.author_shares import AuthorShares
+from swarm.sharing.reputation import Reputation
 from swarm.sharing.usefulness import Usefulness
 from swarm.types import Header
 
@@ -21,7 +23,7 @@ READ_AHEAD_BATCHES = 3
 
 class HeaderChoice(Protocol):
     def choose(self, offered: Sequence[Header], being_pulled: Collection[Header]) -> Header | None:
-        """One of `offered`, which is not empty; None to wait for better ones."""
+        """One of `offered`, which is not empty and as they came in; None to wait for better ones."""
         ...
 
 
@@ -50,7 +52,15 @@ class UniformChoice:
         else:
             standing = self._shares.standing(authors)
             (author,) = self._rng.choices(authors, [standing[author] for author in authors])
+            author = self._first_of_untried(author, offered, self._shares.reputation)
         return max((h for h in offered if h.author == author), key=lambda h: (h.created_at, h.sequence))
+
+    def _first_of_untried(self, author: str, offered: Sequence[Header], reputation: Reputation) -> str:
+        """In place of one of whom nothing is known, every other time the one of these that has waited longest: fresh names by
+        the hundred push in before nobody."""
+        if not reputation.is_untried(author) or self._rng.random() < 0.5:
+            return author
+        return next(header.author for header in offered if reputation.is_untried(header.author))
 
 
 class InformativeChoice:

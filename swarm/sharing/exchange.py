@@ -16,9 +16,13 @@ from swarm.observability.repeat import repeat
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
 from swarm.records.identity import Identity
+from swarm.sharing.acquaintances import Acquaintances
 from swarm.sharing.author_shares import AddressGroups, AuthorShares
+from swarm.sharing.beacons import Beacons
 from swarm.sharing.body_store import BodyStore
+from swarm.sharing.contribution import Contribution, PeerStanding, contribution, peer_standings
 from swarm.sharing.directory import Directory
+from swarm.sharing.pause import SharingPause
 from swarm.sharing.publisher import HEAD_START_S, Publisher
 from swarm.sharing.reader import Reader
 from swarm.sharing.reputation import Reputation
@@ -47,40 +51,86 @@ class Exchange:
         *,
         usefulness: Usefulness | None = None,
         reputation: Reputation | None = None,
+        beacons: Beacons | None = None,
+        acquaintances: Acquaintances | None = None,
     ) -> None:
-        """`next_sequence`: numbers of own headers, never the same twice. The rest as for the Reader."""
+        """`next_sequence`: numbers of own headers, never the same twice. `acquaintances`: to tell of peers, where anybody looks.
+
+        The rest as for the Reader.
+        """
         self._wants_groups = sharing.swarm_groups > 0
         self._outbox: asyncio.Queue[Sequence[RolloutGroup]] = asyncio.Queue(_OUTBOX_ROUNDS)
         addresses = AddressGroups()
-        reputation = reputation or Reputation(sharing.reputation_half_life_s, transport.now)
+        self._bodies = bodies
+        self._now = transport.now
+        self._acquaintances = acquaintances or Acquaintances(transport.now, max_peers=0)
+        self._reputation = reputation = reputation or Reputation(sharing.reputation_half_life_s, transport.now)
+        beacons = beacons or Beacons(identity.peer_id, transport.now, reputation.is_known, reputation.has_known)
         shares = AuthorShares(reputation, sharing.max_share_of_strangers, addresses)
         self.directory = Directory(
-            swarm_id, identity, transport, lambda: self.reader.num_authors_heard(), addresses=addresses
-        )
+            swarm_id, identity, transport, lambda: self.reader.num_authors_heard(), addresses=addresses,
+            acquaintances=self._acquaintances,
+        )  # fmt: skip
         head_start_s = 0.0 if network.gossip == "off" else HEAD_START_S
         self.publisher = Publisher(
-            sharing, swarm_id, identity, transport, bodies, next_sequence, self._shard, head_start_s=head_start_s
+            sharing,
+            swarm_id,
+            identity,
+            transport,
+            bodies,
+            next_sequence,
+            self._shard,
+            beacons,
+            head_start_s=head_start_s,
         )
         self.reader = Reader(
             sharing, network, swarm_id, transport, admission, pool, bodies, rng, self._shard,
-            usefulness=usefulness, shares=shares,
+            beacons=beacons, usefulness=usefulness, shares=shares, acquaintances=self._acquaintances,
         )  # fmt: skip
+        self._pause = SharingPause()
         self.num_rounds_not_published = 0
 
     def hand_out(self, groups: Sequence[RolloutGroup]) -> None:
         """Publish the groups of a round when there is time; where the network lags behind, the oldest round is dropped."""
+        if self._pause.is_paused:
+            return
+        self._acquaintances.shared(groups)
         if self._outbox.full():
             self._outbox.get_nowait()
             self.num_rounds_not_published += 1
         self._outbox.put_nowait(groups)
 
+    @property
+    def num_bodies_taken(self) -> int:
+        """How often another node fetched an own body."""
+        return self._bodies.num_taken
+
+    def contribution(self) -> Contribution:
+        return contribution(self._bodies, self._acquaintances, self._now())
+
+    def peers(self) -> list[PeerStanding]:
+        """Who is known here, last seen first."""
+        return peer_standings(self._acquaintances, self._reputation)
+
+    def set_paused(self, is_paused: bool) -> None:
+        """While it is paused nothing is published and nothing pulled; headers are passed on, bodies given to who asks.
+
+        Rounds that wait to be published are forgotten: when sharing goes on they would be old.
+        """
+        if not is_paused:
+            self._pause.resume()
+            return
+        self._pause.pause()
+        while not self._outbox.empty():
+            self._outbox.get_nowait()
+
     def work(self, on_failure: Callable[[], None]) -> list[Coroutine[Any, Any, None]]:
         """What runs from the transport's start to its stop. Each ends only when cancelled, or raises what is a bug."""
         steps = [
-            self._publish_next,
-            self.publisher.enter_next,
+            self._pause.held(self._publish_next),
+            self._pause.held(self.publisher.enter_next),
             self._turn_directory,
-            *([self.reader.poll] if self._wants_groups else []),
+            *([self._pause.held(self.reader.poll)] if self._wants_groups else []),
         ]
         return [repeat(step, on_failure=on_failure) for step in steps]
 

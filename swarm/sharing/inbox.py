@@ -60,6 +60,8 @@ class Inbox:
         """Set when a candidate comes in."""
         self.rejected = self._judge.rejected
         """Headers turned away, by reason."""
+        self.on_header: Callable[[Header], None] = lambda header: None
+        """Told of every header that is admitted, once."""
 
     def take_gossip(self, shard: Shard, record: bytes) -> Verdict:
         """Judge a header that was gossiped in the topic of `shard`, before it is passed on."""
@@ -141,6 +143,7 @@ class Inbox:
         if self._is_banned(header.author):
             self.rejected[Rejection.BANNED.value] += 1
             return False
+        self.on_header(header)
         self._newest.note(header)
         self._heard_at.pop(header.author, None)
         self._heard_at[header.author] = self._clock()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.verification_budget import VerificationBudget
+from swarm.tasks.fenced_verifier import FencedVerifier, TooSlow
 from swarm.tasks.task_mixture import TaskMixture, score
 from swarm.tasks.task_source import FIRST_TRAINING_SEED, TaskFailure, UnknownTask, prompt_digest
 from swarm.types import RolloutGroup, Task, TaskRef
@@ -18,8 +19,13 @@ class MixtureJudge:
         mixture: TaskMixture,
         clock: Callable[[], float] = time.monotonic,
         is_known: Callable[[str], bool] = lambda author: False,
+        fence: FencedVerifier | None = None,
     ) -> None:
-        """`clock`: seconds, never backwards; times the verifiers. `is_known`: whether an author is no stranger."""
+        """`clock`: seconds, never backwards; times the verifiers. `is_known`: whether an author is no stranger.
+
+        `fence`: scores the sources that it holds; without it all are scored on the calling thread, however long it takes.
+        """
+        self._fence = fence
         self._mixture = mixture
         self._clock = clock
         self._budget = VerificationBudget(clock, is_known)
@@ -32,6 +38,8 @@ class MixtureJudge:
             raise InvalidRecord(Rejection.HELD_OUT_TASK, f"stream {ref.seed}")
 
     def rewards(self, group: RolloutGroup) -> tuple[float, ...]:
+        if self._fence is not None and self._fence.holds(group.task.source):
+            return self._fenced(self._fence, group)
         task = self._rebuild(group.task)
         if prompt_digest(task.prompt) != group.prompt_digest:
             raise InvalidRecord(Rejection.TASK_MISMATCH, group.task.source)
@@ -39,6 +47,24 @@ class MixtureJudge:
             return tuple(self._score(task, rollout.text, group.author) for rollout in group.rollouts)
         except TaskFailure as failure:
             raise InvalidRecord(Rejection.TASK_FAILED, str(failure)) from None
+
+    def _fenced(self, fence: FencedVerifier, group: RolloutGroup) -> tuple[float, ...]:
+        self.check_known(group.task)
+        self._budget.check(group.author)
+        started_at = self._clock()
+        try:
+            digest, rewards = fence.rewards(group.task, [rollout.text for rollout in group.rollouts])
+        except TooSlow as error:
+            raise InvalidRecord(Rejection.TOO_SLOW, str(error)) from None
+        except UnknownTask:
+            raise InvalidRecord(Rejection.UNKNOWN_TASK, group.task.source) from None
+        except TaskFailure as failure:
+            raise InvalidRecord(Rejection.TASK_FAILED, str(failure)) from None
+        finally:
+            self._budget.spend(group.author, self._clock() - started_at)
+        if digest != group.prompt_digest:
+            raise InvalidRecord(Rejection.TASK_MISMATCH, group.task.source)
+        return rewards
 
     def _score(self, task: Task, text: str, author: str) -> float:
         self._budget.check(author)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from swarm.config import SharingSection
 from swarm.network.transport import Transport
+from swarm.observability.tracing import traced
 from swarm.records.codec import (
     MAX_BODY_BYTES,
     MAX_GROUPS_PER_BODY,
@@ -22,6 +23,7 @@ from swarm.records.codec import (
 )
 from swarm.records.identity import Identity
 from swarm.records.signing import sign_record
+from swarm.sharing.beacons import Beacons
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.index import experience_key, experience_topic, subkey
 from swarm.sharing.shard import Shard
@@ -46,10 +48,15 @@ class Publisher:
         bodies: BodyStore,
         next_sequence: Callable[[], int],
         shard: Callable[[], Shard],
+        beacons: Beacons,
         *,
         head_start_s: float = HEAD_START_S,
     ) -> None:
-        """`shard`: the one that this node shares in at this moment. `head_start_s`: 0 where there is no gossip."""
+        """`shard`: the one that this node shares in at this moment. `beacons`: by which its tasks were drawn.
+
+        `head_start_s`: 0 where there is no gossip.
+        """
+        self._beacons = beacons
         self._config = config
         self._swarm_id = swarm_id
         self._identity = identity
@@ -85,9 +92,11 @@ class Publisher:
         """Wait until the index was offered all that was gossiped."""
         await self._gossiped.join()
 
+    @traced("publish", lambda _, __, groups: {"groups": len(groups)})
     async def _announce(self, groups: list[RolloutGroup]) -> None:
         """Gossip one record; split in half where body or header outgrow their bounds."""
-        body, record, header = await asyncio.to_thread(self._pack, groups)
+        beacon = self._beacons.of([group.task for group in groups])
+        body, record, header = await asyncio.to_thread(self._pack, groups, beacon)
         if len(record) > MAX_RECORD_BYTES or len(body) > MAX_BODY_BYTES or not fits_into_body(groups):
             if len(groups) == 1:
                 logger.warning(
@@ -97,6 +106,7 @@ class Publisher:
             await self._announce(groups[: len(groups) // 2])
             await self._announce(groups[len(groups) // 2 :])
             return
+        self._beacons.note(header)
         self._bodies.put(header.body_hash, body, header.expires_at)
         await self._transport.publish(experience_topic(self._swarm_id, self._shard()), record)
         if self._gossiped.full():  # the index lags behind: the newest are wanted most
@@ -104,7 +114,7 @@ class Publisher:
             self._gossiped.task_done()
         self._gossiped.put_nowait((self._transport.now(), header, record))
 
-    def _pack(self, groups: list[RolloutGroup]) -> tuple[bytes, bytes, Header]:
+    def _pack(self, groups: list[RolloutGroup], beacon: bytes) -> tuple[bytes, bytes, Header]:
         body = encode_body(groups)
         now = self._transport.now()
         header = Header(
@@ -118,5 +128,6 @@ class Publisher:
             policy_version=min(group.policy_version for group in groups),  # some may have waited for rounds
             created_at=now,
             expires_at=now + self._config.time_to_live_s,
+            beacon=beacon,
         )
         return body, encode_record(sign_record(self._identity, self._swarm_id, encode_header(header))), header

@@ -14,19 +14,19 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from swarm.config import NetworkSection, SharingSection
-from swarm.errors import RequestError
-from swarm.network.requests.blob_protocol import sha256
-from swarm.network.requests.server import transfer_timeout_s
 from swarm.network.transport import Transport, Verdict
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.sharing.absences import BUSY_PAUSE_S, UNREACHED_PAUSE_S
+from swarm.sharing.absences import UNREACHED_PAUSE_S
+from swarm.sharing.acquaintances import Acquaintances
 from swarm.sharing.author_shares import AddressGroups, AuthorShares
-from swarm.sharing.body_store import BODY_PROTOCOL, BodyStore
+from swarm.sharing.beacons import Beacons, Evidence
+from swarm.sharing.body_fetcher import BodyFetcher, TryLater
+from swarm.sharing.body_store import BodyStore
 from swarm.sharing.choice import READ_AHEAD_BATCHES
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import WINDOW_S, experience_key, experience_topic
@@ -35,28 +35,17 @@ from swarm.sharing.shard import Shard
 from swarm.sharing.sweep_pace import SweepPace
 from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.task_mixture import owns_stream
-from swarm.types import Header
+from swarm.types import Header, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 _MAX_PULLS_AT_ONCE = 4
-_MAX_OTHER_HOLDERS = 2
 _OTHER_STREAM = 0.5
 """Of a bad body: its tasks are not of the author's own streams. Either an older version, or it chose them."""
+_OF_BEACON = {Evidence.MISSING: 0.1, Evidence.BROKEN: 0.5}
+"""Of a bad body: its tasks may have been known ahead, or chosen."""
 _MAX_WINDOWS_BACK = 8
 """That a sweep reads beyond the last two, where those say that gossip has lost something since the sweep before."""
-
-
-class _TryLater(InvalidRecord):
-    """The author has no place now, or there is no way to it yet."""
-
-    def __init__(self, pause_s: float, detail: str) -> None:
-        super().__init__(Rejection.UNAVAILABLE, detail)
-        self.pause_s = pause_s
-
-
-_PAUSES_S = {"busy": BUSY_PAUSE_S, "unreachable": UNREACHED_PAUSE_S}
-"""Before another try, by the reason of the failure. For any other reason there is none."""
 
 
 class Reader:
@@ -74,12 +63,14 @@ class Reader:
         rng: random.Random,
         shard: Callable[[], Shard],
         *,
+        beacons: Beacons,
         usefulness: Usefulness | None = None,
         shares: AuthorShares | None = None,
+        acquaintances: Acquaintances | None = None,
     ) -> None:
         """`shard`: the one that this node shares in at this moment. `usefulness`: to choose by; without it uniformly.
 
-        `shares`: whose reputation is told of every body that was admitted or turned away.
+        `shares`: whose reputation is told of every body that was admitted or turned away; `acquaintances` are, too.
         """
         self._sharing = sharing
         self._network = network
@@ -88,7 +79,6 @@ class Reader:
         self._admission = admission
         self._pool = pool
         self._bodies = bodies
-        self._rng = rng
         self._shard = shard
         self._topic: str | None = None
         self._pace = SweepPace(network.poll_interval_s, transport.now)
@@ -96,9 +86,15 @@ class Reader:
             reputation = Reputation(sharing.reputation_half_life_s, transport.now)
             shares = AuthorShares(reputation, sharing.max_share_of_strangers, AddressGroups())
         self._shares = shares
+        self._acquaintances = acquaintances or Acquaintances(transport.now, max_peers=0)
         self._inbox = Inbox(
             sharing, swarm_id, transport.peer_id, admission, pool, transport.now, rng, usefulness, self._shares
         )
+        self._fetcher = BodyFetcher(network, transport, rng, self._inbox.answered)
+        self._beacons = beacons
+        self._inbox.on_header = self._heard
+        self.beacon_evidence: Counter[str] = Counter()
+        """Bodies admitted, by what the beacon of their header said of their tasks."""
         self._refused: Counter[str] = Counter()  # bodies and groups, by reason
         self._admitting = asyncio.Semaphore(1)  # a body takes ten times its size while it is read
         self.num_headers_gossiped = 0
@@ -107,11 +103,19 @@ class Reader:
         """... and those that it did not."""
         self.num_records_admitted = 0
         self.num_groups_admitted = 0
+        self.on_admitted: Callable[[Sequence[RolloutGroup]], None] = lambda groups: None
+        """Shown all groups of every body that was admitted, ..."""
+        self.on_refused: Callable[[Header, InvalidRecord, bytes | None], None] = lambda header, error, body: None
+        """... and every body that was turned away, None where none came; in a thread, as it may open it."""
 
     @property
     def rejected(self) -> Counter[str]:
         """Records, bodies and groups turned away, by reason. Safe from any thread: only copies are iterated."""
         return Counter(self._inbox.rejected) + Counter(self._refused)
+
+    def _heard(self, header: Header) -> None:
+        self._beacons.note(header)
+        self._acquaintances.heard(header)
 
     def num_authors_heard(self) -> int:
         """Authors of whom a header was admitted of late."""
@@ -212,20 +216,26 @@ class Reader:
 
     async def _pull(self, header: Header) -> None:
         """Fetch and admit one body."""
+        body: bytes | None = None
         try:
-            body = await self._fetch(header)
+            body = await self._fetcher.fetch(header)
             async with self._admitting:
                 groups = await asyncio.to_thread(self._admission.admit_body, header, body)
-        except _TryLater as error:
+        except TryLater as error:
             logger.debug("put off a body of %s: %s", header.author, error)
             is_repeated = self._inbox.give_back(header, error.pause_s)
-            self._refused[error.reason.value] += is_repeated  # once is nothing to tell
+            if is_repeated:  # once is nothing to tell
+                self._refused[error.reason.value] += 1
+                self._acquaintances.rejected(header.author)
             return
         except InvalidRecord as error:
             self._refused[error.reason.value] += 1
+            if error.reason is not Rejection.STRANGERS_BUSY:  # which says nothing about it
+                self._acquaintances.rejected(header.author)
             if self._shares.reputation.refused(header.author, error.reason):
                 await asyncio.to_thread(self._pool.drop_author, header.author)
             logger.debug("rejected a body of %s: %s", header.author, error)
+            await asyncio.to_thread(self.on_refused, header, error, body)
             if error.reason is Rejection.STRANGERS_BUSY:
                 self._inbox.give_back(header, UNREACHED_PAUSE_S)
             elif error.reason in (Rejection.UNAVAILABLE, Rejection.WRONG_HASH, Rejection.TOO_SLOW):
@@ -233,8 +243,13 @@ class Reader:
             return
         self.num_records_admitted += 1
         self._shares.reputation.admitted(header.author)
+        self.on_admitted(groups)
         if not all(owns_stream(group.author, group.task.seed) for group in groups):
             self._shares.reputation.hint(header.author, _OTHER_STREAM)
+        evidence = self._beacons.judge(header)
+        self.beacon_evidence[evidence.value] += 1
+        if evidence in _OF_BEACON:
+            self._shares.reputation.hint(header.author, _OF_BEACON[evidence])
         useful = [group for group in groups if group.has_signal]
         if len(useful) < len(groups):
             self._refused[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
@@ -244,40 +259,5 @@ class Reader:
         num_new = await asyncio.to_thread(
             self._pool.add, header.body_hash, header.expires_at, header.created_at, useful
         )
+        self._acquaintances.admitted(header, useful, num_new)
         self.num_groups_admitted += num_new  # not in one line: that would add to the number of before the wait
-
-    async def _fetch(self, header: Header) -> bytes:
-        """The body from its author, else from a few other peers, who may have read it."""
-        try:
-            body = await self._ask(header.author, header)
-            self._inbox.answered(header.author)
-            return body
-        except InvalidRecord:
-            for holder in await self._other_holders(header.author):
-                with contextlib.suppress(InvalidRecord):
-                    return await self._ask(holder, header)
-            raise
-
-    async def _ask(self, holder: str, header: Header) -> bytes:
-        """Raises InvalidRecord with UNAVAILABLE, _TryLater where it may be had then, or WRONG_HASH."""
-        try:
-            # In one piece, as a body may not be longer than that: `transfer` has nothing to add.
-            body = await self._transport.request(
-                holder,
-                BODY_PROTOCOL,
-                header.body_hash,
-                max_response_bytes=header.body_bytes,
-                deadline_s=transfer_timeout_s(self._network.request_timeout_s, header.body_bytes),
-            )
-        except RequestError as error:
-            if error.reason in _PAUSES_S:
-                raise _TryLater(_PAUSES_S[error.reason], f"at {holder}: {error}") from None
-            raise InvalidRecord(Rejection.UNAVAILABLE, f"at {holder}: {error}") from None
-        if await sha256(body) != header.body_hash:
-            raise InvalidRecord(Rejection.WRONG_HASH, f"at {holder}")
-        return body
-
-    async def _other_holders(self, author: str) -> list[str]:
-        own = self._transport.peer_id
-        others = [peer_id for peer_id in await self._transport.connected_peers() if peer_id not in (author, own)]
-        return self._rng.sample(others, min(len(others), _MAX_OTHER_HOLDERS))

@@ -6,6 +6,8 @@
                                          a false claim that leaves little of it: banned, for longer each time
 
 A false claim is no accident: it counts several times and halves what was earned, so that a good name cannot be spent on lies.
+What the first bodies of strangers were is the prior of the next stranger: where fresh names lie one after the other, whoever has
+shown one true body is worth many of whom nothing is known.
 """
 
 import json
@@ -28,6 +30,11 @@ BAN_BELOW = 0.2
 MAX_AUTHORS = 1024
 _MAX_EVIDENCE = 100.0
 """That counts of one author: what was long ago fades, for the better and for the worse."""
+_NEWCOMERS_HALF_LIFE_S = 900.0
+"""What newcomers in general are like can change within minutes, with who attacks."""
+_UNTRIED_BELOW = 0.1
+_SHARPNESS = 3
+"""Half of what an author sends is of no use: its share is an eighth, not a half, as long as others have better."""
 _FALSE_CLAIM = 4.0
 _UNLIKELY_GROUP = 2.0
 """A body has several groups: where half of their answers are such, it is worth less than nothing."""
@@ -73,6 +80,7 @@ class Reputation:
         self._path = path
         self._lock = threading.Lock()
         self._standings = _load(path) if path is not None else {}
+        self._newcomers = _Standing()
 
     def __len__(self) -> int:
         return len(self._standings)
@@ -100,10 +108,23 @@ class Reputation:
         return _mean(self._now(author))
 
     def trust(self, author: str) -> float:
-        """The same from Beta(1, 0): 1 where nothing speaks against it, however little is known. For shares, which probation
-        bounds for newcomers: with a weight that grows with evidence, whoever sends most would be read most."""
+        """From Beta(1, 0) and to the third power: 1 where nothing speaks against it, however little is known. For shares, which
+        probation bounds for newcomers: with a weight that grows with evidence, whoever sends most would be read most."""
         standing = self._now(author)
-        return (1 + standing.good) / (1 + standing.good + standing.bad)
+        return ((1 + standing.good) / (1 + standing.good + standing.bad)) ** _SHARPNESS
+
+    def promise(self, author: str) -> float:
+        """What its first bodies are likely to be, by those of other strangers of late: 1 where these were good, and nearer to 1
+        with every good one of its own."""
+        with self._lock:
+            good, newcomers = self._faded(author).good, self._newcomers_now()
+        prior = (1 + newcomers.good) / (1 + newcomers.good + newcomers.bad)
+        return (prior + good) / (1 + good)
+
+    def is_untried(self, author: str) -> bool:
+        """Whether nothing is known of it."""
+        standing = self._now(author)
+        return standing.good + standing.bad < _UNTRIED_BELOW
 
     def maturity(self, author: str) -> float:
         """How far it has come through its probation, from 1 / (1 + PROBATION_BODIES) to 1."""
@@ -117,10 +138,30 @@ class Reputation:
     def is_banned(self, author: str) -> bool:
         return self._now(author).banned_until > self._clock()
 
+    def banned_until(self, author: str) -> float:
+        """Swarm time; 0 where it is not banned."""
+        until = self._now(author).banned_until
+        return until if until > self._clock() else 0.0
+
+    def last_evidence(self) -> dict[str, float]:
+        """{author: when it last counted for or against it}, in swarm time."""
+        with self._lock:
+            return {author: standing.at for author, standing in self._standings.items()}
+
+    def now(self) -> float:
+        """Swarm time."""
+        return self._clock()
+
     def num_banned(self) -> int:
         now = self._clock()
         with self._lock:
             return sum(standing.banned_until > now for standing in self._standings.values())
+
+    def has_known(self) -> bool:
+        """Whether anybody's probation is over."""
+        with self._lock:
+            authors = list(self._standings)
+        return any(map(self.is_known, authors))
 
     def num_known(self) -> int:
         with self._lock:
@@ -145,20 +186,28 @@ class Reputation:
             return self._faded(author)
 
     def _faded(self, author: str) -> _Standing:
-        now, standing = self._clock(), self._standings.get(author)
-        if standing is None:
-            return _Standing(at=now)
-        left = 0.5 ** (max(0.0, now - standing.at) / self._half_life_s)
-        return replace(standing, good=left * standing.good, bad=left * standing.bad, at=max(now, standing.at))
+        standing = self._standings.get(author)
+        return _Standing(at=self._clock()) if standing is None else _fade(standing, self._clock(), self._half_life_s)
+
+    def _newcomers_now(self) -> _Standing:
+        return _fade(self._newcomers, self._clock(), min(self._half_life_s, _NEWCOMERS_HALF_LIFE_S))
+
+    def _learn_of_newcomers(self, author: _Standing, good: float, bad: float) -> None:
+        """`author`: before this evidence."""
+        if author.good < 1:
+            before = self._newcomers_now()
+            self._newcomers = _bounded(replace(before, good=before.good + good, bad=before.bad + bad))
 
     def _count(self, author: str, good: float = 0.0, bad: float = 0.0) -> None:
         with self._lock:
             before = self._faded(author)
+            self._learn_of_newcomers(before, good, min(bad, 1.0))
             self._keep(author, replace(before, good=before.good + good, bad=before.bad + bad))
 
     def _prove(self, author: str) -> bool:
         with self._lock:
             before, now = self._faded(author), self._clock()
+            self._learn_of_newcomers(before, 0.0, 1.0)
             after = replace(before, good=before.good / 2, bad=before.bad + _FALSE_CLAIM)
             is_banned = before.banned_until <= now and _mean(after) < BAN_BELOW
             if is_banned:
@@ -170,8 +219,7 @@ class Reputation:
             return is_banned
 
     def _keep(self, author: str, standing: _Standing) -> None:
-        scale = min(1.0, _MAX_EVIDENCE / max(standing.good + standing.bad, 1.0))
-        self._standings[author] = replace(standing, good=scale * standing.good, bad=scale * standing.bad)
+        self._standings[author] = _bounded(standing)
         if len(self._standings) > MAX_AUTHORS:
             # The author of this evidence has just been read: of the others the least known goes, and of equals the oldest.
             others = (name for name in self._standings if name != author)
@@ -180,6 +228,16 @@ class Reputation:
     def _worth(self, author: str) -> tuple[bool, float]:
         standing = self._standings[author]
         return standing.good >= PROBATION_BODIES, standing.at
+
+
+def _fade(standing: _Standing, now: float, half_life_s: float) -> _Standing:
+    left = 0.5 ** (max(0.0, now - standing.at) / half_life_s)
+    return replace(standing, good=left * standing.good, bad=left * standing.bad, at=max(now, standing.at))
+
+
+def _bounded(standing: _Standing) -> _Standing:
+    scale = min(1.0, _MAX_EVIDENCE / max(standing.good + standing.bad, 1.0))
+    return replace(standing, good=scale * standing.good, bad=scale * standing.bad)
 
 
 def _mean(standing: _Standing) -> float:

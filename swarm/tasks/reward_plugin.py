@@ -7,18 +7,11 @@ nothing along. It costs its task then, never the node.
 """
 
 import json
-import os
-import selectors
-import subprocess
-import sys
-import threading
-import time
-import weakref
-from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from swarm.errors import TaskError
+from swarm.tasks.line_process import LineProcess, LineProcessError
 from swarm.tasks.plugin_process import GROUP
 from swarm.tasks.task_source import TaskFailure
 
@@ -26,9 +19,6 @@ MAX_ANSWER_CHARS = 16_384
 """Longer answers have the value 0 without a look."""
 TIME_BUDGET_S = 5.0
 """For one answer. The function is then started anew."""
-_LOAD_BUDGET_S = 60.0
-_MAX_REPLY_BYTES = 4096
-_START = "from swarm.tasks.plugin_process import main; main()"
 
 
 def installed_rewards() -> dict[str, EntryPoint]:
@@ -54,81 +44,30 @@ class RewardPlugin:
         self.version = _origin(entry)
         """Package and its version: nodes with others do not compare rewards."""
         self._source = source
-        self._entry = entry
-        self._parameters = parameters
+        self._name = entry.name
         self._time_budget_s = time_budget_s
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stop: Callable[[], object] = lambda: None
+        self._process = LineProcess("swarm.tasks.plugin_process", (entry.name, entry.value, json.dumps(parameters)))
         try:
-            with self._lock:
-                self._start()
-        except TaskFailure as failure:
+            self._process.start()
+        except LineProcessError as error:
             raise TaskError(
-                f"reward function {entry.name} of {self.version} must be loadable, got {failure}; mend or remove it"
+                f"reward function {entry.name} of {self.version} must be loadable, got {error}; mend or remove it"
             ) from None
 
     def __call__(self, prompt: str, expected: str, answer: str) -> float:
         """Whatever number the function gives. Raises TaskFailure where it fails or takes too long."""
         if len(answer) > MAX_ANSWER_CHARS:
             return 0.0
-        with self._lock:
-            if self._process is None:
-                self._start()
-            reply = self._ask(json.dumps([prompt, expected, answer]).encode() + b"\n", self._time_budget_s)
+        try:
+            reply = self._process.ask([prompt, expected, answer], self._time_budget_s)
+        except LineProcessError as error:
+            raise self._failure(str(error)) from None
         if "value" not in reply:
             raise self._failure(str(reply.get("error")))
         return float(reply["value"])
 
-    def _start(self) -> None:
-        paths = os.pathsep.join(path for path in sys.path if path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, self._entry.name, self._entry.value, json.dumps(self._parameters)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"},
-            bufsize=0,
-        )
-        self._stop = weakref.finalize(self, _stop, self._process)
-        reply = self._ask(b"", _LOAD_BUDGET_S)
-        if "error" in reply:
-            self._stop()
-            raise self._failure(str(reply["error"]))
-
-    def _ask(self, line: bytes, time_budget_s: float) -> dict[str, Any]:
-        """Send one line and read one back. A function that is late or breaks the protocol is stopped."""
-        process, reply = self._process, b""
-        assert process and process.stdin and process.stdout, "started, with both pipes"
-        deadline = time.monotonic() + time_budget_s
-        try:
-            process.stdin.write(line)  # the function reads it at once: it waits for nothing else
-            with selectors.DefaultSelector() as selector:
-                selector.register(process.stdout, selectors.EVENT_READ)
-                while not reply.endswith(b"\n") and selector.select(deadline - time.monotonic()):
-                    data = os.read(process.stdout.fileno(), _MAX_REPLY_BYTES)
-                    reply += data
-                    if not data or len(reply) > _MAX_REPLY_BYTES:
-                        break
-            if reply.endswith(b"\n"):
-                return dict(json.loads(reply))
-        except (OSError, ValueError) as error:
-            reply = str(error).encode()
-        self._stop()
-        self._process = None
-        is_late = time.monotonic() >= deadline
-        raise self._failure(f"took longer than {time_budget_s:g} s" if is_late else f"ended with {reply[:100]!r}")
-
     def _failure(self, message: str) -> TaskFailure:
-        return TaskFailure(self._source, f"reward function {self._entry.name}: {message}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
+        return TaskFailure(self._source, f"reward function {self._name}: {message}")
 
 
 def _origin(entry: EntryPoint) -> str:

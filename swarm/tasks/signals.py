@@ -68,9 +68,9 @@ def tagged(tags: tuple[str, ...], text: str) -> float:
 def brevity(max_chars: int, buffer_chars: int, text: str) -> float:
     """1 + R of DAPO's overlong shaping (2503.14476), in characters: 1, then linearly down to 0 at `max_chars`."""
     left = max_chars - len(text)
-    if left >= buffer_chars:
-        return float(left > 0 or not text)
-    return max(0.0, left / buffer_chars)
+    if left <= 0:
+        return 0.0
+    return min(1.0, left / buffer_chars) if buffer_chars else 1.0
 
 
 def make_format(parameters: dict[str, Any]) -> Signal:

@@ -1,5 +1,6 @@
 """Which task comes next: a weighted choice of source, then the next one of its stream. Part of every checkpoint."""
 
+import hashlib
 import logging
 import random
 from collections import Counter
@@ -20,6 +21,12 @@ Choice = Callable[[Mapping[str, float], random.Random], str]
 """(weights of the sources there are, rng) -> one of them."""
 
 
+def beacon_index(peer_id: str, beacon: bytes, source: str) -> int:
+    """Where in its stream of a source a node goes on from a beacon: a hash, so that nobody can choose it."""
+    digest = hashlib.sha256(b"tasks:" + beacon + f":{peer_id}:{source}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % INDEX_SPAN
+
+
 class TaskCursor:
     """Draws tasks of one stream; the same state draws the same tasks."""
 
@@ -28,9 +35,16 @@ class TaskCursor:
         self._seed = seed
         self._rng = rng
         self._next_index: dict[str, int] = dict.fromkeys(mixture.sources, 0)
+        self._beacon = b""
         self._consecutive: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         """Tasks that could not be built, by source."""
+
+    def follow(self, peer_id: str, beacon: bytes) -> None:
+        """Go on where this beacon says, once for each; an empty one says nothing."""
+        if beacon and beacon != self._beacon:
+            self._beacon = beacon
+            self._next_index = {name: beacon_index(peer_id, beacon, name) for name in self._next_index}
 
     def draw(self, count: int, choose: Choice | None = None) -> list[Task]:
         """The next `count` tasks; a failing one is skipped and counted. Raises TaskError if no source is left.
@@ -54,6 +68,7 @@ class TaskCursor:
         return {
             "seed": self._seed,
             "next_index": dict(self._next_index),
+            "beacon": self._beacon.hex(),
             "consecutive_failures": dict(self._consecutive),
             "rng": [version, list(internal), gauss],
         }
@@ -61,6 +76,7 @@ class TaskCursor:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue a saved cursor; sources that were added since start at their beginning."""
         self._seed = state["seed"]
+        self._beacon = bytes.fromhex(state.get("beacon", ""))
         self._next_index |= {name: i for name, i in state["next_index"].items() if name in self._next_index}
         self._consecutive = Counter(state["consecutive_failures"])
         version, internal, gauss = state["rng"]

@@ -65,6 +65,13 @@ class TaskMixture:
             raise UnknownTask(f"a number outside the streams of {ref.source}")
         return source.task(ref.seed, ref.index)
 
+    def prompt_of(self, ref: TaskRef) -> str | None:
+        """To be read; None where the task cannot be rebuilt here."""
+        try:
+            return self.rebuild(ref).prompt
+        except (UnknownTask, TaskFailure):
+            return None
+
     def held_out(self, tasks_per_source: int) -> list[Task]:
         """The first tasks of every source's evaluation stream; the same on every node."""
         tasks: list[Task] = []

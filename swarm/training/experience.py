@@ -23,7 +23,7 @@ from swarm.training.training_group import TrainingGroup
 from swarm.types import Rollout, RolloutGroup
 
 _FLOOR_WINDOW = 512
-_FLOOR_MIN_ANSWERS = 64
+_FLOOR_MIN_ANSWERS = 32
 _HONEST_BELOW_FLOOR = 0.25
 """Part of a group's answers below the floor that policies of one lineage that have drifted apart may have."""
 
@@ -63,10 +63,13 @@ class ExperienceTranslator:
         return TrainingGroup(prompt_ids=ids, group=group, usable_logprobs=True, is_own=True, is_replay=is_replay)
 
     def foreign(self, prompt: str, group: RolloutGroup) -> TrainingGroup | None:
-        """None, and counted, where the prompt is too long here or nothing with signal is left."""
+        """None, and counted, where the prompt is too long here, there is no floor yet, or nothing with signal is left."""
         ids = tuple(self._policy.encode_prompt(prompt))
         if len(ids) > self._policy.config.max_prompt_tokens:
             self.dropped["long_prompt"] += 1
+            return None
+        if self._quantile and len(self._own_likelihoods) < _FLOOR_MIN_ANSWERS:
+            self.dropped["no_floor_yet"] += 1
             return None
         own = self._policy.lineage
         known = group.lineage.tokenizer == own.tokenizer

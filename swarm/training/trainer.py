@@ -17,6 +17,7 @@ from torch import Tensor
 
 from swarm.config import TrainingSection
 from swarm.errors import CheckpointError, PipelineError
+from swarm.observability.tracing import traced
 from swarm.policy.logprobs import TokenLogprobs, TokenSequence
 from swarm.policy.policy import TextPolicy
 from swarm.training.adaptive_clip import AdaptiveClip
@@ -65,6 +66,7 @@ class Trainer:
         self.num_skipped_steps = 0
         """Steps that were not applied since the first start."""
 
+    @traced("train_step", lambda report, _, batch: {"groups": len(batch), "skipped": report.skipped})
     def step(self, batch: Sequence[TrainingGroup]) -> StepReport:
         """`inner_epochs` optimizer steps on each part of `batch`; raises `policy.version` by those applied.
 

@@ -40,7 +40,7 @@ LOOPBACK = (TcpAddress.parse("/ip4/127.0.0.1/tcp/0"),)
 DEADLINE_S = 30.0
 MAX_GROWTH_MIB = 48.0
 """Of the victim and its daemon, over all attacks; the attackers sent hundreds of MiB."""
-NUM_HONEST = 12
+NUM_HONEST = 24
 FLOOD = 10_000
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[None]]

@@ -22,8 +22,8 @@ FAIR = 1 / (NUM_NODES - 1)
 class LyingPublisher(Publisher):
     """Claims a mean reward of one half for every group, whatever it is."""
 
-    def _pack(self, groups: list[RolloutGroup]) -> tuple[bytes, bytes, Header]:
-        body, _, header = super()._pack(groups)
+    def _pack(self, groups: list[RolloutGroup], beacon: bytes) -> tuple[bytes, bytes, Header]:
+        body, _, header = super()._pack(groups, beacon)
         header = replace(header, groups=tuple(replace(summary, mean_reward=0.5) for summary in header.groups))
         return body, encode_record(sign_record(self._identity, SWARM_ID, encode_header(header))), header
 

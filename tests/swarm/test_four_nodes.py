@@ -61,7 +61,7 @@ async def run_all(nodes: Sequence[Node]) -> list[bool]:
 def test_four_nodes_learn_from_each_other(tmp_path: Path, faults: Faults) -> None:
     torch.set_num_threads(1)
     network = MemoryNetwork(random.Random(7), time.time, faults)
-    nodes = [make_node(network, node_config(tmp_path / str(i), groups_per_round=5 + i % 2), i) for i in range(4)]
+    nodes = [make_node(network, node_config(tmp_path / str(i), groups_per_round=8 + i % 2), i) for i in range(4)]
     assert asyncio.run(run_all(nodes)) == [True] * 4
     for node in nodes:
         rows = list(read_rows(node.folder.metrics))
@@ -72,6 +72,8 @@ def test_four_nodes_learn_from_each_other(tmp_path: Path, faults: Faults) -> Non
         assert rounds[-1]["train/swarm_groups_total"] >= 6
         assert set(rounds[-1]["exchange/rejected"]) <= HARMLESS
         assert [row["phase"] for row in rows if row["kind"] == "evaluation"] == ["start", "end"]
+        evidence = node.exchange.reader.beacon_evidence if node.exchange else {}
+        assert evidence["holds"] > 0 and not evidence["broken"], "tasks follow from records of others"
 
 
 def test_a_node_alone_in_the_swarm_trains_on_its_own(tmp_path: Path) -> None:

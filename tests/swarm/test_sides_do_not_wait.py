@@ -44,7 +44,7 @@ class WatchedNode(Node):
     pool: WatchedPool
 
     def __init__(self, network: MemoryNetwork, folder: Path, number: int, *, held: bool = False) -> None:
-        config = node_config(folder)
+        config = node_config(folder, groups_per_round=8)  # the first round has a floor under answers of others
         config = config.model_copy(update={"node": config.node.model_copy(update={"max_rounds": None})})
         place = NodeFolder(config.node.dir)
         place.create()

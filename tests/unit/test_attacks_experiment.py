@@ -96,7 +96,7 @@ def test_what_an_attack_sends_is_told_for_what_it_is_and_no_honest_node_pays(ben
 def test_every_attack_meets_both_defences_and_the_control_comes_first() -> None:
     plan = AttackPlan(seeds=(0, 1))
     cells = plan.cells()
-    assert len({cell.digest for cell in cells}) == len(cells) == 2 * 2 + 3 * 2 * 2 + 2 * len(ATTACKS)
+    assert len({cell.digest for cell in cells}) == len(cells) == 2 * 2 + 2 + 3 * 2 * 2 + 3 * len(ATTACKS)
     assert [cell.settings["attack"] for cell in cells[:2]] == ["none", "none"]
     assert {cell.settings["defence"] for cell in cells[:2]} == {DEFENDED}
     assert {c.settings["num_hostile"] for c in cells if c.settings["attack"] in ATTACKS} == {4}

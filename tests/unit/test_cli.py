@@ -25,7 +25,9 @@ def swarm(*arguments: str, cwd: Path | None = None, stdin: str | None = None) ->
 def test_version_and_help() -> None:
     assert swarm("--version").stdout.strip() == f"swarm {__version__}"
     told = swarm("--help").stdout
-    commands = ("init", "run", "testbed", "bootstrap", "status", "eval", "sample", "export", "identity", "config")
+    commands = (
+        "init", "run", "testbed", "bootstrap", "status", "top", "peers", "logs", "eval", "sample", "export", "identity", "config"
+    )  # fmt: skip
     assert all(f" {command} " in told for command in commands)
     assert "Exit codes" in told
 
@@ -44,6 +46,10 @@ def test_version_and_help() -> None:
         (["export", "out", "--dir", "empty"], 3, "config.toml"),
         (["sample", "--prompt", "hi"], 8, "must hold a checkpoint"),
         (["status", "empty"], 9, "status.json"),
+        (["dashboard", "empty"], 9, "status.json"),
+        (["dashboard", "one", "two"], 3, "http://HOST:PORT"),
+        (["dashboard", "https://127.0.0.1:1"], 3, "http://HOST:PORT"),
+        (["report", "empty"], 9, "metrics.jsonl"),
         (["eval", "--tasks", "0"], 2, "--tasks"),
     ],
 )  # fmt: skip
@@ -54,6 +60,17 @@ def test_mistake_ends_in_one_line_and_its_exit_code(tmp_path: Path, arguments: l
     assert last.startswith("error: ")
     assert told in last
     assert "Traceback" not in ended.stderr
+
+
+def test_dashboard_prints_the_address_of_the_page_with_its_token(tmp_path: Path) -> None:
+    NodeStatus("12D3x", "brave-otter-3f", os.getpid(), 1.0, "learning", http_port=8123).write(tmp_path / "status.json")
+    assert swarm("dashboard", str(tmp_path)).returncode == 9  # of a node from before there were pages
+    (tmp_path / "page.token").write_text("secret\n")
+    assert swarm("dashboard", str(tmp_path)).stdout == "http://127.0.0.1:8123/#token=secret\n"
+    (tmp_path / "config.toml").write_text('[observability]\nhttp_host = "10.0.0.5"\n')
+    assert swarm("dashboard", str(tmp_path)).stdout == "http://10.0.0.5:8123/#token=secret\n"
+    NodeStatus("12D3x", "brave-otter-3f", os.getpid(), 1.0, "learning").write(tmp_path / "status.json")
+    assert swarm("dashboard", str(tmp_path)).returncode == 3
 
 
 def test_dry_run_prints_what_would_run(tmp_path: Path) -> None:
@@ -95,6 +112,7 @@ def test_status_of_a_node_that_has_ended_shows_what_is_known(tmp_path: Path) -> 
     )
     ended = swarm("status", str(tmp_path))
     assert ended.returncode == 9
+    assert ended.stdout.startswith("not running: ")
     assert "7 own and 9 swarm groups" in ended.stdout
     assert "replay 3" in ended.stdout
     assert "4 times; outer steps alone: nobody 2" in ended.stdout

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from swarm.config import Config, dump_toml, load, parse
-from swarm.config_reference import reference_markdown, settings
+from swarm.config.reference import reference_markdown, settings
 from swarm.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -13,12 +13,15 @@ from swarm.config import NetworkSection, parse
 from swarm.diagnostics.accelerator import check_accelerator
 from swarm.diagnostics.finding import Finding, Level
 from swarm.diagnostics.machine import check_daemon, check_disk, check_identity, check_machine, check_ports
+from swarm.diagnostics.silo import check_membership
 from swarm.diagnostics.swarm_view import PeerView, check_swarm, judge_views
 from swarm.diagnostics.unanswered import check_unanswered
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.tcp_address import TcpAddress
 from swarm.node_folder import NodeFolder
-from swarm.records.identity import create
+from swarm.records.identity import create, write_seed
+from swarm.records.identity_export import write_sealed
+from tests.unit.silo_factory import DAY_S, NOW, OWNER, SILO_ID, folder_of, found, identity_of
 
 
 def levels(findings: list[Finding]) -> dict[str, Level]:
@@ -39,6 +42,21 @@ def test_this_machine_is_fit_and_every_flaw_comes_with_a_fix(tmp_path: Path) -> 
 
 def test_daemon_really_runs() -> None:
     assert check_daemon().level is Level.OK
+
+
+def test_who_is_no_member_of_the_silo_or_not_for_long_is_told(tmp_path: Path) -> None:
+    member, folder = identity_of(0), NodeFolder(tmp_path)
+    config = parse({"node": {"dir": str(tmp_path)}, "swarm": {"id": SILO_ID, "silo_owner": OWNER.peer_id}})
+    assert check_membership(config).level is Level.PROBLEM
+    write_seed(member, folder.identity)
+    folder_of(tmp_path, found(member, until=NOW + 30 * DAY_S))
+    fine = check_membership(config, lambda: NOW)
+    assert (fine.level, fine.text) == (Level.OK, "member for 30 more days; 1 on the roll of epoch 1")
+    assert check_membership(config, lambda: NOW + 25 * DAY_S).level is Level.WARNING
+    over = check_membership(config, lambda: NOW + 31 * DAY_S)
+    assert over.level is Level.PROBLEM and "swarm silo request" in over.fix
+    write_sealed(member, folder.identity, "a long passphrase")
+    assert "passphrase" in check_membership(config, lambda: NOW).text
 
 
 def test_identity_that_others_can_read_is_a_problem(tmp_path: Path) -> None:

@@ -248,6 +248,16 @@ def test_an_answer_too_long_once_re_encoded_is_not_trained_on_and_measured_by_it
     assert trained[0].advantage == pytest.approx(2 / 3)
 
 
+def test_nothing_of_others_is_trained_on_before_there_is_a_floor(llama: Policy, neox: Policy) -> None:
+    group = written_by(neox, "12", "13")
+    reader = translator(llama, quantile=0.5)
+    reader.observe_own([-1e9] * 31)
+    assert reader.foreign(PROMPT, group) is None and reader.dropped == {"no_floor_yet": 1}
+    reader.observe_own([-1e9])
+    assert reader.foreign(PROMPT, group) is not None
+    assert translator(llama, quantile=0.0).foreign(PROMPT, group) is not None, "without one it is not waited for"
+
+
 def test_answers_below_the_floor_are_left_out_and_counted(llama: Policy, neox: Policy) -> None:
     group = written_by(neox, "12", "zqxj~^zqxj~^", "13")
     prompt = llama.encode_prompt(PROMPT)

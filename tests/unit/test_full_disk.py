@@ -6,6 +6,8 @@ import logging
 import random
 import resource
 import sqlite3
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,16 @@ import pytest
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import SharingSection, parse
 from swarm.errors import CheckpointError
-from swarm.node import Node
 from swarm.node_folder import NodeFolder
+from swarm.node_report import NodeReport
 from swarm.observability.logging_setup import set_up_logging
 from swarm.observability.metrics_log import MetricsLog, read_rows
 from swarm.pool import experience_pool
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity
+from swarm.sharing.index import EntryValidator
 from swarm.sharing.reputation import Reputation
+from swarm.training_run import TrainingRun
 from tests.unit.experience_factory import NOW, Clock, group
 
 
@@ -152,8 +156,10 @@ def test_a_node_learns_on_where_checkpoints_are_refused_and_fails_at_its_end(tmp
     )
     folder = NodeFolder(config.node.dir)
     folder.create()
-    node, learner = Node(config, folder, Identity(b"n" * 32)), RefusingLearner()
+    learner = RefusingLearner()
+    report = NodeReport(config.observability, folder, Identity(b"n" * 32), None, EntryValidator(config.swarm_id))
+    run = TrainingRun(config, folder, learner, report, time.time, threading.Event())  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="free disk space"):
-        node._rounds(learner)  # type: ignore[arg-type]
+        run.run()
     assert learner.round == 3, "the last checkpoint is the one that must not be missed in silence"
     assert list(folder.checkpoints.iterdir()) == [], "and what was begun is cleaned up"

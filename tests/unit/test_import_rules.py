@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "swarm"
-EVERYONE = {"types", "config", "errors", "observability", "weighted_sample", "__init__"}
+EVERYONE = {"types", "config", "errors", "observability", "weighted_sample", "__init__", "__version__"}
 ALLOWED: dict[str, set[str]] = {
     "observability": set(),
+    "config": set(),
     "tasks": {"sandbox"},
     "sandbox": set(),
     "records": set(),
@@ -46,9 +47,13 @@ ALLOWED: dict[str, set[str]] = {
         "testbed",
         "assets",
     },
-    "diagnostics": {"records", "network", "node_folder", "hardware"},  # torch in a program of its own only
+    "integrations": {"adapters", "records", "node_folder"},
+    "dashboard": {"records", "node_controls"},
+    "report": {"dashboard", "records", "testbed", "experiments", "node_folder"},
+    "diagnostics": {"records", "network", "node_folder", "hardware", "silo"},  # torch in a program of its own only
 }
 TORCH_FREE = {
+    "config",
     "observability",
     "sandbox",
     "tasks",
@@ -61,6 +66,8 @@ TORCH_FREE = {
     "simulation",
     "cli",
     "testbed",
+    "dashboard",
+    "report",
 }
 
 
@@ -110,6 +117,8 @@ def test_torch_is_not_imported_by_the_network_side(package: str) -> None:
         ["config", "show"],
         ["run", "--dry-run"],
         ["status", "--help"],
+        ["dashboard", "--help"],
+        ["report", "--help"],
         ["doctor", "--help"],
         ["join", "--help"],
         ["create", "--help"],

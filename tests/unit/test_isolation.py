@@ -15,6 +15,7 @@ from swarm.diagnostics.finding import ok
 from swarm.experiments.report import Table, write_report
 from swarm.observability.plain_text import plain
 from swarm.observability.status_file import NodeStatus
+from swarm.observability.verdict import Verdict, Word
 
 SOURCE = Path(__file__).parents[2] / "swarm"
 HOSTILE = "[red]x[/red][link=file:///etc/passwd]y\x1b[2J\x1b]0;title\x07\x9b31m‮olleh\r\n<script>alert(1)</script>&\x00"
@@ -51,9 +52,10 @@ def node_status() -> NodeStatus:
     )  # fmt: skip
 
 
-def test_the_terminal_shows_text_of_strangers_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_shows_text_of_strangers_as_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    verdict = Verdict(Word.learning_alone, HOSTILE)
     shown = [
-        shown_by(capsys, lambda: status._print(node_status())),
+        shown_by(capsys, lambda: status._print(tmp_path, node_status(), verdict)),
         shown_by(capsys, lambda: evaluate._print({HOSTILE: 0.5}, 0.5, {HOSTILE: 3}, 1)),
         shown_by(capsys, lambda: doctor._print(ok("peer", HOSTILE))),
         shown_by(capsys, lambda: main._say(f"a peer said {HOSTILE}", 1)),

@@ -16,6 +16,7 @@ from swarm.sharing.inbox import Inbox
 from swarm.sharing.reputation import FIRST_BAN_S, MAX_AUTHORS, MAX_BAN_S, PROBATION_BODIES, Reputation
 from swarm.sharing.shard import Shard
 from swarm.sharing.verification_budget import STRANGERS_BURST_S, STRANGERS_PER_S, VerificationBudget
+from swarm.types import Header
 from tests.unit.experience_factory import (
     ALICE,
     MALLORY,
@@ -171,7 +172,60 @@ def test_where_nobody_lied_all_known_authors_stand_alike_however_much_they_sent(
         reputation.admitted(ALICE.peer_id)
     assert len(set(shares_of(reputation).standing(KNOWN).values())) == 1
     reputation.hint("bob", 7.0)
-    assert shares_of(reputation).standing(KNOWN)["bob"] == pytest.approx(21 / 28)
+    assert shares_of(reputation).standing(KNOWN)["bob"] == pytest.approx((21 / 28) ** 3), "others have better"
+
+
+def test_strangers_pay_for_what_strangers_did_until_their_own_first_true_bodies() -> None:
+    clock = Clock()
+    reputation = made(clock)
+    assert reputation.promise("new") == 1.0
+    for number in range(39):
+        reputation.refused(f"sybil {number}", Rejection.REWARD_MISMATCH)
+    assert reputation.promise("new") == pytest.approx(1 / 40)
+    reputation.admitted("new")
+    assert reputation.promise("new") == pytest.approx((2 / 41 + 1) / 2)
+    clock.now += 3600.0
+    assert reputation.promise("next") > 1 / 4, "it is soon forgotten"
+    for number in range(20):
+        reputation.admitted(f"honest {number}")
+    assert reputation.promise("next") > 0.85, "and made good by those that come after"
+
+
+def test_what_known_authors_do_says_nothing_about_strangers() -> None:
+    reputation = known(made(), *KNOWN)
+    before = reputation.promise("new")
+    for _ in range(3):
+        reputation.refused(ALICE.peer_id, Rejection.REWARD_MISMATCH)
+    assert reputation.promise("new") == before
+
+
+def test_fresh_names_by_the_hundred_hold_up_honest_ones_for_a_few_rounds_even_where_all_are_strangers() -> None:
+    """200 names a round that lie once and never come again, three honest ones; 64 failed pulls in a row end a round."""
+    reputation, numbers = made(), iter(range(10**6))
+    choice = UniformChoice(random.Random(0), shares_of(reputation))
+    offered: list[Header] = []
+    pulls: list[Counter[bool]] = []
+    for _ in range(16):
+        fresh = [f"sybil {next(numbers)}" for _ in range(200)]
+        random.Random(len(pulls)).shuffle(fresh)
+        names = [*fresh[:100], *KNOWN, *fresh[100:]]
+        offered += [header_of([group(author=name)], bytes(4) + name.encode(), author=name) for name in names]
+        offered = [header for header in offered if not reputation.is_banned(header.author)][-1024:]
+        pulls.append(Counter())
+        failures = 0
+        while failures < 64 and pulls[-1][True] < len(KNOWN):
+            header = choice.choose(offered, ())
+            offered.remove(header)
+            is_true = header.author in KNOWN
+            pulls[-1][is_true] += 1
+            failures = 0 if is_true else failures + 1
+            if is_true:
+                reputation.admitted(header.author)
+            else:
+                reputation.refused(header.author, Rejection.REWARD_MISMATCH)
+    assert all(round_[True] == len(KNOWN) for round_ in pulls[8:]), pulls
+    late = sum(pulls[8:], Counter[bool]())
+    assert late[True] > late[False], "the part of strangers is a quarter once three are known"
 
 
 def test_among_strangers_an_address_group_counts_as_two() -> None:

@@ -61,7 +61,7 @@ def test_length_falls_over_the_buffer(num_chars: int, value: float) -> None:
     assert brevity(40, 20, "é" * num_chars) == pytest.approx(value)  # characters, not bytes
 
 
-@pytest.mark.parametrize(("num_chars", "value"), [(0, 1.0), (9, 1.0), (10, 0.0)])
+@pytest.mark.parametrize(("num_chars", "value"), [(0, 1.0), (9, 1.0), (10, 0.0), (11, 0.0)])
 def test_length_without_a_buffer_is_a_bound(num_chars: int, value: float) -> None:
     assert brevity(10, 0, "a" * num_chars) == value
 
@@ -256,7 +256,7 @@ def config() -> Config:
         {
             "rollouts": {"groups_per_round": 2, "group_size": 8, "max_new_tokens": 8, "temperature": 1.5},
             "training": {"advantage": "gdpo"},
-            "sharing": {"swarm_groups": 2, "own_groups": 2},
+            "sharing": {"swarm_groups": 2, "own_groups": 2, "likelihood_floor_quantile": 0.0},
         }
     )
 

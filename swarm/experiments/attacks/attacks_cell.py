@@ -10,7 +10,7 @@ import psutil
 from swarm.config import Config, parse
 from swarm.engine.make_engine import make_engine
 from swarm.experiments.attacks.hostile import Hostile
-from swarm.experiments.attacks.plan import ALL, ATTACKS, DEFENDED
+from swarm.experiments.attacks.plan import ABSENT, ALL, ATTACKS, DEFENDED
 from swarm.experiments.attacks.readers import GuardedReader, OpenReader
 from swarm.experiments.cells import Result
 from swarm.experiments.learner_swarm import LearnerSwarm, RoundRow, mean_by_source
@@ -65,7 +65,7 @@ def run(settings: Mapping[str, Any]) -> Result:
 
 def _crew(settings: Mapping[str, Any], config: Config, swarm: LearnerSwarm) -> list[Hostile]:
     """They share one copy of the base, which they sample with."""
-    if not settings["num_hostile"]:
+    if not settings["num_hostile"] or settings["attack"] == ABSENT:
         return []
     policy = load_policy(config.policy, device="cpu")
     worker = RolloutWorker(config.rollouts, policy, make_engine(policy, config.rollouts), author="")

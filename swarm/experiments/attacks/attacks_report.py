@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from swarm.experiments.attacks.plan import ALL, ATTACKS, DEFENCES, DEFENDED, OPEN
+from swarm.experiments.attacks.plan import ABSENT, ALL, ATTACKS, DEFENCES, DEFENDED, OPEN
 from swarm.experiments.cells import Result
 from swarm.experiments.report import Curves, Table, plot, smooth, write_report
 from swarm.experiments.spread import Spread
@@ -33,9 +33,9 @@ def in_turn_table(results: Sequence[Result]) -> Table:
 
 
 def attack_table(results: Sequence[Result]) -> Table:
-    """Each attack alone, by the most hostile nodes there are."""
+    """Each attack alone, by the most hostile nodes there are; first what their absence costs."""
     rows = []
-    for attack in ATTACKS:
+    for attack in (ABSENT, *ATTACKS):
         by_defence = {
             defence: [r for r in results if r["attack"] == attack and r["defence"] == defence] for defence in DEFENCES
         }
@@ -60,7 +60,7 @@ def memory_table(results: Sequence[Result]) -> Table:
     """How the process that holds all nodes grew, once everything is loaded: over the second half of its rounds."""
     rows = []
     for defence in DEFENCES:
-        for attack in ("none", ALL, *ATTACKS):
+        for attack in ("none", ABSENT, ALL, *ATTACKS):
             grown = [_growth_mib(r) for r in results if r["attack"] == attack and r["defence"] == defence]
             if grown:
                 rows.append([f"{attack}, {defence}", f"{fmean(grown):+.0f}"])
@@ -74,7 +74,7 @@ def figures(results: Sequence[Result]) -> dict[str, Any]:
         for defence in DEFENCES:
             ratio = _relative(results, _select(results, ALL, number, defence))
             found["in_turn"][f"{number} {defence}"] = ratio.rounded()
-    for attack in ATTACKS:
+    for attack in (ABSENT, *ATTACKS):
         for defence in DEFENCES:
             chosen = [r for r in results if r["attack"] == attack and r["defence"] == defence]
             if chosen:
@@ -120,7 +120,8 @@ def told() -> list[str]:
         "Honest nodes are nodes as they come, hostile ones sample by the base and send what the attack says. Defended: "
         "admission, reputation, probation, bans. Undefended: every record that can be decoded is believed and drawn alike.",
         "Final reward: mean over the honest nodes and the last third of the rounds, relative to the same nodes of the same "
-        "seed in the defended swarm without attack, which has all nodes honest. Mean ± standard deviation over seeds.",
+        "seed in the defended swarm without attack, which has all nodes honest. Mean ± standard deviation over seeds. Absent: "
+        "the hostile nodes send nothing, so honest ones have fewer to learn from; only what an attack costs beyond is its own.",
     ]
 
 

@@ -20,6 +20,8 @@ ATTACKS = (
 )
 ALL = "all in turn"
 """Every hostile node goes from one attack to the next, round by round."""
+ABSENT = "absent"
+"""Hostile nodes send nothing: what their place alone costs, as honest nodes have fewer to learn from."""
 DEFENDED, OPEN = "defended", "undefended"
 DEFENCES = (DEFENDED, OPEN)
 
@@ -32,7 +34,7 @@ class AttackPlan:
     numbers: tuple[int, ...] = (1, 2, 4)
     """Hostile nodes of `num_nodes`, where they attack in every way in turn."""
     attacks: tuple[str, ...] = ATTACKS
-    """Each alone, by `max(numbers)` hostile nodes, with the first seed."""
+    """Each alone, by `max(numbers)` hostile nodes; undefended with the first seed only."""
     num_nodes: int = 8
     num_rounds: int = 24
     groups_per_round: int = 4
@@ -61,11 +63,14 @@ class AttackPlan:
             for defence in self.defences
         ]
         alone = [
-            self._cell(attack, self.most, defence, self.seeds[0])
+            self._cell(attack, self.most, defence, seed)
+            for seed in self.seeds
             for attack in self.attacks
             for defence in self.defences
+            if defence == DEFENDED or seed == self.seeds[0]
         ]
-        return control + in_turn + alone + rest
+        absent = [self._cell(ABSENT, self.most, DEFENDED, seed) for seed in self.seeds]
+        return control + absent + in_turn + alone + rest
 
     def _cell(self, attack: str, num_hostile: int, defence: str, seed: int) -> Cell:
         settings = {

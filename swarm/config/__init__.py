@@ -1,0 +1,54 @@
+"""Every setting of a node: one frozen pydantic section per package, each knob documented beneath it.
+
+`load(paths, overrides)` merges TOML files left to right, then `section.key=value` overrides, and validates once.
+An unknown key is an error that names the nearest known one. Nothing here imports torch.
+"""
+
+from swarm.config.config import Config
+from swarm.config.integrations import IntegrationsSection
+from swarm.config.load import dump_toml, load, merge, parse, read
+from swarm.config.merging import MergingSection, largest_stable_beta
+from swarm.config.network import NetworkSection
+from swarm.config.node import CheckpointSection, EvaluationSection, NodeSection, ObservabilitySection, SwarmSection
+from swarm.config.policy import LoraSection, PipelineSection, PolicySection
+from swarm.config.rollouts import RolloutsSection
+from swarm.config.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section, SwarmName
+from swarm.config.sharing import SharingSection
+from swarm.config.tasks import DEMO_TASKS, SignalSection, TaskSourceFacts, TaskSourceSection, TasksSection
+from swarm.config.training import WEIGHING_CORRECTIONS, TrainingSection
+
+__all__ = [
+    "DEMO_TASKS",
+    "WEIGHING_CORRECTIONS",
+    "CheckpointSection",
+    "Config",
+    "EvaluationSection",
+    "Fraction",
+    "IntegrationsSection",
+    "LoraSection",
+    "MergingSection",
+    "NetworkSection",
+    "NodeSection",
+    "NonNegativeInt",
+    "ObservabilitySection",
+    "PipelineSection",
+    "PolicySection",
+    "PositiveFloat",
+    "PositiveInt",
+    "RolloutsSection",
+    "Section",
+    "SharingSection",
+    "SignalSection",
+    "SwarmName",
+    "SwarmSection",
+    "TaskSourceFacts",
+    "TaskSourceSection",
+    "TasksSection",
+    "TrainingSection",
+    "dump_toml",
+    "largest_stable_beta",
+    "load",
+    "merge",
+    "parse",
+    "read",
+]

@@ -1,0 +1,103 @@
+"""All sections together, and the rules that hold between them."""
+
+import hashlib
+
+from pydantic import model_validator
+
+from swarm.config.integrations import IntegrationsSection
+from swarm.config.merging import MergingSection
+from swarm.config.network import NetworkSection
+from swarm.config.node import CheckpointSection, EvaluationSection, NodeSection, ObservabilitySection, SwarmSection
+from swarm.config.policy import PolicySection
+from swarm.config.rollouts import RolloutsSection
+from swarm.config.section import Section
+from swarm.config.sharing import SharingSection
+from swarm.config.tasks import TasksSection
+from swarm.config.training import TrainingSection
+
+
+class Config(Section):
+    """All settings of one node."""
+
+    node: NodeSection = NodeSection()
+    swarm: SwarmSection = SwarmSection()
+    network: NetworkSection = NetworkSection()
+    tasks: TasksSection = TasksSection()
+    policy: PolicySection = PolicySection()
+    rollouts: RolloutsSection = RolloutsSection()
+    sharing: SharingSection = SharingSection()
+    training: TrainingSection = TrainingSection()
+    merging: MergingSection = MergingSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    observability: ObservabilitySection = ObservabilitySection()
+    integrations: IntegrationsSection = IntegrationsSection()
+
+    @model_validator(mode="after")
+    def _batch_comes_from_somewhere(self) -> "Config":
+        if self.network.backend == "off" and self.sharing.swarm_groups > 0:
+            raise ValueError(
+                f"sharing.swarm_groups must be 0 with network.backend off, got {self.sharing.swarm_groups}; "
+                'set sharing.swarm_groups = 0 or network.backend = "hivemind"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_are_taken_by_others(self) -> "Config":
+        largest, limit = self.rollouts.largest_group, self.sharing.max_group_size
+        if self.rollouts.sizes_differ and self.sharing.publish and largest > limit:
+            raise ValueError(
+                f"rollouts.largest_group must be at most sharing.max_group_size, got {largest} > {limit}: "
+                "others would refuse such groups; lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _median_is_a_rollout(self) -> "Config":
+        size = self.rollouts.group_size
+        if self.training.advantage == "median" and size % 2 == 0:
+            raise ValueError(
+                f"rollouts.group_size must be odd with training.advantage median, got {size}: the median rollout is "
+                f"left out; set rollouts.group_size = {size + 1}"
+            )
+        if self.training.advantage == "median" and self.rollouts.prune:
+            raise ValueError(
+                "training.advantage median needs groups of an odd size, got rollouts.prune = true: what is left of them "
+                "has any size; set one of the two otherwise"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _crew_samples_plainly(self) -> "Config":
+        rollouts = self.rollouts
+        if self.policy.pipeline.is_on and (rollouts.prune or rollouts.over_provision > 1 or rollouts.engine != "auto"):
+            raise ValueError(
+                "a pipelined policy goes without rollouts.prune, rollouts.over_provision and another rollouts.engine; set "
+                "them to false, 1 and auto"
+            )
+        if self.policy.pipeline.is_on and self.merging.final_export:
+            raise ValueError(
+                "a pipelined policy goes without merging.final_export: no machine holds all of it; set it to false, and use "
+                "`swarm export` where the base fits"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _silo_tells_nobody(self) -> "Config":
+        if self.swarm.silo_owner and self.integrations.outside:
+            raise ValueError(
+                f"a silo's node tells nobody outside, got {self.integrations.outside}; leave it off, or use "
+                'integrations.tensorboard, integrations.wandb = "offline" or an otel_endpoint on loopback'
+            )
+        return self
+
+    @property
+    def max_batch_groups(self) -> int:
+        """Groups in a training batch, at most."""
+        fresh = min(self.sharing.own_groups, self.rollouts.groups_per_round) + self.sharing.swarm_groups
+        return fresh + self.training.replay_groups
+
+    @property
+    def swarm_id(self) -> str:
+        """32 hex digits, over the swarm's name unless `swarm.id` says them; part of every signature and index key."""
+        return self.swarm.id or hashlib.sha256(b"swarm-id:" + self.swarm.name.encode()).hexdigest()[:32]

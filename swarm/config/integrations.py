@@ -1,0 +1,58 @@
+"""Who else is told what a node does. Everything is off unless a setting here turns it on."""
+
+from ipaddress import ip_address
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+
+from swarm.config.section import PositiveInt, Section
+
+_HTTP_ADDRESS = r"^(https?://[^\s/]+(/\S*)?)?$"
+
+
+class IntegrationsSection(Section):
+    """Tools of others that may watch a node. Each needs its extra, such as `pip install "swarm-rl[tensorboard]"`."""
+
+    tensorboard: bool = False
+    """Write every metrics row to tensorboard/ in the node's folder: `tensorboard --logdir runs`. Extra: tensorboard."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases. offline: to wandb/ in the node's folder, for `wandb sync`. online: to their service. Extra: wandb."""
+    wandb_project: Annotated[str, Field(min_length=1, max_length=128)] = "swarm"
+    """Project that the run is filed under; the run has the node's readable name."""
+    otel_endpoint: Annotated[str, Field(pattern=_HTTP_ADDRESS)] = ""
+    """OpenTelemetry collector that takes OTLP over HTTP, such as http://127.0.0.1:4318; spans of rounds, rollouts, training
+    steps, bodies sent and taken, merges and checkpoints. Empty: none. Extra: otel."""
+    hub_repo: Annotated[str, Field(pattern=r"^([A-Za-z0-9._-]+/[A-Za-z0-9._-]+)?$")] = ""
+    """OWNER/NAME of a model repository that gets the adapter of the newest checkpoint, with a model card. Empty: none. The
+    token is that of `hf auth login`."""
+    hub_interval_rounds: PositiveInt = 200
+    """Rounds between two pushes; one more when the node ends."""
+    hub_private: bool = True
+    """Whether the repository is private where the push makes it; one that exists stays as it is."""
+    hub_endpoint: Annotated[str, Field(pattern=_HTTP_ADDRESS)] = ""
+    """Address of another hub than huggingface.co. Empty: that one."""
+
+    @field_validator("otel_endpoint", "hub_endpoint")
+    @classmethod
+    def _names_a_host(cls, address: str) -> str:
+        if address and not urlsplit(address).hostname:
+            raise ValueError(f"it must name a host, got {address}; write http://HOST:PORT")
+        return address
+
+    @property
+    def outside(self) -> str | None:
+        """The first setting by which something would leave this machine, with its value; None where nothing would."""
+        if self.wandb == "online":
+            return 'integrations.wandb = "online"'
+        if self.otel_endpoint and not _is_loopback(self.otel_endpoint):
+            return f'integrations.otel_endpoint = "{self.otel_endpoint}"'
+        return f'integrations.hub_repo = "{self.hub_repo}"' if self.hub_repo else None
+
+
+def _is_loopback(address: str) -> bool:
+    host = urlsplit(address).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,132 @@
+"""TOML files and overrides to one validated `Config`, and back. Every mistake is told with rule, value and fix."""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from swarm.config.config import Config
+from swarm.errors import ConfigError
+
+READY = "node_configs"
+
+
+def load(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None = None) -> Config:
+    """Merge TOML files left to right (tables merge, other values replace), apply overrides, validate.
+
+    `overrides` maps dotted keys to TOML literals; text that is no TOML literal is taken as a string.
+    Relative `tasks.sources.path` entries are resolved against the file that names them.
+    Raises ConfigError, one line per mistake, each with rule, value and fix.
+    """
+    return parse(read(paths, overrides))
+
+
+def read(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What files and overrides say, merged as `load` does, before defaults and validation. Raises ConfigError."""
+    merged: dict[str, Any] = {}
+    for path in paths:
+        merged = merge(merged, _read_toml(Path(path)))
+    for key, text in (overrides or {}).items():
+        merged = merge(merged, _nest(key, _literal(text)))
+    return merged
+
+
+def parse(data: Mapping[str, Any]) -> Config:
+    """Validate plain data. Raises ConfigError."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from None
+
+
+def dump_toml(config: Config) -> str:
+    """The resolved configuration as TOML that `load` reads back to an equal Config."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def ready_configs() -> Path:
+    """The folder of ready configurations: inside the installed package, or beside it in a clone."""
+    package = Path(__file__).parents[1]
+    return package / READY if (package / READY).is_dir() else package.parent / READY
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    if path.parent == Path(READY) and not path.exists():  # from an installed package, in whatever folder the user is
+        path = ready_configs() / path.name
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"a config must be an existing TOML file, got {path}; see node_configs/ for ready ones"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"a config must be readable UTF-8 text, got {path}: {error}; check the file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"a config must be valid TOML, got {path}: {error}; mend that line") from None
+    _resolve_paths(data, path.parent)
+    return data
+
+
+def _resolve_paths(data: dict[str, Any], folder: Path) -> None:
+    tasks = data.get("tasks")
+    sources = tasks.get("sources") if isinstance(tasks, dict) else None
+    for source in sources if isinstance(sources, list) else ():
+        if isinstance(source, dict) and isinstance(source.get("path"), str):
+            source["path"] = str((folder / source["path"]).resolve())
+
+
+def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """`top` over `base`: tables merge, other values replace."""
+    merged = dict(base)
+    for key, value in top.items():
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _nest(dotted: str, value: Any) -> dict[str, Any]:
+    head, _, rest = dotted.partition(".")
+    return {head: _nest(rest, value) if rest else value}
+
+
+def _literal(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        return text
+
+
+def _explain(item: Any) -> str:
+    location = [part for part in item["loc"] if isinstance(part, str | int)]
+    key = ".".join(str(part) for part in location)
+    if item["type"] == "extra_forbidden":
+        nearest = _nearest_key(location)
+        fix = f"did you mean {nearest}?" if nearest else "see `swarm config schema`"
+        return f"unknown setting {key}; {fix}"
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"])
+    rule = item["msg"][0].lower() + item["msg"][1:]
+    return f"{key}: {rule}, got {item['input']!r}; set {key}"
+
+
+def _nearest_key(location: list[Any]) -> str | None:
+    known = _known_keys(Config)
+    wanted = ".".join(str(part) for part in location)
+    close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
+    if not close:  # right name, wrong section
+        close = [key for key in known if key.rsplit(".", 1)[-1] == str(location[-1])][:1]
+    return close[0] if close else None
+
+
+def _known_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        for inner in (field.annotation, *get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                keys += _known_keys(inner, f"{prefix}{name}.")
+    return keys

@@ -1,0 +1,105 @@
+"""The base model, its adapter, and the crew of machines that may hold it together."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from swarm.config.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section, SwarmName
+
+
+class LoraSection(Section):
+    """The adapter (peft)."""
+
+    rank: PositiveInt = 16
+    """Rank of every factor pair."""
+    alpha: PositiveFloat = 32.0
+    """Scale is alpha / rank."""
+    dropout: Fraction = 0.0
+    """Dropout before A, in training only."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names of the linear layers to adapt, or all of them but the head."""
+    init_seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seeds A. Nodes of equal base, shape and init_seed are one lineage: they share log-probs and can merge."""
+
+
+class PipelineSection(Section):
+    """One policy over several machines: the same table on all of them. For models that no single one holds."""
+
+    name: SwarmName = "crew"
+    """Tells crews of one swarm apart."""
+    driver: str = ""
+    """Peer id of the node that runs `swarm run`: the only one whose orders the stages take."""
+    crew: tuple[str, ...] = ()
+    """Peer ids, or multiaddresses that end in /p2p/PEER_ID, of the machines that run `swarm stage`. Empty: no pipeline."""
+    spares: NonNegativeInt = 0
+    """Machines of the crew that are left without layers until one is lost."""
+    driver_layers: PositiveInt | None = None
+    """Last layers of the model, which the driver holds with norm and head. Unset: by speed and memory, like the others'."""
+    precision: Literal["fp32", "bf16", "int8"] = "bf16"
+    """Of hidden states and their gradients on the line; see algorithms.md for what each costs."""
+    action_timeout_s: PositiveFloat = 60.0
+    """A stage that takes longer for one order is lost."""
+    silence_timeout_s: PositiveFloat = 8.0
+    """So is a machine that gives no sign of life for so long while it works on one: frozen, or cut off."""
+    startup_timeout_s: PositiveFloat = 300.0
+    """How long the driver waits for its crew to come up."""
+    copy_interval_steps: NonNegativeInt = 5
+    """Steps between two copies of every stage's adapter to a neighbour, from which a lost one is rebuilt. 0: none."""
+    max_copy_age: PositiveInt = 10
+    """Steps that such a copy may be behind; beyond that a lost stage starts from the average of its neighbours, or the base."""
+    max_states: PositiveInt = 65_536
+    """Rows times columns of one micro-batch, which bounds what a stage reads from the line."""
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.crew)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Peer ids of the crew, the driver excluded."""
+        return tuple(member.rpartition("/")[2] for member in self.crew)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where members can be reached, as far as the settings say."""
+        return tuple(member for member in self.crew if "/p2p/" in member)
+
+    @model_validator(mode="after")
+    def _crew_is_whole(self) -> "PipelineSection":
+        if len(set(self.members)) < len(self.crew) or self.driver in self.members:
+            raise ValueError("policy.pipeline.crew must name every machine once and not the driver; remove doubles")
+        if self.crew and not self.driver:
+            raise ValueError("policy.pipeline.driver must be the driver's peer id, got none; see `swarm identity show`")
+        if self.crew and self.spares >= len(self.crew):
+            raise ValueError(
+                f"policy.pipeline.spares must leave a machine that works, got {self.spares} of {len(self.crew)}; lower it"
+            )
+        return self
+
+
+class PolicySection(Section):
+    """Base model and adapter."""
+
+    base: str = "bundled"
+    """`bundled` (the tiny policy of this package), a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model; pin a commit in production."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: bfloat16 on CUDA devices that have it, float32 elsewhere."""
+    quantization: Literal["none", "8bit", "4bit"] = "none"
+    """Load the frozen base with bitsandbytes; the adapter stays in full precision."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    max_prompt_tokens: PositiveInt = 512
+    """Tasks with a longer prompt are skipped and counted."""
+    lora: LoraSection = LoraSection()
+    pipeline: PipelineSection = PipelineSection()
+
+    @model_validator(mode="after")
+    def _stages_can_hold_it(self) -> "PolicySection":
+        if self.pipeline.is_on and (self.quantization != "none" or self.lora.dropout or self.gradient_checkpointing):
+            raise ValueError(
+                "a pipelined policy goes without policy.quantization, policy.gradient_checkpointing and policy.lora.dropout; "
+                "set them to none, false and 0"
+            )
+        return self

@@ -1,0 +1,85 @@
+"""How answers are sampled."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from swarm.config.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class RolloutsSection(Section):
+    """How answers are sampled."""
+
+    groups_per_round: PositiveInt = 8
+    """Tasks drawn per round; each gives one group."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Rollouts per group (G). Below 4 the advantage is noisy and a warning is logged."""
+    task_choice: Literal["weighted", "thompson"] = "weighted"
+    """weighted: sources by their weight. thompson: rather those that are neither solved nor hopeless (VADE, 2511.18902)."""
+    difficulty_memory: Fraction = 0.9
+    """What one group of a source leaves of what was known of its difficulty before."""
+    group_sizes: Literal["equal", "variance"] = "equal"
+    """equal: group_size each. variance: more for sources whose reward varies and whose answers are short, at equal tokens."""
+    second_round: Literal["off", "hard", "equal"] = "off"
+    """More answers to tasks whose first ones earned less than half (DARS, 2508.13755), up to largest_group."""
+    smallest_group: Annotated[int, Field(ge=2)] = 4
+    """Where sizes differ, no group is smaller (but where group_size is)."""
+    largest_group: Annotated[int, Field(ge=2)] = 32
+    """Where sizes differ, no group is larger. Others refuse groups beyond their sharing.max_group_size."""
+    refill_draws: NonNegativeInt = 0
+    """How often a round draws further tasks while fewer than groups_per_round groups have signal (DAPO, 2503.14476)."""
+    over_provision: Annotated[float, Field(ge=1, le=4)] = 1.0
+    """Begin so many times groups_per_round groups, stop when that many are complete, continue the rest later (APRIL)."""
+    prune: bool = False
+    """Drop answers early whose end is foreseeable, so that groups are rather half right, half wrong (ARRoL, 2603.24840)."""
+    prune_after: PositiveInt = 4
+    """Tokens between two looks at an answer, of which there are 16 at most."""
+    prune_certainty: Annotated[float, Field(gt=0.5, lt=1)] = 0.8
+    """An answer may be dropped once it is so sure to end like most of its group."""
+    max_new_tokens: PositiveInt = 24
+    """Longest answer in tokens; longer ones are cut and masked from the loss."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature."""
+    top_k: NonNegativeInt = 0
+    """Draw among the k likeliest tokens only; 0 is all. A filter hides from training what it cuts off: see algorithms."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw among the likeliest tokens that together have this probability only; 1 is all."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Draw among tokens at least this fraction as likely as the likeliest only; 0 is all."""
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=16)] = ()
+    """Strings that end an answer, themselves included. The same on all nodes."""
+    engine: Literal["auto", "transformers", "vllm"] = "auto"
+    """auto: slots that refill as answers end. transformers: a batch waits for its longest. vllm: an extra."""
+    max_batch_sequences: PositiveInt = 64
+    """Answers decoded at the same time, at most."""
+    cache_mib: PositiveInt | None = None
+    """Memory for keys and values of answers; fewer are decoded at once if need be. Unset: half of what is free."""
+
+    @model_validator(mode="after")
+    def _sizes_are_in_order(self) -> "RolloutsSection":
+        if self.sizes_differ and self.largest_group < self.group_size:
+            raise ValueError(
+                f"largest_group must be at least group_size, got {self.largest_group} < {self.group_size}; raise it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pruning_misleads_nobody(self) -> "RolloutsSection":
+        """Rewards of what is left of a group say little of how hard its task is; and a look needs the whole group."""
+        plain = {"task_choice": "weighted", "group_sizes": "equal", "second_round": "off", "over_provision": 1.0}
+        for name, value in plain.items():
+            if self.prune and getattr(self, name) != value:
+                raise ValueError(
+                    f"prune goes with {name} = {value} only, got {getattr(self, name)}: what is left of a group does not "
+                    "tell how hard its task is, nor can it wait for a later round; set prune = false, or that"
+                )
+        return self
+
+    @property
+    def sizes_differ(self) -> bool:
+        """Whether groups may have more or fewer answers than group_size."""
+        return self.group_sizes != "equal" or self.second_round != "off"
+
+    @property
+    def cache_bytes(self) -> int | None:
+        return None if self.cache_mib is None else self.cache_mib * 2**20

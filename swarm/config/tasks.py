@@ -1,0 +1,100 @@
+"""What the policy is trained on."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from swarm.config.section import PositiveFloat, Section
+
+
+class SignalSection(Section):
+    """One of several signals that make up a reward."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")]
+    """correct, format, length, tests (code tasks), or a reward function that an installed package offers; see rewards.md."""
+    weight: PositiveFloat = 1.0
+    """Share of the reward, relative to the other signals'."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the signal, such as {pattern = "..."} or {tags = ["answer"]} of format, {max_chars = 200} of length."""
+
+
+class TaskSourceFacts(Section):
+    """What all nodes know of one source of tasks."""
+
+    kind: Literal["reasoning_gym", "jsonl", "code"] = "reasoning_gym"
+    """A procedural data set of reasoning-gym, a file of your own, or functions to write that are run in a sandbox."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    """Name of a reasoning-gym data set, `list_functions` for made-up code tasks, or a name of your own for a JSONL file."""
+    label: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{0,64}$")] = ""
+    """Name in tables and records; defaults to `name`. Needed when one data set appears twice at different difficulty."""
+    weight: PositiveFloat = 1.0
+    """Relative share of the tasks drawn."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the data set, such as {max_digits = 2}; of code tasks also the limits {cpu_s = 2, memory_mib = 256}."""
+    verifier: Literal["exact", "numeric", "regex"] = "exact"
+    """Verifier for lines of a JSONL file that name none."""
+    signals: tuple[SignalSection, ...] = ()
+    """Signals whose weighted sum is the reward. Empty: correctness alone."""
+
+    @property
+    def source_name(self) -> str:
+        return self.label or self.name
+
+
+class TaskSourceSection(TaskSourceFacts):
+    """One source of tasks."""
+
+    path: Path | None = None
+    """JSONL file with one {"prompt", "answer", "verifier"} object per line; code: {"prompt", "entry", "tests", "answer"}."""
+
+    @model_validator(mode="after")
+    def _path_matches_kind(self) -> "TaskSourceSection":
+        if self.kind == "jsonl" and self.path is None:
+            raise ValueError(f"a jsonl source needs a path, got none; set path for source {self.name!r}")
+        if self.kind == "reasoning_gym" and self.path is not None:
+            raise ValueError(f"path belongs to jsonl sources, got kind reasoning_gym; remove path of {self.name!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _signals_are_unique(self) -> "TaskSourceSection":
+        names = [signal.name for signal in self.signals]
+        if len(set(names)) < len(names):
+            raise ValueError(f"signals of a source must have different names, got {names}; remove one of {self.name!r}")
+        return self
+
+
+DEMO_TASKS = (
+    TaskSourceSection(
+        name="chain_sum", label="sums", parameters={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+    ),
+    TaskSourceSection(
+        name="chain_sum",
+        label="longer_sums",
+        parameters={"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+    ),
+    TaskSourceSection(name="spell_backward", label="spelling", parameters={"min_word_len": 3, "max_word_len": 5}),
+    TaskSourceSection(
+        name="spell_backward", label="longer_spelling", parameters={"min_word_len": 6, "max_word_len": 8}
+    ),
+    TaskSourceSection(name="lcm", parameters={"min_value": 2, "max_value": 15}),
+    TaskSourceSection(name="products", parameters={"min_digits": 1, "max_digits": 1}),
+)
+"""What the bundled policy was made for, easy settings and harder ones."""
+
+
+class TasksSection(Section):
+    """What the policy is trained on."""
+
+    sources: Annotated[tuple[TaskSourceSection, ...], Field(min_length=1)] = DEMO_TASKS
+    """Weighted mixture of task sources. All nodes of a swarm use the same list."""
+    run_code_unfenced: bool = False
+    """Run code of strangers even where no sandbox can be set up: it may then read your files, and outside Linux do more."""
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> "TasksSection":
+        names = [source.source_name for source in self.sources]
+        doubled = sorted({name for name in names if names.count(name) > 1})
+        if doubled:
+            raise ValueError(f"source names must be unique, got {doubled} twice; set a different label")
+        return self

@@ -1,0 +1,91 @@
+"""How the policy learns from a batch."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from swarm.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+WEIGHING_CORRECTIONS = ("tis", "tis+opsm", "icepop")
+"""Values of `training.correction` that multiply by w, beside leaving answers out."""
+
+
+class TrainingSection(Section):
+    """The policy-gradient step."""
+
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate of AdamW on the adapter."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 5
+    """Steps of linear warm-up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled decay of AdamW on the adapter."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are clipped to this global norm."""
+    inner_epochs: PositiveInt = 1
+    """Passes over one batch."""
+    groups_per_step: NonNegativeInt = 4
+    """Groups of one optimizer step at most: a larger batch is split into several steps. 0: one step per batch."""
+    micro_batch_sequences: PositiveInt = 64
+    """Sequences per forward and backward pass; gradients accumulate to the full batch."""
+    advantage: Literal["grpo", "dr_grpo", "median", "gdpo"] = "grpo"
+    """grpo: (R - mean) / std. dr_grpo: R - mean. median: R - median, odd group_size. gdpo: by signal, then by batch."""
+    signal_weights: dict[str, float] = Field(default_factory=dict)
+    """Weights of a task's reward signals by name, for gdpo; those not named here have the weight that the task gives them."""
+    aggregation: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    """dapo: sum over tokens / all tokens. grpo: mean per sequence, then mean. dr_grpo: sum / (sequences x max_new_tokens)."""
+    ratio: Literal["token", "sequence", "minpro"] = "token"
+    """token: r per token. sequence: geometric mean of an answer (GSPO). minpro: r times the smallest r before it."""
+    ratio_reference: Literal["start", "sampler"] = "start"
+    """Of what r is the ratio: policy at the start of the step, or the one that sampled, where its log-probs are usable."""
+    sequence_clip_low: PositiveFloat = 3e-4
+    """Lower clip range of ratio sequence."""
+    sequence_clip_high: PositiveFloat = 4e-4
+    """Upper clip range of ratio sequence (GSPO, 2507.18071)."""
+    adaptive_clip: bool = False
+    """Choose the range by the balance of good and bad answers (BAPO), in place of clip_low and clip_high."""
+    clip_low: PositiveFloat = 0.2
+    """Lower clip range of the ratio."""
+    clip_high: PositiveFloat = 0.28
+    """Upper clip range of the ratio (DAPO, 2503.14476)."""
+    clip_delta: Annotated[float, Field(gt=1)] = 4.0
+    """Cap of the ratio where the advantage is negative (two-sided clip, 2505.07291)."""
+    correction: Literal["none", "tis", "icepop", "sequence_mask", "opsm", "tis+opsm", "sequence_mask+opsm"] = "tis+opsm"
+    """Correction for answers that another policy sampled, an earlier own one included; see algorithms.md."""
+    correction_cap: Annotated[float, Field(gt=1)] = 2.0
+    """C of the correction, and of the weights in ESS."""
+    opsm_limit_nats: PositiveFloat = 0.5
+    """opsm leaves a bad answer out if the policy finds its tokens so much less likely, on average, than its author did."""
+    lr_by_ess: bool = True
+    """Lower the learning rate by sqrt(ESS / B) where few answers carry the step (VCPO, 2602.17616)."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL penalty towards the base policy (k3 estimator); 0 only watches it, at a few answers."""
+    filter_groups: bool = True
+    """Leave out own groups whose rewards are all equal. Off: as SAPO (2509.08721) was published, for comparison only."""
+    mask_truncated: bool = True
+    """Leave answers that were cut, with neither EOS nor a stop string, out of the loss."""
+    replay_groups: NonNegativeInt = 0
+    """Own groups of earlier steps in a batch, on top of the others, each at most once more. 0 is off."""
+    replay_max_versions: PositiveInt = 16
+    """Own groups sampled more policy versions ago are not replayed."""
+    canary_tolerance: PositiveFloat = 1e-3
+    """Largest difference between the engine's and the trainer's log-probs of the canary answer."""
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> "TrainingSection":
+        moves = self.inner_epochs > 1 or self.ratio_reference == "sampler"
+        if (self.ratio != "token" or self.adaptive_clip) and not moves:
+            raise ValueError(
+                "training.ratio sequence, minpro and training.adaptive_clip need a ratio that moves, got one inner epoch "
+                'from its start; set training.inner_epochs = 2 or training.ratio_reference = "sampler"'
+            )
+        if self.adaptive_clip and self.ratio == "sequence":
+            raise ValueError(
+                "training.adaptive_clip is made for ratios per token, got training.ratio sequence; "
+                'set training.ratio = "token" or training.adaptive_clip = false'
+            )
+        if self.ratio_reference == "sampler" and self.correction in WEIGHING_CORRECTIONS:
+            raise ValueError(
+                f"training.ratio_reference sampler must not be weighed twice, got training.correction {self.correction}; "
+                'set training.correction = "sequence_mask+opsm" or "none"'
+            )
+        return self

@@ -1,0 +1,120 @@
+"""Server-sent events to a bounded number of pages, none of which can hold up the node or grow its memory.
+
+publish ─▶ one line of bytes ─┬─▶ queue of a client ─▶ stream        a full queue: that client is dropped
+                              └─▶ the last ones, for who comes back with Last-Event-ID
+"""
+
+import asyncio
+import json
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+MAX_CLIENTS = 32
+MAX_WAITING = 64
+"""Events that wait for one client."""
+HEARTBEAT_S = 15.0
+"""Less than the half minute after which proxies tend to close what is silent."""
+_MAX_KEPT_EVENTS = 128
+_MAX_KEPT_BYTES = 1 << 20
+
+
+class Feed:
+    """Runs on one event loop."""
+
+    def __init__(self, heartbeat_s: float = HEARTBEAT_S) -> None:
+        self._heartbeat_s = heartbeat_s
+        self._run = secrets.token_hex(4)  # numbers of another process mean nothing here
+        self._number = 0
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=_MAX_KEPT_EVENTS)
+        self._kept_bytes = 0
+        self._clients: set[asyncio.Queue[bytes | None]] = set()
+        self._is_closed = False
+        self.num_dropped = 0
+        """Clients that were too slow."""
+
+    @property
+    def num_clients(self) -> int:
+        return len(self._clients)
+
+    @property
+    def is_full(self) -> bool:
+        return self._is_closed or len(self._clients) >= MAX_CLIENTS
+
+    @property
+    def last_id(self) -> str:
+        """Of the newest event: what a snapshot that is made now already holds."""
+        return f"{self._run}-{self._number}"
+
+    def publish(self, name: str, data: Mapping[str, Any]) -> None:
+        """To all clients. `data` must be strict JSON."""
+        self._number += 1
+        line = f"id: {self.last_id}\nevent: {name}\ndata: {json.dumps(data, allow_nan=False)}\n\n".encode()
+        if len(self._kept) == _MAX_KEPT_EVENTS:
+            self._forget_one()
+        self._kept.append((self._number, line))
+        self._kept_bytes += len(line)
+        while self._kept_bytes > _MAX_KEPT_BYTES:
+            self._forget_one()
+        for client in list(self._clients):
+            if client.qsize() >= MAX_WAITING:
+                self._drop(client)
+            else:
+                client.put_nowait(line)
+
+    async def stream(self, last_id: str | None) -> AsyncIterator[bytes]:
+        """What has happened since the event `last_id`, or `reset` where that is not known any more; then what happens.
+
+        Ends when the client is dropped or the feed is closed.
+        """
+        if self.is_full:
+            return
+        client: asyncio.Queue[bytes | None] = asyncio.Queue()
+        for line in self._since(last_id):
+            client.put_nowait(line)
+        self._clients.add(client)
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(self._heartbeat_s):
+                        line = await client.get()
+                except TimeoutError:
+                    line = b": still here\n\n"
+                if line is None:
+                    return
+                yield line
+        finally:
+            self._clients.discard(client)
+
+    def close(self) -> None:
+        """End all streams, for good."""
+        self._is_closed = True
+        for client in list(self._clients):
+            client.put_nowait(None)
+
+    def _since(self, last_id: str | None) -> list[bytes]:
+        """For a new client a greeting, so that it knows the connection stands."""
+        run, _, number = (last_id or "").rpartition("-")
+        if not last_id:
+            return [b"retry: 2000\n\n"]
+        oldest = self._kept[0][0] if self._kept else self._number + 1
+        if (
+            run == self._run
+            and number.isascii()
+            and number.isdigit()
+            and oldest - 1 <= int(number[:18]) <= self._number
+        ):
+            return [b"retry: 2000\n\n", *(line for n, line in self._kept if n > int(number[:18]))]
+        return [f"id: {self.last_id}\nevent: reset\ndata: {{}}\n\n".encode()]
+
+    def _forget_one(self) -> None:
+        _, line = self._kept.popleft()
+        self._kept_bytes -= len(line)
+
+    def _drop(self, client: "asyncio.Queue[bytes | None]") -> None:
+        self.num_dropped += 1
+        self._clients.discard(client)
+        while not client.empty():
+            client.get_nowait()
+        client.put_nowait(None)

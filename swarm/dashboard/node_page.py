@@ -1,0 +1,232 @@
+"""The page of one node: what it shows, who may see it, and what it may ask for.
+
+NodeReport ─ rows, status ─┐                 ┌─ GET api/state, api/summary      all there is, once
+Reader, Learner ─ groups ──┼─▶ [NodePage] ───┼─ GET api/events                  what changes
+NodeControls ◀─────────────┘                 └─ POST api/control/ACTION         with the token only
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from swarm import __version__
+from swarm.config import Config
+from swarm.dashboard.event_response import EventResponse
+from swarm.dashboard.feed import Feed
+from swarm.dashboard.guard import Guard
+from swarm.dashboard.history import last_rows
+from swarm.dashboard.merge_log import MergeLog
+from swarm.dashboard.page_token import is_token, make_token
+from swarm.dashboard.recent_rollouts import RecentRollouts
+from swarm.dashboard.rejection_words import WORDS
+from swarm.dashboard.series import Series
+from swarm.dashboard.shown import shown
+from swarm.dashboard.static_files import StaticFiles
+from swarm.node_controls import ACTIONS, NodeControls
+
+logger = logging.getLogger(__name__)
+
+TOKEN_HEADER = "x-swarm-token"  # noqa: S105  the name of a header
+_SUMMARY_POINTS = 100
+_PEERS_INTERVAL_S = 5.0
+
+
+class NodePage:
+    """Of one run of one node; on its loop, except where it says so."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        controls: NodeControls,
+    ) -> None:
+        """`folder`: the node's, with its history, in which the token is put. In a silo rollouts are shown for that only."""
+        self.rollouts = RecentRollouts()
+        self.stages: Callable[[], list[dict[str, Any]]] = list
+        """Where the policy is in stages: {stage, first_layer, end_layer, holder} of each."""
+        self._folder = folder
+        self._controls = controls
+        self._names = config.observability.http_names
+        self._is_private = bool(config.swarm.silo_owner)
+        self._feed = Feed()
+        self._files = StaticFiles()
+        self._token = ""
+        self._series = Series()
+        self._merges = MergeLog()
+        self._status: dict[str, Any] = {}
+        self._peers: list[Any] = []
+        self._peers_told_at = 0.0
+        self._rollouts_told = 0
+        self._waiting: list[Mapping[str, Any]] | None = []
+        """Rows that came before the history was read; None after that."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loading: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Make the token, and begin to read what earlier processes did. Without a token the page only shows."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            self._token = await asyncio.to_thread(make_token, self._folder)
+        except OSError as error:
+            logger.warning("the page cannot control this node, as its token was not written: %s", error)
+        self._loading = asyncio.create_task(self._load())
+
+    async def stop(self) -> None:
+        """End all streams; before the server is stopped, which waits for them."""
+        self._feed.close()
+        if self._loading is not None:
+            self._loading.cancel()
+            await asyncio.gather(self._loading, return_exceptions=True)
+
+    def phase(self, phase: str) -> str:
+        """As it is told everywhere: with what is paused."""
+        return self._controls.phase(phase)
+
+    def show_row(self, row: Mapping[str, Any]) -> None:
+        """A row of kind round. From any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._take_row, {"time_s": time.time(), **row})
+
+    def show_status(self, status: Mapping[str, Any]) -> None:
+        """A NodeStatus as a dict, every few seconds."""
+        told = {name: value for name, value in status.items() if name not in ("peers", "pid")}
+        self._status = shown({**told, "stages": self.stages()})
+        self._peers = shown(status.get("peers") or [])
+        if self._feed.num_clients:
+            self._feed.publish("status", {"status": self._status, "controls": self._controls.state()})
+            self._tell_peers()
+            self._tell_rollouts()
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Route("/", self._get_page),
+            Route("/api/state", self._get_state),
+            Route("/api/summary", self._get_summary),
+            Route("/api/rollouts", self._get_rollouts),
+            Route("/api/events", self._get_events),
+            Route("/api/control/{action}", self._control, methods=["POST"]),
+            *self._files.routes(),
+        ]
+
+    def middleware(self) -> list[Middleware]:
+        return [Middleware(Guard, names=self._names)]
+
+    def state(self) -> dict[str, Any]:
+        """Everything but the rollouts."""
+        return {
+            "event_id": self._feed.last_id,
+            "version": __version__,
+            "now_s": time.time(),
+            "is_loading": self._waiting is not None,
+            "is_private": self._is_private,
+            "status": self._status,
+            "peers": self._peers,
+            "series": self._series.points(),
+            "merges": shown(self._merges.newest_first()),
+            "controls": self._controls.state(),
+            "rollouts": self.rollouts.last_number,
+            "reasons": {reason.value: words for reason, words in WORDS.items()},
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """What an overview of many nodes shows of this one."""
+        row = self._status.get("last_round", {})
+        return {
+            "version": __version__,
+            "name": self._status.get("peer_name", ""),
+            "peer_id": self._status.get("peer_id", ""),
+            "phase": self._status.get("phase", "starting"),
+            "round": self._status.get("round", 0),
+            "started_at": self._status.get("started_at"),
+            "reward": row.get("rollout/reward_mean"),
+            "tokens_per_s": row.get("rollout/tokens_per_s"),
+            "peers": row.get("network/peers"),
+            "swarm_groups": row.get("train/swarm_groups_total"),
+            "merges": row.get("merge/merges_total"),
+            "curve": self._series.rewards(_SUMMARY_POINTS),
+        }
+
+    async def _load(self) -> None:
+        """Earlier rounds, then those that came meanwhile."""
+        series, merges = Series(), MergeLog()
+
+        def read() -> None:
+            for row in last_rows(self._folder / "metrics.jsonl"):
+                if row.get("kind") == "round":
+                    series.add(row)
+                    merges.add(row, row.get("time_s", 0.0))
+
+        try:
+            await asyncio.to_thread(read)
+        except OSError as error:
+            logger.warning("the page begins without earlier rounds: %s", error)
+        waiting, self._waiting = self._waiting or [], None
+        self._series, self._merges = series, merges
+        for row in waiting:
+            self._take_row(row)
+        self._feed.publish("reset", {})
+
+    def _take_row(self, row: Mapping[str, Any]) -> None:
+        if self._waiting is not None:
+            self._waiting.append(row)
+            return
+        self._series.add(row)
+        merge = self._merges.add(row, row["time_s"])
+        event: dict[str, Any] = {"point": self._series.last_point()}
+        if merge is not None:
+            event["merge"] = shown(merge)
+        self._feed.publish("round", event)
+
+    def _tell_peers(self) -> None:
+        if time.monotonic() - self._peers_told_at >= _PEERS_INTERVAL_S:
+            self._peers_told_at = time.monotonic()
+            self._feed.publish("peers", {"peers": self._peers})
+
+    def _tell_rollouts(self) -> None:
+        number = self.rollouts.last_number
+        if number != self._rollouts_told:
+            self._rollouts_told = number
+            self._feed.publish("rollouts", {"number": number})
+
+    def _has_token(self, request: Request) -> bool:
+        return bool(self._token) and is_token(request.headers.get(TOKEN_HEADER, ""), self._token)
+
+    async def _get_page(self, request: Request) -> Response:
+        return self._files.page("node.html")
+
+    async def _get_state(self, request: Request) -> Response:
+        return JSONResponse(self.state())
+
+    async def _get_summary(self, request: Request) -> Response:
+        return JSONResponse(self.summary())
+
+    async def _get_rollouts(self, request: Request) -> Response:
+        if self._is_private and not self._has_token(request):
+            return JSONResponse({"error": "in a silo rollouts are shown for the token only"}, status_code=401)
+        return JSONResponse({"groups": shown(await asyncio.to_thread(self.rollouts.newest))})
+
+    async def _get_events(self, request: Request) -> Response:
+        if self._feed.is_full:
+            return PlainTextResponse("as many pages are open as a node serves\n", status_code=503)
+        last_id = request.headers.get("last-event-id") or request.query_params.get("after")
+        return EventResponse(self._feed.stream(last_id))
+
+    async def _control(self, request: Request) -> Response:
+        """Acts, and tells all pages. The body, if any, is never read."""
+        if not self._has_token(request):
+            return JSONResponse({"error": "the page's token is missing or wrong"}, status_code=401)
+        action = request.path_params["action"]
+        if action not in ACTIONS:
+            return JSONResponse({"error": f"no such control; there are {', '.join(ACTIONS)}"}, status_code=404)
+        self._controls.act(action)
+        controls = self._controls.state()
+        self._feed.publish("controls", {"controls": controls})
+        return JSONResponse({"controls": controls})

@@ -1,0 +1,62 @@
+"""The sinks that the settings ask for."""
+
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+from swarm.config import Config
+from swarm.errors import ConfigError
+from swarm.integrations.sink import QueuedSink, Sink
+from swarm.node_folder import NodeFolder
+from swarm.records.identity import Identity
+
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "otel": "opentelemetry.sdk"}
+"""Extra of this package → what it brings."""
+_OWN: Any = {
+    "node": {"dir"},
+    "network": True,
+    "integrations": True,
+    "policy": {"pipeline"},
+    "tasks": {"sources": {"__all__": {"path"}}},
+}
+"""Settings that nobody else is told: folders and addresses."""
+
+
+def open_sinks(config: Config, folder: NodeFolder, identity: Identity) -> list[Sink]:
+    """Each on a thread of its own, begun with the first row. Raises ConfigError where an extra is not installed."""
+    settings, sinks = config.integrations, dict[str, Callable[[], Sink]]()
+    if settings.tensorboard:
+        _need("tensorboard", "tensorboard")
+        from swarm.integrations.tensorboard import TensorboardSink
+
+        sinks["tensorboard"] = lambda: TensorboardSink(folder.path / "tensorboard")
+    if settings.wandb != "off":
+        _need("wandb", "wandb")
+        from swarm.integrations.wandb_run import WandbSink
+
+        mode = settings.wandb
+        told = config.model_dump(mode="json", exclude=_OWN)
+        sinks["wandb"] = lambda: WandbSink(mode, settings.wandb_project, identity.peer_name, folder.path, told)
+    if settings.hub_repo:
+        from swarm.integrations.hub import HubPush
+
+        sinks["hub"] = lambda: HubPush(config, folder, identity.peer_id, time.monotonic)
+    opened: list[Sink] = [QueuedSink(name, open_sink) for name, open_sink in sinks.items()]
+    if settings.otel_endpoint:
+        _need("otel", "otel_endpoint")
+        from swarm.integrations.otel import OtelTracer
+
+        facts = {"service.name": "swarm", "service.instance.id": identity.peer_id, "swarm.name": config.swarm.name}
+        opened.append(OtelTracer(settings.otel_endpoint, facts))  # it queues by itself, and watches from now on
+    return opened
+
+
+def _need(extra: str, setting: str) -> None:
+    package = _PACKAGES[extra]
+    top, _, rest = package.partition(".")
+    if find_spec(top) is None or (rest and find_spec(package) is None):
+        raise ConfigError(
+            f"integrations.{setting} needs the package {top}, got none; "
+            f'pip install "swarm-rl[{extra}]", or leave integrations.{setting} as it was'
+        )

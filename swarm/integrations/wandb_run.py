@@ -1,0 +1,33 @@
+"""A run of Weights & Biases. Nothing is asked and nothing of the machine is sent but what the rows and settings say."""
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from swarm.integrations.scalars import scalars
+
+
+class WandbSink:
+    def __init__(
+        self, mode: Literal["offline", "online"], project: str, name: str, folder: Path, settings: dict[str, Any]
+    ) -> None:
+        """`folder`: its wandb/ holds the run. Online it needs the key of `wandb login`; without one it fails rather than asks."""
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read at import; else its makers get crash reports
+        import wandb  # pyright: ignore[reportMissingImports] in no lock: 62 MB
+
+        self._run = wandb.init(
+            project=project, name=name, dir=str(folder), mode=mode, config=settings, force=mode == "online",
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, disable_code=True,
+                x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True, x_save_requirements=False,
+            ),
+        )  # fmt: skip
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._run.log(dict(scalars(row)), step=row.get("round", 0))
+
+    def close(self) -> None:
+        import wandb  # pyright: ignore[reportMissingImports] in no lock: 62 MB
+
+        self._run.finish()
+        wandb.teardown()  # its service has written all when it has ended, not before

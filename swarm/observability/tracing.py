@@ -1,0 +1,67 @@
+"""Spans: when what a node does began, how long it took, and a few facts of it, for whoever watches.
+
+    @traced("publish", lambda _, self, groups: {"groups": len(groups)})
+    async def _announce(self, groups): …
+
+As with logging there is one watcher per process, or none, and who is watched knows nothing of it. Without one a traced
+function is called as it is, at the price of one look.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Facts = Mapping[str, str | bool | int | float]
+
+
+class Tracer(Protocol):
+    def span(self, name: str) -> AbstractContextManager[Callable[[Facts], Any]]:
+        """Spans begun inside it on the same thread or task are its children. What it gives takes facts; errors pass through."""
+        ...
+
+
+_tracer: Tracer | None = None
+
+
+def watch(tracer: Tracer | None) -> None:
+    """Have `tracer` told of all that begins from now on; None: nobody."""
+    global _tracer
+    _tracer = tracer
+
+
+def traced(name: str, describe: Callable[..., Facts] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a span of every call. `describe(result, *arguments)` gives its facts where the call did not raise."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        call: Any = function
+        follow: Any = _follow_async if inspect.iscoroutinefunction(function) else _follow
+
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            if _tracer is None:
+                return call(*args, **kwargs)
+            return follow(_tracer, name, describe, function, args, kwargs)
+
+        return called
+
+    return decorate
+
+
+def _follow(tracer: Tracer, name: str, describe: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    with tracer.span(name) as tell:
+        result = function(*args, **kwargs)
+        if describe is not None:
+            tell(describe(result, *args))
+        return result
+
+
+async def _follow_async(tracer: Tracer, name: str, describe: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    with tracer.span(name) as tell:
+        result = await function(*args, **kwargs)
+        if describe is not None:
+            tell(describe(result, *args))
+        return result

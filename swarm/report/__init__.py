@@ -1,0 +1,1 @@
+"""A run that is over, as one file for people: `swarm report`."""

@@ -1,0 +1,71 @@
+"""Scores answers of strangers behind a fence: verifiers of other packages run in a process that can be stopped.
+
+A verifier of reasoning-gym may meet a text that makes it run for ever or take all memory. That costs its process then, and its
+author some trust, never the node. Other verifiers are bounded already: those of files by `verifiers`, code by the sandbox, reward
+functions of packages by their own process.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from swarm.config import TaskSourceSection, TasksSection
+from swarm.tasks.line_process import LineProcess, LineProcessError
+from swarm.tasks.signals import BUILT_IN
+from swarm.tasks.task_source import CORRECT, TaskFailure, UnknownTask
+from swarm.types import TaskRef
+
+logger = logging.getLogger(__name__)
+
+TIME_BUDGET_S = 10.0
+"""For all answers to one task, where milliseconds are usual."""
+MEMORY_BYTES = 2 << 30
+"""Address space of the process, of which the interpreter and the libraries take a quarter. Not enforced on macOS."""
+
+
+class TooSlow(Exception):
+    """The verifier took longer than its budget, and was stopped."""
+
+
+class FencedVerifier:
+    """Of the sources whose verifiers other packages bring. Its process takes 130 MiB, from the first answer of a stranger on."""
+
+    def __init__(
+        self, config: TasksSection, time_budget_s: float = TIME_BUDGET_S, memory_bytes: int = MEMORY_BYTES
+    ) -> None:
+        sections = [section for section in config.sources if _needs_fence(section)]
+        self._names = frozenset(section.source_name for section in sections)
+        self._time_budget_s = time_budget_s
+        tasks = config.model_copy(update={"sources": tuple(sections)})
+        self._process = LineProcess("swarm.tasks.verifier_process", (tasks.model_dump_json(), str(memory_bytes)))
+
+    def close(self) -> None:
+        """End its process. What is asked later is a TaskFailure."""
+        self._process.close()
+
+    def holds(self, source: str) -> bool:
+        return source in self._names
+
+    def rewards(self, ref: TaskRef, texts: Sequence[str]) -> tuple[str, tuple[float, ...]]:
+        """(digest of the prompt, reward of each text), for a source that it holds.
+
+        Raises UnknownTask and TaskFailure as `TaskMixture.rebuild` and `assess` do, TooSlow beyond the budget of time.
+        """
+        try:
+            question = [ref.source, ref.config_digest, ref.seed, ref.index, list(texts)]
+            reply = self._process.ask(question, self._time_budget_s)
+        except LineProcessError as error:
+            logger.warning("the process that scores answers of others was stopped: %s", error)
+            if error.is_late:
+                raise TooSlow(str(error)) from None
+            raise TaskFailure(ref.source, f"verifier process: {error}") from None
+        if "unknown" in reply:
+            raise UnknownTask(reply["unknown"])
+        if "failure" in reply:
+            raise TaskFailure(ref.source, reply["failure"].removeprefix(f"{ref.source}: "))
+        return str(reply["prompt_digest"]), tuple(float(value) for value in reply["rewards"])
+
+
+def _needs_fence(section: TaskSourceSection) -> bool:
+    """Signals of packages have a process of their own, which would not fit into the bounds of this one."""
+    own_signals = {CORRECT, *BUILT_IN}
+    return section.kind == "reasoning_gym" and all(signal.name in own_signals for signal in section.signals)

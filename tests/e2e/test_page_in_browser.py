@@ -1,0 +1,299 @@
+"""The pages in a real Chromium: what they show, by mouse and by keyboard, and that nothing a peer wrote is ever run."""
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm.dashboard.page_token import read_token
+from swarm.records.rejection import InvalidRecord, Rejection
+from tests.chromium import Chromium
+from tests.unit.experience_factory import body_and_header, group
+from tests.unit.page_factory import ServedPage, merge_entries, round_row, serving, some_rollouts, status
+
+pytestmark = pytest.mark.browser
+
+LIVE = "document.getElementById('live').dataset.state === 'on'"
+HOSTILE = (
+    '<img src=x onerror="window.owned=1"><script>window.owned=1</script><svg/onload=window.owned=1>'
+    "</pre></details><a href='javascript:window.owned=1'>x</a>\u202e\u2066txt\x1b[31m{{7*7}}${7*7}"
+)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Chromium]:
+    with Chromium() as one:
+        yield one
+
+
+@pytest.fixture
+def browser(chromium: Chromium) -> Chromium:
+    chromium.open("about:blank")
+    chromium.pump()
+    chromium.resize(1200, 900)
+    chromium.console.clear()
+    chromium.requested.clear()
+    return chromium
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[ServedPage]:
+    with serving(tmp_path) as one:
+        yield one
+
+
+def fill(node: ServedPage, num_peers: int = 5, **told: Any) -> dict[str, Any]:
+    row = round_row(1, random.Random(0), **merge_entries(1, "12D3KooWPeer00000001", 1))
+    node.show(row, status(num_peers, row, **told))
+    return row
+
+
+def open_live(browser: Chromium, node: ServedPage, fragment: str = "") -> None:
+    browser.open(node.url + fragment)
+    browser.wait_for(LIVE)
+    browser.wait_for("document.querySelectorAll('#tiles div').length > 0")
+
+
+def complaints(browser: Chromium, node: ServedPage) -> list[str]:
+    """What the console holds against this page; news of a node that an earlier test has ended may come late."""
+    return [told for told in browser.console if "net::ERR_" not in told or node.url in told]
+
+
+def reload(browser: Chromium) -> None:
+    browser.run("window.isOld = true; location.reload()")
+    browser.wait_for("!window.isOld && document.readyState === 'complete'")
+
+
+def text(browser: Chromium, selector: str) -> str:
+    return browser.run(f"document.querySelector({json.dumps(selector)}).innerText")
+
+
+def test_a_page_shows_the_node_asks_nobody_else_and_breaks_no_policy(browser: Chromium, node: ServedPage) -> None:
+    fill(node, 200)
+    some_rollouts(node.page)
+    open_live(browser, node)
+    browser.wait_for("document.querySelectorAll('#peers-table tbody tr').length === 200")
+    assert text(browser, "#name") == "brave-otter-3f"
+    assert "claims another reward than this node computed" in text(browser, "#rejected-table")
+    browser.run("document.getElementById('rollouts').scrollIntoView()")
+    browser.wait_for("document.querySelectorAll('#groups details').length === 12")
+    browser.run("document.querySelector('#groups details').open = true")
+    browser.wait_for("document.querySelector('#groups details[open] pre')")
+    assert "State the sum of" in text(browser, "#groups details[open] pre")
+    assert complaints(browser, node) == []
+    assert browser.requested and all(url.startswith(node.url) for url in browser.requested if url != "about:blank")
+
+
+def test_a_round_is_seen_without_a_reload_and_a_lost_line_is_told_and_found_again(
+    browser: Chromium, tmp_path: Path
+) -> None:
+    with serving(tmp_path) as node:
+        fill(node)
+        open_live(browser, node)
+        row = round_row(2, random.Random(1), **merge_entries(2, "12D3KooWPeer00000002", 2))
+        node.show(row, status(5, row))
+        browser.wait_for("document.querySelectorAll('#merges-table tbody tr').length === 2")
+        browser.wait_for("document.querySelector('#tiles div:nth-child(2) dd').textContent === '2'")
+        port = int(node.url.rstrip("/").rpartition(":")[2])
+    browser.wait_for("document.getElementById('live').dataset.state === 'off'")
+    assert "connection lost" in text(browser, "#live")
+    with serving(tmp_path, port=port) as again:  # the same node, started again
+        row = round_row(3, random.Random(1))
+        again.show(row, status(6, row))
+        browser.wait_for(LIVE, deadline_s=40)
+        browser.wait_for("document.querySelectorAll('#peers-table tbody tr').length === 6")
+
+
+def test_what_peers_wrote_is_text_wherever_it_is_shown(browser: Chromium, node: ServedPage) -> None:
+    peer = {"peer_id": HOSTILE, "name": HOSTILE, "lineage": HOSTILE, "weight": HOSTILE, "reward_mean": 0.5}
+    row = round_row(1, random.Random(0), **merge_entries(1, HOSTILE, 1)) | {
+        "exchange/rejected": {HOSTILE: 3}, "health/warnings": [HOSTILE], "merge/reasons": {HOSTILE: 2},
+    }  # fmt: skip
+    more = {"advice": [HOSTILE], "last_taken_by": HOSTILE}
+    stages = [{"stage": 0, "first_layer": 0, "end_layer": 3, "holder": HOSTILE}]
+    node.page.stages = lambda: stages
+    node.show(row, status(0, row, peers=[peer], contribution=more, phase=HOSTILE, peer_name=HOSTILE))
+    node.page.rollouts.prompt_of = lambda ref: HOSTILE
+    node.page.rollouts.admitted([group(HOSTILE, "b", index=1)])
+    body, header = body_and_header(group("x", "y"))
+    node.page.rollouts.refused(header, InvalidRecord(Rejection.TOKENS, HOSTILE), body)
+    open_live(browser, node)
+    browser.run("document.getElementById('rollouts').scrollIntoView()")
+    browser.wait_for("document.querySelectorAll('#groups details').length === 2")
+    browser.run("document.querySelectorAll('#groups details').forEach(one => { one.open = true })")
+    browser.wait_for("document.querySelectorAll('#groups details[open] pre').length >= 3")
+    browser.wait_for("document.querySelectorAll('#merges-table tbody tr').length === 1")
+    assert browser.run("window.owned") is None
+    assert browser.run("document.querySelectorAll('main img, main script, main svg:not(.plot), main a').length") == 0
+    shown = browser.run("document.body.innerText")
+    assert shown.count("<img src=x onerror") >= 8
+    assert "\u202e" not in shown and "\x1b" not in shown and "\\u202e" in shown
+    assert not any(mark in browser.run("document.title") for mark in ("\u202e", "\x1b"))
+    assert complaints(browser, node) == []
+
+
+def test_the_browser_itself_refuses_markup_from_text_and_foreign_scripts(browser: Chromium, node: ServedPage) -> None:
+    open_live(browser, node)
+    refused = browser.run(
+        "(() => { try { document.body.innerHTML = '<b>x</b>'; return ''; } catch (e) { return e.name; } })()"
+    )
+    assert refused == "TypeError"
+    browser.run(
+        "{ const s = document.createElement('style'); s.textContent = 'body{display:none}'; document.head.append(s); }"
+    )
+    assert browser.run("getComputedStyle(document.body).display") == "block"
+
+
+def test_controls_work_by_keyboard_and_only_with_the_token(browser: Chromium, node: ServedPage) -> None:
+    fill(node)
+    open_live(browser, node)
+    assert browser.run("document.getElementById('pause-training').disabled")
+    open_live(browser, node, "#token=wrong")
+    reload(browser)
+    browser.wait_for(LIVE)
+    browser.wait_for("!document.getElementById('pause-training').disabled")
+    browser.run("document.getElementById('pause-training').focus()")
+    browser.press("Enter")
+    browser.wait_for("document.getElementById('control-says').textContent.includes('token is missing or wrong')")
+    assert not node.controls.state()["training_paused"]
+    browser.run(f"location.hash = 'token={read_token(node.folder)}'")
+    browser.wait_for("!document.getElementById('pause-training').disabled")
+    assert browser.run("location.href") == node.url  # the address keeps no token
+    browser.run("document.getElementById('pause-training').focus()")
+    browser.press(" ")
+    browser.wait_for("document.getElementById('pause-training').textContent === 'Resume training'")
+    assert node.controls.state()["training_paused"]
+    browser.press("Tab")
+    assert browser.run("document.activeElement.id") == "checkpoint"
+    browser.press("Enter")
+    browser.wait_for("document.getElementById('checkpoint').textContent.startsWith('Saving')")
+    assert all(read_token(node.folder) not in url for url in browser.requested)
+
+
+def test_the_first_tab_skips_to_the_content_and_every_control_shows_its_focus(
+    browser: Chromium, node: ServedPage
+) -> None:
+    fill(node)
+    open_live(browser, node)
+    browser.press("Tab")
+    assert browser.run("document.activeElement.className") == "skip"
+    seen: list[str] = []
+    for _ in range(40):
+        browser.press("Tab")
+        outline, tag = browser.run(
+            "[getComputedStyle(document.activeElement).outlineStyle, document.activeElement.tagName]"
+        )
+        seen.append(tag)
+        assert tag == "BODY" or outline != "none", seen
+    assert {"A", "BUTTON", "DIV"} <= set(seen)
+
+
+def test_tables_sort_and_charts_are_read_by_keyboard(browser: Chromium, node: ServedPage) -> None:
+    fill(node, 20)
+    open_live(browser, node)
+    browser.wait_for("document.querySelectorAll('#peers-table tbody tr').length === 20")
+    trust = "document.querySelectorAll('#peers-table th[scope=col]')[2]"
+    values = "[...document.querySelectorAll('#peers-table tbody tr')].map(line => Number(line.cells[2].textContent))"
+    browser.run(f"{trust}.querySelector('button').focus()")
+    for key, order, falls in (("Enter", "descending", True), (" ", "ascending", False)):
+        browser.press(key)
+        assert browser.run(f"{trust}.getAttribute('aria-sort')") == order
+        assert browser.run(values) == sorted(browser.run(values), reverse=falls)
+    browser.run("(() => { const find = document.getElementById('peers-find'); find.value = 'nobody-like-that';"
+                " find.dispatchEvent(new Event('input')); })()")  # fmt: skip
+    assert "Nobody met yet" in text(browser, "#peers-table")
+    row = round_row(2, random.Random(1))
+    node.show(row, status(20, row))
+    pad = "document.querySelector('[role=slider]')"
+    browser.wait_for(f"{pad}.getAttribute('aria-valuemax') === '1'")
+    browser.run(f"{pad}.focus()")
+    browser.press("Home")
+    assert browser.run(f"{pad}.getAttribute('aria-valuetext')").startswith("round 1: 0.")
+
+
+THEMES = [("light", 1200), ("dark", 1200), ("light", 390), ("dark", 390)]
+CONTRASTS = """(() => {
+  const channel = (v) => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; };
+  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+  const colour = (text) => text.match(/[\\d.]+/g).map(Number);
+  const ground = (element) => {
+    for (let one = element; one; one = one.parentElement) {
+      const found = colour(getComputedStyle(one).backgroundColor);
+      if (found.length < 4 || found[3] === 1) return found;
+    }
+    return [255, 255, 255];
+  };
+  const poor = [];
+  for (const element of document.querySelectorAll('body *')) {
+    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+    if (!own || !element.getClientRects().length || element.closest('.hidden')) continue;
+    const style = getComputedStyle(element);
+    const [a, b] = [light(colour(element.namespaceURI.endsWith('svg') ? style.fill : style.color)), light(ground(element))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) poor.push([element.tagName, String(element.className), element.textContent.slice(0, 30), ratio]);
+  }
+  return poor;
+})()"""
+
+
+@pytest.mark.parametrize(("theme", "width"), THEMES)
+def test_text_has_contrast_and_the_page_fits_in_every_theme_and_width(
+    browser: Chromium, node: ServedPage, theme: str, width: int
+) -> None:
+    fill(node, 12, contribution={"advice": ["Nobody has taken a body for an hour."]})
+    some_rollouts(node.page)
+    _, header = body_and_header()
+    node.page.rollouts.refused(header, InvalidRecord(Rejection.UNAVAILABLE, "at nobody"), None)
+    browser.prefer(**{"prefers-color-scheme": theme})
+    browser.resize(width, 900)
+    open_live(browser, node)
+    browser.run("document.getElementById('rollouts').scrollIntoView()")
+    browser.wait_for("document.querySelectorAll('#groups details').length === 13")
+    browser.run("document.querySelectorAll('#groups details').forEach(one => { one.open = true })")
+    browser.wait_for("document.querySelectorAll('#groups pre').length > 12")
+    assert browser.run(CONTRASTS) == []
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    expected = "rgb(16, 19, 22)" if theme == "dark" else "rgb(245, 246, 244)"
+    assert browser.run("getComputedStyle(document.body).backgroundColor") == expected
+
+
+def test_the_switch_wins_over_the_systems_theme_and_is_remembered(browser: Chromium, node: ServedPage) -> None:
+    browser.prefer(**{"prefers-color-scheme": "light"})
+    open_live(browser, node)
+    browser.run("document.getElementById('theme').click(); document.getElementById('theme').click()")
+    reload(browser)
+    browser.wait_for(f"{LIVE} && document.getElementById('theme').textContent === 'Theme: dark'")
+    assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(16, 19, 22)"
+    browser.run("document.getElementById('theme').click()")
+
+
+def test_structure_for_screen_readers(browser: Chromium, node: ServedPage) -> None:
+    fill(node)
+    open_live(browser, node)
+    browser.wait_for("document.querySelectorAll('#peers-table tbody tr').length > 0")
+    assert browser.run("document.querySelectorAll('h1').length") == 1
+    assert browser.run("document.querySelectorAll('main').length") == 1
+    unnamed = (
+        "[...document.querySelectorAll('button, input, [role=region], [role=slider], table, nav, section')].filter(one =>"
+        " !(one.textContent.trim() || one.labels?.length || one.getAttribute('aria-label') || one.ariaLabelledByElements?.length)"
+        ").map(one => one.outerHTML)"
+    )
+    assert browser.run(unnamed) == []
+    assert browser.run("[...document.querySelectorAll('thead th')].every(th => th.scope === 'col')")
+    assert browser.run("document.querySelectorAll('tbody th[scope=row]').length") > 4
+    assert browser.run("document.querySelectorAll('[aria-live], [role=status], [role=alert], output').length") <= 2
+
+
+def test_a_page_of_a_node_that_has_just_started_says_so(browser: Chromium, node: ServedPage) -> None:
+    node.loop.call_soon_threadsafe(node.page.show_status, status(0, {}, phase="starting", started_at=time.time()))
+    open_live(browser, node)
+    browser.wait_for("document.getElementById('curves-note').textContent.length > 0")
+    assert text(browser, "#phase") == "starting"
+    assert "Nobody met yet" in text(browser, "#peers-table")
+    assert "begin with the first round" in text(browser, "#curves-note")
+    assert "None yet" in text(browser, "#rollouts-note")
+    assert complaints(browser, node) == []

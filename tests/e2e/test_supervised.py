@@ -1,0 +1,86 @@
+"""`swarm run --supervised` as a process: a node that is killed comes back where it was, and ends when it is told to."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from swarm.observability.status_file import read_status
+
+PATIENCE_S = 120.0
+SETTINGS = (
+    "--network.backend", "off", "--sharing.swarm_groups", "0", "--evaluation.tasks_per_source", "0",
+    "--observability.http", "false", "--checkpoint.interval_rounds", "1",
+)  # fmt: skip
+
+
+def node(tmp_path: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-m", "swarm.cli.main", "run", "--node.dir", str(tmp_path / "n"), *SETTINGS, *arguments]
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(command, stderr=said, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    yield process
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    yield from node(tmp_path, "--supervised")
+
+
+@pytest.fixture
+def slow_node(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """In a round that takes longer than anybody waits for here."""
+    yield from node(tmp_path, "--rollouts.groups_per_round", "4000")
+
+
+def until(holds: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)  # nobody tells
+
+
+def rounds(folder: Path) -> list[int]:
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [row["round"] for row in rows if row["kind"] == "round"]
+
+
+def test_a_killed_node_is_started_again_and_an_interrupt_ends_it_for_good(
+    tmp_path: Path, supervisor: "subprocess.Popen[str]"
+) -> None:
+    folder = tmp_path / "n"
+    until(lambda: len(rounds(folder)) >= 2, supervisor)
+    first = read_status(folder / "status.json").pid
+    psutil.Process(first).kill()
+    num_before = len(rounds(folder))
+    until(lambda: len(rounds(folder)) > num_before, supervisor)
+    assert rounds(folder)[num_before] > 1, "it went on from its checkpoint"
+    second = read_status(folder / "status.json").pid
+    assert second != first
+    supervisor.send_signal(signal.SIGINT)
+    assert supervisor.wait(PATIENCE_S) in (0, 130), "130 where the round in flight was left"
+    assert not psutil.pid_exists(second)
+    said = (tmp_path / "said").read_text()
+    assert "supervisor: the node ended with code 137; it is started again in" in said
+    assert said.count("stopping: the round in flight") == 1, "it was told once"
+
+
+def test_a_second_interrupt_ends_a_node_at_once(tmp_path: Path, slow_node: "subprocess.Popen[str]") -> None:
+    until(lambda: "policy ready" in (tmp_path / "said").read_text(), slow_node)
+    until(lambda: read_status(tmp_path / "n" / "status.json").phase == "learning", slow_node)
+    slow_node.send_signal(signal.SIGINT)
+    until(lambda: "stopping: " in (tmp_path / "said").read_text(), slow_node)
+    told_at = time.monotonic()
+    slow_node.send_signal(signal.SIGINT)
+    assert slow_node.wait(PATIENCE_S) == 130
+    assert time.monotonic() - told_at < 2, "sooner than the grace for the round in flight"

@@ -1,0 +1,129 @@
+"""The commands of the documentation, run as a newcomer would: in a fresh folder, one after the other.
+
+A block that begins with `# leave this running` stays up until its page ends. ADDRESS stands for the address that such a
+command printed, REQUEST and INVITATION for what the command before printed, MEMBER for a member's peer id. Ports are
+exchanged for free ones.
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ["getting-started.md", "tutorials/testbed.md", "tutorials/public.md", "tutorials/silo.md"]
+KEEP_RUNNING = "# leave this running"
+ADDRESS = re.compile(r"/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+")
+_COMMAND_S = 240
+
+
+def blocks(page: str) -> list[list[str]]:
+    """Lines of each block of commands."""
+    return [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", (DOCS / page).read_text(), re.S)]
+
+
+class Newcomer:
+    """Types what the page says, in a folder of their own."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+        self._port = str(_free_port())
+        self._address = ""
+        self._said = ""
+        self._environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+    def type(self, line: str) -> subprocess.CompletedProcess[str]:
+        ended = subprocess.run(
+            self._words(line),
+            cwd=self._folder,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_S,
+        )
+        self._said = ended.stdout.strip()
+        return ended
+
+    def leave_running(self, line: str) -> None:
+        """Until the page ends; waits for the address that others join through."""
+        running = self._stack.enter_context(_running(self._words(line), self._folder, self._environment))
+        assert running.stdout is not None
+        said = []
+        for text in running.stdout:
+            said.append(text)
+            if found := ADDRESS.search(text):
+                self._address = found[0]
+                drain = threading.Thread(target=running.stdout.read, daemon=True)
+                drain.start()  # a full pipe would stop it
+                return
+        raise AssertionError("".join(said))
+
+    def _words(self, line: str) -> list[str]:
+        line = line.replace("38000", self._port)
+        words = [self._standing_for(word) for word in shlex.split(line, comments=True)]
+        return [sys.executable, "-m", "swarm.cli.main", *words[1:]] if words[0] == "swarm" else words
+
+    def _standing_for(self, word: str) -> str:
+        if word == "ADDRESS":
+            return self._address
+        if word in ("REQUEST", "INVITATION"):
+            return self._said.splitlines()[-1]
+        if word == "MEMBER":
+            listed = self.type("swarm silo members --dir runs/guest --json")
+            own = self.type("swarm identity show --dir runs/guest --json")
+            (guest,) = [
+                one["peer_id"]
+                for one in json.loads(listed.stdout)["members"]
+                if one["peer_id"] == json.loads(own.stdout)["peer_id"]
+            ]
+            return guest
+        return word
+
+
+@contextmanager
+def _running(words: list[str], folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.timeout(600)  # up to six processes that import torch, one after the other
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_the_page_work_in_their_order(page: str, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        newcomer = Newcomer(tmp_path, stack)
+        for block in blocks(page):
+            if block[0] == KEEP_RUNNING:
+                (line,) = block[1:]
+                newcomer.leave_running(line)
+                continue
+            for line in block:
+                ended = newcomer.type(line)
+                assert ended.returncode == 0, f"{line}\n{ended.stdout}\n{ended.stderr}"
+        assert blocks(page), "a page without commands"

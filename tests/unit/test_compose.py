@@ -1,0 +1,140 @@
+"""docker-compose.yml, Dockerfile and what the monitoring profile reads: what holds without Docker."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "docker-compose.yml"
+MONITORING = ROOT / "docker" / "monitoring"
+ALWAYS, BY_PROFILE = {"bootstrap", "dashboard"}, {"node": "cpu", "gpu-node": "gpu", "prometheus": "monitoring"}
+OWN = ("bootstrap", "node", "gpu-node", "dashboard")
+Services = dict[str, dict[str, Any]]
+
+
+def services() -> Services:
+    return yaml.safe_load(FILE.read_text())["services"]
+
+
+def composes() -> dict[str, list[str]]:
+    """Programs of this machine that read such a file."""
+    found: dict[str, list[str]] = {}
+    if docker := shutil.which("docker"):
+        plugin = subprocess.run([docker, "compose", "version"], capture_output=True, check=False)
+        found |= {} if plugin.returncode else {"plugin": [docker, "compose"]}
+    if program := shutil.which("docker-compose"):
+        found["program"] = [program]
+    return found
+
+
+def read_by(command: list[str]) -> Services:
+    profiles = [part for profile in ("cpu", "gpu", "monitoring") for part in ("--profile", profile)]
+    told = subprocess.run([*command, "-f", str(FILE), *profiles, "config"], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0, told.stderr
+    return yaml.safe_load(told.stdout)["services"]
+
+
+# Plain YAML everywhere; every compose of this machine besides, which also checks names and types of all settings.
+READERS: dict[str, Callable[[], Services]] = {
+    "yaml": services,
+    **{name: lambda command=command: read_by(command) for name, command in composes().items()},
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_services_and_their_profiles(reader: str) -> None:
+    read = READERS[reader]()
+    assert set(read) == {*ALWAYS, *BY_PROFILE, "grafana"}
+    assert all(not read[name].get("profiles") for name in ALWAYS)
+    assert {name: read[name]["profiles"] for name in BY_PROFILE} == {name: [of] for name, of in BY_PROFILE.items()}
+    assert read["grafana"]["profiles"] == ["monitoring"]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_no_service_has_privileges(reader: str) -> None:
+    for name, service in READERS[reader]().items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["read_only"] is True, name
+        assert service["user"].split(":")[0] not in ("", "0", "root"), name
+        assert service["pids_limit"] > 0, name
+        forbidden = {"privileged", "cap_add", "network_mode", "pid", "ipc", "userns_mode", "devices"}
+        assert not forbidden & service.keys(), name
+        assert "docker.sock" not in json.dumps(service), name
+
+
+def test_without_profile_there_are_four_nodes() -> None:
+    settings = dict(line.split("=") for line in (ROOT / ".env").read_text().splitlines() if line[0] != "#")
+    assert settings == {"COMPOSE_PROFILES": "cpu"}
+    assert services()["node"]["scale"] == 4
+    assert "container_name" not in services()["node"], "replicas need names of their own"
+    assert "ports" not in services()["node"], "replicas cannot share a port of the host"
+
+
+def test_own_services_stop_in_ten_seconds_and_tell_their_health() -> None:
+    for name in OWN:
+        service = services()[name]
+        assert service["stop_grace_period"] == "10s"
+        assert service["init"] is True
+        assert service["healthcheck"]["test"][:3] == ["CMD", "start-swarm", "healthy"]
+        assert service["image"] == ("swarm:gpu" if name == "gpu-node" else "swarm:cpu")
+    for name in ("node", "gpu-node"):
+        assert services()[name]["depends_on"] == {"bootstrap": {"condition": "service_healthy"}}
+
+
+def test_only_the_bootstrap_peer_writes_the_manifest_and_sees_the_founders_key() -> None:
+    volumes = {name: services()[name].get("volumes", []) for name in OWN}
+    assert [name for name in OWN if "manifest:/swarm" in volumes[name]] == ["bootstrap"]
+    assert [name for name in OWN if "bootstrap:/data" in volumes[name]] == ["bootstrap"]
+    assert {name for name in OWN if "manifest:/swarm:ro" in volumes[name]} == {"node", "gpu-node"}
+    declared = yaml.safe_load(FILE.read_text())["volumes"]
+    used = {volume.split(":")[0] for service in services().values() for volume in service.get("volumes", [])}
+    assert {volume for volume in used if not volume.startswith(".")} == set(declared)
+    assert all((ROOT / volume).exists() for volume in used if volume.startswith("."))
+
+
+def test_ports_are_bound_to_this_machine() -> None:
+    ports = [port for service in services().values() for port in service.get("ports", [])]
+    assert len(ports) == 3
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_the_image_runs_as_a_user_and_holds_no_tools() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    final = text.rpartition("\nFROM ")[2]
+    assert re.findall(r"^USER (\w+)", final, re.M) == ["swarm"]
+    assert "apt-get" not in final
+    assert "pip install" not in final
+    assert "requirements-dev.lock" not in text
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert ignored[0] == "*", "only what is named goes into an image"
+    sources = re.findall(r"^COPY (?!--)(.+) \S+$", text, re.M)
+    assert {name for names in sources for name in names.split()} <= {line.removeprefix("!") for line in ignored}
+
+
+def test_prometheus_asks_the_port_that_nodes_serve() -> None:
+    (job,) = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"]
+    (found,) = job["dns_sd_configs"]
+    assert set(found["names"]) == {"bootstrap", "node", "gpu-node"}
+    assert f"HTTP_PORT = 38000, 38001, {found['port']}\n" in (ROOT / "docker" / "start.py").read_text()
+    assert services()["dashboard"]["command"][-2:] == [
+        f"http://{name}:{found['port']}" for name in ("node", "gpu-node")
+    ]
+
+
+def test_grafana_finds_its_source_and_its_panels() -> None:
+    (source,) = yaml.safe_load((MONITORING / "grafana/datasources/prometheus.yml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    (provider,) = yaml.safe_load((MONITORING / "grafana/dashboards/provider.yml").read_text())["providers"]
+    home = services()["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == f"{provider['options']['path']}/swarm.json"
+    panels = json.loads((MONITORING / "grafana/dashboards/swarm.json").read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert {panel["datasource"]["uid"] for panel in panels} == {source["uid"]}

@@ -1,0 +1,561 @@
+"""The parts of a node's page that need no browser: curves, history, events, token, who may ask, what is shown."""
+
+import asyncio
+import json
+import math
+import random
+import socket
+import struct
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from swarm.config import Config
+from swarm.dashboard.event_response import EventResponse
+from swarm.dashboard.feed import MAX_CLIENTS, MAX_WAITING, Feed
+from swarm.dashboard.guard import Guard
+from swarm.dashboard.history import last_rows
+from swarm.dashboard.merge_log import MAX_MERGES, MergeLog
+from swarm.dashboard.node_page import TOKEN_HEADER, NodePage
+from swarm.dashboard.page_token import is_token, make_token, read_token
+from swarm.dashboard.recent_rollouts import MAX_GROUPS, RecentRollouts
+from swarm.dashboard.rejection_words import WORDS
+from swarm.dashboard.series import Series
+from swarm.dashboard.shown import shown
+from swarm.errors import NodeNotRunningError
+from swarm.node_controls import ACTIONS, NodeControls
+from swarm.records.rejection import InvalidRecord, Rejection
+from tests.unit.experience_factory import Clock, body_and_header, group
+from tests.unit.page_factory import merge_entries, round_row, served, status
+
+
+def row(number: int, reward: float | None, **more: Any) -> dict[str, Any]:
+    return {"kind": "round", "round": number, "rollout/reward_mean": reward, **more}
+
+
+class TestSeries:
+    def test_while_there_is_room_every_round_is_a_point(self) -> None:
+        series = Series(max_buckets=4)
+        for number in range(1, 5):
+            series.add(row(number, number / 10))
+        points = series.points()
+        assert (points["width"], points["start"], points["reward"]["mean"]) == (1, [1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4])
+
+    def test_beyond_it_buckets_double_and_keep_mean_least_and_greatest(self) -> None:
+        series = Series(max_buckets=4)
+        for number in range(10):
+            series.add(row(number, float(number)))
+        points = series.points()
+        assert (points["width"], points["start"]) == (4, [0, 4, 8])
+        assert points["reward"] == {"mean": [1.5, 5.5, 8.5], "min": [0, 4, 8], "max": [3, 7, 9]}
+
+    def test_a_hundred_thousand_rounds_keep_their_bound_and_their_mean(self) -> None:
+        rng, series, total = random.Random(0), Series(max_buckets=100), 0.0
+        for number in range(100_000):
+            value = rng.random()
+            total += value
+            series.add(row(number, value))
+        points = series.points()
+        assert 50 < len(points["start"]) <= 100
+        sizes = [min(points["width"], 100_000 - start) for start in points["start"]]
+        mean = sum(size * value for size, value in zip(sizes, points["reward"]["mean"], strict=True)) / 100_000
+        assert mean == pytest.approx(total / 100_000, abs=1e-4)
+        assert len(series.rewards(10)["start"]) <= 10
+
+    def test_a_restart_from_a_checkpoint_undoes_the_rounds_after_it(self) -> None:
+        series = Series(max_buckets=10)
+        for number in (1, 2, 3, 4, 3):
+            series.add(row(number, 0.1 * number + (0.5 if number == 3 else 0)))
+        series.add(row(3, 0.9))
+        assert series.points()["start"] == [1, 2, 3]
+        assert series.points()["reward"]["mean"] == [0.1, 0.2, 0.9]
+
+    @pytest.mark.parametrize("value", [None, math.nan, math.inf, "0.5", 1e301])
+    def test_what_is_no_number_leaves_a_gap(self, value: Any) -> None:
+        series = Series()
+        series.add(row(1, value, **{"train/entropy": 1.0}))
+        assert series.points()["reward"]["mean"] == [None]
+        assert series.points()["entropy"]["mean"] == [1.0]
+        for number in (-1, None, "7", 1.5):
+            series.add({"kind": "round", "round": number})
+        assert series.points()["start"] == [1]
+
+    def test_the_last_point_is_what_a_page_needs_to_go_on(self) -> None:
+        series = Series(max_buckets=4)
+        for number in range(10):
+            series.add(row(number, float(number)))
+        assert series.last_point()["start"] == [8]
+        assert series.last_point()["reward"]["max"] == [9]
+
+
+class TestHistory:
+    def test_the_newest_rows_are_read_within_the_bound_and_torn_ones_left_out(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        lines = [json.dumps({"round": number}) for number in range(100)]
+        path.write_text("\n".join([*lines[:50], "{broken", "[1]", *lines[50:]]) + '\n{"round": 10')
+        assert [one["round"] for one in last_rows(path)] == list(range(100))
+        some = [one["round"] for one in last_rows(path, max_bytes=200)]
+        assert some and some == list(range(100 - len(some), 100))
+
+    def test_the_older_file_fills_what_room_is_left(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        (tmp_path / "metrics.jsonl.1").write_text('{"round": 1}\n{"round": 2}\n')
+        path.write_text('{"round": 3}\n')
+        assert [one["round"] for one in last_rows(path)] == [1, 2, 3]
+        assert [one["round"] for one in last_rows(path, max_bytes=13)] == [3]
+        assert [one["round"] for one in last_rows(path, max_bytes=30)] == [2, 3]
+        assert list(last_rows(tmp_path / "missing")) == []
+
+
+def test_a_merge_is_told_once_and_the_log_is_bounded() -> None:
+    log = MergeLog()
+    assert log.add(row(1, 0.5), 1.0) is None
+    for number in range(2, 200):
+        told = log.add(row(number, 0.5, **merge_entries(number, f"peer {number // 2}", number // 2)), float(number))
+        assert (told is not None) == (number % 2 == 0)
+    newest = log.newest_first()
+    assert len(newest) == MAX_MERGES
+    assert (newest[0]["partner"], newest[0]["round"], newest[0]["share"]) == ("peer 99", 198, 0.5)
+
+
+def test_shown_values_are_strict_json_and_their_text_hides_nothing() -> None:
+    hostile = "\x1b[2J\u202eevil\u2066 \x00<b>"
+    value = {"a": math.nan, "b": [math.inf, 1.5, True, None], hostile: hostile, "c": object(), "d": "x" * 9000}
+    told = shown(value)
+    json.dumps(told, allow_nan=False)
+    (key,) = [name for name in told if "evil" in name]
+    assert key == told[key] == "\\x1b[2J\\u202eevil\\u2066 \\x00<b>"
+    assert told["a"] is None and told["b"] == [None, 1.5, True, None] and told["c"] == "object"
+    assert len(told["d"]) < 4100
+    deep: Any = "end"
+    for _ in range(100):
+        deep = [deep]
+    assert len(json.dumps(shown(deep))) < 100
+
+
+class TestFeed:
+    async def test_events_come_in_order_and_a_client_that_comes_back_misses_nothing(self) -> None:
+        feed = Feed()
+        feed.publish("round", {"n": 1})
+        stream = feed.stream(None)
+        assert await anext(stream) == b"retry: 2000\n\n"
+        feed.publish("round", {"n": 2})
+        line = await anext(stream)
+        assert line.endswith(b'event: round\ndata: {"n": 2}\n\n')
+        seen = line.split(b"\n")[0].removeprefix(b"id: ").decode()
+        await stream.aclose()
+        assert feed.num_clients == 0
+        feed.publish("round", {"n": 3})
+        again = feed.stream(seen)
+        assert await anext(again) == b"retry: 2000\n\n"
+        assert b'"n": 3' in await anext(again)
+        await again.aclose()
+
+    @pytest.mark.parametrize("last_id", ["dead-3", "3", "-1", "x" * 500, "run-\u0663", "a-9999999999999999999999"])
+    async def test_who_comes_back_with_what_is_not_known_is_told_to_begin_anew(self, last_id: str) -> None:
+        feed = Feed()
+        feed.publish("round", {"n": 1})
+        stream = feed.stream(last_id)
+        assert b"event: reset" in await anext(stream)
+        await stream.aclose()
+
+    async def test_who_was_away_for_too_long_begins_anew_and_what_is_kept_is_bounded(self) -> None:
+        feed = Feed()
+        feed.publish("round", {"n": 0})
+        first = feed.last_id
+        for _ in range(300):
+            feed.publish("peers", {"text": "x" * 20_000})
+        assert sum(len(line) for _, line in feed._kept) <= 1 << 20
+        stream = feed.stream(first)
+        assert b"event: reset" in await anext(stream)
+        await stream.aclose()
+
+    async def test_a_client_that_does_not_take_its_events_is_dropped_and_others_are_not(self) -> None:
+        feed = Feed()
+        slow, quick = feed.stream(None), feed.stream(None)
+        await anext(slow)
+        await anext(quick)
+        for number in range(MAX_WAITING + 5):
+            feed.publish("round", {"n": number})
+            assert f'"n": {number}'.encode() in await anext(quick)
+        assert (feed.num_clients, feed.num_dropped) == (1, 1)
+        assert [line async for line in slow] == []  # ended, with nothing left in memory
+        await quick.aclose()
+
+    async def test_clients_are_bounded_and_a_place_is_free_again(self) -> None:
+        feed = Feed()
+        streams = [feed.stream(None) for _ in range(MAX_CLIENTS)]
+        for stream in streams:
+            await anext(stream)
+        assert feed.is_full
+        assert [line async for line in feed.stream(None)] == []
+        await streams[0].aclose()
+        assert not feed.is_full
+        feed.close()
+        for stream in streams[1:]:
+            assert [line async for line in stream] == []
+
+    async def test_silence_is_broken_by_heartbeats(self) -> None:
+        stream = Feed(heartbeat_s=0.01).stream(None)
+        await anext(stream)
+        assert (await anext(stream)).startswith(b":")
+        await stream.aclose()
+
+    async def test_a_response_ends_when_nothing_is_taken_or_the_client_is_gone(self) -> None:
+        async def never_sent(message: Any) -> None:
+            await asyncio.Event().wait()
+
+        async def stays() -> Any:
+            await asyncio.Event().wait()
+
+        feed = Feed()
+        unread = EventResponse(feed.stream(None), send_timeout_s=0.01)
+        started: list[Any] = []
+
+        async def send(message: Any) -> None:
+            started.append(message)
+            if message["type"] == "http.response.body":
+                await never_sent(message)
+
+        await unread({"type": "http"}, stays, send)
+        assert feed.num_clients == 0 and started[0]["status"] == 200
+
+        async def leaves() -> Any:
+            return {"type": "http.disconnect"}
+
+        await EventResponse(feed.stream(None))({"type": "http"}, leaves, send)
+        assert feed.num_clients == 0
+
+
+class TestToken:
+    def test_it_is_kept_and_only_its_owner_can_read_it(self, tmp_path: Path) -> None:
+        token = make_token(tmp_path)
+        path = tmp_path / "page.token"
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert len(token) >= 43 and make_token(tmp_path) == token == read_token(tmp_path)
+        assert is_token(token, token) and not is_token(token[:-1], token) and not is_token("é", token)
+
+    def test_one_that_others_could_have_read_is_replaced(self, tmp_path: Path) -> None:
+        token = make_token(tmp_path)
+        (tmp_path / "page.token").chmod(0o644)
+        assert make_token(tmp_path) != token
+        assert (tmp_path / "page.token").stat().st_mode & 0o777 == 0o600
+
+    def test_a_link_in_its_place_is_not_written_through(self, tmp_path: Path) -> None:
+        victim = tmp_path / "victim"
+        victim.write_text("")
+        (tmp_path / "page.token").symlink_to(victim)
+        make_token(tmp_path)
+        assert victim.read_text() == "" and not (tmp_path / "page.token").is_symlink()
+
+    def test_a_folder_without_one_is_told(self, tmp_path: Path) -> None:
+        with pytest.raises(NodeNotRunningError, match=r"page\.token"):
+            read_token(tmp_path)
+
+
+def guarded(names: tuple[str, ...] = ()) -> httpx.AsyncClient:
+    async def answer(request: Any) -> PlainTextResponse:
+        return PlainTextResponse("ok")
+
+    routes = [Route(path, answer, methods=["GET", "POST"]) for path in ("/", "/metrics")]
+    app = Starlette(routes=routes, middleware=[Middleware(Guard, names=names)])
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000")
+
+
+class TestGuard:
+    @pytest.mark.parametrize(
+        "host", ["127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]:80", "10.1.2.3", "page.example:7"]
+    )
+    async def test_addresses_localhost_and_configured_names_are_served(self, host: str) -> None:
+        async with guarded(("Page.example",)) as client:
+            assert (await client.get("/", headers={"host": host})).status_code == 200
+
+    @pytest.mark.parametrize(
+        "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "", "[::1x", "1"]
+    )
+    async def test_any_other_name_is_refused_whatever_it_resolves_to(self, host: str) -> None:
+        async with guarded() as client:
+            assert (await client.get("/", headers={"host": host})).status_code == 421
+            assert (await client.get("/metrics", headers={"host": host})).status_code == 200  # monitors ask by any name
+
+    @pytest.mark.parametrize(
+        ("headers", "status_code"),
+        [
+            ({}, 200),
+            ({"origin": "http://127.0.0.1:8000"}, 200),
+            ({"origin": "http://127.0.0.1:9000"}, 403),
+            ({"origin": "https://evil.example"}, 403),
+            ({"origin": "null"}, 403),
+            ({"sec-fetch-site": "cross-site"}, 403),
+            ({"sec-fetch-site": "same-site"}, 403),
+            ({"sec-fetch-site": "same-origin"}, 200),
+        ],
+    )
+    async def test_other_sites_cannot_post(self, headers: dict[str, str], status_code: int) -> None:
+        async with guarded() as client:
+            assert (await client.post("/", headers=headers)).status_code == status_code
+
+    async def test_every_answer_forbids_foreign_scripts_frames_and_guesses(self) -> None:
+        async with guarded() as client:
+            for answer in (await client.get("/"), await client.get("/", headers={"host": "evil.example"})):
+                policy = answer.headers["content-security-policy"]
+                assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+                assert "require-trusted-types-for 'script'" in policy and "frame-ancestors 'none'" in policy
+                assert answer.headers["x-content-type-options"] == "nosniff"
+                assert "access-control-allow-origin" not in answer.headers
+
+
+class TestRecentRollouts:
+    def test_each_kind_has_a_ring_of_its_own(self) -> None:
+        recent = RecentRollouts(Clock())
+        recent.own([group(index=1)])
+        recent.admitted([group(index=2), group("wrong", "wrong", index=3)])
+        _, header = body_and_header()
+        for _ in range(1000):
+            recent.refused(header, InvalidRecord(Rejection.UNAVAILABLE, "at nobody"), None)
+        kinds = [one["kind"] for one in recent.newest()]
+        assert (kinds.count("own"), kinds.count("admitted"), kinds.count("refused")) == (1, 1, MAX_GROUPS)
+        assert recent.last_number == 1003
+
+    def test_a_group_is_shown_with_prompt_answers_rewards_and_why_not(self) -> None:
+        recent = RecentRollouts(Clock())
+        recent.prompt_of = lambda ref: f"prompt {ref.index}\x1b"
+        recent.admitted([group("wrong", "wrong", index=3)])
+        (one,) = recent.newest()
+        assert (one["kind"], one["reason"], one["prompt"]) == ("refused", "no_signal", "prompt 3\\x1b")
+        assert one["answers"] == [{"text": "wrong", "reward": 0.0}] * 2
+
+    def test_texts_answers_and_their_number_are_cut(self) -> None:
+        recent = RecentRollouts(Clock())
+        recent.own([group(*["a" * 50_000] * 100)])
+        (one,) = recent.newest()
+        assert len(one["answers"]) == 8 and one["num_answers"] == 100
+        assert len(one["answers"][0]["text"]) < 1300
+
+    def test_a_refused_body_is_opened_where_it_can_be_but_not_in_a_flood(self) -> None:
+        clock = Clock()
+        recent = RecentRollouts(clock)
+        body, header = body_and_header(group("mine", "yours"))
+        error = InvalidRecord(Rejection.REWARD_MISMATCH, "claims 1.0, is 0.0")
+        recent.refused(header, error, body)
+        recent.refused(header, error, body)
+        clock.now += 2
+        recent.refused(header, error, b"garbage")
+        texts = [[answer["text"] for answer in one["answers"]] for one in recent.newest()]
+        assert texts == [[], [], ["mine", "yours"]]
+        assert recent.newest()[0]["detail"] == "claims 1.0, is 0.0"
+
+    def test_threads_may_tell_and_read_at_once(self) -> None:
+        recent = RecentRollouts()
+        threads = [threading.Thread(target=lambda: [recent.own([group()]) for _ in range(200)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            recent.newest()
+        assert recent.last_number == 800
+
+
+def test_every_reason_has_its_plain_words() -> None:
+    assert set(WORDS) == set(Rejection)
+    assert len(set(WORDS.values())) == len(WORDS)
+
+
+def node_page(folder: Path, **sections: Any) -> tuple[NodePage, NodeControls]:
+    controls = NodeControls()
+    return NodePage(Config.model_validate(sections), folder, controls), controls
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(trust_env=False) as one:
+        yield one
+
+
+class TestNodePage:
+    async def test_controls_need_the_token_in_their_header(self, tmp_path: Path, client: httpx.AsyncClient) -> None:
+        page, controls = node_page(tmp_path)
+        async with served(page) as url:
+            token = read_token(tmp_path)
+            asked = f"{url}api/control/pause-training"
+            for headers in ({}, {TOKEN_HEADER: ""}, {TOKEN_HEADER: token[:-1]}, {"authorization": token}):
+                assert (await client.post(asked, headers=headers)).status_code == 401
+            assert (await client.post(f"{asked}?token={token}")).status_code == 401
+            assert (await client.get(asked, headers={TOKEN_HEADER: token})).status_code == 405
+            assert not controls.state()["training_paused"]
+            told = await client.post(asked, headers={TOKEN_HEADER: token})
+            assert told.json()["controls"]["training_paused"] and controls.state()["training_paused"]
+            foreign = {TOKEN_HEADER: token, "origin": "http://evil.example"}
+            assert (await client.post(f"{url}api/control/resume-training", headers=foreign)).status_code == 403
+            assert (await client.post(f"{url}api/control/shutdown", headers={TOKEN_HEADER: token})).status_code == 404
+            assert controls.state()["training_paused"]
+
+    async def test_state_holds_history_of_before_and_rows_that_came_while_it_was_read(
+        self, tmp_path: Path, client: httpx.AsyncClient
+    ) -> None:
+        rng = random.Random(0)
+        rows = [round_row(number, rng, **merge_entries(number, "12D3x", number // 100)) for number in range(1, 1001)]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+        page, _ = node_page(tmp_path)
+        async with served(page) as url:
+            page.show_row(round_row(1001, rng))
+            assert page._loading is not None
+            await page._loading
+            told = status(3, rows[-1], phase="learning")
+            page.show_status(told | {"last_round": {**rows[-1], "train/kl": math.nan}})
+            state = (await client.get(f"{url}api/state")).json()
+        assert state["series"]["width"] == 4 and state["series"]["start"][-1] == 1000
+        assert len(state["series"]["start"]) <= 400
+        assert [one["round"] for one in state["merges"]] == list(range(1000, 0, -100))
+        assert [one["name"] for one in state["peers"]] == [one["name"] for one in told["peers"]]
+        assert state["status"]["last_round"]["train/kl"] is None and "pid" not in state["status"]
+
+    async def test_what_happens_is_streamed(self, tmp_path: Path, client: httpx.AsyncClient) -> None:
+        page, _ = node_page(tmp_path)
+        async with served(page) as url, client.stream("GET", f"{url}api/events") as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            lines = answer.aiter_lines()
+            await anext(lines)
+            page.show_row(round_row(1, random.Random(0)))
+            page.show_status(status(2, {}))
+            seen: set[str] = set()
+            while not {"round", "status", "peers"} <= seen:
+                line = await anext(lines)
+                seen |= {line.removeprefix("event: ")} if line.startswith("event: ") else set()
+
+    async def test_a_stop_ends_open_streams_at_once(self, tmp_path: Path, client: httpx.AsyncClient) -> None:
+        page, _ = node_page(tmp_path)
+        async with asyncio.timeout(5):
+            async with served(page) as url, client.stream("GET", f"{url}api/events") as answer:
+                lines = answer.aiter_lines()
+                await anext(lines)
+                await page.stop()
+                assert [line async for line in lines if line.startswith("data")] == []
+
+    async def test_a_client_that_stops_reading_is_dropped_and_the_node_goes_on(self, tmp_path: Path) -> None:
+        page, _ = node_page(tmp_path)
+        async with served(page) as url:
+            address = httpx.URL(url)
+            unread = socket.socket()
+            unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            unread.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(unread, (address.host, address.port))
+            await asyncio.get_running_loop().sock_sendall(
+                unread, b"GET /api/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+            )
+            while not page._feed.num_clients:
+                await asyncio.sleep(0)
+            while page._feed.num_clients:
+                page._feed.publish("peers", {"text": "x" * 50_000})
+                await asyncio.sleep(0)
+            assert page._feed.num_dropped == 1
+            unread.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            unread.close()
+
+    async def test_without_a_token_there_is_a_page_and_no_control(
+        self, tmp_path: Path, client: httpx.AsyncClient
+    ) -> None:
+        (tmp_path / "page.token").mkdir()  # as unwritable as a full disk
+        page, controls = node_page(tmp_path)
+        async with served(page) as url:
+            assert (await client.get(f"{url}api/state")).status_code == 200
+            for token in ("", "None"):
+                asked = await client.post(f"{url}api/control/pause-training", headers={TOKEN_HEADER: token})
+                assert asked.status_code == 401
+        assert not controls.state()["training_paused"]
+
+    async def test_only_files_of_the_package_are_served(self, tmp_path: Path, client: httpx.AsyncClient) -> None:
+        page, _ = node_page(tmp_path)
+        async with served(page) as url:
+            assert "Recent rollouts" in (await client.get(url)).text
+            assert (await client.get(f"{url}static/page.css")).headers["content-type"].startswith("text/css")
+            for path in ("static/..%2fnode_page.py", "static/%2e%2e/page.token", "static/nothing", "page.token"):
+                assert (await client.get(url + path)).status_code == 404
+
+    async def test_in_a_silo_rollouts_need_the_token(self, tmp_path: Path, client: httpx.AsyncClient) -> None:
+        page, _ = node_page(tmp_path, swarm={"silo_owner": "1" * 44})
+        page.rollouts.own([group()])
+        async with served(page) as url:
+            assert (await client.get(f"{url}api/rollouts")).status_code == 401
+            told = await client.get(f"{url}api/rollouts", headers={TOKEN_HEADER: read_token(tmp_path)})
+            assert len(told.json()["groups"]) == 1
+
+    async def test_a_summary_is_small_however_long_the_run(self, tmp_path: Path, client: httpx.AsyncClient) -> None:
+        page, _ = node_page(tmp_path)
+        rng = random.Random(0)
+        async with served(page) as url:
+            assert page._loading is not None
+            await page._loading
+            for number in range(1, 3000):
+                page._take_row(round_row(number, rng))
+            page.show_status(status(200, round_row(2999, rng)))
+            answer = await client.get(f"{url}api/summary")
+            assert len(answer.content) < 4000
+            assert answer.json()["round"] == 2999 and len(answer.json()["curve"]["start"]) <= 100
+
+
+class TestControls:
+    def test_a_paused_run_waits_without_looking_and_goes_on_when_asked(self) -> None:
+        controls = NodeControls()
+        controls.act("pause-training")
+        passed = threading.Event()
+        thread = threading.Thread(target=lambda: (controls.between_rounds(lambda: 0), passed.set()))
+        thread.start()
+        assert not passed.wait(0.05)
+        assert controls.phase("learning") == "training paused"
+        controls.act("resume-training")
+        assert passed.wait(10)
+        assert controls.phase("learning") == "learning"
+        thread.join()
+
+    def test_a_checkpoint_is_saved_in_the_middle_of_a_pause_and_once(self) -> None:
+        controls = NodeControls()
+        controls.act("pause-training")
+        saved: list[int] = []
+        was_saved, passed = threading.Event(), threading.Event()
+
+        def save() -> int:
+            saved.append(17)
+            was_saved.set()
+            return 17
+
+        thread = threading.Thread(target=lambda: (controls.between_rounds(save), passed.set()))
+        thread.start()
+        controls.act("checkpoint")
+        assert was_saved.wait(10) and not passed.is_set()
+        controls.end()
+        assert passed.wait(10)
+        assert saved == [17] and controls.state()["saved_round"] == 17
+        thread.join()
+
+    def test_a_checkpoint_that_failed_leaves_the_last_one_named(self) -> None:
+        controls = NodeControls()
+        for saved in (4, None):
+            controls.act("checkpoint")
+            controls.between_rounds(lambda saved=saved: saved)
+        assert controls.state()["saved_round"] == 4
+
+    def test_after_the_end_nobody_waits(self) -> None:
+        controls = NodeControls()
+        controls.act("pause-training")
+        controls.end()
+        controls.between_rounds(lambda: 0)
+
+    def test_sharing_is_told_at_once_and_the_phase_says_what_is_paused(self) -> None:
+        controls = NodeControls()
+        told: list[bool] = []
+        controls.on_sharing = told.append
+        for action in ("pause-sharing", "pause-training"):
+            controls.act(action)
+        assert controls.phase("learning") == "paused" and controls.phase("evaluating") == "evaluating"
+        controls.act("resume-training")
+        assert controls.phase("learning") == "sharing paused"
+        controls.act("resume-sharing")
+        assert told == [True, False] and set(ACTIONS) >= {"checkpoint"}

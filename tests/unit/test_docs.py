@@ -1,0 +1,164 @@
+"""The documentation is whole, true where that can be checked, and makes a site that asks nothing of anybody."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer.main
+import yaml
+
+from swarm import errors
+from swarm.cli.main import app
+from swarm.config import Config
+from swarm.config.reference import settings
+from swarm.errors import SwarmError
+from swarm.records.rejection import Rejection
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+
+
+def text(page: str) -> str:
+    return (DOCS / page).read_text()
+
+
+def rows(page: str, first_cell: str) -> dict[str, list[str]]:
+    """{first cell: other cells} of the table whose head begins with `first_cell`."""
+    table = text(page).split(f"| {first_cell} |")[1].split("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table]
+    return {row[0].strip("` |"): row[1:] for row in cells}
+
+
+def anchors(page: str) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text(page), flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def error_classes() -> list[type[SwarmError]]:
+    found = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, SwarmError)]
+    return [error for error in found if error is not errors.RequestError]
+
+
+def test_troubleshooting_tells_every_exit_code_with_its_error() -> None:
+    told = rows("troubleshooting.md", "exit code")
+    for error in error_classes():
+        name, causes, fix = told[str(error.exit_code)]
+        assert f"`{error.__name__}`" in name
+        assert causes
+        assert fix
+    assert {int(code) for code in told} == {error.exit_code for error in error_classes()} | {0, 2, 130}
+
+
+def test_troubleshooting_tells_every_reason_of_rejection() -> None:
+    told = rows("troubleshooting.md", "reason")
+    assert list(told) == [reason.value for reason in Rejection], "all of them, in the order of the checks"
+    assert all(cause and fix for cause, fix in told.values())
+
+
+def test_references_are_those_that_code_and_docs_name() -> None:
+    pages = [path for path in DOCS.rglob("*.md") if path.name != "references.md"]
+    sources = "\n".join(path.read_text() for path in [*(ROOT / "swarm").rglob("*.py"), *pages])
+    named = set(re.findall(r"(?<![\d.])\d{4}\.\d{5}(?!\d)", sources))
+    listed = re.findall(r"\[(\d{4}\.\d{5})\]\(https://arxiv\.org/abs/\1\)", text("references.md"))
+    assert set(listed) == named
+    assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_stay_in_the_documentation_and_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", text(page)):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (DOCS / page).parent / path if path else DOCS / page
+        assert linked.resolve().is_relative_to(DOCS), f"{target}: the site has nothing outside docs/"
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in anchors(linked.resolve().relative_to(DOCS).as_posix()), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_that_a_page_names_exist(page: str) -> None:
+    known = {key.replace("[]", "") for key, *_ in settings()}
+    sections = "|".join(Config.model_fields)
+    for name in re.findall(rf"`((?:{sections})\.[a-z_.]+[a-z])(?: =[^`]*)?`", text(page)):
+        if not name.endswith((".py", ".md", ".toml", ".json", ".log")):
+            assert name == "swarm.rewards" or any(key == name or key.startswith(f"{name}.") for key in known), name
+
+
+def commands(page: str) -> list[str]:
+    """Of blocks that are fenced or indented."""
+    joined = text(page).replace("\\\n", " ")
+    fenced = "\n".join(re.findall(r"```sh\n(.*?)```", joined, re.S))
+    lines = re.findall(r"^(swarm [^#\n]*)", fenced, re.M) + re.findall(r"^    (?:\$ )?(swarm [^#\n]*)", joined, re.M)
+    return [re.split(r" {2,}\(| \| ", line)[0].strip() for line in lines]
+
+
+USED = [(page, line) for page in PAGES for line in commands(page)]
+
+
+@pytest.mark.parametrize(("page", "line"), USED)
+def test_command_of_a_page_is_understood(page: str, line: str) -> None:
+    words = shlex.split(line.replace("…", ""))
+    command = typer.main.get_command(app)
+    position = 1
+    while hasattr(command, "commands") and not words[position].startswith("-"):
+        command = command.commands[words[position]]  # type: ignore[attr-defined]
+        position += 1
+    known = {option for parameter in command.params for option in [*parameter.opts, *parameter.secondary_opts]}
+    for word in words[position:]:
+        option = word.strip("[]").partition("=")[0]
+        if option.startswith("--") and "." not in option:
+            assert option in known | {"--help"}, f"{page}: {line}"
+        if word.startswith("node_configs/"):
+            assert (ROOT / word).exists(), word
+
+
+def test_integrations_page_tells_every_setting_and_every_span() -> None:
+    page = text("integrations.md")
+    for key, *_ in settings():
+        if key.startswith("integrations.") and key != "integrations.hub_endpoint":
+            assert key in page, key
+    spans = re.findall(r'@traced\(\s*"(\w+)"', "\n".join(path.read_text() for path in (ROOT / "swarm").rglob("*.py")))
+    assert set(rows("integrations.md", "span")) == set(spans)
+
+
+def test_contributing_names_packages_files_and_markers_that_exist() -> None:
+    page = text("contributing.md")
+    for path in re.findall(r"`((?:swarm|tests)/[\w/.]+)`", page):
+        assert (ROOT / path.replace("/VERSION", "")).exists(), path
+    markers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
+    assert set(rows("contributing.md", "marker")) == {re.split(r"[:(]", marker)[0] for marker in markers}
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert sorted(_pages_of(nav)) == PAGES
+
+
+def _pages_of(entries: object) -> list[str]:
+    if isinstance(entries, str):
+        return [entries]
+    children = entries.values() if isinstance(entries, dict) else entries
+    return [page for child in children for page in _pages_of(child)]  # type: ignore[union-attr]
+
+
+@pytest.mark.extra("material")
+def test_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -> None:
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+    pages = sorted(tmp_path.rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    for page in pages:
+        html = page.read_text()
+        assert not re.search(r'<(?:script|img|iframe)[^>]*\ssrc="(?:https?:)?//', html), page
+        assert not re.search(r'<link[^>]*rel="(?:stylesheet|preconnect|icon)"[^>]*href="(?:https?:)?//', html), page
+        assert '<pre class="mermaid">' not in html, "the theme would fetch a library to draw it"

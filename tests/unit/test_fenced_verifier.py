@@ -1,0 +1,138 @@
+"""Answers of strangers are scored in a process that can be stopped; nothing that they make it do reaches the node."""
+
+import os
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from queue import Queue
+
+import psutil
+import pytest
+
+from swarm.config import TaskSourceSection, TasksSection
+from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.sharing.judge import MixtureJudge
+from swarm.tasks.fenced_verifier import FencedVerifier, TooSlow
+from swarm.tasks.task_mixture import TaskMixture, score, training_seed
+from swarm.tasks.task_source import TaskFailure, UnknownTask, prompt_digest
+from swarm.types import Lineage, Rollout, RolloutGroup, TaskRef
+
+SUMS = TasksSection(sources=(TaskSourceSection(name="chain_sum"),))
+SEED = training_seed("alice", 0)
+SPOILED = """
+import reasoning_gym.arithmetic.chain_sum as sums
+
+def score_answer(self, answer, entry):
+    while answer == "hang":
+        pass
+    if answer == "eat":
+        return float(len(bytearray(64 << 30)))
+    if answer == "die":
+        import os
+        os._exit(3)
+    return float(answer == entry["answer"])
+
+sums.ChainSumDataset.score_answer = score_answer
+"""
+"""Read by every Python that starts with its folder on the path."""
+
+
+@pytest.fixture
+def spoiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SPOILED, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def ref_of(mixture: TaskMixture, index: int = 0) -> TaskRef:
+    return TaskRef("chain_sum", mixture.sources["chain_sum"].config_digest, SEED, index)
+
+
+def group_of(mixture: TaskMixture, *texts: str) -> RolloutGroup:
+    ref = ref_of(mixture)
+    rollouts = tuple(Rollout(text, (1,), (-1.0,), True, 0.0) for text in texts)
+    return RolloutGroup(ref, prompt_digest(mixture.rebuild(ref).prompt), rollouts, "alice", Lineage("a", "b"), 0)
+
+
+def test_it_scores_as_the_node_itself_does_and_knows_the_same_tasks() -> None:
+    signals = TaskSourceSection.model_validate(
+        {"name": "spell_backward", "signals": [{"name": "correct"}, {"name": "length", "parameters": {"max_chars": 9}}]}
+    )
+    config = TasksSection(sources=(SUMS.sources[0], signals))
+    mixture, fence = TaskMixture(config), FencedVerifier(config)
+    for source in mixture.sources.values():
+        for index in range(3):
+            ref = TaskRef(source.name, source.config_digest, SEED, index)
+            task = mixture.rebuild(ref)
+            texts = [source.answer(SEED, index), "7", "", "no\u2028number\N{SNOWMAN}", "9" * 20_000]
+            assert fence.rewards(ref, texts) == (prompt_digest(task.prompt), tuple(score(task, t) for t in texts))
+    with pytest.raises(UnknownTask):
+        fence.rewards(replace(ref, index=2**21), ["7"])
+
+
+@pytest.mark.usefixtures("spoiled")
+def test_a_verifier_that_hangs_eats_memory_or_dies_costs_its_group_and_the_next_is_scored() -> None:
+    mixture, fence = TaskMixture(SUMS), FencedVerifier(SUMS, time_budget_s=1.0)
+    ref, right = ref_of(mixture), mixture.sources["chain_sum"].answer(SEED, 0)
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(TaskFailure, match="MemoryError"):
+        fence.rewards(ref, ["eat"])
+    assert fence.rewards(ref, [right])[1] == (1.0,), "the process goes on"
+    with pytest.raises(TooSlow):
+        fence.rewards(ref, ["7", "hang"])
+    with pytest.raises(TaskFailure, match="verifier process"):
+        fence.rewards(ref, ["die"])
+    assert fence.rewards(ref, ["7", right])[1] == (0.0, 1.0), "as does a new one"
+    assert psutil.Process().memory_info().rss - before < 100 << 20
+
+
+@pytest.mark.usefixtures("spoiled")
+def test_the_judge_blames_the_author_for_a_text_that_hangs_its_verifier() -> None:
+    mixture = TaskMixture(SUMS)
+    judge = MixtureJudge(mixture, fence=FencedVerifier(SUMS, time_budget_s=1.0))
+    right = mixture.sources["chain_sum"].answer(SEED, 0)
+    assert judge.rewards(group_of(mixture, right, "7")) == (1.0, 0.0)
+    with pytest.raises(InvalidRecord) as caught:
+        judge.rewards(group_of(mixture, "hang", "7"))
+    assert caught.value.reason is Rejection.TOO_SLOW
+    with pytest.raises(InvalidRecord) as caught:
+        judge.rewards(replace(group_of(mixture, right, "7"), prompt_digest="0" * 16))
+    assert caught.value.reason is Rejection.TASK_MISMATCH
+
+
+def test_the_process_ends_with_the_fence_and_is_not_started_without_need(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n', encoding="utf-8")
+    config = TasksSection(sources=(TaskSourceSection(kind="jsonl", name="mine", path=path), SUMS.sources[0]))
+    fence = FencedVerifier(config)
+    assert not fence.holds("mine") and fence.holds("chain_sum")
+    children = set(psutil.Process(os.getpid()).children())
+    fence.rewards(ref_of(TaskMixture(SUMS)), ["7"])
+    (child,) = set(psutil.Process(os.getpid()).children()) - children
+    assert child.memory_info().rss < 300 << 20
+    fence.close()
+    assert not child.is_running()
+    with pytest.raises(TaskFailure, match="closed"):
+        fence.rewards(ref_of(TaskMixture(SUMS)), ["7"])
+
+
+@pytest.mark.usefixtures("spoiled")
+def test_closing_does_not_wait_for_an_answer() -> None:
+    fence, mixture, outcome = FencedVerifier(SUMS, time_budget_s=60.0), TaskMixture(SUMS), Queue[Exception | None]()
+    fence.rewards(ref_of(mixture), ["7"])
+
+    def ask() -> None:
+        try:
+            fence.rewards(ref_of(mixture), ["hang"])
+        except TaskFailure as failure:
+            outcome.put(failure)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    child = psutil.Process(fence._process._process.pid)  # type: ignore[union-attr]
+    before = child.cpu_times().user
+    while child.cpu_times().user - before < 0.2:  # it sends no event when it hangs
+        time.sleep(0.02)
+    fence.close()
+    assert isinstance(outcome.get(timeout=10), TaskFailure)
+    asking.join()

@@ -1,0 +1,186 @@
+"""One page over several nodes: found by name, asked in bounds, dead ones shown as such; nothing to touch through it."""
+
+import asyncio
+import contextlib
+import random
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from swarm.config import Config, ObservabilitySection
+from swarm.dashboard import node_watch
+from swarm.dashboard.node_page import TOKEN_HEADER, NodePage
+from swarm.dashboard.node_watch import NodeWatch, Target, parse_target
+from swarm.dashboard.overview import Overview
+from swarm.dashboard.page_token import read_token
+from swarm.errors import ConfigError
+from swarm.node_controls import NodeControls
+from tests.unit.experience_factory import group
+from tests.unit.page_factory import round_row, served, status
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
+
+
+@contextlib.asynccontextmanager
+async def odd_server(serve: Serve) -> AsyncIterator[Target]:
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield Target("127.0.0.1", server.sockets[0].getsockname()[1])
+
+
+def answering(content: bytes, kind: bytes = b"application/json") -> Serve:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: " + kind + b"\r\nConnection: close\r\n\r\n" + content)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    return serve
+
+
+async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+    writer.close()
+
+
+@contextlib.asynccontextmanager
+async def one_node(folder: Path, name: str) -> AsyncIterator[tuple[NodePage, str]]:
+    folder.mkdir(exist_ok=True)
+    page = NodePage(Config(), folder, NodeControls())
+    async with served(page) as url:
+        assert page._loading is not None
+        await page._loading
+        row = round_row(7, random.Random(0))
+        page._take_row({"time_s": 0.0, **row})
+        page.show_status(status(2, row, peer_name=name))
+        yield page, url
+
+
+@contextlib.asynccontextmanager
+async def overview_of(*targets: Target) -> AsyncIterator[tuple[Overview, str]]:
+    overview = Overview(targets, ObservabilitySection())
+    await overview.watch.resolve()
+    await overview.watch.poll()
+    await overview._server.start()
+    try:
+        yield overview, f"http://127.0.0.1:{overview.port}/"
+    finally:
+        await overview.stop()
+
+
+@pytest.mark.parametrize("text", ["http://127.0.0.1:80", "http://node:8400/", "http://[::1]:9"])
+def test_addresses_are_understood(text: str) -> None:
+    assert parse_target(text).port in (80, 8400, 9)
+
+
+@pytest.mark.parametrize(
+    "text", ["https://a:1", "http://a", "http://a:99999", "http://a:1/x", "http://a:1/?q", "runs/node", "http://:1"]
+)
+def test_other_addresses_are_told(text: str) -> None:
+    with pytest.raises(ConfigError, match="http://HOST:PORT"):
+        parse_target(text)
+
+
+async def test_a_name_with_several_addresses_is_several_nodes_and_is_looked_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = {"node": ["10.0.0.2", "10.0.0.3"], "six": ["::1"], "both": ["127.0.0.1", "::1"]}
+
+    async def look_up(host: str, port: int, **_: Any) -> list[Any]:
+        if host not in known:
+            raise socket.gaierror("unknown")
+        return [(0, 0, 0, "", (address, port)) for address in known[host]]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        watch = NodeWatch([Target(name, 80) for name in ("node", "six", "both", "nobody")], client)
+        await watch.resolve()
+        addresses = [node.address for node in watch.nodes.values()]
+        assert addresses == ["10.0.0.2:80", "10.0.0.3:80", "[::1]:80", "127.0.0.1:80"]
+        answering_node = watch.nodes["10.0.0.2-80"]
+        answering_node.seen_at, answering_node.error = 5.0, ""
+        known["node"] = ["10.0.0.4"]
+        await watch.resolve()
+        assert {"10.0.0.2-80", "10.0.0.4-80"} <= set(watch.nodes)  # gone from the names but answering; new
+        assert "10.0.0.3-80" not in watch.nodes
+        known["node"] = [f"10.1.{number // 250}.{number % 250}" for number in range(2000)]
+        await watch.resolve()
+        assert len(watch.nodes) == node_watch.MAX_NODES
+
+
+async def test_dead_silent_and_odd_nodes_are_shown_as_such_and_cost_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_watch, "TIMEOUT_S", 0.5)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        refusing = Target("127.0.0.1", taken.getsockname()[1])
+        async with contextlib.AsyncExitStack() as stack:
+            _, url = await stack.enter_async_context(one_node(tmp_path, "brave-otter"))
+            odd = [
+                await stack.enter_async_context(odd_server(serve))
+                for serve in (
+                    silent, answering(b"x" * 200_000), answering(b"[1]"), answering(b"{\xff"), answering(b"[" * 60_000),
+                    answering(b'{"name": ["<b>"]}'),
+                )
+            ]  # fmt: skip
+            targets = [parse_target(url), refusing, *odd]
+            async with overview_of(*targets) as (overview, _):
+                told = {node["address"]: node for node in overview.watch.listed()}
+                alive = [node for node in told.values() if node["is_alive"]]
+                assert [node["summary"]["name"] for node in alive] == ["brave-otter"]
+                assert len(told) == len(targets)
+                assert all(node["error"] for node in told.values() if not node["is_alive"])
+                assert "no answer within" in told[f"127.0.0.1:{odd[0].port}"]["error"]
+
+
+async def test_a_node_that_dies_keeps_its_last_numbers_and_says_since_when(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        _, url = await stack.enter_async_context(one_node(tmp_path, "brave-otter"))
+        async with overview_of(parse_target(url)) as (overview, _):
+            (node,) = overview.watch.nodes.values()
+            seen_at = node.seen_at
+            await stack.aclose()
+            await overview.watch.poll()
+            assert node.error and node.summary["round"] == 7 and node.seen_at == seen_at
+
+
+async def test_a_nodes_page_is_reached_through_the_overview_and_nothing_can_be_changed_there(tmp_path: Path) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        page, url = await stack.enter_async_context(one_node(tmp_path, "brave-otter"))
+        page.rollouts.own([group()])
+        _, base = await stack.enter_async_context(overview_of(parse_target(url)))
+        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+        (node,) = (await client.get(f"{base}api/nodes")).json()["nodes"]
+        there = f"{base}node/{node['key']}/"
+        assert 'data-mode="viewed"' in (await client.get(there)).text
+        assert (await client.get(f"{there}static/node.js")).status_code == 200
+        assert (await client.get(f"{there}api/state")).json()["status"]["peer_name"] == "brave-otter"
+        assert len((await client.get(f"{there}api/rollouts")).json()["groups"]) == 1
+        token = {TOKEN_HEADER: read_token(tmp_path)}
+        assert (await client.post(f"{there}api/control/pause-training", headers=token)).status_code in (404, 405)
+        for path in ("api/control", "api/..%2fmetrics", "metrics", "api/summary"):
+            assert (await client.get(there + path)).status_code == 404
+        assert (await client.get(f"{base}node/10.0.0.1-80/api/state")).status_code == 404  # only nodes that are watched
+        async with client.stream("GET", f"{there}api/events") as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            page._take_row({"time_s": 0.0, **round_row(8, random.Random(0))})
+            while not (await anext(lines)).startswith("event: round"):
+                pass
+
+
+async def test_what_a_node_answers_is_data_never_a_page_of_its_own(tmp_path: Path) -> None:
+    summary = b'{"name": "x", "curve": {"start": [], "reward": []}}'
+    async with contextlib.AsyncExitStack() as stack:
+        odd = await stack.enter_async_context(odd_server(answering(summary, b"text/html")))
+        _, base = await stack.enter_async_context(overview_of(odd))
+        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+        told = await client.get(f"{base}node/127.0.0.1-{odd.port}/api/state")
+        assert told.headers["content-type"] == "application/json"
+        assert told.headers["x-content-type-options"] == "nosniff"

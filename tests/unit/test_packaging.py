@@ -1,0 +1,116 @@
+"""What is installed is whole: version, licence, data files, ready configurations, citation."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import trove_classifiers
+import yaml
+
+from swarm import __version__
+from swarm.config import load
+from swarm.config.load import ready_configs
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SOURCES = ("swarm", "node_configs", "pyproject.toml", "README.md", "LICENSE")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of the tree, to which a page is added that git would ignore."""
+    copy = tmp_path_factory.mktemp("tree")
+    for name in SOURCES:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, copy / name)
+    page = copy / "swarm" / "dashboard" / "static" / "added.js"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text("// a page")
+    (copy / ".gitignore").write_text("static/\n")
+    built = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel"],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert built.returncode == 0, built.stderr
+    (path,) = (copy / "dist").glob("*.whl")
+    return path
+
+
+def test_wheel_holds_every_data_file_and_the_ready_configurations(wheel: Path) -> None:
+    held = set(zipfile.ZipFile(wheel).namelist())
+    data = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "swarm").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert data <= held
+    assert "swarm/dashboard/static/added.js" in held
+    assert {f"swarm/node_configs/{path.name}" for path in (ROOT / "node_configs").glob("*.toml")} <= held
+    assert not any(name.startswith(("tests/", "runs/")) for name in held)
+
+
+def test_wheel_tells_version_licence_and_command(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    folder = f"swarm_rl-{__version__}.dist-info"
+    metadata = archive.read(f"{folder}/METADATA").decode()
+    assert f"\nVersion: {__version__}\n" in metadata
+    assert "\nLicense-Expression: Apache-2.0\n" in metadata
+    assert archive.read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert "swarm = swarm.cli.main:main" in archive.read(f"{folder}/entry_points.txt").decode()
+
+
+def test_installed_wheel_runs_a_ready_configuration_from_any_folder(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    (tmp_path / "elsewhere").mkdir()
+    script = (
+        f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import swarm; assert 'site' in swarm.__file__\n"
+        "from swarm.config import load; print(load(['node_configs/gpu-8gb.toml']).policy.quantization)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=60, env={}
+    )
+    assert ran.stdout.strip() == "4bit", ran.stderr
+
+
+def test_ready_configurations_are_found_outside_the_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load(["node_configs/silo.toml"]).network.backend == "off"
+    assert (ready_configs() / "testbed.toml").exists()
+
+
+def test_version_stands_in_one_place() -> None:
+    assert PROJECT["dynamic"] == ["version"]
+    assert "version" not in PROJECT
+
+
+def test_classifiers_exist() -> None:
+    assert set(PROJECT["classifiers"]) <= trove_classifiers.classifiers
+    assert not any(
+        classifier.startswith("License ::") for classifier in PROJECT["classifiers"]
+    )  # refused beside an expression
+
+
+def test_citation_has_the_needed_keys() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert citation["cff-version"] == "1.2.0"
+    assert all(set(author) & {"name", "family-names"} for author in citation["authors"])
+    assert citation["version"] == __version__
+    assert citation["license"] == PROJECT["license"] == "Apache-2.0"
+
+
+def test_changelog_begins_with_what_comes_or_is() -> None:
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert headings[0] in ("Unreleased", __version__)
+    assert __version__ in headings

@@ -1,0 +1,134 @@
+"""`swarm report`: one file about one node or several, whole without anything else, and text of others as text."""
+
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm.errors import NodeNotRunningError
+from swarm.report.run_report import write_report
+from swarm.report.svg_curves import Curve, smooth, svg_curves, ticks
+from tests.unit.fake_node import end_row, evaluation_row
+from tests.unit.page_factory import merge_entries, round_row, status
+
+HOSTILE = "<script>alert(1)</script>\u202e\x1b[2J\"'&"
+
+
+class Tags(HTMLParser):
+    """Which there are, with all their attributes, and whether they close in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.attributes += attrs
+        if tag not in ("meta", "link", "img"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def node_folder(folder: Path, num_rounds: int, **told: Any) -> Path:
+    folder.mkdir(parents=True)
+    rng = random.Random(num_rounds)
+    rows = [evaluation_row(0, "start", 0.25)]
+    rows += [round_row(n, rng, **merge_entries(n, "12D3KooWOther", n // 10)) for n in range(1, num_rounds + 1)]
+    rows += [evaluation_row(num_rounds, "end", 0.625), end_row(num_rounds)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "status.json").write_text(json.dumps(status(3, rows[-3], **told)))
+    (folder / "config.toml").write_text('[swarm]\nname = "tëst"\n')
+    return folder
+
+
+def test_a_nodes_report_has_curves_tables_and_configuration_and_needs_nothing_else(tmp_path: Path) -> None:
+    folder = node_folder(tmp_path / "node", 60)
+    assert write_report(folder, tmp_path / "report.html") == 1
+    text = (tmp_path / "report.html").read_text()
+    tags = Tags(text)
+    assert not tags.open and "script" not in tags.seen and "link" not in tags.seen and "img" not in tags.seen
+    assert not [name for name, _ in tags.attributes if name in ("src", "href") or name.startswith("on")]
+    assert "default-src 'none'" in text and text.count("<svg") == 4
+    for told in (
+        "brave-otter-3f",
+        "0.625",
+        "max_rounds",
+        "claims another reward than",
+        "tëst",
+        "Peers of node",
+        "nobody 3",
+    ):
+        assert told in text, told
+
+
+def test_a_testbeds_report_has_one_line_per_node(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        node_folder(
+            tmp_path / "testbed" / f"node-{number}", 10 * number, peer_id=f"12D{number}", peer_name=f"name-{number}"
+        )
+    assert write_report(tmp_path / "testbed", tmp_path / "report.html") == 3
+    text = (tmp_path / "report.html").read_text()
+    assert text.count("<path class='line") == 4 * 3
+    assert all(f"node-{number} (name-{number})" in text for number in (1, 2, 3))
+
+
+def test_text_of_others_stays_text(tmp_path: Path) -> None:
+    peer = {"peer_id": HOSTILE, "name": HOSTILE, "lineage": HOSTILE, "weight": HOSTILE, "reward_mean": math.nan}
+    folder = node_folder(tmp_path / "node", 5, peers=[peer, 7], peer_name=HOSTILE)
+    (folder / "config.toml").write_text(HOSTILE)
+    rows = round_row(6, random.Random(0), **merge_entries(6, HOSTILE, 3))
+    with (folder / "metrics.jsonl").open("a") as log:
+        log.write(json.dumps(rows | {"exchange/rejected": {HOSTILE: 3}}) + "\n")
+    write_report(folder, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    tags = Tags(text)
+    assert "script" not in tags.seen and not tags.open
+    assert "\u202e" not in text and "\x1b" not in text
+
+
+def test_damaged_and_missing_files_cost_only_what_they_held(tmp_path: Path) -> None:
+    folder = node_folder(tmp_path / "node", 5)
+    (folder / "status.json").write_text("{")
+    (folder / "config.toml").unlink()
+    write_report(folder, tmp_path / "report.html")
+    assert "5 rounds in all" in (tmp_path / "report.html").read_text()
+    (folder / "metrics.jsonl").write_text("")
+    write_report(folder, tmp_path / "report.html")
+    assert "No values." in (tmp_path / "report.html").read_text()
+
+
+def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NodeNotRunningError, match=r"metrics\.jsonl"):
+        write_report(tmp_path, tmp_path / "report.html")
+
+
+def test_a_curve_is_described_and_drawn_to_scale() -> None:
+    drawn = svg_curves("Reward", "mean", {"a": Curve([0, 10], [0.0, 1.0]), "b": Curve([0, 5, 10], [0.5, None, 0.5])})
+    first, second = re.findall(r"<path class='line [^']*' d='([^']*)'", drawn)
+    assert first == "M48.0 204.0L550.0 10.0"
+    assert second.count("M") == 2  # a gap where there was no value
+    assert "a: from 0 to 1 mean; b: from 0.5 to 0.5 mean" in drawn
+    assert "No values" in svg_curves("Reward", "mean", {"a": Curve([], [])})
+
+
+def test_ticks_are_round_and_within() -> None:
+    assert ticks(0, 1, 4) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert ticks(0, 4200, 4) == [0, 1000, 2000, 3000, 4000]
+
+
+def test_smoothing_is_the_mean_of_the_last_known_ones() -> None:
+    assert smooth([1.0, 3.0, None, 5.0], 2) == [1.0, 2.0, None, 5.0]

@@ -1,0 +1,105 @@
+"""How long the compute thread may take before it counts as stuck: by the longest round it has had."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm.adapters.checkpoint import CheckpointStore
+from swarm.config import parse
+from swarm.node_folder import NodeFolder
+from swarm.node_report import NodeReport
+from swarm.observability.status_file import read_status
+from swarm.records.identity import Identity
+from swarm.sharing.index import EntryValidator
+from swarm.training_run import TrainingRun
+from swarm.watchdog import Watchdog
+
+
+class Machine:
+    """A learner whose rounds take what is said here, on a clock that only they move; after each second somebody looks."""
+
+    merging = None
+
+    def __init__(self, round_s: list[int], save_s: int = 0) -> None:
+        self.now = 0.0
+        self.round = 0
+        self.dog = Watchdog(lambda: self.now)
+        self.first_stuck: dict[int, list[str]] = {}
+        self._round_s = round_s
+        self._save_s = save_s
+
+    def run_round(self) -> dict[str, Any]:
+        duration_s = self._round_s[self.round]
+        self.work(duration_s)
+        self.round += 1
+        row = {"kind": "round", "round": self.round, "policy_version": 0, "time/round_s": float(duration_s)}
+        zeros = ("rollout/reward_mean", "rollout/tokens_per_s", "train/own_groups", "train/swarm_groups")
+        return row | dict.fromkeys(zeros, 0.0)
+
+    def save(self, store: CheckpointStore) -> None:
+        self.work(self._save_s)
+
+    def work(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.now += 1
+            self.dog.look()
+            if self.dog.stuck():
+                self.first_stuck.setdefault(self.round + 1, self.dog.stuck())
+
+
+def train(folder: Path, machine: Machine) -> NodeReport:
+    config = parse(
+        {
+            "node": {"dir": str(folder), "max_rounds": len(machine._round_s)},
+            "network": {"backend": "off"},
+            "sharing": {"swarm_groups": 0, "publish": False},
+            "evaluation": {"tasks_per_source": 0},
+            "observability": {"http": False},
+        }
+    )
+    paths = NodeFolder(config.node.dir)
+    paths.create()
+    report = NodeReport(
+        config.observability, paths, Identity(b"n" * 32), None, EntryValidator(config.swarm_id), watchdog=machine.dog
+    )
+    stop = threading.Event()
+    TrainingRun(config, paths, machine, report, time.time, stop, machine.dog).run()  # type: ignore[arg-type]
+    return report
+
+
+@pytest.mark.parametrize(
+    ("round_s", "stuck"),
+    [
+        ([1700, 5, 5], {}),  # nothing is known of the first round
+        ([1801], {1: ["compute thread: round 1 for 30 min"]}),
+        ([5, 600, 5], {}),
+        ([5, 601], {2: ["compute thread: round 2 for 10 min"]}),
+        ([100, 1999], {}),
+        ([100, 2001], {2: ["compute thread: round 2 for 33 min"]}),
+    ],
+)
+def test_a_round_is_stuck_after_twenty_times_the_longest(
+    tmp_path: Path, round_s: list[int], stuck: dict[int, list[str]]
+) -> None:
+    machine = Machine(round_s)
+    train(tmp_path / "n", machine)
+    assert machine.first_stuck == stuck
+    assert machine.dog.stuck() == [], "a run that is over is not stuck"
+
+
+def test_a_checkpoint_that_the_disk_does_not_take_is_named(tmp_path: Path) -> None:
+    machine = Machine([5], save_s=302)
+    train(tmp_path / "n", machine)
+    assert machine.first_stuck == {2: ["compute thread: writing the last checkpoint for 5 min"]}
+
+
+def test_the_status_names_what_is_stuck(tmp_path: Path) -> None:
+    machine = Machine([5])
+    report = train(tmp_path / "n", machine)
+    machine.dog.mark("network loop", "one turn", 30)
+    machine.work(31)
+    report.write_status()
+    assert read_status(tmp_path / "n" / "status.json").stuck == ["network loop: one turn for 31 s"]
