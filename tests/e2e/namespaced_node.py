@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from swarm.config import NetworkSection
+from swarm.network.hivemind.relay_start import granted_bytes
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, serve_blobs
 from swarm.network.requests.transfer import Download, fetch
@@ -146,6 +147,13 @@ class _Worker:
             "remembered": self._node._peers.stored(),
             "num_keys": len(session._node.protocol.storage),
         }
+
+    async def granted_bytes(self) -> int | None:
+        """How much it lets through a circuit, as it tells another daemon."""
+        session = self._node._session
+        assert session is not None
+        own, addresses = await session.control.identity()
+        return await granted_bytes(session._daemon.binary, session._folder.path, own, addresses)
 
     async def hang_up(self, peer_id: str) -> None:
         """Close the connection to a peer; the next request opens another."""

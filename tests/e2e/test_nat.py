@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from swarm.network.reach.role import RELAY_MAX_BYTES
 from tests.e2e.namespaced_node import BODY_BYTES, NamespacedNode
 from tests.e2e.namespaces import Network
 
@@ -91,6 +92,14 @@ def test_two_nodes_behind_separate_routers_exchange_rollouts_and_a_large_body(ne
             assert state["num_keys"] == 0
             assert any(CIRCUIT in address for address in state["peers"][author.peer_id])
         assert set(relay.call("state")["neighbors"]) == set()  # nobody relies on nodes that cannot be dialled
+
+
+def test_relays_grant_what_they_were_told_to_at_every_start(network: Network, tmp_path: Path) -> None:
+    """libp2p's own limit of 128 KiB would end every transfer; left to chance, two relays in five have it."""
+    host = network.public_host()
+    for number in range(6):
+        with NamespacedNode(host, tmp_path / str(number), listen=LISTEN, serve_relay=True) as relay:
+            assert relay.call("granted_bytes") == RELAY_MAX_BYTES
 
 
 @pytest.mark.alone

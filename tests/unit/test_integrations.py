@@ -270,7 +270,7 @@ def test_collector_gets_spans_of_a_node_with_their_facts(tmp_path: Path) -> None
     with local_http(lambda *_: (200, b""), "application/x-protobuf") as collector:
         overrides = {
             "node.dir": json.dumps(str(tmp_path / "n")), "node.max_rounds": "2", "node.threads": "1", "network.backend": '"off"',
-            "sharing.swarm_groups": "0", "evaluation.tasks_per_source": "0", "rollouts.groups_per_round": "2",
+            "sharing.swarm_groups": "0", "evaluation.tasks_per_source": "0", "rollouts.groups_per_round": "8",
             "integrations.otel_endpoint": json.dumps(collector.address), "observability.http": "false",
         }  # fmt: skip
         run_node(load([], overrides))

@@ -36,28 +36,30 @@ _MEMORY_SETTINGS = {"GOGC": "50"}
 
 
 class Daemon:
-    """One process of the daemon, from `start` to its exit. Not to be started twice."""
+    """One process of the daemon, from `start` to its exit; when it has stopped, it may be started again."""
 
     def __init__(
         self,
         binary: Path,
         control_socket: Path,
-        key_file: Path,
+        key_file: Path | None,
         listen: Sequence[TcpAddress],
         announce: Sequence[TcpAddress],
         role: Role,
         *,
         idle_timeout_s: int = _IDLE_TIMEOUT_S,
     ) -> None:
-        """`key_file` is a libp2p private key, `announce` what others are told in place of `listen`.
+        """`key_file` is a libp2p private key (None: a new one), `announce` what others are told in place of `listen`.
 
         `idle_timeout_s`: how long it waits for its first control connection before it ends by itself.
         """
+        self.binary = binary
+        self.control_socket = control_socket
         self._listen = tuple(listen)
         self._command = [
             str(binary),
             f"-listen=/unix{control_socket}",
-            f"-id={key_file}",
+            *([f"-id={key_file}"] if key_file is not None else []),
             f"-hostAddrs={','.join(map(str, listen))}",
             *([f"-announceAddrs={','.join(map(str, announce))}"] if announce else []),
             *role.daemon_flags(),
@@ -76,6 +78,7 @@ class Daemon:
 
     async def start(self, timeout_s: float) -> None:
         """Returns when the control socket takes connections. Raises NetworkError with the daemon's own words."""
+        self._ready.clear()
         for address in self._listen:
             check_port_is_free(address)
         try:

@@ -31,10 +31,15 @@ class DaemonControl:
     def __init__(self, control_socket: Path) -> None:
         self._socket = control_socket
 
+    async def identity(self) -> tuple[str, tuple[str, ...]]:
+        """(peer id, addresses) of this node."""
+        response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY))
+        return base58.b58encode(response.identify.id).decode(), _decoded(response.identify.addrs)
+
     async def addresses(self) -> tuple[str, ...]:
         """Multiaddresses under which this node can be reached, without /p2p."""
-        response = await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY))
-        return _decoded(response.identify.addrs)
+        _, addresses = await self.identity()
+        return addresses
 
     async def peers(self) -> dict[str, tuple[str, ...]]:
         """Peers with an open connection, and the addresses at which they were seen."""

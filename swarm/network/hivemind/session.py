@@ -29,6 +29,7 @@ from swarm.network.hivemind.parts import (
     hivemind_cli,
     use_hivemind_log_handler,
 )
+from swarm.network.hivemind.relay_start import start_relay
 from swarm.network.hivemind.runtime_folder import RuntimeFolder, remove_abandoned
 from swarm.network.hivemind.short_calls import CallHandler, ShortCalls
 from swarm.network.reach.role import Role
@@ -98,6 +99,8 @@ class HivemindSession:
                 undo.push_async_callback(_remove, daemon, folder)
                 write_key(key_file)
                 await daemon.start(timeout_s)
+                if role.is_relay:
+                    await start_relay(daemon, folder.path, listen, timeout_s)
                 key_file.unlink(missing_ok=True)
                 session = await cls._attach(daemon, folder, guard, role)
                 undo.push_async_callback(session.close)
