@@ -41,14 +41,11 @@ from swarm.records.admission import Admission, Vocabulary
 from swarm.records.copies import CopyWatch
 from swarm.records.identity import Identity
 from swarm.records.rejection import Rejection
-from swarm.sharing.acquaintances import Acquaintances
-from swarm.sharing.beacons import Beacons
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
 from swarm.sharing.judge import MixtureJudge
-from swarm.sharing.reputation import Reputation
-from swarm.sharing.usefulness import Usefulness
+from swarm.sharing.known_authors import KnownAuthors
 from swarm.silo.open_silo import node_transport
 from swarm.stage_process import crew_network
 from swarm.tasks.fenced_verifier import FencedVerifier
@@ -96,14 +93,10 @@ class Node:
         self.pool = ExperiencePool(folder.pool, config.sharing, self._clock)
         self.exchange: Exchange | None = None
         self._bodies = BodyStore(self._clock)
-        self._reputation = Reputation(config.sharing.reputation_half_life_s, self._clock, folder.reputation)
-        known = (self._reputation.is_known, self._reputation.has_known)
+        self._authors = KnownAuthors(config.sharing, identity.peer_id, self._clock, path=folder.reputation)
+        self._reputation = self._authors.reputation
         self._fence = FencedVerifier(config.tasks)
-        self._beacons = Beacons(identity.peer_id, self._clock, *known)
         self._copies = CopyWatch(owns_stream, lambda author: self._reputation.refused(author, Rejection.COPIED))
-        is_informative = config.sharing.choice == "informative"
-        weigh_author = self._reputation.weight
-        self._usefulness = Usefulness(config.sharing.max_age_s, self._clock, weigh_author) if is_informative else None
         self.controls = NodeControls()
         is_paused = self.controls.sharing_is_paused
         self._merging = make_merging(config, identity, self.transport, self._level, is_paused)
@@ -213,9 +206,8 @@ class Node:
         policy = means.policy
         logger.info("policy ready on %s, lineage %s", policy.device, policy.lineage.policy[:12])
         learner = Learner(
-            self.config, means, mixture, self.pool, self.identity.peer_id, self._hand_out, self._usefulness,
-            self._merging.links if self._merging else None, self._reputation.unlikely,
-            self._beacons.current,
+            self.config, means, mixture, self.pool, self.identity.peer_id, self._hand_out, self._authors.usefulness,
+            self._merging.links if self._merging else None, self._reputation.unlikely, self._authors.beacons.current,
         )  # fmt: skip
         learner.probe_memory()
         if learner.resume(CheckpointStore(self.folder.checkpoints, self.config.checkpoint.keep)):
@@ -243,9 +235,7 @@ class Node:
         )
         return Exchange(
             config.sharing, config.network, config.swarm_id, self.identity, transport, admission, self.pool,
-            self._bodies, lambda: self.pool.next_number("header"), random.Random(self.identity.peer_id),
-            usefulness=self._usefulness, reputation=self._reputation, beacons=self._beacons,
-            acquaintances=Acquaintances(self._clock),
+            self._bodies, lambda: self.pool.next_number("header"), random.Random(self.identity.peer_id), self._authors,
         )  # fmt: skip
 
     def _network_work(self) -> list[Coroutine[Any, Any, None]]:

@@ -214,7 +214,7 @@ class NodeReport:
                 "exchange/rounds_not_published": self.exchange.num_rounds_not_published,
                 "exchange/records_admitted": reader.num_records_admitted,
                 "exchange/groups_admitted": reader.num_groups_admitted,
-                "exchange/beacons": dict(reader.beacon_evidence),
+                "exchange/beacons": dict(self.exchange.authors.beacon_evidence),
                 "exchange/headers_gossiped": reader.num_headers_gossiped,
                 "exchange/headers_swept": reader.num_headers_swept,
                 "exchange/bodies_taken": self.exchange.num_bodies_taken,

@@ -89,8 +89,8 @@ def verify_offer(data: bytes, swarm_id: str) -> AdapterOffer:
         created_at=check_float(created_at, 0.0, 1e11),
         expires_at=check_float(expires_at, 0.0, 1e11),
     )
-    if offer.expires_at - offer.created_at > MAX_LIFETIME_S:
-        raise InvalidRecord(Rejection.CLOCK_SKEW, f"lives longer than {MAX_LIFETIME_S:.0f} s")
     if not signature_is_valid(record, swarm_id, Purpose.ADAPTER_OFFER):
         raise InvalidRecord(Rejection.BAD_SIGNATURE)
+    if offer.expires_at - offer.created_at > MAX_LIFETIME_S:
+        raise InvalidRecord(Rejection.CLOCK_SKEW, f"lives longer than {MAX_LIFETIME_S:.0f} s")
     return offer

@@ -79,10 +79,10 @@ def verify_presence(data: bytes, swarm_id: str) -> Presence:
         created_at=check_float(created_at, 0.0, 1e11),
         expires_at=check_float(expires_at, 0.0, 1e11),
     )
-    if presence.expires_at - presence.created_at > MAX_LIFETIME_S:
-        raise InvalidRecord(Rejection.CLOCK_SKEW, f"lives longer than {MAX_LIFETIME_S:.0f} s")
     if not signature_is_valid(record, swarm_id, Purpose.PRESENCE):
         raise InvalidRecord(Rejection.BAD_SIGNATURE)
+    if presence.expires_at - presence.created_at > MAX_LIFETIME_S:
+        raise InvalidRecord(Rejection.CLOCK_SKEW, f"lives longer than {MAX_LIFETIME_S:.0f} s")
     return presence
 
 

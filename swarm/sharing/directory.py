@@ -11,15 +11,13 @@ goes to its own shard.
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from swarm.network.index_entry import CLOCK_SKEW_S
 from swarm.network.transport import Contact, Transport
 from swarm.records.identity import Identity
 from swarm.records.presence import MAX_ADDRESSES, Presence, sign_presence, verify_presence
 from swarm.records.rejection import InvalidRecord
-from swarm.sharing.acquaintances import Acquaintances
-from swarm.sharing.author_shares import AddressGroups
 from swarm.sharing.index import presence_key
 from swarm.sharing.shard import EPOCH_S, Shard, next_level, shard_of, thinning_depth
 
@@ -46,21 +44,19 @@ class Directory:
         num_authors_heard: Callable[[], int],
         *,
         stays_widest: bool = False,
-        addresses: AddressGroups | None = None,
-        acquaintances: Acquaintances | None = None,
+        on_presence: Callable[[str, Sequence[str]], None] = lambda peer_id, addresses: None,
     ) -> None:
         """`num_authors_heard`: authors of the shard whose headers were admitted of late; with 0 it never splits.
 
-        `stays_widest`: be listed where newcomers look, whatever level the others are at. `addresses`: told of those of others,
-        and `acquaintances` that they are there.
+        `stays_widest`: be listed where newcomers look, whatever level the others are at. `on_presence`: told who is there, and
+        the multiaddresses that it names.
         """
         self._swarm_id = swarm_id
         self._identity = identity
         self._transport = transport
         self._num_authors_heard = num_authors_heard
         self._stays_widest = stays_widest
-        self._addresses = addresses or AddressGroups()
-        self._acquaintances = acquaintances or Acquaintances(transport.now, max_peers=0)
+        self._on_presence = on_presence
         self._num_turns = 0
         self.level = 0
         self.levels: Counter[int] = Counter()
@@ -141,8 +137,7 @@ class Directory:
             is_current = presence.created_at <= now + CLOCK_SKEW_S and now < presence.expires_at
             if is_current and shard_of(self._swarm_id, presence.peer_id, shard.level, now) == shard:
                 members[presence.peer_id] = presence
-                self._addresses.note(presence.peer_id, presence.addresses)
-                self._acquaintances.seen(presence.peer_id)
+                self._on_presence(presence.peer_id, presence.addresses)
                 self._transport.meet(_contact(presence))
         self.levels = Counter(presence.level for presence in members.values())
         return members

@@ -16,18 +16,14 @@ from swarm.observability.repeat import repeat
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
 from swarm.records.identity import Identity
-from swarm.sharing.acquaintances import Acquaintances
-from swarm.sharing.author_shares import AddressGroups, AuthorShares
-from swarm.sharing.beacons import Beacons
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.contribution import Contribution, PeerStanding, contribution, peer_standings
 from swarm.sharing.directory import Directory
+from swarm.sharing.known_authors import KnownAuthors
 from swarm.sharing.pause import SharingPause
 from swarm.sharing.publisher import HEAD_START_S, Publisher
 from swarm.sharing.reader import Reader
-from swarm.sharing.reputation import Reputation
 from swarm.sharing.shard import Shard
-from swarm.sharing.usefulness import Usefulness
 from swarm.types import RolloutGroup
 
 _OUTBOX_ROUNDS = 8
@@ -48,29 +44,17 @@ class Exchange:
         bodies: BodyStore,
         next_sequence: Callable[[], int],
         rng: random.Random,
-        *,
-        usefulness: Usefulness | None = None,
-        reputation: Reputation | None = None,
-        beacons: Beacons | None = None,
-        acquaintances: Acquaintances | None = None,
+        authors: KnownAuthors,
     ) -> None:
-        """`next_sequence`: numbers of own headers, never the same twice. `acquaintances`: to tell of peers, where anybody looks.
-
-        The rest as for the Reader.
-        """
+        """`next_sequence`: numbers of own headers, never the same twice. `authors`: told of all that is seen of others."""
         self._wants_groups = sharing.swarm_groups > 0
         self._outbox: asyncio.Queue[Sequence[RolloutGroup]] = asyncio.Queue(_OUTBOX_ROUNDS)
-        addresses = AddressGroups()
         self._bodies = bodies
         self._now = transport.now
-        self._acquaintances = acquaintances or Acquaintances(transport.now, max_peers=0)
-        self._reputation = reputation = reputation or Reputation(sharing.reputation_half_life_s, transport.now)
-        beacons = beacons or Beacons(identity.peer_id, transport.now, reputation.is_known, reputation.has_known)
-        shares = AuthorShares(reputation, sharing.max_share_of_strangers, addresses)
+        self.authors = authors
         self.directory = Directory(
-            swarm_id, identity, transport, lambda: self.reader.num_authors_heard(), addresses=addresses,
-            acquaintances=self._acquaintances,
-        )  # fmt: skip
+            swarm_id, identity, transport, lambda: self.reader.num_authors_heard(), on_presence=authors.present
+        )
         head_start_s = 0.0 if network.gossip == "off" else HEAD_START_S
         self.publisher = Publisher(
             sharing,
@@ -80,13 +64,10 @@ class Exchange:
             bodies,
             next_sequence,
             self._shard,
-            beacons,
+            authors.beacons,
             head_start_s=head_start_s,
         )
-        self.reader = Reader(
-            sharing, network, swarm_id, transport, admission, pool, bodies, rng, self._shard,
-            beacons=beacons, usefulness=usefulness, shares=shares, acquaintances=self._acquaintances,
-        )  # fmt: skip
+        self.reader = Reader(sharing, network, swarm_id, transport, admission, pool, bodies, rng, self._shard, authors)
         self._pause = SharingPause()
         self.num_rounds_not_published = 0
 
@@ -94,7 +75,7 @@ class Exchange:
         """Publish the groups of a round when there is time; where the network lags behind, the oldest round is dropped."""
         if self._pause.is_paused:
             return
-        self._acquaintances.shared(groups)
+        self.authors.acquaintances.shared(groups)
         if self._outbox.full():
             self._outbox.get_nowait()
             self.num_rounds_not_published += 1
@@ -106,11 +87,11 @@ class Exchange:
         return self._bodies.num_taken
 
     def contribution(self) -> Contribution:
-        return contribution(self._bodies, self._acquaintances, self._now())
+        return contribution(self._bodies, self.authors.acquaintances, self._now())
 
     def peers(self) -> list[PeerStanding]:
         """Who is known here, last seen first."""
-        return peer_standings(self._acquaintances, self._reputation)
+        return peer_standings(self.authors.acquaintances, self.authors.reputation)
 
     def set_paused(self, is_paused: bool) -> None:
         """While it is paused nothing is published and nothing pulled; headers are passed on, bodies given to who asks.

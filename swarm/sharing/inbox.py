@@ -16,12 +16,11 @@ from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
 from swarm.records.rejection import Rejection
 from swarm.sharing.absences import Absences
-from swarm.sharing.author_shares import AuthorShares
 from swarm.sharing.choice import make_choice
 from swarm.sharing.header_judge import HeaderJudge
+from swarm.sharing.known_authors import KnownAuthors
 from swarm.sharing.newest_versions import NewestVersions
 from swarm.sharing.shard import Shard
-from swarm.sharing.usefulness import Usefulness
 from swarm.types import Header
 
 _MAX_CANDIDATES = 1024
@@ -41,10 +40,9 @@ class Inbox:
         pool: ExperiencePool,
         clock: Callable[[], float],
         rng: random.Random,
-        usefulness: Usefulness | None = None,
-        shares: AuthorShares | None = None,
+        authors: KnownAuthors,
     ) -> None:
-        """`usefulness`: to choose by, beside the standing of authors in `shares`; without both all have the same chance."""
+        """`authors`: told of every header that is admitted; by their standing the next one is chosen."""
         self._config = config
         self._own_peer_id = own_peer_id
         self._pool = pool
@@ -53,15 +51,13 @@ class Inbox:
         self._candidates: list[Header] = []
         self._heard_at: OrderedDict[str, float] = OrderedDict()
         self._absences = Absences(clock, rng)
-        self._shares = shares
-        self._choice = make_choice(config, pool, usefulness, rng, shares)
+        self._authors = authors
+        self._choice = make_choice(config, pool, authors.usefulness, rng, authors.shares)
         self._newest = NewestVersions(config.max_staleness, config.max_age_s, clock)
         self.arrived = asyncio.Event()
         """Set when a candidate comes in."""
         self.rejected = self._judge.rejected
         """Headers turned away, by reason."""
-        self.on_header: Callable[[Header], None] = lambda header: None
-        """Told of every header that is admitted, once."""
 
     def take_gossip(self, shard: Shard, record: bytes) -> Verdict:
         """Judge a header that was gossiped in the topic of `shard`, before it is passed on."""
@@ -136,14 +132,14 @@ class Inbox:
             self.rejected[Rejection.STALE.value] += len(young) - len(self._candidates)
 
     def _is_banned(self, author: str) -> bool:
-        return self._shares is not None and self._shares.reputation.is_banned(author)
+        return self._authors.reputation.is_banned(author)
 
     def _offer(self, header: Header) -> bool:
         """Whether its author is heard. One that is banned here may be heard elsewhere, but not through this node."""
         if self._is_banned(header.author):
             self.rejected[Rejection.BANNED.value] += 1
             return False
-        self.on_header(header)
+        self._authors.heard(header)
         self._newest.note(header)
         self._heard_at.pop(header.author, None)
         self._heard_at[header.author] = self._clock()

@@ -22,28 +22,19 @@ from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.absences import UNREACHED_PAUSE_S
-from swarm.sharing.acquaintances import Acquaintances
-from swarm.sharing.author_shares import AddressGroups, AuthorShares
-from swarm.sharing.beacons import Beacons, Evidence
 from swarm.sharing.body_fetcher import BodyFetcher, TryLater
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.choice import READ_AHEAD_BATCHES
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import WINDOW_S, experience_key, experience_topic
-from swarm.sharing.reputation import Reputation
+from swarm.sharing.known_authors import KnownAuthors
 from swarm.sharing.shard import Shard
 from swarm.sharing.sweep_pace import SweepPace
-from swarm.sharing.usefulness import Usefulness
-from swarm.tasks.task_mixture import owns_stream
 from swarm.types import Header, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 _MAX_PULLS_AT_ONCE = 4
-_OTHER_STREAM = 0.5
-"""Of a bad body: its tasks are not of the author's own streams. Either an older version, or it chose them."""
-_OF_BEACON = {Evidence.MISSING: 0.1, Evidence.BROKEN: 0.5}
-"""Of a bad body: its tasks may have been known ahead, or chosen."""
 _MAX_WINDOWS_BACK = 8
 """That a sweep reads beyond the last two, where those say that gossip has lost something since the sweep before."""
 
@@ -62,16 +53,9 @@ class Reader:
         bodies: BodyStore,
         rng: random.Random,
         shard: Callable[[], Shard],
-        *,
-        beacons: Beacons,
-        usefulness: Usefulness | None = None,
-        shares: AuthorShares | None = None,
-        acquaintances: Acquaintances | None = None,
+        authors: KnownAuthors,
     ) -> None:
-        """`shard`: the one that this node shares in at this moment. `usefulness`: to choose by; without it uniformly.
-
-        `shares`: whose reputation is told of every body that was admitted or turned away; `acquaintances` are, too.
-        """
+        """`shard`: the one that this node shares in at this moment. `authors`: told of every header and body."""
         self._sharing = sharing
         self._network = network
         self._swarm_id = swarm_id
@@ -82,19 +66,9 @@ class Reader:
         self._shard = shard
         self._topic: str | None = None
         self._pace = SweepPace(network.poll_interval_s, transport.now)
-        if shares is None:
-            reputation = Reputation(sharing.reputation_half_life_s, transport.now)
-            shares = AuthorShares(reputation, sharing.max_share_of_strangers, AddressGroups())
-        self._shares = shares
-        self._acquaintances = acquaintances or Acquaintances(transport.now, max_peers=0)
-        self._inbox = Inbox(
-            sharing, swarm_id, transport.peer_id, admission, pool, transport.now, rng, usefulness, self._shares
-        )
+        self._authors = authors
+        self._inbox = Inbox(sharing, swarm_id, transport.peer_id, admission, pool, transport.now, rng, authors)
         self._fetcher = BodyFetcher(network, transport, rng, self._inbox.answered)
-        self._beacons = beacons
-        self._inbox.on_header = self._heard
-        self.beacon_evidence: Counter[str] = Counter()
-        """Bodies admitted, by what the beacon of their header said of their tasks."""
         self._refused: Counter[str] = Counter()  # bodies and groups, by reason
         self._admitting = asyncio.Semaphore(1)  # a body takes ten times its size while it is read
         self.num_headers_gossiped = 0
@@ -112,10 +86,6 @@ class Reader:
     def rejected(self) -> Counter[str]:
         """Records, bodies and groups turned away, by reason. Safe from any thread: only copies are iterated."""
         return Counter(self._inbox.rejected) + Counter(self._refused)
-
-    def _heard(self, header: Header) -> None:
-        self._beacons.note(header)
-        self._acquaintances.heard(header)
 
     def num_authors_heard(self) -> int:
         """Authors of whom a header was admitted of late."""
@@ -226,13 +196,11 @@ class Reader:
             is_repeated = self._inbox.give_back(header, error.pause_s)
             if is_repeated:  # once is nothing to tell
                 self._refused[error.reason.value] += 1
-                self._acquaintances.rejected(header.author)
+                self._authors.acquaintances.rejected(header.author)
             return
         except InvalidRecord as error:
             self._refused[error.reason.value] += 1
-            if error.reason is not Rejection.STRANGERS_BUSY:  # which says nothing about it
-                self._acquaintances.rejected(header.author)
-            if self._shares.reputation.refused(header.author, error.reason):
+            if self._authors.refused(header.author, error.reason):
                 await asyncio.to_thread(self._pool.drop_author, header.author)
             logger.debug("rejected a body of %s: %s", header.author, error)
             await asyncio.to_thread(self.on_refused, header, error, body)
@@ -242,22 +210,15 @@ class Reader:
                 self._inbox.leave_alone(header.author)
             return
         self.num_records_admitted += 1
-        self._shares.reputation.admitted(header.author)
+        self._authors.admitted(header, groups)
         self.on_admitted(groups)
-        if not all(owns_stream(group.author, group.task.seed) for group in groups):
-            self._shares.reputation.hint(header.author, _OTHER_STREAM)
-        evidence = self._beacons.judge(header)
-        self.beacon_evidence[evidence.value] += 1
-        if evidence in _OF_BEACON:
-            self._shares.reputation.hint(header.author, _OF_BEACON[evidence])
         useful = [group for group in groups if group.has_signal]
         if len(useful) < len(groups):
             self._refused[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
-            self._shares.reputation.refused(header.author, Rejection.NO_SIGNAL)
         self._bodies.put(header.body_hash, body, header.expires_at, header.author)
         # In a thread, as the disk may be slow and the compute thread may hold the pool for a moment.
         num_new = await asyncio.to_thread(
             self._pool.add, header.body_hash, header.expires_at, header.created_at, useful
         )
-        self._acquaintances.admitted(header, useful, num_new)
+        self._authors.acquaintances.admitted(header, useful, num_new)
         self.num_groups_admitted += num_new  # not in one line: that would add to the number of before the wait

@@ -18,8 +18,7 @@ from swarm.records.admission import Admission
 from swarm.records.identity import Identity
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
-from swarm.sharing.reputation import Reputation
-from swarm.sharing.usefulness import Usefulness
+from swarm.sharing.known_authors import KnownAuthors
 from swarm.simulation.light_rollouts import VOCABULARY, LightJudge, light_group
 from swarm.types import Header, RolloutGroup
 
@@ -68,14 +67,13 @@ class LightNode:
         self.admission = WatchedAdmission(sharing, swarm_id, identity.peer_id, LightJudge(), VOCABULARY, transport.now)
         if on_header is not None:
             self.admission.on_header = functools.partial(on_header, self)
-        reputation = Reputation(sharing.reputation_half_life_s, transport.now)
-        is_informative = sharing.choice == "informative"
-        self.usefulness = Usefulness(sharing.max_age_s, transport.now, reputation.weight) if is_informative else None
+        authors = KnownAuthors(sharing, transport.peer_id, transport.now, max_shown=0)
+        self.usefulness = authors.usefulness
         """Without beliefs until someone tells it: a light node learns nothing."""
         sequence = itertools.count()
         self._exchange = Exchange(
             sharing, network, swarm_id, identity, transport, self.admission, self.pool, self.bodies,
-            lambda: next(sequence), rng, usefulness=self.usefulness, reputation=reputation,
+            lambda: next(sequence), rng, authors,
         )  # fmt: skip
         self.directory, self.reader = self._exchange.directory, self._exchange.reader
         self.bodies.serve_on(transport)

@@ -27,6 +27,7 @@ from swarm.records.identity import load_or_create
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
+from swarm.sharing.known_authors import KnownAuthors
 from tests.unit.experience_factory import EOS, LINEAGE, SWARM_ID, SpellingJudge, decode, group
 
 ANSWER_TIMEOUT_S = 30.0
@@ -101,7 +102,17 @@ class _Node:
         bodies.serve_on(transport)
         numbers, rng = itertools.count(), random.Random(identity.peer_id)
         self.exchange = Exchange(
-            sharing, network, swarm_id, identity, transport, admission, self.pool, bodies, lambda: next(numbers), rng
+            sharing,
+            network,
+            swarm_id,
+            identity,
+            transport,
+            admission,
+            self.pool,
+            bodies,
+            lambda: next(numbers),
+            rng,
+            KnownAuthors(sharing, identity.peer_id, clock),
         )
         self._indices = itertools.count()
 

@@ -22,6 +22,7 @@ from swarm.sharing.body_store import BodyStore
 from swarm.sharing.contribution import contribution, peer_standings
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
+from swarm.sharing.known_authors import KnownAuthors
 from swarm.sharing.reputation import Reputation
 from swarm.types import RolloutGroup
 from tests.unit.experience_factory import (
@@ -52,7 +53,7 @@ class Member:
         self.exchange = Exchange(
             sharing, NetworkSection(request_timeout_s=0.2), SWARM_ID, identity, self.transport, door,
             ExperiencePool(":memory:", sharing, network.clock), bodies, lambda: next(numbers), random.Random(0),
-            acquaintances=Acquaintances(network.clock),
+            KnownAuthors(sharing, identity.peer_id, network.clock),
         )  # fmt: skip
 
     async def share(self, groups: list[RolloutGroup]) -> None:
@@ -88,7 +89,7 @@ async def test_what_was_admitted_of_a_peer_is_told_with_the_rewards_recomputed_h
     clock.now += 5
     await reader.exchange.reader.poll()
     (peer,) = reader.exchange.peers()
-    weight = round(reader.exchange._reputation.weight(ALICE.peer_id), 3)
+    weight = round(reader.exchange.authors.reputation.weight(ALICE.peer_id), 3)
     assert weight > 0.5
     assert asdict(peer) == {
         "peer_id": ALICE.peer_id, "name": peer_name(ALICE.peer_id), "lineage": LINEAGE.policy, "weight": weight,

@@ -15,6 +15,7 @@ from swarm.records.codec import decode_record, encode_body, encode_record
 from swarm.records.identity import Identity
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import experience_topic, subkey
+from swarm.sharing.known_authors import KnownAuthors
 from swarm.sharing.shard import Shard, shard_of
 from swarm.types import Header
 from tests.unit.experience_factory import (
@@ -38,7 +39,8 @@ def make_inbox(clock: Clock | None = None, **settings: object) -> tuple[Inbox, C
     config = SharingSection.model_validate(settings)
     pool = ExperiencePool(":memory:", config, clock)
     door = admission(clock, **settings)
-    return Inbox(config, SWARM_ID, READER.peer_id, door, pool, clock, random.Random(0)), clock
+    authors = KnownAuthors(config, READER.peer_id, clock)
+    return Inbox(config, SWARM_ID, READER.peer_id, door, pool, clock, random.Random(0), authors), clock
 
 
 def make_header(sequence: int = 1, author: Identity = ALICE, **changes: object) -> Header:
@@ -127,6 +129,8 @@ def test_an_entry_under_another_s_subkey_is_not_taken() -> None:
 
 def test_every_author_has_the_same_chance_and_of_one_the_newest_comes_first() -> None:
     inbox, _ = make_inbox(max_records_per_peer_per_minute=60)
+    for author in (ALICE, MALLORY):  # of those of whom nothing is known, the first to come are taken every other time
+        inbox._authors.reputation.admitted(author.peer_id)
     for number in range(50):
         inbox.take_gossip(EVERYBODY, signed(make_header(number)))
     for number in range(5):

@@ -13,6 +13,7 @@ from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.author_shares import AddressGroups, AuthorShares
 from swarm.sharing.choice import UniformChoice
 from swarm.sharing.inbox import Inbox
+from swarm.sharing.known_authors import KnownAuthors
 from swarm.sharing.reputation import FIRST_BAN_S, MAX_AUTHORS, MAX_BAN_S, PROBATION_BODIES, Reputation
 from swarm.sharing.shard import Shard
 from swarm.sharing.verification_budget import STRANGERS_BURST_S, STRANGERS_PER_S, VerificationBudget
@@ -283,19 +284,17 @@ def test_headers_are_drawn_by_standing() -> None:
 
 def test_headers_of_a_banned_author_are_not_offered_nor_passed_on_until_the_ban_ends() -> None:
     clock = Clock()
-    reputation = made(clock)
     config = SharingSection()
+    authors = KnownAuthors(config, READER.peer_id, clock)
     pool = ExperiencePool(":memory:", config, clock)
-    inbox = Inbox(
-        config, SWARM_ID, READER.peer_id, admission(clock), pool, clock, random.Random(0), None, shares_of(reputation)
-    )
+    inbox = Inbox(config, SWARM_ID, READER.peer_id, admission(clock), pool, clock, random.Random(0), authors)
 
     def arrives(number: int) -> Verdict:
         header = header_of([group(author=LIAR)], bytes([number]), author=LIAR, created_at=clock.now)
         return inbox.take_gossip(Shard(0, 0), signed(header, MALLORY))
 
     assert arrives(1) is Verdict.ACCEPT
-    reputation.refused(LIAR, Rejection.REWARD_MISMATCH)
+    authors.refused(LIAR, Rejection.REWARD_MISMATCH)
     assert inbox.pick() is None, "what it had offered before is gone too"
     assert arrives(2) is Verdict.IGNORE
     assert inbox.rejected == {"banned": 2}

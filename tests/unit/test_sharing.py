@@ -15,12 +15,11 @@ from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import body_hash, encode_body
 from swarm.records.identity import Identity
 from swarm.sharing.absences import BUSY_PAUSE_S, UNREACHED_PAUSE_S
-from swarm.sharing.beacons import Beacons
 from swarm.sharing.body_store import BODY_PROTOCOL, BodyStore
 from swarm.sharing.index import SLOTS_PER_WINDOW, WINDOW_S, EntryValidator, experience_key, subkey
+from swarm.sharing.known_authors import KnownAuthors
 from swarm.sharing.publisher import Publisher
 from swarm.sharing.reader import Reader
-from swarm.sharing.reputation import Reputation
 from swarm.sharing.shard import Shard
 from swarm.types import RolloutGroup
 from tests.unit.experience_factory import (
@@ -50,17 +49,16 @@ class Peer:
         self.pool = ExperiencePool(":memory:", config, network.clock)
         self.bodies = BodyStore(network.clock)
         numbers = iter(range(1_000_000))
-        known = Reputation(config.reputation_half_life_s, network.clock)
-        beacons = Beacons(identity.peer_id, network.clock, known.is_known, known.has_known)
+        authors = KnownAuthors(config, identity.peer_id, network.clock)
         self.publisher = Publisher(
             config, SWARM_ID, identity, self.transport, self.bodies, lambda: next(numbers), lambda: WHOLE_SWARM,
-            beacons, head_start_s=0.0,
+            authors.beacons, head_start_s=0.0,
         )  # fmt: skip
         door = admission(network.clock, **settings)  # type: ignore[arg-type]
         door._own_peer_id = identity.peer_id
         self.reader = Reader(
             config, NetworkSection(request_timeout_s=0.2), SWARM_ID, self.transport, door, self.pool, self.bodies,
-            random.Random(0), lambda: WHOLE_SWARM, beacons=beacons,
+            random.Random(0), lambda: WHOLE_SWARM, authors,
         )  # fmt: skip
         self.bodies.serve_on(self.transport)
 

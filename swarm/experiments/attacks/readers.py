@@ -14,11 +14,10 @@ from swarm.records.admission import Admission
 from swarm.records.codec import decode_body, decode_header, decode_record
 from swarm.records.copies import CopyWatch
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.sharing.author_shares import AddressGroups, AuthorShares
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import subkey
 from swarm.sharing.judge import MixtureJudge
-from swarm.sharing.reputation import Reputation
+from swarm.sharing.known_authors import KnownAuthors
 from swarm.tasks.task_mixture import owns_stream
 from swarm.types import Header
 
@@ -60,15 +59,13 @@ class GuardedReader:
         self._pool = door.pool
         self._book = OfferBook(door.exchange, own)
         self._own_peer_id = own
-        self.reputation = Reputation(config.sharing.reputation_half_life_s, clock)
-        shares = AuthorShares(self.reputation, config.sharing.max_share_of_strangers, AddressGroups())
+        authors = KnownAuthors(config.sharing, own, clock, max_shown=0)
+        self.reputation = authors.reputation
         copies = CopyWatch(owns_stream, lambda author: self.reputation.refused(author, Rejection.COPIED))
         judge = MixtureJudge(door.mixture, is_known=self.reputation.is_known)
         self._copies = copies
         self._admission = Admission(config.sharing, config.swarm_id, own, judge, door.vocabulary, clock, copies)
-        self._inbox = Inbox(
-            config.sharing, config.swarm_id, own, self._admission, self._pool, clock, door.rng, None, shares
-        )
+        self._inbox = Inbox(config.sharing, config.swarm_id, own, self._admission, self._pool, clock, door.rng, authors)
         self._offers: dict[tuple[str, bytes], Offer] = {}
         self.num_admitted: Counter[str] = Counter()
         """Bodies, by author."""
