@@ -24,6 +24,7 @@ RUN cd /venv/lib/python3.11/site-packages && test "$SLIM" != yes || { \
 
 FROM packages AS build
 COPY pyproject.toml README.md LICENSE /src/
+COPY node_configs /src/node_configs
 COPY swarm /src/swarm
 RUN pip install --no-deps --no-compile --target /app /src
 # One round of a node without network: shows that the image works, and compiles the modules that a node needs, no others.

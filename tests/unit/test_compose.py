@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,19 @@ def test_the_image_runs_as_a_user_and_holds_no_tools() -> None:
     assert ignored[0] == "*", "only what is named goes into an image"
     sources = re.findall(r"^COPY (?!--)(.+) \S+$", text, re.M)
     assert {name for names in sources for name in names.split()} <= {line.removeprefix("!") for line in ignored}
+
+
+def test_the_image_gets_all_that_the_wheel_is_built_of() -> None:
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    parts = {*wheel["packages"], *wheel["force-include"], "pyproject.toml", "README.md", "LICENSE"}
+    copied = {
+        part
+        for line in (ROOT / "Dockerfile").read_text().splitlines()
+        if line.startswith("COPY ")
+        for part in line.split()
+    }
+    sent = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines()}
+    assert parts <= copied & sent, "what is left out stops the build"
 
 
 def test_prometheus_asks_the_port_that_nodes_serve() -> None:
