@@ -7,7 +7,7 @@ export class Table {
   constructor(place, caption, columns, keyOf, empty) {
     this.columns = columns;
     this.keyOf = keyOf;
-    this.rows = [];
+    this.rows = null;  // not told yet: then there is nothing to say of it
     this.lines = new Map();
     this.sorted = null;
     this.falls = false;
@@ -46,7 +46,7 @@ export class Table {
   }
 
   draw() {
-    const shown = this.rows.filter(this.filter);
+    const shown = (this.rows || []).filter(this.filter);
     if (this.sorted) {
       const { sort } = this.sorted, sign = this.falls ? -1 : 1;
       shown.sort((a, b) => sign * compare(sort(a), sort(b), sign));
@@ -69,7 +69,7 @@ export class Table {
       this.lines.delete(key);
     }
     this.region.hidden = shown.length === 0;
-    this.empty.hidden = shown.length > 0;
+    this.empty.hidden = this.rows === null || shown.length > 0;
   }
 
   line(key) {
