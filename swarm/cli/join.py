@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from swarm.cli.arguments import split_arguments, take_first
-from swarm.cli.run import stay_off_hubs
+from swarm.cli.heavy_imports import settle_imports, stay_off_hubs
 from swarm.errors import ConfigError, PreflightError, SwarmError
 from swarm.observability.plain_text import plain
 
@@ -79,6 +79,7 @@ def join(
 
         print(dump_toml(config), end="")
         return
+    settle_imports(config)
     _check_learning(manifest, config)
     files.create()
     write_text(files.manifest, data.decode())

@@ -1,6 +1,5 @@
 """`swarm run`: one node, until interrupted or done."""
 
-import os
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -8,9 +7,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config
+from swarm.cli.heavy_imports import settle_imports
 
 if TYPE_CHECKING:
-    from swarm.config import Config
+    pass
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Lets `--section.key value` through to `load_config`."""
@@ -54,7 +54,7 @@ def run(
         return
     if supervised:
         raise typer.Exit(_supervise(config or [], fresh=fresh))
-    stay_off_hubs(resolved)
+    settle_imports(resolved)
     from swarm.cli.passphrase import unlock
     from swarm.node_process import run_node
 
@@ -72,9 +72,3 @@ def _supervise(config: list[str], *, fresh: bool) -> int:
 
     command = [sys.executable, "-m", "swarm.cli.main", "run", *config, "--end-when-stuck"]
     return Supervisor(command, BackOff(), random.Random(), say).run(["--fresh"] if fresh else [])
-
-
-def stay_off_hubs(config: "Config") -> None:
-    """A silo's node contacts nobody but its peers. The hub's libraries are told so before anything imports them."""
-    if config.swarm.silo_owner:
-        os.environ["HF_HUB_OFFLINE"] = "1"

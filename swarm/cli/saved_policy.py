@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarm.cli.heavy_imports import settle_imports
 from swarm.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ def load_saved_policy(config: "Config", *, base_only: bool = False) -> tuple["Po
 
     Raises CheckpointError where node.dir holds no checkpoint, or one of another lineage.
     """
+    settle_imports(config)
     from swarm.adapters.adapter_state import write_adapter
     from swarm.adapters.checkpoint import CheckpointStore
     from swarm.node_folder import NodeFolder

@@ -5,8 +5,8 @@ import re
 import typer
 
 from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config
+from swarm.cli.heavy_imports import settle_imports
 from swarm.cli.passphrase import unlock
-from swarm.cli.run import stay_off_hubs
 from swarm.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ def stage(
     """
     resolved = load_config(config or [], ("--layers",))
     wanted = None if layers is None else parse_layers(layers)
-    stay_off_hubs(resolved)
+    settle_imports(resolved)
     from swarm.stage_process import run_stage
 
     run_stage(resolved, wanted, unlock)
