@@ -13,7 +13,7 @@ class WandbSink:
     ) -> None:
         """`folder`: its wandb/ holds the run. Online it needs the key of `wandb login`; without one it fails rather than asks."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read at import; else its makers get crash reports
-        import wandb  # pyright: ignore[reportMissingImports] in no lock: 62 MB
+        import wandb
 
         self._run = wandb.init(
             project=project, name=name, dir=str(folder), mode=mode, config=settings, force=mode == "online",
@@ -27,7 +27,7 @@ class WandbSink:
         self._run.log(dict(scalars(row)), step=row.get("round", 0))
 
     def close(self) -> None:
-        import wandb  # pyright: ignore[reportMissingImports] in no lock: 62 MB
+        import wandb
 
         self._run.finish()
         wandb.teardown()  # its service has written all when it has ended, not before
