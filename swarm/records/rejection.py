@@ -49,7 +49,7 @@ class Rejection(StrEnum):
     TASK_FAILED = "task_failed"
     """The task or its verifier failed here; says nothing about the author."""
     TOO_SLOW = "too_slow"
-    """Checking this author's answers takes more time than one author gets."""
+    """Checking this author's answers takes more time or memory than one author gets."""
     STRANGERS_BUSY = "strangers_busy"
     """Checking the answers of all strangers together takes more time than they get; says nothing about the author."""
     REWARD_MISMATCH = "reward_mismatch"

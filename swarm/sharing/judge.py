@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.verification_budget import VerificationBudget
-from swarm.tasks.fenced_verifier import FencedVerifier, TooSlow
+from swarm.tasks.fenced_verifier import FencedVerifier, Overrun
 from swarm.tasks.task_mixture import TaskMixture, score
 from swarm.tasks.task_source import FIRST_TRAINING_SEED, TaskFailure, UnknownTask, prompt_digest
 from swarm.types import RolloutGroup, Task, TaskRef
@@ -54,7 +54,7 @@ class MixtureJudge:
         started_at = self._clock()
         try:
             digest, rewards = fence.rewards(group.task, [rollout.text for rollout in group.rollouts])
-        except TooSlow as error:
+        except Overrun as error:
             raise InvalidRecord(Rejection.TOO_SLOW, str(error)) from None
         except UnknownTask:
             raise InvalidRecord(Rejection.UNKNOWN_TASK, group.task.source) from None

@@ -22,8 +22,8 @@ MEMORY_BYTES = 2 << 30
 """Address space of the process, of which the interpreter and the libraries take a quarter. Not enforced on macOS."""
 
 
-class TooSlow(Exception):
-    """The verifier took longer than its budget, and was stopped."""
+class Overrun(Exception):
+    """The answers made the verifier take more time or memory than it has, or ended its process."""
 
 
 class FencedVerifier:
@@ -48,16 +48,18 @@ class FencedVerifier:
     def rewards(self, ref: TaskRef, texts: Sequence[str]) -> tuple[str, tuple[float, ...]]:
         """(digest of the prompt, reward of each text), for a source that it holds.
 
-        Raises UnknownTask and TaskFailure as `TaskMixture.rebuild` and `assess` do, TooSlow beyond the budget of time.
+        Raises UnknownTask and TaskFailure as `TaskMixture.rebuild` and `assess` do, Overrun beyond its bounds.
         """
         try:
             question = [ref.source, ref.config_digest, ref.seed, ref.index, list(texts)]
             reply = self._process.ask(question, self._time_budget_s)
         except LineProcessError as error:
             logger.warning("the process that scores answers of others was stopped: %s", error)
-            if error.is_late:
-                raise TooSlow(str(error)) from None
+            if error.by_question:
+                raise Overrun(str(error)) from None
             raise TaskFailure(ref.source, f"verifier process: {error}") from None
+        if "overrun" in reply:
+            raise Overrun(reply["overrun"])
         if "unknown" in reply:
             raise UnknownTask(reply["unknown"])
         if "failure" in reply:

@@ -23,9 +23,10 @@ _MAX_REPLY_BYTES = 1 << 20
 class LineProcessError(Exception):
     """The process could not start, was late, or ended without an answer."""
 
-    def __init__(self, message: str, *, is_late: bool = False) -> None:
+    def __init__(self, message: str, *, by_question: bool = False) -> None:
+        """`by_question`: it was there, and what it was asked took too long or ended it."""
         super().__init__(message)
-        self.is_late = is_late
+        self.by_question = by_question
 
 
 class LineProcess:
@@ -94,9 +95,9 @@ class LineProcess:
         except (OSError, ValueError) as error:
             why = str(error)
         self._end()
-        if time.monotonic() >= deadline:
-            raise LineProcessError(f"took longer than {time_budget_s:g} s", is_late=True)
-        raise LineProcessError(f"ended with {why or reply[:100]!r}")
+        is_late = time.monotonic() >= deadline
+        message = f"took longer than {time_budget_s:g} s" if is_late else f"ended with {why or reply[:100]!r}"
+        raise LineProcessError(message, by_question=bool(line) and not self._is_closed)
 
     def _end(self) -> None:
         self._stop()

@@ -46,9 +46,10 @@ def _judge(
     except UnknownTask as error:
         return {"unknown": _told(error)}
     except TaskFailure as failure:
-        return {"failure": str(failure)[:_MAX_MESSAGE_CHARS]}
-    except MemoryError:  # outside a verifier, whose failures are TaskFailure
-        return {"failure": "out of memory"}
+        is_overrun = isinstance(failure.__cause__, MemoryError)
+        return {"overrun" if is_overrun else "failure": str(failure)[:_MAX_MESSAGE_CHARS]}
+    except MemoryError:
+        return {"overrun": "out of memory"}
 
 
 def _told(error: Exception) -> str:
