@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import psutil
+from swarm.machine_memory import machine_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class PolicyChoice:
 
 def detect() -> Hardware:
     """Looks at CPU, memory, NVIDIA's driver and Apple silicon; a missing tool counts as a missing GPU."""
-    memory_gib = psutil.virtual_memory().total / 2**30
+    memory_gib = machine_memory().total / 2**30
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     name, gpu_gib = _nvidia_gpu()
     if not name and platform.system() == "Darwin" and platform.machine() == "arm64":

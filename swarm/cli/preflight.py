@@ -12,11 +12,10 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 
-import psutil
-
 from swarm.config import Config, NetworkSection, PolicySection
 from swarm.errors import SwarmError
 from swarm.hardware import Hardware
+from swarm.machine_memory import machine_memory
 
 _NODE_GIB = 1.0
 """Checkpoints, pool and logs of a node."""
@@ -85,7 +84,7 @@ def _memory(policy: PolicySection, num_parameters: float | None, hardware: Hardw
     is_half = policy.dtype in ("bfloat16", "float16") or (policy.dtype == "auto" and has_gpu)
     bytes_each = _BYTES_PER_PARAMETER.get(policy.quantization, 2.0 if is_half else 4.0)
     need_gib = num_parameters * bytes_each * _WORKING_ROOM / 2**30
-    have_gib = hardware.gpu_memory_gib if has_gpu else psutil.virtual_memory().available / 2**30
+    have_gib = hardware.gpu_memory_gib if has_gpu else machine_memory().available / 2**30
     text = f"about {need_gib:.2g} GiB for {num_parameters / 1e9:.2g} B parameters, {have_gib:.0f} GiB on the " + (
         "GPU" if has_gpu else "machine, free"
     )

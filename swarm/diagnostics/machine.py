@@ -13,11 +13,10 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import psutil
-
 from swarm.config import Config
 from swarm.diagnostics.finding import Finding, ok, problem, warning
 from swarm.errors import SwarmError
+from swarm.machine_memory import machine_memory
 from swarm.network.tcp_address import TcpAddress
 from swarm.node_folder import NodeFolder
 from swarm.observability.status_file import read_status
@@ -128,7 +127,7 @@ def check_disk(path: Path) -> Finding:
 
 
 def check_memory() -> Finding:
-    memory = psutil.virtual_memory()
+    memory = machine_memory()
     text = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory available"
     if memory.available / 2**30 < _LOW_MEMORY_GIB:
         return warning("memory", text, "end other programs, or set policy.base to a smaller model")

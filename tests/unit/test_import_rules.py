@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "swarm"
-EVERYONE = {"types", "config", "errors", "observability", "weighted_sample", "__init__", "__version__"}
+EVERYONE = {
+    "types",
+    "config",
+    "errors",
+    "observability",
+    "weighted_sample",
+    "machine_memory",
+    "__init__",
+    "__version__",
+}
 ALLOWED: dict[str, set[str]] = {
     "observability": set(),
     "config": set(),
