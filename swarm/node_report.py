@@ -211,6 +211,7 @@ class NodeReport:
             publisher, reader = self.exchange.publisher, self.exchange.reader
             row |= {
                 "exchange/records_published": publisher.num_published,
+                "exchange/records_indexed": publisher.num_indexed,
                 "exchange/rounds_not_published": self.exchange.num_rounds_not_published,
                 "exchange/records_admitted": reader.num_records_admitted,
                 "exchange/groups_admitted": reader.num_groups_admitted,

@@ -23,6 +23,7 @@ STYLES = {
     "serving": "bold green",
     "starting": "bold yellow",
     "learning alone": "bold yellow",
+    "paused": "bold yellow",
     "stalled": "bold red",
     "not running": "bold red",
 }

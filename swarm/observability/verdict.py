@@ -1,6 +1,6 @@
 """In one word and one line: is this node contributing to its swarm?
 
-status.json, the clock ─▶ judge ─▶ contributing · learning alone · starting · stalled · not running
+status.json, the clock ─▶ judge ─▶ contributing · learning alone · paused · starting · stalled · not running
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ from swarm.observability.status_file import SILENT_AFTER_S, NodeStatus
 from swarm.observability.units import for_how_long
 
 _TAKEN_LATELY_S = 600.0
+_GONE_AFTER_S = 60.0
+"""Connections are closed and opened again all the time; for so long none is nothing."""
 _ROUNDS_UNTAKEN = 10
 _LONGEST_ROUND_S = 600.0
 _LONGEST_ROUNDS = 20
@@ -21,6 +23,8 @@ class Word(StrEnum):
     contributing = "contributing"
     """Other nodes fetch what it shares."""
     learning_alone = "learning alone"
+    paused = "paused"
+    """By a person, on the node's page."""
     starting = "starting"
     serving = "serving"
     """A stage of a crew, or a bootstrap peer."""
@@ -48,6 +52,9 @@ def judge(status: NodeStatus, now: float) -> Verdict:
     if status.phase == "starting" or (status.phase == "evaluating" and not status.last_round):
         doing = "loading the policy" if status.phase == "starting" else "evaluating it before the first round"
         return Verdict(Word.starting, f"{doing}, for {for_how_long(now - status.started_at)}")
+    if "paused" in status.phase:
+        what = "training and sharing wait" if status.phase == "paused" else status.phase
+        return Verdict(Word.paused, f"{what} until somebody resumes on its page: swarm dashboard DIR")
     return _part_in_swarm(status, now)
 
 
@@ -77,8 +84,10 @@ def _part_in_swarm(status: NodeStatus, now: float) -> Verdict:
     taken_at = facts.get("last_taken_at")
     patience_s = max(_TAKEN_LATELY_S, _ROUNDS_UNTAKEN * _round_s(status))
     if taken_at is not None and now - taken_at <= patience_s:
-        ago = for_how_long(now - taken_at)
-        return Verdict(Word.contributing, f"{name_of(status, facts['last_taken_by'])} took rollouts of ours {ago} ago")
+        taken = f"{name_of(status, facts['last_taken_by'])} took rollouts of ours {for_how_long(now - taken_at)} ago"
+        if status.num_connected != 0 or now - taken_at <= _GONE_AFTER_S:
+            return Verdict(Word.contributing, taken)
+        return Verdict(Word.learning_alone, f"no peer is connected any more; {taken}")
     return Verdict(Word.learning_alone, _why_alone(status, taken_at, now))
 
 

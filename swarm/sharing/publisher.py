@@ -67,7 +67,9 @@ class Publisher:
         self._head_start_s = head_start_s
         self._gossiped: asyncio.Queue[tuple[float, Header, bytes]] = asyncio.Queue(_MAX_WAITING_RECORDS)
         self.num_published = 0
-        """Records that the index has taken."""
+        """Records announced, ..."""
+        self.num_indexed = 0
+        """... and those of them that the index has taken."""
 
     async def publish(self, groups: Sequence[RolloutGroup]) -> None:
         """Gossip groups that carry signal, in as many records as their size needs; `enter_next` does the rest."""
@@ -82,7 +84,7 @@ class Publisher:
             await asyncio.sleep(max(0.0, gossiped_at + self._head_start_s - self._transport.now()))
             key = experience_key(self._swarm_id, self._shard(), self._transport.now())
             if await self._transport.store(key, subkey(header.author, header.sequence), record, header.expires_at):
-                self.num_published += 1
+                self.num_indexed += 1
             else:
                 logger.debug("no replica took header %d", header.sequence)
         finally:
@@ -108,6 +110,7 @@ class Publisher:
             return
         self._beacons.note(header)
         self._bodies.put(header.body_hash, body, header.expires_at)
+        self.num_published += 1
         await self._transport.publish(experience_topic(self._swarm_id, self._shard()), record)
         if self._gossiped.full():  # the index lags behind: the newest are wanted most
             self._gossiped.get_nowait()

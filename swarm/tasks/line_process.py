@@ -72,6 +72,7 @@ class LineProcess:
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
             bufsize=0,
+            start_new_session=True,  # Ctrl-C is for the node, which then ends this one in good order
         )
         self._stop = weakref.finalize(self, _stop, self._process)
         if self._is_closed:  # meanwhile, by another thread

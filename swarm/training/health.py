@@ -23,6 +23,9 @@ _COLUMNS = (
     "train/clip_fraction", "train/skip_reason",
 )  # fmt: skip
 
+_REWARD_AT_START = "reward at the start"
+"""Mean of the first rounds of the run, in every row of the window."""
+
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -33,10 +36,16 @@ class HealthWatch:
         self._rows: deque[dict[str, Any]] = deque(maxlen=_WINDOW_ROWS)
         self._quiet_rows: dict[str, int] = {}
         """Rows since each sickness that goes on was last seen."""
+        self._first_rewards: list[float] = []
+        """Of the first rounds of the run."""
 
     def observe(self, row: Mapping[str, Any]) -> list[str]:
         """Warnings that hold after this round's row; those of a new episode are logged."""
-        self._rows.append({name: row.get(name) for name in _COLUMNS})
+        kept = {name: row.get(name) for name in _COLUMNS}
+        if len(self._first_rewards) < _RECENT_ROWS and (reward := kept["rollout/reward_mean"]) is not None:
+            self._first_rewards.append(reward)
+        kept[_REWARD_AT_START] = fmean(self._first_rewards) if len(self._first_rewards) == _RECENT_ROWS else None
+        self._rows.append(kept)
         found = {name: text for name, check in CHECKS.items() if (text := check(self._rows))}
         for name, text in found.items():
             if name not in self._quiet_rows:
@@ -47,11 +56,14 @@ class HealthWatch:
 
     def state(self) -> dict[str, Any]:
         """JSON-able; all that `restore` needs."""
-        return {"rows": list(self._rows), "quiet_rows": dict(self._quiet_rows)}
+        return {
+            "rows": list(self._rows), "quiet_rows": dict(self._quiet_rows), "first_rewards": list(self._first_rewards),
+        }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._rows = deque(state["rows"], maxlen=_WINDOW_ROWS)
         self._quiet_rows = dict(state["quiet_rows"])
+        self._first_rewards = list(state.get("first_rewards", ()))  # not in what 0.1.0 wrote
 
 
 def entropy_collapse(rows: Rows) -> str:
@@ -80,10 +92,14 @@ def few_effective_answers(rows: Rows) -> str:
 
 
 def kl_runaway(rows: Rows) -> str:
-    """Half a nat per token further from the base within the window, or very far, without a reward that pays for it."""
+    """Half a nat per token further from the base within the window, or very far, without a reward that pays for it.
+
+    A policy that has learned much goes on to move where its reward is already high: what it gained since the run's start counts.
+    """
     values = _values(rows, "train/kl")  # not of every row
     older, recent = (median(values[:-3]), min(values[-3:])) if len(values) >= 5 else (math.nan, math.nan)
-    if not ((recent - older > 0.5 or recent > 2.0) and not _reward_has_risen(rows)):
+    is_far = recent - older > 0.5 or recent > 2.0
+    if not is_far or _reward_has_risen(rows) or _reward_since_start(rows) > 0.1:
         return ""
     return (
         f"KL to the base is {recent:.2g} nats per token, after {older:.2g}, and reward has not risen: the policy leaves what "
@@ -152,6 +168,13 @@ CHECKS: dict[str, Callable[[Rows], str]] = {
 def _reward_has_risen(rows: Rows) -> bool:
     older, recent = _split(rows, "rollout/reward_mean")
     return bool(older and recent) and fmean(recent) > fmean(older) + 0.02
+
+
+def _reward_since_start(rows: Rows) -> float:
+    """Gain of the newest rows; 0 where the start is not known."""
+    _, recent = _split(rows, "rollout/reward_mean")
+    starts = [row.get(_REWARD_AT_START) for row in rows]
+    return fmean(recent) - starts[-1] if recent and starts[-1] is not None else 0.0
 
 
 def _medians(rows: Rows, name: str) -> tuple[float, float]:

@@ -121,7 +121,7 @@ async def exchange_twice(nodes: list[Node]) -> None:
         others = [(one.identity.peer_id, place) for place, one in enumerate(nodes) if place != number]
         published = [(peer, start + 2 * place + i) for peer, place in others for start in (0, 100) for i in (0, 1)]
         assert node.drawn() == sorted(published)
-        await until(lambda node=node: node.exchange.publisher.num_published == 2)  # gossip is ahead of the index
+        await until(lambda node=node: node.exchange.publisher.num_indexed == 2)  # gossip is ahead of the index
         assert node.num_failures == 0
         assert not +node.exchange.reader.rejected
         assert not node.transport.gossip.rejected

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,8 @@ def test_run_eval_sample_and_export_work_on_one_folder(tmp_path: Path) -> None:
     assert 0 <= json.loads(evaluated.stdout)["reward_mean"] <= 1
     sampled = swarm("sample", "--dir", "n", cwd=tmp_path, stdin="1 + 1 =\nagain\n")
     assert len(sampled.stdout.splitlines()) == 2, sampled.stderr
+    tried = swarm("sample", "--dir", "n", "--tasks", "1", cwd=tmp_path)
+    assert len(re.findall(r"^  → .*\(reward \d\.\d\d\)$", tried.stdout, re.M)) == 6, tried.stdout
     assert swarm("export", "merged", "--dir", "n", cwd=tmp_path).returncode == 0
     assert swarm("export", "adapter", "--dir", "n", "--format", "adapter", cwd=tmp_path).returncode == 0
     check = (

@@ -111,6 +111,7 @@ def test_the_process_ends_with_the_fence_and_is_not_started_without_need(tmp_pat
     fence.rewards(ref_of(TaskMixture(SUMS)), ["7"])
     (child,) = set(psutil.Process(os.getpid()).children()) - children
     assert child.memory_info().rss < 300 << 20
+    assert os.getpgid(child.pid) != os.getpgid(0), "Ctrl-C is for the node"
     fence.close()
     assert not child.is_running()
     with pytest.raises(TaskFailure, match="closed"):

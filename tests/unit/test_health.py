@@ -96,6 +96,13 @@ def test_low_entropy_is_no_sickness_where_the_reward_pays_for_it():
         assert watch.observe(row) == []
 
 
+def test_distance_from_the_base_is_no_sickness_where_the_run_has_paid_for_it():
+    watch = HealthWatch()
+    for i in range(120):
+        row = {**HEALTHY, "rollout/reward_mean": min(0.2 + 0.01 * i, 0.7), "train/kl": 0.02 * i}
+        assert watch.observe(row) == [], "its reward has stopped rising within the window, not since the start"
+
+
 def test_rounds_without_a_step_and_nan_are_no_rows_to_judge():
     watch = HealthWatch()
     for i in range(30):

@@ -42,6 +42,7 @@ def status_of(now: float = NOW, **changes: Any) -> NodeStatus:
 
 
 UNTAKEN = {"last_taken_at": None, "last_taken_by": None, "bodies_taken": 0, "advice": []}
+LEFT = UNTAKEN | {"last_taken_at": NOW - 90, "last_taken_by": "x"}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,8 @@ UNTAKEN = {"last_taken_at": None, "last_taken_by": None, "bodies_taken": 0, "adv
         ({}, Word.contributing, "lively-badger-1c took rollouts of ours 12 s ago"),
         ({"contribution": UNTAKEN}, Word.learning_alone, "nobody has taken rollouts of ours yet"),
         ({"contribution": UNTAKEN, "num_connected": 0}, Word.learning_alone, "no peer is connected"),
+        ({"num_connected": 0}, Word.contributing, "12 s ago"),  # connections come and go
+        ({"num_connected": 0, "contribution": LEFT}, Word.learning_alone, "no peer is connected any more"),
         ({"contribution": UNTAKEN, "num_connected": None}, Word.learning_alone, "network is off"),
         ({"contribution": UNTAKEN, "last_round": ROW | {"exchange/records_published": 0}}, Word.learning_alone, "shared"),
         ({"contribution": UNTAKEN | {"last_taken_at": NOW - 3600}}, Word.learning_alone, "for 60 min"),
@@ -62,6 +65,8 @@ UNTAKEN = {"last_taken_at": None, "last_taken_by": None, "bodies_taken": 0, "adv
         ({"phase": "ended"}, Word.not_running, "ended after round 5"),
         ({"pid": 2**22 + 1}, Word.not_running, "ended without a word after round 5"),
         ({"phase": "serving"}, Word.serving, "for others"),
+        ({"phase": "sharing paused"}, Word.paused, "sharing paused until somebody resumes"),
+        ({"phase": "paused"}, Word.paused, "training and sharing wait"),
     ],
 )  # fmt: skip
 def test_the_verdict_names_what_a_person_wants_to_know_first(changes: dict[str, Any], word: Word, told: str) -> None:

@@ -99,6 +99,12 @@ class TestProfiles:
         assert load([plan.config_path]) == plan.config
         assert plan.label == "large batch"
 
+    def test_a_node_started_by_hand_is_in_the_same_swarm(self, tmp_path: Path) -> None:
+        (plan,) = plan_nodes(tmp_path, PlanRequest(num_nodes=1))
+        by_hand = load([Path("node_configs/testbed.toml")])
+        assert by_hand.swarm_id == plan.config.swarm_id
+        assert by_hand.tasks == plan.config.tasks
+
     def test_folder_of_a_node_cannot_be_overridden(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="set --dir"):
             plan_nodes(tmp_path, PlanRequest(overrides={"node.dir": "elsewhere"}))
