@@ -40,6 +40,9 @@ _DEADLINE_S = 10.0
 _MAX_ASKED_AT_ONCE = 32
 _MAX_HURRIED = 64
 _CONTEXT = b"bulletin"
+_NO_MEMBER = "not a member"
+_REFUSALS_TOLD = 2
+"""One may be of a member that does not have the roll yet which names this node."""
 
 
 def encode_question(version: int, grant: bytes) -> bytes:
@@ -90,6 +93,8 @@ class Bulletin:
         self._next_ask_at = 0.0
         self._told_version = membership.version
         self._wake = asyncio.Event()
+        self._num_refusals = 0
+        """In a row: members that did not take this node for one."""
         transport.serve(BULLETIN_PROTOCOL, self.answer, max_request_bytes=MAX_BULLETIN_REQUEST_BYTES)
 
     async def work(self) -> None:
@@ -109,10 +114,10 @@ class Bulletin:
             if grant and self._membership.take_grant(grant).peer_id != peer_id:
                 raise RequestRefused("the grant of another")
         except SiloError as error:
-            raise RequestRefused(f"not a member: {error.fault}") from None
+            raise RequestRefused(f"{_NO_MEMBER}: {error.fault}") from None
         key = self._membership.box_key_of(peer_id)
         if key is None:
-            raise RequestRefused("not a member")
+            raise RequestRefused(_NO_MEMBER)
         if version > self._membership.version:
             self.hurry(peer_id)
         roll = self._membership.roll_data if version < self._membership.version else b""
@@ -128,6 +133,7 @@ class Bulletin:
                 max_response_bytes=MAX_BULLETIN_BYTES,
                 deadline_s=_DEADLINE_S,
             )
+            self._num_refusals = 0
             roll, grants = decode_bulletin(open_box(self._box_key, boxed, _CONTEXT))
             if roll and self._membership.take_roll(roll):
                 self._files.write_roll(roll)
@@ -136,6 +142,17 @@ class Bulletin:
                     self._membership.take_grant(grant)
         except (RequestError, SiloError) as error:
             logger.debug("asked %s for the silo's roll: %s", peer_id, error)
+            if isinstance(error, RequestError) and error.reason == "refused" and _NO_MEMBER in str(error):
+                self._was_refused()
+
+    def _was_refused(self) -> None:
+        """Whoever was put out gets no roll that says so: what members answer is all that it hears, and no proof."""
+        self._num_refusals += 1
+        if self._num_refusals == _REFUSALS_TOLD:
+            logger.warning(
+                "members of the silo answer that this node is none any more: its owner has put it out, or its time is over; "
+                "it goes on alone; ask the owner for a new invitation"
+            )
 
     def read_file(self) -> None:
         """Take the roll on disk where it is newer. One that is damaged costs a warning."""

@@ -108,7 +108,9 @@ def _only_own_share(silo: SiloSwarm, key: str) -> bool:
     return not any(share.get(key) for share in shares)
 
 
-def test_revoked_member_is_out_within_seconds_and_the_others_go_on(tmp_path: Path) -> None:
+def test_revoked_member_is_out_within_seconds_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> None:
         silo, owner = SiloSwarm(tmp_path), found(*MEMBERS, until=UNTIL)
         for member in MEMBERS:
@@ -135,6 +137,8 @@ def test_revoked_member_is_out_within_seconds_and_the_others_go_on(tmp_path: Pat
         with pytest.raises(RequestError, match="refused: not a member"):
             await cat.transport.request(ANN.peer_id, BODY_PROTOCOL, bytes(32), max_response_bytes=100, deadline_s=5)
         assert CAT.peer_id not in await ann.transport.connected_peers()
+        told = [record.message for record in caplog.records if "is none any more" in record.message]
+        assert len(told) == 1, "Cat is told, once"
         await silo.stop()
 
     run(main())
