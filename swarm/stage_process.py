@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STATUS_INTERVAL_S = 1.0
+_SAY_INTERVAL_S = 30.0
 _NO_RATE = 1_000_000.0
 """Requests and bytes per second of one peer: sampling a token is a request, and strangers are refused before they cost much."""
 _NO_UPLOAD_LIMIT = 1 << 40
@@ -99,6 +100,7 @@ class StageProcess:
         self._stop = asyncio.Event()
         self._started_at = time.time()
         self._said = ""
+        self._said_at = 0.0
 
     async def run_until_signal(self) -> None:
         """Ends cleanly with SIGINT and SIGTERM, whatever the orders thread is at; a second one ends the process at once."""
@@ -138,7 +140,8 @@ class StageProcess:
             await transport.start()
             while not self._stop.is_set():
                 self._write_status(transport, "serving")
-                self._say(_line(host, service))
+                held = _held(host)
+                self._say(f"{held} · {_doing(host, service)}", held)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), _STATUS_INTERVAL_S)
         self._say("stopped")
@@ -164,10 +167,11 @@ class StageProcess:
             os._exit(130)
         self._stop.set()
 
-    def _say(self, line: str) -> None:
-        """A line on the terminal whenever something changed."""
-        if line != self._said:
-            self._said = line
+    def _say(self, line: str, what: str = "") -> None:
+        """A line on the terminal when `what` it tells has changed, at once; else now and then."""
+        what, now = what or line, time.monotonic()
+        if what != self._said or now - self._said_at > _SAY_INTERVAL_S:
+            self._said, self._said_at = what, now
             print(time.strftime("%H:%M:%S"), line, flush=True)
 
     def _write_status(self, transport: Transport | None, phase: str) -> None:
@@ -182,7 +186,11 @@ class StageProcess:
         ).write(self._folder.status)
 
 
-def _line(host: "StageHost", service: OrderService) -> str:
+def _held(host: "StageHost") -> str:
+    return ", ".join(f"layers [{part.start}, {part.stop})" for part in host.status().parts) or "no layers"
+
+
+def _doing(host: "StageHost", service: OrderService) -> str:
     status = host.status()
-    held = [f"layers [{p.start}, {p.stop}) at version {v}" for p, v in zip(status.parts, status.versions, strict=True)]
-    return f"{', '.join(held) or 'no layers'} · {status.num_copies} copies · {service.num_orders} orders"
+    version = f"version {max(status.versions)} · " if status.versions else ""
+    return f"{version}{status.num_copies} copies · {service.num_orders} orders"

@@ -56,6 +56,8 @@ class NodePage:
         self._controls = controls
         self._names = config.observability.http_names
         self._is_private = bool(config.swarm.silo_owner)
+        self._swarm_name = "" if self._is_private else config.swarm.name
+        self._merges_adapters = config.merging.enabled
         self._feed = Feed()
         self._files = StaticFiles()
         self._token = ""
@@ -127,6 +129,8 @@ class NodePage:
             "now_s": time.time(),
             "is_loading": self._waiting is not None,
             "is_private": self._is_private,
+            "swarm": self._swarm_name,
+            "merges_adapters": self._merges_adapters,
             "status": self._status,
             "peers": self._peers,
             "series": self._series.points(),

@@ -7,7 +7,7 @@ import { Live } from "./live.js";
 import { Rollouts } from "./rollouts.js";
 import { Table } from "./table.js";
 
-const view = { status: {}, peers: [], series: { start: [], width: 1 }, merges: [], reasons: {}, skewS: 0, dirty: new Set() };
+const view = { status: {}, peers: [], series: { start: [], width: 1 }, merges: [], reasons: {}, swarm: "", mergesAdapters: false, skewS: 0, dirty: new Set() };
 const nowS = () => Date.now() / 1000 + view.skewS;
 const isViewed = document.body.dataset.mode === "viewed";
 
@@ -101,7 +101,7 @@ function drawStatus() {
   if (document.title !== title) document.title = title;
   say(byId("phase"), s.phase || "starting");
   byId("phase").dataset.phase = s.phase || "starting";
-  say(byId("about"), s.started_at ? `for ${duration(nowS() - s.started_at)}` : "");
+  say(byId("about"), [s.started_at ? `for ${duration(nowS() - s.started_at)}` : "", view.swarm ? `in the swarm “${view.swarm}”` : ""].filter(Boolean).join(" "));
   say(byId("peer-id"), s.peer_id || "");
   fillFacts(byId("tiles"), [
     ["Reward", number(row["rollout/reward_mean"], 3)],
@@ -144,7 +144,7 @@ function drawExchange(s, row) {
 
 function drawMerging(row) {
   const steps = row["merge/outer_steps"];
-  say(byId("merges-note"), steps === undefined ? "Merging is off, or no round has ended yet." : `${number(row["merge/merges_total"])} of ${number(steps)} outer steps with a partner${row["merge/in_flight"] ? "; one exchange is under way" : ""}.`);
+  say(byId("merges-note"), steps === undefined ? (view.mergesAdapters ? "No round has ended yet." : "Merging is off (merging.enabled).") : `${number(row["merge/merges_total"])} of ${number(steps)} outer steps with a partner${row["merge/in_flight"] ? "; one exchange is under way" : ""}.`);
   const isOn = steps !== undefined;
   showIf(byId("merges-table"), isOn);
   showIf(byId("alone-table"), isOn);
@@ -165,7 +165,7 @@ function mark(...parts) {
 
 function takeState(state) {
   view.skewS = state.now_s - Date.now() / 1000;
-  Object.assign(view, { status: state.status, peers: state.peers, series: state.series, merges: state.merges, reasons: state.reasons });
+  Object.assign(view, { status: state.status, peers: state.peers, series: state.series, merges: state.merges, reasons: state.reasons, swarm: state.swarm, mergesAdapters: state.merges_adapters });
   say(byId("version"), `swarm ${state.version}`);
   if (controls) controls.show(state.controls);
   rollouts.announce(state.rollouts);
