@@ -312,6 +312,26 @@ async def test_bootstrap_peer_that_starts_anew_is_found_by_the_others(tmp_path: 
             await until(lambda: num_neighbors(again) == 2, 20)
 
 
+async def test_who_is_connected_to_others_is_not_said_to_be_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None of the others hosts the index, so that none of them answers as one through whom to join."""
+    caplog.set_level(logging.INFO)
+    absent = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{STRANGER}"
+    host = make_node(tmp_path / "0", initial_peers=(absent,), health_interval_s=0.2)
+    async with running(host):
+        assert "none of 1 known peers answers; this node goes on alone" in caplog.text
+        caplog.clear()
+        client = make_node(
+            tmp_path / "1", initial_peers=host.addresses(), listen=("/ip4/0.0.0.0/tcp/0",), reachability="private"
+        )
+        async with running(client):
+            await until(lambda: "no other peer that hosts the index answers; connected to 1 other," in caplog.text)
+            assert "alone" not in caplog.text
+            assert num_neighbors(host) == 0
+        await until(lambda: "this node goes on alone" in caplog.text)  # with the client gone, it is so again
+
+
 async def test_stop_leaves_nothing_behind_within_three_seconds(tmp_path: Path) -> None:
     async with swarm(tmp_path, 2) as (one, other):
         pid = daemon_pid(one)
