@@ -85,7 +85,7 @@ def _transport(config: NetworkSection, folder: Path, has_port: bool) -> Transpor
         return HivemindTransport(quiet, identity, folder, health_interval_s=_HEALTH_INTERVAL_S)
     from swarm.network.libp2p.transport import LightTransport
 
-    return LightTransport(quiet, identity)
+    return LightTransport(quiet, identity, folder)
 
 
 async def _look(transport: Transport, config: NetworkSection, *, is_alone: bool) -> list[Finding]:

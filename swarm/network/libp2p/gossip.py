@@ -24,6 +24,7 @@ from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.libp2p.parts import IHost, background_trio_service
 from swarm.network.libp2p.pubsub import GuardedPubsub
 from swarm.network.libp2p.router import HUB_DEGREE, NODE_DEGREE, BoundedGossipSub
+from swarm.network.own_ports import OwnPorts
 from swarm.network.peers.surroundings import told_to_others
 from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
 from swarm.network.transport import MAX_GOSSIP_BYTES, Admits, GossipHandler, TrafficCounter, everybody
@@ -54,13 +55,15 @@ class Libp2pGossip:
         timeout_s: float,
         is_hub: bool = False,
         admits: Admits = everybody,
+        ports: OwnPorts | None = None,
     ) -> None:
         """`timeout_s`: longest wait for the host to come up. `announce`: told to others in place of `listen`.
 
-        `is_hub`: pass messages on to all who are connected, not to some of them.
+        `is_hub`: pass messages on to all who are connected, not to some of them. `ports`: those of the last start.
         """
         self._identity = identity
         self._listen = tuple(listen)
+        self._ports = ports or OwnPorts()
         self._announce = tuple(announce)
         self._traffic = traffic
         self._timeout_s = timeout_s
@@ -83,7 +86,12 @@ class Libp2pGossip:
 
     @classmethod
     def of(
-        cls, config: NetworkSection, identity: Identity, traffic: TrafficCounter, admits: Admits = everybody
+        cls,
+        config: NetworkSection,
+        identity: Identity,
+        traffic: TrafficCounter,
+        admits: Admits = everybody,
+        ports: OwnPorts | None = None,
     ) -> Self:
         """With the addresses of the settings. Raises ConfigError for a malformed one."""
         listen = parse_setting("gossip_listen", config.gossip_listen) or tuple(
@@ -92,7 +100,7 @@ class Libp2pGossip:
         announce = parse_setting("gossip_announce", config.gossip_announce)
         return cls(
             identity, listen, announce, traffic,
-            timeout_s=config.startup_timeout_s, is_hub=config.serve_gossip, admits=admits,
+            timeout_s=config.startup_timeout_s, is_hub=config.serve_gossip, admits=admits, ports=ports,
         )  # fmt: skip
 
     @property
@@ -107,7 +115,16 @@ class Libp2pGossip:
 
     async def start(self) -> None:
         """Raises NetworkError."""
-        await self._open()
+        wanted = self._listen
+        self._listen = self._ports.again("gossip", wanted)
+        try:
+            await self._open()
+        except NetworkError:
+            if self._listen == wanted:
+                raise
+            self._listen = wanted  # somebody took the port of the last start a moment ago
+            await self._open()
+        self._ports.keep("gossip", wanted, self._listen)
         self._supervisor = asyncio.create_task(self._supervise(), name="gossip-supervisor")
 
     async def stop(self) -> None:
