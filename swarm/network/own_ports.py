@@ -54,13 +54,18 @@ class OwnPorts:
 
     def again(self, plane: Plane, wanted: Sequence[TcpAddress]) -> tuple[TcpAddress, ...]:
         """`wanted`, with the ports of the last start in place of port 0, as far as they are free."""
+        pairs = zip(wanted, self.last(plane, wanted), strict=True)
+        return tuple(last if last == address or _is_free(last) else address for address, last in pairs)
+
+    def last(self, plane: Plane, wanted: Sequence[TcpAddress]) -> tuple[TcpAddress, ...]:
+        """`wanted`, with the ports of the last start in place of port 0, whoever has them now."""
         left = list(self._kept[plane])
         found = []
         for address in wanted:
             kept = next((one for one in left if replace(one, port=0) == address), None)
             if kept is not None:
                 left.remove(kept)
-            found.append(kept if kept is not None and _is_free(kept) else address)
+            found.append(kept or address)
         return tuple(found)
 
     def keep(self, plane: Plane, wanted: Sequence[TcpAddress], actual: Sequence[TcpAddress]) -> None:
