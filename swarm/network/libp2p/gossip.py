@@ -12,7 +12,7 @@ import contextlib
 import logging
 import random
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Self
@@ -40,6 +40,8 @@ MAINTENANCE_INTERVAL_S = 2.0
 _SILENCE_S = 5.0
 """So long a peer may be in no topic, in which it was before."""
 _MAX_RESTART_PAUSE_S = 30.0
+_MAX_TOLD = 256
+"""Peers of which it is remembered that the log has named them."""
 
 
 class Libp2pGossip:
@@ -80,6 +82,7 @@ class Libp2pGossip:
         self._wake = asyncio.Event()
         self._subscribers: set[str] = set()
         """Connected peers that were known to be in some topic."""
+        self._told_shut_out: OrderedDict[str, None] = OrderedDict()
         self._silent_since: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_restarts = 0
@@ -221,7 +224,7 @@ class Libp2pGossip:
         """Drop peers that are shut out, and connect to others where there are too few."""
         for peer_id in host.peers():
             if self._guard.is_shut_out(peer_id):
-                logger.info("gossip peer %s is shut out: no member, or too many invalid messages", peer_id)
+                self._tell_shut_out(peer_id)
                 self._book.forget(peer_id)
                 with contextlib.suppress(NetworkError):
                     await host.disconnect(peer_id)
@@ -232,6 +235,16 @@ class Libp2pGossip:
         chosen = {peer_id: at for peer_id, at in chosen.items() if not self._guard.is_shut_out(peer_id)}
         await asyncio.gather(*(self._connect(host, peer_id, at) for peer_id, at in chosen.items()))
         await self._hang_up_on_forgotten(host)
+
+    def _tell_shut_out(self, peer_id: str) -> None:
+        """Once per peer: it may dial again every few seconds."""
+        is_news = peer_id not in self._told_shut_out
+        level = logging.INFO if is_news else logging.DEBUG
+        logger.log(level, "gossip peer %s is shut out: no member, or too many invalid messages", peer_id)
+        self._told_shut_out[peer_id] = None
+        self._told_shut_out.move_to_end(peer_id)
+        if len(self._told_shut_out) > _MAX_TOLD:
+            self._told_shut_out.popitem(last=False)
 
     async def _hang_up_on_forgotten(self, host: Libp2pHost) -> None:
         """Start anew with connected peers whose subscriptions pubsub has lost.
