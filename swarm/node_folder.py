@@ -6,10 +6,10 @@ from pathlib import Path
 from swarm.errors import ConfigError
 
 _KEPT_ON_FRESH_START = {
-    "lock", "manifest.toml", "peers.json", "reputation.json", "silo.roll", "silo.invite", "silo-owner.key",
-    "page.token",
+    "lock", "manifest.toml", "peers.json", "ports.json", "reputation.json", "silo.roll", "silo.invite",
+    "silo-owner.key", "page.token",
 }  # fmt: skip
-"""With the files of the identity: who the node is, of which swarm, and whom it knows, stays when its run starts anew."""
+"""With the files of the identity: who the node is, of which swarm, whom it knows and where it listens, whatever its run."""
 
 
 class NodeFolder:

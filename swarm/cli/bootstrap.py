@@ -59,7 +59,7 @@ def bootstrap(
     number of them, and lives on without them.
 
     Reads: the manifest, if one is named.
-    Writes: its identity, peers.json and status.json in --dir.
+    Writes: its identity, peers.json, ports.json, status.json and logs/ in --dir.
 
     Examples:
       swarm bootstrap --manifest friends.swarm.toml \\
@@ -74,6 +74,7 @@ def bootstrap(
     from swarm.config import parse
     from swarm.network.heap import bound_arenas
     from swarm.node_folder import NodeFolder
+    from swarm.observability.logging_setup import set_up_logging
     from swarm.records import identity as identities
     from swarm.records.identity import IdentityLock
 
@@ -99,6 +100,7 @@ def bootstrap(
     with IdentityLock(folder) as lock:
         identity = identities.load_or_create(files.identity, unlock)
         lock.claim(identity)
+        set_up_logging(files.logs, config.observability.log_level, config.observability.max_log_mib * 2**20)
         asyncio.run(_serve(config, files, identity))
 
 

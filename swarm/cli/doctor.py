@@ -21,11 +21,12 @@ _SIGNS = {"ok": "ok     ", "warning": "warning", "problem": "problem"}
 def doctor(
     config: list[str] = typer.Argument(None, metavar=CONFIG_METAVAR, help=CONFIG_HELP),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
-    network: bool = typer.Option(True, help="Join the swarm for a moment, where initial peers are configured."),
+    network: bool = typer.Option(True, help="Join the swarm for a moment, where peers are configured or stored."),
 ) -> None:
     """Check this machine, its software and its way to the swarm.
 
-    Reads: CONFIG; the network as a stranger with a key thrown away after.
+    Reads: CONFIG; the peers and ports stored in its node.dir; the network as a
+    stranger with a key thrown away after.
     Writes: nothing.
 
     Examples:
@@ -58,7 +59,7 @@ def doctor(
     if resolved.swarm.silo_owner:
         report(check_membership(resolved))
     if network and resolved.network.backend != "off":
-        for found in asyncio.run(check_swarm(resolved.network)):
+        for found in asyncio.run(check_swarm(resolved.network, resolved.node.dir)):
             report(found)
     if as_json:
         print(json.dumps({"findings": [asdict(found) | {"level": found.level.value} for found in findings]}))

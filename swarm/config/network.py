@@ -13,11 +13,11 @@ class NetworkSection(Section):
     gossip: Literal["libp2p", "daemon", "off"] = "libp2p"
     """libp2p: validates before it passes on. daemon: less CPU, among friends. off: index only. The same on all nodes."""
     gossip_listen: tuple[str, ...] = ()
-    """TCP multiaddresses of the libp2p gossip; it works without an open port. Empty: the hosts of `listen`, free ports."""
+    """TCP multiaddresses of the libp2p gossip; it works without an open port. Empty: the hosts of `listen`, as with port 0."""
     gossip_announce: tuple[str, ...] = ()
     """Multiaddresses to tell others, where they differ from `gossip_listen`."""
     listen: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/0",)
-    """TCP multiaddresses to listen on; port 0 takes a free one. Use /ip4/0.0.0.0/tcp/PORT to be reachable from outside."""
+    """TCP multiaddresses to listen on; port 0: a free one, kept over restarts. /ip4/0.0.0.0/tcp/PORT: reachable from outside."""
     announce: tuple[str, ...] = ()
     """Multiaddresses to tell others, where they differ from `listen` (port forwarding)."""
     initial_peers: tuple[str, ...] = ()

@@ -6,7 +6,6 @@ import importlib.util
 import platform
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from swarm.config import Config
 from swarm.diagnostics.finding import Finding, ok, problem, warning
 from swarm.errors import SwarmError
 from swarm.machine_memory import machine_memory
+from swarm.network.own_ports import try_port
 from swarm.network.tcp_address import TcpAddress
 from swarm.node_folder import NodeFolder
 from swarm.observability.status_file import read_status
@@ -166,15 +166,12 @@ def check_ports(listen: Iterable[str], *, is_running: bool = False) -> Finding:
             address = TcpAddress.parse(text)
         except ValueError as error:
             return problem("port", f"network.listen {text!r}: {error}", "set network.listen to /ip4/0.0.0.0/tcp/PORT")
-        family = socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address.host, address.port))
-            except OSError as error:
-                reason = (error.strerror or str(error)).lower()
-                if is_running and error.errno == errno.EADDRINUSE:
-                    return ok("port", f"{text} is in use; the node of this folder is running")
-                who = f"ss -ltnp 'sport = :{address.port}'"
-                return problem("port", f"{text}: {reason}", f"{who} shows who has it; or set another network.listen")
+        try:
+            try_port(address)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            if is_running and error.errno == errno.EADDRINUSE:
+                return ok("port", f"{text} is in use; the node of this folder is running")
+            who = f"ss -ltnp 'sport = :{address.port}'"
+            return problem("port", f"{text}: {reason}", f"{who} shows who has it; or set another network.listen")
     return ok("port", "free: " + ", ".join(listen))

@@ -18,6 +18,9 @@ from swarm.diagnostics.finding import Finding, Level, ok, problem, warning
 from swarm.diagnostics.machine import check_ports
 from swarm.diagnostics.unanswered import check_unanswered
 from swarm.errors import ConfigError, NetworkError, RequestError
+from swarm.network.own_ports import PORTS_FILE, OwnPorts
+from swarm.network.peers.peer_list import PEERS_FILE, read_peers
+from swarm.network.peers.surroundings import local_addresses
 from swarm.network.reach.reachability import (
     ASK_TIMEOUT_S,
     MAX_TEST_BYTES,
@@ -28,10 +31,12 @@ from swarm.network.reach.reachability import (
     read_greeting,
 )
 from swarm.network.tcp_address import TcpAddress, parse_setting
-from swarm.network.transport import Transport
+from swarm.network.transport import Contact, Transport
 from swarm.records.identity import create
+from swarm.records.peer_name import peer_name
 
 _NUM_PEERS_ASKED = 5
+_NUM_STORED_TRIED = 16
 _MAX_SKEW_S = 3.0
 """hivemind's DHT refuses peers whose clock differs by more."""
 _WARN_SKEW_S = 1.0
@@ -53,23 +58,59 @@ class PeerView:
     mb_per_s: float | None
 
 
-async def check_swarm(config: NetworkSection) -> list[Finding]:
-    """Findings of peers, reachability, relay, clock and bandwidth. Raises nothing."""
-    if not config.initial_peers:
-        return [ok("peers", "no initial peers are configured: reachability, clock and bandwidth are not measured")]
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Through whom the node would join."""
+
+    initial: tuple[TcpAddress, ...]
+    stored: dict[str, tuple[str, ...]]
+    """{peer id: addresses} of others that it met, those seen last."""
+
+    def absent(self) -> tuple[TcpAddress, ...]:
+        """An address of each stored peer that can be dialled without a relay."""
+        peers = ((TcpAddress.parse(f"{at}/p2p/{peer_id}") for at in found) for peer_id, found in self.stored.items())
+        direct = (next((one for one in addresses if one.relay_id is None), None) for addresses in peers)
+        return tuple(address for address in direct if address is not None)
+
+
+async def check_swarm(config: NetworkSection, state_dir: Path | None = None) -> list[Finding]:
+    """Findings of peers, reachability, relay, clock and bandwidth. Raises nothing.
+
+    `state_dir`: the node's folder, for the peers that it met and the ports that it had.
+    """
+    try:
+        known, listen = _known(config, state_dir), parse_setting("listen", config.listen)
+    except ConfigError as error:
+        return [problem("network", str(error), "mend that setting")]
+    if not (known.initial or known.stored):
+        return [ok("peers", "no peers are configured or stored: reachability, clock and bandwidth are not measured")]
+    if state_dir is not None:
+        last = OwnPorts(state_dir / PORTS_FILE).last("listen", listen)
+        config = config.model_copy(update={"listen": tuple(map(str, last))})
     has_port = check_ports(config.listen).level is Level.OK
     with tempfile.TemporaryDirectory(prefix="swarm-doctor-") as name:
         try:
             transport = _transport(config, Path(name), has_port)
         except ConfigError as error:
             return [problem("network", str(error), "mend that setting")]
+        for peer_id, addresses in known.stored.items():
+            transport.meet(Contact(peer_id, addresses, (), hosts_index=True))
         try:
             await transport.start()
-            return await _look(transport, config, is_alone=has_port)
+            return await _look(transport, config, known, is_alone=has_port)
         except NetworkError as error:
             return [problem("network", str(error), "mend what is said of the daemon and the port, then run it again")]
         finally:
             await transport.stop()
+
+
+def _known(config: NetworkSection, state_dir: Path | None) -> _Known:
+    """Raises ConfigError."""
+    initial = parse_setting("initial_peers", config.initial_peers)
+    names = {address.peer_id for address in initial}
+    found = read_peers(state_dir / PEERS_FILE, time.time()).values() if state_dir is not None else ()
+    others = sorted((peer for peer in found if peer.peer_id not in names), key=lambda peer: -peer.last_seen)
+    return _Known(initial, {peer.peer_id: peer.addresses for peer in others[:_NUM_STORED_TRIED]})
 
 
 def _transport(config: NetworkSection, folder: Path, has_port: bool) -> Transport:
@@ -85,16 +126,15 @@ def _transport(config: NetworkSection, folder: Path, has_port: bool) -> Transpor
         return HivemindTransport(quiet, identity, folder, health_interval_s=_HEALTH_INTERVAL_S)
     from swarm.network.libp2p.transport import LightTransport
 
-    return LightTransport(quiet, identity)
+    return LightTransport(quiet, identity, folder)
 
 
-async def _look(transport: Transport, config: NetworkSection, *, is_alone: bool) -> list[Finding]:
+async def _look(transport: Transport, config: NetworkSection, known: _Known, *, is_alone: bool) -> list[Finding]:
     peers = await transport.connected_peers()
     if not peers:
-        return [await check_unanswered(parse_setting("initial_peers", config.initial_peers))]
+        return [await check_unanswered(known.initial, stored=known.absent())]
     views = [view for peer in peers[:_NUM_PEERS_ASKED] if (view := await _view(transport, peer)) is not None]
-    text = f"{len(peers)} connected, {len(views)} of those asked answered"
-    findings = [ok("peers", text) if views else warning("peers", text, "run it again in a minute; they may be busy")]
+    findings = [await _peers_finding(known, peers, len(views))]
     if config.backend != "hivemind":
         findings.append(ok("reachability", "not measured: a node of this backend calls others and need not be called"))
     elif is_alone:
@@ -102,12 +142,33 @@ async def _look(transport: Transport, config: NetworkSection, *, is_alone: bool)
     else:
         findings.append(ok("reachability", "not measured: the port is in use, perhaps by this node itself"))
     if findings[-1].level is not Level.OK:
-        findings.append(await _relay(transport))
+        findings.append(await _relay(transport, config, peers))
     return [*findings, *(judge_views(views) if views else [])]
 
 
-async def _relay(transport: Transport) -> Finding:
+async def _peers_finding(known: _Known, peers: Sequence[str], num_views: int) -> Finding:
+    """Who is connected, and what is wrong with the initial peers where it is none of them."""
+    text = f"{len(peers)} connected, {num_views} of those asked answered"
+    met = [peer_name(peer_id) for peer_id in peers if peer_id in known.stored]
+    if met:
+        more = ", …" if len(met) > _NUM_PEERS_ASKED else ""
+        text += f"; {len(met)} of {len(known.stored)} stored: {', '.join(met[:_NUM_PEERS_ASKED])}{more}"
+    if known.initial and not any(address.peer_id in peers for address in known.initial):
+        cause = await check_unanswered(known.initial)
+        return warning("peers", f"{text}; {cause.text}", cause.fix)
+    return ok("peers", text) if num_views else warning("peers", text, "run it again in a minute; they may be busy")
+
+
+async def _relay(transport: Transport, config: NetworkSection, peers: Sequence[str]) -> Finding:
     """For a node that cannot be dialled: whether a relay lets others reach it."""
+    relays = parse_setting("relays", config.relays) or parse_setting("initial_peers", config.initial_peers)
+    own = local_addresses()
+    if relays and all(address.is_loopback or address.host in own for address in relays):
+        return ok("relay", "not measured: who would relay is on this machine, and others do not reach it that way")
+    fix = "set network.relays to the address of a public node that has network.serve_relay = true"
+    if not any(peer_id in peers for address in relays for peer_id in (address.peer_id, address.relay_id)):
+        who = f"none of the {len(relays)} peers asked to relay answers" if relays else "nobody is asked to relay"
+        return warning("relay", f"{who}: this node can ask others, but they cannot ask it", fix)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_RELAY_TIMEOUT_S):
             while True:  # the daemon asks for a place in the background, and the transport looks once per second
@@ -115,8 +176,9 @@ async def _relay(transport: Transport) -> Finding:
                     if address.relay_id is not None:
                         return ok("relay", f"others can reach this node through {address.host}:{address.port}")
                 await asyncio.sleep(_HEALTH_INTERVAL_S / 2)
-    fix = "set network.relays to the address of a public node that has network.serve_relay = true"
-    return warning("relay", "no relay keeps a place for this node: it can ask others, but they cannot ask it", fix)
+    text = f"no relay gave a place within {_RELAY_TIMEOUT_S:.0f} s; a node without one can ask others, not they it"
+    wait = "a place may take longer: run it again in a minute"
+    return warning("relay", text, f"{wait}; if that stays so, {fix}")
 
 
 async def _view(transport: Transport, peer_id: str) -> PeerView | None:
@@ -152,8 +214,8 @@ async def _reachability(transport: Transport, config: NetworkSection, peers: Seq
     known = parse_setting("announce", config.announce) or listen
     ports = tuple(dict.fromkeys(one.port for one in known if one.port and not one.is_loopback))
     if not ports:
-        fix = "set network.listen to /ip4/0.0.0.0/tcp/PORT with a port of your choice"
-        return warning("reachability", "the port changes with every start", fix)
+        fix = "start the node once, or set network.listen to /ip4/0.0.0.0/tcp/PORT with a port of your choice"
+        return warning("reachability", "the port is not known before the first start, which takes a free one", fix)
     found = await look_from_outside(ask, peers, ports)
     forward = _FORWARD.format(port=ports[0])
     if found.is_reachable and found.address is not None:

@@ -18,17 +18,26 @@ _NEWER = "ask the swarm's founder for newer addresses and put them into network.
 
 
 async def check_unanswered(
-    addresses: Sequence[TcpAddress], hosts: Callable[[], frozenset[str]] = local_addresses
+    initial: Sequence[TcpAddress],
+    hosts: Callable[[], frozenset[str]] = local_addresses,
+    *,
+    stored: Sequence[TcpAddress] = (),
 ) -> Finding:
-    """The finding "peers" for peers none of which answers. `hosts`: addresses of this machine besides loopback."""
+    """The finding "peers" for peers none of which answers. `hosts`: addresses of this machine besides loopback.
+
+    `stored`: where those listened that the node met before.
+    """
+    addresses = (*initial, *stored)
+    kinds = ((len(initial), "initial"), (len(stored), "stored"))
+    count = " and ".join(f"{number} {kind}" for number, kind in kinds if number)
     if not hosts() and not any(address.is_loopback for address in addresses):
         fix = "connect this machine to a network; `ip -brief address` shows its interfaces"
-        return problem("peers", f"none of {len(addresses)} can be reached: this machine has no network", fix)
+        return problem("peers", f"none of {count} peers can be reached: this machine has no network", fix)
     causes = await asyncio.gather(*(_cause(address) for address in addresses[:_NUM_ADDRESSES]))
     told = "; ".join(
         f"{address.host}:{address.port} {what}" for address, (what, _) in zip(addresses, causes, strict=False)
     )
-    return problem("peers", f"none of {len(addresses)} initial peers answers: {told}", causes[0][1])
+    return problem("peers", f"none of {count} peers answers: {told}", causes[0][1])
 
 
 async def _cause(address: TcpAddress) -> tuple[str, str]:

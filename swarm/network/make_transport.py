@@ -22,5 +22,5 @@ def make_transport(
     if config.backend == "libp2p":
         from swarm.network.libp2p.transport import LightTransport
 
-        return LightTransport(config, identity, validator, admits)
+        return LightTransport(config, identity, state_dir, validator, admits)
     return None

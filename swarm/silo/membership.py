@@ -7,10 +7,11 @@ clock (memberships end) ──────────────┘           
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from swarm.errors import SiloError
 from swarm.records.identity import Identity
+from swarm.records.peer_name import peer_name
 from swarm.silo.grant import Grant, decode_grant
 from swarm.silo.key_ring import GRACE_S, KeyRing
 from swarm.silo.roll import Member, Roll, decode_roll, wrap_context
@@ -18,6 +19,8 @@ from swarm.silo.sealing import box_key, open_epoch_key
 
 logger = logging.getLogger(__name__)
 
+_MAX_NAMED = 8
+"""Members in one line of the log."""
 MAX_GRANTS = 64
 """Of newcomers that are on no roll yet; members that fetch a roll fetch these as well."""
 
@@ -79,6 +82,8 @@ class Membership:
             raise SiloError(f"a silo's roll must be of epoch >= {least_epoch}, got {roll.epoch}", "old")
         if roll.version <= self.version:
             return False
+        if self.roll is not None:
+            logger.info("a newer roll of the silo: %s", _what_changed(self.roll, roll))
         self.roll, self.roll_data = roll, data
         self._members = {member.peer_id: member for member in roll.members}
         # Grants of an earlier epoch are over: who was put out since is not on this roll.
@@ -130,3 +135,16 @@ class Membership:
 
     def _context(self) -> bytes:
         return wrap_context(self.swarm_id, self._identity.peer_id)
+
+
+def _what_changed(old: Roll, new: Roll) -> str:
+    before, after = ([member.peer_id for member in roll.members] for roll in (old, new))
+    epoch = f"epoch {new.epoch}" if new.epoch == old.epoch else f"epoch {new.epoch} after {old.epoch}"
+    gone, come = _names(set(before) - set(after)), _names(set(after) - set(before))
+    return f"{epoch}; put out: {gone}; came in: {come}; {len(after)} on it"
+
+
+def _names(peer_ids: Collection[str]) -> str:
+    names = sorted(f"{peer_name(peer_id)} ({peer_id})" for peer_id in peer_ids)
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return (", ".join(names[:_MAX_NAMED]) or "nobody") + more

@@ -18,7 +18,9 @@ from swarm.config import NetworkSection
 from swarm.errors import ConfigError, NetworkError, RequestError
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.index_entry import MAX_VALUE_BYTES
+from swarm.network.make_transport import make_transport
 from swarm.network.requests.framing import MAX_CALL_BYTES
+from swarm.network.tcp_address import TcpAddress
 from swarm.network.transport import IndexValidator, RequestRefused
 from swarm.records.identity import Identity, create, load
 
@@ -310,6 +312,56 @@ async def test_bootstrap_peer_that_starts_anew_is_found_by_the_others(tmp_path: 
         again = HivemindTransport(NetworkSection(listen=listen), load(tmp_path / "0" / "identity.key"), tmp_path / "0")
         async with running(again):
             await until(lambda: num_neighbors(again) == 2, 20)
+
+
+async def test_ports_that_the_system_chose_are_taken_again_at_the_next_start(tmp_path: Path) -> None:
+    for backend in ("hivemind", "libp2p"):
+        config, folder = NetworkSection(backend=backend), tmp_path / backend
+        folder.mkdir()
+        identity = create(folder / "identity.key")
+
+        async def addresses() -> tuple[tuple[str, ...], tuple[str, ...]]:
+            node = make_transport(config, identity, folder)  # noqa: B023
+            assert node is not None
+            await node.start()
+            try:
+                return node.addresses(), node.gossip_addresses()
+            finally:
+                await node.stop()
+
+        (first,), (gossip,) = await addresses()
+        assert await addresses() == ((first,), (gossip,))
+        with socket.socket() as other:  # somebody else has the one, and later the other
+            other.bind(("127.0.0.1", TcpAddress.parse(first).port))
+            other.listen()
+            (second,), kept = await addresses()
+        assert second != first and kept == (gossip,)
+        assert (await addresses())[0] == (second,)
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", TcpAddress.parse(gossip).port))
+            other.listen()
+            kept, (moved,) = await addresses()
+        assert kept == (second,) and moved != gossip
+
+
+async def test_who_is_connected_to_others_is_not_said_to_be_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None of the others hosts the index, so that none of them answers as one through whom to join."""
+    caplog.set_level(logging.INFO)
+    absent = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{STRANGER}"
+    host = make_node(tmp_path / "0", initial_peers=(absent,), health_interval_s=0.2)
+    async with running(host):
+        assert "none of 1 known peers answers; this node goes on alone" in caplog.text
+        caplog.clear()
+        client = make_node(
+            tmp_path / "1", initial_peers=host.addresses(), listen=("/ip4/0.0.0.0/tcp/0",), reachability="private"
+        )
+        async with running(client):
+            await until(lambda: "no other peer that hosts the index answers; connected to 1 other," in caplog.text)
+            assert "alone" not in caplog.text
+            assert num_neighbors(host) == 0
+        await until(lambda: "this node goes on alone" in caplog.text)  # with the client gone, it is so again
 
 
 async def test_stop_leaves_nothing_behind_within_three_seconds(tmp_path: Path) -> None:

@@ -80,6 +80,19 @@ def test_swarm_is_founded_joined_and_outlives_its_bootstrap_peer(tmp_path: Path)
             assert read_manifest(str(tmp_path / "a" / "manifest.toml")).edition == 2
 
 
+def test_what_a_bootstrap_peer_warns_of_is_in_the_log_of_its_folder(tmp_path: Path) -> None:
+    absent = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
+    with Command(tmp_path / "b", "bootstrap", "--dir", str(tmp_path / "b"), "--no-gossip", "--join", absent) as entry:
+        address = entry.address()
+        said = "none of 1 known peers answers"
+        log = wait_for(lambda: (tmp_path / "b/logs/run-0001.log").read_text(), "the log", entry)
+        assert f"WARNING swarm.network.peers.joining: {said}" in log
+        printed = entry.output.read_text()
+        assert f"WARNING {said}" in printed and "WARNING:" not in printed
+    with Command(tmp_path / "b", "bootstrap", "--dir", str(tmp_path / "b"), "--no-gossip") as again:
+        assert again.address() == address, "who stored it finds it there"
+
+
 def test_bootstrap_peers_are_light_and_know_each_other(tmp_path: Path) -> None:
     swarm(tmp_path, "create", "friends")
     manifest = tmp_path / "friends.swarm.toml"

@@ -1,6 +1,7 @@
 """Gossip over real py-libp2p hosts on loopback: what is invalid goes one hop, and nothing that a peer sends ends the plane."""
 
 import asyncio
+import logging
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -157,6 +158,30 @@ async def test_an_invalid_message_goes_one_hop_and_its_forwarder_is_shut_out() -
         with suppress(NetworkError):
             mallory.meet(honest)
         assert mallory.peer_id not in honest.plane.peers()
+
+
+async def test_a_peer_that_is_shut_out_again_and_again_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def levels() -> list[int]:
+        return [record.levelno for record in caplog.records if "is shut out" in record.getMessage()]
+
+    caplog.set_level(logging.DEBUG, "swarm.network.libp2p.gossip")
+    identity = Identity(bytes([77]) * 32)
+    plane = Libp2pGossip.of(NetworkSection(), identity, TrafficCounter(), admits=lambda peer_id, wanted: False)
+    outsider = await Libp2pHost.open(Identity(bytes([78]) * 32), LOOPBACK, timeout_s=DEADLINE_S)
+    try:
+        await plane.start()
+        await outsider.connect(identity.peer_id, plane.addresses)
+        await until(lambda: levels() == [logging.INFO] and not plane.peers())
+        plane._tell_shut_out(str(outsider._host.get_id()))
+        assert levels() == [logging.INFO, logging.DEBUG]
+        for number in range(1000):
+            plane._tell_shut_out(str(number))
+        assert len(plane._told_shut_out) < 300
+    finally:
+        await outsider.close()
+        await plane.stop()
 
 
 async def test_an_ignored_message_goes_one_hop_and_is_nobodys_fault() -> None:

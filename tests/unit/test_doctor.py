@@ -5,6 +5,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from swarm.diagnostics.silo import check_membership
 from swarm.diagnostics.swarm_view import PeerView, check_swarm, judge_views
 from swarm.diagnostics.unanswered import check_unanswered
 from swarm.network.hivemind.transport import HivemindTransport
+from swarm.network.peers.peer_list import StoredPeer, write_peers
 from swarm.network.tcp_address import TcpAddress
 from swarm.node_folder import NodeFolder
 from swarm.records.identity import create, write_seed
@@ -188,6 +190,63 @@ async def test_reason_why_no_peer_answers_is_named(tmp_path: Path) -> None:
 async def test_absent_peers_are_a_problem() -> None:
     absent = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
     assert levels(await check_swarm(NetworkSection(initial_peers=(absent,)))) == {"peers": Level.PROBLEM}
+
+
+async def test_stored_peers_are_tried_where_no_initial_one_answers(tmp_path: Path) -> None:
+    absent = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
+    for backend in ("hivemind", "libp2p"):
+        met, mine = tmp_path / f"{backend}-met", tmp_path / f"{backend}-mine"
+        for folder in (met, mine):
+            folder.mkdir()
+        identity = create(met / "identity.key")
+        node = HivemindTransport(NetworkSection(), identity, met)
+        await node.start()
+        try:
+            (address,) = (TcpAddress.parse(text).transport for text in node.addresses())
+            peer = StoredPeer(peer_id=identity.peer_id, addresses=(address,), last_seen=time.time())
+            write_peers(mine / "peers.json", {identity.peer_id: peer})
+            config = NetworkSection(backend=backend, initial_peers=(f"/ip4/127.0.0.1/tcp/1/p2p/{absent}",))
+            peers, *others = await check_swarm(config, mine)
+            assert peers.level is Level.WARNING
+            assert f"1 of 1 stored: {identity.peer_name}" in peers.text
+            assert "none of 1 initial peers answers: 127.0.0.1:1 refuses" in peers.text
+            assert set(levels(others)) == {"reachability", "clock", "bandwidth"}
+            without = config.model_copy(update={"initial_peers": ()})
+            assert levels(await check_swarm(without, mine))["peers"] is Level.OK
+        finally:
+            await node.stop()
+        gone = (await check_swarm(config, mine))[0]
+        assert gone.level is Level.PROBLEM
+        assert gone.text.startswith("none of 1 initial and 1 stored peers answers: 127.0.0.1:1 refuses")
+
+
+async def test_what_one_machine_cannot_show_of_relays_is_not_held_against_a_node(tmp_path: Path) -> None:
+    relay = HivemindTransport(NetworkSection(), create(tmp_path / "identity.key"), tmp_path)
+    away = f"/ip4/192.0.2.1/tcp/1/p2p/{identity_of(1).peer_id}"
+    await relay.start()
+    try:
+        config = NetworkSection(listen=("/ip4/0.0.0.0/tcp/0",), initial_peers=relay.addresses())
+        here = {one.name: one for one in await check_swarm(config)}
+        elsewhere = {one.name: one for one in await check_swarm(config.model_copy(update={"relays": (away,)}))}
+    finally:
+        await relay.stop()
+    assert "not known before the first start" in here["reachability"].text
+    assert here["relay"].level is Level.OK and "on this machine" in here["relay"].text
+    assert elsewhere["relay"].level is Level.WARNING
+    assert "none of the 1 peers asked to relay answers" in elsewhere["relay"].text
+
+
+async def test_port_of_the_last_start_is_the_one_that_is_looked_at(tmp_path: Path) -> None:
+    listen = ("/ip4/0.0.0.0/tcp/0",)
+    node = HivemindTransport(NetworkSection(listen=listen), create(tmp_path / "identity.key"), tmp_path)
+    await node.start()
+    try:
+        own = tuple(address for address in node.addresses() if address.startswith("/ip4/127."))
+        config = NetworkSection(listen=listen, initial_peers=own)
+        while_it_runs = {one.name: one for one in await check_swarm(config, tmp_path)}
+    finally:
+        await node.stop()
+    assert "the port is in use" in while_it_runs["reachability"].text
 
 
 def test_command_prints_json_and_ends_with_its_own_code(tmp_path: Path) -> None:

@@ -184,10 +184,11 @@ def test_fresh_start_keeps_everything_of_the_identity(tmp_path: Path) -> None:
     old = create(folder.identity)
     rotate(tmp_path, Identity(bytes(32)), 1e9)
     (tmp_path / "peers.json").touch()
+    (tmp_path / "ports.json").touch()
     folder.metrics.touch()
     assert folder.set_aside() == tmp_path / "previous-001"
     kept = {item.name for item in tmp_path.iterdir()}
-    assert kept == {KEY_FILE, f"{KEY_FILE}.{old.peer_name}", ROTATION_FILE, "peers.json", "previous-001"}
+    assert kept == {KEY_FILE, f"{KEY_FILE}.{old.peer_name}", ROTATION_FILE, "peers.json", "ports.json", "previous-001"}
 
 
 def test_identity_moves_between_folders_by_the_commands(tmp_path: Path) -> None:

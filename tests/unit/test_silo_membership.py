@@ -1,5 +1,6 @@
 """Who is a member: what the owner signed last, and nothing that is forged, altered, expired, older or of another silo."""
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -96,6 +97,23 @@ def test_older_roll_changes_nothing() -> None:
     assert fault_of(lambda: ann.take_roll(old)) == "old"
     assert not ann.take_roll(owner.data)
     assert not ann.is_member(BEN.peer_id) and ann.keys.epoch == 2
+
+
+def test_newer_roll_is_told_once_with_who_went_and_who_came(caplog: pytest.LogCaptureFixture) -> None:
+    owner = found(ANN, BEN)
+    caplog.set_level(logging.INFO)
+    ann = membership_of(ANN, owner.data)
+    assert not caplog.records, "at a start nothing has changed"
+    invite(owner, CAT)
+    ann.take_roll(owner.data)
+    assert not ann.take_roll(owner.data)
+    owner.revoke(BEN.peer_id, NOW)
+    ann.take_roll(owner.data)
+    cat, ben = (f"{one.peer_name} ({one.peer_id})" for one in (CAT, BEN))
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [
+        f"a newer roll of the silo: epoch 1; put out: nobody; came in: {cat}; 3 on it",
+        f"a newer roll of the silo: epoch 2 after 1; put out: {ben}; came in: nobody; 2 on it",
+    ]
 
 
 def test_a_higher_version_of_an_earlier_epoch_is_refused() -> None:

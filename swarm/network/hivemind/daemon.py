@@ -9,12 +9,12 @@ import contextlib
 import errno
 import logging
 import os
-import socket
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from swarm.errors import NetworkError
+from swarm.network.own_ports import try_port
 from swarm.network.reach.role import Role
 from swarm.network.tcp_address import TcpAddress
 
@@ -164,14 +164,11 @@ def check_port_is_free(address: TcpAddress) -> None:
     """
     if address.port == 0:
         return
-    family = socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run may linger
-        try:
-            probe.bind((address.host, address.port))
-        except OSError as error:
-            fix = "set network.listen to an address of this machine, such as /ip4/0.0.0.0/tcp/PORT"
-            if error.errno == errno.EADDRINUSE:
-                fix = "stop the other program, or set another port in network.listen"
-            reason = error.strerror or str(error)
-            raise NetworkError(f"network.listen must be free, got {address}: {reason.lower()}; {fix}") from None
+    try:
+        try_port(address)
+    except OSError as error:
+        fix = "set network.listen to an address of this machine, such as /ip4/0.0.0.0/tcp/PORT"
+        if error.errno == errno.EADDRINUSE:
+            fix = "stop the other program, or set another port in network.listen"
+        reason = error.strerror or str(error)
+        raise NetworkError(f"network.listen must be free, got {address}: {reason.lower()}; {fix}") from None

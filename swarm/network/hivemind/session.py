@@ -154,6 +154,11 @@ class HivemindSession:
         return self._daemon.pid
 
     @property
+    def hosts_index(self) -> bool:
+        """Whether others find a part of the index here."""
+        return self._role.is_full
+
+    @property
     def neighbors(self) -> frozenset[str]:
         """Peer ids in the routing table of the DHT."""
         return frozenset(peer_id.to_base58() for peer_id in self._node.protocol.routing_table.peer_id_to_uid)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError
+from swarm.network.own_ports import OwnPorts
 from swarm.network.peers.joining import Joining
 from swarm.network.peers.known_peers import KnownPeers
 from swarm.network.reach.reachability import Ask
@@ -50,6 +51,7 @@ class SessionSupervisor:
         write_key: Callable[[Path], None],
         server: RequestServer,
         peers: KnownPeers,
+        ports: OwnPorts,
         ask_about_reach: Ask,
         validator: IndexValidator | None,
         admits: Admits,
@@ -70,6 +72,7 @@ class SessionSupervisor:
         self._config = config
         self._write_key = write_key
         self._server = server
+        self._ports = ports
         self._ask_about_reach = ask_about_reach
         self._validator = validator
         self._admits = admits
@@ -77,7 +80,8 @@ class SessionSupervisor:
         self._rng = rng
         self._health_interval_s = health_interval_s
         self._task: asyncio.Task[None] | None = None
-        self._listen = parse_setting("listen", config.listen)
+        self._wanted = parse_setting("listen", config.listen)
+        self._listen = self._wanted
         self._announce = parse_setting("announce", config.announce)
         self._relays = parse_setting("relays", config.relays) or parse_setting("initial_peers", config.initial_peers)
         self._joining = Joining(peers, rng)
@@ -98,6 +102,7 @@ class SessionSupervisor:
         self.session = await self._open_first()
         if not self._announce:  # then the addresses told are those listened on
             self._listen = with_actual_ports(self._listen, self.session.addresses)
+            self._ports.keep("listen", self._wanted, self._listen)
 
     async def join(self) -> None:
         """Initial peers that do not answer are no error: from `begin` on they are tried again."""
@@ -127,6 +132,8 @@ class SessionSupervisor:
         """A few attempts in the first half of the start-up time. Raises NetworkError with the cause of the last one."""
         start, timeout_s = time.monotonic(), self._config.startup_timeout_s
         for attempt in range(1, _START_ATTEMPTS + 1):
+            # Anew each time: somebody may have taken the port of the last start a moment ago.
+            self._listen = self._ports.again("listen", self._wanted)
             try:
                 return await self._open(start + timeout_s - time.monotonic())
             except NetworkError as error:

@@ -20,7 +20,9 @@ from swarm.network.heap import HeapTrimmer
 from swarm.network.hivemind.supervisor import HEALTH_INTERVAL_S, SessionSupervisor
 from swarm.network.index_entry import MAX_LIFETIME_S, check_entry
 from swarm.network.index_gateway import INDEX_PROTOCOL, MAX_INDEX_REQUEST_BYTES, IndexGateway
+from swarm.network.own_ports import PORTS_FILE, OwnPorts
 from swarm.network.peers.known_peers import KnownPeers
+from swarm.network.peers.peer_list import PEERS_FILE
 from swarm.network.reach.reachability import ASK_TIMEOUT_S, MAX_REACH_REQUEST_BYTES, REACH_PROTOCOL, ReachService
 from swarm.network.requests.client import Stream, StreamRequests
 from swarm.network.requests.server import RequestServer
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
 
 _OLD_KEY_FILE = "libp2p.key"
 """Where earlier releases kept the daemon's copy of the key."""
-_PEERS_FILE = "peers.json"
 
 
 class HivemindTransport:
@@ -58,7 +59,10 @@ class HivemindTransport:
         *,
         health_interval_s: float = HEALTH_INTERVAL_S,
     ) -> None:
-        """`state_dir`: the node's folder, which keeps the peers met. Raises ConfigError for a malformed address."""
+        """`state_dir`: the node's folder, which keeps the peers met and the ports taken.
+
+        Raises ConfigError for a malformed address.
+        """
         self.peer_id = identity.peer_id
         self.traffic = TrafficCounter()
         self._config = config
@@ -66,6 +70,7 @@ class HivemindTransport:
         self._old_key_file = state_dir / _OLD_KEY_FILE
         self._admits = admits
         self._server = RequestServer.of(config, self.traffic, admits)
+        self._ports = OwnPorts(state_dir / PORTS_FILE)
         self._heap = HeapTrimmer()
         self._requests = StreamRequests(self._open_stream, self.traffic, self._call)
         self.gossip = GossipSlot(None if config.gossip == "off" else self._make_gossip)
@@ -73,12 +78,13 @@ class HivemindTransport:
         self._server.serve(INDEX_PROTOCOL, index.answer, max_request_bytes=MAX_INDEX_REQUEST_BYTES)
         self._server.serve(REACH_PROTOCOL, reach.answer, max_request_bytes=MAX_REACH_REQUEST_BYTES)
         initial = parse_setting("initial_peers", config.initial_peers)
-        self._peers = KnownPeers(initial, self.peer_id, state_dir / _PEERS_FILE, self.now)
+        self._peers = KnownPeers(initial, self.peer_id, state_dir / PEERS_FILE, self.now)
         self._supervisor = SessionSupervisor(
             config,
             functools.partial(write_libp2p_key, identity),
             self._server,
             self._peers,
+            self._ports,
             self._ask_about_reach,
             validator,
             admits,
@@ -204,7 +210,7 @@ class HivemindTransport:
             )
         from swarm.network.libp2p.gossip import Libp2pGossip
 
-        return Libp2pGossip.of(self._config, self._identity, self.traffic, self._admits)
+        return Libp2pGossip.of(self._config, self._identity, self.traffic, self._admits, self._ports)
 
     async def _call(self, peer_id: str, protocol: str, request: bytes) -> bytes:
         session = self._session

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import random
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Self
@@ -24,6 +24,7 @@ from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.libp2p.parts import IHost, background_trio_service
 from swarm.network.libp2p.pubsub import GuardedPubsub
 from swarm.network.libp2p.router import HUB_DEGREE, NODE_DEGREE, BoundedGossipSub
+from swarm.network.own_ports import OwnPorts
 from swarm.network.peers.surroundings import told_to_others
 from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
 from swarm.network.transport import MAX_GOSSIP_BYTES, Admits, GossipHandler, TrafficCounter, everybody
@@ -39,6 +40,8 @@ MAINTENANCE_INTERVAL_S = 2.0
 _SILENCE_S = 5.0
 """So long a peer may be in no topic, in which it was before."""
 _MAX_RESTART_PAUSE_S = 30.0
+_MAX_TOLD = 256
+"""Peers of which it is remembered that the log has named them."""
 
 
 class Libp2pGossip:
@@ -54,13 +57,15 @@ class Libp2pGossip:
         timeout_s: float,
         is_hub: bool = False,
         admits: Admits = everybody,
+        ports: OwnPorts | None = None,
     ) -> None:
         """`timeout_s`: longest wait for the host to come up. `announce`: told to others in place of `listen`.
 
-        `is_hub`: pass messages on to all who are connected, not to some of them.
+        `is_hub`: pass messages on to all who are connected, not to some of them. `ports`: those of the last start.
         """
         self._identity = identity
         self._listen = tuple(listen)
+        self._ports = ports or OwnPorts()
         self._announce = tuple(announce)
         self._traffic = traffic
         self._timeout_s = timeout_s
@@ -77,13 +82,19 @@ class Libp2pGossip:
         self._wake = asyncio.Event()
         self._subscribers: set[str] = set()
         """Connected peers that were known to be in some topic."""
+        self._told_shut_out: OrderedDict[str, None] = OrderedDict()
         self._silent_since: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_restarts = 0
 
     @classmethod
     def of(
-        cls, config: NetworkSection, identity: Identity, traffic: TrafficCounter, admits: Admits = everybody
+        cls,
+        config: NetworkSection,
+        identity: Identity,
+        traffic: TrafficCounter,
+        admits: Admits = everybody,
+        ports: OwnPorts | None = None,
     ) -> Self:
         """With the addresses of the settings. Raises ConfigError for a malformed one."""
         listen = parse_setting("gossip_listen", config.gossip_listen) or tuple(
@@ -92,7 +103,7 @@ class Libp2pGossip:
         announce = parse_setting("gossip_announce", config.gossip_announce)
         return cls(
             identity, listen, announce, traffic,
-            timeout_s=config.startup_timeout_s, is_hub=config.serve_gossip, admits=admits,
+            timeout_s=config.startup_timeout_s, is_hub=config.serve_gossip, admits=admits, ports=ports,
         )  # fmt: skip
 
     @property
@@ -107,7 +118,16 @@ class Libp2pGossip:
 
     async def start(self) -> None:
         """Raises NetworkError."""
-        await self._open()
+        wanted = self._listen
+        self._listen = self._ports.again("gossip", wanted)
+        try:
+            await self._open()
+        except NetworkError:
+            if self._listen == wanted:
+                raise
+            self._listen = wanted  # somebody took the port of the last start a moment ago
+            await self._open()
+        self._ports.keep("gossip", wanted, self._listen)
         self._supervisor = asyncio.create_task(self._supervise(), name="gossip-supervisor")
 
     async def stop(self) -> None:
@@ -204,7 +224,7 @@ class Libp2pGossip:
         """Drop peers that are shut out, and connect to others where there are too few."""
         for peer_id in host.peers():
             if self._guard.is_shut_out(peer_id):
-                logger.info("gossip peer %s is shut out: no member, or too many invalid messages", peer_id)
+                self._tell_shut_out(peer_id)
                 self._book.forget(peer_id)
                 with contextlib.suppress(NetworkError):
                     await host.disconnect(peer_id)
@@ -215,6 +235,16 @@ class Libp2pGossip:
         chosen = {peer_id: at for peer_id, at in chosen.items() if not self._guard.is_shut_out(peer_id)}
         await asyncio.gather(*(self._connect(host, peer_id, at) for peer_id, at in chosen.items()))
         await self._hang_up_on_forgotten(host)
+
+    def _tell_shut_out(self, peer_id: str) -> None:
+        """Once per peer: it may dial again every few seconds."""
+        is_news = peer_id not in self._told_shut_out
+        level = logging.INFO if is_news else logging.DEBUG
+        logger.log(level, "gossip peer %s is shut out: no member, or too many invalid messages", peer_id)
+        self._told_shut_out[peer_id] = None
+        self._told_shut_out.move_to_end(peer_id)
+        if len(self._told_shut_out) > _MAX_TOLD:
+            self._told_shut_out.popitem(last=False)
 
     async def _hang_up_on_forgotten(self, host: Libp2pHost) -> None:
         """Start anew with connected peers whose subscriptions pubsub has lost.

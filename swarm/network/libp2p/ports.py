@@ -1,11 +1,11 @@
 """The ports of a host: free before it opens them, closed after it has ended. py-libp2p itself sees to neither."""
 
 import logging
-import socket
 from typing import Any
 
 from swarm.errors import NetworkError
 from swarm.network.libp2p.parts import IHost, trio
+from swarm.network.own_ports import try_port
 from swarm.network.tcp_address import TcpAddress
 
 logger = logging.getLogger(__name__)
@@ -15,14 +15,11 @@ CLOSE_TIMEOUT_S = 1.0
 
 def check_free(address: TcpAddress) -> None:
     """Raises NetworkError for a port that another program has: py-libp2p would share it, and lose connections to it."""
-    family = socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address.host, address.port))
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise NetworkError(f"py-libp2p must start on {address}, got {reason}; choose another port") from None
+    try:
+        try_port(address)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise NetworkError(f"py-libp2p must start on {address}, got {reason}; choose another port") from None
 
 
 async def take_leave(host: IHost) -> None:

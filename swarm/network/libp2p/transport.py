@@ -13,6 +13,7 @@ import logging
 import random
 import time
 from collections import Counter
+from pathlib import Path
 
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError, RequestError
@@ -27,6 +28,7 @@ from swarm.network.index_gateway import (
     store_request,
 )
 from swarm.network.libp2p.host import Libp2pHost
+from swarm.network.own_ports import PORTS_FILE, OwnPorts
 from swarm.network.peers.surroundings import told_to_others
 from swarm.network.requests.client import Stream, StreamRequests
 from swarm.network.requests.server import RequestServer
@@ -61,10 +63,11 @@ class LightTransport:
         self,
         config: NetworkSection,
         identity: Identity,
+        state_dir: Path,
         validator: IndexValidator | None = None,
         admits: Admits = everybody,
     ) -> None:
-        """Raises ConfigError for a malformed address."""
+        """`state_dir`: the node's folder, which keeps the ports taken. Raises ConfigError for a malformed address."""
         self.peer_id = identity.peer_id
         self.traffic = TrafficCounter()
         self.gossip = GossipSlot(None if config.gossip == "off" else self._make_gossip)
@@ -72,6 +75,7 @@ class LightTransport:
         self._identity = identity
         self._validator = validator
         self._rng = random.Random(identity.peer_id)
+        self._ports = OwnPorts(state_dir / PORTS_FILE)
         self._listen = parse_setting("listen", config.listen)
         self._announce = parse_setting("announce", config.announce)
         self._admits = admits
@@ -92,7 +96,7 @@ class LightTransport:
         """Raises NetworkError. Full peers that do not answer are no error: they are tried again."""
         assert self._host is None, "started twice"
         try:
-            self._host = await self._open()
+            self._host = await self._open_first()
             await self.gossip.start()
             await self._tend(self._host)
         except BaseException:
@@ -183,7 +187,20 @@ class LightTransport:
             raise NetworkError('network.gossip = "daemon" needs network.backend = "hivemind", got "libp2p"; change one')
         from swarm.network.libp2p.gossip import Libp2pGossip
 
-        return Libp2pGossip.of(self._config, self._identity, self.traffic, self._admits)
+        return Libp2pGossip.of(self._config, self._identity, self.traffic, self._admits, self._ports)
+
+    async def _open_first(self) -> Libp2pHost:
+        wanted = self._listen
+        self._listen = self._ports.again("listen", wanted)
+        try:
+            host = await self._open()
+        except NetworkError:
+            if self._listen == wanted:
+                raise
+            self._listen = wanted  # somebody took the port of the last start a moment ago
+            host = await self._open()
+        self._ports.keep("listen", wanted, self._listen)
+        return host
 
     async def _open(self) -> Libp2pHost:
         host = await Libp2pHost.open(

@@ -31,6 +31,8 @@ class Joining:
         self._peers = peers
         self._rng = rng
         self._surroundings = surroundings or Surroundings()
+        self._was_connected: bool | None = None
+        """At the last attempt to which nobody answered; None where somebody did, or none was made."""
 
     async def join(self, session: "HivemindSession", num_failures: int = 0) -> bool:
         """Whether any peer answered of those configured and those seen before; True in a swarm of one."""
@@ -39,10 +41,9 @@ class Joining:
             return True
         num_answers = await session.greet(configured) or await session.greet(stored)
         if num_answers == 0:
-            level = logging.DEBUG if num_failures else logging.WARNING  # say it once, not at every attempt
-            num_known = len(configured) + len(stored)
-            logger.log(level, "none of %d known peers answers; this node goes on alone and keeps trying", num_known)
+            await self._tell_unanswered(session, len(configured) + len(stored), is_first=num_failures == 0)
             return False
+        self._was_connected = None
         await session.refresh()
         await self.remember(session)
         logger.info("joined: %d of %d configured and %d stored peers", num_answers, len(configured), len(stored))
@@ -63,6 +64,22 @@ class Joining:
         if change is not Change.ADDRESS_ADDED:
             await session.drop_connections()
         await self.join(session)
+
+    async def _tell_unanswered(self, session: "HivemindSession", num_known: int, *, is_first: bool) -> None:
+        """Once, not at every attempt; again where others have come that host none of the index, or have gone."""
+        num_others = 0
+        with contextlib.suppress(NetworkError):  # the next health check tells
+            num_others = len(await session.peers())
+        is_news = is_first or self._was_connected is not bool(num_others)
+        self._was_connected = bool(num_others)
+        if not num_others:
+            level = logging.WARNING if is_news else logging.DEBUG
+            logger.log(level, "none of %d known peers answers; this node goes on alone and keeps trying", num_known)
+            return
+        # Who hosts the index itself has one, and lacks nothing that the others could ask for.
+        level = (logging.INFO if session.hosts_index else logging.WARNING) if is_news else logging.DEBUG
+        text = "no other peer that hosts the index answers; connected to %s, keeps trying"
+        logger.log(level, text, "1 other" if num_others == 1 else f"{num_others} others")
 
     async def leave(self, session: "HivemindSession") -> None:
         """Store the peers of the last moment."""

@@ -13,6 +13,7 @@ from swarm.records.identity import is_peer_id
 
 logger = logging.getLogger(__name__)
 
+PEERS_FILE = "peers.json"
 MAX_PEERS = 64
 MAX_ADDRESSES_PER_PEER = 4
 MAX_AGE_S = 7 * 24 * 3600.0

@@ -1,0 +1,119 @@
+"""The TCP ports that a node listens on: free before it takes them, and the same ones again at its next start.
+
+Others store where they met a node. With a new port at every start, what they stored would lead nowhere.
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from swarm.network.tcp_address import TcpAddress
+
+logger = logging.getLogger(__name__)
+
+PORTS_FILE = "ports.json"
+_MAX_ADDRESSES = 16
+_MAX_FILE_BYTES = 1 << 14
+
+Plane = Literal["listen", "gossip"]
+"""What listens there: requests and the index, or gossip."""
+_Listened = Annotated[tuple[str, ...], Field(max_length=_MAX_ADDRESSES)]
+
+
+class _PortsFile(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = 1
+    listen: _Listened = ()
+    gossip: _Listened = ()
+
+
+def try_port(address: TcpAddress) -> None:
+    """Raises OSError where something listens on the address already, or this machine does not have it."""
+    family = socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run may linger
+        probe.bind((address.host, address.port))
+
+
+class OwnPorts:
+    """Of one node. Raises nothing: a port that cannot be had again, or not be kept, is replaced by another."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """`path`: where they are kept over restarts; None: nowhere."""
+        self._path = path
+        self._kept: dict[Plane, tuple[TcpAddress, ...]] = {"listen": (), "gossip": ()}
+        if path is not None:
+            self._kept |= _read(path)
+
+    def again(self, plane: Plane, wanted: Sequence[TcpAddress]) -> tuple[TcpAddress, ...]:
+        """`wanted`, with the ports of the last start in place of port 0, as far as they are free."""
+        pairs = zip(wanted, self.last(plane, wanted), strict=True)
+        return tuple(last if last == address or _is_free(last) else address for address, last in pairs)
+
+    def last(self, plane: Plane, wanted: Sequence[TcpAddress]) -> tuple[TcpAddress, ...]:
+        """`wanted`, with the ports of the last start in place of port 0, whoever has them now."""
+        left = list(self._kept[plane])
+        found = []
+        for address in wanted:
+            kept = next((one for one in left if replace(one, port=0) == address), None)
+            if kept is not None:
+                left.remove(kept)
+            found.append(kept or address)
+        return tuple(found)
+
+    def keep(self, plane: Plane, wanted: Sequence[TcpAddress], actual: Sequence[TcpAddress]) -> None:
+        """Remember what the system chose for port 0. `actual`: `wanted` in the same order, with the ports taken."""
+        pairs = zip(wanted, actual, strict=True)
+        chosen = tuple(now for before, now in pairs if before.port == 0 and now.port != 0)[:_MAX_ADDRESSES]
+        if self._path is None or not chosen or chosen == self._kept[plane]:
+            return
+        self._kept[plane] = chosen
+        listen, gossip = (tuple(map(str, self._kept[name])) for name in ("listen", "gossip"))
+        content = _PortsFile(listen=listen, gossip=gossip)
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            temporary.write_text(content.model_dump_json(indent=1), encoding="utf-8")
+            temporary.replace(self._path)
+        except OSError as error:
+            logger.warning("the ports taken cannot be stored, the next start takes others: %s", error)
+
+
+def _is_free(address: TcpAddress) -> bool:
+    try:
+        try_port(address)
+    except OSError as error:
+        logger.info("port %d of the last start cannot be had again, taking another: %s", address.port, error)
+        return False
+    return True
+
+
+def _read(path: Path) -> dict[Plane, tuple[TcpAddress, ...]]:
+    """Empty, with a warning, where the file is damaged."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+        if len(data) > _MAX_FILE_BYTES:
+            raise ValueError(f"it must have <= {_MAX_FILE_BYTES} bytes")
+        content = _PortsFile.model_validate_json(data)
+        return {"listen": _addresses(content.listen), "gossip": _addresses(content.gossip)}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        cause = f"{error.error_count()} errors in it" if isinstance(error, ValidationError) else error
+        logger.warning("the ports of the last start cannot be read, taking others: %s: %s", path, cause)
+        return {}
+
+
+def _addresses(texts: Sequence[str]) -> tuple[TcpAddress, ...]:
+    """Raises ValueError."""
+    found = tuple(map(TcpAddress.parse, texts))
+    if not all(one.kind in ("ip4", "ip6") and one.port and one.transport == str(one) for one in found):
+        raise ValueError("an address in it is none to listen on")
+    return found
