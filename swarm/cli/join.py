@@ -183,11 +183,16 @@ def _findings(
         yield Finding("settings", Verdict.PROBLEM, str(error))
         return
     yield Finding("settings", Verdict.OK, f"{config.policy.base} in {config.node.dir}")
-    kept = NodeFolder(config.node.dir).manifest
-    yield tried("folder", f"{config.node.dir} is new or of this swarm", lambda: check_joined(kept, manifest))
+    files = NodeFolder(config.node.dir)
+
+    def check_folder() -> None:
+        files.check_writable()
+        check_joined(files.manifest, manifest)
+
+    yield tried("folder", f"{config.node.dir} is new or of this swarm, and can be written", check_folder)
     if manifest.silo:
         member = "this node is a member, and the base is at hand"
-        yield tried("silo", member, lambda: check_silo(config, NodeFolder(config.node.dir)))
+        yield tried("silo", member, lambda: check_silo(config, files))
     yield tried("tasks", f"all {len(manifest.tasks)} work here", lambda: check_tasks(config))
     if needs_lineage(manifest, config):
         yield Finding("lineage", Verdict.NOTE, f"whether {config.policy.base} is allowed is found out at the start")

@@ -9,16 +9,20 @@ from pathlib import Path
 import pytest
 
 from swarm import __version__
+from swarm.cli import main
 from swarm.config import load
 from swarm.observability.status_file import NodeStatus
 
 SILO = ("--network.backend", "off", "--sharing.swarm_groups", "0")
 
 
-def swarm(*arguments: str, cwd: Path | None = None, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+def swarm(
+    *arguments: str, cwd: Path | None = None, stdin: str | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "swarm.cli.main", *arguments],
-        capture_output=True, text=True, timeout=120, cwd=cwd, input=stdin, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120, cwd=cwd, input=stdin,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
     )  # fmt: skip
 
 
@@ -60,6 +64,51 @@ def test_mistake_ends_in_one_line_and_its_exit_code(tmp_path: Path, arguments: l
     assert last.startswith("error: ")
     assert told in last
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["testbed", "--dir", "file/x"],
+        ["report", "run", "--out", "file/x"],
+        ["report", "run", "--out", "nowhere/x"],
+        ["init", "file/x"],
+        ["init", "taken"],
+        ["create", "x", "--key", "file/x"],
+        ["silo", "init", "x", "--dir", "file/x"],
+        ["experiment", "attacks", "--dir", "file/x"],
+        ["identity", "export", "file/x", "--plain", "--i-know-this-is-my-key", "--dir", "mine"],
+    ],
+)
+def test_a_place_that_cannot_be_written_is_a_mistake_and_no_crash(tmp_path: Path, arguments: list[str]) -> None:
+    for made in ("run", "temporary", "taken/node.toml"):
+        (tmp_path / made).mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    (tmp_path / "file").touch()
+    if "mine" in arguments:
+        swarm("init", "mine", cwd=tmp_path)
+    if "taken" in arguments:
+        arguments = [*arguments, "--force"]
+    ended = swarm(*arguments, cwd=tmp_path, TMPDIR=str(tmp_path / "temporary"))
+    assert ended.returncode in (3, 4), ended.stderr
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ") and "unexpected" not in last and "; " in last
+    assert any(place in last for place in ("file", "nowhere/x", "taken/node.toml"))
+    assert not list((tmp_path / "temporary").glob("swarm-crash-*"))
+
+
+def test_files_of_unexpected_ends_in_one_second_are_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(main, "app", lambda **_: fail())
+    monkeypatch.setattr(main.tempfile, "tempdir", str(tmp_path))
+    assert main._run() == 1
+    (path,) = tmp_path.glob("swarm-crash-*.log")
+    assert path.stem.endswith(f"-{os.getpid()}")
+    assert str(path) in capsys.readouterr().err
 
 
 def test_dashboard_prints_the_address_of_the_page_with_its_token(tmp_path: Path) -> None:

@@ -252,6 +252,16 @@ def test_preflight_names_every_problem_and_ends_with_its_own_exit_code(founded: 
     assert "problems with settings" in told(contradicting, 13)
 
 
+def test_preflight_finds_a_folder_that_cannot_be_made_and_leaves_nothing_behind(founded: Path) -> None:
+    (founded / "file").touch()
+    before = sorted(founded.rglob("*"))
+    refused = swarm("join", "friends.swarm.toml", "--check", "--node.dir", "file/n", cwd=founded)
+    assert "problems with folder; see the table" in told(refused, 13)
+    assert "Not a directory" in refused.stdout
+    swarm("join", "friends.swarm.toml", "--check", "--node.dir", "deep/er/n", cwd=founded)
+    assert sorted(founded.rglob("*")) == before
+
+
 @contextmanager
 def web(pages: dict[str, bytes], redirects: dict[str, str] | None = None) -> Iterator[str]:
     """A server on loopback; a page that is not there is never answered."""
