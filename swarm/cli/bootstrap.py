@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import shlex
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -136,6 +138,7 @@ async def _serve(config: "Config", files: "NodeFolder", identity: "Identity") ->
         NodeStatus(
             peer_id=identity.peer_id, peer_name=identity.peer_name, pid=os.getpid(), started_at=started_at, phase=phase,
             http_port=http.port, addresses=transport.addresses(), written_at=time.time(),
+            start_command=shlex.join(["swarm", *sys.argv[1:]]),
         ).write(files.status)  # fmt: skip
 
     await transport.start()

@@ -8,7 +8,7 @@ import typer
 
 from swarm.cli.arguments import split_arguments, take_first
 from swarm.cli.passphrase import unlock
-from swarm.errors import ConfigError, ManifestError
+from swarm.errors import ConfigError, IdentityError, ManifestError
 
 if TYPE_CHECKING:
     from swarm.config import Config
@@ -62,6 +62,10 @@ def create(
             "swarm create needs a name, or --update FILE with --bootstrap and --description only; see --help"
         )
     if update is not None:
+        if not key.exists():
+            raise IdentityError(
+                f"only its founder can sign a manifest anew, got no key at {key}; name the founder's key with --key"
+            )
         manifest = _updated(update, identities.load(key, unlock), bootstrap, description)
         print(f"signed edition {manifest.edition} of {manifest.name} in {update}; send it to those who join")
         return

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from swarm.cli.status import start_command
 from swarm.errors import ConfigError, NodeNotRunningError
 
 
@@ -43,7 +44,8 @@ def _show_node(folder: Path, is_opened: bool) -> None:
     status = read_status(folder / "status.json")
     if not status.is_alive:
         raise NodeNotRunningError(
-            f"the node must be running, got process {status.pid} that has ended, in {folder}; start it with `swarm run`"
+            f"the node must be running, got process {status.pid} that has ended, in {folder}; "
+            f"start it again with {start_command(folder, status)}"
         )
     if not status.http_port:
         raise ConfigError(

@@ -49,6 +49,8 @@ def test_version_and_help() -> None:
         (["run", "--network.listen", '["nonsense"]'], 3, "nonsense"),
         (["export", "out", "--dir", "empty"], 3, "config.toml"),
         (["sample", "--prompt", "hi"], 8, "must hold a checkpoint"),
+        (["sample", "--dir", "runs/none"], 3, "there is no node in it"),
+        (["eval", "--dir", "runs/none"], 3, "there is no node in it"),
         (["status", "empty"], 9, "status.json"),
         (["dashboard", "empty"], 9, "status.json"),
         (["dashboard", "one", "two"], 3, "http://HOST:PORT"),
@@ -169,6 +171,14 @@ def test_status_of_a_node_that_has_ended_shows_what_is_known(tmp_path: Path) -> 
     assert "4 nodes, 3 adapters, taken" in ended.stdout
     as_json = swarm("status", str(tmp_path), "--json")
     assert json.loads(as_json.stdout)["running"] is False
+    assert ended.stderr.endswith("start it again with the command of its first start\n")
+    (tmp_path / "config.toml").touch()
+    assert f"start it again with `swarm run {tmp_path}/config.toml`" in swarm("status", str(tmp_path)).stderr
+    assert f"start it again with `swarm run {tmp_path}/config.toml`" in swarm("dashboard", str(tmp_path)).stderr
+    NodeStatus("12D3x", "a", dead.pid, 0.0, "ended", start_command="swarm bootstrap --dir b").write(
+        tmp_path / "status.json"
+    )
+    assert "start it again with `swarm bootstrap --dir b`" in swarm("status", str(tmp_path)).stderr
 
 
 def test_schema_is_a_json_schema_with_every_section() -> None:
@@ -185,8 +195,12 @@ def test_run_eval_sample_and_export_work_on_one_folder(tmp_path: Path) -> None:
     assert 0 <= json.loads(evaluated.stdout)["reward_mean"] <= 1
     sampled = swarm("sample", "--dir", "n", cwd=tmp_path, stdin="1 + 1 =\nagain\n")
     assert len(sampled.stdout.splitlines()) == 2, sampled.stderr
-    assert swarm("export", "merged", "--dir", "n", cwd=tmp_path).returncode == 0
-    assert swarm("export", "adapter", "--dir", "n", "--format", "adapter", cwd=tmp_path).returncode == 0
+    for form, what in (("merged", "model"), ("adapter", "adapter")):
+        exported = swarm("export", form, "--dir", "n", "--format", form, cwd=tmp_path)
+        assert exported.returncode == 0, exported.stderr
+        assert exported.stdout == f"{what} of round 2 written to {form}\n"
+        (line,) = exported.stderr.splitlines()
+        assert line.startswith("loading policy"), "no progress bars"
     check = (
         "import sys\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
         "print(AutoModelForCausalLM.from_pretrained('merged').num_parameters())\nAutoTokenizer.from_pretrained('merged')"

@@ -222,7 +222,7 @@ def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["create", "x", "--bootstrap", "/ip4/1.2.3.4/tcp/1"], 3, "/p2p/"),
         (["create", "x", "--policy.base", "/my/model"], 12, "bases"),
         (["create", "x", "--tasks.sources", '[{name = "no_such"}]'], 6, "no_such"),
-        (["create", "--update", "friends.swarm.toml", "--key", "none"], 4, "none"),
+        (["create", "--update", "friends.swarm.toml", "--key", "none"], 4, "name the founder's key with --key"),
         (["bootstrap", "--manifest", "nowhere.toml"], 12, "must be readable"),
         (["bootstrap", "--manifest", "friends.swarm.toml", "--founder", PEER], 12, "must be of founder"),
     ],
