@@ -64,7 +64,7 @@ def join(
         raise ConfigError(f"swarm join needs {mistake}")
     data = fetch(source)
     manifest = parse(data, founder)
-    _introduce(manifest, is_pinned=founder is not None)
+    _introduce(manifest, is_known=founder is not None or _is_joined(manifest, settings, source))
     hardware = detect()
     if check:
         _report(manifest, list(_findings(manifest, hardware, settings, task_file, source, dial=dial)))
@@ -89,13 +89,28 @@ def join(
     run_node(config, fresh=fresh, unlock=unlock)
 
 
-def _introduce(manifest: "Manifest", *, is_pinned: bool) -> None:
+def _introduce(manifest: "Manifest", *, is_known: bool) -> None:
     """On stderr: stdout is for --dry-run."""
     print(f"swarm {manifest.name}, founded by {manifest.founder_name} ({manifest.founder})", file=sys.stderr)
     if manifest.description:
         print(plain(manifest.description, keep="\n"), file=sys.stderr)
-    if not is_pinned:
+    if not is_known:
         print(f"ask the founder whether that is their id, or pin it: --founder {manifest.founder}", file=sys.stderr)
+
+
+def _is_joined(manifest: "Manifest", settings: list[str], source: str) -> bool:
+    """Whether the node's folder has joined this swarm before, and so trusts its founder."""
+    from swarm.config import read
+    from swarm.manifest_file import read_manifest
+    from swarm.node_folder import NodeFolder
+
+    try:
+        node = read(*split_arguments(settings, _OPTIONS)).get("node")
+        chosen = node.get("dir") if isinstance(node, dict) else None
+        kept = NodeFolder(Path(chosen) if isinstance(chosen, str) else _folder(manifest, Path(source))).manifest
+        return read_manifest(str(kept)).id == manifest.id
+    except SwarmError:  # of settings: told where they are taken up
+        return False
 
 
 def _resolve(

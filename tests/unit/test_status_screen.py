@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from swarm.observability.status_file import NodeStatus
-from swarm.observability.units import for_how_long, size
+from swarm.observability.units import counted, for_how_long, size
 from swarm.observability.verdict import Word, judge
 
 NOW = time.time()
@@ -84,6 +84,10 @@ def test_a_process_that_writes_no_more_is_stalled_and_one_with_a_reused_number_i
 )  # fmt: skip
 def test_durations_are_written_as_people_do(seconds: float, text: str) -> None:
     assert for_how_long(seconds) == text
+
+
+def test_counts_agree_with_their_nouns() -> None:
+    assert [counted(count, "peer") for count in (0, 1, 2)] == ["0 peers", "1 peer", "2 peers"]
 
 
 def test_sizes_are_written_as_people_do() -> None:
