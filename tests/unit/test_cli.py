@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,18 @@ def test_a_place_that_cannot_be_written_is_a_mistake_and_no_crash(tmp_path: Path
     assert last.startswith("error: ") and "unexpected" not in last and "; " in last
     assert any(place in last for place in ("file", "nowhere/x", "taken/node.toml"))
     assert not list((tmp_path / "temporary").glob("swarm-crash-*"))
+
+
+def test_a_port_that_is_taken_is_told_by_the_flag_that_was_given(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        page = swarm("dashboard", "http://127.0.0.1:1", "--port", port, cwd=tmp_path)
+        index = swarm("bootstrap", "--listen", f"/ip4/127.0.0.1/tcp/{port}", cwd=tmp_path)
+    assert page.returncode == 3 and "--port must be free" in page.stderr and "set --port 0" in page.stderr
+    last = index.stderr.splitlines()[-1]
+    assert index.returncode == 7 and last.startswith("error: --listen must be free") and "network.listen" not in last
 
 
 def test_files_of_unexpected_ends_in_one_second_are_two(
