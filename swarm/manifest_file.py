@@ -29,10 +29,20 @@ def fetch(source: str, timeout_s: float = FETCH_TIMEOUT_S) -> bytes:
             raise ManifestError(f"a manifest must be a file or an http(s) address, got {source}; download it first")
         with Path(source).open("rb") as file:
             return file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ManifestError(
+            f"a manifest must be an existing file or an http(s) address, got {source}; check the path"
+        ) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise ManifestError(
-            f"a manifest must be readable, got {source}: {shown(error)}; check the path or address"
+            f"a manifest must be readable, got {source}: {_reason(error)}; check the path or address"
         ) from None
+
+
+def _reason(error: Exception) -> str:
+    """What the system says, without its number; of a server that is text of strangers."""
+    is_local = isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError)
+    return str(error.strerror) if is_local else shown(error)
 
 
 def check_joined(kept: Path, manifest: Manifest) -> None:

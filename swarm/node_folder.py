@@ -1,5 +1,6 @@
 """The folder in which one node keeps everything: identity, configuration, pool, checkpoints, logs, metrics."""
 
+import tempfile
 from collections.abc import Container
 from pathlib import Path
 
@@ -34,9 +35,25 @@ class NodeFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise ConfigError(
-                f"node.dir must be a folder that can be written, got {self.path}: {error}; set node.dir"
-            ) from None
+            raise self._unwritable(error) from None
+
+    def check_writable(self) -> None:
+        """Find out whether `create` would work, and leave nothing behind. Raises ConfigError.
+
+        The system is asked rather than the permission bits, which do not bind every user or describe every disk: a
+        file without a name is made in the folder, or in the nearest one above it that is there.
+        """
+        try:
+            nearest = next(path for path in (self.path.absolute(), *self.path.absolute().parents) if path.exists())
+            with tempfile.TemporaryFile(dir=nearest):
+                pass
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"node.dir must be a folder that can be written, got {self.path}: {error.strerror}; set node.dir"
+        )
 
     def set_aside(self) -> Path | None:
         """Move the state of earlier runs to `previous-NNN/` so that a fresh start loses nothing. None if there is none."""

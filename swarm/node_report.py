@@ -30,6 +30,7 @@ from swarm.observability.http_server import HttpServer
 from swarm.observability.metrics import Metrics
 from swarm.observability.metrics_log import MetricsLog
 from swarm.observability.status_file import NodeStatus
+from swarm.observability.units import counted
 from swarm.records.identity import Identity
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
@@ -189,9 +190,9 @@ class NodeReport:
             return
         self._said_at = time.monotonic()
         logger.info(
-            "round %d: reward %.3f, trained on %d own + %d swarm groups, %.0f tokens/s, %d peers%s",
+            "round %d: reward %.3f, trained on %d own + %d swarm groups, %.0f tokens/s, %s%s",
             row["round"], row["rollout/reward_mean"], row["train/own_groups"], row["train/swarm_groups"],
-            row["rollout/tokens_per_s"], self._num_peers,
+            row["rollout/tokens_per_s"], counted(self._num_peers, "peer"),
             f", {row['merge/merges_total']} merges" if "merge/merges_total" in row else "",
         )  # fmt: skip
 

@@ -2,12 +2,17 @@
 
 import contextlib
 import os
+import shlex
 import signal
+import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+
+from swarm.cli.flag_names import told_by_flags
 
 if TYPE_CHECKING:
     from swarm.config import Config
@@ -19,6 +24,18 @@ if TYPE_CHECKING:
     from swarm.sharing.carrier import Carrier
 
 _STATUS_INTERVAL_S = 2.0
+_FLAGS = {
+    "network.listen": "--listen",
+    "network.announce": "--announce",
+    "network.gossip_listen": "--gossip-listen",
+    "network.gossip_announce": "--gossip-announce",
+    "network.initial_peers": "--join",
+    "observability.http_host": "--http-host",
+    "observability.http_port": "--http-port",
+    "swarm.name": "--name",
+    "node.dir": "--dir",
+}
+"""What sets which setting."""
 
 
 def bootstrap(
@@ -79,7 +96,7 @@ def bootstrap(
     from swarm.records.identity import IdentityLock
 
     bound_arenas()
-    swarm, limits, plane = {"name": name}, {}, "libp2p"
+    swarm, limits, plane, known = {"name": name}, {}, "libp2p", None
     if manifest is not None:
         known = _manifest(manifest, founder)
         swarm, join = {"name": known.name, "id": known.id}, [*join, *known.bootstrap]
@@ -94,14 +111,15 @@ def bootstrap(
     network |= {"serve_relay": relay, "serve_gossip": True}
     http = {"http_host": http_host, "http_port": http_port}
     sections = {"swarm": swarm, "network": network, "sharing": limits, "observability": http}
-    config = parse({**sections, "node": {"dir": str(folder)}})
     files = NodeFolder(folder)
-    files.create()
-    with IdentityLock(folder) as lock:
-        identity = identities.load_or_create(files.identity, unlock)
-        lock.claim(identity)
-        set_up_logging(files.logs, config.observability.log_level, config.observability.max_log_mib * 2**20)
-        asyncio.run(_serve(config, files, identity))
+    with told_by_flags(_FLAGS):
+        config = parse({**sections, "node": {"dir": str(folder)}})
+        files.create()
+        with IdentityLock(folder) as lock:
+            identity = identities.load_or_create(files.identity, unlock)
+            lock.claim(identity)
+            set_up_logging(files.logs, config.observability.log_level, config.observability.max_log_mib * 2**20)
+            asyncio.run(_serve(config, files, identity, lambda addresses: join_through(addresses, manifest, known)))
 
 
 def _manifest(source: str, founder: str | None) -> "Manifest":
@@ -115,7 +133,35 @@ def _manifest(source: str, founder: str | None) -> "Manifest":
     return manifest
 
 
-async def _serve(config: "Config", files: "NodeFolder", identity: "Identity") -> None:
+def join_through(addresses: Sequence[str], source: str | None, manifest: "Manifest | None") -> list[str]:
+    """Lines on how others come to join through this peer: none where the manifest, which is from `source`, names it.
+
+    It may be named by a host that this machine does not know of itself, so peer id and port decide.
+    """
+    from swarm.network.tcp_address import TcpAddress
+
+    if source is None or manifest is None:
+        return ["join through", *(f"  --network.initial_peers '[\"{address}\"]'" for address in addresses)]
+    own = {(address.peer_id, address.port) for address in map(TcpAddress.parse, addresses)}
+    listed = [(text, TcpAddress.parse(text)) for text in manifest.bootstrap]
+    if not own or any((address.peer_id, address.port) in own for _, address in listed):
+        return []
+    others = [text for text, address in listed if address.peer_id not in {peer_id for peer_id, _ in own}]
+    named = " ".join(f"--bootstrap {text}" for text in (*addresses[:1], *others))
+    file = shlex.quote(f"{manifest.name}.swarm.toml" if "://" in source else source)
+    key = " --key silo-owner.key" if manifest.silo else ""
+    step = f"  swarm create --update {file}{key} {named}"
+    elsewhere = [f"  it also has the address {address}" for address in addresses[1:]]
+    return ["its address is not in the manifest yet; the founder puts it there with", step, *elsewhere]
+
+
+async def _serve(
+    config: "Config",
+    files: "NodeFolder",
+    identity: "Identity",
+    how_to_join: Callable[[Sequence[str]], list[str]],
+) -> None:
+    """`how_to_join`: lines for the terminal, by the addresses of this peer."""
     import asyncio
 
     from swarm.observability.http_server import HttpServer
@@ -138,6 +184,7 @@ async def _serve(config: "Config", files: "NodeFolder", identity: "Identity") ->
         NodeStatus(
             peer_id=identity.peer_id, peer_name=identity.peer_name, pid=os.getpid(), started_at=started_at, phase=phase,
             http_port=http.port, addresses=transport.addresses(), written_at=time.time(),
+            start_command=shlex.join(["swarm", *sys.argv[1:]]),
         ).write(files.status)  # fmt: skip
 
     await transport.start()
@@ -146,9 +193,9 @@ async def _serve(config: "Config", files: "NodeFolder", identity: "Identity") ->
     if config.network.gossip != "off":
         work.append(asyncio.create_task(carrier.work(lambda: metrics.count("node/failed_steps"))))
     try:
-        print(f"{identity.peer_name} serves; join through")
-        for address in transport.addresses():
-            print(f"  --network.initial_peers '[\"{address}\"]'", flush=True)
+        first, *lines = [*how_to_join(transport.addresses()), ""]
+        print(f"{identity.peer_name} serves" + (f"; {first}" if first else ""))
+        print("".join(f"{line}\n" for line in lines if line), end="", flush=True)
         while not stop.is_set():
             write_status("serving")
             _measure(carrier, transport, metrics)

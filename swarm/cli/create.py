@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from swarm.cli.arguments import split_arguments, take_first
+from swarm.cli.flag_names import told_by_flags
 from swarm.cli.passphrase import unlock
-from swarm.errors import ConfigError, ManifestError
+from swarm.errors import ConfigError, IdentityError, ManifestError
 
 if TYPE_CHECKING:
     from swarm.config import Config
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from swarm.records.identity import Identity
 
 _OPTIONS = ("--key", "--bootstrap", "--base", "--any-base", "--lineage", "--description", "--update", "--force")
+_FLAGS = {"network.initial_peers": "--bootstrap"}
 
 
 def create(
@@ -62,6 +64,10 @@ def create(
             "swarm create needs a name, or --update FILE with --bootstrap and --description only; see --help"
         )
     if update is not None:
+        if not key.exists():
+            raise IdentityError(
+                f"only its founder can sign a manifest anew, got no key at {key}; name the founder's key with --key"
+            )
         manifest = _updated(update, identities.load(key, unlock), bootstrap, description)
         print(f"signed edition {manifest.edition} of {manifest.name} in {update}; send it to those who join")
         return
@@ -86,7 +92,8 @@ def checked_config(
     from swarm.joining import check_tasks
     from swarm.network.tcp_address import parse_setting
 
-    parse_setting("initial_peers", bootstrap)
+    with told_by_flags(_FLAGS):
+        parse_setting("initial_peers", bootstrap)
     config = parse(merge(read(*split_arguments(settings, options)), {"swarm": {"name": name}}))
     check_tasks(config)
     return config
@@ -132,7 +139,8 @@ def _updated(path: Path, founder: "Identity", bootstrap: list[str], description:
     from swarm.manifest_file import read_manifest, write_text
     from swarm.network.tcp_address import parse_setting
 
-    parse_setting("initial_peers", bootstrap)
+    with told_by_flags(_FLAGS):
+        parse_setting("initial_peers", bootstrap)
     told = {} if description is None else {"description": description}
     manifest = manifests.changed(read_manifest(str(path)), **({"bootstrap": bootstrap} if bootstrap else {}), **told)
     write_text(path, manifests.dump(manifest, founder))

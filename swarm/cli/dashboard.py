@@ -9,7 +9,12 @@ from pathlib import Path
 
 import typer
 
+from swarm.cli.flag_names import told_by_flags
+from swarm.cli.status import start_command
 from swarm.errors import ConfigError, NodeNotRunningError
+
+_FLAGS = {"observability.http_port": "--port", "observability.http_host": "--host"}
+"""What sets which setting of the overview."""
 
 
 def dashboard(
@@ -43,7 +48,8 @@ def _show_node(folder: Path, is_opened: bool) -> None:
     status = read_status(folder / "status.json")
     if not status.is_alive:
         raise NodeNotRunningError(
-            f"the node must be running, got process {status.pid} that has ended, in {folder}; start it with `swarm run`"
+            f"the node must be running, got process {status.pid} that has ended, in {folder}; "
+            f"start it again with {start_command(folder, status)}"
         )
     if not status.http_port:
         raise ConfigError(
@@ -87,7 +93,8 @@ def _serve_overview(targets: list[str], host: str, port: int, names: list[str], 
 
     async def serve() -> None:
         overview = Overview(parsed, config)
-        await overview.start()
+        with told_by_flags(_FLAGS):
+            await overview.start()
         address = http_address(host, overview.port)
         print(f"all nodes on {address}; Ctrl-C ends it", flush=True)
         if is_opened:

@@ -41,11 +41,14 @@ def export(
     from swarm.adapters.export import export_adapter, export_merged
     from swarm.node_folder import NodeFolder
     from swarm.policy.lineage import hash_weights
+    from swarm.policy.quiet import quiet_libraries
 
     policy, trained_rounds = load_saved_policy(resolved)
-    if form is Form.adapter:
-        base_hash = hash_weights(policy.base_folder, NodeFolder(resolved.node.dir).hash_cache)
-        export_adapter(policy.model, policy.tokenizer, out, base_hash)
-    else:
-        export_merged(policy.model, policy.tokenizer, policy.base_folder, out)
-    print(f"{form} of round {trained_rounds} written to {out}")
+    with quiet_libraries():
+        if form is Form.adapter:
+            base_hash = hash_weights(policy.base_folder, NodeFolder(resolved.node.dir).hash_cache)
+            export_adapter(policy.model, policy.tokenizer, out, base_hash)
+        else:
+            export_merged(policy.model, policy.tokenizer, policy.base_folder, out)
+    what = "adapter" if form is Form.adapter else "model"
+    print(f"{what} of round {trained_rounds} written to {out}")

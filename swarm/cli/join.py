@@ -64,7 +64,7 @@ def join(
         raise ConfigError(f"swarm join needs {mistake}")
     data = fetch(source)
     manifest = parse(data, founder)
-    _introduce(manifest, is_pinned=founder is not None)
+    _introduce(manifest, is_known=founder is not None or _is_joined(manifest, settings, source))
     hardware = detect()
     if check:
         _report(manifest, list(_findings(manifest, hardware, settings, task_file, source, dial=dial)))
@@ -89,13 +89,28 @@ def join(
     run_node(config, fresh=fresh, unlock=unlock)
 
 
-def _introduce(manifest: "Manifest", *, is_pinned: bool) -> None:
+def _introduce(manifest: "Manifest", *, is_known: bool) -> None:
     """On stderr: stdout is for --dry-run."""
     print(f"swarm {manifest.name}, founded by {manifest.founder_name} ({manifest.founder})", file=sys.stderr)
     if manifest.description:
         print(plain(manifest.description, keep="\n"), file=sys.stderr)
-    if not is_pinned:
+    if not is_known:
         print(f"ask the founder whether that is their id, or pin it: --founder {manifest.founder}", file=sys.stderr)
+
+
+def _is_joined(manifest: "Manifest", settings: list[str], source: str) -> bool:
+    """Whether the node's folder has joined this swarm before, and so trusts its founder."""
+    from swarm.config import read
+    from swarm.manifest_file import read_manifest
+    from swarm.node_folder import NodeFolder
+
+    try:
+        node = read(*split_arguments(settings, _OPTIONS)).get("node")
+        chosen = node.get("dir") if isinstance(node, dict) else None
+        kept = NodeFolder(Path(chosen) if isinstance(chosen, str) else _folder(manifest, Path(source))).manifest
+        return read_manifest(str(kept)).id == manifest.id
+    except SwarmError:  # of settings: told where they are taken up
+        return False
 
 
 def _resolve(
@@ -183,11 +198,16 @@ def _findings(
         yield Finding("settings", Verdict.PROBLEM, str(error))
         return
     yield Finding("settings", Verdict.OK, f"{config.policy.base} in {config.node.dir}")
-    kept = NodeFolder(config.node.dir).manifest
-    yield tried("folder", f"{config.node.dir} is new or of this swarm", lambda: check_joined(kept, manifest))
+    files = NodeFolder(config.node.dir)
+
+    def check_folder() -> None:
+        files.check_writable()
+        check_joined(files.manifest, manifest)
+
+    yield tried("folder", f"{config.node.dir} is new or of this swarm, and can be written", check_folder)
     if manifest.silo:
         member = "this node is a member, and the base is at hand"
-        yield tried("silo", member, lambda: check_silo(config, NodeFolder(config.node.dir)))
+        yield tried("silo", member, lambda: check_silo(config, files))
     yield tried("tasks", f"all {len(manifest.tasks)} work here", lambda: check_tasks(config))
     if needs_lineage(manifest, config):
         yield Finding("lineage", Verdict.NOTE, f"whether {config.policy.base} is allowed is found out at the start")

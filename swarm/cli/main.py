@@ -1,6 +1,7 @@
 """Entry point: registers the commands and turns every error a user can cause into one line and an exit code."""
 
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -37,10 +38,17 @@ from swarm.cli import (
     testbed,
     top,
 )
-from swarm.errors import SwarmError
+from swarm.errors import ConfigError, SwarmError
 from swarm.observability.plain_text import plain
 
 INTERRUPTED = 130
+_REFUSALS = frozenset(
+    {
+        errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
+        errno.ENOSPC, errno.EDQUOT,
+    }
+)  # fmt: skip
+"""Of a place that does not take what a command is told to put there, or does not give it out: no bug of ours."""
 EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 config, 4 identity, 5 policy, 6 tasks, 7 network, 8 checkpoint, "
     "9 node not running, 10 memory, 11 training, 12 manifest, 13 cannot join, 14 doctor found a problem, "
@@ -114,8 +122,21 @@ def _run() -> int:
         return INTERRUPTED
     except BrokenPipeError:
         return 1
-    except Exception as error:  # the last resort: a person gets one line, the details go to a file
-        return _say(f"unexpected {type(error).__name__}: {error}; details in {_write_crash()}", 1)
+    except OSError as error:
+        if error.errno not in _REFUSALS or error.filename is None:
+            return _say_unexpected(error)
+        return _say(
+            f"files and folders must be open to this command, got {os.fsdecode(error.filename)}: {error.strerror}; "
+            "name another place, or mend that one",
+            ConfigError.exit_code,
+        )
+    except Exception as error:
+        return _say_unexpected(error)
+
+
+def _say_unexpected(error: Exception) -> int:
+    """The last resort: a person gets one line, the details go to a file."""
+    return _say(f"unexpected {type(error).__name__}: {error}; details in {_write_crash()}", 1)
 
 
 def _say(message: str, exit_code: int) -> int:
@@ -124,7 +145,7 @@ def _say(message: str, exit_code: int) -> int:
 
 
 def _write_crash() -> Path:
-    path = Path(tempfile.gettempdir()) / f"swarm-crash-{time.strftime('%Y%m%d-%H%M%S')}.log"
+    path = Path(tempfile.gettempdir()) / f"swarm-crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     path.write_text(f"swarm {__version__}: {' '.join(sys.argv)}\n\n{traceback.format_exc()}", encoding="utf-8")
     return path
 

@@ -16,6 +16,7 @@ from swarm.config import Config, NetworkSection, PolicySection
 from swarm.errors import SwarmError
 from swarm.hardware import Hardware
 from swarm.machine_memory import machine_memory
+from swarm.observability.units import counted, size
 
 _NODE_GIB = 1.0
 """Checkpoints, pool and logs of a node."""
@@ -85,12 +86,17 @@ def _memory(policy: PolicySection, num_parameters: float | None, hardware: Hardw
     bytes_each = _BYTES_PER_PARAMETER.get(policy.quantization, 2.0 if is_half else 4.0)
     need_gib = num_parameters * bytes_each * _WORKING_ROOM / 2**30
     have_gib = hardware.gpu_memory_gib if has_gpu else machine_memory().available / 2**30
-    text = f"about {need_gib:.2g} GiB for {num_parameters / 1e9:.2g} B parameters, {have_gib:.0f} GiB on the " + (
+    text = f"about {size(need_gib * 2**30)} for {_parameters(num_parameters)}, {have_gib:.0f} GiB on the " + (
         "GPU" if has_gpu else "machine, free"
     )
     if need_gib <= have_gib:
         return Finding("memory", Verdict.OK, text)
     return Finding("memory", Verdict.PROBLEM, f"{text}; set policy.quantization = 4bit or a smaller policy.base")
+
+
+def _parameters(count: float) -> str:
+    """Such as `0.87 M parameters` or `1.5 B parameters`."""
+    return f"{count / 1e9:.2g} B parameters" if count >= 1e8 else f"{count / 1e6:.2g} M parameters"
 
 
 def _quantization(policy: PolicySection, hardware: Hardware) -> Iterator[Finding]:
@@ -123,7 +129,9 @@ def _network(network: NetworkSection) -> Iterator[Finding]:
             check_port_is_free(address)
 
     yield tried("listen", ", ".join(network.listen), check_listen)
-    peers = tried("bootstrap", f"{len(network.initial_peers)} peers to join through", lambda: _parse_peers(network))
+    peers = tried(
+        "bootstrap", f"{counted(len(network.initial_peers), 'peer')} to join through", lambda: _parse_peers(network)
+    )
     no_peers = Finding("bootstrap", Verdict.NOTE, "no peer to join through: this node would wait until others find it")
     yield peers if network.initial_peers else no_peers
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import typer
 
+from swarm.observability.units import counted
+
 
 def report(
     folder: Path = typer.Argument(Path("runs/node"), metavar="[DIR]", help="A node's folder, or a testbed's."),
@@ -14,4 +16,4 @@ def report(
 
     path = out or folder / "report.html"
     num_nodes = write_report(folder, path)
-    print(f"wrote {path}: {num_nodes} node{'s' if num_nodes > 1 else ''}")
+    print(f"wrote {path}: {counted(num_nodes, 'node')}")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm.cli.heavy_imports import settle_imports
-from swarm.errors import CheckpointError
+from swarm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from swarm.config import Config
@@ -45,7 +45,12 @@ def load_saved_policy(config: "Config", *, base_only: bool = False) -> tuple["Po
 
 
 def config_arguments(config: list[str] | None, folder: Path | None) -> list[str]:
-    """`--dir FOLDER` stands for the configuration that the node of that folder ran with."""
+    """`--dir FOLDER` stands for the configuration that the node of that folder ran with. Raises ConfigError where there
+    is no node."""
     if folder is None:
         return list(config or [])
+    if not (folder / "config.toml").exists():
+        raise ConfigError(
+            f"--dir must be the folder of a node that ran, got {folder}: there is no node in it; name another"
+        )
     return [str(folder / "config.toml"), *(config or []), f"--node.dir={folder}"]

@@ -10,8 +10,9 @@ import typer
 
 from swarm.cli.arguments import take_first
 from swarm.cli.passphrase import unlock
-from swarm.cli.silo_found import found
-from swarm.errors import ManifestError, SiloError
+from swarm.cli.silo_found import OWN_NODE_S, found
+from swarm.errors import IdentityError, ManifestError, SiloError
+from swarm.observability.units import counted
 
 if TYPE_CHECKING:
     from swarm.manifest import Manifest
@@ -198,10 +199,19 @@ def members(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("name", "peer id", "until", title=f"{manifest.name}: roll {roll.version}, epoch {roll.epoch}")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        collapse_padding=True,
+        header_style="dim",
+        title=f"{manifest.name}: roll {roll.version}, epoch {roll.epoch}",
+    )
+    table.add_column("name", overflow="fold")
+    table.add_column("until", no_wrap=True)
+    table.add_column("peer id", no_wrap=True)  # whole, as `swarm silo revoke` takes it
     for one in roll.members:
         fields = _member_fields(one.peer_id, one.until)
-        table.add_row(fields["name"], one.peer_id, _day(one.until) if not fields["expired"] else "expired")
+        table.add_row(fields["name"], "expired" if fields["expired"] else _date(one.until), one.peer_id)
     Console(markup=False, highlight=False).print(table)
 
 
@@ -246,17 +256,22 @@ def rotate(folder: Path = _FOLDER, key: Path = _KEY) -> None:
     owner, files = _owner(folder, key)
     owner.rotate(time.time())
     _publish(owner, files)
-    print(f"epoch {owner.roll.epoch}, {len(owner.roll.members)} members")
+    print(f"epoch {owner.roll.epoch}, {counted(len(owner.roll.members), 'member')}")
 
 
 def _owner(folder: Path, key: Path | None) -> "tuple[Owner, NodeFolder]":
-    """Raises SiloError where the key is not the owner's."""
+    """Raises IdentityError where there is no key, SiloError where it is not the owner's."""
     from swarm.node_folder import NodeFolder
     from swarm.records.identity import load
     from swarm.silo.owner import Owner
 
     path = key or folder / OWNER_KEY
     manifest, roll = _roll(folder)
+    if not path.exists():
+        raise IdentityError(
+            f"only its owner {manifest.founder} can change a silo, got no key at {path}; "
+            f"name the folder that has {OWNER_KEY} with --dir, or that key with --key"
+        )
     identity: Identity = load(path, unlock)
     if identity.peer_id != manifest.founder:
         raise SiloError(f"only its owner {manifest.founder} can change a silo, got {path}; set --key", "stranger")
@@ -323,6 +338,13 @@ def _write_line(path: Path, text: str) -> None:
         path.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise SiloError(f"an invitation must be writable, got {error}; name another file") from None
+
+
+def _date(time_s: float) -> str:
+    """Of the end of a membership; a dash for the owner's own node, whose does not end by itself."""
+    if time_s - time.time() > OWN_NODE_S / 2:
+        return "–"
+    return f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%d}"
 
 
 def _day(time_s: float) -> str:

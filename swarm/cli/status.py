@@ -1,6 +1,7 @@
 """`swarm status`: is the node of this folder running, and is it contributing? On one screen."""
 
 import json
+import shlex
 import shutil
 import time
 from dataclasses import asdict
@@ -11,7 +12,7 @@ import typer
 
 from swarm.errors import NodeNotRunningError
 from swarm.observability.plain_text import plain
-from swarm.observability.units import for_how_long, size
+from swarm.observability.units import counted, for_how_long, size
 
 if TYPE_CHECKING:
     from swarm.observability.status_file import NodeStatus
@@ -55,8 +56,17 @@ def status(
         _print(folder, current, verdict)
     if not current.is_alive:
         raise NodeNotRunningError(
-            f"the node must be running, got process {current.pid} that has ended, in {folder}; start it again with `swarm run`"
+            f"the node must be running, got process {current.pid} that has ended, in {folder}; "
+            f"start it again with {start_command(folder, current)}"
         )
+
+
+def start_command(folder: Path, status: "NodeStatus") -> str:
+    """What a person types to start it again, in back quotes; in words where nothing in the folder says it."""
+    if status.start_command:
+        return f"`{status.start_command}`"
+    config = folder / "config.toml"
+    return f"`swarm run {shlex.quote(str(config))}`" if config.exists() else "the command of its first start"
 
 
 def folder_bytes(folder: Path) -> int:
@@ -132,7 +142,8 @@ def _lines(folder: Path, current: "NodeStatus") -> Lines:
     if current.final_merge:
         final = current.final_merge
         taken = "taken" if final["final/is_taken"] else "not taken: worse on private tasks"
-        lines.append(("final merge", f"{final['final/places']} nodes, {final['final/replicas']} adapters, {taken}"))
+        of = f"{counted(final['final/places'], 'node')}, {counted(final['final/replicas'], 'adapter')}"
+        lines.append(("final merge", f"{of}, {taken}"))
     lines.append(("peer id", current.peer_id))
     if current.addresses:
         first, *others = current.addresses

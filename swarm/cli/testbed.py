@@ -9,6 +9,7 @@ import typer
 
 from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, seed_list, split_arguments
 from swarm.errors import SwarmError
+from swarm.observability.units import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,7 +92,7 @@ def _run(folder: Path, request: "PlanRequest", minutes: float | None, console: "
         console.print(f"this run is complete; --fresh starts anew, --rounds beyond {before[0].max_rounds} goes on")
     elif any(view.history.rounds for view in before):
         console.print(f"resuming the run in {folder}; --fresh would start anew", highlight=False)
-    views = swarm.run(f"{request.num_nodes} nodes in {folder}", minutes)
+    views = swarm.run(f"{counted(request.num_nodes, 'node')} in {folder}", minutes)
     summaries = [summarize(view) for view in views]
     write_summary(summaries, folder / "summary.json")
     console.print(learning_table(summaries), source_table(summaries), exchange_table(summaries))

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import typer
 
 from swarm.errors import NodeNotRunningError
 from swarm.observability.plain_text import plain
-from swarm.observability.units import for_how_long
+from swarm.observability.units import counted, for_how_long
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -50,24 +51,34 @@ def top(
     if as_json:
         for look in _look(folders):
             print(json.dumps(_facts(look)))
+        for line in _without_nodes(folders):
+            print(line, file=sys.stderr)
         return
     console = Console(highlight=False, markup=False)
     if console.is_terminal:
         _watch(folders, console, interval_s)
     else:
-        console.print(_screen(_look(folders), console))
+        console.print(_screen(folders, console))
 
 
 def node_folders(folders: Sequence[Path]) -> list[Path]:
     """Those that are a node's, and the nodes' in those that are a testbed's. Raises NodeNotRunningError where there is none."""
-    found: list[Path] = []
-    for folder in folders:
-        inner = sorted(folder.glob("*/status.json"), key=lambda path: (len(path.parent.name), path.parent.name))
-        found += [folder] if (folder / "status.json").exists() else [path.parent for path in inner]
+    found = [node for folder in folders for node in _nodes_in(folder)]
     if not found:
         named = ", ".join(map(str, folders))
         raise NodeNotRunningError(f"a node's folder must hold status.json, got none in {named}; name a node's folder")
     return found
+
+
+def _nodes_in(folder: Path) -> list[Path]:
+    from swarm.observability.status_file import inner_folders
+
+    return [folder] if (folder / "status.json").exists() else inner_folders(folder)
+
+
+def _without_nodes(folders: Sequence[Path]) -> list[str]:
+    """A line on each that shows nothing, such as one that is misspelt or whose node has not begun."""
+    return [f"{folder}: no node is there, as it has no status.json" for folder in folders if not _nodes_in(folder)]
 
 
 def _look(folders: Sequence[Path]) -> list[NodeLook]:
@@ -88,12 +99,12 @@ def _watch(folders: Sequence[Path], console: "Console", interval_s: float) -> No
     """On the terminal's second screen, so that the first one is as it was afterwards."""
     from rich.live import Live
 
-    first = _screen(_look(folders), console)  # before the screen is switched, as it may raise
+    first = _screen(folders, console)  # before the screen is switched, as it may raise
     live = Live(first, console=console, screen=True, auto_refresh=False)
     with contextlib.suppress(KeyboardInterrupt), _ended_by_sigterm(), live:
         while True:
             time.sleep(interval_s)
-            live.update(_screen(_look(folders), console), refresh=True)
+            live.update(_screen(folders, console), refresh=True)
 
 
 @contextlib.contextmanager
@@ -110,14 +121,16 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _screen(looks: Sequence[NodeLook], console: "Console") -> "Group":
+def _screen(folders: Sequence[Path], console: "Console") -> "Group":
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     from swarm.cli.status import STYLES, next_actions
 
-    title = f"{time.strftime('%H:%M:%S')}  {len(looks)} nodes, {sum(look.status.is_alive for look in looks)} running"
+    looks = _look(folders)
+    num_running = sum(look.status.is_alive for look in looks)
+    title = f"{time.strftime('%H:%M:%S')}  {counted(len(looks), 'node')}, {num_running} running"
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="dim")
     for column in _COLUMNS:
         max_width = _NAME_COLUMNS if column == "node" else None
@@ -126,7 +139,8 @@ def _screen(looks: Sequence[NodeLook], console: "Console") -> "Group":
         word = look.verdict.word.value
         cells = [Text(plain(cell)) for cell in _cells(look)]
         table.add_row(cells[0], Text(word, style=STYLES[word]), *cells[1:])
-    advice = [
+    advice = [Text(plain(line), style="yellow", overflow="fold") for line in _without_nodes(folders)]
+    advice += [
         Text(f"{look.folder.name}: {plain(line)}", style="yellow", no_wrap=True, overflow="ellipsis")
         for look in looks
         for line in next_actions(look.folder, look.status, look.verdict)

@@ -2,7 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,6 +13,26 @@ from swarm.config.config import Config
 from swarm.errors import ConfigError
 
 READY = "node_configs"
+_BOUNDS = {"gt": "more than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
+_KINDS = {"int": " to a whole number", "float": " to a number", "bool": " to true or false", "string": " to text"}
+"""By the first word of an error's type, such as int_parsing."""
+_ALIASES = {
+    "learning_rate": "training.lr",
+    "batch_size": "training.micro_batch_sequences",
+    "micro_batch_size": "training.micro_batch_sequences",
+    "gradient_clip": "training.max_grad_norm",
+    "max_tokens": "rollouts.max_new_tokens",
+    "max_length": "rollouts.max_new_tokens",
+    "num_generations": "rollouts.group_size",
+    "model": "policy.base",
+    "model_name": "policy.base",
+    "lora_rank": "policy.lora.rank",
+    "bootstrap": "network.initial_peers",
+    "bootstrap_peers": "network.initial_peers",
+    "max_steps": "node.max_rounds",
+    "num_rounds": "node.max_rounds",
+}
+"""What other trainers call a setting, where its name here does not look like that."""
 
 
 def load(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None = None) -> Config:
@@ -20,16 +40,22 @@ def load(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None =
 
     `overrides` maps dotted keys to TOML literals; text that is no TOML literal is taken as a string.
     Relative `tasks.sources.path` entries are resolved against the file that names them.
-    Raises ConfigError, one line per mistake, each with rule, value and fix.
+    Raises ConfigError, one line per mistake, each with rule, value, the file that has it, and fix.
     """
-    return parse(read(paths, overrides))
+    files = [(Path(path), _read_toml(Path(path))) for path in paths]
+    merged = _merged((data for _, data in files), overrides)
+    return _validated(merged, lambda location: _origin(location, files, overrides or {}))
 
 
 def read(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What files and overrides say, merged as `load` does, before defaults and validation. Raises ConfigError."""
+    return _merged((_read_toml(Path(path)) for path in paths), overrides)
+
+
+def _merged(files: Iterable[Mapping[str, Any]], overrides: Mapping[str, str] | None) -> dict[str, Any]:
     merged: dict[str, Any] = {}
-    for path in paths:
-        merged = merge(merged, _read_toml(Path(path)))
+    for data in files:
+        merged = merge(merged, data)
     for key, text in (overrides or {}).items():
         merged = merge(merged, _nest(key, _literal(text)))
     return merged
@@ -37,10 +63,36 @@ def read(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None =
 
 def parse(data: Mapping[str, Any]) -> Config:
     """Validate plain data. Raises ConfigError."""
+    return _validated(data, lambda location: None)
+
+
+def _validated(data: Mapping[str, Any], origin: Callable[[Sequence[str | int]], Path | None]) -> Config:
+    """`origin`: the file that says what is at a location. Raises ConfigError."""
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from None
+        raise ConfigError("; ".join(_explain(item, origin) for item in error.errors())) from None
+
+
+def _origin(
+    location: Sequence[str | int], files: Sequence[tuple[Path, Mapping[str, Any]]], overrides: Mapping[str, str]
+) -> Path | None:
+    """The last file that says something there; None where an override does, which the user sees on the command line."""
+    key = ".".join(str(part) for part in location)
+    if any(f"{key}.".startswith(f"{override}.") for override in overrides):
+        return None
+    return next((path for path, data in reversed(files) if _says(data, location)), None)
+
+
+def _says(data: Any, location: Sequence[str | int]) -> bool:
+    """Whether `data` goes as deep as `location`, or ends on the way there in a list or value of its own."""
+    for part in location:
+        if not isinstance(data, dict):
+            return True
+        if part not in data:
+            return False
+        data = data[part]
+    return True
 
 
 def dump_toml(config: Config) -> str:
@@ -100,22 +152,37 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _explain(item: Any) -> str:
+def _explain(item: Any, origin: Callable[[Sequence[str | int]], Path | None]) -> str:
     location = [part for part in item["loc"] if isinstance(part, str | int)]
     key = ".".join(str(part) for part in location)
+    path = origin(location)
+    where = f" in {path}" if path else ""
     if item["type"] == "extra_forbidden":
         nearest = _nearest_key(location)
         fix = f"did you mean {nearest}?" if nearest else "see `swarm config schema`"
-        return f"unknown setting {key}; {fix}"
+        return f"unknown setting {key}{where}; {fix}"
     if item["type"] == "value_error":
         return str(item["ctx"]["error"])
     rule = item["msg"][0].lower() + item["msg"][1:]
-    return f"{key}: {rule}, got {item['input']!r}; set {key}"
+    return f"{key}: {rule}, got {item['input']!r}{where}; set {key}{_wanted(item)}"
+
+
+def _wanted(item: Any) -> str:
+    """What to set it to, as far as the rule says."""
+    context = item.get("ctx", {})
+    for bound, words in _BOUNDS.items():
+        if bound in context:
+            return " to " + words.format(context[bound])
+    if item["type"] == "literal_error":
+        return f" to {context['expected']}"
+    return _KINDS.get(item["type"].partition("_")[0], "")
 
 
 def _nearest_key(location: list[Any]) -> str | None:
     known = _known_keys(Config)
     wanted = ".".join(str(part) for part in location)
+    if alias := _ALIASES.get(str(location[-1])):
+        return alias
     close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
     if not close:  # right name, wrong section
         close = [key for key in known if key.rsplit(".", 1)[-1] == str(location[-1])][:1]

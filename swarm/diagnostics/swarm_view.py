@@ -32,6 +32,7 @@ from swarm.network.reach.reachability import (
 )
 from swarm.network.tcp_address import TcpAddress, parse_setting
 from swarm.network.transport import Contact, Transport
+from swarm.observability.units import counted
 from swarm.records.identity import create
 from swarm.records.peer_name import peer_name
 
@@ -230,7 +231,7 @@ def judge_views(views: Sequence[PeerView]) -> list[Finding]:
     """Findings "clock" and "bandwidth": medians over the peers, so that one wrong peer alarms nobody."""
     skew_s = median(view.skew_s for view in views)
     round_trip_ms = median(view.round_trip_s for view in views) * 1e3
-    text = f"differs by {abs(skew_s):.2f} s from {_peers(len(views))}"
+    text = f"differs by {abs(skew_s):.2f} s from {counted(len(views), 'peer')}"
     fix = "sudo timedatectl set-ntp true"
     clock = ok("clock", text)
     if abs(skew_s) > _WARN_SKEW_S:
@@ -238,11 +239,7 @@ def judge_views(views: Sequence[PeerView]) -> list[Finding]:
     rates = [view.mb_per_s for view in views if view.mb_per_s is not None]
     if not rates:
         return [clock, warning("bandwidth", f"not measured; round trip {round_trip_ms:.0f} ms", "run it in a minute")]
-    text = f"{median(rates):.2f} MB/s from {_peers(len(rates))}, round trip {round_trip_ms:.0f} ms"
+    text = f"{median(rates):.2f} MB/s from {counted(len(rates), 'peer')}, round trip {round_trip_ms:.0f} ms"
     if median(rates) < _SLOW_MB_PER_S:
         return [clock, warning("bandwidth", text, "set sharing.swarm_groups lower, or use a faster line")]
     return [clock, ok("bandwidth", text)]
-
-
-def _peers(count: int) -> str:
-    return "1 peer" if count == 1 else f"{count} peers"

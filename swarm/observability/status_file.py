@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -13,6 +15,8 @@ SILENT_AFTER_S = 30.0
 """After so long without a new file the process is blocked, frozen or gone: it writes one every two seconds."""
 _CLOCK_STEP_S = 60.0
 """That the machine's clock may have been set by between two looks."""
+_NAME_PART = re.compile(r"(\D*)(\d*)")
+_MAX_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class NodeStatus:
     """When the last round ended, in seconds since the epoch; 0 before the first one."""
     written_at: float = 0.0
     """When this was written, in seconds since the epoch. A node writes it every few seconds."""
+    start_command: str = ""
+    """What a person types to start it again; empty for a node, which config.toml in its folder is enough for."""
 
     def write(self, path: Path) -> None:
         """Replace the file at once: a reader sees the old or the new one."""
@@ -80,6 +86,20 @@ def _began_after(pid: int, time_s: float) -> bool:
         return False
 
 
+def inner_folders(folder: Path) -> list[Path]:
+    """Those of nodes inside a testbed's folder, by name, numbers in it by their value."""
+    found = [path.parent for path in folder.glob("*/status.json")]
+    return sorted(found, key=lambda path: [(int(part or -1), text) for text, part in _NAME_PART.findall(path.name)])
+
+
+def _way_to_a_node(folder: Path) -> str:
+    inner = inner_folders(folder)
+    if not inner:
+        return "; start it with `swarm run` or name its folder"
+    names = ", ".join(path.name for path in inner[:_MAX_NAMES]) + (", …" if len(inner) > _MAX_NAMES else "")
+    return f" but in {names} inside it; name one of these, or see all with `swarm top {shlex.quote(str(folder))}`"
+
+
 def read_status(path: Path) -> NodeStatus:
     """That of a node of another version, too: what it does not say has its default, what is unknown here is left out.
 
@@ -91,7 +111,7 @@ def read_status(path: Path) -> NodeStatus:
         return NodeStatus(**{**known, "addresses": tuple(data["addresses"])})
     except FileNotFoundError:
         raise NodeNotRunningError(
-            f"a node's folder must hold status.json, got none in {path.parent}; start it with `swarm run` or name its folder"
+            f"a node's folder must hold status.json, got none in {path.parent}{_way_to_a_node(path.parent)}"
         ) from None
     except (ValueError, TypeError, KeyError) as error:
         raise NodeNotRunningError(f"status.json must be readable, got {path}: {error}; restart the node") from None

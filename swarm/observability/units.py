@@ -11,6 +11,11 @@ def for_how_long(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
+def counted(count: int, noun: str) -> str:
+    """Such as `1 peer` or `3 peers`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def size(num_bytes: float) -> str:
     """Such as `812 KiB` or `1.4 GiB`."""
     for unit in ("B", "KiB", "MiB"):

@@ -17,7 +17,7 @@ from swarm.dashboard.merge_log import MergeLog
 from swarm.dashboard.rejection_words import WORDS
 from swarm.dashboard.series import METRICS, Series
 from swarm.dashboard.shown import shown, shown_text
-from swarm.errors import NodeNotRunningError
+from swarm.errors import ConfigError, NodeNotRunningError
 from swarm.experiments.report import Table
 from swarm.node_folder import NodeFolder
 from swarm.records.peer_name import peer_name
@@ -51,9 +51,16 @@ class NodeRun:
 
 
 def write_report(folder: Path, path: Path) -> int:
-    """Write it; how many nodes it is about. Raises NodeNotRunningError where the folder holds no run."""
+    """Write it; how many nodes it is about. Raises NodeNotRunningError where the folder holds no run, ConfigError where the
+    file cannot be written."""
     runs = [_read(NodeFolder(part)) for part in node_folders(folder)]
-    path.write_text(report_html(runs, folder.resolve().name), encoding="utf-8")
+    text = report_html(runs, folder.resolve().name)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"a report must go to a file that can be written, got {path}: {error.strerror}; set --out"
+        ) from None
     return len(runs)
 
 

@@ -136,9 +136,15 @@ class Testbed:
 
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """One testbed per folder. Raises ConfigError where another one runs in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK_FILE).open("a") as lock:
+    """One testbed per folder. Raises ConfigError where another one runs in it, or it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = (folder / LOCK_FILE).open("a")
+    except OSError as error:
+        raise ConfigError(
+            f"a testbed must have a folder that can be written, got {folder}: {error.strerror}; set --dir"
+        ) from None
+    with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -67,7 +67,11 @@ def test_swarm_is_founded_joined_and_outlives_its_bootstrap_peer(tmp_path: Path)
     swarm(tmp_path, "create", "friends")
     manifest = tmp_path / "friends.swarm.toml"
     with bootstrap(tmp_path / "entry", manifest) as entry:
-        swarm(tmp_path, "create", "--update", str(manifest), "--bootstrap", entry.address())
+        step = f"swarm create --update {manifest} --bootstrap {entry.address()}"
+        assert step in entry.output.read_text(), "it prints what to type next"
+        swarm(tmp_path, *step.split()[1:])
+        status = entry.status()
+        assert status and status.start_command == f"swarm bootstrap --manifest {manifest} --dir {tmp_path / 'entry'}"
         dialled = swarm(tmp_path, "join", str(manifest), "--check", "--dial")
         assert "answers" in dialled.stdout
         assert dialled.stdout.strip().endswith("can join")

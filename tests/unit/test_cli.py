@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,16 +11,20 @@ from pathlib import Path
 import pytest
 
 from swarm import __version__
+from swarm.cli import main
 from swarm.config import load
 from swarm.observability.status_file import NodeStatus
 
 SILO = ("--network.backend", "off", "--sharing.swarm_groups", "0")
 
 
-def swarm(*arguments: str, cwd: Path | None = None, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+def swarm(
+    *arguments: str, cwd: Path | None = None, stdin: str | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "swarm.cli.main", *arguments],
-        capture_output=True, text=True, timeout=120, cwd=cwd, input=stdin, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120, cwd=cwd, input=stdin,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
     )  # fmt: skip
 
 
@@ -44,8 +49,10 @@ def test_version_and_help() -> None:
         (["run", "--policy.base", "/no/such/model", *SILO], 5, "/no/such"),
         (["run", "--tasks.sources", '[{name = "no_such_set"}]', *SILO], 6, "no_such_set"),
         (["run", "--network.listen", '["nonsense"]'], 3, "nonsense"),
-        (["export", "out", "--dir", "empty"], 3, "config.toml"),
+        (["export", "out", "--dir", "empty"], 3, "there is no node in it"),
         (["sample", "--prompt", "hi"], 8, "must hold a checkpoint"),
+        (["sample", "--dir", "runs/none"], 3, "there is no node in it"),
+        (["eval", "--dir", "runs/none"], 3, "there is no node in it"),
         (["status", "empty"], 9, "status.json"),
         (["dashboard", "empty"], 9, "status.json"),
         (["dashboard", "one", "two"], 3, "http://HOST:PORT"),
@@ -61,6 +68,63 @@ def test_mistake_ends_in_one_line_and_its_exit_code(tmp_path: Path, arguments: l
     assert last.startswith("error: ")
     assert told in last
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["testbed", "--dir", "file/x"],
+        ["report", "run", "--out", "file/x"],
+        ["report", "run", "--out", "nowhere/x"],
+        ["init", "file/x"],
+        ["init", "taken"],
+        ["create", "x", "--key", "file/x"],
+        ["silo", "init", "x", "--dir", "file/x"],
+        ["experiment", "attacks", "--dir", "file/x"],
+        ["identity", "export", "file/x", "--plain", "--i-know-this-is-my-key", "--dir", "mine"],
+    ],
+)
+def test_a_place_that_cannot_be_written_is_a_mistake_and_no_crash(tmp_path: Path, arguments: list[str]) -> None:
+    for made in ("run", "temporary", "taken/node.toml"):
+        (tmp_path / made).mkdir(parents=True)
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    (tmp_path / "file").touch()
+    if "mine" in arguments:
+        swarm("init", "mine", cwd=tmp_path)
+    if "taken" in arguments:
+        arguments = [*arguments, "--force"]
+    ended = swarm(*arguments, cwd=tmp_path, TMPDIR=str(tmp_path / "temporary"))
+    assert ended.returncode in (3, 4), ended.stderr
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ") and "unexpected" not in last and "; " in last
+    assert any(place in last for place in ("file", "nowhere/x", "taken/node.toml"))
+    assert not list((tmp_path / "temporary").glob("swarm-crash-*"))
+
+
+def test_a_port_that_is_taken_is_told_by_the_flag_that_was_given(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        page = swarm("dashboard", "http://127.0.0.1:1", "--port", port, cwd=tmp_path)
+        index = swarm("bootstrap", "--listen", f"/ip4/127.0.0.1/tcp/{port}", cwd=tmp_path)
+    assert page.returncode == 3 and "--port must be free" in page.stderr and "set --port 0" in page.stderr
+    last = index.stderr.splitlines()[-1]
+    assert index.returncode == 7 and last.startswith("error: --listen must be free") and "network.listen" not in last
+
+
+def test_files_of_unexpected_ends_in_one_second_are_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise KeyError("x")
+
+    monkeypatch.setattr(main, "app", lambda **_: fail())
+    monkeypatch.setattr(main.tempfile, "tempdir", str(tmp_path))
+    assert main._run() == 1
+    (path,) = tmp_path.glob("swarm-crash-*.log")
+    assert path.stem.endswith(f"-{os.getpid()}")
+    assert str(path) in capsys.readouterr().err
 
 
 def test_dashboard_prints_the_address_of_the_page_with_its_token(tmp_path: Path) -> None:
@@ -121,6 +185,14 @@ def test_status_of_a_node_that_has_ended_shows_what_is_known(tmp_path: Path) -> 
     assert "4 nodes, 3 adapters, taken" in ended.stdout
     as_json = swarm("status", str(tmp_path), "--json")
     assert json.loads(as_json.stdout)["running"] is False
+    assert ended.stderr.endswith("start it again with the command of its first start\n")
+    (tmp_path / "config.toml").touch()
+    assert f"start it again with `swarm run {tmp_path}/config.toml`" in swarm("status", str(tmp_path)).stderr
+    assert f"start it again with `swarm run {tmp_path}/config.toml`" in swarm("dashboard", str(tmp_path)).stderr
+    NodeStatus("12D3x", "a", dead.pid, 0.0, "ended", start_command="swarm bootstrap --dir b").write(
+        tmp_path / "status.json"
+    )
+    assert "start it again with `swarm bootstrap --dir b`" in swarm("status", str(tmp_path)).stderr
 
 
 def test_schema_is_a_json_schema_with_every_section() -> None:
@@ -139,8 +211,12 @@ def test_run_eval_sample_and_export_work_on_one_folder(tmp_path: Path) -> None:
     assert len(sampled.stdout.splitlines()) == 2, sampled.stderr
     tried = swarm("sample", "--dir", "n", "--tasks", "1", cwd=tmp_path)
     assert len(re.findall(r"^  → .*\(reward \d\.\d\d\)$", tried.stdout, re.M)) == 6, tried.stdout
-    assert swarm("export", "merged", "--dir", "n", cwd=tmp_path).returncode == 0
-    assert swarm("export", "adapter", "--dir", "n", "--format", "adapter", cwd=tmp_path).returncode == 0
+    for form, what in (("merged", "model"), ("adapter", "adapter")):
+        exported = swarm("export", form, "--dir", "n", "--format", form, cwd=tmp_path)
+        assert exported.returncode == 0, exported.stderr
+        assert exported.stdout == f"{what} of round 2 written to {form}\n"
+        (line,) = exported.stderr.splitlines()
+        assert line.startswith("loading policy"), "no progress bars"
     check = (
         "import sys\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
         "print(AutoModelForCausalLM.from_pretrained('merged').num_parameters())\nAutoTokenizer.from_pretrained('merged')"

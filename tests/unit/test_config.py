@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from swarm.config import Config, dump_toml, load, parse
+from swarm.config.load import _ALIASES, _known_keys
 from swarm.config.reference import reference_markdown, settings
 from swarm.errors import ConfigError
 
@@ -48,6 +49,11 @@ def test_override_is_a_toml_value_or_plain_text(key: str, text: str, expected: o
     [
         ("training.lrr", "1", "did you mean training.lr?"),
         ("trainin", "1", "did you mean training?"),
+        ("training.learning_rate", "1", "did you mean training.lr?"),
+        ("policy.model_name", '"x"', "did you mean policy.base?"),
+        ("training.lr", "-1", "greater than 0, got -1; set training.lr to more than 0"),
+        ("rollouts.group_size", "1.5", "set rollouts.group_size to a whole number"),
+        ("node.max_rounds", '"x"', "set node.max_rounds to a whole number"),
         ("group_size", "4", "did you mean rollouts.group_size?"),
         ("rollouts.group_size", "1", "greater than or equal to 2, got 1; set rollouts.group_size"),
         ("rollouts.top_p", "0", "greater than 0, got 0; set rollouts.top_p"),
@@ -55,7 +61,7 @@ def test_override_is_a_toml_value_or_plain_text(key: str, text: str, expected: o
         ("rollouts.min_p", "1.0", "less than 1, got 1.0; set rollouts.min_p"),
         ("rollouts.stop", '["</answer>", ""]', "rollouts.stop"),
         ("rollouts.cache_mib", "0", "got 0; set rollouts.cache_mib"),
-        ("training.advantage", '"ppo"', "'median' or 'gdpo', got 'ppo'; set training.advantage"),
+        ("training.advantage", '"ppo"', "'median' or 'gdpo', got 'ppo'; set training.advantage to '"),
         ("network.backend", '"off"', "sharing.swarm_groups must be 0"),
         ("swarm.name", '"a b"', "swarm.name"),
         ("merging.final", "true", "merging.final needs merging.enabled = true, got false"),
@@ -75,6 +81,25 @@ def test_damaged_file_is_named(tmp_path: Path, content: str) -> None:
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"bad\.toml"):
         load([path])
+
+
+def test_the_file_with_the_mistake_is_named(tmp_path: Path) -> None:
+    first = write(tmp_path, "first.toml", "[training]\nlr = -1\n")
+    second = write(tmp_path, "second.toml", "[training]\nlearning_rate = 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load([first, second])
+    assert f"got -1 in {first}; set training.lr to more than 0" in str(caught.value)
+    assert f"unknown setting training.learning_rate in {second}; did you mean training.lr?" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"got -2; set training\.lr"):
+        load([first], {"training.lr": "-2"})
+    third = write(tmp_path, "third.toml", '[[tasks.sources]]\nname = "a"\nweight = -1\n')
+    with pytest.raises(ConfigError, match=f"got -1 in {third}; set tasks.sources.0.weight"):
+        load([third])
+
+
+def test_other_names_lead_to_settings_that_there_are() -> None:
+    assert set(_ALIASES.values()) <= set(_known_keys(Config))
+    assert not set(_ALIASES) & {key.rpartition(".")[2] for key in _known_keys(Config)}
 
 
 def test_missing_file_is_named() -> None:

@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from swarm.cli.bootstrap import join_through
+from swarm.cli.preflight import machine_findings
 from swarm.config import DEMO_TASKS, load, parse
 from swarm.errors import ConfigError, ManifestError, TaskError
 from swarm.hardware import Hardware, choose_policy
@@ -182,6 +185,11 @@ def test_create_then_join_on_the_command_line(tmp_path: Path) -> None:
     assert config.node.dir == Path("runs/friends")
     assert not (tmp_path / "runs").exists(), "a dry run writes nothing"
     assert first.founder in dry.stderr, "who the founder is is told"
+    assert "ask the founder" in dry.stderr
+    (tmp_path / "known").mkdir()
+    (tmp_path / "known" / "manifest.toml").write_text(path.read_text())
+    known = swarm("join", str(path), *file, "--dry-run", "--node.dir", "known", cwd=tmp_path)
+    assert first.founder in known.stderr and "ask the founder" not in known.stderr
     checked = swarm("join", str(path), *file, "--check", "--network.listen", '["/ip4/127.0.0.1/tcp/0"]', cwd=tmp_path)
     assert checked.returncode == 0, checked.stdout
     assert checked.stdout.strip().endswith("can join")
@@ -210,7 +218,11 @@ def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("arguments", "code", "said"),
     [
         (["join"], 3, "needs a manifest"),
-        (["join", "nowhere.toml"], 12, "must be readable"),
+        (["join", "nowhere.toml"], 12, "must be an existing file or an http(s) address, got nowhere.toml; check"),
+        (["join", "."], 12, "got .: Is a directory; check the path"),
+        (["bootstrap", "--listen", "nonsense"], 3, "error: --listen must hold"),
+        (["bootstrap", "--name", "a b"], 3, "--name"),
+        (["create", "y", "--bootstrap", "/ip4/1.2.3.4/tcp/1"], 3, "error: --bootstrap must end"),
         (["join", "friends.swarm.toml", "--dial"], 3, "--check"),
         (["join", "friends.swarm.toml", "--founder", PEER], 12, "must be of founder"),
         (["join", "friends.swarm.toml", "--swarm.name", "foes"], 3, "decided by the manifest"),
@@ -222,13 +234,19 @@ def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["create", "x", "--bootstrap", "/ip4/1.2.3.4/tcp/1"], 3, "/p2p/"),
         (["create", "x", "--policy.base", "/my/model"], 12, "bases"),
         (["create", "x", "--tasks.sources", '[{name = "no_such"}]'], 6, "no_such"),
-        (["create", "--update", "friends.swarm.toml", "--key", "none"], 4, "none"),
-        (["bootstrap", "--manifest", "nowhere.toml"], 12, "must be readable"),
+        (["create", "--update", "friends.swarm.toml", "--key", "none"], 4, "name the founder's key with --key"),
+        (["bootstrap", "--manifest", "nowhere.toml"], 12, "must be an existing file"),
         (["bootstrap", "--manifest", "friends.swarm.toml", "--founder", PEER], 12, "must be of founder"),
     ],
 )  # fmt: skip
 def test_mistake_ends_in_one_line_and_its_exit_code(founded: Path, arguments: list[str], code: int, said: str) -> None:
     assert said in told(swarm(*arguments, cwd=founded), code)
+
+
+def test_preflight_tells_the_memory_of_a_small_base_in_small_units() -> None:
+    config = load([], {"network.listen": '["/ip4/127.0.0.1/tcp/0"]'})
+    (memory,) = [one.text for one in machine_findings(config, LAPTOP) if one.about == "memory"]
+    assert re.match(r"about [\d.]+ MiB for 0\.\d+ M parameters, ", memory)
 
 
 def test_preflight_names_every_problem_and_ends_with_its_own_exit_code(founded: Path) -> None:
@@ -250,6 +268,27 @@ def test_preflight_names_every_problem_and_ends_with_its_own_exit_code(founded: 
     assert "already in use" in ended.stdout
     contradicting = swarm("join", "friends.swarm.toml", "--check", "--swarm.name", "foes", cwd=founded)
     assert "problems with settings" in told(contradicting, 13)
+
+
+def test_preflight_finds_a_folder_that_cannot_be_made_and_leaves_nothing_behind(founded: Path) -> None:
+    (founded / "file").touch()
+    before = sorted(founded.rglob("*"))
+    refused = swarm("join", "friends.swarm.toml", "--check", "--node.dir", "file/n", cwd=founded)
+    assert "problems with folder; see the table" in told(refused, 13)
+    assert "Not a directory" in refused.stdout
+    swarm("join", "friends.swarm.toml", "--check", "--node.dir", "deep/er/n", cwd=founded)
+    assert sorted(founded.rglob("*")) == before
+
+
+def test_bootstrap_peer_tells_what_is_left_to_do() -> None:
+    here, there = f"/ip4/10.0.0.1/tcp/38000/p2p/{PEER}", ADDRESS.replace(PEER, FOUNDER.peer_id)
+    told = join_through([here], "f.swarm.toml", make(bootstrap=[there]))
+    assert told[1].strip() == f"swarm create --update f.swarm.toml --bootstrap {here} --bootstrap {there}"
+    old = here.replace("38000", "1")
+    assert old not in join_through([here], "f.swarm.toml", make(bootstrap=[old, there]))[1], "it has moved"
+    assert join_through([here], "f.swarm.toml", make(bootstrap=[here.replace("10.0.0.1", "1.2.3.4")])) == []
+    assert here in join_through([here], None, None)[1]
+    assert "--key silo-owner.key" in join_through([here], "f.swarm.toml", make(silo=True))[1]
 
 
 @contextmanager

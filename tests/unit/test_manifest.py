@@ -251,7 +251,7 @@ def test_limits_are_settings_of_the_same_names() -> None:
 
 @pytest.mark.parametrize(
     ("source", "told"),
-    [("nowhere.toml", "readable"), ("ftp://x/y", "http"), ("file:///etc/passwd", "http"), (".", "readable")],
+    [("nowhere.toml", "an existing file"), ("ftp://x/y", "http"), ("file:///etc/passwd", "http"), (".", "readable")],
 )
 def test_source_that_cannot_be_read(source: str, told: str) -> None:
     with pytest.raises(ManifestError, match=told):

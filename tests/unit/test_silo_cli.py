@@ -3,6 +3,7 @@
 import json
 import stat
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,23 @@ def test_founding_makes_owner_manifest_and_first_member(lab: Path) -> None:
     for name in ("identity.key", "silo-owner.key", "silo.roll"):
         assert stat.S_IMODE((lab / name).stat().st_mode) == 0o600
     assert epoch_in(lab) == 1
+
+
+def test_members_are_listed_with_whole_peer_ids_on_a_narrow_screen(lab: Path, tmp_path: Path) -> None:
+    invited(lab, tmp_path / "b", "--days", "30")
+    told = swarm("silo", "members", "--dir", lab)
+    for folder, until in (
+        (lab, "–"),
+        (tmp_path / "b", f"{datetime.fromtimestamp(time.time() + 30 * 86400, UTC):%Y-%m-%d}"),
+    ):
+        (line,) = [line for line in told.splitlines() if load(folder / "identity.key").peer_id in line]
+        assert line.split()[-2] == until
+
+
+def test_a_member_who_wants_to_revoke_is_told_who_can(lab: Path) -> None:
+    (lab / "silo-owner.key").unlink()
+    with pytest.raises(IdentityError, match=r"only its owner .* got no key at .*--dir, or that key with --key"):
+        swarm("silo", "revoke", "somebody", "--dir", lab)
 
 
 def test_fresh_start_keeps_the_membership(lab: Path, tmp_path: Path) -> None:

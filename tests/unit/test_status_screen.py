@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from swarm.observability.status_file import NodeStatus
-from swarm.observability.units import for_how_long, size
+from swarm.observability.units import counted, for_how_long, size
 from swarm.observability.verdict import Word, judge
 
 NOW = time.time()
@@ -89,6 +89,10 @@ def test_a_process_that_writes_no_more_is_stalled_and_one_with_a_reused_number_i
 )  # fmt: skip
 def test_durations_are_written_as_people_do(seconds: float, text: str) -> None:
     assert for_how_long(seconds) == text
+
+
+def test_counts_agree_with_their_nouns() -> None:
+    assert [counted(count, "peer") for count in (0, 1, 2)] == ["0 peers", "1 peer", "2 peers"]
 
 
 def test_sizes_are_written_as_people_do() -> None:
@@ -184,6 +188,21 @@ def test_top_prints_all_nodes_of_a_testbed_once_where_nobody_watches(tmp_path: P
     facts = [json.loads(line) for line in swarm("top", "--json", str(tmp_path)).stdout.splitlines()]
     assert [one["round"] for one in facts] == [1, 2, 10]
     assert swarm("top", str(tmp_path / "none")).returncode == 9
+    some = swarm("top", str(tmp_path / "node-1"), str(tmp_path / "none"))
+    assert "1 node, 1 running" in some.stdout
+    assert "none: no node is there" in " ".join(some.stdout.split()), "lines are broken where the terminal ends"
+    assert "none: no node is there" in swarm("top", "--json", str(tmp_path / "node-1"), str(tmp_path / "none")).stderr
+
+
+@pytest.mark.parametrize("command", ["status", "dashboard", "peers"])
+def test_the_folder_of_a_testbed_is_told_from_that_of_a_node(tmp_path: Path, command: str) -> None:
+    for name in ("long-name", "b", "node-10", "node-2"):
+        (tmp_path / name).mkdir()
+        status_of(time.time()).write(tmp_path / name / "status.json")
+    told = swarm(command, str(tmp_path))
+    assert told.returncode == 9
+    assert "b, long-name, node-2, node-10 inside it" in told.stderr
+    assert f"`swarm top {tmp_path}`" in told.stderr
 
 
 @pytest.fixture
