@@ -196,23 +196,12 @@ def members(
         facts = {"silo": manifest.name, "id": manifest.id, "owner": manifest.founder}
         print(json.dumps(facts | {"version": roll.version, "epoch": roll.epoch, "members": listed}))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        box=None,
-        pad_edge=False,
-        collapse_padding=True,
-        header_style="dim",
-        title=f"{manifest.name}: roll {roll.version}, epoch {roll.epoch}",
-    )
-    table.add_column("name", overflow="fold")
-    table.add_column("until", no_wrap=True)
-    table.add_column("peer id", no_wrap=True)  # whole, as `swarm silo revoke` takes it
-    for one in roll.members:
-        fields = _member_fields(one.peer_id, one.until)
-        table.add_row(fields["name"], "expired" if fields["expired"] else _date(one.until), one.peer_id)
-    Console(markup=False, highlight=False).print(table)
+    print(f"{manifest.name}: roll {roll.version}, epoch {roll.epoch}")
+    all_fields = [_member_fields(one.peer_id, one.until) for one in roll.members]
+    width = max((len(fields["name"]) for fields in all_fields), default=0)
+    for one, fields in zip(roll.members, all_fields, strict=True):
+        until = "expired" if fields["expired"] else _date(one.until)
+        print(f"  {fields['name']:<{width}}  {until:<10}  {one.peer_id}")  # whole, as `swarm silo revoke` takes it
 
 
 @app.command()

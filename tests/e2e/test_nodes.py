@@ -141,7 +141,8 @@ def test_two_processes_cannot_share_one_identity(tmp_path: Path) -> None:
 
 
 def test_forged_replayed_and_lying_records_are_turned_away(tmp_path: Path) -> None:
-    settings = node_settings(tmp_path / "a")
+    # No floor: how likely an honest answer of hers is there decides else whether the first lie gets her banned.
+    settings = node_settings(tmp_path / "a", sharing={"likelihood_floor_quantile": 0.0})
     with NodeProcess(settings) as victim:
         address = victim.address()
         victim.wait_for_round(1)

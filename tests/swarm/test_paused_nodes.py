@@ -95,7 +95,9 @@ def test_a_paused_node_shares_nothing_trains_nothing_saves_when_asked_and_stops_
         assert rounds.last["round"] == stands_at == one.controls.state()["saved_round"]
         checkpoint = CheckpointStore(one.folder.checkpoints, 3).load_newest()
         assert checkpoint is not None and checkpoint.state["round"] == stands_at
-        assert read_status(one.folder.status).phase == "training paused"
+        async with asyncio.timeout(10):  # it is written every two seconds
+            while read_status(one.folder.status).phase != "training paused":
+                await asyncio.sleep(0.05)
 
         one.stop()
         assert await running  # False would say that the compute thread had to be left behind
