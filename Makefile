@@ -5,8 +5,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= --resume
-# Half as many again as processors: tests of processes and networks wait much. No more than four: each takes a GiB.
-WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); w=$$((n * 3 / 2)); echo $$((w < 4 ? w : 4)))
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
@@ -19,7 +17,7 @@ demo: $(READY)  ## A swarm of four nodes that learn from each other, on this mac
 	@exec $(BIN)/swarm testbed --nodes 4 $(DEMO)
 
 test: $(READY)  ## All tests
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not alone"
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 check: $(READY) format lint types security audit docs test  ## Format, lint, types, security, documentation and tests

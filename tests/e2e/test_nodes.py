@@ -90,7 +90,6 @@ def test_interrupt_ends_node_and_daemon_within_five_seconds(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("rollouts", "training", "merging"),
     [
-        ({}, {}, {}),
         (
             {
                 "over_provision": 2.0,
@@ -103,7 +102,7 @@ def test_interrupt_ends_node_and_daemon_within_five_seconds(tmp_path: Path) -> N
             {"enabled": True, "inner_steps": 3},
         ),
     ],
-    ids=["plain", "answers wait for later rounds and are replayed, outer steps are taken"],
+    ids=["answers wait for later rounds and are replayed, outer steps are taken"],
 )
 def test_run_killed_at_a_random_moment_ends_bitwise_equal(
     tmp_path: Path, rollouts: dict[str, object], training: dict[str, object], merging: dict[str, object]

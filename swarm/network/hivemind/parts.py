@@ -10,6 +10,7 @@ Every other module takes hivemind from here: from swarm.network.hivemind.parts i
 
 import importlib
 import importlib.util
+import logging
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -60,6 +61,8 @@ from hivemind.proto import dht_pb2, p2pd_pb2  # noqa: E402
 from hivemind.utils.logging import use_hivemind_log_handler  # noqa: E402
 from hivemind.utils.multiaddr import Multiaddr  # noqa: E402
 from hivemind.utils.timed_storage import TimedStorage, ValueWithExpiration  # noqa: E402
+
+logging.addLevelName(logging.WARNING, "WARNING")  # which the import has renamed to WARN, for the whole process
 
 __all__ = [
     "DHTID",

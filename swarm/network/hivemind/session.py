@@ -305,8 +305,7 @@ async def _remove(daemon: Daemon, folder: RuntimeFolder) -> None:
 
 
 def quiet_hivemind() -> None:
-    """Undo what importing hivemind does to logging: a handler of its own, and WARNING renamed to WARN everywhere."""
+    """Undo what importing hivemind does to logging: a handler of its own."""
     use_hivemind_log_handler("nowhere")
-    logging.addLevelName(logging.WARNING, "WARNING")
     is_debugging = logging.getLogger().isEnabledFor(logging.DEBUG)
     logging.getLogger("hivemind").setLevel(logging.DEBUG if is_debugging else logging.WARNING)
