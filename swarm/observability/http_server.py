@@ -6,7 +6,8 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -17,12 +18,11 @@ from starlette.routing import BaseRoute, Route
 
 from swarm.config import ObservabilitySection
 from swarm.errors import ConfigError
+from swarm.fair_places import FairPlaces
+from swarm.observability.bounded_http import BACKLOG, MAX_CONNECTIONS, BoundedHttp
 from swarm.observability.metrics import Metrics
 
 logger = logging.getLogger(__name__)
-
-_MAX_CONNECTIONS = 128
-"""Beyond that an answer says that there is no room."""
 
 
 def http_address(host: str, port: int) -> str:
@@ -67,7 +67,9 @@ class HttpServer:
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=1,
-            limit_concurrency=_MAX_CONNECTIONS,
+            http=cast(Any, partial(BoundedHttp, FairPlaces(MAX_CONNECTIONS))),  # it is only called
+            ws="none",
+            backlog=BACKLOG,
             server_header=False,
         )
         self._server = uvicorn.Server(settings)
@@ -90,6 +92,7 @@ class HttpServer:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
+            listener.listen(BACKLOG)  # whoever hears of the port may come
         except OSError as error:
             listener.close()
             raise ConfigError(

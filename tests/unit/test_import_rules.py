@@ -15,6 +15,7 @@ EVERYONE = {
     "observability",
     "weighted_sample",
     "machine_memory",
+    "fair_places",
     "__init__",
     "__version__",
 }

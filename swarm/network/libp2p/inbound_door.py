@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from swarm.fair_places import FairPlaces, NoPlace
 from swarm.network.libp2p.bounded_yamux import YamuxOnly
-from swarm.network.libp2p.fair_places import FairPlaces, NoPlace
 from swarm.network.libp2p.parts import (
     NOISE_PROTOCOL_ID,
     IHost,
