@@ -44,14 +44,14 @@ class Member:
 
     def __init__(self, network: MemoryNetwork, identity: Identity) -> None:
         sharing = SharingSection()
-        self.transport = MemoryTransport(network, identity.peer_id, EntryValidator(SWARM_ID), request_timeout_s=0.2)
+        self.transport = MemoryTransport(network, identity.peer_id, EntryValidator(SWARM_ID), request_timeout_s=5)
         bodies = BodyStore(network.clock)
         bodies.serve_on(self.transport)
         numbers = iter(range(1_000_000))
         door = admission(network.clock)  # type: ignore[arg-type]
         door._own_peer_id = identity.peer_id
         self.exchange = Exchange(
-            sharing, NetworkSection(request_timeout_s=0.2), SWARM_ID, identity, self.transport, door,
+            sharing, NetworkSection(request_timeout_s=5, poll_interval_s=0.05), SWARM_ID, identity, self.transport, door,
             ExperiencePool(":memory:", sharing, network.clock), bodies, lambda: next(numbers), random.Random(0),
             KnownAuthors(sharing, identity.peer_id, network.clock),
         )  # fmt: skip

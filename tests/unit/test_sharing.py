@@ -36,7 +36,8 @@ from tests.unit.experience_factory import (
 )
 
 WHOLE_SWARM = Shard(0, 0)
-POLL_S = NetworkSection().poll_interval_s
+POLL_S = 0.05
+NETWORK = NetworkSection(request_timeout_s=5, poll_interval_s=POLL_S)
 
 
 class Peer:
@@ -45,7 +46,7 @@ class Peer:
     def __init__(self, network: MemoryNetwork, identity: Identity, **settings: object) -> None:
         config = SharingSection.model_validate(settings)
         self.validator = EntryValidator(SWARM_ID)
-        self.transport = MemoryTransport(network, identity.peer_id, self.validator, request_timeout_s=0.2)
+        self.transport = MemoryTransport(network, identity.peer_id, self.validator, request_timeout_s=5)
         self.pool = ExperiencePool(":memory:", config, network.clock)
         self.bodies = BodyStore(network.clock)
         numbers = iter(range(1_000_000))
@@ -57,7 +58,7 @@ class Peer:
         door = admission(network.clock, **settings)  # type: ignore[arg-type]
         door._own_peer_id = identity.peer_id
         self.reader = Reader(
-            config, NetworkSection(request_timeout_s=0.2), SWARM_ID, self.transport, door, self.pool, self.bodies,
+            config, NETWORK, SWARM_ID, self.transport, door, self.pool, self.bodies,
             random.Random(0), lambda: WHOLE_SWARM, authors,
         )  # fmt: skip
         self.bodies.serve_on(self.transport)
@@ -182,12 +183,12 @@ async def test_copy_of_a_body_under_another_name_is_turned_away() -> None:
     await reader.reader.poll()
     assert reader.reader.rejected == {"header_mismatch": 1}
     await store(alice, signed(header_of(groups, body)), body)
-    clock.now += POLL_S
+    clock.now += 1
     await reader.reader.poll()
     assert reader.reader.num_groups_admitted == 1
     again = header_of(copied, body, author=MALLORY.peer_id, sequence=9)
     await store(mallory, signed(again, MALLORY), body, slot=4)
-    clock.now += POLL_S
+    clock.now += 1
     await reader.reader.poll()
     assert reader.reader.rejected == {"header_mismatch": 1, "replay": 1}
     assert reader.reader.num_groups_admitted == 1
