@@ -1,9 +1,6 @@
 """Real node processes for end-to-end tests: start, watch their metrics, end them as a machine would."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +11,7 @@ from swarm.config import dump_toml, parse
 from swarm.errors import NodeNotRunningError
 from swarm.observability.metrics_log import read_rows
 from swarm.observability.status_file import NodeStatus, read_status
+from tests.swarm_process import SwarmProcess
 
 DEADLINE_S = 90.0
 T = TypeVar("T")
@@ -34,15 +32,28 @@ def node_settings(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     return base
 
 
+class Process(Protocol):
+    """What `SwarmProcess` and `subprocess.Popen` have in common."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def kill(self) -> None: ...
+
+
 class WatchedProcess(Protocol):
     """A process whose output goes to a file."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     output: Path
 
 
 class NodeProcess:
     """One `swarm run` process; killed on exit if it still runs."""
+
+    process: Process
 
     def __init__(self, settings: dict[str, Any], *arguments: str) -> None:
         self.folder = Path(settings["node"]["dir"])
@@ -50,13 +61,7 @@ class NodeProcess:
         config = self.folder.parent / f"{self.folder.name}.toml"
         config.write_text(dump_toml(parse(settings)))
         self.output = self.folder.parent / f"{self.folder.name}.out"
-        with self.output.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "swarm.cli.main", "run", str(config), *arguments],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
+        self.process = SwarmProcess("run", str(config), *arguments, output=self.output)
 
     def __enter__(self) -> Self:
         return self

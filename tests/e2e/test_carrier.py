@@ -9,7 +9,7 @@ import pytest
 
 from swarm.config import parse
 from tests.e2e.exchange_process import ExchangeProcess
-from tests.e2e.test_join import MAX_BOOTSTRAP_MIB, Command, memory_mib
+from tests.e2e.test_join import MAX_BOOTSTRAP_MIB, WeighedCommand, memory_mib
 
 pytestmark = pytest.mark.asyncio
 SWARM_ID = parse({"swarm": {"name": "homes"}}).swarm_id
@@ -17,8 +17,8 @@ DEADLINE_S = 60.0
 CLOSED = "/ip4/127.0.0.1/tcp/1"
 
 
-def bootstrap(folder: Path, *options: str) -> Command:
-    return Command(folder, "bootstrap", "--name", "homes", "--dir", str(folder), *options)
+def bootstrap(folder: Path, *options: str) -> WeighedCommand:
+    return WeighedCommand(folder, "bootstrap", "--name", "homes", "--dir", str(folder), *options)
 
 
 def home(folder: Path, entry: str) -> ExchangeProcess:
@@ -26,7 +26,7 @@ def home(folder: Path, entry: str) -> ExchangeProcess:
     return ExchangeProcess(folder, "hivemind", entry, swarm_id=SWARM_ID, gossip_announce=[CLOSED])
 
 
-async def headers_carried(entry: Command) -> int:
+async def headers_carried(entry: WeighedCommand) -> int:
     status = entry.status()
     assert status is not None
 

@@ -1,6 +1,5 @@
 """A public swarm from its founding on: create, bootstrap, join, and the death of the bootstrap peers."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,8 @@ import psutil
 import tomli_w
 
 from swarm.manifest_file import read_manifest
-from tests.e2e.node_process import NodeProcess, node_settings, wait_for
+from tests.e2e.node_process import NodeProcess, Process, node_settings, wait_for
+from tests.swarm_process import SwarmProcess, swarm
 
 MAX_BOOTSTRAP_MIB = 200
 
@@ -20,15 +20,25 @@ class Command(NodeProcess):
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder = folder
         self.output = folder.parent / f"{folder.name}.out"
+        self.process = self._start(arguments)
+
+    def _start(self, arguments: tuple[str, ...]) -> Process:
+        return SwarmProcess(*arguments, cwd=self.folder.parent, output=self.output)
+
+
+class WeighedCommand(Command):
+    """With an interpreter of its own, so that all its memory is its own."""
+
+    def _start(self, arguments: tuple[str, ...]) -> Process:
         with self.output.open("ab") as output:
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-m", "swarm.cli.main", *arguments],
-                stdout=output, stderr=subprocess.STDOUT, cwd=folder.parent, env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdout=output, stderr=subprocess.STDOUT, cwd=self.folder.parent,
             )  # fmt: skip
 
 
 def bootstrap(folder: Path, manifest: Path) -> Command:
-    return Command(folder, "bootstrap", "--manifest", str(manifest), "--dir", str(folder))
+    return WeighedCommand(folder, "bootstrap", "--manifest", str(manifest), "--dir", str(folder))
 
 
 def joined(folder: Path, manifest: Path) -> Command:
@@ -38,12 +48,11 @@ def joined(folder: Path, manifest: Path) -> Command:
     return Command(folder, "join", str(manifest), str(path))
 
 
-def swarm(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    ended = subprocess.run(
-        [sys.executable, "-m", "swarm.cli.main", *arguments], cwd=folder, capture_output=True, text=True, timeout=60
-    )
+def done(folder: Path, *arguments: str) -> str:
+    """What a command prints that must succeed."""
+    ended = swarm(*arguments, cwd=folder)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended
+    return ended.stdout
 
 
 def admitted(node: Command, more_than: int) -> int:
@@ -64,17 +73,17 @@ def memory_mib(node: Command) -> float:
 
 
 def test_swarm_is_founded_joined_and_outlives_its_bootstrap_peer(tmp_path: Path) -> None:
-    swarm(tmp_path, "create", "friends")
+    done(tmp_path, "create", "friends")
     manifest = tmp_path / "friends.swarm.toml"
     with bootstrap(tmp_path / "entry", manifest) as entry:
         step = f"swarm create --update {manifest} --bootstrap {entry.address()}"
         assert step in entry.output.read_text(), "it prints what to type next"
-        swarm(tmp_path, *step.split()[1:])
+        done(tmp_path, *step.split()[1:])
         status = entry.status()
         assert status and status.start_command == f"swarm bootstrap --manifest {manifest} --dir {tmp_path / 'entry'}"
-        dialled = swarm(tmp_path, "join", str(manifest), "--check", "--dial")
-        assert "answers" in dialled.stdout
-        assert dialled.stdout.strip().endswith("can join")
+        dialled = done(tmp_path, "join", str(manifest), "--check", "--dial")
+        assert "answers" in dialled
+        assert dialled.strip().endswith("can join")
         with joined(tmp_path / "a", manifest) as a, joined(tmp_path / "b", manifest) as b:
             for node in (a, b):
                 admitted(node, 0)
@@ -98,12 +107,12 @@ def test_what_a_bootstrap_peer_warns_of_is_in_the_log_of_its_folder(tmp_path: Pa
 
 
 def test_bootstrap_peers_are_light_and_know_each_other(tmp_path: Path) -> None:
-    swarm(tmp_path, "create", "friends")
+    done(tmp_path, "create", "friends")
     manifest = tmp_path / "friends.swarm.toml"
     with bootstrap(tmp_path / "one", manifest) as one:
-        swarm(tmp_path, "create", "--update", str(manifest), "--bootstrap", one.address())
+        done(tmp_path, "create", "--update", str(manifest), "--bootstrap", one.address())
         with bootstrap(tmp_path / "two", manifest) as two:
-            swarm(tmp_path, "create", "--update", str(manifest), "--bootstrap", two.address())
+            done(tmp_path, "create", "--update", str(manifest), "--bootstrap", two.address())
             one.kill_9()
             with bootstrap(tmp_path / "three", manifest) as three:
                 three.address()
@@ -112,5 +121,5 @@ def test_bootstrap_peers_are_light_and_know_each_other(tmp_path: Path) -> None:
                     assert "cryptography" in loaded, "the libraries that are loaded are listed there"
                     assert "torch" not in loaded
                     assert memory_mib(peer) < MAX_BOOTSTRAP_MIB
-                dialled = swarm(tmp_path, "join", str(manifest), "--check", "--dial")
-                assert dialled.stdout.strip().endswith("can join")
+                dialled = done(tmp_path, "join", str(manifest), "--check", "--dial")
+                assert dialled.strip().endswith("can join")

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.swarm_process import swarm
+
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["getting-started.md", "tutorials/testbed.md", "tutorials/public.md", "tutorials/silo.md"]
 KEEP_RUNNING = "# leave this running"
@@ -41,23 +43,21 @@ class Newcomer:
         self._port = str(_free_port())
         self._address = ""
         self._said = ""
-        self._environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        self._environment = {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
     def type(self, line: str) -> subprocess.CompletedProcess[str]:
-        ended = subprocess.run(
-            self._words(line),
-            cwd=self._folder,
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            timeout=_COMMAND_S,
-        )
+        words = self._words(line)
+        if words[0] == "swarm":
+            ended = swarm(*words[1:], cwd=self._folder, timeout_s=_COMMAND_S, **self._environment)
+        else:
+            ended = subprocess.run(words, cwd=self._folder, capture_output=True, text=True, timeout=_COMMAND_S)
         self._said = ended.stdout.strip()
         return ended
 
     def leave_running(self, line: str) -> None:
         """Until the page ends; waits for the address that others join through."""
-        running = self._stack.enter_context(_running(self._words(line), self._folder, self._environment))
+        command = [sys.executable, "-m", "swarm.cli.main", *self._words(line)[1:]]
+        running = self._stack.enter_context(_running(command, self._folder, os.environ | self._environment))
         assert running.stdout is not None
         said = []
         for text in running.stdout:
@@ -71,8 +71,7 @@ class Newcomer:
 
     def _words(self, line: str) -> list[str]:
         line = line.replace("38000", self._port)
-        words = [self._standing_for(word) for word in shlex.split(line, comments=True)]
-        return [sys.executable, "-m", "swarm.cli.main", *words[1:]] if words[0] == "swarm" else words
+        return [self._standing_for(word) for word in shlex.split(line, comments=True)]
 
     def _standing_for(self, word: str) -> str:
         if word == "ADDRESS":

@@ -14,18 +14,9 @@ from swarm import __version__
 from swarm.cli import main
 from swarm.config import load
 from swarm.observability.status_file import NodeStatus
+from tests.swarm_process import swarm
 
 SILO = ("--network.backend", "off", "--sharing.swarm_groups", "0")
-
-
-def swarm(
-    *arguments: str, cwd: Path | None = None, stdin: str | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "swarm.cli.main", *arguments],
-        capture_output=True, text=True, timeout=120, cwd=cwd, input=stdin,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-    )  # fmt: skip
 
 
 def test_version_and_help() -> None:

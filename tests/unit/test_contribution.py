@@ -1,5 +1,6 @@
 """What a node says of its own part and of its peers: facts of two exchanges over one memory network."""
 
+import asyncio
 import json
 import random
 from collections import Counter
@@ -69,7 +70,15 @@ async def two() -> tuple[Clock, Member, Member]:
         await member.transport.start()
         await member.exchange.directory.turn()
         member.exchange.reader._follow_shard()
+    async with asyncio.timeout(10):
+        while not all(map(hears_somebody, (alice, reader))):
+            await asyncio.sleep(0.001)  # a message of the network's is on its way
     return clock, alice, reader
+
+
+def hears_somebody(member: Member) -> bool:
+    gossip = member.transport.gossip
+    return any(gossip.mesh(topic) for topic in gossip.topics())
 
 
 async def test_a_body_that_another_node_fetched_is_told_with_who_and_when() -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from swarm.network.tcp_address import TcpAddress
 from swarm.node_folder import NodeFolder
 from swarm.records.identity import create, write_seed
 from swarm.records.identity_export import write_sealed
+from tests.swarm_process import swarm
 from tests.unit.silo_factory import DAY_S, NOW, OWNER, SILO_ID, folder_of, found, identity_of
 
 
@@ -251,11 +251,7 @@ async def test_port_of_the_last_start_is_the_one_that_is_looked_at(tmp_path: Pat
 
 def test_command_prints_json_and_ends_with_its_own_code(tmp_path: Path) -> None:
     absent = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
-    ended = subprocess.run(
-        [sys.executable, "-m", "swarm.cli.main", "doctor", "--json", f"--node.dir={tmp_path}",
-         "--network.initial_peers", json.dumps([absent])],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    ended = swarm("doctor", "--json", f"--node.dir={tmp_path}", "--network.initial_peers", json.dumps([absent]))
     assert ended.returncode == 14, ended.stderr
     assert "peers" in ended.stderr
     found = {one["name"]: one["level"] for one in json.loads(ended.stdout)["findings"]}

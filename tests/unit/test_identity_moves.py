@@ -18,6 +18,7 @@ from swarm.node_folder import NodeFolder
 from swarm.records.identity import KEY_FILE, Identity, IdentityLock, create, load, write_seed
 from swarm.records.identity_export import MAX_FILE_BYTES, is_sealed, open_export, read_export, write_export
 from swarm.records.rotation import NEXT_KEY_FILE, ROTATION_FILE, read_statements, rotate, set_aside, statement_is_valid
+from tests import swarm_process
 
 PHRASE = "four words of mine"
 # Made once by this module: a later release must still open it.
@@ -32,14 +33,7 @@ GOLDEN = {
 
 
 def swarm(*arguments: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "swarm.cli.main", "identity", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=cwd,
-        input=stdin,
-    )
+    return swarm_process.swarm("identity", *arguments, cwd=cwd, stdin=stdin)
 
 
 def test_sealed_export_opens_with_its_passphrase_alone(tmp_path: Path) -> None:

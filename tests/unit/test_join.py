@@ -2,7 +2,6 @@
 
 import http.server
 import json
-import os
 import re
 import socket
 import subprocess
@@ -26,6 +25,7 @@ from swarm.manifest import Manifest, create
 from swarm.manifest_file import read_manifest
 from swarm.records.codec import PROTOCOL_VERSION
 from swarm.records.identity import Identity
+from tests import swarm_process
 
 FOUNDER = Identity(b"f" * 32)
 PEER = Identity(b"p" * 32).peer_id
@@ -44,10 +44,7 @@ def composed(manifest: Manifest, user: dict[str, Any] | None = None, **task_file
 
 
 def swarm(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "swarm.cli.main", *arguments],
-        capture_output=True, text=True, timeout=120, cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-    )  # fmt: skip
+    return swarm_process.swarm(*arguments, cwd=cwd, COLUMNS="200")
 
 
 def told(ended: subprocess.CompletedProcess[str], code: int) -> str:

@@ -13,6 +13,7 @@ from typing import IO
 import pytest
 
 from swarm.observability.log_reader import follow, last_records, newest_log
+from tests.swarm_process import swarm
 
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
@@ -27,8 +28,7 @@ def logger_to(path: Path, max_bytes: int = 0) -> logging.Logger:
 
 
 def swarm_logs(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "swarm.cli.main", "logs", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return swarm("logs", *arguments)
 
 
 def test_the_last_messages_of_the_newest_run_are_shown_by_level(tmp_path: Path) -> None:

@@ -2,14 +2,13 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from swarm.records.rejection import Rejection
 from swarm.sharing.reputation import Reputation
+from tests.swarm_process import swarm
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -32,9 +31,7 @@ def test_make_targets_exist() -> None:
 def test_command_of_the_readme_is_understood(command: str) -> None:
     words = shlex.split(command)
     named = words[1:3] if words[1] == "silo" else words[1:2]
-    told = subprocess.run(
-        [sys.executable, "-m", "swarm.cli.main", *named, "--help"], capture_output=True, text=True, timeout=60
-    )
+    told = swarm(*named, "--help")
     assert told.returncode == 0, told.stderr
     options = [word for word in words[2:] if word.startswith("--") and "." not in word]
     assert all(option in told.stdout for option in options), told.stdout

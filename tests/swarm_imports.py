@@ -1,0 +1,20 @@
+"""What commands import, for the server that all of them are forks of. bitsandbytes stays out, as with them."""
+
+import sys
+from importlib import import_module
+
+from swarm.cli.heavy_imports import settle_imports
+from swarm.config import Config
+
+settle_imports(Config())
+for module in (
+    "peft",
+    "reasoning_gym",
+    "transformers.models.auto.modeling_auto",
+    "swarm.cli.main",
+    "swarm.network.libp2p.transport",
+    "swarm.node_process",
+    "swarm.stage_process",
+):
+    import_module(module)
+sys.modules.pop("bitsandbytes", None)  # each command settles it anew

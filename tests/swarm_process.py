@@ -1,0 +1,126 @@
+"""`swarm` commands, each in a process of its own that need not import torch and its friends first.
+
+    with SwarmProcess("run", "node.toml", output=Path("node.out")) as node: ...
+    swarm("status", "--json", cwd=folder).stdout
+
+A fork server has imported them once, and every command is a fork of it: with a process id, a folder, an environment,
+files and signals of its own. It differs from `python -m swarm.cli.main` in the order of imports alone, and in two
+seconds instead of eight. What is about that order starts Python itself.
+"""
+
+import atexit
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+IMPORTED_ONCE = "tests.swarm_imports"
+
+
+class SwarmProcess:
+    """One command while it runs; what tests use of `subprocess.Popen`. As a context manager it kills what still runs."""
+
+    def __init__(
+        self,
+        *arguments: str,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        stdin: Path = Path(os.devnull),
+        output: Path,
+        errors: Path | None = None,
+    ) -> None:
+        """`output` is appended to, and takes what goes to stderr, too, unless `errors` does.
+
+        `environment`: in place of this process's own.
+        """
+        variables = {**(os.environ if environment is None else environment), "OMP_NUM_THREADS": "1"}
+        self._process = _fork_server().Process(
+            target=_be_swarm, args=(arguments, cwd or Path.cwd(), variables, stdin, output, errors or output)
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        self.wait(10)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if (code := self._process.exitcode) is None:
+            raise subprocess.TimeoutExpired("swarm", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def swarm(
+    *arguments: str, cwd: Path | None = None, stdin: str = "", timeout_s: float = 120.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """The outcome of a whole command; `environment` on top of this process's own."""
+    with tempfile.TemporaryDirectory() as name:
+        given, output, errors = (Path(name) / part for part in ("stdin", "stdout", "stderr"))
+        given.write_text(stdin)
+        with SwarmProcess(
+            *arguments, cwd=cwd, environment=os.environ | environment, stdin=given, output=output, errors=errors
+        ) as process:
+            code = process.wait(timeout_s)
+        return subprocess.CompletedProcess(arguments, code, output.read_text(), errors.read_text())
+
+
+@cache
+def _fork_server() -> ForkServerContext:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server's own, before it imports
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([IMPORTED_ONCE])
+    return context
+
+
+def _be_swarm(
+    arguments: tuple[str, ...], cwd: Path, environment: dict[str, str], stdin: Path, output: Path, errors: Path
+) -> None:
+    """In the fork."""
+    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    for number, path, flags in ((0, stdin, os.O_RDONLY), (1, output, append), (2, errors, append)):
+        opened = os.open(path, flags, 0o644)
+        os.dup2(opened, number)
+        os.close(opened)
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has put another in its place
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    random.seed()  # every fork would draw the same
+    from swarm.cli import main
+
+    sys.argv = [main.__file__, *arguments]
+    try:
+        main.main()
+    finally:
+        atexit._run_exitfuncs()  # which forks of multiprocessing leave out
