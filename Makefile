@@ -17,7 +17,7 @@ demo: $(READY)  ## A swarm of four nodes that learn from each other, on this mac
 	@exec $(BIN)/swarm testbed --nodes 4 $(DEMO)
 
 test: $(READY)  ## All tests
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m "not alone"
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 check: $(READY) format lint types security audit docs test  ## Format, lint, types, security, documentation and tests
