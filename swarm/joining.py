@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swarm.config import Config, TaskSourceSection, merge, parse
+from swarm.config import Config, Origin, TaskSourceSection, merge, parse
 from swarm.errors import ConfigError, ManifestError, PolicyError, TaskError
 from swarm.hardware import Hardware, PolicyChoice, choose_policy
 from swarm.manifest import Manifest, ManifestTask
@@ -35,18 +35,23 @@ def choose(manifest: Manifest, user: Settings, hardware: Hardware) -> PolicyChoi
     return choose_policy(hardware, [str(wanted)] if wanted else list(_revisions_by_base(manifest)))
 
 
-def compose(manifest: Manifest, defaults: Settings, user: Settings, task_files: Mapping[str, Path]) -> Config:
+def compose(
+    manifest: Manifest,
+    defaults: Settings,
+    user: Settings,
+    task_files: Mapping[str, Path],
+    origin: Origin = lambda location: None,
+) -> Config:
     """The Config of a node: `defaults` of the hardware, `user` settings over them, the manifest's over both.
 
-    `task_files`: paths of JSONL files by the name of their task. Raises ConfigError where the user contradicts the
-    manifest, TaskError where a file is missing or another one.
+    `task_files`: paths of JSONL files by the name of their task. `origin`: of the user's settings.
+    Raises ConfigError where the user contradicts the manifest, TaskError where a file is missing or another one.
     """
     decided = _decided(manifest, task_files)
     own_peers = _get(user, "network", "initial_peers")
     peers = [*manifest.bootstrap, *(own_peers if isinstance(own_peers, list | tuple) else ())]
-    config = parse(
-        merge(merge(merge(defaults, user), decided), {"network": {"initial_peers": list(dict.fromkeys(peers))}})
-    )
+    settings = merge(merge(merge(defaults, user), decided), {"network": {"initial_peers": list(dict.fromkeys(peers))}})
+    config = parse(settings, origin)
     _check_agreement(manifest, decided, user, config)
     config = _within_limits(manifest, user, config)
     if config.network.backend == "off":

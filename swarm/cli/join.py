@@ -120,13 +120,14 @@ def _resolve(
     import tomllib
 
     from swarm.cli.hardware_config import hardware_config
-    from swarm.config import read
+    from swarm.config import origin_in, read
     from swarm.joining import choose, compose
 
-    user = read(*split_arguments(settings, _OPTIONS))
+    given = split_arguments(settings, _OPTIONS)
+    user = read(*given)
     folder = _folder(manifest, Path(source))
     defaults = tomllib.loads(hardware_config(hardware, choose(manifest, user, hardware), folder, manifest.name))
-    return compose(manifest, defaults, user, _paths_by_task(task_files))
+    return compose(manifest, defaults, user, _paths_by_task(task_files), origin_in(*given))
 
 
 def _folder(manifest: "Manifest", source: Path) -> Path:

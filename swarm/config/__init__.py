@@ -6,7 +6,7 @@ An unknown key is an error that names the nearest known one. Nothing here import
 
 from swarm.config.config import Config
 from swarm.config.integrations import IntegrationsSection
-from swarm.config.load import dump_toml, load, merge, parse, read
+from swarm.config.load import Origin, dump_toml, load, merge, origin_in, parse, read
 from swarm.config.merging import MergingSection, largest_stable_beta
 from swarm.config.network import NetworkSection
 from swarm.config.node import CheckpointSection, EvaluationSection, NodeSection, ObservabilitySection, SwarmSection
@@ -31,6 +31,7 @@ __all__ = [
     "NodeSection",
     "NonNegativeInt",
     "ObservabilitySection",
+    "Origin",
     "PipelineSection",
     "PolicySection",
     "PositiveFloat",
@@ -49,6 +50,7 @@ __all__ = [
     "largest_stable_beta",
     "load",
     "merge",
+    "origin_in",
     "parse",
     "read",
 ]

@@ -13,6 +13,8 @@ from swarm.config.config import Config
 from swarm.errors import ConfigError
 
 READY = "node_configs"
+Origin = Callable[[Sequence[str | int]], Path | None]
+"""The file that says what is at a location, for what is told of mistakes."""
 _BOUNDS = {"gt": "more than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
 _KINDS = {"int": " to a whole number", "float": " to a number", "bool": " to true or false", "string": " to text"}
 """By the first word of an error's type, such as int_parsing."""
@@ -42,46 +44,39 @@ def load(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None =
     Relative `tasks.sources.path` entries are resolved against the file that names them.
     Raises ConfigError, one line per mistake, each with rule, value, the file that has it, and fix.
     """
-    files = [(Path(path), _read_toml(Path(path))) for path in paths]
-    merged = _merged((data for _, data in files), overrides)
-    return _validated(merged, lambda location: _origin(location, files, overrides or {}))
+    paths = list(paths)
+    return parse(read(paths, overrides), origin_in(paths, overrides))
 
 
 def read(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What files and overrides say, merged as `load` does, before defaults and validation. Raises ConfigError."""
-    return _merged((_read_toml(Path(path)) for path in paths), overrides)
-
-
-def _merged(files: Iterable[Mapping[str, Any]], overrides: Mapping[str, str] | None) -> dict[str, Any]:
     merged: dict[str, Any] = {}
-    for data in files:
-        merged = merge(merged, data)
+    for path in paths:
+        merged = merge(merged, _read_toml(Path(path)))
     for key, text in (overrides or {}).items():
         merged = merge(merged, _nest(key, _literal(text)))
     return merged
 
 
-def parse(data: Mapping[str, Any]) -> Config:
+def parse(data: Mapping[str, Any], origin: Origin = lambda location: None) -> Config:
     """Validate plain data. Raises ConfigError."""
-    return _validated(data, lambda location: None)
-
-
-def _validated(data: Mapping[str, Any], origin: Callable[[Sequence[str | int]], Path | None]) -> Config:
-    """`origin`: the file that says what is at a location. Raises ConfigError."""
     try:
         return Config.model_validate(data)
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(item, origin) for item in error.errors())) from None
 
 
-def _origin(
-    location: Sequence[str | int], files: Sequence[tuple[Path, Mapping[str, Any]]], overrides: Mapping[str, str]
-) -> Path | None:
-    """The last file that says something there; None where an override does, which the user sees on the command line."""
-    key = ".".join(str(part) for part in location)
-    if any(f"{key}.".startswith(f"{override}.") for override in overrides):
-        return None
-    return next((path for path, data in reversed(files) if _says(data, location)), None)
+def origin_in(paths: Iterable[Path | str], overrides: Mapping[str, str] | None = None) -> Origin:
+    """The last file that says something at a location; None where an override does, which stands on the command line."""
+    last_first = [Path(path) for path in paths][::-1]
+
+    def find(location: Sequence[str | int]) -> Path | None:
+        key = ".".join(str(part) for part in location)
+        if any(f"{key}.".startswith(f"{override}.") for override in overrides or {}):
+            return None
+        return next((path for path in last_first if _says(_read_toml(path), location)), None)
+
+    return find
 
 
 def _says(data: Any, location: Sequence[str | int]) -> bool:
@@ -152,7 +147,7 @@ def _literal(text: str) -> Any:
         return text
 
 
-def _explain(item: Any, origin: Callable[[Sequence[str | int]], Path | None]) -> str:
+def _explain(item: Any, origin: Origin) -> str:
     location = [part for part in item["loc"] if isinstance(part, str | int)]
     key = ".".join(str(part) for part in location)
     path = origin(location)

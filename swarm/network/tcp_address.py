@@ -86,8 +86,9 @@ def _parse_one(setting: str, text: str) -> TcpAddress:
         address = TcpAddress.parse(text)
     except ValueError as error:
         raise ConfigError(f"network.{setting} must hold TCP multiaddresses, got {text!r}: {error}") from None
-    if setting == "listen" and address.kind not in ("ip4", "ip6"):
-        raise ConfigError(f"network.listen must hold numeric addresses, got {text!r}; use /ip4/0.0.0.0/tcp/PORT")
+    is_own = setting in ("listen", "gossip_listen")
+    if is_own and address.kind not in ("ip4", "ip6"):
+        raise ConfigError(f"network.{setting} must hold numeric addresses, got {text!r}; use /ip4/0.0.0.0/tcp/PORT")
     names_peers = setting in ("initial_peers", "relays")
     if names_peers and address.peer_id is None:
         raise ConfigError(f"network.{setting} must end in /p2p/PEER_ID, got {text!r}; append the peer's id")
@@ -97,7 +98,7 @@ def _parse_one(setting: str, text: str) -> TcpAddress:
         raise ConfigError(
             f"network.relays must be reachable themselves, got {text!r}; name a relay with a public address"
         )
-    if setting != "listen" and address.port == 0:
+    if not is_own and address.port == 0:
         raise ConfigError(f"network.{setting} must name a port, got {text!r}; replace 0 by the real one")
     return address
 

@@ -224,6 +224,7 @@ def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["join", "friends.swarm.toml", "--founder", PEER], 12, "must be of founder"),
         (["join", "friends.swarm.toml", "--swarm.name", "foes"], 3, "decided by the manifest"),
         (["join", "friends.swarm.toml", "--task-file", "x"], 3, "NAME=PATH"),
+        (["join", "friends.swarm.toml", "own.toml"], 3, "unknown setting training.lrr in own.toml; did you mean training.lr?"),
         (["join", "friends.swarm.toml", "--chek"], 3, "did you mean --check?"),
         (["create"], 3, "needs a name"),
         (["create", "../up"], 3, "swarm.name"),
@@ -237,6 +238,7 @@ def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )  # fmt: skip
 def test_mistake_ends_in_one_line_and_its_exit_code(founded: Path, arguments: list[str], code: int, said: str) -> None:
+    (founded / "own.toml").write_text("[training]\nlrr = 1\n")
     assert said in told(swarm(*arguments, cwd=founded), code)
 
 

@@ -67,6 +67,8 @@ def test_address_must_fit_its_setting() -> None:
         ("announce", "/ip4/1.2.3.4/tcp/0"),
         ("announce", f"/ip4/1.2.3.4/tcp/1/p2p/{PEER_ID}"),
         ("listen", "/dns4/example.org/tcp/1"),
+        ("gossip_listen", "/dns4/example.org/tcp/1"),
+        ("gossip_announce", "/ip4/1.2.3.4/tcp/0"),
         ("listen", f"/ip4/1.2.3.4/tcp/1/p2p/{PEER_ID}/p2p-circuit"),
         ("initial_peers", f"/ip4/1.2.3.4/tcp/1/p2p/{PEER_ID}/p2p-circuit"),
         ("relays", "/ip4/1.2.3.4/tcp/1"),
@@ -74,6 +76,11 @@ def test_address_must_fit_its_setting() -> None:
     ]:
         with pytest.raises(ConfigError, match=f"network.{setting}"):
             parse_setting(setting, [text])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("setting", ["listen", "gossip_listen"])
+def test_the_system_may_choose_a_port_to_listen_on(setting: str) -> None:
+    assert parse_setting(setting, ["/ip4/127.0.0.1/tcp/0"])[0].port == 0  # type: ignore[arg-type]
 
 
 def test_circuit_names_its_relay_and_the_peer_behind_it() -> None:
