@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import sys
 import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -55,7 +56,7 @@ class NodeStatus:
     written_at: float = 0.0
     """When this was written, in seconds since the epoch. A node writes it every few seconds."""
     start_command: str = ""
-    """What a person types to start it again; empty for a node, which config.toml in its folder is enough for."""
+    """What a person types to start it again (`typed`); empty for a node, which config.toml in its folder is enough for."""
 
     def write(self, path: Path) -> None:
         """Replace the file at once: a reader sees the old or the new one."""
@@ -98,6 +99,11 @@ def _way_to_a_node(folder: Path) -> str:
         return "; start it with `swarm run` or name its folder"
     names = ", ".join(path.name for path in inner[:_MAX_NAMES]) + (", …" if len(inner) > _MAX_NAMES else "")
     return f" but in {names} inside it; name one of these, or see all with `swarm top {shlex.quote(str(folder))}`"
+
+
+def typed() -> str:
+    """The command of this process as a person would type it."""
+    return shlex.join(["swarm", *sys.argv[1:]])
 
 
 def read_status(path: Path) -> NodeStatus:

@@ -8,6 +8,7 @@ import pytest
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import PolicySection
+from swarm.observability.status_file import read_status
 from swarm.policy.policy import load_policy
 from tests.e2e.crew_processes import crew_processes
 from tests.e2e.node_process import NodeProcess, wait_for
@@ -36,6 +37,8 @@ def test_a_killed_stage_is_taken_over_by_a_spare(tmp_path: Path, capsys: pytest.
         crew.step_after(row["policy_version"] + 1)
         crew.driver.signal(signal.SIGINT)
         assert crew.driver.wait(30) in (0, 130)
+        told = read_status(middle.folder / "status.json")
+        assert told.start_command.startswith(f"swarm stage {middle.folder}.toml"), "how to start it again"
         for stage in crew.stages:
             if stage is not middle:
                 stage.process.send_signal(signal.SIGINT)
