@@ -4,8 +4,8 @@
     swarm("status", "--json", cwd=folder).stdout
 
 A fork server has imported them once, and every command is a fork of it: with a process id, a folder, an environment,
-files and signals of its own. It differs from `python -m swarm.cli.main` in the order of imports alone, and in two
-seconds instead of eight. What is about that order starts Python itself.
+files and signals of its own. It differs from `python -m swarm.cli.main` in the order of imports alone, and takes two
+seconds instead of eight to its first round. What is about that order, or weighs a process, starts Python itself.
 """
 
 import atexit
