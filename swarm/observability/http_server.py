@@ -19,8 +19,9 @@ from starlette.routing import BaseRoute, Route
 from swarm.config import ObservabilitySection
 from swarm.errors import ConfigError
 from swarm.fair_places import FairPlaces
-from swarm.observability.bounded_http import BACKLOG, MAX_CONNECTIONS, BoundedHttp
+from swarm.observability.bounded_http import ANSWERS_PER_S, BACKLOG, BURST_ANSWERS, MAX_CONNECTIONS, BoundedHttp
 from swarm.observability.metrics import Metrics
+from swarm.observability.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,9 @@ class HttpServer:
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=1,
-            http=cast(Any, partial(BoundedHttp, FairPlaces(MAX_CONNECTIONS))),  # it is only called
+            http=cast(
+                Any, partial(BoundedHttp, FairPlaces(MAX_CONNECTIONS), Turns(ANSWERS_PER_S, BURST_ANSWERS))
+            ),  # it is only called
             ws="none",
             backlog=BACKLOG,
             server_header=False,

@@ -15,6 +15,7 @@ from swarm.config import ObservabilitySection
 from swarm.observability import bounded_http, http_server
 from swarm.observability.http_server import HttpServer
 from swarm.observability.metrics import Metrics
+from swarm.observability.turns import Turns
 
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"
 REQUEST = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -91,3 +92,51 @@ async def test_an_answer_may_take_longer_than_a_head(monkeypatch: pytest.MonkeyP
 
     async with server(Route("/slow", answer)) as served, httpx.AsyncClient(trust_env=False) as client:
         assert (await client.get(f"http://{HERE}:{served.port}/slow")).text == "at last"
+
+
+@pytest.mark.parametrize("is_pipelined", [True, False])
+async def test_nobody_is_answered_faster_than_the_bound(is_pipelined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "BURST_ANSWERS", 5)
+    monkeypatch.setattr(http_server, "ANSWERS_PER_S", 20.0)
+    num_asked = 15
+    async with server() as served:
+        reader, writer = await asyncio.open_connection(HERE, served.port)
+        started = asyncio.get_running_loop().time()
+        if is_pipelined:
+            writer.write(REQUEST * num_asked)
+        async with asyncio.timeout(20):
+            for _ in range(num_asked):
+                if not is_pipelined:
+                    writer.write(REQUEST)
+                await reader.readuntil(b'{"ok":true}')
+        took_s = asyncio.get_running_loop().time() - started
+        writer.close()
+    assert took_s > 0.9 * (num_asked - 5) / 20
+
+
+async def test_a_flood_holds_up_others_for_a_turn_each_and_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "BURST_ANSWERS", 1)
+    monkeypatch.setattr(http_server, "ANSWERS_PER_S", 20.0)
+    async with server() as served:
+        flooding = [await asyncio.open_connection(HERE, served.port) for _ in range(4)]
+        for _, writer in flooding:
+            writer.write(REQUEST * 100_000)
+        async with asyncio.timeout(5):  # of 20,000 s that the flood would take
+            assert await health(served, ELSEWHERE) == 200
+        assert served._server is not None
+        held = [len(one._held or b"") for one in served._server.server_state.connections]  # type: ignore[union-attr]
+        assert sum(held) < 4 << 20
+        for _, writer in flooding:
+            writer.close()
+
+
+async def test_who_left_takes_no_turn() -> None:
+    turns, done = Turns(50.0, 1), []
+    for who in range(100):
+        turns.take(who, lambda who=who: done.append(who))
+    for who in range(1, 99):
+        turns.leave(who)
+    async with asyncio.timeout(5):
+        while 99 not in done:
+            await asyncio.sleep(0.005)  # until its turn
+    assert done == [0, 99]
