@@ -2,18 +2,21 @@
 #   docker build -t swarm:cpu .
 #   docker build -t swarm:gpu --build-arg TORCH_INDEX= --build-arg SLIM=no .
 # Layers go from what changes seldom to what changes often: a change of the code repeats no download.
-FROM python:3.11-slim AS packages
+# A name with a digest (python:3.11-slim@sha256:...) fixes what is built upon.
+ARG BASE=python:3.11-slim
+FROM ${BASE} AS packages
 # pycosat, which reasoning-gym needs, comes without a wheel.
 RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev python3-dev && rm -rf /var/lib/apt/lists/*
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_PYTHON=/venv/bin/python
 RUN python -m venv --without-pip /venv && echo /app > /venv/lib/python3.11/site-packages/app.pth
 ENV PATH=/venv/bin:$PATH
-COPY requirements.lock /src/
+COPY requirements.lock requirements-torch.lock /src/
 # Where torch comes from: builds for the CPU are not on PyPI. Empty: what pip finds by itself, on Linux the build for CUDA.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-# The second command brings the CUDA packages that a build for it names; with a build for the CPU it has nothing to do.
-RUN pip install --no-compile --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r /src/requirements.lock \
- && pip install --no-compile "$(grep '^torch==' /src/requirements.lock)"
+# The last command brings the CUDA packages that a build for it names; with a build for the CPU it has nothing to do.
+RUN pip install --no-compile --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r /src/requirements-torch.lock \
+ && pip install --no-compile --no-deps --require-hashes -r /src/requirements.lock \
+ && pip install --no-compile -r /src/requirements-torch.lock
 # What no node needs on a CPU: headers and tools of torch, CUDA kernels, tests, symbols for debuggers; 0.4 GB.
 # Libraries in *.libs were altered by their wheels' makers and may not survive a second treatment.
 ARG SLIM=yes
@@ -32,7 +35,7 @@ RUN PYTHONPYCACHEPREFIX=/pycache /app/bin/swarm run --node.dir /tmp/node --node.
       --sharing.swarm_groups 0 --evaluation.tasks_per_source 1 \
  && rm -rf /tmp/node
 
-FROM python:3.11-slim
+FROM ${BASE}
 RUN mkdir /data /swarm && useradd --home-dir /data --uid 1000 swarm && chown swarm /data /swarm
 COPY --from=packages /venv /venv
 COPY --from=build /pycache /pycache

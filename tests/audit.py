@@ -7,6 +7,11 @@ import json
 import sys
 from pathlib import Path
 
+NOTHING_CHECKED = (
+    "audit: NOTHING WAS CHECKED: no index of vulnerabilities answered.\n"
+    "audit: run `make audit` on a machine that reaches pypi.org before you release or install for others."
+)
+
 
 def told(result: Path) -> tuple[int, str]:
     """(exit code, message) of a result in pip-audit's JSON format; the file is absent or empty where it could not begin."""
@@ -17,7 +22,7 @@ def told(result: Path) -> tuple[int, str]:
     checked = [package for package in packages if "skip_reason" not in package]
     found = [(package, flaw) for package in checked for flaw in package["vulns"]]
     if not checked:
-        return 0, "audit: no index of vulnerabilities answered; NOTHING WAS CHECKED"
+        return 0, NOTHING_CHECKED
     lines = [
         f"{package['name']} {package['version']}: {flaw['id']}, mended in {', '.join(flaw['fix_versions']) or 'no release'}"
         for package, flaw in found

@@ -114,3 +114,18 @@ def test_changelog_begins_with_what_comes_or_is() -> None:
     headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert headings[0] in ("Unreleased", __version__)
     assert __version__ in headings
+
+
+@pytest.mark.parametrize("lock", ["requirements.lock", "requirements-dev.lock"])
+def test_every_pin_names_the_hashes_of_its_files(lock: str) -> None:
+    """pip installs nothing else then, whichever index or mirror it asks."""
+    lines = [line for line in (ROOT / lock).read_text().splitlines() if not line.startswith("#")]
+    pins = re.findall(r"^(\S+==\S+) \\((?:\n    --hash=sha256:[0-9a-f]{64}(?: \\)?)+)$", "\n".join(lines), re.MULTILINE)
+    assert len(pins) == sum("==" in line for line in lines) > 50
+    assert not any(line.startswith("torch==") for line in lines)
+
+
+def test_the_environment_is_set_up_with_hashes() -> None:
+    for name in ("Makefile", "Dockerfile"):
+        text = " ".join((ROOT / name).read_text().replace("\\\n", " ").split())
+        assert re.search(r"--no-deps --require-hashes -r (/src/)?requirements.lock", text), name
