@@ -89,9 +89,12 @@ class SignalledSource:
         return RewardPlugin(self.name, installed[signal.name], signal.parameters)
 
     def _digest(self, config: TaskSourceSection) -> str:
-        signals = [
-            [s.name, s.weight, s.parameters, self._plugins[s.name].version if s.name in self._plugins else ""]
-            for s in config.signals
-        ]
+        signals = [[s.name, s.weight, s.parameters, self._version(s)] for s in config.signals]
         canonical = json.dumps([self._source.config_digest, signals], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+    def _version(self, signal: SignalSection) -> str:
+        """What decides the values of a signal beside its parameters: the package of a plug-in, the engine of a pattern."""
+        if signal.name in self._plugins:
+            return self._plugins[signal.name].version
+        return "re2" if signal.name == "format" and "pattern" in signal.parameters else ""
