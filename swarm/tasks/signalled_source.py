@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from swarm.config import SignalSection, TaskSourceSection
+from swarm.config import SignalSection, TaskSourceSection, TasksSection
 from swarm.errors import TaskError
-from swarm.tasks.reward_plugin import RewardPlugin, installed_rewards
+from swarm.tasks.reward_plugin import TIME_BUDGET_S, RewardPlugin, installed_rewards
 from swarm.tasks.signals import BUILT_IN, Signal, build_signal
 from swarm.tasks.task_source import CORRECT, TaskSource, named_signals
 from swarm.types import Task
@@ -27,8 +27,9 @@ _OF_VERIFIER = {"code": (CORRECT, "tests")}
 class SignalledSource:
     """Wraps the source that `config` describes."""
 
-    def __init__(self, source: TaskSource, config: TaskSourceSection) -> None:
-        """Raises TaskError for a signal that is unknown, or cannot be built from its parameters."""
+    def __init__(self, source: TaskSource, config: TaskSourceSection, tasks: TasksSection) -> None:
+        """`tasks`: how reward functions are fenced. Raises TaskError for a signal that is unknown or cannot be built."""
+        self._tasks = tasks
         self._source = source
         self.name = source.name
         self._of_verifier = _OF_VERIFIER.get(config.kind, (CORRECT,))
@@ -86,7 +87,8 @@ class SignalledSource:
                 f"a signal must be one of {', '.join(known)}, got {signal.name!r}; install the package that offers it "
                 f"or set tasks.sources.signals of {self.name!r}"
             )
-        return RewardPlugin(self.name, installed[signal.name], signal.parameters)
+        entry = installed[signal.name]
+        return RewardPlugin(self.name, entry, signal.parameters, self._tasks, time_budget_s=TIME_BUDGET_S)
 
     def _digest(self, config: TaskSourceSection) -> str:
         signals = [[s.name, s.weight, s.parameters, self._version(s)] for s in config.signals]

@@ -11,8 +11,8 @@ import pytest
 
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
-from swarm.tasks import reward_plugin
-from swarm.tasks.reward_plugin import RewardPlugin, installed_rewards
+from swarm.tasks import reward_plugin, signalled_source
+from swarm.tasks.reward_plugin import installed_rewards
 from swarm.tasks.task_mixture import TaskMixture, assess
 from swarm.tasks.task_source import TaskFailure
 
@@ -131,7 +131,7 @@ def test_two_packages_with_one_name_are_told(installed: Path, tmp_path: Path, mo
 def test_a_function_that_fails_costs_its_task_and_works_again(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, told: str
 ) -> None:
-    monkeypatch.setattr(RewardPlugin.__init__, "__defaults__", (0.5,))
+    monkeypatch.setattr(signalled_source, "TIME_BUDGET_S", 0.5)
     task = mixture_of(tmp_path, {"name": "moody"}).sources["mine"].task(16, 0)
     started = time.monotonic()
     with pytest.raises(TaskFailure, match=told):
