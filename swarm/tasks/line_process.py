@@ -97,6 +97,8 @@ class LineProcess:
     def ask(self, question: Any, time_budget_s: float) -> dict[str, Any]:
         """`question`: anything that JSON holds. The time does not count a start. Raises LineProcessError."""
         with self._lock:
+            if self._process is not None and _has_spoken(self._process):
+                self._end()  # what an earlier question made of it is not to be an answer to this one, nor its fault
             if self._process is None:
                 self._start()
             return self._exchange(question, time_budget_s, is_question=True)
@@ -156,6 +158,14 @@ def confined_environment(paths: Sequence[str]) -> dict[str, str]:
     kept = [path for path in paths if Path(path).is_absolute() and os.path.realpath(path) != here]
     own = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     return {**own, **_SET_VARIABLES, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*kept, _HOME]))}
+
+
+def _has_spoken(process: "subprocess.Popen[bytes]") -> bool:
+    """Whether it has said anything that nobody asked for, or ended."""
+    with selectors.DefaultSelector() as selector:
+        assert process.stdout is not None, "a pipe"
+        selector.register(process.stdout, selectors.EVENT_READ)
+        return bool(selector.select(0))
 
 
 def _write(descriptor: int, replies: int, data: bytes, deadline: float) -> None:
