@@ -14,7 +14,6 @@ import contextlib
 import logging
 import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -48,6 +47,7 @@ from swarm.sharing.judge import MixtureJudge
 from swarm.sharing.known_authors import KnownAuthors
 from swarm.silo.open_silo import node_transport
 from swarm.stage_process import crew_network
+from swarm.stop_signals import obey_stop_signals
 from swarm.tasks.fenced_verifier import FencedVerifier
 from swarm.tasks.task_mixture import TaskMixture, owns_stream
 from swarm.training_run import TrainingRun
@@ -113,10 +113,11 @@ class Node:
         self._stop = threading.Event()
 
     async def run_until_signal(self) -> None:
-        """`run`, with SIGINT and SIGTERM asking for a stop; a second one ends the process at once."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
+        """`run`, with SIGINT and SIGTERM asking for a stop; a second one ends the process at once.
+
+        Whatever its threads do, the process has ended `stop_signals.DEADLINE_S` after the first one.
+        """
+        obey_stop_signals(self._on_signal)
         if not await self.run():  # a thread is inside a long computation: leave it, the last checkpoint stands
             logging.shutdown()
             os._exit(_INTERRUPTED)

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ from swarm.records import identity as identities
 from swarm.records.identity import Identity, IdentityLock, Unlock, is_peer_id
 from swarm.sharing.index import EntryValidator
 from swarm.silo.open_silo import node_transport
+from swarm.stop_signals import obey_stop_signals
 
 if TYPE_CHECKING:
     from swarm.pipeline.stage_host import StageHost
@@ -104,9 +104,7 @@ class StageProcess:
 
     async def run_until_signal(self) -> None:
         """Ends cleanly with SIGINT and SIGTERM, whatever the orders thread is at; a second one ends the process at once."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal)
+        obey_stop_signals(self._on_signal)
         await self.run()
         logging.shutdown()
         os._exit(0)  # an order may be computing still: nobody waits for it

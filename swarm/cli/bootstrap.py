@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shlex
-import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -169,10 +168,10 @@ async def _serve(
     from swarm.sharing.carrier import Carrier
     from swarm.sharing.index import EntryValidator
     from swarm.silo.open_silo import node_transport
+    from swarm.stop_signals import obey_stop_signals
 
     stop, metrics = asyncio.Event(), Metrics()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    obey_stop_signals(stop.set)
     transport = node_transport(config, identity, files, EntryValidator(config.swarm_id))
     assert transport is not None, "the network of a bootstrap peer is on"
     carrier = Carrier(config.sharing, config.swarm_id, identity, transport)

@@ -91,6 +91,11 @@ class TasksSection(Section):
     run_code_unfenced: bool = False
     """Run code of strangers even where no sandbox can be set up: it may then read your files, and outside Linux do more."""
 
+    unfenced_rewards: tuple[str, ...] = ()
+    """Reward functions of packages, by name, that may read your files, start programs and use the network; see rewards.md."""
+    reward_memory_mib: Annotated[int, Field(ge=64)] = 2048
+    """Address space of one reward function of a package."""
+
     @model_validator(mode="after")
     def _names_are_unique(self) -> "TasksSection":
         names = [source.source_name for source in self.sources]

@@ -7,9 +7,10 @@ functions of packages by their own process.
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from swarm.config import TaskSourceSection, TasksSection
-from swarm.tasks.line_process import LineProcess, LineProcessError
+from swarm.tasks.line_process import Confinement, LineProcess, LineProcessError
 from swarm.tasks.signals import BUILT_IN
 from swarm.tasks.task_source import CORRECT, TaskFailure, UnknownTask
 from swarm.types import TaskRef
@@ -20,6 +21,10 @@ TIME_BUDGET_S = 10.0
 """For all answers to one task, where milliseconds are usual."""
 MEMORY_BYTES = 2 << 30
 """Address space of the process, of which the interpreter and the libraries take a quarter. Not enforced on macOS."""
+
+
+FILE_BYTES = 1 << 20
+"""Libraries of reasoning-gym want a folder for temporary files."""
 
 
 class Overrun(Exception):
@@ -36,7 +41,8 @@ class FencedVerifier:
         self._names = frozenset(section.source_name for section in sections)
         self._time_budget_s = time_budget_s
         tasks = config.model_copy(update={"sources": tuple(sections)})
-        self._process = LineProcess("swarm.tasks.verifier_process", (tasks.model_dump_json(), str(memory_bytes)))
+        confinement = Confinement(memory_bytes, FILE_BYTES, "if possible")
+        self._process = LineProcess("swarm.tasks.verifier_process", tasks.model_dump_json(), confinement)
 
     def close(self) -> None:
         """End its process. What is asked later is a TaskFailure."""
@@ -59,12 +65,22 @@ class FencedVerifier:
                 raise Overrun(str(error)) from None
             raise TaskFailure(ref.source, f"verifier process: {error}") from None
         if "overrun" in reply:
-            raise Overrun(reply["overrun"])
+            raise Overrun(str(reply["overrun"]))
         if "unknown" in reply:
-            raise UnknownTask(reply["unknown"])
+            raise UnknownTask(str(reply["unknown"]))
         if "failure" in reply:
-            raise TaskFailure(ref.source, reply["failure"].removeprefix(f"{ref.source}: "))
-        return str(reply["prompt_digest"]), tuple(float(value) for value in reply["rewards"])
+            raise TaskFailure(ref.source, str(reply["failure"]).removeprefix(f"{ref.source}: "))
+        return _checked(ref, reply, len(texts))
+
+
+def _checked(ref: TaskRef, reply: dict[str, Any], count: int) -> tuple[str, tuple[float, ...]]:
+    """(digest, rewards) of a reply. The process has met texts of strangers: what it says is checked like theirs."""
+    digest, rewards = reply.get("prompt_digest"), reply.get("rewards")
+    if not isinstance(digest, str) or not isinstance(rewards, list) or len(rewards) != count:
+        raise TaskFailure(ref.source, f"verifier process: a reply must have a digest and {count} rewards")
+    if not all(type(value) in (int, float) and 0 <= value <= 1 for value in rewards):  # NaN is not in that range
+        raise TaskFailure(ref.source, "verifier process: rewards must be numbers in [0, 1]")
+    return digest, tuple(float(value) for value in rewards)
 
 
 def _needs_fence(section: TaskSourceSection) -> bool:

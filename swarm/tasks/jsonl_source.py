@@ -21,6 +21,8 @@ from swarm.types import Task, TaskRef
 
 T = TypeVar("T")
 
+_RULES = "jsonl-2"
+"""Changes whenever the verifiers judge an answer differently, so that nodes with other rules do not share these tasks."""
 _HELD_OUT_EVERY = 10
 _MIN_LINES = 2
 
@@ -43,7 +45,7 @@ class JsonlSource:
             raise TaskError(f"a jsonl source needs a path, got none; set path for source {config.name!r}")
         self.name = config.source_name
         content, numbered = numbered_lines(config.path)
-        self.config_digest = hashlib.sha256(f"jsonl:{config.verifier}:".encode() + content).hexdigest()[:16]
+        self.config_digest = hashlib.sha256(f"{_RULES}:{config.verifier}:".encode() + content).hexdigest()[:16]
         lines = [_parse(text, where, config.verifier) for text, where in numbered]
         self._held_out, self._training = held_out_and_training(lines, config.path)
 

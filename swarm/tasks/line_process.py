@@ -1,23 +1,41 @@
-"""A Python process that answers one line of JSON with another, for work that must be possible to stop.
+"""Runs a service that meets texts of strangers in a process of its own, which can be stopped and is confined.
 
-start ─▶ {"ready": true} or {"error": text}
-line ──▶ one line back, within its time, or the process is killed and started anew for the next one
+    start ───▶ {"ready": true} or {"error": text}
+    question ▶ one reply, within its time, or the process is killed and started anew for the next question
+
+The process is confined by `swarm/sandbox/inside/confined.py`. It gets none of the node's environment variables but those in
+`_KEPT_VARIABLES`, and no module is ever imported from the current folder.
 """
 
 import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 _START_BUDGET_S = 60.0
 _MAX_REPLY_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 16
+_HOME = str(Path(__file__).parents[2])
+"""Where this package lies."""
+_KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH", "SYSTEMROOT")
+"""Where the system's libraries are; nothing of what an operator keeps secret in its environment."""
+_SET_VARIABLES = {
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "LC_ALL": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 
 
 class LineProcessError(Exception):
@@ -29,12 +47,34 @@ class LineProcessError(Exception):
         self.by_question = by_question
 
 
-class LineProcess:
-    """Started with the first line. Safe from any thread: lines are answered one after the other."""
+@dataclass(frozen=True, slots=True)
+class Confinement:
+    """What the process may use."""
 
-    def __init__(self, module: str, arguments: Sequence[str]) -> None:
-        """`module`: whose `main` speaks the protocol. `arguments`: its command line."""
-        self._command = [sys.executable, "-c", f"from {module} import main; main()", *arguments]
+    memory_bytes: int | None
+    """Address space; not enforced on macOS. None: as much as it likes."""
+    file_bytes: int | None = 0
+    """Largest file that it may write, and behind a fence the size of its /tmp, the only folder that it may write. None: any."""
+    fence: Literal["required", "if possible", "none"] = "required"
+    """Namespaces without a network, without other processes, and with installed packages as the only files, read-only.
+
+    "required": where the system allows no namespaces the process does not start. "if possible": it then has the limits and, on
+    Linux, the filter that lets it start no programs. "none": limits only; for code that the operator trusts with its files.
+    """
+    readable: tuple[str, ...] = ()
+    """Absolute paths of further files and folders that it may read behind its fence."""
+
+
+class LineProcess:
+    """One service. It starts with the first question. Safe from any thread: questions are answered one after the other."""
+
+    def __init__(self, module: str, opening: Any, confinement: Confinement) -> None:
+        """`module` has a function `start(opening)` that returns a function from a question to a reply (a dict).
+
+        It runs in the new process, already confined. `opening`: anything that JSON holds; it is passed over a pipe, so that it
+        does not show up in the list of processes.
+        """
+        self._request = {"module": module, "opening": opening, **asdict(confinement)}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._stop: Callable[[], object] = lambda: None
@@ -44,12 +84,12 @@ class LineProcess:
         """End the process, also in the middle of an answer; whoever asks or waits then meets LineProcessError."""
         self._is_closed = True
         if (process := self._process) is not None:
-            process.kill()  # whoever waits for it sees the end of its output, and leaves the lock
+            _kill(process)  # whoever waits for it sees the end of its output, and leaves the lock
         with self._lock:
             self._end()
 
     def start(self) -> None:
-        """Before the first line. Raises LineProcessError."""
+        """Start the process before the first question. Raises LineProcessError."""
         with self._lock:
             if self._process is None:
                 self._start()
@@ -57,52 +97,91 @@ class LineProcess:
     def ask(self, question: Any, time_budget_s: float) -> dict[str, Any]:
         """`question`: anything that JSON holds. The time does not count a start. Raises LineProcessError."""
         with self._lock:
+            if self._process is not None and _has_spoken(self._process):
+                self._end()  # what an earlier question made of it is not to be an answer to this one, nor its fault
             if self._process is None:
                 self._start()
-            return self._exchange(json.dumps(question).encode() + b"\n", time_budget_s)
+            return self._exchange(question, time_budget_s, is_question=True)
 
     def _start(self) -> None:
         if self._is_closed:
             raise LineProcessError("closed")
-        paths = os.pathsep.join(path for path in sys.path if path)
         self._process = subprocess.Popen(
-            self._command,
+            [sys.executable, "-P", "-s", "-c", "from swarm.sandbox.inside.confined import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+            cwd="/",
+            env=confined_environment(sys.path),
             bufsize=0,
             start_new_session=True,  # Ctrl-C is for the node, which then ends this one in good order
         )
         self._stop = weakref.finalize(self, _stop, self._process)
         if self._is_closed:  # meanwhile, by another thread
-            self._process.kill()
-        reply = self._exchange(b"", _START_BUDGET_S)
+            _kill(self._process)
+        reply = self._exchange(self._request, _START_BUDGET_S, is_question=False)
         if "error" in reply:
             self._end()
             raise LineProcessError(str(reply["error"]))
 
-    def _exchange(self, line: bytes, time_budget_s: float) -> dict[str, Any]:
+    def _exchange(self, line: Any, time_budget_s: float, *, is_question: bool) -> dict[str, Any]:
         """One line out and one in. A process that is late or breaks the protocol is killed."""
         process = self._process
         assert process and process.stdin and process.stdout, "started, with both pipes"
         deadline = time.monotonic() + time_budget_s
-        reply, why = b"", ""
+        data, why = b"", ""
         try:
-            process.stdin.write(line)  # it reads this at once: it waits for nothing else
-            reply = _read_line(process.stdout.fileno(), deadline)
-            if reply.endswith(b"\n"):
-                return dict(json.loads(reply))
-        except (OSError, ValueError) as error:
+            _write(process.stdin.fileno(), process.stdout.fileno(), json.dumps(line).encode() + b"\n", deadline)
+            data = _read_line(process.stdout.fileno(), deadline)
+            if data.endswith(b"\n"):
+                reply = json.loads(data)
+                if isinstance(reply, dict):
+                    return reply
+        except (OSError, ValueError, RecursionError) as error:  # it is not to be trusted once it has met a text
             why = str(error)
         self._end()
         is_late = time.monotonic() >= deadline
-        message = f"took longer than {time_budget_s:g} s" if is_late else f"ended with {why or reply[:100]!r}"
-        raise LineProcessError(message, by_question=bool(line) and not self._is_closed)
+        message = f"took longer than {time_budget_s:g} s" if is_late else f"ended with {why or data[:100]!r}"
+        raise LineProcessError(message, by_question=is_question and not self._is_closed)
 
     def _end(self) -> None:
         self._stop()
         self._process = None
+
+
+def confined_environment(paths: Sequence[str]) -> dict[str, str]:
+    """All environment variables of the process. `paths`: where this process imports from.
+
+    What is relative, or the current folder, is left out: whoever can write there must not choose what runs.
+    """
+    here = os.path.realpath(Path.cwd())
+    kept = [path for path in paths if Path(path).is_absolute() and os.path.realpath(path) != here]
+    own = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    return {**own, **_SET_VARIABLES, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*kept, _HOME]))}
+
+
+def _has_spoken(process: "subprocess.Popen[bytes]") -> bool:
+    """Whether it has said anything that nobody asked for, or ended."""
+    with selectors.DefaultSelector() as selector:
+        assert process.stdout is not None, "a pipe"
+        selector.register(process.stdout, selectors.EVENT_READ)
+        return bool(selector.select(0))
+
+
+def _write(descriptor: int, replies: int, data: bytes, deadline: float) -> None:
+    """Raises OSError where the process speaks without being asked, or does not read in time."""
+    os.set_blocking(descriptor, False)
+    unsent = memoryview(data)
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_WRITE)
+        selector.register(replies, selectors.EVENT_READ)
+        while unsent:
+            ready = {key.fd for key, _ in selector.select(max(0.0, deadline - time.monotonic()))}
+            if replies in ready:
+                raise OSError("a reply to no question")
+            if not ready:
+                raise TimeoutError("a question that nobody read")
+            unsent = unsent[os.write(descriptor, unsent[:_CHUNK_BYTES]) :]
 
 
 def _read_line(descriptor: int, deadline: float) -> bytes:
@@ -111,15 +190,22 @@ def _read_line(descriptor: int, deadline: float) -> bytes:
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         while not line.endswith(b"\n") and selector.select(max(0.0, deadline - time.monotonic())):
-            data = os.read(descriptor, 1 << 16)
+            data = os.read(descriptor, _CHUNK_BYTES)
             line += data
             if not data or len(line) > _MAX_REPLY_BYTES:
                 break
     return bytes(line)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """The whole group: what a service without a fence has started goes with it."""
+    if process.returncode is None:  # not waited for yet, so that the number is still its own
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    _kill(process)
     process.wait()
     for stream in (process.stdin, process.stdout):
         if stream is not None:

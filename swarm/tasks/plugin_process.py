@@ -1,15 +1,10 @@
-"""Runs one reward function of an installed package in a process of its own, so that it can be stopped.
+"""The service that runs one reward function of an installed package, behind the fence of `line_process`.
 
-    argv: entry point's name, its target, its arguments as JSON
-    out:  {"ready": true} or {"error": text}, then one {"value": number} or {"error": text} per line in
-    in:   [prompt, expected answer, answer] per line
-
-Standard library only: it is started for every reward function.
+opening:  [entry point's name, its target, its parameters]
+question: [prompt, expected answer, answer]
+reply:    {"value": number} or {"error": text}
 """
 
-import json
-import os
-import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -18,32 +13,17 @@ GROUP = "swarm.rewards"
 _MAX_MESSAGE_CHARS = 300
 
 
-def main() -> None:
-    name, target, parameters = sys.argv[1:]
-    replies = os.dup(1)
-    os.dup2(2, 1)  # what the function prints goes nowhere
-    try:
-        function = EntryPoint(name, target, GROUP).load()
-        if not callable(function):
-            raise TypeError(f"{target} is no function")
-    except Exception as error:  # packages fail to import in any way they like
-        return _reply(replies, {"error": _told(error)})
-    _reply(replies, {"ready": True})
-    for line in sys.stdin.buffer:
-        _reply(replies, _call(function, json.loads(line), json.loads(parameters)))
-    return None
+def start(opening: list[Any]) -> Callable[[Any], dict[str, Any]]:
+    """Load the function. Raises whatever its package raises."""
+    name, target, parameters = opening
+    function = EntryPoint(name, target, GROUP).load()
+    if not callable(function):
+        raise TypeError(f"{target} is no function")
 
+    def answer(question: list[str]) -> dict[str, Any]:
+        try:
+            return {"value": float(function(*question, **parameters))}
+        except Exception as error:  # reward functions meet hostile text
+            return {"error": f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]}
 
-def _call(function: Callable[..., Any], arguments: list[str], parameters: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return {"value": float(function(*arguments, **parameters))}
-    except Exception as error:  # reward functions meet hostile text
-        return {"error": _told(error)}
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
-
-
-def _reply(channel: int, reply: dict[str, Any]) -> None:
-    os.write(channel, json.dumps(reply).encode() + b"\n")
+    return answer

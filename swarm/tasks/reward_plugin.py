@@ -2,16 +2,17 @@
 
     def reward(prompt: str, expected: str, answer: str, **parameters) -> float      # in [0, 1]
 
-The function runs in a process of its own (`plugin_process`): one that takes too long is stopped, and one that crashes takes
-nothing along. It costs its task then, never the node.
+The function runs in a process of its own (`plugin_process`), without a network and with installed packages as its only files:
+it meets text of strangers. One that takes too long or too much is stopped, and one that crashes takes nothing along. It costs its
+task then, never the node. An operator may let a function out of its fence by name (`tasks.unfenced_rewards`).
 """
 
-import json
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from swarm.config import TasksSection
 from swarm.errors import TaskError
-from swarm.tasks.line_process import LineProcess, LineProcessError
+from swarm.tasks.line_process import Confinement, LineProcess, LineProcessError
 from swarm.tasks.plugin_process import GROUP
 from swarm.tasks.task_source import TaskFailure
 
@@ -19,6 +20,8 @@ MAX_ANSWER_CHARS = 16_384
 """Longer answers have the value 0 without a look."""
 TIME_BUDGET_S = 5.0
 """For one answer. The function is then started anew."""
+FILE_BYTES = 16 << 20
+"""Of all files that a function may write, in a /tmp of its own that ends with its process."""
 
 
 def installed_rewards() -> dict[str, EntryPoint]:
@@ -38,20 +41,24 @@ class RewardPlugin:
     """One reward function with its parameters, called by several threads one after the other."""
 
     def __init__(
-        self, source: str, entry: EntryPoint, parameters: dict[str, Any], time_budget_s: float = TIME_BUDGET_S
+        self, source: str, entry: EntryPoint, parameters: dict[str, Any], tasks: TasksSection, *, time_budget_s: float
     ) -> None:
-        """Raises TaskError where the function cannot be loaded."""
+        """`tasks`: its memory, and whether it may run without a fence. Raises TaskError where it cannot be loaded or fenced."""
         self.version = _origin(entry)
         """Package and its version: nodes with others do not compare rewards."""
         self._source = source
         self._name = entry.name
         self._time_budget_s = time_budget_s
-        self._process = LineProcess("swarm.tasks.plugin_process", (entry.name, entry.value, json.dumps(parameters)))
+        fence = "none" if entry.name in tasks.unfenced_rewards else "required"
+        file_bytes = None if fence == "none" else FILE_BYTES
+        confinement = Confinement(tasks.reward_memory_mib << 20, file_bytes, fence)
+        self._process = LineProcess("swarm.tasks.plugin_process", [entry.name, entry.value, parameters], confinement)
         try:
             self._process.start()
         except LineProcessError as error:
             raise TaskError(
-                f"reward function {entry.name} of {self.version} must be loadable, got {error}; mend or remove it"
+                f"reward function {entry.name} of {self.version} must be loadable behind a fence, got {error}; "
+                f"mend or remove it, or list {entry.name} in tasks.unfenced_rewards if it needs your files or the network"
             ) from None
 
     def __call__(self, prompt: str, expected: str, answer: str) -> float:
@@ -62,9 +69,10 @@ class RewardPlugin:
             reply = self._process.ask([prompt, expected, answer], self._time_budget_s)
         except LineProcessError as error:
             raise self._failure(str(error)) from None
-        if "value" not in reply:
-            raise self._failure(str(reply.get("error")))
-        return float(reply["value"])
+        value = reply.get("value")
+        if type(value) is not float:  # the function may have written the reply itself, and something else into it
+            raise self._failure(str(reply.get("error", "a reply without a number")))
+        return value
 
     def _failure(self, message: str) -> TaskFailure:
         return TaskFailure(self._source, f"reward function {self._name}: {message}")

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from swarm.config import SignalSection, TaskSourceSection
+from swarm.config import SignalSection, TaskSourceSection, TasksSection
 from swarm.errors import TaskError
-from swarm.tasks.reward_plugin import RewardPlugin, installed_rewards
+from swarm.tasks.reward_plugin import TIME_BUDGET_S, RewardPlugin, installed_rewards
 from swarm.tasks.signals import BUILT_IN, Signal, build_signal
 from swarm.tasks.task_source import CORRECT, TaskSource, named_signals
 from swarm.types import Task
@@ -27,8 +27,9 @@ _OF_VERIFIER = {"code": (CORRECT, "tests")}
 class SignalledSource:
     """Wraps the source that `config` describes."""
 
-    def __init__(self, source: TaskSource, config: TaskSourceSection) -> None:
-        """Raises TaskError for a signal that is unknown, or cannot be built from its parameters."""
+    def __init__(self, source: TaskSource, config: TaskSourceSection, tasks: TasksSection) -> None:
+        """`tasks`: how reward functions are fenced. Raises TaskError for a signal that is unknown or cannot be built."""
+        self._tasks = tasks
         self._source = source
         self.name = source.name
         self._of_verifier = _OF_VERIFIER.get(config.kind, (CORRECT,))
@@ -86,12 +87,16 @@ class SignalledSource:
                 f"a signal must be one of {', '.join(known)}, got {signal.name!r}; install the package that offers it "
                 f"or set tasks.sources.signals of {self.name!r}"
             )
-        return RewardPlugin(self.name, installed[signal.name], signal.parameters)
+        entry = installed[signal.name]
+        return RewardPlugin(self.name, entry, signal.parameters, self._tasks, time_budget_s=TIME_BUDGET_S)
 
     def _digest(self, config: TaskSourceSection) -> str:
-        signals = [
-            [s.name, s.weight, s.parameters, self._plugins[s.name].version if s.name in self._plugins else ""]
-            for s in config.signals
-        ]
+        signals = [[s.name, s.weight, s.parameters, self._version(s)] for s in config.signals]
         canonical = json.dumps([self._source.config_digest, signals], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+    def _version(self, signal: SignalSection) -> str:
+        """What decides the values of a signal beside its parameters: the package of a plug-in, the engine of a pattern."""
+        if signal.name in self._plugins:
+            return self._plugins[signal.name].version
+        return "re2" if signal.name == "format" and "pattern" in signal.parameters else ""

@@ -4,7 +4,6 @@ All of them are functions of the answer's text alone, so that every receiver com
 characters, since another tokenizer counts other tokens. All take time in proportion to the text, or refuse it.
 """
 
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
@@ -23,7 +22,7 @@ class FormatParameters(Section):
     """Either of the two."""
 
     pattern: str = ""
-    """Regular expression that the whole text must match, but for white space at the ends."""
+    """Regular expression (RE2) that the whole text must match, except for white space at both ends."""
     tags: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")], ...] = ()
     """Names of tags: the text must be <a>...</a> <b>...</b> in this order, each once, and nothing else."""
 
@@ -90,7 +89,7 @@ def build_signal(name: str, parameters: dict[str, Any], source: str) -> Signal:
     """A built-in signal. Raises TaskError for parameters that it does not accept."""
     try:
         return BUILT_IN[name](parameters)
-    except (ValidationError, re.error) as error:
+    except ValidationError as error:
         raise TaskError(
             f"parameters of signal {name} must be valid, got {parameters}: {explain(error)}; "
             f"set tasks.sources.signals of {source!r}"

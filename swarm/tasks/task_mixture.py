@@ -147,4 +147,4 @@ def _build(section: TaskSourceSection, config: TasksSection) -> TaskSource:
         source = CodeSource(section, may_be_unfenced=config.run_code_unfenced)
     else:
         source = JsonlSource(section) if section.kind == "jsonl" else ReasoningGymSource(section)
-    return SignalledSource(source, section) if section.signals else source
+    return SignalledSource(source, section, config) if section.signals else source

@@ -1,15 +1,11 @@
-"""Rebuilds tasks and scores answers of strangers in a process of its own, within bounds of time and memory.
+"""The service that rebuilds tasks and scores answers of strangers, in the confined process of `line_process`.
 
-argv: the task sources as JSON, bytes of address space
-out:  {"ready": true} or {"error": text}, then one line per line in:
-      {"prompt_digest": text, "rewards": [number, ...]}, {"unknown": text} or {"failure": text}
-in:   [source, config digest, seed, index, [answer, ...]] per line
+opening:  the task sources as JSON
+question: [source, config digest, seed, index, [answer, ...]]
+reply:    {"prompt_digest": text, "rewards": [number, ...]}, {"unknown": text}, {"failure": text} or {"overrun": text}
 """
 
-import json
-import os
-import resource
-import sys
+from collections.abc import Callable
 from typing import Any
 
 from swarm.config import TasksSection
@@ -20,21 +16,10 @@ from swarm.types import TaskRef
 _MAX_MESSAGE_CHARS = 300
 
 
-def main() -> None:
-    sections, memory_bytes = sys.argv[1:]
-    replies = os.dup(1)
-    os.dup2(2, 1)  # what third-party code prints goes nowhere
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # a verifier has nothing to write
-    resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
-    try:
-        mixture = TaskMixture(TasksSection.model_validate_json(sections))
-    except Exception as error:  # the process's edge: the node tells it
-        return _reply(replies, {"error": _told(error)})
-    _reply(replies, {"ready": True})
-    for line in sys.stdin.buffer:
-        _reply(replies, _judge(mixture, *json.loads(line)))
-    return None
+def start(opening: str) -> Callable[[Any], dict[str, Any]]:
+    """Build the sources. Raises TaskError where not one of them works."""
+    mixture = TaskMixture(TasksSection.model_validate_json(opening))
+    return lambda question: _judge(mixture, *question)
 
 
 def _judge(
@@ -54,7 +39,3 @@ def _judge(
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]
-
-
-def _reply(channel: int, reply: dict[str, Any]) -> None:
-    os.write(channel, json.dumps(reply).encode() + b"\n")

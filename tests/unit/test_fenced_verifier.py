@@ -109,11 +109,13 @@ def test_the_process_ends_with_the_fence_and_is_not_started_without_need(tmp_pat
     assert not fence.holds("mine") and fence.holds("chain_sum")
     children = set(psutil.Process(os.getpid()).children())
     fence.rewards(ref_of(TaskMixture(SUMS)), ["7"])
-    (child,) = set(psutil.Process(os.getpid()).children()) - children
-    assert child.memory_info().rss < 300 << 20
-    assert os.getpgid(child.pid) != os.getpgid(0), "Ctrl-C is for the node"
+    (keeper,) = set(psutil.Process(os.getpid()).children()) - children
+    (service,) = keeper.children()
+    assert keeper.memory_info().rss < 32 << 20 and service.memory_info().rss < 300 << 20
+    assert os.getpgid(keeper.pid) != os.getpgid(0), "Ctrl-C is for the node"
     fence.close()
-    assert not child.is_running()
+    assert not keeper.is_running()
+    service.wait(10)
     with pytest.raises(TaskFailure, match="closed"):
         fence.rewards(ref_of(TaskMixture(SUMS)), ["7"])
 
@@ -131,7 +133,7 @@ def test_closing_does_not_wait_for_an_answer() -> None:
 
     asking = threading.Thread(target=ask)
     asking.start()
-    child = psutil.Process(fence._process._process.pid)  # type: ignore[union-attr]
+    (child,) = psutil.Process(fence._process._process.pid).children()  # type: ignore[union-attr]
     before = child.cpu_times().user
     while child.cpu_times().user - before < 0.2:  # it sends no event when it hangs
         time.sleep(0.02)

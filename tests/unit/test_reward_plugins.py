@@ -1,5 +1,6 @@
 """Reward functions of other packages: a small real distribution on the path, found by its entry points."""
 
+import socket
 import sys
 import textwrap
 import time
@@ -11,8 +12,8 @@ import pytest
 
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
-from swarm.tasks import reward_plugin
-from swarm.tasks.reward_plugin import RewardPlugin, installed_rewards
+from swarm.tasks import reward_plugin, signalled_source
+from swarm.tasks.reward_plugin import installed_rewards
 from swarm.tasks.task_mixture import TaskMixture, assess
 from swarm.tasks.task_source import TaskFailure
 
@@ -38,6 +39,14 @@ MODULE = """
         if answer == "count": return calls / 100
         return {"nan": float("nan"), "two": 2.0, "text": "x", "none": None}.get(answer, 1.0)
 
+    def reaches(prompt, expected, answer):
+        import socket
+        socket.create_connection(("127.0.0.1", int(answer)), 5).close()
+        return float("HF_TOKEN" not in os.environ)
+
+    def eats(prompt, expected, answer):
+        return float(len(bytearray(3 << 30)) > 0)
+
     not_callable = 5
 """
 ENTRIES = """
@@ -45,6 +54,8 @@ ENTRIES = """
     politeness = nice_rewards:politeness
     sees = nice_rewards:sees
     moody = nice_rewards:moody
+    reaches = nice_rewards:reaches
+    eats = nice_rewards:eats
     constant = nice_rewards:not_callable
     missing = nice_rewards:nothing
     [other.group]
@@ -69,11 +80,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def mixture_of(folder: Path, *signals: dict[str, Any]) -> TaskMixture:
+def mixture_of(folder: Path, *signals: dict[str, Any], **settings: Any) -> TaskMixture:
     path = folder / "tasks.jsonl"
     path.write_text('{"prompt": "p0", "answer": 7}\n{"prompt": "p1", "answer": 7}\n')
     section = TaskSourceSection.model_validate({"kind": "jsonl", "name": "mine", "path": path, "signals": signals})
-    return TaskMixture(TasksSection(sources=(section,)))
+    return TaskMixture(TasksSection(sources=(section,), **settings))
 
 
 def test_a_function_of_an_installed_package_makes_up_the_reward(installed: Path, tmp_path: Path) -> None:
@@ -96,7 +107,7 @@ def test_package_and_version_are_part_of_the_digest(
 
 def test_an_unknown_name_lists_the_known_ones(installed: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        TaskError, match=r"must be one of constant, correct, format, length, .*politeness.*got 'elsewhere'"
+        TaskError, match=r"must be one of constant, correct, .*format, length, .*politeness.*got 'elsewhere'"
     ):
         mixture_of(tmp_path, {"name": "elsewhere"})
 
@@ -131,7 +142,7 @@ def test_two_packages_with_one_name_are_told(installed: Path, tmp_path: Path, mo
 def test_a_function_that_fails_costs_its_task_and_works_again(
     installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, told: str
 ) -> None:
-    monkeypatch.setattr(RewardPlugin.__init__, "__defaults__", (0.5,))
+    monkeypatch.setattr(signalled_source, "TIME_BUDGET_S", 0.5)
     task = mixture_of(tmp_path, {"name": "moody"}).sources["mine"].task(16, 0)
     started = time.monotonic()
     with pytest.raises(TaskFailure, match=told):
@@ -143,3 +154,22 @@ def test_a_function_that_fails_costs_its_task_and_works_again(
 def test_a_function_is_loaded_once(installed: Path, tmp_path: Path) -> None:
     task = mixture_of(tmp_path, {"name": "moody"}).sources["mine"].task(16, 0)
     assert [assess(task, "count").reward for _ in range(3)] == [0.01, 0.02, 0.03]
+
+
+def test_a_function_reaches_the_network_only_where_the_operator_names_it(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        fenced = mixture_of(tmp_path, {"name": "reaches"}).sources["mine"].task(16, 0)
+        with pytest.raises(TaskFailure, match="OSError"):
+            assess(fenced, port)
+        task = mixture_of(tmp_path, {"name": "reaches"}, unfenced_rewards=("reaches",)).sources["mine"].task(16, 0)
+        assert assess(task, port).reward == 1.0, "with the network, and still without the node's environment"
+
+
+def test_memory_of_a_function_is_bounded(installed: Path, tmp_path: Path) -> None:
+    task = mixture_of(tmp_path, {"name": "eats"}).sources["mine"].task(16, 0)
+    with pytest.raises(TaskFailure, match="MemoryError"):
+        assess(task, "")

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from swarm.sandbox.inside import libc
@@ -61,8 +63,45 @@ def build_root(library: str, work_bytes: int) -> None:
     Path(work).mkdir()
     options = f"size={work_bytes},nr_inodes=64,mode=0700"
     libc.mount("tmpfs", work, "tmpfs", libc.MS_NOSUID | libc.MS_NODEV | libc.MS_NOEXEC, options)
+    _enter_root()
+    os.chdir(WORK_FOLDER)
+
+
+def build_view(paths: Iterable[str], temporary_bytes: int) -> None:
+    """Leave all files but those under the absolute `paths` that exist, read-only, and an empty /tmp of so many bytes."""
+    handles = _opened(paths)  # before /tmp is covered
+    libc.mount("none", "/", "", libc.MS_REC | libc.MS_PRIVATE)
+    libc.mount("tmpfs", _NEW_ROOT, "tmpfs", libc.MS_NOSUID | libc.MS_NODEV, "size=1m,nr_inodes=4096,mode=0755")
+    temporary = _NEW_ROOT + "/tmp"  # noqa: S108  # nosec B108
+    Path(temporary).mkdir(exist_ok=True)
+    if temporary_bytes:
+        options = f"size={temporary_bytes},nr_inodes=1024,mode=0700"
+        libc.mount("tmpfs", temporary, "tmpfs", libc.MS_NOSUID | libc.MS_NODEV | libc.MS_NOEXEC, options)
+    for path, handle in handles.items():
+        place = Path(_NEW_ROOT + path)
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            place.mkdir(parents=True, exist_ok=True)
+        else:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.touch()
+        libc.mount(f"/proc/self/fd/{handle}", str(place), "", libc.MS_BIND | libc.MS_REC)
+        libc.set_read_only(str(place))
+        os.close(handle)
+    _enter_root()
+
+
+def _enter_root() -> None:
+    """Make _NEW_ROOT the root, read-only, and let go of the old one."""
     os.chdir(_NEW_ROOT)
     libc.pivot_root(".", ".")  # the old root is stacked on the new one, and taken off it
     libc.detach(".")
     libc.mount("none", "/", "", libc.MS_REMOUNT | libc.MS_BIND | libc.MS_RDONLY | libc.MS_NOSUID | libc.MS_NODEV)
-    os.chdir(WORK_FOLDER)
+
+
+def _opened(paths: Iterable[str]) -> dict[str, int]:
+    """A handle for each path that exists and is not inside another one."""
+    kept: dict[str, int] = {}
+    for path in sorted({os.path.normpath(path) for path in paths if Path(path).is_absolute() and Path(path).exists()}):
+        if path != "/" and not any(Path(path).is_relative_to(other) for other in kept):
+            kept[path] = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    return kept

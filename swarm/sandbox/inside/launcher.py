@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import resource
-import select
 import signal
 import sys
 import sysconfig
@@ -85,7 +84,7 @@ def _first_process(request: dict[str, Any], library: str, when_ready: int) -> No
     """Build the file system, start the program, end as it ends."""
     try:
         _die_with_parent()
-        if _has_no_reader(when_ready):
+        if libc.has_no_reader(when_ready):
             os._exit(1)  # the launcher died before this process could be told of it
         nowhere = os.open("/dev/null", os.O_RDWR)
         if not request["is_fenced"]:
@@ -113,7 +112,7 @@ def _become_program(request: dict[str, Any], nowhere: int, when_ready: int) -> N
             with contextlib.nullcontext() if is_fenced else contextlib.suppress(OSError):
                 libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
                 libc.drop_capabilities()
-                syscall_filter.deny_system_calls()
+                syscall_filter.allow_computing_only()
         os.write(when_ready, b"1")  # the program cannot: it is closed next, and exit codes say nothing
         program.keep_result_channel_only(nowhere)
     except BaseException as error:
@@ -125,12 +124,6 @@ def _become_program(request: dict[str, Any], nowhere: int, when_ready: int) -> N
 def _die_with_parent() -> None:
     if _IS_LINUX:
         libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _has_no_reader(pipe: int) -> bool:
-    poll = select.poll()
-    poll.register(pipe, select.POLLERR)
-    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _report(**facts: Any) -> None:

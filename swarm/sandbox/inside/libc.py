@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import select
 
 CLONE_NEWNS = 0x0002_0000
 CLONE_NEWUTS = 0x0400_0000
@@ -16,6 +17,8 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NE
 SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION_3 = 0x2008_0522
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_MOUNT_SETATTR = 442  # on every processor
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -28,6 +31,16 @@ def unshare(flags: int) -> None:
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     arguments = (source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode() or None)
     _check(f"mount {target}", _libc.mount(*arguments))
+
+
+def set_read_only(target: str) -> None:
+    """Make a mount and all mounts below it read-only, without set-user-id programs and devices (Linux 5.12)."""
+    wanted = (ctypes.c_uint64 * 4)(
+        MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0
+    )  # struct mount_attr: the flags to set come first
+    arguments = (ctypes.c_int(_AT_FDCWD), target.encode(), ctypes.c_uint(_AT_RECURSIVE), ctypes.byref(wanted))
+    result = _libc.syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments, ctypes.c_size_t(ctypes.sizeof(wanted)))
+    _check(f"mount_setattr {target}", result)
 
 
 def detach(target: str) -> None:
@@ -55,6 +68,13 @@ def drop_capabilities() -> None:
     nothing = (ctypes.c_uint32 * 6)()
     number = ctypes.c_long(_CAPSET[os.uname().machine])
     _check("capset", _libc.syscall(number, ctypes.byref(header), ctypes.byref(nothing)))
+
+
+def has_no_reader(pipe: int) -> bool:
+    """Whether everybody who could read from this end of a pipe has gone."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLERR)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _check(call: str, result: int) -> None:

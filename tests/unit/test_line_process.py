@@ -1,0 +1,218 @@
+"""What a service may do that has met a stranger's text, and what it may say. Real processes."""
+
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from swarm.tasks.line_process import Confinement, LineProcess, LineProcessError, confined_environment
+
+SERVICE = """
+import json, os, subprocess, sys, threading, time
+
+def start(opening):
+    def answer(question):
+        try:
+            return {"got": eval(question)}
+        except BaseException as error:
+            return {"raised": type(error).__name__}
+    return answer
+"""
+MEMORY_BYTES = 512 << 20
+Start = Callable[..., LineProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts a service that evaluates Python for the test, as one would do that a text has taken over."""
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "evil_service.py").write_text(SERVICE)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    started: list[LineProcess] = []
+
+    def begin(fence: Any = "required", **settings: Any) -> LineProcess:
+        process = LineProcess("evil_service", None, Confinement(MEMORY_BYTES, fence=fence, **settings))
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.close()
+
+
+def got(process: LineProcess, expression: str) -> Any:
+    reply = process.ask(expression, 10.0)
+    return reply.get("got", reply.get("raised"))
+
+
+def test_a_service_sees_no_secrets_no_home_no_network_and_starts_nothing(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/run/agent")
+    (tmp_path / "identity.key").write_text("secret")
+    process = start(file_bytes=1 << 20)
+    assert set(got(process, "sorted(os.environ)")) <= {
+        "PYTHONPATH", "PYTHONHASHSEED", "PYTHONDONTWRITEBYTECODE", "LC_ALL", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
+        "LD_LIBRARY_PATH",
+    }  # fmt: skip
+    assert got(process, f"open({str(tmp_path / 'identity.key')!r}).read()") == "FileNotFoundError"
+    home, shown = Path.home(), f"[name for name in os.listdir('/') if name == {Path.home().parts[1]!r}]"
+    seen = got(process, f"os.listdir({str(home)!r}) if {shown} else []")
+    assert not {".ssh", ".bashrc", ".profile", ".cache"} & set(seen), "of a home only the way to the interpreter"
+    assert got(process, "os.path.exists('/proc') or os.path.exists('/etc/passwd')") is False
+    assert got(process, "open(os.__file__, 'a')") == "OSError", "read-only"
+    assert got(process, "__import__('socket').create_connection(('127.0.0.1', 22), 1)") == "OSError", (
+        "no loopback either"
+    )
+    assert got(process, "os.fork()") == "PermissionError"
+    assert got(process, "subprocess.run(['/bin/true'])") == "PermissionError"
+    assert got(process, "os.getpid()") == 1 and got(process, "os.kill(-1, 9)") == "ProcessLookupError"
+    assert got(process, "(lambda t: (t.start(), t.join(), 'thread')[2])(threading.Thread(target=int))") == "thread"
+
+
+def test_memory_and_files_are_bounded(start: Start) -> None:
+    process = start(file_bytes=1 << 20)
+    assert got(process, f"len(bytearray({MEMORY_BYTES}))") == "MemoryError"
+    assert got(process, "open('/tmp/a', 'wb', 0).write(bytes(1 << 19))") == 1 << 19
+    assert got(process, "[open(f'/tmp/{n}', 'wb', 0).write(bytes(1 << 19)) for n in range(9)]") == "OSError"
+
+
+@pytest.mark.parametrize("fence", ["required", "none"])
+def test_what_it_was_given_is_not_in_the_list_of_processes(start: Start, fence: str) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    process = LineProcess("evil_service", {"api_key": "s3cret"}, Confinement(MEMORY_BYTES, fence=fence))  # type: ignore[arg-type]
+    process.start()
+    children = set(psutil.Process().children(recursive=True)) - before
+    assert children and not any("s3cret" in " ".join(child.cmdline()) for child in children)
+    process.close()
+
+
+@pytest.mark.parametrize("fence", ["required", "none"])
+def test_nothing_is_imported_from_the_current_folder(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fence: str
+) -> None:
+    here = tmp_path / "downloads"
+    here.mkdir()
+    for name in ("json.py", "swarm.py", "sitecustomize.py", "resource.py"):
+        (here / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONPATH", str(here))
+    for entry in ("", ".", str(here)):
+        monkeypatch.setattr(sys, "path", [entry, *sys.path])
+    assert got(start(fence), "1 + 1") == 2
+    assert not (tmp_path / "ran").exists()
+    assert str(here) not in confined_environment(sys.path)["PYTHONPATH"].split(os.pathsep)
+
+
+def test_what_an_unfenced_service_has_started_ends_with_it(start: Start) -> None:
+    process = start("none")
+    pid = got(process, "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid")
+    child = psutil.Process(pid)
+    process.close()
+    child.wait(10)
+
+
+def test_a_fenced_service_ends_with_its_node(start: Start, tmp_path: Path) -> None:
+    """The node is killed while the service computes and neither reads nor writes."""
+    script = (
+        "import sys\nfrom swarm.tasks.line_process import *\n"
+        "p = LineProcess('evil_service', None, Confinement(None)); p.start()\n"
+        "print(p._process.pid, flush=True); p.ask('[0 for _ in iter(int, 1)]', 600)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "packages"), str(Path.cwd())])}
+    node = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment)
+    assert node.stdout is not None
+    keeper = psutil.Process(int(node.stdout.readline()))
+    (service,) = keeper.children()
+    node.kill()
+    node.wait()
+    service.wait(10)
+    keeper.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("expression", "told"),
+    [
+        ("os.write(3, b'[1]\\n')", "ended with"),
+        ("os.write(3, b'[' * 200000 + b'\\n')", "ended with"),
+        ("os.write(3, b'5\\n')", "ended with"),
+        ("os.write(3, b'{\"got\": ' + b'9' * 5000 + b'}\\n')", "ended with"),
+        ("[os.write(3, b'x' * 65536) for _ in range(40)]", "ended with"),
+        ("os._exit(0)", "ended with"),
+        ("os.write(3, b'{')", "ended with"),
+    ],
+)
+def test_whatever_it_replies_is_a_table_or_the_one_error(start: Start, expression: str, told: str) -> None:
+    process = start()
+    with pytest.raises(LineProcessError, match=told) as caught:
+        process.ask(expression, 5.0)
+    assert caught.value.by_question
+    assert got(process, "1 + 1") == 2, "and a new one is there"
+
+
+def test_a_reply_to_no_question_is_not_taken_for_the_next_answer(start: Start) -> None:
+    process = start()
+    later = 'threading.Timer(0.1, lambda: os.write(3, b\'{"got": "forged"}\\n\')).start()'
+    assert got(process, later) is None
+    stdout = process._process.stdout  # type: ignore[union-attr]
+    assert select.select([stdout], [], [], 10)[0], "it has spoken unasked"
+    assert got(process, "'right'") == "right"
+    assert got(process, "'right again'") == "right again"
+
+
+def test_a_service_that_does_not_read_costs_its_time_and_no_more(start: Start) -> None:
+    process = start("none")
+    assert got(process, "threading.Thread(target=lambda: [0 for _ in iter(int, 1)], daemon=True).start()") is None
+    stop = "os.write(3, b'{\"got\": 7}\\n') and os.kill(os.getpid(), 19)"
+    assert process.ask(stop, 5.0) == {"got": 7}
+    with pytest.raises(LineProcessError, match=r"took longer than 0\.5 s"):
+        process.ask("x" * (1 << 20), 0.5)
+
+
+WITHOUT_NAMESPACES = (
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "sh",
+    "-c",
+    'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"',
+    "-",
+)
+
+
+@pytest.mark.parametrize(("fence", "told"), [("required", "unshare"), ("if possible", "got 2 PermissionError")])
+def test_without_namespaces_it_starts_only_where_that_was_said(
+    start: Start, tmp_path: Path, fence: str, told: str
+) -> None:
+    script = (
+        "import sys\nfrom swarm.tasks.line_process import *\n"
+        f"p = LineProcess('evil_service', None, Confinement(None, fence={fence!r}))\n"
+        "try: print('got', p.ask('1 + 1', 10)['got'], p.ask('os.fork()', 10)['raised'])\n"
+        "except LineProcessError as e: print(e)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "packages"), str(Path.cwd())])}
+    command = [*WITHOUT_NAMESPACES, sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert told in done.stdout, done
+
+
+def test_questions_of_several_threads_get_their_own_answers(start: Start) -> None:
+    process, answers = start(), {}
+
+    def ask(number: int) -> None:
+        answers[number] = got(process, f"{number} * 2")
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {number: 2 * number for number in range(8)}
