@@ -14,6 +14,7 @@ import typer
 import typer.exceptions
 
 from swarm import __version__
+from swarm.child_python import keep_current_folder_off_the_path
 from swarm.cli import (
     bootstrap,
     config,
@@ -99,6 +100,7 @@ app.add_typer(experiment.app, name="experiment")
 
 def main() -> None:
     """Run the command line; ends the process at once: to take torch apart would be another one or two seconds."""
+    keep_current_folder_off_the_path()
     exit_code = _run()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

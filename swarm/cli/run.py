@@ -2,15 +2,12 @@
 
 import sys
 import time
-from typing import TYPE_CHECKING
 
 import typer
 
+from swarm.child_python import swarm_command
 from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config
 from swarm.cli.heavy_imports import settle_imports
-
-if TYPE_CHECKING:
-    pass
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Lets `--section.key value` through to `load_config`."""
@@ -70,5 +67,5 @@ def _supervise(config: list[str], *, fresh: bool) -> int:
     def say(line: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} supervisor: {line}", file=sys.stderr, flush=True)
 
-    command = [sys.executable, "-m", "swarm.cli.main", "run", *config, "--end-when-stuck"]
+    command = swarm_command("run", *config, "--end-when-stuck")
     return Supervisor(command, BackOff(), random.Random(), say).run(["--fresh"] if fresh else [])

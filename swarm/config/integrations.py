@@ -12,7 +12,7 @@ _HTTP_ADDRESS = r"^(https?://[^\s/]+(/\S*)?)?$"
 
 
 class IntegrationsSection(Section):
-    """Tools of others that may watch a node. Each needs its extra, such as `pip install "swarm-rl[tensorboard]"`."""
+    """Tools of others that may watch a node. Each needs its extra, such as `pip install -e ".[tensorboard]"` in the clone."""
 
     tensorboard: bool = False
     """Write every metrics row to tensorboard/ in the node's folder: `tensorboard --logdir runs`. Extra: tensorboard."""

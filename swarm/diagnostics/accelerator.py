@@ -2,16 +2,16 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Sequence
 
+from swarm.child_python import module_command, pip_install
 from swarm.config import Config
 from swarm.diagnostics.finding import Finding, ok, problem, warning
 from swarm.hardware import detect
 
-PROBE = (sys.executable, "-m", "swarm.diagnostics.accelerator_probe")
+PROBE = tuple(module_command("swarm.diagnostics.accelerator_probe"))
 _TIMEOUT_S = 120.0
-_REINSTALL = f"{sys.executable} -m pip install --force-reinstall"
+_REINSTALL = pip_install("--force-reinstall")
 
 
 def check_accelerator(config: Config, command: Sequence[str] = PROBE, timeout_s: float = _TIMEOUT_S) -> list[Finding]:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from swarm.child_python import install_from_clone, pip_install
 from swarm.config import Config
 from swarm.diagnostics.finding import Finding, ok, problem, warning
 from swarm.errors import SwarmError
@@ -66,7 +67,7 @@ def check_packages() -> Finding:
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
     if missing:
-        return problem("packages", f"missing: {', '.join(missing)}", f"{sys.executable} -m pip install swarm-rl")
+        return problem("packages", f"missing: {', '.join(missing)}", install_from_clone())
     return ok("packages", ", ".join(found))
 
 
@@ -75,11 +76,9 @@ def check_daemon() -> Finding:
     spec = importlib.util.find_spec("hivemind")
     places = spec.submodule_search_locations if spec else None
     if not places:
-        return problem(
-            "daemon", "the package hivemind is missing", f"{sys.executable} -m pip install 'hivemind>=1.1.12'"
-        )
+        return problem("daemon", "the package hivemind is missing", pip_install("'hivemind>=1.1.12'"))
     binary = Path(places[0]) / "hivemind_cli" / "p2pd"
-    fix = f"{sys.executable} -m pip install --force-reinstall --no-deps hivemind, or set network.backend to libp2p"
+    fix = f"{pip_install('--force-reinstall --no-deps hivemind')}, or set network.backend to libp2p"
     try:
         ran = subprocess.run([binary, "-help"], capture_output=True, text=True, timeout=_DAEMON_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

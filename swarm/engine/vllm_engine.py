@@ -3,7 +3,8 @@
     adapter of the policy ─ changed? ─▶ written to a folder of its own, under a new id ─▶ vLLM loads it for this call
                               └ same as before: the id that vLLM has
 
-For machines with memory for both copies. An optional extra: `pip install "swarm-rl[vllm]"`, then rollouts.engine = "vllm".
+For machines with memory for both copies. An optional extra, installed in the clone:
+`.venv/bin/python -m pip install -e ".[vllm]"`, then rollouts.engine = "vllm".
 """
 
 import hashlib
@@ -18,6 +19,7 @@ import torch
 
 from swarm.adapters.adapter_state import read_adapter
 from swarm.adapters.export import export_adapter
+from swarm.child_python import install_from_clone
 from swarm.engine.engine import AnswerRequest, Completion, End, refuse_nan
 from swarm.engine.sampling import Sampling
 from swarm.errors import ConfigError, PolicyError
@@ -43,7 +45,7 @@ class VllmEngine:
             self._lora_request: Any = importlib.import_module("vllm.lora.request").LoRARequest
         except ImportError as error:
             raise ConfigError(
-                f'rollouts.engine "vllm" needs the package vllm, got {error}; pip install "swarm-rl[vllm]", or set "auto"'
+                f'rollouts.engine "vllm" needs the package vllm, got {error}; {install_from_clone("vllm")}, or set "auto"'
             ) from None
         if policy.config.quantization != "none":
             raise ConfigError(

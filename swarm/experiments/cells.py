@@ -11,13 +11,13 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swarm.child_python import module_command
 from swarm.errors import SwarmError
 from swarm.testbed import tethered
 
@@ -117,7 +117,7 @@ class _Worker:
         self._log = store.folder / f"{cell.slug}.log"
         spec = store.folder / f"{cell.slug}.cell"
         spec.write_text(json.dumps([cell.kind, cell.name, dict(cell.settings)]), encoding="utf-8")
-        command = [sys.executable, "-m", "swarm.experiments.cell_process", str(spec), str(store.folder)]
+        command = module_command("swarm.experiments.cell_process", str(spec), str(store.folder))
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
                 tethered.command(os.getpid(), command),

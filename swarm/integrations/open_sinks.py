@@ -5,6 +5,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+from swarm.child_python import install_from_clone
 from swarm.config import Config
 from swarm.errors import ConfigError
 from swarm.integrations.sink import QueuedSink, Sink
@@ -58,5 +59,5 @@ def _need(extra: str, setting: str) -> None:
     if find_spec(top) is None or (rest and find_spec(package) is None):
         raise ConfigError(
             f"integrations.{setting} needs the package {top}, got none; "
-            f'pip install "swarm-rl[{extra}]", or leave integrations.{setting} as it was'
+            f"{install_from_clone(extra)}, or leave integrations.{setting} as it was"
         )

@@ -1,9 +1,11 @@
 """The curves of a testbed and of a comparison as PNG. matplotlib is imported only when something is drawn."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swarm.child_python import pip_install
 from swarm.errors import SwarmError
 from swarm.testbed.live_table import SMOOTHING_ROUNDS, NodeView
 
@@ -19,10 +21,13 @@ _PAUSE_S = 60.0
 def new_figure(num_axes: int, width_in: float = 11.0, height_in: float = 4.2) -> tuple["Figure", Sequence["Axes"]]:
     """A figure without any window system. Raises SwarmError where matplotlib is not installed."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        with contextlib.chdir(
+            Path(__file__).parent
+        ):  # its import reads and evaluates a matplotlibrc of the current folder
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
     except ImportError:
-        raise SwarmError("plots need matplotlib, got none; pip install 'swarm-rl[testbed]'") from None
+        raise SwarmError(f"plots need matplotlib, got none; {pip_install('matplotlib')}") from None
     figure = Figure(figsize=(width_in, height_in), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, num_axes, squeeze=False)[0]

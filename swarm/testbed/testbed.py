@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from swarm.child_python import swarm_command
 from swarm.errors import ConfigError
 from swarm.node_folder import NodeFolder
 from swarm.testbed.live_table import LiveTable, NodeView
@@ -36,7 +37,7 @@ CommandOf = Callable[[NodePlan, str | None], list[str]]
 
 def run_command(plan: NodePlan, address: str | None) -> list[str]:
     """`swarm run` in this interpreter."""
-    command = [sys.executable, "-m", "swarm.cli.main", "run", str(plan.config_path)]
+    command = swarm_command("run", str(plan.config_path))
     return command if address is None else [*command, "--network.initial_peers", json.dumps([address])]
 
 

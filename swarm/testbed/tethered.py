@@ -1,4 +1,4 @@
-"""Starts a command that dies with its parent: `python -m swarm.testbed.tethered PARENT_PID COMMAND ARGUMENT...`.
+"""Starts a command that dies with its parent: `python -P -m swarm.testbed.tethered PARENT_PID COMMAND ARGUMENT...`.
 
 Linux sends the signal even when the parent was killed with SIGKILL and could clean up nothing. Elsewhere it is a plain exec.
 """
@@ -8,12 +8,15 @@ import os
 import signal
 import sys
 
+from swarm.child_python import module_command
+
+_MODULE = "swarm.testbed.tethered"
 _PR_SET_PDEATHSIG = 1
 
 
 def command(parent_pid: int, arguments: list[str]) -> list[str]:
     """`arguments` wrapped so that they run tethered to `parent_pid`."""
-    return [sys.executable, "-m", __name__, str(parent_pid), *arguments]
+    return module_command(_MODULE, str(parent_pid), *arguments)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ EVERYONE = {
     "weighted_sample",
     "machine_memory",
     "fair_places",
+    "child_python",
     "__init__",
     "__version__",
 }

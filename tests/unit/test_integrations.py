@@ -159,7 +159,7 @@ def test_missing_extra_is_told_at_the_start(
     values: dict[str, Any], extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swarm.integrations.open_sinks.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf'pip install "swarm-rl\[{extra}\]"'):
+    with pytest.raises(ConfigError, match=rf'in the clone: .* -m pip install -e "\.\[{extra}\]"'):
         open_sinks(settings(**values), NodeFolder(tmp_path), ALICE)
 
 
