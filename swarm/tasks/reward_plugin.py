@@ -12,7 +12,7 @@ from typing import Any
 
 from swarm.errors import TaskError
 from swarm.tasks.line_process import LineProcess, LineProcessError
-from swarm.tasks.plugin_process import GROUP
+from swarm.tasks.plugin_process import DECLARED, GROUP
 from swarm.tasks.task_source import TaskFailure
 
 MAX_ANSWER_CHARS = 16_384
@@ -38,15 +38,26 @@ class RewardPlugin:
     """One reward function with its parameters, called by several threads one after the other."""
 
     def __init__(
-        self, source: str, entry: EntryPoint, parameters: dict[str, Any], time_budget_s: float = TIME_BUDGET_S
+        self,
+        source: str,
+        entry: EntryPoint,
+        parameters: dict[str, Any],
+        time_budget_s: float = TIME_BUDGET_S,
+        *,
+        takes_anything: bool = False,
     ) -> None:
-        """Raises TaskError where the function cannot be loaded."""
+        """Raises TaskError where the function cannot be loaded, or its parameters are refused.
+
+        `takes_anything`: the parameters are the operator's own. Those of a manifest have to pass `check_declared`.
+        """
         self.version = _origin(entry)
         """Package and its version: nodes with others do not compare rewards."""
         self._source = source
         self._name = entry.name
         self._time_budget_s = time_budget_s
-        self._process = LineProcess("swarm.tasks.plugin_process", (entry.name, entry.value, json.dumps(parameters)))
+        rule = "anything" if takes_anything else DECLARED
+        arguments = (entry.name, entry.value, json.dumps(parameters), rule)
+        self._process = LineProcess("swarm.tasks.plugin_process", arguments)
         try:
             self._process.start()
         except LineProcessError as error:

@@ -27,8 +27,12 @@ _OF_VERIFIER = {"code": (CORRECT, "tests")}
 class SignalledSource:
     """Wraps the source that `config` describes."""
 
-    def __init__(self, source: TaskSource, config: TaskSourceSection) -> None:
-        """Raises TaskError for a signal that is unknown, or cannot be built from its parameters."""
+    def __init__(self, source: TaskSource, config: TaskSourceSection, *, takes_anything: bool = False) -> None:
+        """Raises TaskError for a signal that is unknown, or cannot be built from its parameters.
+
+        `takes_anything`: as of RewardPlugin.
+        """
+        self._takes_anything = takes_anything
         self._source = source
         self.name = source.name
         self._of_verifier = _OF_VERIFIER.get(config.kind, (CORRECT,))
@@ -86,7 +90,7 @@ class SignalledSource:
                 f"a signal must be one of {', '.join(known)}, got {signal.name!r}; install the package that offers it "
                 f"or set tasks.sources.signals of {self.name!r}"
             )
-        return RewardPlugin(self.name, installed[signal.name], signal.parameters)
+        return RewardPlugin(self.name, installed[signal.name], signal.parameters, takes_anything=self._takes_anything)
 
     def _digest(self, config: TaskSourceSection) -> str:
         signals = [
