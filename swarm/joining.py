@@ -92,6 +92,7 @@ def check_tasks(config: Config) -> None:
     from swarm.tasks.task_mixture import TaskMixture
 
     mixture = TaskMixture(config.tasks)
+    mixture.close()
     if mixture.broken:
         raise TaskError("every task of the swarm must work here, got " + "; ".join(mixture.broken.values()))
 
@@ -118,7 +119,10 @@ def _decided(manifest: Manifest, task_files: Mapping[str, Path]) -> dict[str, di
     owner = {"silo_owner": manifest.founder} if manifest.silo else {}
     return {
         "swarm": {"name": manifest.name, "id": manifest.id} | owner,
-        "tasks": {"sources": [_source(task, task_files.get(task.source_name)) for task in manifest.tasks]},
+        "tasks": {
+            "fenced": True,
+            "sources": [_source(task, task_files.get(task.source_name)) for task in manifest.tasks],
+        },
         "network": {"gossip": manifest.gossip} if manifest.gossip else {},
         "sharing": manifest.limits.model_dump(exclude_none=True),
     }

@@ -21,10 +21,12 @@ import msgpack
 import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from swarm.config import Section, SwarmName, TaskSourceFacts
+from swarm.config import Section, SignalSection, SwarmName, TaskSourceFacts
 from swarm.errors import ManifestError
 from swarm.records.identity import Identity, is_peer_id, verify
 from swarm.records.peer_name import peer_name
+from swarm.tasks.parameter_rules import check_shape
+from swarm.tasks.signals import BUILT_IN
 
 FORMAT = 1
 MAX_BYTES = 64 * 1024
@@ -49,12 +51,36 @@ class ManifestTask(TaskSourceFacts):
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     """SHA-256 of a JSONL file, also one of code tasks."""
+    signals: Annotated[tuple[SignalSection, ...], Field(max_length=8)] = ()
+    """As of a source; a reward function of a package takes a process of its own for each."""
 
     @model_validator(mode="after")
     def _content_matches_kind(self) -> Self:
         if self.kind != "code" and (self.kind == "jsonl") != (self.sha256 is not None):
             raise ValueError(f"sha256 belongs to jsonl tasks and to all of them, got {self.kind} {self.source_name!r}")
         return self
+
+    @model_validator(mode="after")
+    def _parameters_are_plain(self) -> Self:
+        """What else holds for them is checked where the source is built, which needs the library."""
+        if self.kind == "jsonl" and self.parameters:
+            raise ValueError(f"a jsonl task has no parameters, got {', '.join(self.parameters)}; remove them")
+        check_shape(self.parameters, with_words=self.kind == "reasoning_gym")
+        for signal in self.signals:
+            if signal.name not in BUILT_IN:
+                check_shape(signal.parameters)
+        return self
+
+    @property
+    def settings(self) -> str:
+        """All that decides what the task is, in one line for people."""
+        facts = [f"{self.kind} {self.name}", *_assigned(self.parameters)]
+        facts += [f"sha256 {self.sha256}"] if self.sha256 else []
+        facts += [f"verifier {self.verifier}"] if self.kind == "jsonl" else []
+        facts += [
+            " ".join(["signal", one.name, f"×{one.weight:g}", *_assigned(one.parameters)]) for one in self.signals
+        ]
+        return ", ".join([*facts, f"weight {self.weight:g}"])
 
 
 class ManifestLimits(Section):
@@ -195,6 +221,32 @@ def check_protocol(manifest: Manifest, protocol: int) -> None:
     if manifest.protocol != protocol:
         older = "update this software" if manifest.protocol > protocol else "ask the founder for a newer manifest"
         raise ManifestError(f"the swarm must speak protocol version {protocol}, got {manifest.protocol}; {older}")
+
+
+def changes(known: Manifest, later: Manifest) -> list[str]:
+    """What a later edition sets otherwise, one line each.
+
+    Left out is what keeps a swarm alive and reads, runs or trains nothing: bootstrap addresses and the description.
+    """
+    old, new = ({task.source_name: task.settings for task in one.tasks} for one in (known, later))
+    told = [f"task {name} is new: {new[name]}" for name in new if name not in old]
+    told += [f"task {name} is removed" for name in old if name not in new]
+    told += [f"task {name}: {old[name]} → {new[name]}" for name in new if name in old and old[name] != new[name]]
+    for name in ("bases", "lineages", "gossip", "silo", "limits"):
+        before, after = (getattr(one, name) for one in (known, later))
+        if before != after:
+            told.append(f"{name}: {_told(before)} → {_told(after)}")
+    return told
+
+
+def _assigned(parameters: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={value!r}" for key, value in sorted(parameters.items())]
+
+
+def _told(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(value) or "any"
+    return str(value.model_dump(exclude_none=True)) if isinstance(value, Section) else str(value)
 
 
 def _content(manifest: Manifest) -> dict[str, Any]:

@@ -1,17 +1,27 @@
 """Manifests where they are kept: a file, a web address, and the folder of the node that joined with one."""
 
+import errno
 import http.client
+import ipaddress
+import os
+import socket
+import stat
 import threading
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from swarm.errors import ManifestError
-from swarm.manifest import MAX_BYTES, Manifest, parse, shown
+from swarm.manifest import MAX_BYTES, Manifest, changes, parse, shown
 
 FETCH_TIMEOUT_S = 20.0
 """Longest wait for a manifest from the web, redirects and slow servers included."""
+_MAX_TOLD = 12
+"""Changes in one error."""
 _SCHEMES = ("http://", "https://")
 
 
@@ -27,8 +37,7 @@ def fetch(source: str, timeout_s: float = FETCH_TIMEOUT_S) -> bytes:
             return _within(timeout_s, lambda: _download(source, timeout_s), source)
         if "://" in source:
             raise ManifestError(f"a manifest must be a file or an http(s) address, got {source}; download it first")
-        with Path(source).open("rb") as file:
-            return file.read(MAX_BYTES + 1)
+        return _read(Path(source))
     except FileNotFoundError:
         raise ManifestError(
             f"a manifest must be an existing file or an http(s) address, got {source}; check the path"
@@ -39,19 +48,35 @@ def fetch(source: str, timeout_s: float = FETCH_TIMEOUT_S) -> bytes:
         ) from None
 
 
+def _read(path: Path) -> bytes:
+    """Of a regular file only: a pipe would never end, and a device may do anything. Raises OSError, ManifestError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(mode):
+            raise ManifestError(
+                f"a manifest must be a regular file, got the pipe, socket or device {path}; name a file"
+            )
+        return file.read(MAX_BYTES + 1)
+
+
 def _reason(error: Exception) -> str:
     """What the system says, without its number; of a server that is text of strangers."""
     is_local = isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError)
     return str(error.strerror) if is_local else shown(error)
 
 
-def check_joined(kept: Path, manifest: Manifest) -> None:
-    """Raises ManifestError where `kept`, the manifest a node joined with, is of another swarm or a later edition.
+def check_joined(kept: Path, manifest: Manifest, accepted_edition: int | None = None) -> list[str]:
+    """What is different from `kept`, the manifest that a node joined with; nothing where it has joined with none.
 
-    The first manifest that a node's folder joins with is trusted; from then on it takes only those of the same founder.
+    The first manifest that a node's folder joins with is trusted. From then on it takes only those of the same founder, no
+    earlier edition, and where `changes` finds something the one that the operator accepts by its number.
+    Raises ManifestError for all others.
     """
     if not kept.exists():
-        return
+        return []
     known = parse(fetch(str(kept)))
     if known.id != manifest.id:
         raise ManifestError(
@@ -63,6 +88,15 @@ def check_joined(kept: Path, manifest: Manifest) -> None:
             f"a manifest must not be older than edition {known.edition}, which this node knows, got {manifest.edition}; "
             f"ask the founder for a newer one, or use {kept}"
         )
+    found = changes(known, manifest)
+    if found and accepted_edition != manifest.edition:
+        more = f"; and {len(found) - _MAX_TOLD} more" if len(found) > _MAX_TOLD else ""
+        raise ManifestError(
+            f"a manifest must be what this node joined with in edition {known.edition}, or be accepted, got edition "
+            f"{manifest.edition} with: {'; '.join(found[:_MAX_TOLD])}{more}. If you agree, add --accept-edition "
+            f"{manifest.edition}; to go on without it, use {kept}"
+        )
+    return found
 
 
 def write_text(path: Path, text: str) -> None:
@@ -75,8 +109,72 @@ def write_text(path: Path, text: str) -> None:
         raise ManifestError(f"a manifest must be writable, got {path}: {error}; check the folder") from None
 
 
-class _WebOnly(urllib.request.HTTPRedirectHandler):
-    """Redirects lead to web addresses, and from a secure one only to a secure one."""
+class _Dialler:
+    """Opens the connections of one download: to public addresses, and to the address that the operator typed.
+
+    Whoever answers at a manifest's address may send the reader on, and whoever owns a name decides what it resolves to. So
+    neither may lead to the own machine or network, where a request could set off anything. A proxy of the operator's is
+    dialled wherever it is, and resolves names itself.
+    """
+
+    def __init__(self, url: str) -> None:
+        host = urllib.parse.urlsplit(url).hostname or ""
+        self._typed = host if host == "localhost" or _is_number(host) else ""
+        proxies = map(urllib.parse.urlsplit, urllib.request.getproxies().values())
+        self._proxies = {(proxy.hostname, proxy.port) for proxy in proxies}
+
+    def connect(self, place: tuple[str, int], timeout: float, source: object = None) -> socket.socket:
+        """As `socket.create_connection`. Raises ManifestError for an address that is not public."""
+        host, port = place
+        numbers = [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        if place not in self._proxies:
+            for number in numbers:
+                self.check(host, number)
+        return socket.create_connection((numbers[0], port), timeout)
+
+    def check(self, host: str, number: str) -> None:
+        """Raises ManifestError where `host`, which stands for the address `number`, must not be dialled."""
+        if host != self._typed and not ipaddress.ip_address(number.partition("%")[0]).is_global:
+            raise ManifestError(
+                f"a manifest must come from a public address, or from one that you type as a number, got {shown(host)} at "
+                f"{number}; download it yourself"
+            )
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+class _Http(http.client.HTTPConnection):
+    def __init__(self, host: str, *, dialler: _Dialler, **options: Any) -> None:
+        super().__init__(host, **options)
+        self._create_connection = dialler.connect
+
+
+class _Https(http.client.HTTPSConnection):
+    def __init__(self, host: str, *, dialler: _Dialler, **options: Any) -> None:
+        super().__init__(host, **options)
+        self._create_connection = dialler.connect
+
+
+class _Web(urllib.request.HTTPRedirectHandler, urllib.request.HTTPSHandler):
+    """Requests and redirects of one download: web addresses only, and from a secure one secure ones only."""
+
+    def __init__(self, dialler: _Dialler) -> None:
+        super().__init__()
+        self._dialler = dialler
+
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(partial(_Http, dialler=self._dialler), req)  # type: ignore[arg-type]
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(partial(_Https, dialler=self._dialler), req)  # type: ignore[arg-type]
+
+    http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
 
     def redirect_request(
         self,
@@ -90,6 +188,9 @@ class _WebOnly(urllib.request.HTTPRedirectHandler):
         allowed = ("https://",) if req.full_url.lower().startswith("https://") else _SCHEMES
         if not newurl.lower().startswith(allowed):
             raise ManifestError(f"a manifest's address must not lead elsewhere, got a redirect to {shown(newurl)}")
+        host = urllib.parse.urlsplit(newurl).hostname or ""
+        if _is_number(host):  # a proxy would dial it unseen
+            self._dialler.check(host, host)
         return super().redirect_request(req, fp, code, msg, headers, newurl)  # type: ignore[arg-type]
 
 
@@ -97,11 +198,9 @@ def _download(url: str, timeout_s: float) -> bytes:
     opener = urllib.request.OpenerDirector()  # only these handlers: no file:, no ftp:
     for handler in (
         urllib.request.ProxyHandler(),
-        urllib.request.HTTPHandler(),
-        urllib.request.HTTPSHandler(),
+        _Web(_Dialler(url)),
         urllib.request.HTTPDefaultErrorHandler(),
         urllib.request.HTTPErrorProcessor(),
-        _WebOnly(),
     ):
         opener.add_handler(handler)
     with opener.open(url, timeout=timeout_s) as response:

@@ -149,6 +149,7 @@ class Node:
             learner = await self._start()
             if learner is None:
                 return False
+            stack.callback(self._mixture.close)
             if self.transport is not None:
                 self.exchange = self._report.exchange = self._wire_exchange(learner, self.transport)
             tasks = [asyncio.create_task(work) for work in self._network_work()]

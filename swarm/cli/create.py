@@ -84,7 +84,7 @@ def create(
 def checked_config(
     name: str, settings: list[str], bootstrap: list[str], options: tuple[str, ...] = _OPTIONS
 ) -> "Config":
-    """Checked as a node would check it. `options`: of the command, for the hint at a misspelt one.
+    """Checked as the node of somebody who joins would check it. `options`: of the command, for the hint at a misspelt one.
 
     Raises ConfigError, TaskError.
     """
@@ -94,7 +94,9 @@ def checked_config(
 
     with told_by_flags(_FLAGS):
         parse_setting("initial_peers", bootstrap)
-    config = parse(merge(read(*split_arguments(settings, options)), {"swarm": {"name": name}}))
+    config = parse(
+        merge(read(*split_arguments(settings, options)), {"swarm": {"name": name}, "tasks": {"fenced": True}})
+    )
     check_tasks(config)
     return config
 

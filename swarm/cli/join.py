@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from swarm.manifest import Manifest
     from swarm.node_folder import NodeFolder
 
-_OPTIONS = ("--founder", "--task-file", "--check", "--dial", "--dry-run", "--fresh", "--resume")
+_OPTIONS = ("--founder", "--task-file", "--check", "--dial", "--dry-run", "--fresh", "--resume",
+            "--accept-edition")  # fmt: skip
 
 
 def join(
@@ -32,6 +33,9 @@ def join(
     task_file: list[str] = typer.Option([], metavar="NAME=PATH", help="Your copy of the file of a jsonl task."),
     check: bool = typer.Option(False, "--check", help="Only tell whether and how this machine can take part."),
     dial: bool = typer.Option(False, "--dial", help="With --check: connect to the bootstrap peers, and hang up."),
+    accept_edition: int = typer.Option(
+        None, metavar="N", help="Agree to what edition N of the manifest changes, such as its tasks."
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the resolved configuration and exit."),
     fresh: bool = typer.Option(
         False, "--fresh/--resume", help="Start anew; the earlier run is moved aside. Default: resume what is there."
@@ -40,7 +44,8 @@ def join(
     """Take part in a swarm: check its manifest, run a node.
 
     The configuration is chosen for this machine. Nothing is sent to anyone
-    before signature, protocol version, base and tasks have been checked.
+    before signature, protocol version, base and tasks have been checked. A later
+    edition that changes more than addresses and description needs your consent.
 
     Reads: MANIFEST, settings, this machine's hardware.
     Writes: as `swarm run`, in runs/NAME unless node.dir says otherwise, and
@@ -64,15 +69,19 @@ def join(
         raise ConfigError(f"swarm join needs {mistake}")
     data = fetch(source)
     manifest = parse(data, founder)
-    _introduce(manifest, is_known=founder is not None or _is_joined(manifest, settings, source))
+    is_joined = _is_joined(manifest, settings, source)
+    _introduce(manifest, is_known=founder is not None or is_joined)
     hardware = detect()
     if check:
-        _report(manifest, list(_findings(manifest, hardware, settings, task_file, source, dial=dial)))
+        wanted = (settings, task_file, source, accept_edition)
+        _report(manifest, list(_findings(manifest, hardware, *wanted, dial=dial)))
         return
     check_protocol(manifest, PROTOCOL_VERSION)
     config = _resolve(manifest, hardware, settings, task_file, source)
     files = NodeFolder(config.node.dir)
-    check_joined(files.manifest, manifest)
+    changed = check_joined(files.manifest, manifest, accept_edition)
+    for line in changed if is_joined else [f"task {task.source_name}: {task.settings}" for task in manifest.tasks]:
+        print(plain(line), file=sys.stderr)
     check_silo(config, files)
     if dry_run:
         from swarm.config import dump_toml
@@ -179,6 +188,7 @@ def _findings(
     settings: list[str],
     task_files: list[str],
     source: str,
+    accepted_edition: int | None,
     *,
     dial: bool,
 ) -> Iterator["Finding"]:
@@ -203,12 +213,14 @@ def _findings(
 
     def check_folder() -> None:
         files.check_writable()
-        check_joined(files.manifest, manifest)
+        check_joined(files.manifest, manifest, accepted_edition)
 
     yield tried("folder", f"{config.node.dir} is new or of this swarm, and can be written", check_folder)
     if manifest.silo:
         member = "this node is a member, and the base is at hand"
         yield tried("silo", member, lambda: check_silo(config, files))
+    for task in manifest.tasks:
+        yield Finding(f"task {task.source_name}", Verdict.NOTE, task.settings)
     yield tried("tasks", f"all {len(manifest.tasks)} work here", lambda: check_tasks(config))
     if needs_lineage(manifest, config):
         yield Finding("lineage", Verdict.NOTE, f"whether {config.policy.base} is allowed is found out at the start")

@@ -137,6 +137,9 @@ def invite(
 def join(
     token: str = typer.Argument(..., metavar="INVITATION", help="The line that the owner sent you, or a file with it."),
     folder: Path = _FOLDER,
+    accept_edition: int = typer.Option(
+        None, metavar="N", help="Agree to what edition N of the manifest changes, such as its tasks."
+    ),
 ) -> None:
     """Become a member: check the invitation, and keep it in DIR.
 
@@ -161,7 +164,7 @@ def join(
     opened, files = decode_token(line), NodeFolder(folder)
     manifest = opened.manifest
     check_protocol(manifest, PROTOCOL_VERSION)
-    check_joined(files.manifest, manifest)
+    check_joined(files.manifest, manifest, accept_edition)
     identity = load(files.identity, unlock)
     membership = Membership(manifest.id, manifest.founder, identity, time.time)
     membership.take_own_grant(opened.grant.data, opened.wrapped)

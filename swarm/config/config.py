@@ -1,6 +1,8 @@
 """All sections together, and the rules that hold between them."""
 
 import hashlib
+from collections.abc import Mapping
+from typing import Any
 
 from pydantic import model_validator
 
@@ -32,6 +34,24 @@ class Config(Section):
     evaluation: EvaluationSection = EvaluationSection()
     observability: ObservabilitySection = ObservabilitySection()
     integrations: IntegrationsSection = IntegrationsSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tasks_of_a_manifest_are_fenced(cls, data: Any) -> Any:
+        """Also in a configuration that was written when there was no fence yet."""
+        swarm, tasks = (data.get(name) for name in ("swarm", "tasks")) if isinstance(data, Mapping) else (None, None)
+        if isinstance(swarm, Mapping) and swarm.get("id") and (tasks is None or isinstance(tasks, Mapping)):
+            return {**data, "tasks": {"fenced": True, **(tasks or {})}}
+        return data
+
+    @model_validator(mode="after")
+    def _no_manifest_reads_files(self) -> "Config":
+        if self.swarm.id and not self.tasks.fenced:
+            raise ValueError(
+                "tasks.fenced must be true in a swarm with a manifest (swarm.id), got false: its founder chose the tasks; "
+                "remove your setting"
+            )
+        return self
 
     @model_validator(mode="after")
     def _batch_comes_from_somewhere(self) -> "Config":

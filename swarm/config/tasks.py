@@ -5,7 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from swarm.config.section import PositiveFloat, Section
+from swarm.config.section import Section
+
+Weight = Annotated[float, Field(gt=0, le=1e9)]  # sums of weights stay finite
 
 
 class SignalSection(Section):
@@ -13,7 +15,7 @@ class SignalSection(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")]
     """correct, format, length, tests (code tasks), or a reward function that an installed package offers; see rewards.md."""
-    weight: PositiveFloat = 1.0
+    weight: Weight = 1.0
     """Share of the reward, relative to the other signals'."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the signal, such as {pattern = "..."} or {tags = ["answer"]} of format, {max_chars = 200} of length."""
@@ -28,7 +30,7 @@ class TaskSourceFacts(Section):
     """Name of a reasoning-gym data set, `list_functions` for made-up code tasks, or a name of your own for a JSONL file."""
     label: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{0,64}$")] = ""
     """Name in tables and records; defaults to `name`. Needed when one data set appears twice at different difficulty."""
-    weight: PositiveFloat = 1.0
+    weight: Weight = 1.0
     """Relative share of the tasks drawn."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the data set, such as {max_digits = 2}; of code tasks also the limits {cpu_s = 2, memory_mib = 256}."""
@@ -88,6 +90,9 @@ class TasksSection(Section):
 
     sources: Annotated[tuple[TaskSourceSection, ...], Field(min_length=1)] = DEMO_TASKS
     """Weighted mixture of task sources. All nodes of a swarm use the same list."""
+    fenced: bool = False
+    """Build and score tasks of reasoning-gym in a process that opens no file but those of installed packages, within bounds of
+    time and memory, and let parameters be numbers and known words only. Always true in a swarm with a manifest."""
     run_code_unfenced: bool = False
     """Run code of strangers even where no sandbox can be set up: it may then read your files, and outside Linux do more."""
 

@@ -1,4 +1,4 @@
-"""Scores answers of strangers behind a fence: verifiers of other packages run in a process that can be stopped.
+"""Tasks and answers of strangers behind a fence: what other packages do with them happens in a process that can be stopped.
 
 A verifier of reasoning-gym may meet a text that makes it run for ever or take all memory. That costs its process then, and its
 author some trust, never the node. Other verifiers are bounded already: those of files by `verifiers`, code by the sandbox, reward
@@ -6,10 +6,12 @@ functions of packages by their own process.
 """
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from swarm.config import TaskSourceSection, TasksSection
+from swarm.errors import TaskError
 from swarm.tasks.line_process import Confinement, LineProcess, LineProcessError
 from swarm.tasks.signals import BUILT_IN
 from swarm.tasks.task_source import CORRECT, TaskFailure, UnknownTask
@@ -19,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 TIME_BUDGET_S = 10.0
 """For all answers to one task, where milliseconds are usual."""
+OPENING_BUDGET_S = 60.0
+"""For building all sources together: a manifest may name 64 that hang."""
 MEMORY_BYTES = 2 << 30
 """Address space of the process, of which the interpreter and the libraries take a quarter. Not enforced on macOS."""
 
@@ -32,7 +36,10 @@ class Overrun(Exception):
 
 
 class FencedVerifier:
-    """Of the sources whose verifiers other packages bring. Its process takes 130 MiB, from the first answer of a stranger on."""
+    """A process that builds the tasks of reasoning-gym sources and scores answers to them.
+
+    It holds the sources whose verifiers other packages bring, and takes 130 MiB from the first question on.
+    """
 
     def __init__(
         self, config: TasksSection, time_budget_s: float = TIME_BUDGET_S, memory_bytes: int = MEMORY_BYTES
@@ -40,6 +47,8 @@ class FencedVerifier:
         sections = [section for section in config.sources if _needs_fence(section)]
         self._names = frozenset(section.source_name for section in sections)
         self._time_budget_s = time_budget_s
+        self._memory_bytes = memory_bytes
+        self._opening_s = 0.0
         tasks = config.model_copy(update={"sources": tuple(sections)})
         confinement = Confinement(memory_bytes, FILE_BYTES, "if possible")
         self._process = LineProcess("swarm.tasks.verifier_process", tasks.model_dump_json(), confinement)
@@ -51,26 +60,63 @@ class FencedVerifier:
     def holds(self, source: str) -> bool:
         return source in self._names
 
+    def open(self, source: str) -> str:
+        """Build a source; returns what keeps it from files. Raises TaskError where it cannot be built within the bounds."""
+        if self._opening_s > OPENING_BUDGET_S:
+            raise TaskError(
+                f"all sources must be built within {OPENING_BUDGET_S:g} s, got more before {source}; remove some"
+            )
+        started_at = time.monotonic()
+        try:
+            reply = self._ask(source, ["open", source])
+        except (Overrun, TaskFailure) as error:
+            raise TaskError(
+                f"a source must be built within {self._time_budget_s:g} s and {self._memory_bytes >> 20} MiB, got {error} "
+                f"of {source}; change its parameters, or remove it"
+            ) from None
+        finally:
+            self._opening_s += time.monotonic() - started_at
+        if "error" in reply:
+            raise TaskError(reply["error"])
+        return str(reply["files"])
+
+    def prompts(self, ref: TaskRef, count: int) -> list[str]:
+        """Prompts of that task and, as far as they come quickly, of those after it, `count` at most.
+
+        Raises as `rewards`.
+        """
+        return [str(prompt) for prompt in self._ask(ref.source, ["prompts", *_facts(ref), count])["prompts"]]
+
+    def answer(self, ref: TaskRef) -> str:
+        """A right answer. Raises as `rewards`."""
+        return str(self._ask(ref.source, ["answer", *_facts(ref)])["answer"])
+
     def rewards(self, ref: TaskRef, texts: Sequence[str]) -> tuple[str, tuple[float, ...]]:
         """(digest of the prompt, reward of each text), for a source that it holds.
 
         Raises UnknownTask and TaskFailure as `TaskMixture.rebuild` and `assess` do, Overrun beyond its bounds.
         """
+        return _checked(ref, self._ask(ref.source, ["rewards", *_facts(ref), list(texts)]), len(texts))
+
+    def _ask(self, source: str, question: list[object]) -> dict[str, Any]:
         try:
-            question = [ref.source, ref.config_digest, ref.seed, ref.index, list(texts)]
             reply = self._process.ask(question, self._time_budget_s)
         except LineProcessError as error:
-            logger.warning("the process that scores answers of others was stopped: %s", error)
+            logger.warning("the process that builds and scores tasks was stopped: %s", error)
             if error.by_question:
                 raise Overrun(str(error)) from None
-            raise TaskFailure(ref.source, f"verifier process: {error}") from None
+            raise TaskFailure(source, f"verifier process: {error}") from None
         if "overrun" in reply:
             raise Overrun(str(reply["overrun"]))
         if "unknown" in reply:
             raise UnknownTask(str(reply["unknown"]))
         if "failure" in reply:
-            raise TaskFailure(ref.source, str(reply["failure"]).removeprefix(f"{ref.source}: "))
-        return _checked(ref, reply, len(texts))
+            raise TaskFailure(source, str(reply["failure"]).removeprefix(f"{source}: "))
+        return reply
+
+
+def _facts(ref: TaskRef) -> tuple[object, ...]:
+    return ref.source, ref.config_digest, ref.seed, ref.index
 
 
 def _checked(ref: TaskRef, reply: dict[str, Any], count: int) -> tuple[str, tuple[float, ...]]:

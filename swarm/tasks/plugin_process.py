@@ -1,6 +1,6 @@
 """The service that runs one reward function of an installed package, behind the fence of `line_process`.
 
-opening:  [entry point's name, its target, its parameters]
+opening:  [entry point's name, its target, its parameters, whether these have to pass `parameter_rules`]
 question: [prompt, expected answer, answer]
 reply:    {"value": number} or {"error": text}
 """
@@ -9,16 +9,20 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from typing import Any
 
+from swarm.tasks.parameter_rules import check_declared, declared_by_function
+
 GROUP = "swarm.rewards"
 _MAX_MESSAGE_CHARS = 300
 
 
 def start(opening: list[Any]) -> Callable[[Any], dict[str, Any]]:
-    """Load the function. Raises whatever its package raises."""
-    name, target, parameters = opening
-    function = EntryPoint(name, target, GROUP).load()
+    """Load the function. Raises ValueError for refused parameters, and whatever its package raises."""
+    name, target, parameters, is_by_manifest = opening
+    function: Any = EntryPoint(name, target, GROUP).load()
     if not callable(function):
         raise TypeError(f"{target} is no function")
+    if is_by_manifest:
+        check_declared(declared_by_function(function), parameters)
 
     def answer(question: list[str]) -> dict[str, Any]:
         try:

@@ -14,6 +14,7 @@ from typing import Any
 from swarm.config import TaskSourceSection
 from swarm.errors import TaskError
 from swarm.tasks.answer_guard import REFUSED, admissible
+from swarm.tasks.parameter_rules import check_declared, declared_by_class
 from swarm.tasks.task_source import INDEX_SPAN, TaskFailure
 from swarm.types import Task, TaskRef
 
@@ -24,19 +25,25 @@ _PROBE_NUMBER = 7 * INDEX_SPAN + 3
 class ReasoningGymSource:
     """One reasoning-gym data set."""
 
-    def __init__(self, config: TaskSourceSection) -> None:
-        """Raises TaskError for a data set that is unknown or refused, or parameters that it does not accept."""
+    def __init__(self, config: TaskSourceSection, *, takes_anything: bool = False) -> None:
+        """Raises TaskError for a data set that is unknown or refused, or parameters that it does not accept.
+
+        `takes_anything`: the parameters are the operator's own, who may name files. All others have to pass
+        `check_declared`.
+        """
         self.name = config.source_name
-        self.config_digest = _digest(config)
+        self.config_digest = base_digest(config)
         self._data_set_name = config.name
         self._parameters = config.parameters
         _check_name(config.name)
         try:
+            if not takes_anything:
+                _check_declared(config)
             self._shared = self._build(0)
         except Exception as error:  # each data set refuses parameters in a way of its own
             raise TaskError(
-                f"parameters must be such that {config.name} accepts them, got {config.parameters}: {error}; "
-                f"set tasks.sources.parameters of {config.source_name!r}"
+                f"parameters must be such that {config.name} accepts them, got {config.parameters}: "
+                f"{str(error) or type(error).__name__}; set tasks.sources.parameters of {config.source_name!r}"
             ) from None
         self._is_shareable = self._numbers_items_by_seed()
 
@@ -83,7 +90,8 @@ def _verify(data_set_name: str, data_set: Any, entry: dict[str, Any], text: str)
     return data_set.score_answer(admissible(data_set_name, text), entry)
 
 
-def _digest(config: TaskSourceSection) -> str:
+def base_digest(config: TaskSourceSection) -> str:
+    """16 hex digits over what decides the tasks, signals left out. Raises TaskError for values that JSON does not have."""
     try:
         canonical = json.dumps([config.kind, config.name, config.parameters], sort_keys=True, separators=(",", ":"))
     except TypeError as error:
@@ -92,6 +100,12 @@ def _digest(config: TaskSourceSection) -> str:
             f"set tasks.sources.parameters of {config.source_name!r}"
         ) from None
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _check_declared(config: TaskSourceSection) -> None:
+    import reasoning_gym
+
+    check_declared(declared_by_class(reasoning_gym.factory.DATASETS[config.name][1]), config.parameters)
 
 
 def _check_name(name: str) -> None:

@@ -43,7 +43,11 @@ class RewardPlugin:
     def __init__(
         self, source: str, entry: EntryPoint, parameters: dict[str, Any], tasks: TasksSection, *, time_budget_s: float
     ) -> None:
-        """`tasks`: its memory, and whether it may run without a fence. Raises TaskError where it cannot be loaded or fenced."""
+        """Raises TaskError where the function cannot be loaded or fenced, or its parameters are refused.
+
+        `tasks`: its memory, whether it may run without a fence, and whether a manifest has set the parameters
+        (`fenced`), which then have to pass `check_declared`.
+        """
         self.version = _origin(entry)
         """Package and its version: nodes with others do not compare rewards."""
         self._source = source
@@ -52,7 +56,8 @@ class RewardPlugin:
         fence = "none" if entry.name in tasks.unfenced_rewards else "required"
         file_bytes = None if fence == "none" else FILE_BYTES
         confinement = Confinement(tasks.reward_memory_mib << 20, file_bytes, fence)
-        self._process = LineProcess("swarm.tasks.plugin_process", [entry.name, entry.value, parameters], confinement)
+        opening = [entry.name, entry.value, parameters, tasks.fenced]
+        self._process = LineProcess("swarm.tasks.plugin_process", opening, confinement)
         try:
             self._process.start()
         except LineProcessError as error:

@@ -28,7 +28,10 @@ class SignalledSource:
     """Wraps the source that `config` describes."""
 
     def __init__(self, source: TaskSource, config: TaskSourceSection, tasks: TasksSection) -> None:
-        """`tasks`: how reward functions are fenced. Raises TaskError for a signal that is unknown or cannot be built."""
+        """Raises TaskError for a signal that is unknown, or cannot be built from its parameters.
+
+        `tasks`: how reward functions are fenced, and whether their parameters come from a manifest.
+        """
         self._tasks = tasks
         self._source = source
         self.name = source.name

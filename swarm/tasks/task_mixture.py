@@ -12,6 +12,8 @@ from functools import lru_cache
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.tasks.code_source import CodeSource
+from swarm.tasks.fenced_source import FencedSource
+from swarm.tasks.fenced_verifier import FencedVerifier
 from swarm.tasks.jsonl_source import JsonlSource
 from swarm.tasks.reasoning_gym_source import ReasoningGymSource
 from swarm.tasks.signalled_source import SignalledSource
@@ -32,14 +34,19 @@ logger = logging.getLogger(__name__)
 
 STREAMS_PER_PEER = 64
 """So few that a reader computes them all."""
+NONE_WORKS = "no task source works: "
 _REWARD_SLACK = 1e-6
 
 
 class TaskMixture:
     """The sources of one node by name."""
 
-    def __init__(self, config: TasksSection) -> None:
-        """Raises TaskError if not one source works."""
+    def __init__(self, config: TasksSection, *, is_in_fence: bool = False) -> None:
+        """Raises TaskError if not one source works.
+
+        With `config.fenced` sources of reasoning-gym are built in a process of their own; `is_in_fence`: this is it.
+        """
+        self._fence = FencedVerifier(_bases(config)) if config.fenced and not is_in_fence else None
         self.sources: dict[str, TaskSource] = {}
         self.weights: dict[str, float] = {}
         self.broken: dict[str, str] = {}
@@ -48,13 +55,18 @@ class TaskMixture:
         """Held-out tasks that could not be built, by source."""
         for section in config.sources:
             try:
-                self.sources[section.source_name] = _build(section, config)
+                self.sources[section.source_name] = _build(section, config, self._fence)
                 self.weights[section.source_name] = section.weight
             except TaskError as error:
                 self.broken[section.source_name] = str(error)
                 logger.warning("task source %s is left out: %s", section.source_name, error)
         if not self.sources:
-            raise TaskError("no task source works: " + "; ".join(self.broken.values()))
+            raise TaskError(NONE_WORKS + "; ".join(self.broken.values()))
+
+    def close(self) -> None:
+        """End the process that builds tasks, where there is one. Tasks that are asked for later fail."""
+        if self._fence is not None:
+            self._fence.close()
 
     def rebuild(self, ref: TaskRef) -> Task:
         """The task a reference stands for. Raises UnknownTask or TaskFailure."""
@@ -141,10 +153,21 @@ def _is_within(number: object, stop: int) -> bool:
     return type(number) is int and 0 <= number < stop
 
 
-def _build(section: TaskSourceSection, config: TasksSection) -> TaskSource:
+def _bases(config: TasksSection) -> TasksSection:
+    """The same sources without signals, which are computed in the node or in processes of their own."""
+    return config.model_copy(
+        update={"sources": tuple(one.model_copy(update={"signals": ()}) for one in config.sources)}
+    )
+
+
+def _build(section: TaskSourceSection, config: TasksSection, fence: FencedVerifier | None) -> TaskSource:
     source: TaskSource
     if section.kind == "code":
         source = CodeSource(section, may_be_unfenced=config.run_code_unfenced)
+    elif section.kind == "jsonl":
+        source = JsonlSource(section)
+    elif fence is not None:
+        source = FencedSource(section, fence)
     else:
-        source = JsonlSource(section) if section.kind == "jsonl" else ReasoningGymSource(section)
+        source = ReasoningGymSource(section, takes_anything=not config.fenced)
     return SignalledSource(source, section, config) if section.signals else source

@@ -1,33 +1,104 @@
-"""The service that rebuilds tasks and scores answers of strangers, in the confined process of `line_process`.
+"""The service that builds tasks and scores answers, in the confined process of `line_process`.
 
 opening:  the task sources as JSON
-question: [source, config digest, seed, index, [answer, ...]]
-reply:    {"prompt_digest": text, "rewards": [number, ...]}, {"unknown": text}, {"failure": text} or {"overrun": text}
+question: ["open", source]                                          {"config_digest": text, "files": text} or {"error": text}
+          ["prompts", source, config digest, seed, index, count]    {"prompts": [text, …]}, one at least
+          ["answer", source, config digest, seed, index]            {"answer": text}
+          ["rewards", source, config digest, seed, index, [answer, …]]
+                                                                    {"prompt_digest": text, "rewards": [number, …]}
+
+or, in place of an answer, {"unknown": text}, {"failure": text} or {"overrun": text}. A source is built when it is first asked
+for, within the time of that question, so that one that hangs or takes memory takes no other with it.
 """
 
+import time
 from collections.abc import Callable
+from functools import cache, lru_cache
 from typing import Any
 
 from swarm.config import TasksSection
-from swarm.tasks.task_mixture import TaskMixture, score
-from swarm.tasks.task_source import TaskFailure, UnknownTask, prompt_digest
-from swarm.types import TaskRef
+from swarm.errors import TaskError
+from swarm.tasks.file_guard import close_files
+from swarm.tasks.task_mixture import NONE_WORKS, TaskMixture, score
+from swarm.tasks.task_source import INDEX_SPAN, TaskFailure, UnknownTask, prompt_digest
+from swarm.types import Task, TaskRef
 
+MAX_TEXT_CHARS = 65_536
+"""A longer prompt or right answer is a failure of its task."""
+_MAX_BATCH_CHARS = 65_536
+_BATCH_S = 0.05
 _MAX_MESSAGE_CHARS = 300
+_KNOWN_TASKS = 256
+_ALL_FILES = "all"
+Reply = dict[str, Any]
 
 
-def start(opening: str) -> Callable[[Any], dict[str, Any]]:
-    """Build the sources. Raises TaskError where not one of them works."""
-    mixture = TaskMixture(TasksSection.model_validate_json(opening))
-    return lambda question: _judge(mixture, *question)
+def start(opening: str) -> Callable[[Any], Reply]:
+    """Take away what the sources do not need. Raises ValidationError for settings that are none."""
+    bench = _Bench(TasksSection.model_validate_json(opening))
+    return lambda question: _answer(bench, *question)
 
 
-def _judge(
-    mixture: TaskMixture, source: str, config_digest: str, seed: int, index: int, texts: list[str]
-) -> dict[str, Any]:
-    try:
-        task = mixture.rebuild(TaskRef(source, config_digest, seed, index))
+class _Bench:
+    """The sources, each built when it is first asked for."""
+
+    def __init__(self, config: TasksSection) -> None:
+        """With `config.fenced` this process can open no file of the operator's from here on."""
+        import reasoning_gym  # noqa: F401  what it loads from the system's folders is loaded before they are closed
+
+        self.files = close_files() if config.fenced else _ALL_FILES
+        self._config = config
+        self._sections = {section.source_name: section for section in config.sources}
+        self._mixture = cache(self._build)
+        self._task = lru_cache(_KNOWN_TASKS)(self._rebuild)
+
+    def open(self, source: str) -> Reply:
+        try:
+            return {"config_digest": self._mixture(source).sources[source].config_digest, "files": self.files}
+        except TaskError as error:
+            return {"error": str(error).removeprefix(NONE_WORKS)}
+
+    def prompts(self, source: str, config_digest: str, seed: int, index: int, count: int) -> Reply:
+        """Of so many tasks in order as short time and one line allow."""
+        prompts = [self._prompt(source, config_digest, seed, index)]
+        ends_at, num_chars = time.monotonic() + _BATCH_S, len(prompts[0])
+        for following in range(index + 1, min(index + count, INDEX_SPAN)):
+            if time.monotonic() > ends_at or num_chars > _MAX_BATCH_CHARS:
+                break
+            try:
+                prompts.append(self._prompt(source, config_digest, seed, following))
+            except TaskFailure:  # told when that task is asked for
+                break
+            num_chars += len(prompts[-1])
+        return {"prompts": prompts}
+
+    def answer(self, source: str, config_digest: str, seed: int, index: int) -> Reply:
+        self._task(source, config_digest, seed, index)
+        return {"answer": _bounded(source, self._mixture(source).sources[source].answer(seed, index))}
+
+    def rewards(self, source: str, config_digest: str, seed: int, index: int, texts: list[str]) -> Reply:
+        task = self._task(source, config_digest, seed, index)
         return {"prompt_digest": prompt_digest(task.prompt), "rewards": [score(task, text) for text in texts]}
+
+    def _prompt(self, source: str, config_digest: str, seed: int, index: int) -> str:
+        return _bounded(source, self._task(source, config_digest, seed, index).prompt)
+
+    def _build(self, source: str) -> TaskMixture:
+        if source not in self._sections:
+            raise UnknownTask(f"source {source[:64]!r}")
+        return TaskMixture(self._config.model_copy(update={"sources": (self._sections[source],)}), is_in_fence=True)
+
+    def _rebuild(self, source: str, config_digest: str, seed: int, index: int) -> Task:
+        try:
+            return self._mixture(source).rebuild(TaskRef(source, config_digest, seed, index))
+        except TaskError as error:
+            raise UnknownTask(str(error)) from None
+
+
+def _answer(bench: _Bench, question: str, *facts: Any) -> Reply:
+    answers = {"open": bench.open, "prompts": bench.prompts, "answer": bench.answer, "rewards": bench.rewards}
+    try:
+        return answers[question](*facts)
     except UnknownTask as error:
         return {"unknown": _told(error)}
     except TaskFailure as failure:
@@ -35,6 +106,14 @@ def _judge(
         return {"overrun" if is_overrun else "failure": str(failure)[:_MAX_MESSAGE_CHARS]}
     except MemoryError:
         return {"overrun": "out of memory"}
+
+
+def _bounded(source: str, text: str) -> str:
+    if len(text) > MAX_TEXT_CHARS:
+        raise TaskFailure(
+            source, f"a prompt and an answer must have at most {MAX_TEXT_CHARS} characters, got {len(text)}"
+        )
+    return text
 
 
 def _told(error: Exception) -> str:

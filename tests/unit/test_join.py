@@ -190,6 +190,7 @@ def test_create_then_join_on_the_command_line(tmp_path: Path) -> None:
     checked = swarm("join", str(path), *file, "--check", "--network.listen", '["/ip4/127.0.0.1/tcp/0"]', cwd=tmp_path)
     assert checked.returncode == 0, checked.stdout
     assert checked.stdout.strip().endswith("can join")
+    assert f"jsonl own, sha256 {file_sha256(tmp_path / 'own.jsonl')}, verifier exact" in checked.stdout
     assert not (tmp_path / "runs").exists(), "nor does a preflight"
 
 

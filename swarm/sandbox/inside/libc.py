@@ -57,6 +57,12 @@ def prctl(option: int, value: int, pointer: object = None) -> None:
     _check(f"prctl {option}", _libc.prctl(option, ctypes.c_ulong(value), *rest))
 
 
+def system_call(number: int, *arguments: object) -> int:
+    """Its result. Integers are passed as C long, other arguments as they are."""
+    passed = (ctypes.c_long(value) if isinstance(value, int) else value for value in arguments)
+    return _check(f"system call {number}", _libc.syscall(ctypes.c_long(number), *passed))
+
+
 def drop_capabilities() -> None:
     """All of them, for good: from the bounding set, and from the process."""
     for capability in range(64):
@@ -77,7 +83,8 @@ def has_no_reader(pipe: int) -> bool:
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
-def _check(call: str, result: int) -> None:
+def _check(call: str, result: int) -> int:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")
+    return result
