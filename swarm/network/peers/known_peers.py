@@ -75,8 +75,9 @@ class KnownPeers:
     def see(self, connected: Mapping[str, Addresses]) -> None:
         """Remember peers with an open connection, {peer id: addresses they were seen at}."""
         now = self._clock()
-        for peer_id, addresses in connected.items() if self._dialling is not None else ():
-            self._dialling.see(peer_id, addresses)
+        if self._dialling is not None:
+            for peer_id, addresses in connected.items():
+                self._dialling.see(peer_id, addresses)
         # Those known come first and keep their place when there is no room.
         for peer_id in sorted(connected, key=lambda peer_id: peer_id not in self._peers):
             known = self._peers.get(peer_id)
