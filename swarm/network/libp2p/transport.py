@@ -140,6 +140,12 @@ class LightTransport:
         addresses = self._dialling.believed(contact.peer_id, contact.addresses)
         if addresses and contact.peer_id != self.peer_id and contact.peer_id not in self._configured:
             self._contacts.put(contact.peer_id, replace(contact, addresses=addresses))
+            if self._host is not None and contact.peer_id in self._host.peers():  # it called before it was heard of
+                self._contacts.met(contact.peer_id)
+
+    def _on_seen(self, peer_id: str, addresses: tuple[str, ...]) -> None:
+        self._dialling.see(peer_id, addresses)
+        self._contacts.met(peer_id)
 
     def seen_at(self, peer_id: str) -> tuple[str, ...]:
         return self._dialling.seen_at(peer_id)
@@ -212,7 +218,7 @@ class LightTransport:
             protocols=self._server.protocols,
             handler=self._server.answer_stream,
             refused=self._host_refused,
-            on_seen=self._dialling.see,
+            on_seen=self._on_seen,
             timeout_s=self._config.startup_timeout_s,
         )
         self._listen = with_actual_ports(self._listen, host.addresses)
@@ -280,8 +286,6 @@ class LightTransport:
 
     async def _tend(self, host: Libp2pHost) -> None:
         connected = set(host.peers())
-        for peer_id in connected:
-            self._contacts.met(peer_id)
         full = self._full_peers()
         absent = [contact for contact in full if contact.peer_id not in connected]
         num_missing = NUM_INDEX_PEERS - (len(full) - len(absent))
