@@ -248,7 +248,7 @@ def test_among_strangers_an_address_group_counts_as_two() -> None:
     assert sum(standing[sybil] for sybil in sybils) / sum(standing.values()) == pytest.approx(2 / 6)
 
 
-def test_whoever_is_known_cannot_be_crowded_out_by_its_neighbours() -> None:
+def test_whoever_is_known_cannot_be_crowded_out_by_false_addresses() -> None:
     reputation = known(made(), *KNOWN)
     standing = shares_of(reputation, lambda peer_id: ["/ip4/192.0.2.7/tcp/1"]).standing(
         [*KNOWN, *(f"sybil {i}" for i in range(50))]
