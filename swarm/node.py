@@ -93,7 +93,10 @@ class Node:
         self.pool = ExperiencePool(folder.pool, config.sharing, self._clock)
         self.exchange: Exchange | None = None
         self._bodies = BodyStore(self._clock)
-        self._authors = KnownAuthors(config.sharing, identity.peer_id, self._clock, path=folder.reputation)
+        seen_at = self.transport.seen_at if self.transport else lambda peer_id: ()
+        self._authors = KnownAuthors(
+            config.sharing, identity.peer_id, self._clock, path=folder.reputation, seen_at=seen_at
+        )
         self._reputation = self._authors.reputation
         self._fence = FencedVerifier(config.tasks)
         self._copies = CopyWatch(owns_stream, lambda author: self._reputation.refused(author, Rejection.COPIED))

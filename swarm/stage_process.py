@@ -34,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 _STATUS_INTERVAL_S = 1.0
 _SAY_INTERVAL_S = 30.0
-_NO_RATE = 1_000_000.0
-"""Requests and bytes per second of one peer: sampling a token is a request, and strangers are refused before they cost much."""
-_NO_UPLOAD_LIMIT = 1 << 40
 
 Layers = tuple[int, int]
 """[start, stop)"""
@@ -74,7 +71,11 @@ def check_crew(config: Config) -> None:
 
 
 def crew_network(config: Config, peer_id: str) -> NetworkSection:
-    """Network settings for a member, if there is a crew: it also joins through the others, and orders may take long."""
+    """Network settings for a member, if there is a crew.
+
+    It also joins through the others, orders may take long, and the rate limits do not hold for the crew: sampling a
+    token is a request. They hold for everybody else.
+    """
     pipeline, network = config.policy.pipeline, config.network
     if not pipeline.is_on:
         return network
@@ -83,8 +84,7 @@ def crew_network(config: Config, peer_id: str) -> NetworkSection:
         update={
             "initial_peers": tuple(dict.fromkeys((*network.initial_peers, *others))),
             "request_timeout_s": max(network.request_timeout_s, pipeline.action_timeout_s),
-            "requests_per_peer_per_s": _NO_RATE,
-            "upload_bytes_per_peer_per_s": _NO_UPLOAD_LIMIT,
+            "unlimited_peers": tuple(dict.fromkeys((*network.unlimited_peers, pipeline.driver, *pipeline.members))),
         }
     )
 

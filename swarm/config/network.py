@@ -44,6 +44,8 @@ class NetworkSection(Section):
     """Requests of one peer that are served per second, over time; twice as many at once."""
     upload_bytes_per_peer_per_s: PositiveInt = 33_554_432
     """Bytes per second sent to one peer, over time; twice as many at once."""
+    unlimited_peers: tuple[str, ...] = ()
+    """Peer ids to which the two limits above do not apply. The machines of policy.pipeline are added by themselves."""
     max_upload_bytes_per_s: NonNegativeInt = 0
     """Bytes per second sent to all peers together, for a line that is needed for other things too. 0: no limit."""
     response_bytes_in_flight: PositiveInt = 67_108_864

@@ -7,11 +7,12 @@ pubsub: faster, but passes on what it has not looked at; for swarms whose member
 import logging
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarm.network.peers.peer_list import dialable
+from swarm.network.peers.bounded_peers import BoundedPeers
+from swarm.network.peers.dialling import Dialling
 from swarm.network.transport import MAX_GOSSIP_BYTES, Admits, GossipHandler, Verdict, everybody
 
 logger = logging.getLogger(__name__)
@@ -20,8 +21,6 @@ Addresses = tuple[str, ...]
 """Multiaddresses of one peer, without /p2p."""
 
 MAX_KNOWN_PEERS = 256
-MAX_FAILED_DIALS = 3
-"""In a row, and a peer is forgotten until it is heard of again. One alone may be the end of an earlier connection."""
 
 
 class Gossip(Protocol):
@@ -59,46 +58,44 @@ class Gossip(Protocol):
 
 
 class GossipAddressBook:
-    """Peers that a gossip plane may connect to: bounded, the ones heard of last stay."""
+    """Peers that a gossip plane may connect to. It is bounded; peers that were met stay longer than strangers."""
 
-    def __init__(self, own_peer_id: str, rng: random.Random) -> None:
+    def __init__(self, own_peer_id: str, rng: random.Random, dialling: Dialling) -> None:
         self._own_peer_id = own_peer_id
         self._rng = rng
-        self._known: OrderedDict[str, Addresses] = OrderedDict()
-        self._failed: Counter[str] = Counter()  # dials in a row, of known peers
+        self._dialling = dialling
+        self._known: BoundedPeers[Addresses] = BoundedPeers(MAX_KNOWN_PEERS)
 
     def __len__(self) -> int:
         return len(self._known)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
     def meet(self, peer_id: str, addresses: Addresses) -> None:
-        addresses = dialable(peer_id, addresses)
-        if peer_id == self._own_peer_id or not addresses:
-            return
-        self._known[peer_id] = addresses
-        self._known.move_to_end(peer_id)
-        self._failed.pop(peer_id, None)
-        while len(self._known) > MAX_KNOWN_PEERS:
-            self.forget(next(iter(self._known)))
+        """Remember where a peer says that it can be reached, as far as that is believed."""
+        addresses = self._dialling.believed(peer_id, addresses)
+        if addresses and peer_id != self._own_peer_id:
+            self._known.put(peer_id, addresses)
+
+    def met(self, peer_id: str) -> None:
+        """Note that a peer is connected."""
+        self._known.met(peer_id)
 
     def forget(self, peer_id: str) -> None:
-        self._known.pop(peer_id, None)
-        self._failed.pop(peer_id, None)
+        self._known.forget(peer_id)
 
-    def dialled(self, peer_id: str, succeeded: bool) -> None:
-        """What came of a choice."""
-        if succeeded:
-            self._failed.pop(peer_id, None)
-        elif peer_id in self._known:
-            self._failed[peer_id] += 1
-            if self._failed[peer_id] >= MAX_FAILED_DIALS:
-                self.forget(peer_id)
-
-    def choose(self, count: int, connected: Iterable[str]) -> dict[str, Addresses]:
-        """Up to `count` random known peers that are not connected, those that failed least before others."""
-        others = sorted(self._known.keys() - set(connected))
+    def choose(self, count: int, avoided: Collection[str]) -> dict[str, Addresses]:
+        """Up to `count` random known peers to dial now, each with the addresses whose turn it is."""
+        others = sorted(set(self._known) - set(avoided))
         self._rng.shuffle(others)
-        others.sort(key=lambda peer_id: self._failed[peer_id])
-        return {peer_id: self._known[peer_id] for peer_id in others[: max(count, 0)]}
+        chosen: dict[str, Addresses] = {}
+        for peer_id in others:
+            if len(chosen) >= count:
+                break
+            if addresses := self._dialling.take(peer_id, self._known.get(peer_id) or ()):
+                chosen[peer_id] = addresses
+        return chosen
 
 
 @dataclass(slots=True)

@@ -119,6 +119,13 @@ class Transport(Protocol):
         """Learn how a peer can be reached, from what it has signed itself."""
         ...
 
+    def seen_at(self, peer_id: str) -> tuple[str, ...]:
+        """Multiaddresses at which a peer was seen on connections, with port 0; nobody can invent these.
+
+        It is empty for a peer that was never connected.
+        """
+        ...
+
     async def connected_peers(self) -> tuple[str, ...]:
         """Peer ids with an open connection."""
         ...

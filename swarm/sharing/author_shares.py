@@ -9,9 +9,10 @@ Names cost nothing, so what is bounded for one name is bounded for a group and f
 first. So that it does not crowd out those who will be known next, the first known authors get a quarter each and no more.
 """
 
+import functools
 import ipaddress
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 
 from swarm.sharing.reputation import Reputation
 
@@ -19,32 +20,24 @@ _ENOUGH_KNOWN = 3
 _FIRST_KNOWN_SHARE = 0.25
 """Of each known author, while there are fewer than enough: their number times that is kept from strangers."""
 _AUTHORS_PER_GROUP = 2.0
-_MAX_PEERS = 4096
-_MAX_GROUPS_OF_PEER = 8
 _UNKNOWN = frozenset({"unknown"})
+
+SeenAt = Callable[[str], Iterable[str]]
+"""peer id -> multiaddresses at which this node has seen it on connections; see `Transport.seen_at`."""
 
 
 class AddressGroups:
-    """The /24 (IPv6: /48), relay or host name behind the addresses that peers announce; the latest 4096 peers.
+    """The /24 (IPv6: /48) or relay behind which this node has seen a peer on a connection.
 
-    Addresses are announced by whom they lead to, so anybody may add false ones, and nobody can leave all true ones out: a peer
-    counts in the most crowded of its groups.
+    What peers claim about their own addresses plays no part, since a claim costs nothing. A peer that was seen in several
+    groups counts in the most crowded one, and all peers that were never connected are one group.
     """
 
-    def __init__(self) -> None:
-        self._groups: OrderedDict[str, frozenset[str]] = OrderedDict()
-
-    def note(self, peer_id: str, addresses: Iterable[str]) -> None:
-        """`addresses`: multiaddresses of its presence, at most 8 of which count."""
-        groups = sorted({_group(address) for address in addresses})[:_MAX_GROUPS_OF_PEER]
-        self._groups.pop(peer_id, None)
-        self._groups[peer_id] = frozenset(groups) or _UNKNOWN
-        while len(self._groups) > _MAX_PEERS:
-            self._groups.popitem(last=False)
+    def __init__(self, seen_at: SeenAt) -> None:
+        self._seen_at = seen_at
 
     def of(self, peer_id: str) -> frozenset[str]:
-        """One group holds all of whom no address is known."""
-        return self._groups.get(peer_id, _UNKNOWN)
+        return frozenset(map(_group, self._seen_at(peer_id))) or _UNKNOWN
 
 
 class AuthorShares:
@@ -74,13 +67,12 @@ class AuthorShares:
         return factors
 
     def _bound_groups(self, factors: dict[str, float], strangers: Collection[str]) -> None:
-        crowds = Counter(group for author in strangers for group in self._addresses.of(author))
+        groups = {author: self._addresses.of(author) for author in strangers}
+        crowds = Counter(group for author in strangers for group in groups[author])
         members: dict[str, list[str]] = {}
         for author in strangers:
-            fullest = max(sorted(self._addresses.of(author)), key=crowds.__getitem__)
+            fullest = max(sorted(groups[author]), key=crowds.__getitem__)
             members.setdefault(fullest, []).append(author)
-        if members.keys() == _UNKNOWN:  # nobody tells addresses here
-            return
         for crowd in members.values():
             allowed = _AUTHORS_PER_GROUP * max(factors[author] for author in crowd)
             scale = min(1.0, allowed / sum(factors[author] for author in crowd))
@@ -100,8 +92,9 @@ class AuthorShares:
             factors[author] *= scale
 
 
+@functools.lru_cache(maxsize=4096)
 def _group(address: str) -> str:
-    """Of a multiaddress, which a stranger wrote."""
+    """The group of a multiaddress."""
     parts = address.split("/")
     if "p2p-circuit" in parts and "p2p" in parts:
         return f"relay {parts[parts.index('p2p') + 1]}"

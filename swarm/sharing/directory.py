@@ -11,7 +11,7 @@ goes to its own shard.
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from swarm.network.index_entry import CLOCK_SKEW_S
 from swarm.network.transport import Contact, Transport
@@ -44,12 +44,11 @@ class Directory:
         num_authors_heard: Callable[[], int],
         *,
         stays_widest: bool = False,
-        on_presence: Callable[[str, Sequence[str]], None] = lambda peer_id, addresses: None,
+        on_presence: Callable[[str], None] = lambda peer_id: None,
     ) -> None:
         """`num_authors_heard`: authors of the shard whose headers were admitted of late; with 0 it never splits.
 
-        `stays_widest`: be listed where newcomers look, whatever level the others are at. `on_presence`: told who is there, and
-        the multiaddresses that it names.
+        `stays_widest`: be listed where newcomers look, whatever level the others are at. `on_presence`: told who is there.
         """
         self._swarm_id = swarm_id
         self._identity = identity
@@ -137,7 +136,7 @@ class Directory:
             is_current = presence.created_at <= now + CLOCK_SKEW_S and now < presence.expires_at
             if is_current and shard_of(self._swarm_id, presence.peer_id, shard.level, now) == shard:
                 members[presence.peer_id] = presence
-                self._on_presence(presence.peer_id, presence.addresses)
+                self._on_presence(presence.peer_id)
                 self._transport.meet(_contact(presence))
         self.levels = Counter(presence.level for presence in members.values())
         return members

@@ -14,7 +14,7 @@ from pathlib import Path
 from swarm.config import SharingSection
 from swarm.records.rejection import Rejection
 from swarm.sharing.acquaintances import MAX_PEERS, Acquaintances
-from swarm.sharing.author_shares import AddressGroups, AuthorShares
+from swarm.sharing.author_shares import AddressGroups, AuthorShares, SeenAt
 from swarm.sharing.beacons import Beacons, Evidence
 from swarm.sharing.reputation import Reputation
 from swarm.sharing.usefulness import Usefulness
@@ -38,11 +38,14 @@ class KnownAuthors:
         *,
         path: Path | None = None,
         max_shown: int = MAX_PEERS,
+        seen_at: SeenAt = lambda peer_id: (),
     ) -> None:
-        """`clock`: swarm time. `path`: where the reputation outlives the process. `max_shown`: 0 where nobody will look."""
+        """`clock`: swarm time. `path`: where the reputation outlives the process. `max_shown`: 0 where nobody will look.
+
+        `seen_at`: tells strangers of different networks apart; without it all strangers count as one network.
+        """
         self.reputation = Reputation(config.reputation_half_life_s, clock, path)
-        self.addresses = AddressGroups()
-        self.shares = AuthorShares(self.reputation, config.max_share_of_strangers, self.addresses)
+        self.shares = AuthorShares(self.reputation, config.max_share_of_strangers, AddressGroups(seen_at))
         self.beacons = Beacons(own_peer_id, clock, self.reputation.is_known, self.reputation.has_known)
         self.acquaintances = Acquaintances(clock, max_shown)
         is_informative = config.choice == "informative"
@@ -50,9 +53,8 @@ class KnownAuthors:
         self.beacon_evidence: Counter[str] = Counter()
         """Bodies admitted, by what the beacon of their header said of their tasks."""
 
-    def present(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """It has listed itself, with the multiaddresses at which it can be reached."""
-        self.addresses.note(peer_id, addresses)
+    def present(self, peer_id: str) -> None:
+        """It has listed itself."""
         self.acquaintances.seen(peer_id)
 
     def heard(self, header: Header) -> None:

@@ -91,6 +91,9 @@ class SiloTransport:
         if self._membership.is_member(contact.peer_id):
             self._inner.meet(contact)
 
+    def seen_at(self, peer_id: str) -> tuple[str, ...]:
+        return self._inner.seen_at(peer_id)
+
     async def connected_peers(self) -> tuple[str, ...]:
         """Members alone."""
         return tuple(one for one in await self._inner.connected_peers() if self._membership.is_member(one))

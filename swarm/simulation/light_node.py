@@ -67,7 +67,7 @@ class LightNode:
         self.admission = WatchedAdmission(sharing, swarm_id, identity.peer_id, LightJudge(), VOCABULARY, transport.now)
         if on_header is not None:
             self.admission.on_header = functools.partial(on_header, self)
-        authors = KnownAuthors(sharing, transport.peer_id, transport.now, max_shown=0)
+        authors = KnownAuthors(sharing, transport.peer_id, transport.now, max_shown=0, seen_at=transport.seen_at)
         self.usefulness = authors.usefulness
         """Without beliefs until someone tells it: a light node learns nothing."""
         sequence = itertools.count()

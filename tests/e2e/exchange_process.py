@@ -112,7 +112,7 @@ class _Node:
             bodies,
             lambda: next(numbers),
             rng,
-            KnownAuthors(sharing, identity.peer_id, clock),
+            KnownAuthors(sharing, identity.peer_id, clock, seen_at=self.transport.seen_at),
         )
         self._indices = itertools.count()
 

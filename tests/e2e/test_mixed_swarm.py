@@ -49,7 +49,7 @@ class Node:
         self.exchange = Exchange(
             SHARING, network, SWARM_ID, self.identity, transport, door, self.pool, bodies,
             itertools.count().__next__, random.Random(self.identity.peer_id),
-            KnownAuthors(SHARING, self.identity.peer_id, transport.now),
+            KnownAuthors(SHARING, self.identity.peer_id, transport.now, seen_at=transport.seen_at),
         )  # fmt: skip
         bodies.serve_on(transport)
         self.num_failures = 0

@@ -54,7 +54,7 @@ class Member:
         self.exchange = Exchange(
             sharing, NetworkSection(request_timeout_s=5, poll_interval_s=0.05), SWARM_ID, identity, self.transport, door,
             ExperiencePool(":memory:", sharing, network.clock), bodies, lambda: next(numbers), random.Random(0),
-            KnownAuthors(sharing, identity.peer_id, network.clock),
+            KnownAuthors(sharing, identity.peer_id, network.clock, seen_at=self.transport.seen_at),
         )  # fmt: skip
 
     async def share(self, groups: list[RolloutGroup]) -> None:

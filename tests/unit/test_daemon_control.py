@@ -13,6 +13,7 @@ from swarm.errors import NetworkError
 from swarm.network.hivemind.daemon_control import DaemonControl
 from swarm.network.hivemind.parts import p2pd_pb2, read_pbmsg_safe
 from swarm.network.libp2p.frames import encode_frame
+from swarm.network.peers.dialling import MAX_CLAIMED
 from tests.unit.experience_factory import ALICE
 
 messages: Any = p2pd_pb2
@@ -59,6 +60,14 @@ async def test_addresses_of_no_known_kind_are_left_out(daemon: Daemon) -> None:
     answer = framed(type=messages.Response.OK, identify=messages.IdentifyResponse(id=b"x", addrs=addresses))
     async with daemon(answer) as (control, _):
         assert await control.addresses() == ("/ip4/192.0.2.7/tcp/1",)
+
+
+async def test_a_peer_that_tells_thousands_of_addresses_is_read_to_a_bound(daemon: Daemon) -> None:
+    addresses = [bytes.fromhex("04c0000207060001")] * 50_000
+    info = messages.PeerInfo(id=b"x", addrs=addresses)
+    answer = framed(type=messages.Response.OK, dht=messages.DHTResponse(type=messages.DHTResponse.VALUE, peer=info))
+    async with daemon(answer) as (control, _):
+        assert await control.listening_addresses(ALICE.peer_id) == ("/ip4/192.0.2.7/tcp/1",) * MAX_CLAIMED
 
 
 @pytest.mark.parametrize(

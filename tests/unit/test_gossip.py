@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.network.gossip import MAX_KNOWN_PEERS, Addresses, ForwarderGuard, GossipAddressBook, GossipSlot
+from swarm.network.peers.dialling import FIRST_PAUSE_S, Dialling
 from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, Verdict
 
-AT = ("/ip4/192.0.2.1/tcp/4001",)
+AT = ("/ip4/11.0.0.1/tcp/4001",)
 MALLORY = "mallory"
 
 
@@ -36,64 +37,72 @@ def make_guard() -> tuple[ForwarderGuard, Clock]:
 # ---- address book
 
 
-def make_book() -> GossipAddressBook:
-    return GossipAddressBook("me", random.Random(0))
+def make_book(seed: int = 0) -> tuple[GossipAddressBook, Clock]:
+    clock = Clock()
+    return GossipAddressBook("me", random.Random(seed), Dialling(clock=clock, own_hosts=lambda: ["11.0.0.9"])), clock
+
+
+def at(number: int) -> Addresses:
+    """Addresses of peers in networks of their own."""
+    return (f"/ip4/11.{number}.0.1/tcp/4001",)
 
 
 def test_only_strangers_that_can_be_reached_are_chosen() -> None:
-    book = make_book()
-    book.meet("me", AT)
+    book, _ = make_book()
+    book.meet("me", at(1))
     book.meet("caller", ())
-    for name in ("a", "b", "c"):
-        book.meet(name, AT)
-    assert book.choose(9, ["b"]) == {"a": AT, "c": AT}
+    book.meet("nowhere", ("/ip4/224.0.0.1/tcp/4001",))
+    for number, name in enumerate(("a", "b", "c")):
+        book.meet(name, at(number))
     assert book.choose(0, []) == book.choose(-3, []) == {}
-    assert len(book.choose(2, [])) == 2
+    assert book.choose(9, ["b"]) == {"a": at(0), "c": at(2)}
     book.forget("a")
     book.forget("nobody")
-    assert book.choose(9, []).keys() == {"b", "c"}
+    assert set(book) == {"b", "c"}
 
 
-def test_one_failed_dial_is_forgiven_and_three_in_a_row_are_not() -> None:
-    book = make_book()
-    book.meet("a", AT)
-    book.meet("b", AT)
-    for outcome in (False, False, True, False, False):
-        book.dialled("a", outcome)
-    assert book.choose(1, []) == {"b": AT}  # before the one that failed
-    assert book.choose(9, []).keys() == {"a", "b"}
-    book.dialled("a", False)
-    book.dialled("nobody", False)
-    assert book.choose(9, []).keys() == {"b"}
-    book.meet("a", AT)
-    book.dialled("a", False)
+def test_a_choice_is_repeated_only_after_a_pause_even_if_the_peer_is_heard_of_again() -> None:
+    book, clock = make_book()
+    book.meet("a", at(1))
+    book.meet("b", at(2))
+    chosen = book.choose(1, [])
+    assert chosen | book.choose(9, []) == {"a": at(1), "b": at(2)}
+    book.meet("a", at(1))
+    assert book.choose(9, []) == {}
+    clock.now_s += FIRST_PAUSE_S
     assert book.choose(9, []).keys() == {"a", "b"}
 
 
 def test_the_newest_addresses_of_a_peer_count() -> None:
-    book = make_book()
-    book.meet("a", AT)
-    book.meet("a", ("/ip4/192.0.2.2/tcp/1",))
-    assert book.choose(1, []) == {"a": ("/ip4/192.0.2.2/tcp/1",)}
+    book, _ = make_book()
+    book.meet("a", at(1))
+    book.meet("a", at(2))
+    assert book.choose(1, []) == {"a": at(2)}
 
 
-def test_the_book_is_bounded_and_keeps_whom_it_heard_of_last() -> None:
-    book = make_book()
+def test_the_book_is_bounded_and_keeps_whom_it_met_or_heard_of_last() -> None:
+    book, _ = make_book()
     for number in range(MAX_KNOWN_PEERS):
         book.meet(f"peer-{number}", AT)
     book.meet("peer-0", AT)
+    book.met("peer-1")
+    book.met("nobody")
     book.meet("new", AT)
     assert len(book) == MAX_KNOWN_PEERS
-    assert {"peer-0", "new"} <= book.choose(MAX_KNOWN_PEERS, []).keys()
-    assert "peer-1" not in book.choose(MAX_KNOWN_PEERS, [])
+    assert {"peer-0", "peer-1", "new"} <= set(book) and "peer-2" not in book
+    for number in range(2 * MAX_KNOWN_PEERS):
+        book.meet(f"invented-{number}", AT)
+    assert "peer-1" in book and "peer-0" not in book
 
 
 def test_books_of_different_nodes_choose_differently() -> None:
-    books = [GossipAddressBook("me", random.Random(seed)) for seed in range(8)]
-    for book in books:
+    choices = set()
+    for seed in range(8):
+        book, _ = make_book(seed)
         for number in range(64):
-            book.meet(f"peer-{number}", AT)
-    assert len({tuple(book.choose(4, [])) for book in books}) > 6
+            book.meet(f"peer-{number}", at(number))
+        choices.add(tuple(book.choose(4, [])))
+    assert len(choices) > 6
 
 
 # ---- guard

@@ -1,6 +1,7 @@
 """Dialling back: who is dialled, how often, whose proof counts; and when a node asks."""
 
 import asyncio
+import contextlib
 import struct
 from collections.abc import Sequence
 
@@ -75,6 +76,31 @@ async def test_each_peer_and_all_together_are_limited_per_minute() -> None:
         await asked.answer("one more", bytes_request(1))
     clock.now += 61
     await asked.answer(PEER, bytes_request(10))
+
+
+@pytest.mark.parametrize("port", [1, 22, 25, 80, 442, 444, 1023])
+async def test_ports_of_other_services_are_not_dialled_back(port: int) -> None:
+    with pytest.raises(RequestRefused, match="below 1024"):
+        await service("/ip4/11.0.0.3/tcp/50000").answer(PEER, dial_request(port))
+
+
+async def test_names_without_number_do_not_have_one_address_dialled_back_more_often() -> None:
+    dialled: list[tuple[str, int]] = []
+
+    async def observed(peer_id: str) -> Sequence[str]:
+        return [f"/ip4/11.0.0.{4 if peer_id == 'neighbour' else 3}/tcp/50000"]
+
+    async def note(peer_id: str, host: str, port: int) -> bool:
+        dialled.append((host, port))
+        return False
+
+    asked = ReachService(observed, Clock(), Clock(), note)
+    for number in range(20):
+        with contextlib.suppress(RequestRefused):
+            await asked.answer(f"name {number}", dial_request(4001 + number))
+    assert dialled == [("11.0.0.3", port) for port in range(4001, 4005)]
+    assert await asked.answer("neighbour", dial_request(443)) == b"\x00"
+    assert dialled[-1] == ("11.0.0.4", 443)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,18 @@
 
 import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from swarm.config import SharingSection
-from swarm.network.transport import Verdict
+from swarm.config import NetworkSection, SharingSection
+from swarm.network.make_transport import make_transport
+from swarm.network.transport import Contact, Verdict
 from swarm.pool.experience_pool import ExperiencePool
+from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.sharing.author_shares import AddressGroups, AuthorShares
+from swarm.sharing.author_shares import AddressGroups, AuthorShares, SeenAt
 from swarm.sharing.choice import UniformChoice
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.known_authors import KnownAuthors
@@ -131,20 +134,25 @@ def test_reputation_outlives_the_process_and_a_damaged_file_does_not_stop_the_ne
 # --- shares
 
 
-def shares_of(reputation: Reputation, addresses: AddressGroups | None = None, share: float = 0.25) -> AuthorShares:
-    return AuthorShares(reputation, share, addresses or AddressGroups())
+def networks_of_their_own(peer_id: str) -> tuple[str, ...]:
+    return (f"/memory/{peer_id}",)
+
+
+def shares_of(reputation: Reputation, seen_at: SeenAt = networks_of_their_own, share: float = 0.25) -> AuthorShares:
+    return AuthorShares(reputation, share, AddressGroups(seen_at))
+
+
+def seen(places: Mapping[str, Sequence[str]]) -> SeenAt:
+    return lambda peer_id: places.get(peer_id, ())
 
 
 def test_strangers_together_get_their_share_and_no_more() -> None:
     honest = [f"honest {i}" for i in range(4)]
     sybils = [f"sybil {i}" for i in range(50)]
-    addresses = AddressGroups()
-    for number, sybil in enumerate(sybils):
-        addresses.note(sybil, [f"/ip4/10.{number}.0.1/tcp/1"])
-    standing = shares_of(known(made(), *honest), addresses).standing([*honest, *sybils])
+    standing = shares_of(known(made(), *honest)).standing([*honest, *sybils])
     of_sybils = sum(standing[sybil] for sybil in sybils) / sum(standing.values())
     assert of_sybils == pytest.approx(0.25)
-    alone = shares_of(known(made(), *honest), addresses, 1.0).standing([*honest, sybils[0]])
+    alone = shares_of(known(made(), *honest), share=1.0).standing([*honest, sybils[0]])
     assert alone[sybils[0]] == pytest.approx(1 / (1 + PROBATION_BODIES))
 
 
@@ -230,47 +238,51 @@ def test_fresh_names_by_the_hundred_hold_up_honest_ones_for_a_few_rounds_even_wh
 
 
 def test_among_strangers_an_address_group_counts_as_two() -> None:
-    addresses = AddressGroups()
     sybils = [f"sybil {i}" for i in range(50)]
-    for number, sybil in enumerate(sybils):
-        addresses.note(sybil, [f"/ip4/10.9.8.{number}/tcp/1", f"/ip4/77.{number}.1.1/tcp/1"])  # one of them invented
+    places = {
+        name: [f"/ip4/10.9.8.{number}/tcp/1", f"/ip4/77.{number}.1.1/tcp/1"] for number, name in enumerate(sybils)
+    }
     honest = [f"honest {i}" for i in range(4)]
-    for number, name in enumerate(honest):
-        addresses.note(name, [f"/ip4/192.{number}.0.1/tcp/1"])
-    standing = shares_of(made(), addresses).standing([*honest, *sybils])
+    places |= {name: [f"/ip4/192.{number}.0.1/tcp/1"] for number, name in enumerate(honest)}
+    standing = shares_of(made(), seen(places)).standing([*honest, *sybils])
     assert sum(standing[sybil] for sybil in sybils) / sum(standing.values()) == pytest.approx(2 / 6)
 
 
 def test_whoever_is_known_cannot_be_crowded_out_by_false_addresses() -> None:
-    addresses = AddressGroups()
-    addresses.note(ALICE.peer_id, ["/ip4/192.0.2.1/tcp/1"])
     reputation = known(made(), *KNOWN)
-    for number in range(50):
-        addresses.note(f"sybil {number}", ["/ip4/192.0.2.7/tcp/1"])
-    standing = shares_of(reputation, addresses).standing([*KNOWN, *(f"sybil {i}" for i in range(50))])
+    standing = shares_of(reputation, lambda peer_id: ["/ip4/192.0.2.7/tcp/1"]).standing(
+        [*KNOWN, *(f"sybil {i}" for i in range(50))]
+    )
     assert standing[ALICE.peer_id] / sum(standing.values()) == pytest.approx(1 / 3.4)  # two strangers' part is .4
 
 
-def test_those_without_an_address_are_one_group_where_others_have_one() -> None:
-    addresses = AddressGroups()
+def test_those_who_were_never_connected_are_one_group() -> None:
     hidden = [f"hidden {i}" for i in range(8)]
-    assert set(shares_of(made(), addresses).standing(hidden).values()) == {1.0}
-    addresses.note("open", ["/ip4/192.0.2.1/tcp/1"])
-    assert shares_of(made(), addresses).standing([*hidden, "open"]) == {"open": 1.0} | dict.fromkeys(hidden, 0.25)
+    shares = shares_of(made(), seen({"open": ["/ip4/192.0.2.1/tcp/1"]}))
+    assert shares.standing([*hidden, "open"]) == {"open": 1.0} | dict.fromkeys(hidden, 0.25)
 
 
-def test_address_groups_by_kind_and_bounded() -> None:
-    addresses = AddressGroups()
+def test_address_groups_by_kind() -> None:
     relay = "/ip4/10.0.0.1/tcp/1/p2p/12D3KooWRelay/p2p-circuit"
-    hostile = ["/ip4/[bold]/tcp/1", "garbage", "", "/dns4/Some.Where/tcp/1"]
-    addresses.note("a", ["/ip4/10.0.0.77/tcp/1", "/ip6/2001:db8:1:2::1/tcp/1", relay, *hostile])
-    assert addresses.of("a") == {
-        "10.0.0.0/24", "2001:db8:1::/48", "relay 12D3KooWRelay", "unknown", "host some.where",
-    }  # fmt: skip
-    assert addresses.of("nobody") == {"unknown"}
-    for number in range(5000):
-        addresses.note(str(number), ())
-    assert len(addresses._groups) == 4096
+    groups = AddressGroups(seen({"a": ["/ip4/10.0.0.77/tcp/0", "/ip6/2001:db8:1:2::1/tcp/0", relay]}))
+    assert groups.of("a") == {"10.0.0.0/24", "2001:db8:1::/48", "relay 12D3KooWRelay"}
+    assert groups.of("nobody") == {"unknown"}
+
+
+async def test_sixteen_fresh_names_that_invent_addresses_get_the_part_of_two(tmp_path: Path) -> None:
+    """What counts is where the transport of a node has seen them, and not what their presence says."""
+    transport = make_transport(NetworkSection(backend="libp2p"), READER, tmp_path)
+    assert transport is not None
+    honest, sybils = KNOWN, [Identity(bytes([number]) * 32).peer_id for number in range(16)]
+    for number, name in enumerate(sybils):
+        transport.meet(Contact(name, (f"/ip4/11.{number}.0.1/tcp/4001",), (), hosts_index=False))
+    transport._dialling.see(sybils[0], ["/ip4/12.0.0.1/tcp/50000"])  # type: ignore[attr-defined]
+    for number, name in enumerate(honest):
+        transport._dialling.see(name, [f"/ip4/13.{number}.0.1/tcp/50000"])  # type: ignore[attr-defined]
+    shares = KnownAuthors(SharingSection(), READER.peer_id, Clock(), seen_at=transport.seen_at).shares
+    standing = shares.standing([*honest, *sybils])
+    of_sybils = sum(standing[name] for name in sybils) / sum(standing.values())
+    assert of_sybils == pytest.approx((1 + 2) / (1 + 2 + len(honest)))  # one came and shows itself, the rest are two
 
 
 def test_headers_are_drawn_by_standing() -> None:

@@ -1,6 +1,7 @@
 """The limits that keep callers from doing harm: places, deadlines, sizes, and handlers that break."""
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import pytest_asyncio
 
-from swarm.config import NetworkSection
+from swarm.config import Config, NetworkSection, PipelineSection, PolicySection
 from swarm.network.requests.framing import (
     FrameError,
     Response,
@@ -20,6 +21,8 @@ from swarm.network.requests.framing import (
 from swarm.network.requests.limits import MAX_REMEMBERED_PEERS, MAX_WAIT_S, CallerTable, RequestLimits
 from swarm.network.requests.server import RequestServer, transfer_timeout_s
 from swarm.network.transport import RequestRefused, TrafficCounter
+from swarm.records.identity import Identity
+from swarm.stage_process import crew_network
 
 CALLER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 
@@ -67,7 +70,7 @@ async def call() -> AsyncIterator[Caller]:
 
 
 def make_server(
-    *, max_concurrent: int = 4, timeout_s: float = 5.0, **limits: float
+    *, max_concurrent: int = 4, timeout_s: float = 5.0, **limits: float | frozenset[str]
 ) -> tuple[RequestServer, TrafficCounter]:
     traffic = TrafficCounter()
     rates = RequestLimits(**limits)  # type: ignore[arg-type]
@@ -254,6 +257,17 @@ async def test_requests_over_the_rate_of_a_peer_are_refused(call: Caller) -> Non
     assert server.refused == {"rate": 2}
 
 
+async def test_rates_do_not_hold_for_peers_that_the_settings_name_and_for_them_alone(call: Caller) -> None:
+    server, _ = make_server(
+        requests_per_peer_per_s=0.001, upload_bytes_per_peer_per_s=1, unlimited_peers=frozenset({CALLER})
+    )
+    large(server, 100_000)
+    for _ in range(20):
+        assert (await (await call(server, b"", "large")).response()).status == Status.OK
+    assert (await (await call(server, b"", "echo", "another peer")).response()).status == Status.OK
+    assert (await (await call(server, b"", "echo", "another peer")).response()).body == b"rate"
+
+
 async def test_peer_that_took_its_share_of_the_line_waits(call: Caller) -> None:
     server, _ = make_server(upload_bytes_per_peer_per_s=10_000)
     large(server, 100_000)  # eight seconds of its rate are missing afterwards
@@ -357,8 +371,9 @@ def test_line_that_is_booked_out_refuses_instead_of_promising() -> None:
 
 
 def test_limits_come_from_the_network_section() -> None:
-    config = NetworkSection(requests_per_peer_per_s=3, max_upload_bytes_per_s=5)
-    assert RequestLimits.of(config) == RequestLimits(3, config.upload_bytes_per_peer_per_s, 5, 67_108_864)
+    config = NetworkSection(requests_per_peer_per_s=3, max_upload_bytes_per_s=5, unlimited_peers=("friend",))
+    bytes_per_s = config.upload_bytes_per_peer_per_s
+    assert RequestLimits.of(config) == RequestLimits(3, bytes_per_s, 5, 67_108_864, frozenset({"friend"}))
 
 
 async def test_strangers_are_refused_but_for_what_is_open_to_all(call: Caller) -> None:
@@ -375,3 +390,24 @@ async def test_strangers_are_refused_but_for_what_is_open_to_all(call: Caller) -
     for response in (await (await call(server, b"hello")).response(), await server.answer(CALLER, "echo", b"hello")):
         assert (response.status, response.reason) == (Status.REFUSED, "not a member")
     assert server.refused == {"stranger": 2}
+
+
+def test_a_pipeline_lifts_the_rates_for_its_machines_and_for_nobody_else() -> None:
+    crew = tuple(Identity(bytes([number]) * 32).peer_id for number in range(3))
+    pipeline = PipelineSection(driver=crew[0], crew=(f"/ip4/11.0.0.1/tcp/4001/p2p/{crew[1]}", crew[2]))
+    config = Config(policy=PolicySection(pipeline=pipeline))
+    table = CallerTable(RequestLimits.of(crew_network(config, crew[0])), 8)
+
+    def num_served(peer_id: str, num_requests: int) -> int:
+        served = 0
+        for _ in range(num_requests):
+            with contextlib.suppress(RequestRefused):
+                table.take_place(peer_id, 0.0)
+                table.give_place_back(peer_id)
+                served += 1
+        return served
+
+    assert [num_served(peer_id, 1000) for peer_id in crew] == [1000, 1000, 1000]
+    assert num_served("stranger", 1000) == 2 * config.network.requests_per_peer_per_s
+    table.begin_response("stranger", 1, 0.0)
+    assert table.charge("stranger", 1 << 40, 0.0) > MAX_WAIT_S

@@ -50,7 +50,7 @@ class Peer:
         self.pool = ExperiencePool(":memory:", config, network.clock)
         self.bodies = BodyStore(network.clock)
         numbers = iter(range(1_000_000))
-        authors = KnownAuthors(config, identity.peer_id, network.clock)
+        authors = KnownAuthors(config, identity.peer_id, network.clock, seen_at=self.transport.seen_at)
         self.publisher = Publisher(
             config, SWARM_ID, identity, self.transport, self.bodies, lambda: next(numbers), lambda: WHOLE_SWARM,
             authors.beacons, head_start_s=0.0,

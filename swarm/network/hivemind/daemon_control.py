@@ -8,6 +8,7 @@ Imports hivemind: only `hivemind_session` may import this module.
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
 import base58
@@ -16,6 +17,7 @@ from google.protobuf.message import DecodeError
 from swarm.errors import NetworkError
 from swarm.network.hivemind.parts import p2pd_pb2, read_pbmsg_safe, write_pbmsg
 from swarm.network.hivemind.relay_address import address_bytes, address_text
+from swarm.network.peers.dialling import MAX_CLAIMED
 
 _MAX_CAUSE_CHARACTERS = 300
 _NO_ANSWER = (OSError, EOFError, DecodeError, ValueError)
@@ -137,9 +139,9 @@ def encoded(addresses: Iterable[str]) -> list[bytes]:
 
 
 def _decoded(addresses: Iterable[bytes]) -> tuple[str, ...]:
-    """As text; an address of a kind that hivemind does not know is left out."""
+    """As text, at most MAX_CLAIMED of them; an address of a kind that hivemind does not know is left out."""
     texts = []
-    for address in addresses:
+    for address in islice(addresses, MAX_CLAIMED):
         try:
             texts.append(address_text(address))
         except (ValueError, LookupError):

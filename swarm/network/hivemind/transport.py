@@ -21,6 +21,7 @@ from swarm.network.hivemind.supervisor import HEALTH_INTERVAL_S, SessionSupervis
 from swarm.network.index_entry import MAX_LIFETIME_S, check_entry
 from swarm.network.index_gateway import INDEX_PROTOCOL, MAX_INDEX_REQUEST_BYTES, IndexGateway
 from swarm.network.own_ports import PORTS_FILE, OwnPorts
+from swarm.network.peers.dialling import Dialling
 from swarm.network.peers.known_peers import KnownPeers
 from swarm.network.peers.peer_list import PEERS_FILE
 from swarm.network.reach.reachability import ASK_TIMEOUT_S, MAX_REACH_REQUEST_BYTES, REACH_PROTOCOL, ReachService
@@ -78,7 +79,8 @@ class HivemindTransport:
         self._server.serve(INDEX_PROTOCOL, index.answer, max_request_bytes=MAX_INDEX_REQUEST_BYTES)
         self._server.serve(REACH_PROTOCOL, reach.answer, max_request_bytes=MAX_REACH_REQUEST_BYTES)
         initial = parse_setting("initial_peers", config.initial_peers)
-        self._peers = KnownPeers(initial, self.peer_id, state_dir / PEERS_FILE, self.now)
+        self._dialling = Dialling.of(config)
+        self._peers = KnownPeers(initial, self.peer_id, state_dir / PEERS_FILE, self.now, self._dialling)
         self._supervisor = SessionSupervisor(
             config,
             functools.partial(write_libp2p_key, identity),
@@ -140,6 +142,9 @@ class HivemindTransport:
         self.gossip.meet(contact.peer_id, contact.gossip_addresses)
         if contact.addresses and contact.hosts_index:  # those that only ask others are of no help in joining
             self._peers.learn(contact.peer_id, contact.addresses)
+
+    def seen_at(self, peer_id: str) -> tuple[str, ...]:
+        return self._dialling.seen_at(peer_id)
 
     async def connected_peers(self) -> tuple[str, ...]:
         session = self._session
@@ -210,7 +215,7 @@ class HivemindTransport:
             )
         from swarm.network.libp2p.gossip import Libp2pGossip
 
-        return Libp2pGossip.of(self._config, self._identity, self.traffic, self._admits, self._ports)
+        return Libp2pGossip.of(self._config, self._identity, self.traffic, self._admits, self._ports, self._dialling)
 
     async def _call(self, peer_id: str, protocol: str, request: bytes) -> bytes:
         session = self._session

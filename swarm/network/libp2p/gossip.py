@@ -25,6 +25,7 @@ from swarm.network.libp2p.parts import IHost, background_trio_service
 from swarm.network.libp2p.pubsub import GuardedPubsub
 from swarm.network.libp2p.router import HUB_DEGREE, NODE_DEGREE, BoundedGossipSub
 from swarm.network.own_ports import OwnPorts
+from swarm.network.peers.dialling import Dialling
 from swarm.network.peers.surroundings import told_to_others
 from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
 from swarm.network.transport import MAX_GOSSIP_BYTES, Admits, GossipHandler, TrafficCounter, everybody
@@ -58,10 +59,12 @@ class Libp2pGossip:
         is_hub: bool = False,
         admits: Admits = everybody,
         ports: OwnPorts | None = None,
+        dialling: Dialling | None = None,
     ) -> None:
         """`timeout_s`: longest wait for the host to come up. `announce`: told to others in place of `listen`.
 
         `is_hub`: pass messages on to all who are connected, not to some of them. `ports`: those of the last start.
+        `dialling`: that of the node, which other parts of it share.
         """
         self._identity = identity
         self._listen = tuple(listen)
@@ -74,7 +77,8 @@ class Libp2pGossip:
         self._handlers: dict[str, GossipHandler] = {}
         self._guard = ForwarderGuard(time.monotonic, admits)
         self._rng = random.Random(identity.peer_id + "gossip")  # each node picks others
-        self._book = GossipAddressBook(identity.peer_id, self._rng)
+        self._dialling = dialling or Dialling(listen, announce)
+        self._book = GossipAddressBook(identity.peer_id, self._rng, self._dialling)
         self._host: Libp2pHost | None = None
         self._refused: Counter[str] = Counter()  # by the host: connections and streams
         self._pubsub: GuardedPubsub | None = None
@@ -95,6 +99,7 @@ class Libp2pGossip:
         traffic: TrafficCounter,
         admits: Admits = everybody,
         ports: OwnPorts | None = None,
+        dialling: Dialling | None = None,
     ) -> Self:
         """With the addresses of the settings. Raises ConfigError for a malformed one."""
         listen = parse_setting("gossip_listen", config.gossip_listen) or tuple(
@@ -104,6 +109,7 @@ class Libp2pGossip:
         return cls(
             identity, listen, announce, traffic,
             timeout_s=config.startup_timeout_s, is_hub=config.serve_gossip, admits=admits, ports=ports,
+            dialling=dialling or Dialling.of(config),
         )  # fmt: skip
 
     @property
@@ -167,7 +173,12 @@ class Libp2pGossip:
 
     async def _open(self) -> None:
         self._host = await Libp2pHost.open(
-            self._identity, self._listen, services=self._services, refused=self._refused, timeout_s=self._timeout_s
+            self._identity,
+            self._listen,
+            services=self._services,
+            refused=self._refused,
+            on_seen=self._dialling.see,
+            timeout_s=self._timeout_s,
         )
         self._listen = with_actual_ports(self._listen, self._host.addresses)  # others know these ports by now
         assert self._pubsub is not None, "made by _services"
@@ -229,10 +240,12 @@ class Libp2pGossip:
                 with contextlib.suppress(NetworkError):
                     await host.disconnect(peer_id)
         connected = host.peers()
+        for peer_id in connected:
+            self._book.met(peer_id)
         self._chosen &= set(connected)
         num_missing = max(NUM_NEIGHBORS - len(connected), NUM_CHOSEN - len(self._chosen))
-        chosen = self._book.choose(num_missing, connected)
-        chosen = {peer_id: at for peer_id, at in chosen.items() if not self._guard.is_shut_out(peer_id)}
+        shut_out = filter(self._guard.is_shut_out, self._book)
+        chosen = self._book.choose(num_missing, {*connected, *shut_out})
         await asyncio.gather(*(self._connect(host, peer_id, at) for peer_id, at in chosen.items()))
         await self._hang_up_on_forgotten(host)
 
@@ -268,10 +281,8 @@ class Libp2pGossip:
         try:
             await host.connect(peer_id, addresses)
             self._chosen.add(peer_id)
-            self._book.dialled(peer_id, succeeded=True)
         except NetworkError as error:
             logger.debug("gossip peer %s: %s", peer_id, error)
-            self._book.dialled(peer_id, succeeded=False)
 
     def _in_background(self, function, topic: str) -> None:
         async def work() -> None:

@@ -25,6 +25,7 @@ from swarm.network.libp2p.parts import (
     INetStream,
     Multiaddr,
     PeerInfo,
+    PeerStoreError,
     StreamError,
     TProtocol,
     create_new_key_pair,
@@ -33,6 +34,7 @@ from swarm.network.libp2p.parts import (
 )
 from swarm.network.libp2p.ports import CLOSE_TIMEOUT_S, check_free, take_leave
 from swarm.network.libp2p.restraint import restrain
+from swarm.network.libp2p.sightings import OnSeen, Sightings
 from swarm.network.libp2p.trio_guest import TrioGuest
 from swarm.network.requests.framing import PIECE_BYTES
 from swarm.network.tcp_address import TcpAddress
@@ -62,6 +64,7 @@ class Libp2pHost:
         handlers: dict[str, StreamHandler],
         services: HostServices,
         refused: Counter[str] | None = None,
+        on_seen: OnSeen | None = None,
     ) -> None:
         """`refused` is told what was turned away: handshake, connections, streams, overrun, broken."""
         self._guest = guest
@@ -74,6 +77,7 @@ class Libp2pHost:
         self._closing = trio.Event()
         self._cause = "it was closed"
         self._refused: Counter[str] = Counter() if refused is None else refused
+        self._on_seen = on_seen
 
     @classmethod
     async def open(
@@ -85,14 +89,15 @@ class Libp2pHost:
         handler: StreamHandler | None = None,
         services: HostServices | None = None,
         refused: Counter[str] | None = None,
+        on_seen: OnSeen | None = None,
         timeout_s: float,
     ) -> "Libp2pHost":
-        """A host that listens. Raises NetworkError with the cause."""
+        """A host that listens. `on_seen` is told where each peer that connects is seen. Raises NetworkError with the cause."""
         for address in listen:
             check_free(address)
         quiet_libp2p()
         handlers = {protocol: handler for protocol in protocols if handler is not None}
-        host = cls(await TrioGuest.enter(), identity, listen, handlers, services or _no_services, refused)
+        host = cls(await TrioGuest.enter(), identity, listen, handlers, services or _no_services, refused, on_seen)
         ready = asyncio.get_running_loop().create_future()
         host._life = asyncio.create_task(host._live(ready), name="libp2p-host")
         try:
@@ -141,7 +146,12 @@ class Libp2pHost:
             raise NetworkError(f"connect to {peer_id}: {error}") from None
         network: Any = self._host.get_network()
         network.unblock_peer(info.peer_id)  # who could not be reached is tried again when its owner thinks fit
-        await self._ask(f"connect to {peer_id}", self._host.connect, info)
+        self._forget_unless_connected(info.peer_id)  # else addresses of earlier calls would be dialled, too
+        try:
+            with self._gate.open_for(info.addrs):
+                await self._ask(f"connect to {peer_id}", self._host.connect, info)
+        finally:
+            self._forget_unless_connected(info.peer_id)
 
     async def disconnect(self, peer_id: str) -> None:
         """Close all connections to a peer. Raises NetworkError."""
@@ -159,6 +169,11 @@ class Libp2pHost:
     async def run(self, function: Callable, *arguments):
         """Await a trio coroutine of a service that lives on this host. Raises NetworkError, or what it raises."""
         return await self._guest.run(function, *arguments)
+
+    def _forget_unless_connected(self, peer_id: ID) -> None:
+        if peer_id != self._host.get_id() and peer_id not in self._host.get_connected_peers():
+            with contextlib.suppress(PeerStoreError):  # nothing known
+                self._host.get_peerstore().clear_peerdata(peer_id)
 
     async def _ask(self, what: str, function: Callable, *arguments):
         try:
@@ -196,8 +211,10 @@ class Libp2pHost:
             sec_opt=security_of(key_pair),
             connection_config=config,
         )
-        restrain(self._host)
+        self._gate = restrain(self._host)
         self._host.get_network().register_notifee(DeadLines())
+        if self._on_seen is not None:
+            self._host.get_network().register_notifee(Sightings(self._on_seen))
         InboundDoor(self._refused).install(self._host)
         for protocol, handler in self._handlers.items():
             self._host.set_stream_handler(TProtocol(protocol), self._inbound(protocol, handler))

@@ -87,7 +87,7 @@ with _own_descriptor_pool(), _without(*_UNUSED):
     from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
     from libp2p.custom_types import TProtocol
     from libp2p.network.auto_connector import AutoConnector
-    from libp2p.network.config import ConnectionConfig
+    from libp2p.network.config import ConnectionConfig, RetryConfig
     from libp2p.network.connection.raw_connection import RawConnection
     from libp2p.network.stream.exceptions import StreamError
     from libp2p.peer.id import ID
@@ -128,6 +128,7 @@ __all__ = [
     "PeerStoreError",
     "Pubsub",
     "RawConnection",
+    "RetryConfig",
     "RpcQueue",
     "StreamError",
     "TProtocol",

@@ -13,6 +13,7 @@ import logging
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from swarm.config import NetworkSection
@@ -29,6 +30,8 @@ from swarm.network.index_gateway import (
 )
 from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.own_ports import PORTS_FILE, OwnPorts
+from swarm.network.peers.bounded_peers import BoundedPeers
+from swarm.network.peers.dialling import Dialling
 from swarm.network.peers.surroundings import told_to_others
 from swarm.network.requests.client import Stream, StreamRequests
 from swarm.network.requests.server import RequestServer
@@ -81,13 +84,14 @@ class LightTransport:
         self._admits = admits
         self._server = RequestServer.of(config, self.traffic, admits)
         self._requests = StreamRequests(self._open_stream, self.traffic)
-        self._contacts: dict[str, Contact] = {}
+        self._dialling = Dialling.of(config)
+        self._contacts: BoundedPeers[Contact] = BoundedPeers(_MAX_CONTACTS)
+        self._configured: dict[str, Contact] = {}
         for address in parse_setting("initial_peers", config.initial_peers):
             if address.peer_id is not None and address.peer_id != self.peer_id:
-                known = self._contacts.get(address.peer_id)
+                known = self._configured.get(address.peer_id)
                 addresses = (*(known.addresses if known else ()), address.transport)
-                self._contacts[address.peer_id] = Contact(address.peer_id, addresses, (), hosts_index=True)
-        self._configured = frozenset(self._contacts)
+                self._configured[address.peer_id] = Contact(address.peer_id, addresses, (), hosts_index=True)
         self._host: Libp2pHost | None = None
         self._host_refused: Counter[str] = Counter()
         self._tender: asyncio.Task[None] | None = None
@@ -133,13 +137,18 @@ class LightTransport:
 
     def meet(self, contact: Contact) -> None:
         self.gossip.meet(contact.peer_id, contact.gossip_addresses)
-        if contact.peer_id == self.peer_id or contact.peer_id in self._configured or not contact.addresses:
-            return
-        self._contacts.pop(contact.peer_id, None)
-        self._contacts[contact.peer_id] = contact
-        while len(self._contacts) > _MAX_CONTACTS:
-            oldest = next(peer_id for peer_id in self._contacts if peer_id not in self._configured)
-            del self._contacts[oldest]
+        addresses = self._dialling.believed(contact.peer_id, contact.addresses)
+        if addresses and contact.peer_id != self.peer_id and contact.peer_id not in self._configured:
+            self._contacts.put(contact.peer_id, replace(contact, addresses=addresses))
+            if self._host is not None and contact.peer_id in self._host.peers():  # it called before it was heard of
+                self._contacts.met(contact.peer_id)
+
+    def _on_seen(self, peer_id: str, addresses: tuple[str, ...]) -> None:
+        self._dialling.see(peer_id, addresses)
+        self._contacts.met(peer_id)
+
+    def seen_at(self, peer_id: str) -> tuple[str, ...]:
+        return self._dialling.seen_at(peer_id)
 
     async def connected_peers(self) -> tuple[str, ...]:
         return () if self._host is None else self._host.peers()
@@ -187,7 +196,7 @@ class LightTransport:
             raise NetworkError('network.gossip = "daemon" needs network.backend = "hivemind", got "libp2p"; change one')
         from swarm.network.libp2p.gossip import Libp2pGossip
 
-        return Libp2pGossip.of(self._config, self._identity, self.traffic, self._admits, self._ports)
+        return Libp2pGossip.of(self._config, self._identity, self.traffic, self._admits, self._ports, self._dialling)
 
     async def _open_first(self) -> Libp2pHost:
         wanted = self._listen
@@ -209,6 +218,7 @@ class LightTransport:
             protocols=self._server.protocols,
             handler=self._server.answer_stream,
             refused=self._host_refused,
+            on_seen=self._on_seen,
             timeout_s=self._config.startup_timeout_s,
         )
         self._listen = with_actual_ports(self._listen, host.addresses)
@@ -218,19 +228,22 @@ class LightTransport:
         host = self._host
         if host is None:
             raise NetworkError("the network is down; it is being restarted")
-        contact = self._contacts.get(peer_id)
         if peer_id not in host.peers():
+            contact = self._configured.get(peer_id) or self._contacts.get(peer_id)
             if contact is None:
                 raise NetworkError("no address of this peer is known")
-            await host.connect(peer_id, contact.addresses)
+            addresses = self._dialling.take(peer_id, contact.addresses)
+            if not addresses:
+                raise NetworkError("its addresses did not answer a moment ago")
+            await host.connect(peer_id, addresses)
         return await host.open_stream(peer_id, protocol)
 
     async def _ask_index(self, request: bytes) -> list[bytes]:
         """The answers of the full peers that are asked, as many as come."""
         host = self._host
         connected = set(host.peers()) if host is not None else set()
-        full = [peer_id for peer_id, contact in self._contacts.items() if contact.hosts_index]
-        full.sort(key=lambda peer_id: (peer_id not in connected, peer_id not in self._configured))
+        full = [contact.peer_id for contact in self._full_peers()]
+        full.sort(key=lambda peer_id: peer_id not in connected)
         answers = await asyncio.gather(
             *(self._ask(peer_id, request) for peer_id in full[:NUM_INDEX_PEERS]), return_exceptions=False
         )
@@ -273,16 +286,27 @@ class LightTransport:
 
     async def _tend(self, host: Libp2pHost) -> None:
         connected = set(host.peers())
-        full = [contact for contact in self._contacts.values() if contact.hosts_index]
+        full = self._full_peers()
         absent = [contact for contact in full if contact.peer_id not in connected]
         num_missing = NUM_INDEX_PEERS - (len(full) - len(absent))
-        self._rng.shuffle(absent)
-        absent.sort(key=lambda contact: contact.peer_id not in self._configured)
-        await asyncio.gather(*(self._connect(host, contact) for contact in absent[: max(num_missing, 0)]))
+        chosen: dict[str, tuple[str, ...]] = {}
+        for contact in absent:
+            if len(chosen) >= num_missing:
+                break
+            if addresses := self._dialling.take(contact.peer_id, contact.addresses):
+                chosen[contact.peer_id] = addresses
+        await asyncio.gather(*(self._connect(host, peer_id, addresses) for peer_id, addresses in chosen.items()))
+
+    def _full_peers(self) -> list[Contact]:
+        """Contacts that host the index, in random order: first the configured ones, then peers met, then strangers."""
+        others = [contact for one in self._contacts if (contact := self._contacts.get(one)) and contact.hosts_index]
+        self._rng.shuffle(others)
+        others.sort(key=lambda contact: not self._contacts.is_met(contact.peer_id))
+        return [*self._rng.sample(list(self._configured.values()), len(self._configured)), *others]
 
     @staticmethod
-    async def _connect(host: Libp2pHost, contact: Contact) -> None:
+    async def _connect(host: Libp2pHost, peer_id: str, addresses: tuple[str, ...]) -> None:
         try:
-            await host.connect(contact.peer_id, contact.addresses)
+            await host.connect(peer_id, addresses)
         except NetworkError as error:
-            logger.debug("full peer %s: %s", contact.peer_id, error)
+            logger.debug("full peer %s: %s", peer_id, error)

@@ -124,6 +124,11 @@ class MemoryNetwork:
     def __len__(self) -> int:
         return len(self._members)
 
+    def address_of(self, peer_id: str) -> tuple[str, ...]:
+        """Where others see a member; each has an address of its own."""
+        member = self._members.get(peer_id)
+        return () if member is None else (f"/memory/{member.position}",)
+
     def now_of(self, peer_id: str) -> float:
         """The swarm's time as this peer's clock has it."""
         return self.clock() + self._clock_offset_s.get(peer_id, 0.0)

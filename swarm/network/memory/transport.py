@@ -82,6 +82,9 @@ class MemoryTransport:
     def meet(self, contact: Contact) -> None:
         """Nothing to learn: in one process a peer id is all that it takes to reach its owner."""
 
+    def seen_at(self, peer_id: str) -> tuple[str, ...]:
+        return self._network.address_of(peer_id)
+
     async def connected_peers(self) -> tuple[str, ...]:
         known = self._network.known_peers(self.peer_id)
         return tuple(peer_id for peer_id in known if self._network.connected(self.peer_id, peer_id))

@@ -8,10 +8,12 @@ import asyncio
 import contextlib
 import logging
 import random
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from swarm.errors import NetworkError
 from swarm.network.peers.known_peers import KnownPeers
+from swarm.network.peers.peer_list import Addresses
 from swarm.network.peers.surroundings import Change, Surroundings
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ class Joining:
         configured, stored = self._peers.configured(), self._peers.stored()
         if not (configured or stored):
             return True
-        num_answers = await session.greet(configured) or await session.greet(stored)
+        num_answers = await self._greet(session, configured) or await self._greet(session, stored)
         if num_answers == 0:
             await self._tell_unanswered(session, len(configured) + len(stored), is_first=num_failures == 0)
             return False
@@ -51,7 +53,7 @@ class Joining:
 
     async def stay(self, session: "HivemindSession") -> None:
         """For a session that has peers: greet those that are missing, and the nearest ones."""
-        await session.greet(self._peers.absent(session.neighbors, self._rng))
+        await self._greet(session, self._peers.absent(session.neighbors, self._rng))
         await session.refresh()
         await self.remember(session)
 
@@ -61,9 +63,13 @@ class Joining:
         if change is Change.NONE:
             return
         logger.info("joining again: %s", change.value)
+        self._peers.forgive()
         if change is not Change.ADDRESS_ADDED:
             await session.drop_connections()
         await self.join(session)
+
+    async def _greet(self, session: "HivemindSession", peers: Mapping[str, Addresses]) -> int:
+        return await session.greet(self._peers.due(peers))
 
     async def _tell_unanswered(self, session: "HivemindSession", num_known: int, *, is_first: bool) -> None:
         """Once, not at every attempt; again where others have come that host none of the index, or have gone."""

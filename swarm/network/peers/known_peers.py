@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from swarm.network.peers.dialling import Dialling
 from swarm.network.peers.peer_list import MAX_AGE_S, MAX_PEERS, Addresses, StoredPeer, dialable, read_peers, write_peers
 from swarm.network.tcp_address import TcpAddress
 
@@ -47,11 +48,16 @@ class KnownPeers:
         own_peer_id: str,
         path: Path | None = None,
         clock: Callable[[], float] = time.time,
+        dialling: Dialling | None = None,
     ) -> None:
-        """`initial`: addresses that each name a peer; those of this node itself are left out. `path`: the stored list."""
+        """`initial`: addresses that each name a peer; those of this node itself are left out. `path`: the stored list.
+
+        `dialling`: decides what is believed of announced addresses and which are dialled now; None: all of them.
+        """
         self._own_peer_id = own_peer_id
         self._path = path
         self._clock = clock
+        self._dialling = dialling
         self._initial: dict[str, Addresses] = {}
         for address in initial:
             if address.peer_id is not None and address.peer_id != own_peer_id:
@@ -69,6 +75,9 @@ class KnownPeers:
     def see(self, connected: Mapping[str, Addresses]) -> None:
         """Remember peers with an open connection, {peer id: addresses they were seen at}."""
         now = self._clock()
+        if self._dialling is not None:
+            for peer_id, addresses in connected.items():
+                self._dialling.see(peer_id, addresses)
         # Those known come first and keep their place when there is no room.
         for peer_id in sorted(connected, key=lambda peer_id: peer_id not in self._peers):
             known = self._peers.get(peer_id)
@@ -81,7 +90,8 @@ class KnownPeers:
 
     def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
         """Remember the addresses that a peer announces for itself. A stranger never displaces a peer that was met."""
-        now, announced = self._clock(), dialable(peer_id, addresses)
+        believed = addresses if self._dialling is None else self._dialling.believed(peer_id, addresses)
+        now, announced = self._clock(), dialable(peer_id, believed)
         known = self._peers.get(peer_id)
         if announced:
             self._remember(peer_id, _Peer(announced, now, now, is_met=known is not None and known.is_met))
@@ -114,6 +124,18 @@ class KnownPeers:
         chosen = [rng.choice(others)] if others else []
         missing = [peer_id for peer_id in self._initial if peer_id not in neighbors]
         return {peer_id: self._addresses(peer_id) for peer_id in (*missing, *chosen)}
+
+    def due(self, peers: Mapping[str, Addresses]) -> dict[str, Addresses]:
+        """Those of `peers` that may be dialled now, each with the addresses whose turn it is. It counts as a dial."""
+        if self._dialling is None:
+            return dict(peers)
+        taken = {peer_id: self._dialling.take(peer_id, addresses) for peer_id, addresses in peers.items()}
+        return {peer_id: addresses for peer_id, addresses in taken.items() if addresses}
+
+    def forgive(self) -> None:
+        """Dial again whoever did not answer: this machine has slept, or is in another network."""
+        if self._dialling is not None:
+            self._dialling.forgive()
 
     def save(self, *, at_once: bool = False) -> None:
         """Write the list if it has changed, at most every SAVE_INTERVAL_S unless `at_once`."""

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import RequestError
+from swarm.network.peers.dialling import Reach, may_be_named, reach_of
 from swarm.network.reach.dial_back import answers_as
 from swarm.network.tcp_address import TcpAddress
 from swarm.network.transport import RequestRefused
@@ -33,8 +34,8 @@ NUM_WITNESSES = 5
 _HELLO, _DIAL, _BYTES = 0, 1, 2
 _WINDOW_S = 60.0
 _PER_PEER = {_HELLO: 20, _DIAL: 4, _BYTES: 4}
-_GLOBAL = {_HELLO: 600, _DIAL: 30, _BYTES: 20}
-"""Answers per minute by kind of request."""
+_GLOBAL = {_HELLO: 600, _DIAL: 60, _BYTES: 20}
+"""Answers per minute by kind of request. A dial counts twice: for the peer and for the host that it is at."""
 
 ObservedAddresses = Callable[[str], Awaitable[Sequence[str]]]
 """peer id -> multiaddresses at which this node sees it."""
@@ -78,6 +79,10 @@ def read_greeting(response: bytes) -> Greeting:
     return Greeting(time_s, host)
 
 
+async def _dial_back(peer_id: str, host: str, port: int) -> bool:
+    return await answers_as(peer_id, host, port, timeout_s=DIAL_TIMEOUT_S)
+
+
 class ReachService:
     """Answers `swarm/reach/1`, within strict limits per peer and over all peers."""
 
@@ -86,12 +91,17 @@ class ReachService:
         observed: ObservedAddresses,
         clock: Callable[[], float],
         monotonic: Callable[[], float] = time.monotonic,
+        dial: Callable[[str, str, int], Awaitable[bool]] = _dial_back,
     ) -> None:
-        """`clock`: swarm time, which may jump; `monotonic` does not."""
+        """`clock`: swarm time, which may jump; `monotonic` does not.
+
+        `dial`: whether the peer (peer id) itself answers at a host and port.
+        """
         self._observed = observed
         self._clock = clock
         self._monotonic = monotonic
-        self._answered: deque[tuple[float, str, int]] = deque()  # (time, peer id, kind), within the last minute
+        self._dial = dial
+        self._answered: deque[tuple[float, str, int]] = deque()  # (time, peer id or host, kind), within the last minute
 
     async def answer(self, peer_id: str, request: bytes) -> bytes:
         """The request handler. Raises RequestRefused."""
@@ -104,16 +114,20 @@ class ReachService:
             return struct.pack(">d", self._clock()) + host.encode()
         if not host or not _may_be_dialled(host):
             raise RequestRefused("your address is not known here")
-        return bytes([await answers_as(peer_id, host, argument, timeout_s=DIAL_TIMEOUT_S)])
+        if not may_be_named(argument):
+            raise RequestRefused("a port below 1024 is not dialled, except 443")
+        self._admit(host, kind)  # names cost nothing, and others may share the address
+        return bytes([await self._dial(peer_id, host, argument)])
 
-    def _admit(self, peer_id: str, kind: int) -> None:
+    def _admit(self, caller: str, kind: int) -> None:
+        """Count an answer for a peer, or for the host that it is at. Raises RequestRefused."""
         now = self._monotonic()
         while self._answered and self._answered[0][0] <= now - _WINDOW_S:
             self._answered.popleft()
         same_kind = [name for _, name, other in self._answered if other == kind]
-        if len(same_kind) >= _GLOBAL[kind] or same_kind.count(peer_id) >= _PER_PEER[kind]:
+        if len(same_kind) >= _GLOBAL[kind] or same_kind.count(caller) >= _PER_PEER[kind]:
             raise RequestRefused("too many of these per minute")
-        self._answered.append((now, peer_id, kind))
+        self._answered.append((now, caller, kind))
 
 
 def _parsed(request: bytes) -> tuple[int, int]:
@@ -141,8 +155,7 @@ def _direct_host(addresses: Sequence[str]) -> str:
 
 def _may_be_dialled(host: str) -> bool:
     """Not addresses that mean something else here than there: a proxy or tunnel in front of this node has them too."""
-    ip = ipaddress.ip_address(host)
-    return not (ip.is_loopback or ip.is_unspecified or ip.is_multicast or ip.is_link_local)
+    return reach_of(host) in (Reach.PRIVATE, Reach.PUBLIC)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,13 @@ MAX_REMEMBERED_PEERS = 1024
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Rates of the network section; 0 is no limit."""
+    """Rates of the network section; 0 is no limit. The rates per peer do not hold for `unlimited_peers`."""
 
     requests_per_peer_per_s: float = 0.0
     upload_bytes_per_peer_per_s: float = 0.0
     max_upload_bytes_per_s: float = 0.0
     response_bytes_in_flight: int = 64 << 20
+    unlimited_peers: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, config: NetworkSection) -> Self:
@@ -38,7 +39,11 @@ class RequestLimits:
             config.upload_bytes_per_peer_per_s,
             config.max_upload_bytes_per_s,
             config.response_bytes_in_flight,
+            frozenset(config.unlimited_peers),
         )
+
+
+_NO_LIMITS = RequestLimits()
 
 
 class _Peer:
@@ -118,7 +123,8 @@ class CallerTable:
         peer = self._peers.get(peer_id)
         if peer is None:
             self._forget_the_idle()
-            peer = self._peers[peer_id] = _Peer(self._limits, now)
+            limits = _NO_LIMITS if peer_id in self._limits.unlimited_peers else self._limits
+            peer = self._peers[peer_id] = _Peer(limits, now)
         self._peers.move_to_end(peer_id)
         return peer
 

@@ -1,0 +1,302 @@
+"""Decides where a node dials. Strangers write the addresses, and a stranger can write the address of anybody.
+
+presence, identify ── claimed ──▶ believed ──▶ contacts ──▶ take ──▶ one dial
+open connections ──── seen ──────────┘                       │
+                        └── clears the failures of a dial ───┘
+"""
+
+import ipaddress
+import math
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import islice
+from typing import Self
+
+from swarm.config import NetworkSection
+from swarm.network.peers.peer_list import MAX_ADDRESSES_PER_PEER, Addresses
+from swarm.network.peers.surroundings import local_addresses
+from swarm.network.tcp_address import TcpAddress, parse_setting
+
+MAX_CLAIMED = 64
+"""Addresses of one peer that are looked at; the rest is ignored."""
+FIRST_PAUSE_S = 10.0
+PAUSE_GROWTH = 4.0
+MAX_PAUSE_S = 600.0
+"""A host and port that did not answer is left alone for 10 s, 40 s, 160 s and then 600 s, whoever names it."""
+FIRST_PROVEN_PAUSE_S = 2.0
+MAX_PROVEN_PAUSE_S = 60.0
+"""Where this node has reached a peer before, it tries that peer again after 2 s, 8 s, 32 s and then 60 s."""
+WINDOW_S = 600.0
+MAX_FAILURES_PER_HOST = 8
+"""Dials to one public IP address that may fail within WINDOW_S, whatever the ports ..."""
+MAX_FAILURES_PER_GROUP = 24
+"""... and to one /24 (IPv6: /48)."""
+MAX_FAILURES = 64
+"""Dials to all addresses together that may fail within FAILURES_WINDOW_S."""
+FAILURES_WINDOW_S = 60.0
+_MIN_PORT = 1024
+_HTTPS_PORT = 443
+"""The one lower port that a stranger may name: some networks let nothing else through."""
+_MAX_REMEMBERED = 4096
+_MAX_SEEN_PER_PEER = 8
+_PRIVATE = tuple(
+    map(ipaddress.ip_network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "fc00::/7"))
+)
+_PUBLIC_IPV6 = ipaddress.IPv6Network("2000::/3")
+
+
+class Reach(IntEnum):
+    """From where an address can be reached, and how far the swarm of a node extends."""
+
+    MACHINE = 0
+    PRIVATE = 1
+    PUBLIC = 2
+
+
+def reach_of(host: str) -> Reach | None:
+    """The reach of an IP address; None for one at which no node can be, such as multicast, link-local or documentation."""
+    ip = ipaddress.ip_address(host)
+    if ip.is_loopback:
+        return Reach.MACHINE
+    if any(ip in network for network in _PRIVATE):
+        return Reach.PRIVATE
+    is_public = ip.is_global and not (ip.is_multicast or ip.is_reserved)
+    if isinstance(ip, ipaddress.IPv6Address):  # some of its ranges contain IPv4 addresses, also private ones
+        is_public = is_public and ip in _PUBLIC_IPV6 and ip.sixtofour is None and ip.teredo is None
+    return Reach.PUBLIC if is_public else None
+
+
+def group_of(host: str) -> str:
+    """The /24 or /48 of an IP address."""
+    return str(ipaddress.ip_network(f"{host}/{48 if ':' in host else 24}", strict=False))
+
+
+class Dialling:
+    """The one place that decides which addresses a node dials, and how often. It belongs to one node and its loop."""
+
+    def __init__(
+        self,
+        listen: Sequence[TcpAddress] = (),
+        announce: Sequence[TcpAddress] = (),
+        configured: Sequence[TcpAddress] = (),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        own_hosts: Callable[[], Iterable[str]] = local_addresses,
+    ) -> None:
+        """`configured`: addresses of the user's own settings, which each name a peer. They are always dialled.
+
+        `own_hosts`: the IP addresses of this machine.
+        """
+        self._configured = tuple(configured)
+        self._clock = clock
+        self._own_hosts = own_hosts
+        self.reach = _reach_of_swarm(listen, announce, configured, own_hosts)
+        """How far the swarm extends, as far as this node can tell. It grows when a peer is seen farther away."""
+        self._seen: OrderedDict[str, OrderedDict[TcpAddress, None]] = OrderedDict()
+        """{peer id: addresses with port 0, the latest last}, the peer seen last is last."""
+        self._failures = _Failures(clock)
+
+    @classmethod
+    def of(cls, config: NetworkSection, own_hosts: Callable[[], Iterable[str]] = local_addresses) -> Self:
+        """Made from the settings. Raises ConfigError for a malformed address."""
+        configured = (*parse_setting("initial_peers", config.initial_peers), *parse_setting("relays", config.relays))
+        announce = (
+            *parse_setting("announce", config.announce),
+            *parse_setting("gossip_announce", config.gossip_announce),
+        )
+        return cls(parse_setting("listen", config.listen), announce, configured, own_hosts=own_hosts)
+
+    def see(self, peer_id: str, addresses: Iterable[str]) -> None:
+        """Note the remote addresses of a peer's open connections. The peer has proven its identity on them."""
+        for address in _parsed(addresses):
+            if address.kind not in ("ip4", "ip6"):
+                continue
+            self._failures.answered(peer_id, address)
+            place = TcpAddress(address.kind, address.host, 0, relay_id=address.relay_id)
+            places = self._seen.setdefault(peer_id, OrderedDict())
+            places[place] = None
+            places.move_to_end(place)
+            if len(places) > _MAX_SEEN_PER_PEER:
+                places.popitem(last=False)
+            self._seen.move_to_end(peer_id)
+            if len(self._seen) > _MAX_REMEMBERED:
+                self._seen.popitem(last=False)
+            if address.relay_id is None and reach_of(address.host) is Reach.PUBLIC:
+                self.reach = Reach.PUBLIC
+
+    def seen_at(self, peer_id: str) -> Addresses:
+        """Multiaddresses with port 0 at which a peer was seen on connections; empty for a peer that was never connected."""
+        return tuple(address.transport for address in self._seen.get(peer_id, ()))
+
+    def believed(self, peer_id: str, claimed: Iterable[str]) -> Addresses:
+        """Those of the claimed addresses that may be dialled, the most trustworthy first.
+
+        Of public addresses those of one /24 (IPv6: /48) are kept; private ones only in a private swarm, or where the
+        peer was seen at that very address. Host names are kept only for the peer that the settings name so.
+        """
+        addresses = [address for address in _parsed(claimed) if self._is_believed(peer_id, address)]
+        if self.reach is Reach.PRIVATE and len(addresses) > 1:  # bridges of containers have one address on all machines
+            own_hosts = frozenset(self._own_hosts())
+            addresses.sort(key=lambda address: address.host in own_hosts)
+        addresses.sort(key=lambda address: not self._is_configured(peer_id, address))
+        addresses.sort(key=lambda address: not self._was_seen(peer_id, address))
+        kept: dict[str, None] = {}
+        groups: dict[str, str] = {}
+        for address in addresses:
+            is_claim = not (self._is_configured(peer_id, address) or self._was_seen(peer_id, address))
+            if is_claim and reach_of(address.host) is Reach.PUBLIC:
+                group = group_of(address.host)
+                if groups.setdefault(address.kind, group) != group:
+                    continue
+            kept[address.transport] = None
+        return tuple(kept)[:MAX_ADDRESSES_PER_PEER]
+
+    def take(self, peer_id: str, claimed: Iterable[str]) -> Addresses:
+        """The addresses to dial now: configured ones, and of the others the first whose turn it is; maybe none.
+
+        A dial counts as failed until the peer is seen at that address.
+        """
+        addresses = [TcpAddress.parse(text) for text in self.believed(peer_id, claimed)]
+        configured = [address for address in addresses if self._is_configured(peer_id, address)]
+        others = (address for address in addresses if address not in configured)
+        due = next((address for address in others if self._failures.admit(peer_id, address)), None)
+        if due is not None:
+            self._failures.begin(peer_id, due)
+            configured.append(due)
+        return tuple(address.transport for address in configured)
+
+    def forgive(self) -> None:
+        """Forget what failed: this machine has slept or is in another network."""
+        self._failures = _Failures(self._clock)
+
+    def _is_believed(self, peer_id: str, address: TcpAddress) -> bool:
+        if address.peer_id not in (None, peer_id) or address.port == 0:
+            return False
+        if self._is_configured(peer_id, address):
+            return True
+        if address.kind not in ("ip4", "ip6") or not may_be_named(address.port):
+            return False
+        reach = reach_of(address.host)
+        if reach is None:
+            return False
+        return reach >= self.reach or (reach is Reach.PRIVATE and self._was_seen(peer_id, address))
+
+    def _is_configured(self, peer_id: str, address: TcpAddress) -> bool:
+        if address.relay_id is not None:  # at another port of that host there may be something else than the relay
+            relay = TcpAddress(address.kind, address.host, address.port, address.relay_id)
+            return relay in self._configured
+        named = (peer_id, address.kind, address.host)
+        return any((one.peer_id, one.kind, one.host) == named for one in self._configured)
+
+    def _was_seen(self, peer_id: str, address: TcpAddress) -> bool:
+        """Whether this node had a connection to or from that host, on which the peer (or its relay) proved its identity."""
+        places = self._seen.get(address.relay_id or peer_id, ())
+        return TcpAddress(address.kind, address.host, 0) in places
+
+
+def may_be_named(port: int) -> bool:
+    """Whether a stranger may have this port dialled. Below 1024 are the services of others, such as SSH and mail."""
+    return port >= _MIN_PORT or port == _HTTPS_PORT
+
+
+@dataclass(slots=True)
+class _Pause:
+    num_failures: int = 0
+    due_at: float = -math.inf
+
+
+class _Failures:
+    """What is remembered of dials that nobody has answered, by host and port, by host, by address group and in sum.
+
+    A circuit counts for its relay, which is at the other end of the TCP connection.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._pauses: OrderedDict[tuple[str, str], _Pause] = OrderedDict()
+        """{(peer id that was reached there, or empty; host and port): pause}, the one used last is last."""
+        self._recent: OrderedDict[str, deque[float]] = OrderedDict()
+        """{host or group, or "" for all: times of dials that failed}."""
+
+    def admit(self, peer_id: str, address: TcpAddress) -> bool:
+        now, key = self._clock(), self._key(peer_id, address)
+        pause = self._pauses.get(key)
+        if pause is not None and now < pause.due_at:
+            return False
+        return bool(key[0]) or all(self._count(key, now, span_s) < limit for key, limit, span_s in _bounds(address))
+
+    def begin(self, peer_id: str, address: TcpAddress) -> None:
+        now, key = self._clock(), self._key(peer_id, address)
+        pause = self._pauses.setdefault(key, _Pause())
+        bounds_s = (FIRST_PROVEN_PAUSE_S, MAX_PROVEN_PAUSE_S) if key[0] else (FIRST_PAUSE_S, MAX_PAUSE_S)
+        pause.due_at = now + min(bounds_s[0] * PAUSE_GROWTH ** min(pause.num_failures, 8), bounds_s[1])
+        pause.num_failures += 1
+        self._pauses.move_to_end(key)
+        if len(self._pauses) > _MAX_REMEMBERED:
+            self._pauses.popitem(last=False)
+        if not key[0]:
+            for name, limit, _ in _bounds(address):
+                self._recent.setdefault(name, deque(maxlen=limit)).append(now)
+                self._recent.move_to_end(name)
+            while len(self._recent) > _MAX_REMEMBERED:
+                self._recent.popitem(last=False)
+
+    def answered(self, peer_id: str, address: TcpAddress) -> None:
+        key = self._key(peer_id, address)
+        if self._pauses.pop(key, None) is None:  # this node did not dial it: the connection came from there
+            return
+        self._pauses[address.relay_id or peer_id, key[1]] = _Pause()
+        if not key[0]:
+            for name, _, _ in _bounds(address):
+                if self._recent.get(name):
+                    self._recent[name].pop()
+
+    def _key(self, peer_id: str, address: TcpAddress) -> tuple[str, str]:
+        name, place = address.relay_id or peer_id, f"{address.host} {address.port}"
+        return (name, place) if (name, place) in self._pauses else ("", place)
+
+    def _count(self, key: str, now: float, span_s: float) -> int:
+        return sum(now - then < span_s for then in self._recent.get(key, ()))
+
+
+def _bounds(address: TcpAddress) -> list[tuple[str, int, float]]:
+    """(name, failures, seconds) of each bound that a dial counts for. Many nodes of a testbed have one address."""
+    bounds = [("", MAX_FAILURES, FAILURES_WINDOW_S)]
+    if address.kind in ("ip4", "ip6") and reach_of(address.host) is Reach.PUBLIC:
+        bounds.append((address.host, MAX_FAILURES_PER_HOST, WINDOW_S))
+        bounds.append((group_of(address.host), MAX_FAILURES_PER_GROUP, WINDOW_S))
+    return bounds
+
+
+def _parsed(addresses: Iterable[str]) -> list[TcpAddress]:
+    """At most MAX_CLAIMED of them; those of another kind or with an error are left out."""
+    parsed = []
+    for text in islice(addresses, MAX_CLAIMED):
+        try:
+            parsed.append(TcpAddress.parse(text))
+        except ValueError:
+            continue
+    return parsed
+
+
+def _reach_of_swarm(
+    listen: Sequence[TcpAddress],
+    announce: Sequence[TcpAddress],
+    configured: Sequence[TcpAddress],
+    own_hosts: Callable[[], Iterable[str]],
+) -> Reach:
+    """What the settings say: where the peers are through which this node joins, and where it says that it is itself.
+
+    Where they name no such address: a node on loopback is for its machine alone; any other is judged by the addresses of
+    its machine. Host names say nothing; the addresses that are seen behind them will.
+    """
+    told = [address for address in (*announce, *configured) if address.kind in ("ip4", "ip6")]
+    if told:
+        return max((reach for one in told if (reach := reach_of(one.host)) is not None), default=Reach.PUBLIC)
+    if not configured and listen and all(address.is_loopback for address in listen):
+        return Reach.MACHINE
+    found = [reach for host in own_hosts() if (reach := reach_of(host)) is not None]
+    return max((Reach.PRIVATE, *found))
