@@ -13,7 +13,14 @@ from typing import Any
 import msgpack
 
 from swarm.errors import RequestError
-from swarm.network.index_entry import MAX_ENTRIES_PER_KEY, MAX_KEY_BYTES, MAX_SUBKEY_BYTES, MAX_VALUE_BYTES
+from swarm.network.index_entry import (
+    MAX_ENTRIES_PER_KEY,
+    MAX_KEY_BYTES,
+    MAX_SUBKEY_BYTES,
+    MAX_VALUE_BYTES,
+    IndexRule,
+    check_entry,
+)
 from swarm.network.transport import RequestRefused, Transport
 
 INDEX_PROTOCOL = "swarm/index/1"
@@ -50,8 +57,10 @@ def read_loaded(response: bytes) -> dict[str, bytes]:
 class IndexGateway:
     """The full peer's side: a request handler over its own transport."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, rule: IndexRule) -> None:
+        """`rule`: which entries are passed on; replicas would hold others against this node."""
         self._transport = transport
+        self._rule = rule
 
     async def answer(self, peer_id: str, request: bytes) -> bytes:
         try:
@@ -61,6 +70,9 @@ class IndexGateway:
         match fields:
             case [0, str(key), str(subkey), bytes(value), float(expires_at)] if math.isfinite(expires_at):
                 try:
+                    check_entry(key, subkey, value)
+                    if self._rule.judge(key, subkey, value, expires_at) is None:
+                        return _pack(False)
                     return _pack(await self._transport.store(key, subkey, value, expires_at))
                 except ValueError:
                     raise RequestRefused("invalid entry") from None

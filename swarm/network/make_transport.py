@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from swarm.config import NetworkSection
-from swarm.network.transport import Admits, IndexValidator, Transport, everybody
+from swarm.network.index_entry import IndexValidator
+from swarm.network.transport import Admits, Transport, everybody
 from swarm.records.identity import Identity
 
 

@@ -13,9 +13,6 @@ from typing import Protocol
 RequestHandler = Callable[[str, bytes], Awaitable[bytes]]
 """(peer id of the caller, request) -> response. Raising RequestRefused answers the caller with its reason."""
 
-IndexValidator = Callable[[str, str, bytes], bool]
-"""(key, subkey, value) -> whether this entry may be stored here or believed when read."""
-
 
 class Verdict(Enum):
     """What a gossip handler says of a message."""
@@ -131,9 +128,10 @@ class Transport(Protocol):
         ...
 
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
-        """Put one entry of at most MAX_VALUE_BYTES into the index; a later `expires_at` replaces an earlier one.
+        """Put one entry of at most MAX_VALUE_BYTES into the index. Of two entries, the one that was signed later stays.
 
-        Returns whether at least one replica took it. Raises ValueError for an oversize value.
+        `expires_at` may be earlier than the signed expiration, but not later. Returns whether at least one replica took
+        the entry. Raises ValueError for an oversize value.
         """
         ...
 

@@ -108,7 +108,7 @@ class AdapterDonor:
             expires_at=now + MAX_LIFETIME_S,
         )
         self._given = digest, snapshot.payload
-        await self._lists.enlist(offer, sign_offer(self._identity, self._swarm_id, offer), offer.expires_at)
+        await self._lists.enlist(offer, sign_offer(self._identity, self._swarm_id, offer, "donors"), offer.expires_at)
         await self._lists.others(offer)  # how many there are
 
     async def _answer(self, peer_id: str, request: bytes) -> bytes:

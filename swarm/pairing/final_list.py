@@ -93,7 +93,7 @@ class FinalList:
 
     async def _enlist(self, own: AdapterOffer, begins_at: float) -> None:
         """Until the boundary: the list is nobody's but who has taken the trouble to be in it in time."""
-        record, key, is_listed = sign_offer(self._identity, self._swarm_id, own), self._key(own), False
+        record, key, is_listed = sign_offer(self._identity, self._swarm_id, own, "final"), self._key(own), False
         while (left_s := begins_at - self._transport.now()) > 0:
             if is_listed:
                 await asyncio.sleep(left_s)
@@ -122,7 +122,7 @@ class FinalList:
             if name == own.peer_id:
                 continue
             try:
-                offer = verify_offer(listed[name], self._swarm_id)
+                offer = verify_offer(listed[name], self._swarm_id, "final")
             except InvalidRecord:
                 continue
             if offer.peer_id == name and _terms(offer) == _terms(own) and is_current(offer, self._transport.now()):

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 
 from swarm.network.transport import Transport
 from swarm.pairing.proposal import MAX_LAG_ROUNDS, check_terms, is_current
-from swarm.records.adapter_offer import AdapterOffer, verify_offer
+from swarm.records.adapter_offer import AdapterList, AdapterOffer, verify_offer
 from swarm.records.rejection import InvalidRecord
-from swarm.sharing.index import AdapterList, adapter_key
+from swarm.sharing.index import adapter_key
 from swarm.sharing.shard import SPLIT_ABOVE, Shard, next_level, shard_of, thinning_depth
 
 MAX_READ = 64
@@ -77,6 +77,7 @@ class ReadyList:
         """List an offer until that swarm time, wherever it is not listed yet."""
         if offer != self._enlisted:
             self._enlisted, self._keys = offer, set()
+        until = min(until, offer.expires_at)
         depth = thinning_depth(self._swarm_id, offer.peer_id)
         for level in range(max(0, offer.level - depth), offer.level + 1):
             key = self._key(offer, level)
@@ -115,7 +116,7 @@ class ReadyList:
         found = []
         for name in self._rng.sample(names, min(MAX_READ, len(names))):
             try:
-                offer = verify_offer(listed[name], self._swarm_id)
+                offer = verify_offer(listed[name], self._swarm_id, self._kind)
             except InvalidRecord:
                 continue
             if offer.peer_id == name and is_current(offer, self._transport.now()):

@@ -3,10 +3,12 @@
 payload = msgpack [version, swarm id, lineage, outer round, policy version, precision, bytes, SHA-256, level,
                    created at, expires at]
 
-One record for three uses: the entry of the index that says *ready*, the proposal to one peer, and the answer to it.
+One record for three uses: the entry of the index that says *ready*, the proposal to one peer, and the answer to it. An
+offer counts in the one list for which it was signed, so nobody can list a peer elsewhere than where it lists itself.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from swarm.records.codec import decode_record, encode_record
 from swarm.records.fields import (
@@ -25,6 +27,15 @@ from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.records.signing import Purpose, sign_record, signature_is_valid
 from swarm.types import MAX_ADAPTER_BYTES, MAX_PRECISION_CHARS
 
+AdapterList = Literal["merge", "donors", "final"]
+"""Lists of signed offers: of those that are ready to merge, of those that give their adapter to newcomers, and of those
+that have ended their training and wait for the final merge."""
+
+_PURPOSES: dict[AdapterList, Purpose] = {
+    "merge": Purpose.ADAPTER_OFFER,
+    "donors": Purpose.DONOR_OFFER,
+    "final": Purpose.FINAL_OFFER,
+}
 MAX_LIFETIME_S = 3600.0
 
 
@@ -50,7 +61,7 @@ class AdapterOffer:
     expires_at: float
 
 
-def sign_offer(identity: Identity, swarm_id: str, offer: AdapterOffer) -> bytes:
+def sign_offer(identity: Identity, swarm_id: str, offer: AdapterOffer, kind: AdapterList = "merge") -> bytes:
     """The record as it is stored and sent."""
     payload = pack(
         [
@@ -67,11 +78,11 @@ def sign_offer(identity: Identity, swarm_id: str, offer: AdapterOffer) -> bytes:
             offer.expires_at,
         ]
     )
-    return encode_record(sign_record(identity, swarm_id, payload, Purpose.ADAPTER_OFFER))
+    return encode_record(sign_record(identity, swarm_id, payload, _PURPOSES[kind]))
 
 
-def verify_offer(data: bytes, swarm_id: str) -> AdapterOffer:
-    """Decode a record and check its signature; says nothing of the time. Raises InvalidRecord."""
+def verify_offer(data: bytes, swarm_id: str, kind: AdapterList = "merge") -> AdapterOffer:
+    """Decode a record and check that it was signed for this list; says nothing of the time. Raises InvalidRecord."""
     record = decode_record(data)
     fields = check_versioned(unpack(record.payload), 11)
     named_swarm, lineage, outer_round, version, precision, num_bytes, sha256, level, created_at, expires_at = fields
@@ -89,7 +100,7 @@ def verify_offer(data: bytes, swarm_id: str) -> AdapterOffer:
         created_at=check_float(created_at, 0.0, 1e11),
         expires_at=check_float(expires_at, 0.0, 1e11),
     )
-    if not signature_is_valid(record, swarm_id, Purpose.ADAPTER_OFFER):
+    if not signature_is_valid(record, swarm_id, _PURPOSES[kind]):
         raise InvalidRecord(Rejection.BAD_SIGNATURE)
     if offer.expires_at - offer.created_at > MAX_LIFETIME_S:
         raise InvalidRecord(Rejection.CLOCK_SKEW, f"lives longer than {MAX_LIFETIME_S:.0f} s")

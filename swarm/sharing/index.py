@@ -5,29 +5,33 @@
     adapters  key `<swarm id>/merge/<lineage>/<shard>` of those ready to merge, `<swarm id>/donors/…` of those that give
               theirs to newcomers, `<swarm id>/final/…` of those that wait for the final merge, subkey `<peer id>`
 
+Each entry has its one place: the slot follows from the header's sequence number, the window from when the header was made,
+shard and lineage from the author and what it signed. In any other place it is refused, and so it is before its window begins
+and after its signed expiration; a later one of its author replaces it, whatever expirations others claim for either.
+
 An author has SLOTS_PER_WINDOW entries per window, so that no key outgrows what a reader can fetch: 64 authors of a shard
 times 8 slots times 1 KiB is half a MiB.
 """
 
 import re
 from collections import Counter
-from typing import Literal, get_args
+from typing import get_args
 
-from swarm.records.adapter_offer import verify_offer
-from swarm.records.codec import decode_record
+from swarm.network.index_entry import Validity
+from swarm.records.adapter_offer import AdapterList, verify_offer
+from swarm.records.codec import decode_header, decode_record
+from swarm.records.header_admission import MAX_TIME_TO_LIVE_S
 from swarm.records.presence import verify_presence
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.records.signing import signature_is_valid
 from swarm.sharing.shard import Shard, shard_of, thinning_depth
-
-AdapterList = Literal["merge", "donors", "final"]
-"""Lists of signed offers: of those that are ready to merge, of those that give their adapter to newcomers, and of those
-that have ended their training and wait for the final merge."""
+from swarm.types import SignedRecord
 
 WINDOW_S = 30.0
 SLOTS_PER_WINDOW = 8
-_PEER = r"[1-9A-HJ-NP-Za-km-z]{40,64}"
-_SLOT = re.compile(rf"({_PEER})/([0-{SLOTS_PER_WINDOW - 1}])")
+MAX_ENTRY_DELAY_S = 2 * WINDOW_S
+"""A header lies in the window in which it was made, or in one that begins no later than this after that."""
+_TIE_BREAK_BYTES = 8
 _WINDOW = re.compile(r"(.{3,8})/([0-9]{1,10})")
 
 
@@ -47,63 +51,83 @@ def adapter_key(swarm_id: str, kind: AdapterList, lineage: str, shard: Shard) ->
     return f"{swarm_id}/{kind}/{lineage}/{shard.name}"
 
 
+def entry_time(created_at: float, now: float) -> float:
+    """The time whose window a header is entered in: now, or as near to it as a header of that age may lie."""
+    return min(max(now, created_at), created_at + MAX_ENTRY_DELAY_S)
+
+
 def subkey(peer_id: str, sequence: int) -> str:
     return f"{peer_id}/{sequence % SLOTS_PER_WINDOW}"
 
 
 class EntryValidator:
-    """An entry is stored here, or believed when read, only if the owner of its subkey signed it for this swarm."""
+    """An entry is stored here, or believed when read, only if the owner of its subkey signed it for this place in this swarm.
+
+    As a function (`network.index_entry.IndexValidator`) it says when the entry counts.
+    """
 
     def __init__(self, swarm_id: str) -> None:
         self._swarm_id = swarm_id
         self.rejected: Counter[str] = Counter()
         """Entries turned away, by reason."""
 
-    def __call__(self, key: str, subkey: str, value: bytes) -> bool:
+    def __call__(self, key: str, subkey: str, value: bytes) -> Validity | None:
         try:
-            self._check(key, subkey, value)
+            return self._check(key, subkey, value)
         except InvalidRecord as error:
             self.rejected[error.reason.value] += 1
-            return False
-        return True
+            return None
 
-    def _check(self, key: str, subkey: str, value: bytes) -> None:
+    def _check(self, key: str, subkey: str, value: bytes) -> Validity:
         swarm_id, _, place = key.partition("/")
         kind, _, rest = place.partition("/")
         if swarm_id != self._swarm_id:
             raise InvalidRecord(Rejection.FOREIGN_SWARM)
+        for list_name in get_args(AdapterList):
+            if kind == list_name:
+                return self._check_offer(list_name, rest, subkey, value)
         if kind == "experience":
-            self._check_header(rest, subkey, value)
-        elif kind == "presence":
-            self._check_presence(rest, subkey, value)
-        elif kind in get_args(AdapterList):
-            self._check_offer(rest, subkey, value)
-        else:
-            raise InvalidRecord(Rejection.WRONG_SLOT)
+            return self._check_header(rest, subkey, value)
+        if kind == "presence":
+            return self._check_presence(rest, subkey, value)
+        raise InvalidRecord(Rejection.WRONG_SLOT)
 
-    def _check_header(self, rest: str, subkey: str, value: bytes) -> None:
-        place, slot = _WINDOW.fullmatch(rest), _SLOT.fullmatch(subkey)
+    def _check_header(self, rest: str, name: str, value: bytes) -> Validity:
+        place = _WINDOW.fullmatch(rest)
         record = decode_record(value)
+        header = decode_header(record.payload, record.author)
+        if header.swarm_id != self._swarm_id:
+            raise InvalidRecord(Rejection.FOREIGN_SWARM)
         shard = Shard.parse(place[1]) if place else None
-        if place is None or shard is None or slot is None or record.author != slot[1]:
+        if place is None or shard is None or name != subkey(header.author, header.sequence):
             raise InvalidRecord(Rejection.WRONG_SLOT)
-        if shard_of(self._swarm_id, record.author, shard.level, int(place[2]) * WINDOW_S) != shard:
+        window, latest = int(place[2]), header.created_at + MAX_ENTRY_DELAY_S
+        if not header.created_at // WINDOW_S <= window <= latest // WINDOW_S:
+            raise InvalidRecord(Rejection.WRONG_SLOT, "of another window")
+        if shard_of(self._swarm_id, header.author, shard.level, window * WINDOW_S) != shard:
             raise InvalidRecord(Rejection.WRONG_SLOT)
+        if header.expires_at - header.created_at > MAX_TIME_TO_LIVE_S:
+            raise InvalidRecord(Rejection.CLOCK_SKEW, f"lives longer than {MAX_TIME_TO_LIVE_S:.0f} s")
         if not signature_is_valid(record, self._swarm_id):
             raise InvalidRecord(Rejection.BAD_SIGNATURE)
+        begins_at = max(header.created_at, window * WINDOW_S)
+        return Validity(begins_at, header.expires_at, _order(record, header.created_at, header.sequence))
 
-    def _check_presence(self, rest: str, subkey: str, value: bytes) -> None:
+    def _check_presence(self, rest: str, subkey: str, value: bytes) -> Validity:
         presence = verify_presence(value, self._swarm_id)
         if presence.peer_id != subkey:
             raise InvalidRecord(Rejection.WRONG_SLOT)
         self._check_listed(Shard.parse(rest), subkey, presence.level, presence.created_at)
+        order = _order(decode_record(value), presence.created_at)
+        return Validity(presence.created_at, presence.expires_at, order)
 
-    def _check_offer(self, rest: str, subkey: str, value: bytes) -> None:
+    def _check_offer(self, kind: AdapterList, rest: str, subkey: str, value: bytes) -> Validity:
         lineage, _, place = rest.partition("/")
-        offer = verify_offer(value, self._swarm_id)
+        offer = verify_offer(value, self._swarm_id, kind)
         if offer.peer_id != subkey or offer.lineage != lineage:
             raise InvalidRecord(Rejection.WRONG_SLOT)
         self._check_listed(Shard.parse(place), subkey, offer.level, offer.created_at)
+        return Validity(offer.created_at, offer.expires_at, _order(decode_record(value), offer.created_at))
 
     def _check_listed(self, shard: Shard | None, peer_id: str, level: int, created_at: float) -> None:
         """A peer is listed in its own shard, and as far above it as its thinning depth says."""
@@ -111,3 +135,7 @@ class EntryValidator:
             raise InvalidRecord(Rejection.WRONG_SLOT)
         if not 0 <= level - shard.level <= thinning_depth(self._swarm_id, peer_id):
             raise InvalidRecord(Rejection.WRONG_SLOT, "too far from the own shard")
+
+
+def _order(record: SignedRecord, created_at: float, sequence: int = 0) -> tuple[float, int, bytes]:
+    return created_at, sequence, record.signature[:_TIE_BREAK_BYTES]

@@ -25,7 +25,7 @@ from swarm.records.identity import Identity
 from swarm.records.signing import sign_record
 from swarm.sharing.beacons import Beacons
 from swarm.sharing.body_store import BodyStore
-from swarm.sharing.index import experience_key, experience_topic, subkey
+from swarm.sharing.index import entry_time, experience_key, experience_topic, subkey
 from swarm.sharing.shard import Shard
 from swarm.types import GroupSummary, Header, RolloutGroup
 
@@ -82,7 +82,8 @@ class Publisher:
         gossiped_at, header, record = await self._gossiped.get()
         try:
             await asyncio.sleep(max(0.0, gossiped_at + self._head_start_s - self._transport.now()))
-            key = experience_key(self._swarm_id, self._shard(), self._transport.now())
+            entered_at = entry_time(header.created_at, self._transport.now())
+            key = experience_key(self._swarm_id, self._shard(), entered_at)
             if await self._transport.store(key, subkey(header.author, header.sequence), record, header.expires_at):
                 self.num_indexed += 1
             else:

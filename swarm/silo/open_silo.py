@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from swarm.config import Config
 from swarm.errors import SiloError
+from swarm.network.index_entry import IndexValidator
 from swarm.network.make_transport import make_transport
-from swarm.network.transport import Admits, IndexValidator, Transport
+from swarm.network.transport import Admits, Transport
 from swarm.node_folder import NodeFolder
 from swarm.records.identity import Identity
 from swarm.silo.bulletin import Bulletin

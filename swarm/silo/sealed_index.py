@@ -10,7 +10,7 @@ index bounds by them what one author may hold.
 from collections import Counter
 
 from swarm.errors import SiloError
-from swarm.network.transport import IndexValidator
+from swarm.network.index_entry import UNSIGNED, IndexValidator, Validity
 from swarm.silo.membership import Membership
 
 _PURPOSE = "index"
@@ -49,9 +49,12 @@ class SealedIndex:
             return None
         return key, value
 
-    def __call__(self, name: str, subkey: str, sealed: bytes) -> bool:
+    def __call__(self, name: str, subkey: str, sealed: bytes) -> Validity | None:
+        """The validity of the plain entry: every host is a member, so it can open what it stores."""
         opened = self.opened(name, subkey, sealed)
-        return opened is not None and (self._validator is None or self._validator(opened[0], subkey, opened[1]))
+        if opened is None:
+            return None
+        return UNSIGNED if self._validator is None else self._validator(opened[0], subkey, opened[1])
 
 
 def _context(name: str, subkey: str) -> bytes:

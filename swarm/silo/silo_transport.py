@@ -16,12 +16,11 @@ from collections import Counter
 from collections.abc import Collection
 
 from swarm.errors import RequestError, SiloError
-from swarm.network.index_entry import check_entry
+from swarm.network.index_entry import IndexValidator, check_entry
 from swarm.network.transport import (
     Admits,
     Contact,
     GossipHandler,
-    IndexValidator,
     RequestHandler,
     RequestRefused,
     Transport,

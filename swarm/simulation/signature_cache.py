@@ -7,10 +7,11 @@ bytes and the swarm, so nodes that share it behave as before; only the processor
 from collections import OrderedDict
 from typing import TypeVar
 
-from swarm.network.transport import IndexValidator
+from swarm.network.index_entry import IndexValidator, Validity
 from swarm.records.identity import verify
 
 K = TypeVar("K")
+V = TypeVar("V")
 
 _MAX_VERDICTS = 100_000
 
@@ -22,7 +23,7 @@ class SignatureCache:
         """At most `max_verdicts` of each kind."""
         self._max_verdicts = max_verdicts
         self._signatures: OrderedDict[tuple[str, bytes, bytes], bool] = OrderedDict()
-        self._entries: OrderedDict[tuple[str, str, bytes], bool] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, str, bytes], Validity | None] = OrderedDict()
 
     def __len__(self) -> int:
         """Verdicts on signatures that are remembered."""
@@ -39,16 +40,15 @@ class SignatureCache:
     def validator(self, validate: IndexValidator) -> IndexValidator:
         """`validate`, asked once per entry by all validators of this cache together."""
 
-        def cached(key: str, subkey: str, value: bytes) -> bool:
+        def cached(key: str, subkey: str, value: bytes) -> Validity | None:
             entry = key, subkey, value
-            verdict = self._entries.get(entry)
-            if verdict is None:
-                verdict = self._keep(self._entries, entry, validate(*entry))
-            return verdict
+            if entry in self._entries:
+                return self._entries[entry]
+            return self._keep(self._entries, entry, validate(*entry))
 
         return cached
 
-    def _keep(self, verdicts: OrderedDict[K, bool], key: K, verdict: bool) -> bool:
+    def _keep(self, verdicts: OrderedDict[K, V], key: K, verdict: V) -> V:
         verdicts[key] = verdict
         if len(verdicts) > self._max_verdicts:
             verdicts.popitem(last=False)

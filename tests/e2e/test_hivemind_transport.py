@@ -16,12 +16,13 @@ import pytest
 
 from swarm.config import NetworkSection
 from swarm.errors import ConfigError, NetworkError, RequestError
+from swarm.network.hivemind.index_storage import as_claimed
 from swarm.network.hivemind.transport import HivemindTransport
-from swarm.network.index_entry import MAX_VALUE_BYTES
+from swarm.network.index_entry import MAX_VALUE_BYTES, UNSIGNED, IndexValidator, Validity
 from swarm.network.make_transport import make_transport
 from swarm.network.requests.framing import MAX_CALL_BYTES
 from swarm.network.tcp_address import TcpAddress
-from swarm.network.transport import IndexValidator, RequestRefused
+from swarm.network.transport import RequestRefused
 from swarm.records.identity import Identity, create, load
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -214,9 +215,9 @@ async def test_requests_that_cannot_be_answered_are_request_errors_with_the_reas
 async def test_hostile_entries_are_neither_stored_nor_believed_and_honest_ones_survive(tmp_path: Path) -> None:
     seen: set[tuple[str, str, bytes]] = set()
 
-    def accept_good(key: str, subkey: str, value: bytes) -> bool:
+    def accept_good(key: str, subkey: str, value: bytes) -> Validity | None:
         seen.add((key, subkey, value))
-        return value == b"good"
+        return UNSIGNED if value == b"good" else None
 
     async with swarm(tmp_path, 3, lambda number: None if number == 2 else accept_good) as (one, other, mallory):
         now = one.now()
@@ -228,6 +229,7 @@ async def test_hostile_entries_are_neither_stored_nor_believed_and_honest_ones_s
         assert session is not None
         node = session._node
         node.protocol.record_validator = None  # from here on it takes from itself whatever it sends to others
+        node.protocol.storage._judge = as_claimed  # type: ignore[attr-defined]
         await node.store("key", b"key\0good", now + 1e6, subkey="m/1")  # would outlive everything
         await node.store("key", b"other\0good", now + 50, subkey="m/2")  # an entry of another key
         await node.store("key", b"key\0good", now + 51, subkey=("m", 3))

@@ -24,10 +24,11 @@ from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.libp2p.parts import rpc_pb2
 from swarm.network.requests.framing import Response, Status, read_request, write_response
 from swarm.network.tcp_address import TcpAddress
+from swarm.records.adapter_offer import AdapterOffer, sign_offer
 from swarm.records.codec import MAX_BODY_BYTES, body_hash, encode_body
 from swarm.records.identity import Identity
 from swarm.sharing.body_store import BODY_PROTOCOL
-from swarm.sharing.index import experience_key, experience_topic, subkey
+from swarm.sharing.index import adapter_key, experience_topic
 from swarm.sharing.shard import Shard
 from tests.e2e.exchange_process import ExchangeProcess
 from tests.unit.experience_factory import MALLORY, SWARM_ID, group, header_of, signed
@@ -225,23 +226,28 @@ async def _send_ten_thousand_headers(at: Scene) -> None:
 
 async def _fill_the_index(at: Scene, host: ExchangeProcess) -> None:
     """10,000 valid entries under as many keys, straight to a node that hosts the index."""
-    now, body = at.mallory.now(), encode_body([group(author=MALLORY.peer_id)])
-    data = record(1, now, body)[0]
+    now = at.mallory.now()
     assert at.mallory._session is not None
     protocol = at.mallory._session._node.protocol
     for start in range(0, FLOOD, 100):
-        names = [
-            experience_key(SWARM_ID, WHOLE_SWARM, now + 30.0 * (number // 8)) for number in range(start, start + 100)
-        ]
+        offers = [_offer(number, now) for number in range(start, start + 100)]
+        names = [adapter_key(SWARM_ID, "merge", offer.lineage, WHOLE_SWARM) for offer in offers]
+        records = [sign_offer(MALLORY, SWARM_ID, offer) for offer in offers]
         await protocol.call_store(
             PeerID.from_base58(host.peer_id),
             [DHTID.generate(source=name) for name in names],
-            [DHTProtocol.serializer.dumps(wrap(name, data)) for name in names],
+            [DHTProtocol.serializer.dumps(wrap(name, data)) for name, data in zip(names, records, strict=True)],
             [now + 600.0] * 100,
-            [subkey(MALLORY.peer_id, number) for number in range(start, start + 100)],
+            [MALLORY.peer_id] * 100,
         )
-    reasons = ("index/author_full", "index/rate")
+    reasons = ("index/author_full", "index/evicted", "index/rate")
     await at.until(lambda state: any(reason in state["refused"] for reason in reasons), host)
+
+
+def _offer(number: int, now: float) -> AdapterOffer:
+    """An adapter of a lineage that nobody else has."""
+    lineage = number.to_bytes(16, "big").hex()
+    return AdapterOffer(MALLORY.peer_id, lineage, 1, 0, "bf16", 100, b"h" * 32, 0, now, now + 600)
 
 
 async def _hold_connections_without_a_word(at: Scene) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from swarm.config import Config, parse
 from swarm.errors import RequestError
+from swarm.network.index_entry import UNSIGNED, IndexValidator
 from swarm.network.transport import Contact, Transport, Verdict
 from swarm.node_folder import NodeFolder
 from swarm.records.codec import encode_record
@@ -37,7 +38,8 @@ def config_of(folder: Path, backend: str, peers: tuple[str, ...] = ()) -> Config
 
 def transport_of(config: Config, identity: Identity) -> Transport:
     folder = NodeFolder(config.node.dir)
-    transport = node_transport(config, identity, folder, lambda key, subkey, value: key.startswith(SILO_ID))
+    validator: IndexValidator = lambda key, *_: UNSIGNED if key.startswith(SILO_ID) else None  # noqa: E731
+    transport = node_transport(config, identity, folder, validator)
     assert transport is not None
     transport.serve("echo", echo, max_request_bytes=1 << 20)
     return transport

@@ -12,11 +12,12 @@ from swarm.network.memory.message import GossipMessage
 from swarm.network.memory.transport import MemoryTransport
 from swarm.network.memory.virtual_clock import virtual_now
 from swarm.network.transport import MAX_GOSSIP_BYTES
+from swarm.records.adapter_offer import AdapterOffer, sign_offer
 from swarm.records.codec import MAX_UNPACKED_BODY_BYTES, body_hash, encode_body, encode_header, encode_record
 from swarm.records.identity import Identity
 from swarm.records.signing import sign_record
 from swarm.sharing.body_store import BODY_PROTOCOL
-from swarm.sharing.index import experience_key, experience_topic
+from swarm.sharing.index import adapter_key, experience_topic
 from swarm.sharing.shard import Shard
 from swarm.simulation.light_rollouts import LINEAGE, light_group
 from swarm.simulation.simulation import SWARM_ID, Simulation
@@ -143,8 +144,13 @@ async def false_reward(mallory: Mallory) -> None:
 
 
 async def index_flood(mallory: Mallory) -> None:
-    """Two hundred entries of half a minute that are in order, under windows far away that nobody will read."""
-    record = mallory.signed(mallory.honest()[0])
-    subkey, expires_at = f"{mallory.transport.peer_id}/0", virtual_now() + 30
-    keys = [experience_key(SWARM_ID, EVERYBODY, mallory.rng.random() * 1e9) for _ in range(200)]
-    await asyncio.gather(*(mallory.transport.store(key, subkey, record, expires_at) for key in keys))
+    """Two hundred entries of half a minute that are in order: offers of adapters of lineages that nobody has."""
+    peer_id, now = mallory.transport.peer_id, virtual_now()
+
+    async def store() -> None:
+        lineage = mallory.rng.randbytes(16).hex()
+        offer = AdapterOffer(peer_id, lineage, 1, 0, "bf16", 100, b"h" * 32, 0, now, now + 30)
+        key = adapter_key(SWARM_ID, "merge", lineage, EVERYBODY)
+        await mallory.transport.store(key, peer_id, sign_offer(mallory.identity, SWARM_ID, offer), now + 30)
+
+    await asyncio.gather(*(store() for _ in range(200)))

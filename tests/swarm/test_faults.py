@@ -197,7 +197,7 @@ def test_an_author_cannot_fill_the_index() -> None:
                 await deeds.index_flood(mallory)
             shares = [transport_of(node).index_share for node in simulation.nodes]
             assert all(len(share) < MAX_ENTRIES_PER_AUTHOR + 500 for share in shares)
-            assert sum(share.refused["author_full"] for share in shares) > 1000
+            assert sum(share.refused["author_full"] + share.refused["evicted"] for share in shares) > 1000
             await all_train_on(simulation, simulation.nodes)
 
     in_swarm(scenario)

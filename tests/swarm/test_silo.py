@@ -69,7 +69,7 @@ def test_outsider_with_manifest_and_addresses_gets_nothing_and_brings_nothing_in
             silo.add(member, owner)
         await silo.start()
         heard: list[bytes] = []
-        eve = MemoryTransport(silo.network, EVE.peer_id, lambda key, subkey, value: True)
+        eve = MemoryTransport(silo.network, EVE.peer_id)
         eve.subscribe(
             experience_topic(SILO_ID, EVERYBODY), lambda peer, message: heard.append(message) or Verdict.ACCEPT
         )

@@ -1,13 +1,14 @@
 """An offer to merge says who signed it and for which adapter; nothing in it can be changed, and each has its place."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.network.index_entry import MAX_KEY_BYTES
-from swarm.records.adapter_offer import MAX_LIFETIME_S, AdapterOffer, sign_offer, verify_offer
+from swarm.records.adapter_offer import MAX_LIFETIME_S, AdapterList, AdapterOffer, sign_offer, verify_offer
 from swarm.records.codec import decode_record, encode_record
 from swarm.records.fields import pack
 from swarm.records.presence import MAX_SHARD_LEVEL
@@ -41,9 +42,9 @@ def signed_fields(**changes: object) -> bytes:
     return encode_record(sign_record(ALICE, SWARM_ID, payload, Purpose.ADAPTER_OFFER))
 
 
-def reason_of_entry(key: str, subkey: str, offer: AdapterOffer = SAID) -> str | None:
+def reason_of_entry(key: str, subkey: str, offer: AdapterOffer = SAID, signed_for: AdapterList = "merge") -> str | None:
     is_valid = EntryValidator(SWARM_ID)
-    if is_valid(key, subkey, sign_offer(ALICE, SWARM_ID, offer)):
+    if is_valid(key, subkey, sign_offer(ALICE, SWARM_ID, offer, signed_for)):
         return None
     (reason,) = is_valid.rejected
     return reason
@@ -109,8 +110,6 @@ def test_what_a_peer_may_not_say_of_its_adapter(changes: dict[str, object], reas
 
 def test_only_the_owner_is_listed_under_its_name_and_lineage() -> None:
     assert reason_of_entry(KEY, ALICE.peer_id) is None
-    assert reason_of_entry(adapter_key(SWARM_ID, "donors", LINEAGE.policy, EVERYBODY), ALICE.peer_id) is None
-    assert reason_of_entry(adapter_key(SWARM_ID, "final", LINEAGE.policy, EVERYBODY), ALICE.peer_id) is None
     assert reason_of_entry(KEY.replace("/merge/", "/other/"), ALICE.peer_id) == "wrong_slot"
     assert reason_of_entry(KEY, MALLORY.peer_id) == "wrong_slot"
     assert reason_of_entry(KEY, f"{ALICE.peer_id}/0") == "wrong_slot"
@@ -122,6 +121,15 @@ def test_only_the_owner_is_listed_under_its_name_and_lineage() -> None:
         assert reason_of_entry(place, ALICE.peer_id) == "wrong_slot"
     foreign = adapter_key("cd" * 16, "merge", LINEAGE.policy, EVERYBODY)
     assert reason_of_entry(foreign, ALICE.peer_id) == "foreign_swarm"
+
+
+@pytest.mark.parametrize("signed_for", get_args(AdapterList))
+@pytest.mark.parametrize("listed_in", get_args(AdapterList))
+def test_an_offer_is_listed_only_where_its_owner_has_listed_it(signed_for: AdapterList, listed_in: AdapterList) -> None:
+    """Otherwise a stranger lists a peer that wants to merge as a donor, or for the final merge."""
+    key = adapter_key(SWARM_ID, listed_in, LINEAGE.policy, EVERYBODY)
+    allowed = None if signed_for == listed_in else "bad_signature"
+    assert reason_of_entry(key, ALICE.peer_id, signed_for=signed_for) == allowed
 
 
 def test_an_offer_is_listed_in_its_own_shard_and_as_far_above_it_as_its_name_allows() -> None:

@@ -130,7 +130,7 @@ async def test_a_peer_can_list_itself_in_no_shard_but_its_own_and_a_few_above() 
 async def test_what_a_peer_says_of_another_time_is_not_believed(created_at: float) -> None:
     _, (alice,) = await nodes([ALICE])
     record = sign_presence(MALLORY, SWARM_ID, said_by(MALLORY, created_at))
-    assert await alice.store(presence_key(SWARM_ID, EVERYBODY), MALLORY.peer_id, record, SETTLED + 120)
+    assert not await alice.store(presence_key(SWARM_ID, EVERYBODY), MALLORY.peer_id, record, SETTLED + 120)
     await alice.directory.turn()
     assert alice.met == {} and alice.directory.num_members == 1
 

@@ -7,7 +7,7 @@ import msgpack
 import pytest
 
 from swarm.errors import RequestError
-from swarm.network.index_entry import MAX_ENTRIES_PER_KEY, MAX_VALUE_BYTES
+from swarm.network.index_entry import MAX_ENTRIES_PER_KEY, MAX_VALUE_BYTES, IndexRule
 from swarm.network.index_gateway import (
     MAX_INDEX_RESPONSE_BYTES,
     IndexGateway,
@@ -25,7 +25,7 @@ NOW = 1_000.0
 async def full_peer() -> tuple[IndexGateway, MemoryTransport]:
     transport = MemoryTransport(MemoryNetwork(random.Random(0), lambda: NOW), "full")
     await transport.start()
-    return IndexGateway(transport), transport
+    return IndexGateway(transport, IndexRule(None, lambda: NOW)), transport
 
 
 async def test_what_one_light_node_stores_another_one_reads() -> None:

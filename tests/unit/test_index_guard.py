@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.network.hivemind.index_guard import IndexEntry, IndexGuard, decode_entry, unwrap, wrap
-from swarm.network.index_entry import CLOCK_SKEW_S, MAX_ENTRIES_PER_KEY, MAX_LIFETIME_S, MAX_VALUE_BYTES
+from swarm.network.index_entry import CLOCK_SKEW_S, MAX_ENTRIES_PER_KEY, MAX_LIFETIME_S, MAX_VALUE_BYTES, UNSIGNED
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 NOW = 1_000.0
@@ -36,7 +36,7 @@ def record(
 
 
 def guard(now: float = NOW) -> IndexGuard:
-    return IndexGuard(lambda key, subkey, value: value != b"bad", lambda: now)
+    return IndexGuard(lambda key, subkey, value: None if value == b"bad" else UNSIGNED, lambda: now)
 
 
 def dictionary(entries: Mapping[Any, tuple[object, float]]) -> DictionaryDHTValue:
@@ -52,7 +52,7 @@ def stored(value: bytes) -> bytes:
 
 def test_validator_sees_what_the_publisher_passed() -> None:
     seen = []
-    IndexGuard(lambda *entry: seen.append(entry) or True, lambda: NOW).validate(record(value=wrap("key", b"a\0b")))
+    IndexGuard(lambda *entry: seen.append(entry) or UNSIGNED, lambda: NOW).validate(record(value=wrap("key", b"a\0b")))
     assert seen == [("key", "s", b"a\0b")]
     assert unwrap(wrap("key", b"a\0b")) == b"a\0b"
 

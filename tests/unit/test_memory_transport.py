@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from swarm.errors import NetworkError, RequestError
-from swarm.network.index_entry import MAX_VALUE_BYTES
+from swarm.network.index_entry import MAX_VALUE_BYTES, UNSIGNED, IndexValidator
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
-from swarm.network.transport import IndexValidator, RequestRefused, Transport
+from swarm.network.transport import RequestRefused, Transport
 
 pytestmark = pytest.mark.asyncio
 
@@ -103,7 +103,8 @@ async def test_oversize_entries_are_a_mistake_of_the_caller() -> None:
 
 async def test_entries_that_fail_validation_are_neither_stored_nor_believed() -> None:
     def validator(name: str) -> IndexValidator | None:
-        return None if name == "d" else lambda key, subkey, value: (key, subkey, value) == ("key", "s", b"good")
+        good = ("key", "s", b"good")
+        return None if name == "d" else lambda *entry: UNSIGNED if entry == good else None
 
     async with swarm(validator=validator) as (_, clock, (a, _b, _c, mallory)):
         assert await mallory.store("key", "x", b"good", clock() + 60)  # it keeps them itself, and believes them
@@ -194,7 +195,7 @@ async def test_duplicated_request_is_handled_twice_and_answered_once() -> None:
 
 async def test_damaged_response_is_noticed_and_damaged_values_are_up_to_the_validator() -> None:
     def validator(name: str) -> IndexValidator:
-        return lambda key, subkey, value: value == b"value"
+        return lambda key, subkey, value: UNSIGNED if value == b"value" else None
 
     async with swarm(faults=Faults(corruption=1.0), validator=validator) as (network, clock, (a, *_rest)):
         with pytest.raises(RequestError, match="damaged"):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from swarm.network.index_entry import UNSIGNED, IndexRule
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.pairing.proposal import MAX_LAG_ROUNDS
 from swarm.pairing.ready_list import MAX_READ, ReadyList
@@ -140,11 +141,11 @@ async def test_newcomer_goes_to_the_level_of_the_others_and_looks_wider_where_no
 
 async def test_entries_that_their_owner_did_not_sign_are_passed_over(alice: Identity) -> None:
     index = await Index().start()
-    index.transport._validator = None  # an index that lets everything through
+    index.transport._rule = IndexRule(None, index.clock)  # an index that lets everything through
     key, record = (
         adapter_key(SWARM_ID, "merge", LINEAGE.policy, EVERYBODY),
         sign_offer(alice, SWARM_ID, offer_of(alice)),
     )
     for name, value in [(alice.peer_id, record[:-1] + b"x"), (crowd(2)[1].peer_id, record), ("x", b"junk")]:
-        index.transport.index_share.take(key, name, value, NOW + 60)
+        index.transport.index_share.take(key, name, value, replace(UNSIGNED, expires_at=NOW + 60))
     assert await index.names() == []

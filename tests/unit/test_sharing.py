@@ -186,7 +186,7 @@ async def test_copy_of_a_body_under_another_name_is_turned_away() -> None:
     clock.now += 1
     await reader.reader.poll()
     assert reader.reader.num_groups_admitted == 1
-    again = header_of(copied, body, author=MALLORY.peer_id, sequence=9)
+    again = header_of(copied, body, author=MALLORY.peer_id, sequence=4)
     await store(mallory, signed(again, MALLORY), body, slot=4)
     clock.now += 1
     await reader.reader.poll()

@@ -12,6 +12,7 @@ from swarm.config import parse
 from swarm.errors import ConfigError, IdentityError, ManifestError, PolicyError, SiloError
 from swarm.joining import check_base_at_hand, compose
 from swarm.manifest_file import read_manifest
+from swarm.network.index_entry import UNSIGNED
 from swarm.node_folder import NodeFolder
 from swarm.records.identity import create, load
 from swarm.silo.open_silo import node_transport, open_membership
@@ -162,13 +163,13 @@ def test_configuration_of_a_member_names_the_owner_and_its_transport_seals(lab: 
     manifest, files = read_manifest(str(lab / "manifest.toml")), NodeFolder(lab)
     config = compose(manifest, {"node": {"dir": str(lab)}}, {}, {})
     assert config.swarm.silo_owner == manifest.founder
-    transport = node_transport(config, load(files.identity), files, lambda key, subkey, value: True)
+    transport = node_transport(config, load(files.identity), files, lambda *_: UNSIGNED)
     assert isinstance(transport, SiloTransport)
     outside = config.model_copy(
         update={"swarm": config.swarm.model_copy(update={"silo_owner": load(files.identity).peer_id})}
     )
     with pytest.raises(SiloError, match="signature"):
-        node_transport(outside, load(files.identity), files, lambda key, subkey, value: True)
+        node_transport(outside, load(files.identity), files, lambda *_: UNSIGNED)
 
 
 def test_a_silo_downloads_no_base(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import msgpack
 
 from swarm.network.hivemind.call_repairs import forget_when_cancelled
+from swarm.network.hivemind.index_storage import IndexEntries
 from swarm.network.hivemind.parts import DHTProtocol, DictionaryDHTValue, PeerID, dht_pb2
 from swarm.network.index_entry import MAX_ENTRIES_PER_KEY
 from swarm.network.token_bucket import TokenBucket
@@ -153,11 +154,19 @@ class CheckedStub:
 class FlatSerializer:
     """hivemind's serializer, as far as the index needs it, for bytes of strangers: no lists in lists."""
 
-    dumps = staticmethod(DHTProtocol.serializer.dumps)
+    @staticmethod
+    def dumps(value: Any) -> bytes:
+        """hivemind's own refuses subclasses, such as `IndexEntries` and the values in it."""
+        if not isinstance(value, DictionaryDHTValue):
+            return DHTProtocol.serializer.dumps(value)
+        rows = [[subkey, item.value, item.expiration_time] for subkey, item in value.items()]
+        packed: Any = msgpack.packb([value.maxsize, value.latest_expiration_time, rows])
+        whole: Any = msgpack.packb(msgpack.ExtType(_DICTIONARY_CODE, packed))
+        return whole
 
     @staticmethod
     def loads(data: bytes) -> object:
-        """A scalar or a DictionaryDHTValue. Raises ValueError (msgpack's errors are such) for anything else."""
+        """A scalar or IndexEntries, not judged yet. Raises ValueError (msgpack's errors are such) for anything else."""
         value = msgpack.unpackb(data, raw=False, max_array_len=0, max_map_len=0)
         if not isinstance(value, msgpack.ExtType):
             return value
@@ -166,7 +175,7 @@ class FlatSerializer:
         return _dictionary(value.data)
 
 
-def _dictionary(data: bytes) -> DictionaryDHTValue:
+def _dictionary(data: bytes) -> IndexEntries:
     """[size limit, latest expiration, [[subkey, value, expiration], ...]]: the first two are the peer's own business."""
     unpacker = msgpack.Unpacker(raw=False, max_array_len=0, max_map_len=0, max_buffer_size=len(data) or 1)
     unpacker.feed(data)
@@ -178,7 +187,7 @@ def _dictionary(data: bytes) -> DictionaryDHTValue:
         num_entries = unpacker.read_array_header()
         if num_entries > MAX_ENTRIES_PER_KEY:
             raise ValueError(f"a key must have at most {MAX_ENTRIES_PER_KEY} entries, got {num_entries}")
-        with DictionaryDHTValue().freeze() as entries:
+        with IndexEntries().freeze() as entries:
             for _ in range(num_entries):
                 if unpacker.read_array_header() != 3:
                     raise ValueError("an entry must have 3 parts")

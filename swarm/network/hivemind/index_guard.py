@@ -6,6 +6,7 @@ A validator in hivemind sees the SHA-1 of a key. So that ours sees what the publ
 of the value, `key NUL value`, and counts only if it hashes to where the entry was found. Beyond validation, hivemind
 1.1.12 needs protection in four places, each met by hostile peers or by clocks that differ:
 - one bad subkey voids a whole reply, so that readers with a slow clock would lose a key altogether: drop the subkey;
+- the expiration that a peer claims orders entries and ends their life: the entry itself says both (`IndexRule`);
 - a plain value without subkeys and with a later expiration replaces all subkeys of a key: refuse plain values;
 - a reply with an infinite expiration ends the search before other replicas are heard: ignore it;
 - a key over 4 MiB cannot be read any more: bound the entries under a key (`index_storage`).
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import msgpack
 
 from swarm.network.hivemind.index_calls import CallLimits, CheckedStub, FlatSerializer
-from swarm.network.hivemind.index_storage import IndexStorage
+from swarm.network.hivemind.index_storage import IndexStorage, JudgedValue
 from swarm.network.hivemind.parts import (
     DHTID,
     DHTProtocol,
@@ -27,16 +28,20 @@ from swarm.network.hivemind.parts import (
     DictionaryDHTValue,
     PeerID,
     RecordValidatorBase,
+    ValueWithExpiration,
 )
 from swarm.network.index_entry import (
     MAX_ENTRIES_PER_KEY,
     MAX_KEY_BYTES,
     MAX_SUBKEY_BYTES,
     MAX_VALUE_BYTES,
+    IndexRule,
+    IndexValidator,
+    Validity,
     check_entry,
     is_live,
 )
-from swarm.network.transport import Admits, IndexValidator, everybody
+from swarm.network.transport import Admits, everybody
 
 _KEY_END = b"\0"
 _MAX_STORED_BYTES = MAX_KEY_BYTES + MAX_VALUE_BYTES + 8
@@ -82,8 +87,9 @@ class IndexGuard(RecordValidatorBase):
 
     def __init__(self, validator: IndexValidator | None, now: Callable[[], float], admits: Admits = everybody) -> None:
         """`now` gives swarm time; without a `validator` only form and expiration are checked."""
-        self._validator = validator
+        self._rule = IndexRule(validator, now)
         self._now = now
+        self._last: tuple[DHTRecord, Validity | None] | None = None  # that was validated last, and not stored yet
         self.calls = CallLimits(admits)
         self.storage: IndexStorage | None = None
         """This node's share of the index, once there is a node."""
@@ -91,13 +97,22 @@ class IndexGuard(RecordValidatorBase):
     @property
     def refused(self) -> Counter[str]:
         """Calls and entries that were refused, and entries evicted, by reason, since this guard was made."""
-        return self.calls.refused + (Counter() if self.storage is None else self.storage.refused)
+        stored = Counter[str]() if self.storage is None else self.storage.refused
+        return self.calls.refused + self._rule.refused + stored
 
     def validate(self, record: DHTRecord) -> bool:
-        if not is_live(record.expiration_time, self._now()):
-            return False
+        self._last = record, self._judge(record)
+        return self._last[1] is not None
+
+    def _judge(self, record: DHTRecord) -> Validity | None:
+        """The validity of a record; None where it does not count now."""
         entry = decode_entry(record)
-        return entry is not None and (self._validator is None or self._validator(entry.key, entry.subkey, entry.value))
+        return None if entry is None else self._rule.judge(entry.key, entry.subkey, entry.value, record.expiration_time)
+
+    def _judge_once(self, record: DHTRecord) -> Validity | None:
+        """As `_judge`. hivemind has a record validated and stores it at once: its signature need not be checked again."""
+        last, self._last = self._last, None
+        return last[1] if last is not None and last[0] == record else self._judge(record)
 
     def protect(self, protocol: DHTProtocol) -> None:
         """Put the guard into the protocol of a new DHTNode, before it meets a peer."""
@@ -111,7 +126,7 @@ class IndexGuard(RecordValidatorBase):
             return results
 
         # hivemind has no seam for these; the attributes are those of one object, its classes stay as they are.
-        protocol.storage = self.storage = IndexStorage(self._now)
+        protocol.storage = self.storage = IndexStorage(self._now, judge=self._judge_once)
         protocol.cache = IndexStorage(self._now, max_bytes=0)  # where a stranger says "cache" we say no
         protocol.serializer = FlatSerializer  # type: ignore[assignment]
         protocol._validate_dictionary = self.keep_valid
@@ -120,18 +135,21 @@ class IndexGuard(RecordValidatorBase):
         self.calls.install(protocol.p2p._client)
 
     def keep_valid(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
-        """Drop the subkeys of a reply (or a handed over key) that are not valid; whether any is left."""
+        """Drop the subkeys of a reply (or a handed over key) that are not valid, and note the validity of the others.
+
+        Returns whether any is left.
+        """
         dictionary.maxsize = float("inf")  # chosen by the peer
         with dictionary.freeze():
             for subkey, (value, expires_at) in list(dictionary.items()):
-                is_kept = (
-                    isinstance(subkey, str)
-                    and isinstance(value, bytes)
-                    and isinstance(expires_at, float)
-                    and self.validate(DHTRecord(key_bytes, DHTProtocol.serializer.dumps(subkey), value, expires_at))
-                )
-                if not is_kept:
+                validity = None
+                if isinstance(subkey, str) and isinstance(value, bytes) and isinstance(expires_at, float):
+                    packed_subkey = DHTProtocol.serializer.dumps(subkey)
+                    validity = self._judge(DHTRecord(key_bytes, packed_subkey, value, expires_at))
+                if validity is None:
                     del dictionary[subkey]
+                else:
+                    dictionary.data[subkey] = ValueWithExpiration(JudgedValue.of(value, validity), expires_at)
             for subkey in list(dictionary.data)[MAX_ENTRIES_PER_KEY:]:
                 del dictionary[subkey]
             return bool(dictionary.data)

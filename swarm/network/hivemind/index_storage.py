@@ -1,24 +1,38 @@
 """This node's share of the index, bounded in memory, however many keys and names an attacker makes up.
 
-Imports hivemind: only `index_guard` may import this module.
+Imports hivemind: only `index_guard` and `index_calls` may import this module.
 
-An author (the part of the subkey before the slash) may hold so many bytes; what is over that is refused. Where all is
-full, the author that holds most gives up its oldest entry for one that holds less. So nobody can push out an author
-that holds less than themselves, and an attacker needs as many names as honest shares fit in here, all of them full.
-Also mended here, each without cost for an attacker in hivemind 1.1.12:
+An author (the part of the subkey before the slash) may hold so many bytes. Beyond that its oldest entry makes room for a
+newer one; otherwise strangers could fill its share with copies of what it signed earlier. Where all is full, the author
+that holds most gives up its oldest entry for one that holds less. So nobody can push out an author that holds less than
+themselves, and an attacker needs as many names as honest shares fit in here, all of them full.
+Also fixed here, each without cost for an attacker in hivemind 1.1.12:
+- of two entries under one subkey the one with the later claimed expiration stayed, and anybody may store any signed
+  entry with any claim: the order is that of the entries' `Validity`;
 - a copy of an entry with an earlier expiration made the entry disappear at that earlier time: refuse it;
 - every repeated store left a mark in the heaps of expirations for up to an hour: compact them;
 - a search of this node merged what strangers answered into the stored dictionary itself: hand out copies.
 """
 
+import bisect
 import heapq
+import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from swarm.network.hivemind.parts import DHTID, DHTLocalStorage, DictionaryDHTValue, TimedStorage, ValueWithExpiration
-from swarm.network.index_entry import MAX_ENTRIES_PER_KEY
+from swarm.network.hivemind.parts import (
+    DHTID,
+    DHTLocalStorage,
+    DHTProtocol,
+    DHTRecord,
+    DictionaryDHTValue,
+    HeapEntry,
+    TimedStorage,
+    ValueWithExpiration,
+)
+from swarm.network.index_entry import MAX_ENTRIES_PER_KEY, UNSIGNED, Validity, age_rank
 
 MAX_INDEX_BYTES = 64 << 20
 """All entries of this node's share of the index, with what Python needs around them."""
@@ -30,13 +44,55 @@ _HEAP_SLACK = 64
 
 
 _Name = tuple[DHTID, str]
+_Ranked = tuple[tuple[bool, tuple[float, int, bytes]], _Name]
+
+Judge = Callable[[DHTRecord], Validity | None]
+"""What a record says of its validity, with the end that is claimed for it; None for one that does not count now."""
+
+
+def as_claimed(record: DHTRecord) -> Validity:
+    """The judge of an index without signatures."""
+    return replace(UNSIGNED, expires_at=record.expiration_time)
+
+
+class JudgedValue(bytes):
+    """The bytes of an entry together with their validity, which so travels through hivemind's own functions."""
+
+    validity: Validity
+
+    @classmethod
+    def of(cls, value: bytes, validity: Validity) -> "JudgedValue":
+        judged = cls(value)
+        judged.validity = validity
+        return judged
+
+
+class IndexEntries(DictionaryDHTValue):
+    """The entries under one key. Of two under one subkey the newer one stays, whatever expirations were claimed."""
+
+    def store(self, key: str, value: bytes, expiration_time: float) -> bool:
+        """Whether the entry is newer than the one that it replaces."""
+        known = self.data.get(key)
+        if known is not None and not _validity(value, expiration_time).supersedes(_validity(*known)):
+            return False
+        if expiration_time < time.time() and not self.frozen:
+            return False
+        self.data[key] = ValueWithExpiration(value, expiration_time)
+        self.key_to_heap[key] = HeapEntry(expiration_time, key)
+        heapq.heappush(self.expiration_heap, self.key_to_heap[key])
+        self.latest_expiration_time = max(self.latest_expiration_time, expiration_time)
+        return True
+
+
+def _validity(value: bytes, claimed_end: float) -> Validity:
+    return value.validity if isinstance(value, JudgedValue) else replace(UNSIGNED, expires_at=claimed_end)
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
     author: str
     num_bytes: int
-    expires_at: float
+    validity: Validity
 
 
 class IndexStorage(DHTLocalStorage):
@@ -47,21 +103,24 @@ class IndexStorage(DHTLocalStorage):
         now: Callable[[], float],
         max_bytes: int = MAX_INDEX_BYTES,
         max_author_bytes: int = MAX_AUTHOR_BYTES,
+        judge: Judge = as_claimed,
     ) -> None:
-        """`now` gives swarm time."""
+        """`now` gives swarm time. `judge` is asked about every entry that was not judged before."""
         super().__init__()
         self._now = now
+        self._judge = judge
         self._max_bytes = max_bytes
         self._max_author_bytes = max_author_bytes
         self._entries: dict[_Name, _Entry] = {}
         self._ends: list[tuple[float, DHTID, str]] = []  # heap; an entry that was renewed is in it twice for a while
-        self._authors: dict[str, dict[_Name, None]] = {}  # oldest first
+        self._authors: dict[str, list[_Ranked]] = {}  # oldest first
         self._author_bytes: Counter[str] = Counter()
         self._largest: list[tuple[int, str]] = []  # heap of (-bytes, author), outdated ones among them
         self.num_bytes = 0
         """Estimate of the memory in use."""
         self.refused: Counter[str] = Counter()
-        """Entries that were not taken, and those `evicted`, by reason: not_newer, key_full, author_full, full, plain."""
+        """Entries that were not taken, and those `evicted`, by reason: invalid, not_newer, key_full, author_full, full,
+        plain."""
 
     def store(self, key: DHTID, value: object, expiration_time: float, subkey: object | None = None) -> bool:
         """Values without a subkey are refused: one of them would replace all subkeys of its key."""
@@ -70,10 +129,13 @@ class IndexStorage(DHTLocalStorage):
         return self.store_subkey(key, subkey, value, expiration_time)
 
     def store_subkey(self, key: DHTID, subkey: str, value: bytes, expiration_time: float) -> bool:
-        """Whether the entry was taken: it is newer than the one it replaces, and there is room."""
+        """Whether the entry was taken: it is valid, newer than the one it replaces, and there is room."""
         self._remove_expired()
+        judged = self._judged(key, subkey, value, expiration_time)
+        if judged is None:
+            return self._refuse("invalid")
         earlier = self._entries.get((key, subkey))
-        if earlier is not None and expiration_time <= earlier.expires_at:
+        if earlier is not None and not judged.validity.supersedes(earlier.validity):
             return self._refuse("not_newer")
         known = self._dictionary(key)
         if earlier is None and known is not None and len(known.data) >= MAX_ENTRIES_PER_KEY:
@@ -81,14 +143,16 @@ class IndexStorage(DHTLocalStorage):
         author = subkey.partition("/")[0]
         num_bytes = ENTRY_OVERHEAD_BYTES + len(value) + len(subkey)
         growth = num_bytes - (earlier.num_bytes if earlier is not None else 0)
-        if self._author_bytes[author] + growth > min(self._max_author_bytes, self._max_bytes):
+        if not self._make_room_in_share(author, growth, (key, subkey), judged.validity):
             return self._refuse("author_full")
         if not self._make_room(author, growth):
             return self._refuse("full")
-        if not self._put(key, subkey, value, expiration_time):
+        if not self._put(key, subkey, judged, expiration_time):
             return self._refuse("not_newer")
-        self._entries[key, subkey] = _Entry(author, num_bytes, expiration_time)
-        self._authors.setdefault(author, {})[key, subkey] = None
+        if earlier is not None:
+            self._authors[author].remove(_ranked((key, subkey), earlier.validity))
+        self._entries[key, subkey] = _Entry(author, num_bytes, judged.validity)
+        bisect.insort(self._authors.setdefault(author, []), _ranked((key, subkey), judged.validity))
         self._account(author, growth)
         heapq.heappush(self._ends, (expiration_time, key, subkey))
         self._compact(key)
@@ -108,13 +172,33 @@ class IndexStorage(DHTLocalStorage):
         assert isinstance(found.value, DictionaryDHTValue), "nothing else is stored here"
         return found.value
 
-    def _put(self, key: DHTID, subkey: str, value: bytes, expires_at: float) -> bool:
+    def _judged(self, key: DHTID, subkey: str, value: bytes, expires_at: float) -> JudgedValue | None:
+        if isinstance(value, JudgedValue):
+            return value
+        validity = self._judge(DHTRecord(key.to_bytes(), DHTProtocol.serializer.dumps(subkey), value, expires_at))
+        return None if validity is None else JudgedValue.of(value, validity)
+
+    def _put(self, key: DHTID, subkey: str, value: JudgedValue, expires_at: float) -> bool:
         known = self._dictionary(key)
         if known is None or expires_at > self.data[key].expiration_time:
-            known = DictionaryDHTValue() if known is None else known
+            known = IndexEntries() if known is None else known
             if not TimedStorage.store(self, key, known, expires_at):
                 return False  # the clock passed its end meanwhile
         return known.store(subkey, value, expires_at)
+
+    def _make_room_in_share(self, author: str, growth: int, name: _Name, validity: Validity) -> bool:
+        """Whether there is room in the share of an author, at the expense of entries of its own that are older."""
+        rank = age_rank(name[1], validity)
+        while self._author_bytes[author] + growth > min(self._max_author_bytes, self._max_bytes):
+            oldest = next((ranked for ranked in self._authors.get(author, []) if ranked[1] != name), None)
+            if oldest is None or rank <= oldest[0]:
+                return False
+            self._evict(oldest[1])
+        return True
+
+    def _evict(self, name: _Name) -> None:
+        self._remove(*name, self._entries[name])
+        self.refused["evicted"] += 1
 
     def _make_room(self, author: str, growth: int) -> bool:
         """Whether there is room, at the expense of authors that hold more."""
@@ -124,9 +208,7 @@ class IndexStorage(DHTLocalStorage):
             num_bytes, largest = -self._largest[0][0], self._largest[0][1]
             if num_bytes <= self._author_bytes[author] + growth:
                 return False
-            key, subkey = next(iter(self._authors[largest]))
-            self._remove(key, subkey, self._entries[key, subkey])
-            self.refused["evicted"] += 1
+            self._evict(self._authors[largest][0][1])
         return True
 
     def _remove_expired(self) -> None:
@@ -134,11 +216,12 @@ class IndexStorage(DHTLocalStorage):
         while self._ends and self._ends[0][0] <= now:
             expires_at, key, subkey = heapq.heappop(self._ends)
             entry = self._entries.get((key, subkey))
-            if entry is not None and entry.expires_at == expires_at:
+            if entry is not None and entry.validity.expires_at == expires_at:
                 self._remove(key, subkey, entry)
 
     def _remove(self, key: DHTID, subkey: str, entry: _Entry) -> None:
-        del self._entries[key, subkey], self._authors[entry.author][key, subkey]
+        del self._entries[key, subkey]
+        self._authors[entry.author].remove(_ranked((key, subkey), entry.validity))
         self._account(entry.author, -entry.num_bytes)
         known = self._dictionary(key)
         if known is not None:  # else hivemind came by first
@@ -159,7 +242,7 @@ class IndexStorage(DHTLocalStorage):
 
     def _compact(self, key: DHTID) -> None:
         if len(self._ends) > 2 * len(self._entries) + _HEAP_SLACK:
-            self._ends = [(entry.expires_at, *name) for name, entry in self._entries.items()]
+            self._ends = [(entry.validity.expires_at, *name) for name, entry in self._entries.items()]
             heapq.heapify(self._ends)
         for storage in (self, self._dictionary(key)):
             if storage is not None and len(storage.expiration_heap) > 2 * len(storage.data) + _HEAP_SLACK:
@@ -171,8 +254,12 @@ class IndexStorage(DHTLocalStorage):
         return False
 
 
-def _copy(entries: DictionaryDHTValue) -> DictionaryDHTValue:
-    copy = DictionaryDHTValue()
+def _ranked(name: _Name, validity: Validity) -> _Ranked:
+    return age_rank(name[1], validity), name
+
+
+def _copy(entries: DictionaryDHTValue) -> IndexEntries:
+    copy = IndexEntries()
     copy.data, copy.key_to_heap = dict(entries.data), dict(entries.key_to_heap)
     copy.expiration_heap = list(entries.expiration_heap)
     copy.latest_expiration_time = entries.latest_expiration_time

@@ -60,7 +60,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg 
 from hivemind.proto import dht_pb2, p2pd_pb2  # noqa: E402
 from hivemind.utils.logging import use_hivemind_log_handler  # noqa: E402
 from hivemind.utils.multiaddr import Multiaddr  # noqa: E402
-from hivemind.utils.timed_storage import TimedStorage, ValueWithExpiration  # noqa: E402
+from hivemind.utils.timed_storage import HeapEntry, TimedStorage, ValueWithExpiration  # noqa: E402
 
 logging.addLevelName(logging.WARNING, "WARNING")  # which the import has renamed to WARN, for the whole process
 
@@ -72,6 +72,7 @@ __all__ = [
     "DHTProtocol",
     "DHTRecord",
     "DictionaryDHTValue",
+    "HeapEntry",
     "Multiaddr",
     "P2PDaemonError",
     "P2PHandlerError",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError
+from swarm.network.index_entry import IndexValidator
 from swarm.network.own_ports import OwnPorts
 from swarm.network.peers.joining import Joining
 from swarm.network.peers.known_peers import KnownPeers
@@ -26,7 +27,7 @@ from swarm.network.reach.reachability_watch import ReachabilityWatch
 from swarm.network.reach.role import role_of
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
-from swarm.network.transport import Admits, IndexValidator
+from swarm.network.transport import Admits
 
 if TYPE_CHECKING:
     from swarm.network.hivemind.index_guard import IndexGuard

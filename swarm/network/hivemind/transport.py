@@ -18,7 +18,7 @@ from swarm.errors import NetworkError
 from swarm.network.gossip import Gossip, GossipSlot
 from swarm.network.heap import HeapTrimmer
 from swarm.network.hivemind.supervisor import HEALTH_INTERVAL_S, SessionSupervisor
-from swarm.network.index_entry import MAX_LIFETIME_S, check_entry
+from swarm.network.index_entry import MAX_LIFETIME_S, IndexRule, IndexValidator, check_entry
 from swarm.network.index_gateway import INDEX_PROTOCOL, MAX_INDEX_REQUEST_BYTES, IndexGateway
 from swarm.network.own_ports import PORTS_FILE, OwnPorts
 from swarm.network.peers.dialling import Dialling
@@ -32,7 +32,6 @@ from swarm.network.transport import (
     Admits,
     Contact,
     GossipHandler,
-    IndexValidator,
     RequestHandler,
     TrafficCounter,
     by_place,
@@ -75,7 +74,7 @@ class HivemindTransport:
         self._heap = HeapTrimmer()
         self._requests = StreamRequests(self._open_stream, self.traffic, self._call)
         self.gossip = GossipSlot(None if config.gossip == "off" else self._make_gossip)
-        index, reach = IndexGateway(self), ReachService(self._observed, self.now)
+        index, reach = IndexGateway(self, IndexRule(validator, self.now)), ReachService(self._observed, self.now)
         self._server.serve(INDEX_PROTOCOL, index.answer, max_request_bytes=MAX_INDEX_REQUEST_BYTES)
         self._server.serve(REACH_PROTOCOL, reach.answer, max_request_bytes=MAX_REACH_REQUEST_BYTES)
         initial = parse_setting("initial_peers", config.initial_peers)

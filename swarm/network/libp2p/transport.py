@@ -19,7 +19,7 @@ from pathlib import Path
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError, RequestError
 from swarm.network.gossip import Gossip, GossipSlot
-from swarm.network.index_entry import MAX_LIFETIME_S, check_entry
+from swarm.network.index_entry import MAX_LIFETIME_S, IndexRule, IndexValidator, check_entry
 from swarm.network.index_gateway import (
     INDEX_PROTOCOL,
     MAX_INDEX_RESPONSE_BYTES,
@@ -40,7 +40,6 @@ from swarm.network.transport import (
     Admits,
     Contact,
     GossipHandler,
-    IndexValidator,
     RequestHandler,
     TrafficCounter,
     by_place,
@@ -76,7 +75,7 @@ class LightTransport:
         self.gossip = GossipSlot(None if config.gossip == "off" else self._make_gossip)
         self._config = config
         self._identity = identity
-        self._validator = validator
+        self._rule = IndexRule(validator, self.now)
         self._rng = random.Random(identity.peer_id)
         self._ports = OwnPorts(state_dir / PORTS_FILE)
         self._listen = parse_setting("listen", config.listen)
@@ -121,7 +120,12 @@ class LightTransport:
 
     @property
     def refused(self) -> Counter[str]:
-        return by_place(requests=self._server.refused, gossip=self.gossip.rejected, host=self._host_refused)
+        return by_place(
+            requests=self._server.refused,
+            gossip=self.gossip.rejected,
+            host=self._host_refused,
+            index=self._rule.refused,
+        )
 
     def now(self) -> float:
         return time.time()
@@ -164,12 +168,11 @@ class LightTransport:
         return is_taken
 
     async def load(self, key: str) -> dict[str, bytes]:
-        entries: dict[str, bytes] = {}
+        copies: list[tuple[str, bytes, None]] = []
         for answer in await self._ask_index(load_request(key)):
             with contextlib.suppress(RequestError):  # this peer is broken; the others count
-                entries |= read_loaded(answer)
-        is_valid = self._validator
-        return {sub: value for sub, value in entries.items() if is_valid is None or is_valid(key, sub, value)}
+                copies += [(subkey, value, None) for subkey, value in read_loaded(answer).items()]
+        return self._rule.newest(key, copies)
 
     def serve(self, protocol: str, handler: RequestHandler, *, max_request_bytes: int) -> None:
         assert self._host is None, "serve() comes before start()"

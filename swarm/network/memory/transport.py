@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter
 
 from swarm.errors import RequestError, RequestFailure
-from swarm.network.index_entry import MAX_LIFETIME_S, check_entry, is_live
+from swarm.network.index_entry import MAX_LIFETIME_S, IndexRule, IndexValidator, check_entry
 from swarm.network.memory.gossip import GossipRouter
 from swarm.network.memory.index_share import IndexShare
 from swarm.network.memory.network import (
@@ -23,7 +23,7 @@ from swarm.network.memory.network import (
 )
 from swarm.network.requests.framing import Response, Status
 from swarm.network.requests.server import RequestServer
-from swarm.network.transport import Contact, GossipHandler, IndexValidator, RequestHandler, TrafficCounter, by_place
+from swarm.network.transport import Contact, GossipHandler, RequestHandler, TrafficCounter, by_place
 
 __all__ = ["Faults", "MemoryNetwork", "MemoryTransport"]
 
@@ -45,7 +45,7 @@ class MemoryTransport:
         self.position = position_of(peer_id)
         self.gossip = GossipRouter(network, peer_id, self.traffic)
         self._network = network
-        self._validator = validator
+        self._rule = IndexRule(validator, self.now)
         self.index_share = IndexShare(self.now)
         self._tasks: set[asyncio.Task[Response]] = set()
         self._server = RequestServer(
@@ -99,14 +99,8 @@ class MemoryTransport:
 
     async def load(self, key: str) -> dict[str, bytes]:
         replicas = await self._find_replicas(key)
-        now = self.now()
-        newest: dict[str, tuple[bytes, float]] = {}
-        for entries in await asyncio.gather(*(self._load_from(replica, key) for replica in replicas)):
-            for subkey, (value, expires_at) in entries.items():
-                is_newer = subkey not in newest or newest[subkey][1] < expires_at
-                if is_newer and self._is_valid(key, subkey, value, expires_at, now):
-                    newest[subkey] = value, expires_at
-        return {subkey: value for subkey, (value, _) in newest.items()}
+        answers = await asyncio.gather(*(self._load_from(replica, key) for replica in replicas))
+        return self._rule.newest(key, ((sub, *copy) for copies in answers for sub, copy in copies.items()))
 
     async def _find_replicas(self, key: str) -> "list[MemoryTransport]":
         """The nodes that hold a key, after as many hops, each there and back, as a lookup takes."""
@@ -170,8 +164,8 @@ class MemoryTransport:
 
     def take(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         """An entry that arrived for the own share of the index: whether it is valid and was taken."""
-        is_valid = self._is_valid(key, subkey, value, expires_at, self.now())
-        return is_valid and self.index_share.take(key, subkey, value, expires_at)
+        validity = self._rule.judge(key, subkey, value, expires_at)
+        return validity is not None and self.index_share.take(key, subkey, value, validity)
 
     async def _store_at(
         self, replica: "MemoryTransport", key: str, subkey: str, value: bytes, expires_at: float
@@ -199,7 +193,7 @@ class MemoryTransport:
             return {}
         if arrived is not self:
             self.traffic.bytes_received += num_bytes
-        return {subkey: (self._network.damage(value), expires_at) for subkey, (value, expires_at) in entries.items()}
+        return {sub: (self._network.damage(value), validity.expires_at) for sub, (value, validity) in entries.items()}
 
     def subscribe(self, topic: str, handler: GossipHandler) -> None:
         self.gossip.subscribe(topic, handler)
@@ -209,9 +203,6 @@ class MemoryTransport:
 
     async def publish(self, topic: str, message: bytes) -> None:
         self.gossip.publish(topic, message)
-
-    def _is_valid(self, key: str, subkey: str, value: bytes, expires_at: float, now: float) -> bool:
-        return is_live(expires_at, now) and (self._validator is None or self._validator(key, subkey, value))
 
     def _failure(self, peer_id: str, protocol: str, reason: RequestFailure, detail: str) -> RequestError:
         self.traffic.requests_failed += 1
