@@ -61,8 +61,8 @@ class RecentPartners:
         return self._shares is not None and self._shares.reputation.is_banned(peer_id)
 
     def has_had_its_share(self, peer_id: str) -> bool:
-        """Whether merging with this stranger would give strangers, or those of its address group, more than their share of the
-        last MAX_REMEMBERED merges. Peers that were ready of late are what shares are counted over; a share is one merge at least.
+        """Whether merging with this stranger would give strangers, or several names of one address group, more than their share
+        of the last MAX_REMEMBERED merges. Shares are over the peers that were ready of late, and in whole merges, one at least.
         """
         if self._shares is None or self._shares.reputation.is_known(peer_id):
             return False
@@ -72,7 +72,7 @@ class RecentPartners:
         for crowd in (self._shares.bound_on_strangers(named)[0], self._shares.neighbours(peer_id, named)):
             share = sum(standing[one] for one in crowd & ready) / sum(standing.values())
             num_had = sum(partner in crowd for partner in list(self._partners)[1 - MAX_REMEMBERED :])
-            if num_had + 1 > max(1.0, share * MAX_REMEMBERED + 1e-6):
+            if len(crowd) > 1 and num_had + 1 > max(1, round(share * MAX_REMEMBERED)):
                 return True
         return False
 
