@@ -102,7 +102,7 @@ class Node:
         self._copies = CopyWatch(owns_stream, lambda author: self._reputation.refused(author, Rejection.COPIED))
         self.controls = NodeControls()
         is_paused = self.controls.sharing_is_paused
-        self._merging = make_merging(config, identity, self.transport, self._level, is_paused)
+        self._merging = make_merging(config, identity, self.transport, self._level, is_paused, self._authors.shares)
         self._watchdog = watchdog or Watchdog(time.monotonic)
         has_peers = bool(config.network.initial_peers)
         adviser = Adviser(time.monotonic, has_network=self.transport is not None, has_initial_peers=has_peers)

@@ -24,6 +24,7 @@ from swarm.pairing.newcomer import COUNT, Newcomer, WantedAdapter
 from swarm.pairing.patience import Patience
 from swarm.policy_merging import MergeLinks
 from swarm.records.identity import Identity
+from swarm.sharing.author_shares import AuthorShares
 from swarm.tasks.task_source import FIRST_TRAINING_SEED, MAX_SEED
 from swarm.types import Alone, Outcome, Snapshot
 
@@ -37,6 +38,7 @@ class WhileSharing:
         self._exchange = exchange
         self._is_paused = is_paused
         self.distrust = exchange.distrust
+        self.is_known = exchange.is_known
 
     def offer(self, snapshot: Snapshot) -> "Future[Outcome]":
         if not self._is_paused():
@@ -56,16 +58,19 @@ class NodeMerging:
         transport: Transport,
         max_level: Callable[[], int],
         is_paused: Callable[[], bool],
+        shares: AuthorShares,
     ) -> None:
-        """`max_level`: that of the node's shard in the directory. `is_paused`: no adapter is offered while it says so."""
+        """`max_level`: that of the node's shard in the directory. `is_paused`: no adapter is offered while it says so. `shares`:
+        what is known of other peers.
+        """
         merging, swarm_id = config.merging, config.swarm_id
         patience = Patience(merging.search_s, merging.request_timeout_s, merging.min_bytes_per_s)
         rng = random.Random(f"merging/{identity.peer_id}")
         self._precision = merging.precision
         self._patience = patience
-        self._exchange = MergeExchange(patience, swarm_id, identity, transport, rng, max_level)
-        self._donor = AdapterDonor(patience, swarm_id, identity, transport, rng, max_level)
-        self._newcomer = Newcomer(patience, swarm_id, transport, rng)
+        self._exchange = MergeExchange(patience, swarm_id, identity, transport, rng, max_level, shares)
+        self._donor = AdapterDonor(patience, swarm_id, identity, transport, rng, max_level, shares.public_group)
+        self._newcomer = Newcomer(patience, swarm_id, transport, rng, shares.public_group)
         self._final = (
             FinalMeeting(
                 swarm_id,
@@ -80,7 +85,9 @@ class NodeMerging:
             else None
         )
         pairer = WhileSharing(self._exchange, is_paused)
-        self.links = MergeLinks(pairer, self._donor.keep, transport.now, _gate_seed(identity), self._final)
+        self.links = MergeLinks(
+            pairer, self._donor.keep, transport.now, _gate_seed(identity), self._final, shares.bound_on_strangers
+        )
         """For the learner."""
 
     def work(self, on_failure: Callable[[], None]) -> list[Coroutine[Any, Any, None]]:
@@ -116,6 +123,7 @@ def make_merging(
     transport: Transport | None,
     max_level: Callable[[], int],
     is_paused: Callable[[], bool],
+    shares: AuthorShares,
 ) -> NodeMerging | None:
     """None where merging is off, or without a network: outer steps are taken alone then."""
     if not config.merging.enabled:
@@ -123,7 +131,7 @@ def make_merging(
     if transport is None:
         logger.info("merging is on and the network off: outer steps are taken alone")
         return None
-    return NodeMerging(config, identity, transport, max_level, is_paused)
+    return NodeMerging(config, identity, transport, max_level, is_paused, shares)
 
 
 def _gate_seed(identity: Identity) -> int:

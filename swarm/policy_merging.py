@@ -21,7 +21,7 @@ from swarm.merging.final_merge import FinalMerge, Wire
 from swarm.merging.gate import Scores
 from swarm.merging.merger import Merger
 from swarm.merging.outer_optimizer import Adapter
-from swarm.merging.pairer import Donate, FinalPairer, Pairer
+from swarm.merging.pairer import BoundOnStrangers, Donate, FinalPairer, Pairer
 from swarm.merging.schedule import MergeSchedule
 from swarm.policy.policy import TextPolicy
 from swarm.rollouts.worker import RolloutWorker
@@ -44,6 +44,8 @@ class MergeLinks:
     """Stream of the tasks that merges are tried on. No partner may know it, or it could prepare for them."""
     final: FinalPairer | None = None
     """Where there is to be a final merge."""
+    bound: BoundOnStrangers = lambda peer_ids: (peer_ids, 1.0)
+    """Who of the nodes in a final merge is a stranger, and what part all of them may have; by default nobody is known."""
 
 
 class PolicyMerging:
@@ -118,7 +120,9 @@ class PolicyMerging:
             return None
         merger, lora = self._merger, self._config.policy.lora
         wire = Wire(merger.snapshot, merger.opened)
-        one = FinalMerge(self._config.merging, wire, merger.origin, lora.alpha / lora.rank, final, self._gate)
+        one = FinalMerge(
+            self._config.merging, wire, merger.origin, lora.alpha / lora.rank, final, self._gate, self._links.bound
+        )
         own = self._steps.read()
         result = one.run(own, self._policy.version)
         self._steps.write(result.weights, sorted(result.reset_names) if result.is_merged else ())

@@ -192,6 +192,10 @@ class Seats:
     """By place."""
     own_place: int
 
+    @property
+    def own_peer_id(self) -> str:
+        return self.peer_ids[self.own_place]
+
 
 @dataclass(frozen=True, slots=True)
 class Appointment:
@@ -215,7 +219,5 @@ class Met:
     """With the other side's adapter, if there was one to take and it came."""
     weight: int
     """Replicas that it says are in it."""
-    has_given: bool
-    """Whether the other side says that it has the own adapter."""
     reason: str = ""
     """Why it failed, where it did: as in `Alone`, or why the other side declined."""

@@ -8,7 +8,7 @@ from swarm.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Sec
 
 
 def largest_stable_beta(alpha: float) -> float:
-    """2(1 − α²): from here on the distances between replicas that merge in random pairs grow without end."""
+    """2(1 − α²), the published bound of NoLoCo. It is on the safe side here: outer steps overshoot from 2(1 + α) on."""
     return 2 * (1 - alpha * alpha)
 
 
@@ -25,15 +25,19 @@ class MergingSection(Section):
     alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Outer momentum."""
     beta: PositiveFloat = 0.7
-    """Outer learning rate, and the pull towards the partner; below 2(1 - alpha^2), beyond which replicas drift apart."""
+    """Outer learning rate of the own training; below 2(1 - alpha^2), well before outer steps overshoot."""
     precision: Literal["bf16", "int8", "int4"] = "bf16"
     """Of the weights that are sent. int8 halves the bytes, int4 quarters them; see benchmarks.md for what they cost."""
     schedule: Literal["fixed", "late"] = "fixed"
     """fixed: every inner_steps. late: of those one in five, and all in the last quarter of node.max_rounds."""
     clip_factor: PositiveFloat = 4.0
     """A partner's tensor may lie so many times the median of our own last changes of it away from ours; the rest is cut off."""
+    strangers_factor: Annotated[float, Field(ge=0)] = 1.0
+    """All strangers together may move a tensor, over 16 outer steps or in one final merge, so many times as far as our own
+    training moved it. A stranger is a peer of which fewer than four bodies were admitted; 0 takes nothing from strangers."""
     gate_tasks: NonNegativeInt = 24
-    """Private tasks on which a merge must do no harm before it is taken; 0 trusts the partner."""
+    """Private tasks on which a merge must do no harm before it is taken; 0 trusts the partner. They cannot show what an adapter
+    does on a prompt that only its author knows: that is what strangers_factor bounds."""
     drift_threshold: PositiveFloat = 1.0
     """Layers whose factors average to more than this error, relative to their products, are merged as products instead. Up to .6
     averaging was no worse where measured."""
@@ -68,6 +72,6 @@ class MergingSection(Section):
         if self.beta >= bound:
             raise ValueError(
                 f"merging.beta must be below 2(1 - alpha^2) = {bound:.3g} with merging.alpha {self.alpha:g}, got "
-                f"{self.beta:g}: replicas would drift apart; lower merging.alpha or merging.beta"
+                f"{self.beta:g}: outer steps would overshoot; lower merging.alpha or merging.beta"
             )
         return self

@@ -3,15 +3,16 @@
     own ─ gather ─▶ places ─▶ meet · check · clip · weighted mean · gate ─▶ … ─▶ clearly worse than the own? own : mean
 
 Every meeting is tried on private tasks before it is taken, as merges during training are: whoever hands in an adapter of no
-use is left out by the first that meets it, before it is in anybody's mean. Runs on the compute thread, which waits here: there
-is no training left to go on with.
+use is left out by the first that meets it, before it is in anybody's mean. A partner's part is at most a half, whatever it says.
+All strangers together have at most the share that they have of experience, and they move the own adapter no further than a
+multiple of its own way. Runs on the compute thread, which waits here: there is no training left to go on with.
 """
 
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -24,8 +25,8 @@ from swarm.errors import MergeError
 from swarm.merging.gate import Scores, is_clearly_better
 from swarm.merging.hypercube import Meeting, meetings_of, parts_of
 from swarm.merging.outer_optimizer import Adapter
-from swarm.merging.pairer import FinalPairer
-from swarm.merging.robust import NormClip
+from swarm.merging.pairer import BoundOnStrangers, FinalPairer
+from swarm.merging.robust import NormClip, StrangerBudget
 from swarm.types import Appointment, Met, Partner, Seats, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -66,8 +67,10 @@ class FinalMerge:
         scaling: float,
         pairer: FinalPairer,
         score: Callable[[Adapter], Scores] | None,
+        bound: BoundOnStrangers = lambda peer_ids: ((), 1.0),
     ) -> None:
-        """`origin`: the start of the lineage. `scaling`: alpha / rank. Without a `score` everybody is trusted."""
+        """`origin`: the start of the lineage. `scaling`: alpha / rank. Without a `score` nothing is tried; `bound` says who is a
+        stranger, by default nobody."""
         self._wire = wire
         self._origin = origin
         self._scaling = scaling
@@ -76,11 +79,15 @@ class FinalMerge:
         self._num_tries = config.final_tries
         self._drift_threshold = config.drift_threshold
         self._clip = NormClip(config.clip_factor)
+        self._budget = StrangerBudget(config.strangers_factor)
+        self._bound = bound
+        self._strangers: Collection[str] = ()
+        self._max_strangers_part = 1.0
+        self._strangers_part = 0.0
         self._weights: Adapter = {}
         self._weight = 1
         self._scores: Scores = []
         self._reset: frozenset[str] = frozenset()
-        self._has_given = False
         self._clipped_shares: list[float] = []
         self._reasons: Counter[str] = Counter()
 
@@ -90,8 +97,12 @@ class FinalMerge:
         self._weights = own
         # How far training has brought the own adapter, times the factor: where those may lie that set out with it.
         self._clip.observe(own, self._origin)
+        self._budget.observe(own, self._origin)
         seats, own_scores = self._gather(own, policy_version)
         self._scores, num_places = own_scores, len(seats.peer_ids)
+        self._strangers, self._max_strangers_part = self._bound(
+            [one for one in seats.peer_ids if one != seats.own_peer_id]
+        )
         for meeting in meetings_of(seats.own_place, num_places):
             self._attend(meeting, seats, policy_version)
         is_taken = self._weight > 1 and not is_clearly_better(own_scores, self._scores)
@@ -109,6 +120,7 @@ class FinalMerge:
             "final/places": num_places,
             "final/replicas": self._weight,
             "final/is_taken": int(is_taken),
+            "final/strangers_part": self._strangers_part,
             "final/reasons": dict(self._reasons),
             "final/clipped_share": fmean(self._clipped_shares) if self._clipped_shares else 0.0,
             "final/product_factors": len(self._reset),
@@ -144,13 +156,12 @@ class FinalMerge:
         peer_id = seats.peer_ids[meeting.place]
         appointment = Appointment(meeting.window, peer_id, meeting.gives, meeting.takes, self._weight, snapshot)
         met = self._pairer.meet(appointment).result()
-        self._has_given = self._has_given or met.has_given
         reason = met.reason
         if met.partner is not None:
-            reason = self._take(meeting, met, met.partner)
+            reason = self._take(meeting, met, met.partner, peer_id in self._strangers)
         self._reasons[reason or ("merged" if meeting.takes else "given")] += 1
 
-    def _take(self, meeting: Meeting, met: Met, partner: Partner) -> str:
+    def _take(self, meeting: Meeting, met: Met, partner: Partner, is_stranger: bool) -> str:
         """Why not; empty where the mean of both is the own one now."""
         try:
             theirs = self._wire.open(partner.snapshot)
@@ -160,14 +171,29 @@ class FinalMerge:
             logger.warning("the adapter of %s is not merged: %s", partner.peer_id, error)
             return "unusable"
         self._clipped_shares.append(self._clip.clipped_share(theirs, self._weights))
-        parts = parts_of(meeting, self._weight, met.weight, has_given=self._has_given)
-        merged = self._mean(self._clip.clip(theirs, self._weights), parts.own, parts.other)
+        parts = parts_of(self._weight, met.weight, self._part_left() if is_stranger else 0.5)
+        if parts.other == 0:
+            return "strangers"
+        theirs = self._clip.clip(theirs, self._weights)
+        if is_stranger:
+            theirs = self._budget.limit(theirs, self._weights, parts.other)
+        merged = self._mean(theirs, parts.own, parts.other)
         scores = self._score(merged.tensors)
         if is_clearly_better(self._scores, scores):
             return "gate"
+        if is_stranger:
+            self._budget.spend(theirs, self._weights, parts.other)
+        # What a known partner hands in may hold as much of strangers as the own adapter may.
+        of_strangers = 1.0 if is_stranger else min(1.0, self._max_strangers_part)
+        self._strangers_part = parts.own * self._strangers_part + parts.other * of_strangers
         self._weights, self._weight, self._scores = merged.tensors, parts.weight, scores
         self._reset |= frozenset(merged.reset_names)
         return ""
+
+    def _part_left(self) -> float:
+        """Largest part of a stranger with which all strangers together stay within their share of the own adapter."""
+        share, part = self._max_strangers_part, self._strangers_part
+        return 1.0 if share >= 1 else max(0.0, (share - part) / (1 - part))
 
     def _mean(self, theirs: Adapter, own_part: float, other_part: float) -> Merged:
         both = [LowRank(self._weights, self._scaling), LowRank(theirs, self._scaling)]

@@ -4,8 +4,9 @@
     windows 1 … k     core place i meets i xor 2^(w−1); both take the weighted mean of both
     window k + 1      passengers get the result
 
-A weight travels with each adapter: the number of replicas in it. Before window w the means of two that meet are over different
-replicas, so weighted means give the mean of all, exactly where all answer; where some do not, everybody has the mean of fewer.
+A weight travels with each adapter: the number of replicas in it, as the other side says. Nobody can check that number, so the
+other side never gets more than half. For a power of two all weights that meet are equal and everybody has the exact mean of all
+that answer. For other numbers of replicas, and where some are silent, a replica keeps more of its own adapter than others have.
 """
 
 from collections.abc import Iterable
@@ -31,7 +32,7 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How much of the own adapter and of the other one is in the new one: not negative, 1 in sum."""
+    """How much of the own adapter and of the other one is in the new one: not negative, 1 in sum, `other` at most a half."""
 
     own: float
     other: float
@@ -69,15 +70,11 @@ def meetings_of(place: int, num_places: int) -> list[Meeting]:
     return meetings + ([Meeting(last, passenger, True, False, 1)] if has_passenger else [])
 
 
-def parts_of(meeting: Meeting, own_weight: int, other_weight: int, *, has_given: bool) -> Parts:
-    """Of the adapter that comes out of a meeting in which the other one's came in.
-
-    A passenger whose own adapter was taken along has it in what it gets back, and takes that as it is.
-    """
-    if not meeting.gives and meeting.window > 0 and has_given:
-        return Parts(0.0, 1.0, other_weight)
+def parts_of(own_weight: int, other_weight: int, max_other: float = 0.5) -> Parts:
+    """Of the adapter that comes out of a meeting. `max_other` bounds the part of the other one further than a half does."""
     total = own_weight + other_weight
-    return Parts(own_weight / total, other_weight / total, total)
+    other = min(0.5, max_other, other_weight / total)
+    return Parts(1.0 - other, other, total)
 
 
 def _num_carried(places: Iterable[int], num_places: int) -> int:

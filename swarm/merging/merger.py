@@ -25,7 +25,14 @@ from swarm.merging.blend import Blend
 from swarm.merging.gate import Scores, choose_share, is_clearly_better
 from swarm.merging.outer_optimizer import Adapter, OuterOptimizer, carry_over, partner_weight
 from swarm.merging.pairer import Donate, Pairer
-from swarm.merging.robust import FEWEST_FOR_MEDIAN, NormClip, median_adapter, refuse_unusable
+from swarm.merging.robust import (
+    FEWEST_FOR_MEDIAN,
+    NormClip,
+    StrangerBudget,
+    cut_to_median_norm,
+    median_adapter,
+    refuse_unusable,
+)
 from swarm.merging.schedule import MergeSchedule
 from swarm.observability.tracing import traced
 from swarm.types import MAX_ADAPTER_BYTES, Alone, Outcome, Partner, Snapshot
@@ -95,6 +102,7 @@ class Merger:
         self._donate = donate
         self._outer = OuterOptimizer(config.alpha, config.beta, start)
         self._clip = NormClip(config.clip_factor)
+        self._strangers = StrangerBudget(config.strangers_factor)
         self._pending: _Pending | None = None
         self._inner_steps = 0
         self._num_planned = 0  # outer steps that were due so far
@@ -143,9 +151,10 @@ class Merger:
         return step
 
     def join(self, found: Sequence[Partner]) -> bool:
-        """Begin where other replicas are; False where what they gave is no adapter, or does worse than the start.
+        """Begin where other replicas are; False where what they gave is no adapter, or is not clearly better than the start.
 
-        See `median_adapter` for how many of them may lie. `slow` are the weights to begin with.
+        Where the start earns nothing, noise earns as much: so an equal score is no reason to take anything. See `median_adapter`
+        for how many of them may lie. `slow` are the weights to begin with.
         """
         usable: list[Adapter] = []
         rounds: list[int] = []
@@ -157,9 +166,9 @@ class Merger:
                 logger.warning("the adapter of donor %s is left out: %s", one.peer_id, error)
         if len(usable) < FEWEST_FOR_MEDIAN:
             return False
-        joined = median_adapter(usable)
-        if self._score is not None and is_clearly_better(self._score(self._origin), self._score(joined)):
-            logger.warning("the adapters of %d donors do worse than none; beginning without", len(usable))
+        joined = median_adapter(cut_to_median_norm(usable, self._origin))
+        if self._score is not None and not is_clearly_better(self._score(joined), self._score(self._origin)):
+            logger.warning("the adapters of %d donors do no better than none; beginning without", len(usable))
             return False
         self.begin(joined, statistics.median_low(rounds))
         return True
@@ -206,6 +215,7 @@ class Merger:
             **outer,
             "inner_steps": self._inner_steps,
             "clip": self._clip.state(),
+            "strangers": self._strangers.state(),
             "reasons": dict(self._reasons),
             "last": dict(self._last),
         }
@@ -217,6 +227,7 @@ class Merger:
         self._inner_steps = int(state["inner_steps"])
         self._num_planned = self._inner_steps // self._config.inner_steps
         self._clip.restore(state["clip"])
+        self._strangers.restore(state.get("strangers", {}))  # checkpoints of earlier versions have none
         self._reasons = Counter(state["reasons"])
         self._last = dict(state["last"])
         self._pending = None
@@ -271,15 +282,21 @@ class Merger:
     @traced("merge", lambda step, _, __, partner, *___: {"partner": partner, "is_taken": step.partner is not None})
     def _merged(self, pending: _Pending, peer_id: str, partner: Adapter, lag: int, current: Adapter) -> OuterStep:
         slow = self._outer.slow
-        self._clip.observe(pending.fast, slow)
+        self._observe(pending.fast)
         clipped_share = self._clip.clipped_share(partner, slow)
         clipped = self._clip.clip(partner, slow)
+        is_stranger = self._pairer is not None and not self._pairer.is_known(peer_id)
+        if is_stranger:
+            clipped = self._strangers.limit(clipped, pending.fast, partner_weight(lag))
         blend = Blend(self._outer, pending.fast, clipped, lag, self._scaling, self._config.drift_threshold)
         share = self._gate(blend, pending.fast, current)
+        if is_stranger:
+            self._strangers.spend(clipped, pending.fast, blend.weight(share))
         merged = blend.take(share)
         self._reasons["merged" if share > 0 else "gate"] += 1
         self._last = {
             "merge/partner": peer_id,
+            "merge/is_stranger": int(is_stranger),
             "merge/partner_share": blend.weight(share),
             "merge/clipped_share": clipped_share,
             "merge/drift": blend.drift,
@@ -293,6 +310,11 @@ class Merger:
         )  # fmt: skip
         weights = carry_over(merged.tensors, pending.fast, current)
         return OuterStep(weights, merged.reset_names, peer_id if share > 0 else None)
+
+    def _observe(self, fast: Adapter) -> None:
+        """Note how far the node has moved itself since the last outer step."""
+        self._clip.observe(fast, self._outer.slow)
+        self._strangers.observe(fast, self._outer.slow)
 
     def _tell_once(self, reason: str) -> None:
         """Later ones are in the metrics: a node alone would say so for ever."""
@@ -308,7 +330,7 @@ class Merger:
 
     def _alone(self, fast: Adapter, reason: str, current: Adapter | None = None) -> OuterStep:
         """An outer step without a partner; `current` where training went on since `fast`."""
-        self._clip.observe(fast, self._outer.slow)
+        self._observe(fast)
         new = self._outer.step(fast, None)
         self._reasons[reason] += 1
         self._tell_once(reason)

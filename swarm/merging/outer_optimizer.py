@@ -1,9 +1,11 @@
-"""The outer step of merging without an all-reduce: NoLoCo (arXiv 2506.10911) with γ = β, so that only fast weights travel.
+"""The outer step of merging without an all-reduce: NoLoCo (arXiv 2506.10911) with the momentum of the own training alone.
 
-    θ after H inner steps ──▶ mean of own θ and a partner's ──▶ δ ← α·δ + β·(mean θ − φ) ──▶ φ ← φ + δ ──▶ θ ← φ
-                              no partner: θ alone
+    θ_i after H inner steps ──▶ δ ← α·δ + β·(θ_i − φ) ──▶ φ ← φ + δ + w·(θ_j − θ_i) ──▶ θ_i ← φ
+                                                          no partner: w = 0
 
-φ are the slow weights, θ the fast ones, δ the momentum. The paper prints −β; with its own Δ = θ − φ that moves away from θ.
+φ are the slow weights, θ the fast ones, δ the momentum, and w is the part of the partner, at most ½. The paper puts the mean of
+θ_i and θ_j into δ. A partner then acts on every later step, even after the gate has refused it, so a partner acts here once, on
+the step that the gate has tried, and nothing of it stays in δ.
 """
 
 import math
@@ -26,8 +28,8 @@ MAX_LAG = 4
 class OuterOptimizer:
     """Slow weights and momentum of one replica, in float32 on the CPU.
 
-    `start` are the weights that training begins from; `beta` is the outer learning rate, and the pull between partners
-    as well. Raises ConfigError where replicas would drift apart for ever.
+    `start` are the weights that training begins from; `beta` is the outer learning rate. Raises ConfigError for a `beta` that
+    `largest_stable_beta` does not allow.
     """
 
     def __init__(self, alpha: float, beta: float, start: Mapping[str, Tensor]) -> None:
@@ -35,7 +37,7 @@ class OuterOptimizer:
         if not (0 <= alpha < 1 and 0 < beta < bound):
             raise ConfigError(
                 f"merging.beta must be in (0, {bound:.3g}) with merging.alpha {alpha:g} in [0, 1), got {beta:g}: "
-                "replicas would drift apart; lower merging.alpha or merging.beta"
+                "outer steps would overshoot; lower merging.alpha or merging.beta"
             )
         self._alpha = alpha
         self._beta = beta
@@ -109,11 +111,11 @@ class OuterOptimizer:
         slow: Adapter = {}
         momentum: Adapter = {}
         for name, phi in self._slow.items():
-            mean = fast[name].detach().to("cpu", torch.float32)
-            if partner is not None and weight > 0:  # a partner without weight must not reach us through 0 · NaN either
-                mean = torch.lerp(mean, partner[name].detach().to("cpu", torch.float32), weight)
-            momentum[name] = self._alpha * self._momentum[name] + self._beta * (mean - phi)
+            own = fast[name].detach().to("cpu", torch.float32)
+            momentum[name] = self._alpha * self._momentum[name] + self._beta * (own - phi)
             slow[name] = phi + momentum[name]
+            if partner is not None and weight > 0:  # a partner without weight must not reach us through 0 · NaN either
+                slow[name] = slow[name] + weight * (partner[name].detach().to("cpu", torch.float32) - own)
         return slow, momentum
 
     def _check_all(self, tensors: Mapping[str, Tensor]) -> None:

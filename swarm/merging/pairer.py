@@ -1,11 +1,13 @@
 """What a merger needs of whoever connects replicas."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Protocol
 
 from swarm.types import Appointment, Met, Outcome, Seats, Snapshot
 
+BoundOnStrangers = Callable[[Collection[str]], tuple[Collection[str], float]]
+"""Which of these peers are strangers, and the largest part that all of these together may have of an adapter."""
 Donate = Callable[[Snapshot], None]
 """Give this adapter to newcomers from now on."""
 
@@ -19,6 +21,10 @@ class Pairer(Protocol):
 
     def distrust(self, peer_id: str) -> None:
         """The adapter of this partner was of no use."""
+        ...
+
+    def is_known(self, peer_id: str) -> bool:
+        """Whether this partner has proven itself by other work than adapters. From any thread."""
         ...
 
 

@@ -4,6 +4,8 @@
 
 The median is over *own* changes between outer steps, not over what partners sent: whoever could write into that history
 would double ρ with every merge. What a partner can still do is to point u where it likes; the gate is for that.
+Several partners may be one attacker under several names, and private tasks do not show what an adapter does on a prompt that only
+its author knows. So all strangers together move a node no further than a multiple of its own training: `StrangerBudget`.
 With five adapters or more there is a majority to ask: centered clipping and the trimmed mean. A newcomer has nothing of
 its own to clip around and asks three at least: the median.
 """
@@ -62,6 +64,55 @@ class NormClip:
 
     def restore(self, state: Mapping[str, Sequence[float]]) -> None:
         self._norms = {name: deque(history, maxlen=HISTORY_LEN) for name, history in state.items()}
+
+
+class StrangerBudget:
+    """Bounds how far all strangers together move a node, tensor by tensor.
+
+    Over the last HISTORY_LEN outer steps, the sum of ‖w·(θ_j − θ_i)‖ over merges with strangers is at most `factor` times the sum
+    of the node's own changes ‖θ_i − φ_i‖. Names cost nothing, so the bound is on the sum and not on each stranger.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._steps: dict[
+            str, deque[tuple[float, float]]
+        ] = {}  # (own change, movement by strangers) of each outer step
+
+    def observe(self, fast: Mapping[str, Tensor], slow: Mapping[str, Tensor]) -> None:
+        """Begin an outer step: note the own change since the last one."""
+        for name, tensor in slow.items():
+            norm = (fast[name].to(tensor) - tensor).norm().item()
+            self._steps.setdefault(name, deque(maxlen=HISTORY_LEN)).append((norm, 0.0))
+
+    def left(self, name: str) -> float:
+        """How far strangers may still move this tensor in the outer step that `observe` began."""
+        steps = self._steps.get(name, ())
+        return max(0.0, self._factor * sum(own for own, _ in steps) - sum(moved for _, moved in steps))
+
+    def limit(self, stranger: Mapping[str, Tensor], fast: Mapping[str, Tensor], weight: float) -> dict[str, Tensor]:
+        """The stranger's weights, pulled towards `fast` until a merge of `weight` moves it by no more than what is left."""
+        if weight <= 0:
+            return dict(stranger)
+        return {
+            name: own + _clipped(stranger[name].to(own) - own, self.left(name) / weight) for name, own in fast.items()
+        }
+
+    def spend(self, stranger: Mapping[str, Tensor], fast: Mapping[str, Tensor], weight: float) -> None:
+        """Note a merge with a stranger, limited already, that was taken with this weight."""
+        for name, own in fast.items():
+            change, moved = self._steps[name][-1]
+            self._steps[name][-1] = (change, moved + weight * (stranger[name].to(own) - own).norm().item())
+
+    def state(self) -> dict[str, list[list[float]]]:
+        """JSON-able, for the checkpoint."""
+        return {name: [list(step) for step in steps] for name, steps in self._steps.items()}
+
+    def restore(self, state: Mapping[str, Sequence[Sequence[float]]]) -> None:
+        """Continue from what `state` gave."""
+        self._steps = {
+            name: deque(((own, moved) for own, moved in steps), maxlen=HISTORY_LEN) for name, steps in state.items()
+        }
 
 
 def refuse_unusable(partner: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
@@ -126,6 +177,17 @@ def median_adapter(pulled: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {
         name: torch.stack([one[name].float() for one in pulled]).sort(0).values[middle].mean(0) for name in pulled[0]
     }
+
+
+def cut_to_median_norm(pulled: Sequence[Mapping[str, Tensor]], origin: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Each adapter with its difference from `origin` no longer than the median of all of them, tensor by tensor."""
+    radius = {
+        name: statistics.median_low((one[name] - start).double().norm().item() for one in pulled)
+        for name, start in origin.items()
+    }
+    return [
+        {name: start + _clipped(one[name] - start, radius[name]) for name, start in origin.items()} for one in pulled
+    ]
 
 
 def _refuse_minority(pulled: Sequence[Mapping[str, Tensor]], own: Mapping[str, Tensor]) -> None:

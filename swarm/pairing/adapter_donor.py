@@ -1,7 +1,9 @@
-"""Gives this node's adapter to newcomers: listed in the index, one newcomer at a time, and not too often.
+"""Gives this node's adapter to newcomers: listed in the index, a few newcomers at a time, and not too often.
 
 keep(snapshot) ─ sign ─ listed under `<swarm id>/donors/<lineage>/<shard>`, anew every 20 minutes
-a newcomer asks for a piece ─ has it the place? is the place free? ─ piece, or "busy"
+a newcomer asks for a piece ─ has it a place? is one free for its address group? ─ piece, or "busy"
+
+A place is bound to a peer and an address group: who wants to hold all of them needs addresses in as many networks.
 """
 
 import asyncio
@@ -30,14 +32,23 @@ STARTER_PROTOCOL = "swarm/starter/1"
 """Pieces of a donor's adapter, as `requests.blob_protocol` has them."""
 RELIST_S = 1200.0
 PAUSE_S = 300.0
-"""From the beginning of one newcomer's fetching to the next one's, at least: what strangers may cost of the line."""
+"""From the beginning of one newcomer's fetching to the next one's in its place, at least: what strangers may cost of the line."""
+PLACES = 4
+_PLACES_WITHOUT_GROUP = PLACES // 2
+"""For newcomers whose address group is not known, or a private network; each other group has one place."""
+
+GroupOf = Callable[[str], str | None]
+"""Peer id -> its address group; None where that is not known."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Guest:
-    peer_id: str
+    group: str | None
     until: float
-    next_from: float
+    """End of its fetching."""
+    free_from: float
+    """When its place is free again."""
+    bytes_left: int
 
 
 class AdapterDonor:
@@ -51,20 +62,18 @@ class AdapterDonor:
         transport: Transport,
         rng: random.Random,
         max_level: Callable[[], int] = lambda: 0,
-        *,
-        pause_s: float = PAUSE_S,
+        group_of: GroupOf = lambda peer_id: None,
     ) -> None:
         """To be made before the transport starts. `max_level`: that of the node's shard in the directory."""
         self._patience = patience
         self._swarm_id = swarm_id
         self._identity = identity
         self._transport = transport
-        self._pause_s = pause_s
+        self._group_of = group_of
         self._lists = ReadyList(swarm_id, transport, rng, max_level, "donors")
         self._newest: Snapshot | None = None
         self._given: tuple[bytes, bytes] | None = None  # SHA-256, adapter
-        self._guest = _Guest("", 0.0, 0.0)
-        self._bytes_left = 0
+        self._guests: dict[str, _Guest] = {}  # by peer, PLACES at most
         self._kept = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._serve = serve_blobs(self._find)
@@ -84,7 +93,8 @@ class AdapterDonor:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RELIST_S if self._newest else None):
                 await self._kept.wait()
-        await asyncio.sleep(self._guest.until - self._now())  # who is being served gets all of one adapter
+        # Those who are being served get all of one adapter; nobody else is admitted meanwhile.
+        await asyncio.sleep(max((guest.until for guest in self._guests.values()), default=0.0) - self._now())
         self._kept.clear()
         if self._newest is not None:
             await self._list(self._newest)
@@ -116,24 +126,30 @@ class AdapterDonor:
         wanted = BlobRequest.decode(request)
         if self._given is None or wanted.digest != self._given[0]:
             raise RequestRefused("unknown adapter")
-        self._admit(peer_id, len(self._given[1]))
+        guest = self._admit(peer_id, len(self._given[1]))
         num_bytes = wanted.length or DIGEST_BYTES * num_pieces(len(self._given[1]))  # 0 asks for the manifest
-        if num_bytes > self._bytes_left:
+        if num_bytes > guest.bytes_left:
             raise RequestRefused("enough")
-        self._bytes_left -= num_bytes
+        guest.bytes_left -= num_bytes
         return await self._serve(peer_id, request)
 
-    def _admit(self, peer_id: str, num_bytes: int) -> None:
-        """Raises RequestRefused where another has the place, or had it a short while ago."""
-        now, guest = self._now(), self._guest
-        if guest.peer_id == peer_id and now < guest.until:
-            return
-        if now < guest.next_from:
+    def _admit(self, peer_id: str, num_bytes: int) -> _Guest:
+        """The newcomer's place. Raises RequestRefused where it has none, or had one a short while ago."""
+        now = self._now()
+        self._guests = {peer: guest for peer, guest in self._guests.items() if now < guest.free_from}
+        if peer_id in self._guests and now < self._guests[peer_id].until:
+            return self._guests[peer_id]
+        group = self._group_of(peer_id)
+        num_of_group = sum(guest.group == group for guest in self._guests.values())
+        allowed = _PLACES_WITHOUT_GROUP if group is None else 1
+        is_full = len(self._guests) >= PLACES or num_of_group >= allowed
+        if is_full or peer_id in self._guests or self._kept.is_set():  # a newer adapter is about to be listed
             raise RequestRefused("busy")
         until = now + self._patience.transfer_s(num_bytes)
-        self._guest = _Guest(peer_id, until, max(until, now + self._pause_s))
-        self._bytes_left = 2 * (num_bytes + PIECE_BYTES)
+        guest = _Guest(group, until, max(until, now + PAUSE_S), 2 * (num_bytes + PIECE_BYTES))
+        self._guests[peer_id] = guest
         self.num_guests += 1
+        return guest
 
     def _find(self, digest: bytes) -> bytes | None:
         return self._given[1] if self._given is not None and self._given[0] == digest else None

@@ -134,7 +134,7 @@ class FinalMeeting:
 
     def meet(self, appointment: Appointment) -> "Future[Met]":
         """One exchange, after `gather`. Ends with its window at the latest."""
-        return self._ask_for(lambda: self._meet(appointment), Met(None, 0, False, "stopped"))
+        return self._ask_for(lambda: self._meet(appointment), Met(None, 0, "stopped"))
 
     async def work(self) -> None:
         """From the transport's start to its stop. Ends only when cancelled, or raises what is a bug."""
@@ -172,7 +172,7 @@ class FinalMeeting:
     async def _meet(self, appointment: Appointment) -> Met:
         assembly = self._assembly
         if assembly is None:
-            return Met(None, 0, False, "stopped")
+            return Met(None, 0, "stopped")
         payload = appointment.snapshot.payload
         offer = replace(assembly.offers[assembly.own_place], sha256=await sha256(payload), num_bytes=len(payload))
         turn = self._turn = _Turn(assembly.merge_id, appointment, OfferedAdapter(offer, b"", payload))
@@ -185,18 +185,25 @@ class FinalMeeting:
             turn.reason = turn.reason or "deadline"
         finally:
             self._turn = None
-        has_given = appointment.gives and turn.offered.fetched.is_set()
-        return Met(turn.partner, turn.theirs.weight if turn.theirs else 0, has_given, turn.reason)
+        return Met(turn.partner, turn.theirs.weight if turn.theirs else 0, turn.reason)
 
     async def _trade(self, turn: _Turn) -> None:
         """Both sides fetch at the same time; what fails on one leaves the other its part."""
         await self._find_out(turn)
         if turn.theirs is None:
             return
+        if turn.theirs.weight == 1 and turn.theirs.sha256 != self._listed(turn.appointment.peer_id):
+            turn.reason = NotNow.OTHER  # it would give different adapters to different nodes
+            return
         if turn.appointment.takes:
             await self._fetch(turn, turn.theirs)
         if turn.appointment.gives:
             await turn.offered.fetched.wait()
+
+    def _listed(self, peer_id: str) -> bytes | None:
+        """SHA-256 of the adapter that the peer listed itself with."""
+        offers = self._assembly.offers if self._assembly else ()
+        return next((offer.sha256 for offer in offers if offer.peer_id == peer_id), None)
 
     async def _find_out(self, turn: _Turn) -> None:
         """Until the other side has told what it has, or that there will be no exchange."""

@@ -39,6 +39,8 @@ class NotNow(StrEnum):
     """Is in a later window already."""
     PLACE = "place"
     """Meets another node in this window."""
+    OTHER = "other"
+    """Says that its own adapter alone is in what it has, which is not the one that its signed offer names. Nobody sends this."""
 
 
 PASSING = (NotNow.RATE, NotNow.IDLE, NotNow.WAIT)

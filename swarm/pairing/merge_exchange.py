@@ -32,6 +32,7 @@ from swarm.pairing.recent_partners import RecentPartners
 from swarm.records.adapter_offer import MAX_LIFETIME_S, AdapterOffer, sign_offer
 from swarm.records.identity import Identity
 from swarm.sharing.absences import Absences
+from swarm.sharing.author_shares import AuthorShares
 from swarm.types import Alone, Outcome, Partner, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -64,16 +65,19 @@ class MergeExchange:
         transport: Transport,
         rng: random.Random,
         max_level: Callable[[], int] = lambda: 0,
+        shares: AuthorShares | None = None,
     ) -> None:
-        """To be made before the transport starts. `max_level`: that of the node's shard in the directory."""
+        """To be made before the transport starts. `max_level`: that of the node's shard in the directory. `shares`: what each
+        peer may have of merges; without them all names are alike.
+        """
         self._patience = patience
         self._swarm_id = swarm_id
         self._identity = identity
         self._transport = transport
         self._rng = rng
-        self._recent = RecentPartners()
+        self._recent = RecentPartners(shares)
         self._absences = Absences(transport.now, rng)
-        self._ready = ReadyList(swarm_id, transport, rng, max_level)
+        self._ready = ReadyList(swarm_id, transport, rng, max_level, standing=self._recent.standing)
         self._search = PartnerSearch(swarm_id, transport, self._ready, self._recent, self._absences, patience, rng)
         self._door = ProposalDoor(swarm_id, identity.peer_id, transport.now, lambda: self._own, self._recent)
         self._own: OfferedAdapter | None = None
@@ -112,6 +116,10 @@ class MergeExchange:
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the node ends
                 loop.call_soon_threadsafe(self._recent.failed, peer_id)
+
+    def is_known(self, peer_id: str) -> bool:
+        """Whether a peer has proven itself by experience that was admitted. From any thread."""
+        return self._recent.is_known(peer_id)
 
     async def work(self) -> None:
         """From the transport's start to its stop. Ends only when cancelled, or raises what is a bug."""

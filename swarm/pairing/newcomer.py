@@ -3,6 +3,8 @@
     list of donors ─ random sample ─ right lineage, precision, length; one per identity, network and content
                    ─ fetch until there are `count` ─ drop those far from the median round ─→ robust mean of all, elsewhere
 
+One address group has one adapter among them, also where the group is known only once the donor is connected.
+
 Replicas differ, so there is no hash that donors could agree on, and no single adapter to be believed. What is promised: as
 long as fewer than half of those that came are false, their robust mean lies near the true ones. An attacker with more
 than half of the list gets more than half of the draws, and nothing is promised.
@@ -73,11 +75,16 @@ class Newcomer:
         for donor in donors[: _TRIES_PER_ADAPTER * count] if len(donors) >= LEAST else ():
             if len(found) == count:
                 break
-            payload = await self._fetch_from(donor)
-            if payload is not None:
+            payload = None if self._is_represented(donor.peer_id, found) else await self._fetch_from(donor)
+            if payload is not None and not self._is_represented(donor.peer_id, found):
                 snapshot = Snapshot(donor.lineage, donor.precision, donor.outer_round, donor.policy_version, payload)
                 found.append(Partner(donor.peer_id, snapshot))
         return _of_one_time(found)
+
+    def _is_represented(self, peer_id: str, found: Iterable[Partner]) -> bool:
+        """Whether there is an adapter of its network already. Asked again after the transfer: a connection tells the network."""
+        network = self._network_of(peer_id)
+        return network is not None and any(self._network_of(one.peer_id) == network for one in found)
 
     def _different(self, donors: Iterable[AdapterOffer]) -> list[AdapterOffer]:
         """One of each content and of each network, as far as those are known: copies are no further witnesses."""

@@ -93,7 +93,7 @@ class PartnerSearch:
 
     async def _propose_to_some(self, own: OfferedAdapter, others: list[AdapterOffer], ends_at: float) -> None:
         eligible = [one for one in others if own.takes_anybody or one.peer_id not in self._recent]
-        for other in self._rng.sample(eligible, min(_PROPOSALS_PER_LOOK, len(eligible))):
+        for other in self._drawn(eligible):
             if asyncio.get_running_loop().time() >= ends_at or not own.propose(other.peer_id):
                 return
             try:
@@ -103,8 +103,17 @@ class PartnerSearch:
             if theirs is not None:
                 own.take(theirs)
 
+    def _drawn(self, eligible: list[AdapterOffer]) -> list[AdapterOffer]:
+        """Some of them, by their standing."""
+        by_peer = {one.peer_id: one for one in eligible if not self._recent.has_had_its_share(one.peer_id)}
+        standing = self._recent.standing(by_peer)
+        # Exponential keys (Efraimidis and Spirakis): the same as drawing one after the other by weight.
+        keys = {peer_id: self._rng.expovariate(1.0) / weight for peer_id, weight in standing.items()}
+        return [by_peer[peer_id] for peer_id in sorted(keys, key=keys.__getitem__)[:_PROPOSALS_PER_LOOK]]
+
     def _is_worth_asking(self, other: AdapterOffer) -> bool:
-        is_left_alone = other.peer_id in self._absences or self._recent.has_failed(other.peer_id)
+        recent, peer_id = self._recent, other.peer_id
+        is_left_alone = peer_id in self._absences or recent.has_failed(peer_id) or recent.is_banned(peer_id)
         return not is_left_alone and (other.peer_id, other.created_at) not in self._not_to_be_had
 
     async def _propose(self, own: OfferedAdapter, other: AdapterOffer) -> AdapterOffer | None:

@@ -41,6 +41,10 @@ class Decline(StrEnum):
     """More than MAX_LAG_ROUNDS apart."""
     FAILED = "failed"
     """Took a proposal of late and gave no adapter, or one of no use."""
+    BANNED = "banned"
+    """Has made false claims about its experience."""
+    SHARE = "share"
+    """Strangers, or those of its address group, have had their share of merges; it is the turn of others."""
     RECENT = "recent"
     """Was the partner a short while ago; it is the turn of others."""
     BUSY = "busy"
@@ -49,7 +53,7 @@ class Decline(StrEnum):
     """Has a partner for this adapter."""
 
 
-PASSING = (Decline.RATE, Decline.RECENT, Decline.BUSY)
+PASSING = (Decline.RATE, Decline.SHARE, Decline.RECENT, Decline.BUSY)
 """Reasons that may be gone a moment later; the others hold for as long as the adapter is offered."""
 
 

@@ -77,6 +77,10 @@ class ProposalDoor:
             return reason
         if own.partner is None and self._recent.has_failed(theirs.peer_id):
             return Decline.FAILED
+        if own.partner is None and self._recent.is_banned(theirs.peer_id):
+            return Decline.BANNED
+        if own.partner is None and self._recent.has_had_its_share(theirs.peer_id):
+            return Decline.SHARE
         if own.partner is None and not own.takes_anybody and theirs.peer_id in self._recent:
             return Decline.RECENT
         if own.take(theirs):

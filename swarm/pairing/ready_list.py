@@ -10,7 +10,7 @@ level takes authors whose rollouts were admitted, which made-up listings do not 
 import random
 import statistics
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from swarm.network.transport import Transport
 from swarm.pairing.proposal import MAX_LAG_ROUNDS, check_terms, is_current
@@ -24,6 +24,7 @@ MAX_READ = 64
 CATCH_UP_TO = MAX_LAG_ROUNDS // 2
 """Outer rounds behind the others that a node further behind says it is: they go on while it looks for a partner."""
 _WIDEST = Shard(0, 0)
+Standing = Callable[[Collection[str]], Mapping[str, float]]
 
 
 class ReadyList:
@@ -36,8 +37,10 @@ class ReadyList:
         rng: random.Random,
         max_level: Callable[[], int] = lambda: 0,
         kind: AdapterList = "merge",
+        standing: Standing = lambda peer_ids: dict.fromkeys(peer_ids, 1.0),
     ) -> None:
-        """`max_level`: that of the node's shard in the directory."""
+        """`max_level`: that of the node's shard in the directory. `standing`: {peer: how much its outer round counts}."""
+        self._standing = standing
         self._kind: AdapterList = kind
         self._swarm_id = swarm_id
         self._transport = transport
@@ -60,11 +63,18 @@ class ReadyList:
         """The outer round to offer an adapter as: the own one, or for a node that fell behind a little less than the others'.
 
         Slow nodes and late ones would be alone for ever otherwise. As a partner counts for less the further behind it is,
-        such a node counts for as little as any does. The median: it takes half of those listed to move it.
+        such a node counts for as little as any does. It is the median by standing: who moves it needs half of the standing, and
+        strangers have a quarter while known peers are listed.
         """
         if not self._rounds:
             return outer_round
-        return max(outer_round, statistics.median_low(self._rounds.values()) - CATCH_UP_TO)
+        standing = self._standing(self._rounds.keys())
+        half, passed = sum(standing.values()) / 2, 0.0
+        for peer_id in sorted(self._rounds, key=self._rounds.__getitem__):
+            median, passed = self._rounds[peer_id], passed + standing[peer_id]
+            if passed >= half * (1 - 1e-9):
+                break
+        return max(outer_round, median - CATCH_UP_TO)
 
     def note_round(self, other: AdapterOffer) -> None:
         """Where a peer of the own lineage is. The last MAX_READ of them are remembered."""

@@ -3,10 +3,16 @@
 Nodes that need the same time for their inner steps come back at the same moments, so each would meet the same neighbour
 again and again, and adapters would not mix. And a peer that asks everybody first would be everybody's partner. One that
 took this node's time and gave no adapter waits longer each time.
+
+Names cost nothing, so turns by name alone leave most merges to whoever has most names and always offers. Strangers, all
+together and those of one address group together, therefore have the share of merges that they have of experience
+(`AuthorShares`): a quarter while known peers are ready, and a group counts as two strangers.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+
+from swarm.sharing.author_shares import AuthorShares
 
 MAX_REMEMBERED = 8
 """Partners, and offers whose lists are remembered."""
@@ -23,7 +29,9 @@ class RecentPartners:
     adapter may still prove to be of no use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shares: AuthorShares | None = None) -> None:
+        """Without `shares` all names are alike."""
+        self._shares = shares
         self._partners: deque[str] = deque(maxlen=MAX_REMEMBERED)
         self._ready: deque[set[str]] = deque([set()], maxlen=MAX_REMEMBERED)
         self._num_offers = 0
@@ -40,6 +48,33 @@ class RecentPartners:
     def add(self, peer_id: str) -> None:
         """A new partner."""
         self._partners.append(peer_id)
+
+    def standing(self, peer_ids: Collection[str]) -> dict[str, float]:
+        """{peer: weight > 0} for a draw among them."""
+        return self._shares.standing(peer_ids) if self._shares else dict.fromkeys(sorted(peer_ids), 1.0)
+
+    def is_known(self, peer_id: str) -> bool:
+        return self._shares is not None and self._shares.reputation.is_known(peer_id)
+
+    def is_banned(self, peer_id: str) -> bool:
+        """Whether it has made false claims about its experience."""
+        return self._shares is not None and self._shares.reputation.is_banned(peer_id)
+
+    def has_had_its_share(self, peer_id: str) -> bool:
+        """Whether merging with this stranger would give strangers, or several names of one address group, more than their share
+        of the last MAX_REMEMBERED merges. Shares are over the peers that were ready of late, and in whole merges, one at least.
+        """
+        if self._shares is None or self._shares.reputation.is_known(peer_id):
+            return False
+        ready = self._all_ready() | {peer_id}
+        standing = self._shares.standing(ready)
+        named = {*ready, *self._partners}
+        for crowd in (self._shares.bound_on_strangers(named)[0], self._shares.neighbours(peer_id, named)):
+            share = sum(standing[one] for one in crowd & ready) / sum(standing.values())
+            num_had = sum(partner in crowd for partner in list(self._partners)[1 - MAX_REMEMBERED :])
+            if len(crowd) > 1 and num_had + 1 > max(1, round(share * MAX_REMEMBERED)):
+                return True
+        return False
 
     def failed(self, peer_id: str) -> None:
         """A partner gave no adapter, or one of no use."""

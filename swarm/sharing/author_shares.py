@@ -53,6 +53,27 @@ class AuthorShares:
         factors = self.factors(authors)
         return {author: factor * self.reputation.trust(author) for author, factor in factors.items()}
 
+    def bound_on_strangers(self, authors: Collection[str]) -> tuple[frozenset[str], float]:
+        """The strangers among `authors`, and the largest share that all of them together get; 1 where nobody is known."""
+        strangers = frozenset(author for author in authors if not self.reputation.is_known(author))
+        return strangers, self._share_of_strangers(len(set(authors)) - len(strangers))
+
+    def neighbours(self, author: str, authors: Collection[str]) -> frozenset[str]:
+        """Strangers among `authors` that have an address group in common with the stranger `author`, itself included."""
+        groups = self._addresses.of(author)
+        return frozenset(
+            one for one in {author, *authors} if groups & self._addresses.of(one) and not self.reputation.is_known(one)
+        )
+
+    def public_group(self, author: str) -> str | None:
+        """The address group of one peer, the first by name where it has several.
+
+        None where no address of it is known, and for private networks: machines that share one trust each other, and nobody
+        outside has such an address.
+        """
+        groups = self._addresses.of(author) - _UNKNOWN
+        return None if any(map(_is_private, groups)) else min(groups, default=None)
+
     def factors(self, authors: Collection[str]) -> dict[str, float]:
         """{author: what probation and its neighbours leave of its weight}; 1 for known authors."""
         known = {author for author in authors if self.reputation.is_known(author)}
@@ -79,17 +100,27 @@ class AuthorShares:
             for author in crowd:
                 factors[author] *= scale
 
+    def _share_of_strangers(self, num_known: int) -> float:
+        return max(self._max_share_of_strangers, 1 - _FIRST_KNOWN_SHARE * num_known)
+
     def _bound_strangers(self, factors: dict[str, float], known: Collection[str], strangers: Collection[str]) -> None:
         if not known or not strangers:
             return
         trust = self.reputation.trust
         total_known = sum(trust(author) for author in known)
         total_strangers = sum(factors[author] * trust(author) for author in strangers)
-        share = max(self._max_share_of_strangers, 1 - _FIRST_KNOWN_SHARE * len(known))
+        share = self._share_of_strangers(len(known))
         allowed = total_known * share / (1 - share) if share < 1 else total_strangers
         scale = max(min(1.0, allowed / total_strangers), 1e-9)  # even with a share of 0 a lone stranger is read
         for author in strangers:
             factors[author] *= scale
+
+
+def _is_private(group: str) -> bool:
+    try:
+        return ipaddress.ip_network(group).is_private
+    except ValueError:  # a relay or a host name
+        return False
 
 
 @functools.lru_cache(maxsize=4096)

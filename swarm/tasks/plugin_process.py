@@ -18,7 +18,7 @@ _MAX_MESSAGE_CHARS = 300
 def start(opening: list[Any]) -> Callable[[Any], dict[str, Any]]:
     """Load the function. Raises ValueError for refused parameters, and whatever its package raises."""
     name, target, parameters, is_by_manifest = opening
-    function: Any = EntryPoint(name, target, GROUP).load()
+    function: Callable[..., Any] = EntryPoint(name, target, GROUP).load()
     if not callable(function):
         raise TypeError(f"{target} is no function")
     if is_by_manifest:

@@ -12,7 +12,7 @@ from swarm.network.memory.transport import MemoryTransport
 from swarm.network.memory.virtual_clock import run
 from swarm.network.requests.blob_protocol import BlobRequest, sha256
 from swarm.observability.repeat import repeat
-from swarm.pairing.adapter_donor import PAUSE_S, RELIST_S, STARTER_PROTOCOL, AdapterDonor
+from swarm.pairing.adapter_donor import PAUSE_S, PLACES, RELIST_S, STARTER_PROTOCOL, AdapterDonor
 from swarm.pairing.newcomer import COUNT, LEAST, Newcomer, WantedAdapter
 from swarm.pairing.proposal import MAX_LAG_ROUNDS
 from swarm.records.identity import Identity
@@ -163,24 +163,83 @@ async def refusal_of(node: Node, donor: Node, digest: bytes) -> str:
     return ""
 
 
-def test_one_newcomer_at_a_time_and_a_bounded_number_of_bytes() -> None:
+def test_few_newcomers_at_a_time_and_a_bounded_number_of_bytes() -> None:
     async def scenario(nodes: list[Node], network: MemoryNetwork) -> None:
-        donor, one, other = nodes
+        donor, one, other, third = nodes
         await donor.give()
         payload = donor.snapshot().payload
         digest = await sha256(payload)
-        assert await ask(one, donor, digest) == payload
-        assert "busy" in await refusal_of(other, donor, digest)
-        assert "unknown adapter" in await refusal_of(other, donor, bytes(32))
-        donor.donor._bytes_left = SMALL - 1
+        assert await ask(one, donor, digest) == await ask(other, donor, digest) == payload
+        assert "busy" in await refusal_of(third, donor, digest)
+        assert "unknown adapter" in await refusal_of(third, donor, bytes(32))
+        donor.donor._guests[one.peer_id].bytes_left = SMALL - 1
         assert "enough" in await refusal_of(one, donor, digest)
         await asyncio.sleep(PATIENCE.transfer_s(SMALL))
-        assert "busy" in await refusal_of(other, donor, digest)
+        assert "busy" in await refusal_of(third, donor, digest)
+        assert "busy" in await refusal_of(one, donor, digest)
         await asyncio.sleep(PAUSE_S)
-        assert await ask(other, donor, digest) == payload
-        assert donor.donor.num_guests == 2
+        assert await ask(third, donor, digest) == payload
+        assert donor.donor.num_guests == 3
 
-    among_donors(3, scenario)
+    among_donors(4, scenario)
+
+
+def test_one_identity_does_not_keep_the_places_of_all_donors() -> None:
+    """It asks every donor first, again and again; a newcomer finds places all the same."""
+
+    async def scenario(nodes: list[Node], network: MemoryNetwork) -> None:
+        newcomer, greedy, *others = nodes
+        for node in others:
+            await node.give()
+        for node in others:
+            digest = await sha256(node.snapshot().payload)
+            assert await ask(greedy, node, digest) == node.snapshot().payload
+        found = await newcomer.newcomer.fetch(WANTED)
+        assert len(found) == COUNT and names(found) <= {node.peer_id for node in others}
+
+    among_donors(2 + 7, scenario)
+
+
+def test_one_address_group_keeps_one_place() -> None:
+    """Six names of one network take one place of a donor, and newcomers of three other networks get the other three."""
+
+    async def scenario(nodes: list[Node], network: MemoryNetwork) -> None:
+        donor, *others = nodes
+        crowd, honest = others[:6], others[6:]
+        groups = {node.peer_id: "192.0.2.0/24" for node in crowd} | {node.peer_id: node.peer_id for node in honest}
+        donor.donor._group_of = groups.get
+        await donor.give()
+        payload = donor.snapshot().payload
+        digest = await sha256(payload)
+        assert sum([not await refusal_of(node, donor, digest) for node in crowd]) == 1
+        assert [await ask(node, donor, digest) for node in honest[: PLACES - 1]] == [payload] * (PLACES - 1)
+        assert "busy" in await refusal_of(honest[-1], donor, digest)
+
+    among_donors(1 + 6 + PLACES, scenario)
+
+
+def test_newcomer_takes_one_adapter_of_a_network_even_where_it_shows_only_after_the_transfer() -> None:
+    async def scenario(nodes: list[Node], network: MemoryNetwork) -> None:
+        newcomer, *others = nodes
+        for node in others:
+            await node.give()
+        hostile, connected = {node.peer_id for node in others[:6]}, set[str]()
+        request = newcomer.transport.request
+
+        async def noted(peer_id: str, *arguments: Any, **options: Any) -> bytes:
+            connected.add(peer_id)
+            return await request(peer_id, *arguments, **options)
+
+        newcomer.transport.request = noted  # type: ignore[method-assign]
+
+        def network_of_connection(peer_id: str) -> str | None:
+            return None if peer_id not in connected else "192.0.2.0/24" if peer_id in hostile else peer_id
+
+        careful = Newcomer(PATIENCE, SWARM_ID, newcomer.transport, random.Random(0), network_of_connection)
+        found = names(await careful.fetch(WANTED))
+        assert len(found) == COUNT and len(found & hostile) <= 1
+
+    among_donors(1 + 6 + 5, scenario)
 
 
 def test_newer_adapter_waits_until_the_guest_has_all_of_the_older_one() -> None:

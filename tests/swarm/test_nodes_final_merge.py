@@ -70,20 +70,20 @@ def mean_of(adapters: Sequence[Mapping[str, Tensor]]) -> Tensor:
     return torch.stack([flat(adapter) for adapter in adapters]).mean(0)
 
 
-def test_three_nodes_end_with_the_mean_of_what_each_has_learned(tmp_path: Path) -> None:
+def test_four_nodes_end_with_the_mean_of_what_each_has_learned(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     clock = HeldClock()
     network = MemoryNetwork(random.Random(7), clock)
-    configs = [config_of(tmp_path / str(i), final_export=i == 0) for i in range(3)]
+    configs = [config_of(tmp_path / str(i), final_export=i == 0) for i in range(4)]
     nodes = [make_node(network, config, number) for number, config in enumerate(configs)]
-    assert asyncio.run(end_together(nodes, clock)) == [True] * 3
-    silos = [make_node(network, config_of(tmp_path / f"silo-{i}", final=False), i) for i in range(3)]
-    assert asyncio.run(run_all(silos)) == [True] * 3
+    assert asyncio.run(end_together(nodes, clock)) == [True] * 4
+    silos = [make_node(network, config_of(tmp_path / f"silo-{i}", final=False), i) for i in range(4)]
+    assert asyncio.run(run_all(silos)) == [True] * 4
     wanted = mean_of([saved(silo) for silo in silos])
     apart = min((flat(saved(silo)) - wanted).norm().item() for silo in silos)
     for node in nodes:
         row = final_row(node)
-        assert (row["final/places"], row["final/replicas"], row["final/is_taken"]) == (3, 3, 1)
+        assert (row["final/places"], row["final/replicas"], row["final/is_taken"]) == (4, 4, 1)
         assert (flat(saved(node)) - wanted).norm().item() < 0.02 * apart  # bf16 on the wire
         assert torch.equal(flat(saved(node)), flat(saved(node, "slow_weights")))
     (exported,) = (nodes[0].folder.final_adapters / "round-000003").glob("adapter_model.safetensors")

@@ -36,7 +36,14 @@ def merging_config(
             "rollouts": {"groups_per_round": 3, "group_size": 4, "max_new_tokens": 8},
             "sharing": {"own_groups": 3, **SILO},
             "training": {"micro_batch_sequences": 32},
-            "merging": {"enabled": True, "inner_steps": 3, "search_s": 2.0, "gate_tasks": 0, "clip_factor": 100.0}
+            "merging": {
+                "enabled": True,
+                "inner_steps": 3,
+                "search_s": 2.0,
+                "gate_tasks": 0,
+                "clip_factor": 100.0,
+                "strangers_factor": 100.0,
+            }
             | merging,
             "checkpoint": {"interval_rounds": 1},
             "evaluation": {"tasks_per_source": 0},

@@ -26,6 +26,7 @@ class MemoryPairer:
         self.offers: list[Snapshot] = []
         self.futures: list[Future[Outcome]] = []
         self.distrusted: list[str] = []
+        self.known: set[str] = {"peer"}
 
     def offer(self, snapshot: Snapshot) -> "Future[Outcome]":
         self.offers.append(snapshot)
@@ -34,6 +35,9 @@ class MemoryPairer:
 
     def distrust(self, peer_id: str) -> None:
         self.distrusted.append(peer_id)
+
+    def is_known(self, peer_id: str) -> bool:
+        return peer_id in self.known
 
     def settle(self, outcome: Outcome) -> None:
         self.futures[-1].set_result(outcome)

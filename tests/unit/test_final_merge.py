@@ -12,6 +12,7 @@ from swarm.merging.final_merge import FinalMerge, FinalResult, Wire
 from swarm.merging.gate import Scores
 from swarm.merging.merger import Merger
 from swarm.merging.outer_optimizer import Adapter
+from swarm.merging.pairer import BoundOnStrangers
 from swarm.merging.schedule import MergeSchedule
 from swarm.types import Met, Partner
 from tests.unit.memory_pairer import LINEAGE, SHAPES, MemoryFinal, snapshot_of, start
@@ -22,15 +23,19 @@ def trained(by: float) -> Adapter:
 
 
 def met(weights: Adapter, weight: int = 1, **changes: Any) -> Met:
-    return Met(Partner("peer", snapshot_of(weights, **changes)), weight, has_given=True)
+    return Met(Partner("peer", snapshot_of(weights, **changes)), weight)
 
 
 def final_merge(
-    final: MemoryFinal, own: Adapter, score: Callable[[Adapter], Scores] | None = None, **settings: Any
+    final: MemoryFinal,
+    own: Adapter,
+    score: Callable[[Adapter], Scores] | None = None,
+    bound: BoundOnStrangers = lambda peer_ids: ((), 1.0),
+    **settings: Any,
 ) -> FinalResult:
     config = MergingSection(**({"enabled": True, "clip_factor": 100.0, "drift_threshold": 10.0} | settings))
     merger = Merger(config, LINEAGE, 2.0, start(), MergeSchedule(config, seed=0))
-    return FinalMerge(config, Wire(merger.snapshot, merger.opened), start(), 2.0, final, score).run(own, 7)
+    return FinalMerge(config, Wire(merger.snapshot, merger.opened), start(), 2.0, final, score, bound).run(own, 7)
 
 
 def moved(weights: Adapter) -> float:
@@ -38,7 +43,7 @@ def moved(weights: Adapter) -> float:
     return sum((weights[name] - tensor).mean().item() for name, tensor in start().items()) / len(SHAPES)
 
 
-def test_mean_of_four_is_weighted_by_how_many_are_in_each() -> None:
+def test_mean_of_four_is_that_of_all() -> None:
     final = MemoryFinal(4, 1, [met(trained(0.3)), met(trained(0.6), weight=2)])
     result = final_merge(final, trained(0.1))
     assert moved(result.weights) == pytest.approx(((0.1 + 0.3) / 2 + 0.6) / 2, abs=2e-3)
@@ -48,19 +53,45 @@ def test_mean_of_four_is_weighted_by_how_many_are_in_each() -> None:
 
 
 def test_who_does_not_come_is_not_in_the_mean() -> None:
-    final = MemoryFinal(4, 0, [Met(None, 0, False, "deadline"), met(trained(0.7), weight=2)])
+    final = MemoryFinal(4, 0, [Met(None, 0, "deadline"), met(trained(0.7), weight=2)])
     result = final_merge(final, trained(0.1))
-    assert moved(result.weights) == pytest.approx((0.1 + 2 * 0.7) / 3, abs=2e-3)
+    assert moved(result.weights) == pytest.approx((0.1 + 0.7) / 2, abs=2e-3)
     assert result.row["final/reasons"] == {"deadline": 1, "merged": 1}
 
 
-@pytest.mark.parametrize(("has_given", "wanted"), [(True, 0.4), (False, (0.1 + 2 * 0.4) / 3)])
-def test_passenger_takes_the_mean_that_it_is_in_as_it_is(has_given: bool, wanted: float) -> None:
-    given = Met(None, 1, has_given, "" if has_given else "deadline")
-    final = MemoryFinal(3, 2, [given, Met(Partner("peer-0", snapshot_of(trained(0.4))), 2, False)])
+@pytest.mark.parametrize("reason", ["", "deadline"])
+def test_passenger_keeps_half_of_its_own(reason: str) -> None:
+    final = MemoryFinal(3, 2, [Met(None, 1, reason), Met(Partner("peer-0", snapshot_of(trained(0.4))), 2)])
     result = final_merge(final, trained(0.1))
-    assert moved(result.weights) == pytest.approx(wanted, abs=2e-3)
+    assert moved(result.weights) == pytest.approx((0.1 + 0.4) / 2, abs=2e-3)
     assert [(one.gives, one.takes) for one in final.appointments] == [(True, False), (False, True)]
+
+
+def test_whoever_is_silent_until_the_last_window_has_half_at_most_whatever_it_claims() -> None:
+    """64 places: five windows in vain, then a partner that says 32 replicas are in its adapter."""
+    silent = [Met(None, 0, "deadline")] * 5
+    final = MemoryFinal(64, 0, [*silent, met(trained(0.5), weight=32)])
+    result = final_merge(final, trained(0.1))
+    assert moved(result.weights) == pytest.approx((0.1 + 0.5) / 2, abs=2e-3)
+
+
+def test_strangers_together_have_their_share_beside_known_ones() -> None:
+    """A quarter: two of the three partners are strangers, the last of which claims most."""
+    partners = [met(trained(1.0)), met(trained(0.1), weight=2), met(trained(1.0), weight=4)]
+    final = MemoryFinal(8, 0, partners)
+    result = final_merge(final, trained(0.1), None, lambda peer_ids: ({"peer-1", "peer-4"}, 0.25), strangers_factor=1e9)
+    assert result.row["final/strangers_part"] == pytest.approx(0.25)
+    assert moved(result.weights) <= 0.75 * 0.1 + 0.25 * 1.0 + 2e-3
+
+
+def test_all_strangers_move_the_own_adapter_no_further_than_its_own_way() -> None:
+    """Nobody is known and no gate sees anything: six windows of adapters as far away as the clip allows."""
+    partners = [met(trained(50.0), weight=2**window) for window in range(6)]
+    final = MemoryFinal(64, 0, partners)
+    result = final_merge(final, trained(0.1), None, lambda peer_ids: (peer_ids, 1.0), clip_factor=4.0)
+    for name, tensor in start().items():
+        way = (trained(0.1)[name] - tensor).norm()
+        assert (result.weights[name] - trained(0.1)[name]).norm() <= way * 1.01
 
 
 @pytest.mark.parametrize(
@@ -95,7 +126,7 @@ def test_harmful_adapter_is_left_out_by_whoever_meets_it_and_the_others_are_not(
     final = MemoryFinal(4, 0, [met(trained(5.0)), met(trained(0.3), weight=2)])
     result = final_merge(final, trained(0.1), nearer_is_better)
     assert result.row["final/reasons"] == {"gate": 1, "merged": 1} and result.row["final/replicas"] == 3
-    assert moved(result.weights) == pytest.approx((0.1 + 2 * 0.3) / 3, abs=2e-3)
+    assert moved(result.weights) == pytest.approx((0.1 + 0.3) / 2, abs=2e-3)
     assert result.row["final/score_merged"] > result.row["final/score_own"]
 
 

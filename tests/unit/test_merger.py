@@ -15,12 +15,12 @@ from swarm.merging.adapter_wire import decode_adapter
 from swarm.merging.merger import Merger
 from swarm.merging.outer_optimizer import Adapter
 from swarm.merging.robust import median_adapter
-from swarm.types import Alone
+from swarm.types import Alone, Partner
 from tests.unit.memory_pairer import SHAPES, MemoryPairer, ToyReplica, partner, snapshot_of, start
 
 
 def test_outer_step_is_taken_from_the_snapshot_and_training_since_is_kept() -> None:
-    """NoLoCo with α = .5, β = .7 from φ = start and δ = 0: θ = φ + .7·(mean(θ_i, θ_j) − φ), plus what was learned since."""
+    """From φ = start and δ = 0, β = .7: θ = φ + .7·(θ_i − φ) + ½·(θ_j − θ_i), plus what was learned since."""
     pairer = MemoryPairer()
     replica = ToyReplica(pairer)
     assert replica.train(3) == []
@@ -37,7 +37,7 @@ def test_outer_step_is_taken_from_the_snapshot_and_training_since_is_kept() -> N
     learned_last.train()
     for name, phi in start().items():
         since = before[name] - sent[name] + (learned_last.weights[name] - fifth[name])
-        wanted = phi + 0.7 * ((sent[name] + theirs[name]) / 2 - phi) + since
+        wanted = phi + 0.7 * (sent[name] - phi) + 0.5 * (theirs[name] - sent[name]) + since
         torch.testing.assert_close(step.weights[name], wanted, atol=5e-3, rtol=0)  # bf16 on the wire
     assert replica.merger.row()["merge/overlap_steps"] == 3
     assert replica.merger.row()["merge/partner_share"] == 0.5
@@ -148,7 +148,7 @@ def test_partner_is_clipped_around_what_the_replica_moves_itself() -> None:
     replica.train()
     assert replica.merger.row()["merge/clipped_share"] == 1.0
     for name, phi in start().items():
-        assert (replica.merger.slow[name] - phi).norm().item() <= 0.7 * (own[name] + 2 * own[name]) / 2 + 1e-6
+        assert (replica.merger.slow[name] - phi).norm().item() <= (0.7 - 0.5) * own[name] + 0.5 * 2 * own[name] + 1e-6
 
 
 def test_factors_that_drifted_apart_are_merged_as_products() -> None:
@@ -253,9 +253,95 @@ def test_too_few_usable_donors_are_none() -> None:
     assert all(torch.equal(replica.merger.slow[name], start()[name]) for name in SHAPES)
 
 
-def test_donors_that_do_worse_than_the_start_are_none() -> None:
-    replica = ToyReplica(None, score=lambda weights: [-weights["l.lora_B"].abs().sum().item()])
+@pytest.mark.parametrize("sign", [-1, 0])
+def test_donors_that_do_no_better_than_the_start_are_none(sign: int) -> None:
+    """Worse, or level: where the start earns nothing, so does noise."""
+    replica = ToyReplica(None, score=lambda weights: [sign * weights["l.lora_B"].abs().sum().item()] * 24)
     assert not replica.merger.join([partner(moved(1.0))] * 3)
+    assert all(torch.equal(replica.merger.slow[name], start()[name]) for name in SHAPES)
+
+
+def test_no_donor_stretches_the_median() -> None:
+    """Two of three liars, far away in the same direction, are cut to the middle one's distance before the median."""
+    replica = ToyReplica(None)
+    assert replica.merger.join([partner(moved(1.0)), partner(moved(2.0)), partner(moved(9.0))])
+    assert (replica.merger.slow["l.lora_B"] - start()["l.lora_B"]).norm() <= (moved(2.0)["l.lora_B"]).norm() + 1e-3
+    assert replica.merger.join([partner(moved(1.0)), partner(moved(-900.0)), partner(moved(-901.0))])
+    assert (replica.merger.slow["l.lora_B"] - start()["l.lora_B"]).norm() <= (moved(900.0)["l.lora_B"]).norm() + 4
+
+
+def test_poison_that_the_gate_refused_does_not_come_by_the_momentum() -> None:
+    """One merge is taken, the next is refused: from then on the replica does what one does that never met the second one, and the
+    first one has stopped to move it."""
+    pairers = MemoryPairer(), MemoryPairer()
+    replica, alone = ToyReplica(pairers[0], score=lambda weights: [0.0]), ToyReplica(pairers[1])
+    for one in (replica, alone):
+        one.train(3)
+    pairers[0].settle(partner({name: tensor + 5 for name, tensor in replica.weights.items()}))
+    pairers[1].leave_alone()
+    (taken,), _ = replica.train(), alone.train()
+    assert taken.partner == "peer"
+    by_partner = {name: replica.weights[name] - alone.weights[name] for name in SHAPES}
+    replica.merger._score = lambda weights: [-weights["l.lora_B"].mean().item()]
+    for _ in range(3):
+        for one in (replica, alone):
+            one.train(2)
+        pairers[0].settle(partner({name: tensor + 5 for name, tensor in replica.weights.items()}))
+        pairers[1].leave_alone()
+        (step,), _ = replica.train(), alone.train()
+        assert step.partner is None
+        for name in SHAPES:
+            torch.testing.assert_close(replica.weights[name] - alone.weights[name], by_partner[name], atol=1e-4, rtol=0)
+
+
+def own_way(replica: ToyReplica) -> dict[str, float]:
+    steps = replica.merger._strangers.state()
+    return {name: sum(own for own, _ in steps[name]) for name in SHAPES}
+
+
+def by_strangers(replica: ToyReplica) -> dict[str, float]:
+    steps = replica.merger._strangers.state()
+    return {name: sum(moved for _, moved in steps[name]) for name in SHAPES}
+
+
+def test_all_strangers_together_move_a_node_no_further_than_its_own_training() -> None:
+    """Another name each time, each as far away as the clip allows, and no gate that could see it."""
+    pairer = MemoryPairer()
+    replica = ToyReplica(pairer, clip_factor=4.0)
+    pairer.known.clear()
+    for number in range(12):
+        replica.train(2 if number else 3)
+        pairer.settle(Partner(f"sybil-{number}", snapshot_of(moved(1000.0), outer_round=number)))
+        replica.train()
+        own, moved_by = own_way(replica), by_strangers(replica)
+        assert all(0 < moved_by[name] <= own[name] * (1 + 1e-4) for name in SHAPES)
+    restored = resumed(replica, pairer)
+    assert by_strangers(restored) == by_strangers(replica)
+
+
+def test_a_known_partner_is_not_bounded_as_strangers_are() -> None:
+    pairer = MemoryPairer()
+    replica = ToyReplica(pairer, clip_factor=4.0, strangers_factor=0.0)
+    replica.train(3)
+    pairer.settle(partner(moved(1000.0)))
+    (step,) = replica.train()
+    assert step.partner == "peer" and replica.merger.row()["merge/is_stranger"] == 0
+    pairer.known.clear()
+    replica.train(2)
+    pairer.settle(partner(moved(1000.0), outer_round=1))
+    replica.train()
+    assert replica.merger.row()["merge/is_stranger"] == 1 and by_strangers(replica) == dict.fromkeys(SHAPES, 0.0)
+
+
+def test_checkpoints_without_strangers_are_read() -> None:
+    replica = ToyReplica(None)
+    replica.train(6)
+    tensors, state = replica.merger.state()
+    del state["strangers"]
+    again = ToyReplica(None)
+    again.resume(replica, tensors, state, replica.rng_state())
+    again.train(3)
+    assert again.merger.row()["merge/outer_steps"] == 3
 
 
 def test_median_is_between_two_honest_ones() -> None:

@@ -16,6 +16,7 @@ OFF = 1e9
 
 SILO, NOLOCO, DILOCO, PLAIN, OVERLAPPED = "silo", "NoLoCo", "DiLoCo", "pairs, plain average", "NoLoCo, overlapped"
 SAFE, AS_CONFIGURED, EQUAL_HOPS = "NoLoCo, clip and gate", "NoLoCo, default settings", "DiLoCo, equal hops"
+AMONG_STRANGERS = "NoLoCo, default settings, all strangers"
 UNLIKE = "unlike speeds: "
 NUM_LIARS = (1, 3)
 ATTACKS: Mapping[str, Sequence[str]] = {
@@ -51,12 +52,15 @@ class Arm:
     num_liars: int = 0
     clip_factor: float = OFF
     gate_tasks: int = 0
+    strangers_factor: float = OFF
+    """Nobody is known in these runs: it bounds all partners."""
     drift_threshold: float = OFF
     """Above it, layers are merged as products."""
 
 
 _DEFAULTS = MergingSection()
 _CLIP_AND_GATE = Arm("pairs", clip_factor=_DEFAULTS.clip_factor, gate_tasks=_DEFAULTS.gate_tasks)
+_AS_STRANGERS = replace(_CLIP_AND_GATE, strangers_factor=_DEFAULTS.strangers_factor)
 
 LEARNING: Mapping[str, Arm] = {
     SILO: Arm("silo"),
@@ -110,6 +114,10 @@ SETTINGS: Mapping[str, Arm] = {
     "drift_threshold 0.6": Arm("pairs", drift_threshold=0.6),
     "drift_threshold 0.3, clip 2": Arm("pairs", drift_threshold=0.3, clip_factor=2.0),
     "beta 1": Arm("pairs", beta=1.0),
+    "strangers_factor 0.33": Arm("pairs", strangers_factor=0.33),
+    "strangers_factor 0.5": Arm("pairs", strangers_factor=0.5),
+    "strangers_factor 1": Arm("pairs", strangers_factor=1.0),
+    AMONG_STRANGERS: _AS_STRANGERS,
 }
 """What each part of safety, merging as products and the outer learning rate cost or give where nobody lies."""
 

@@ -130,6 +130,10 @@ class PairingDoor:
     def distrust(self, peer_id: str) -> None:
         self.pairing.refuse(self.replica, peer_id)
 
+    def is_known(self, peer_id: str) -> bool:
+        """Replicas share no experience."""
+        return False
+
 
 def _is_in_step(one: _Offer, other: _Offer) -> bool:
     return abs(one.snapshot.outer_round - other.snapshot.outer_round) <= MAX_LAG

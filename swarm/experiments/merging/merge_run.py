@@ -85,6 +85,7 @@ class MergeRun:
             precision=arm.precision,
             schedule="late" if arm.late else "fixed",
             clip_factor=arm.clip_factor,
+            strangers_factor=arm.strangers_factor,
             drift_threshold=arm.drift_threshold,
         )
         self._liars = frozenset(range(population.num - arm.num_liars, population.num))
