@@ -68,8 +68,11 @@ class CrewDriver:
 
         config = self._config
         base = base_model(config.policy, config.node.device)
+        pipeline = config.policy.pipeline
         settings = StageSettings(
-            weight_decay=config.training.weight_decay, max_states=config.policy.pipeline.max_states
+            weight_decay=config.training.weight_decay,
+            max_states=pipeline.max_states,
+            max_in_flight=len(pipeline.members) + 1,
         )
         self._keeper = CrewKeeper(config.policy.pipeline, base, model_cost(base), settings, self.give)
         policy = crew_policy(config.policy, base, self._keeper, loop, hash_cache)

@@ -144,6 +144,10 @@ class StageLostError(PipelineError):
         self.applied = applied
 
 
+class StageReplyError(PipelineError):
+    """A stage answered what no honest stage answers: it is treated as lost, and gets no layers again in this run."""
+
+
 class StuckError(SwarmError):
     """A part of the node made no progress for long; the log and a crash report have its stack."""
 

@@ -54,6 +54,11 @@ def run_stage(config: Config, layers: Layers | None = None, unlock: Unlock | Non
             raise ConfigError(
                 f"a stage must be of the crew, got peer id {identity.peer_id}; add it to policy.pipeline.crew on all machines"
             )
+        if layers is not None and identity.peer_id not in config.policy.pipeline.by_hand:
+            raise ConfigError(
+                f"a machine with --layers must be named in policy.pipeline.by_hand, got {identity.peer_id}, which is not; add "
+                "it on all machines, above all on the driver, or leave out --layers"
+            )
         check_crew(config)
         set_up_logging(folder.logs, config.observability.log_level)
         with crash_reports(folder):
@@ -154,8 +159,11 @@ class StageProcess:
         if self._config.node.threads:
             torch.set_num_threads(self._config.node.threads)
         base = base_model(self._config.policy, self._config.node.device)
+        pipeline = self._config.policy.pipeline
         settings = StageSettings(
-            weight_decay=self._config.training.weight_decay, max_states=self._config.policy.pipeline.max_states
+            weight_decay=self._config.training.weight_decay,
+            max_states=pipeline.max_states,
+            max_in_flight=len(pipeline.members) + 1,  # as many stages as a crew can have
         )
         fixed = None if self._layers is None else part_by_hand(base, *self._layers)
         return StageHost(base, settings, fixed=fixed)

@@ -35,6 +35,10 @@ class PipelineSection(Section):
     """Machines of the crew that are left without layers until one is lost."""
     driver_layers: PositiveInt | None = None
     """Last layers of the model, which the driver holds with norm and head. Unset: by speed and memory, like the others'."""
+    by_hand: tuple[str, ...] = ()
+    """Peer ids of machines that may say themselves, with `swarm stage --layers`, which layers they hold."""
+    max_layers: PositiveInt | None = None
+    """Most layers that the driver gives to one machine of the crew, whatever speed it claims. Unset: as its memory allows."""
     precision: Literal["fp32", "bf16", "int8"] = "bf16"
     """Of hidden states and their gradients on the line; see algorithms.md for what each costs."""
     action_timeout_s: PositiveFloat = 60.0
@@ -70,6 +74,10 @@ class PipelineSection(Section):
             raise ValueError("policy.pipeline.crew must name every machine once and not the driver; remove doubles")
         if self.crew and not self.driver:
             raise ValueError("policy.pipeline.driver must be the driver's peer id, got none; see `swarm identity show`")
+        if others := sorted(set(self.by_hand) - set(self.members)):
+            raise ValueError(
+                f"policy.pipeline.by_hand must name peer ids of machines in policy.pipeline.crew, got {others[0]}; correct it"
+            )
         if self.crew and self.spares >= len(self.crew):
             raise ValueError(
                 f"policy.pipeline.spares must leave a machine that works, got {self.spares} of {len(self.crew)}; lower it"

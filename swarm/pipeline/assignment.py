@@ -21,6 +21,8 @@ class Machine:
     """Forward and backward passes of one layer per second, for the micro-batches in use."""
     memory_bytes: int
     """Free for weights, optimizer, activations in flight and caches."""
+    max_layers: int = 1 << 30
+    """Most layers that it gets, whatever it claims."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ def _cut(
         room -= cost.embedding_bytes if index == 0 else 0
         room -= cost.head_bytes if index == len(machines) - 1 else 0
         for start, before in enumerate(best):
-            for stop in range(start + 1, num_layers + 1) if before is not None else ():
+            most = min(num_layers, start + machine.max_layers)
+            for stop in range(start + 1, most + 1) if before is not None else ():
                 time_s = _time_s(machines, cost, index, start, stop)
                 if bytes_before[stop] - bytes_before[start] > room or time_s > limit_s:
                     break  # more layers fit even less

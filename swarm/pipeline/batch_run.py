@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from swarm.errors import PipelineError
+from swarm.errors import PipelineError, StageReplyError
 from swarm.pipeline.orders import Answers, BackwardOrder, ForwardOrder
 from swarm.pipeline.schedule import Action, Schedule
 from swarm.pipeline.stage_link import StageLink
@@ -88,11 +88,17 @@ class BatchRun:
     async def _backward(self, stage: int, station: int, action: Action) -> None:
         gradient = await self._take(action, stage)
         order = BackwardOrder(self._batch, action.micro_batch, gradient)
-        result = await self._call(stage, "backward", partial(self._links[stage].backward, order))
         if station == 0:
+            await self._call(stage, "backward", partial(self._links[stage].backward, order))
             return
-        if result is None:
-            raise PipelineError(f"stage {stage} must pass a gradient on, got none; replace it")
+
+        async def passed_on() -> Tensor:
+            result = await self._links[stage].backward(order)
+            if result is None:
+                raise StageReplyError(f"stage {stage} must pass a gradient on, got none")
+            return result
+
+        result = await self._call(stage, "backward", passed_on)
         self._give(action, self._schedule.routes[action.micro_batch][station - 1], result)
 
     def _place(self, action: Action, stage: int) -> "asyncio.Future[Any]":

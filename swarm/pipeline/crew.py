@@ -6,12 +6,16 @@
 
 Settling comes before committing, so a batch is applied by all stages or by none; a stage that is lost between the two has to
 be rebuilt anyway. The node that drives should host the last stage: log-probs and logits then stay at home.
+
+A stage is not believed: what it says is compared with what the driver ordered. A stage whose answer no honest stage gives is
+lost, and is named in `false_stages`.
 """
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -19,18 +23,22 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from swarm.errors import NetworkError, PipelineError, StageLostError
+from swarm.errors import NetworkError, PipelineError, StageLostError, StageReplyError
 from swarm.pipeline.batch_run import BatchRun, ScoredPart
 from swarm.pipeline.gathering import all_of, failed_stages, first_of
+from swarm.pipeline.order_bytes import StageState
 from swarm.pipeline.orders import CommitOrder, DecodeOrder, ForwardOrder, Settled, SettleOrder, StageFacts
 from swarm.pipeline.schedule import one_forward_one_backward
 from swarm.pipeline.stage_link import StageLink
+from swarm.pipeline.state_bounds import StateBounds
 from swarm.policy.logprobs import TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
 _SECOND_CHANCE_S = 0.5
 """For a stage that gave no answer just now to hear that a batch or session is over: the fault may have been a short one."""
+_LARGEST_NORM_RATIO = 1000.0
+"""Of one stage's gradient norm to that of all others together: a stage that claims more would scale theirs to nothing."""
 T = TypeVar("T")
 GradientOf = Callable[[int, TokenLogprobs], Tensor]
 """(micro-batch, its log-probs [B, T]) → gradient [B, T] of the loss of the whole batch with respect to them."""
@@ -60,11 +68,14 @@ class Gradient:
 class Crew:
     """Stages in order. One batch at a time; `start` first."""
 
-    def __init__(self, links: Sequence[StageLink], settings: CrewSettings) -> None:
+    def __init__(self, links: Sequence[StageLink], settings: CrewSettings, bounds: StateBounds | None = None) -> None:
+        """`bounds`: of the weights and moments that stages hand out; without it any that fit are taken."""
         self._links = list(links)
         self._settings = settings
+        self._bounds = bounds
         self._facts: list[StageFacts] = []
         self._silent: set[int] = set()  # stages that did not answer when they were asked last
+        self._false: set[int] = set()
         self._holders: dict[str, list[int]] = {}
         self._batch = 0
         self._settled: list[Settled] | None = None
@@ -90,22 +101,25 @@ class Crew:
         return tuple(self._facts)
 
     @property
+    def false_stages(self) -> frozenset[int]:
+        """Stages whose machine gave an answer that no honest one gives."""
+        return frozenset(self._false)
+
+    @property
     def holders(self) -> dict[str, tuple[int, ...]]:
         """Stages that hold a parameter, where several do."""
         return {name: tuple(stages) for name, stages in self._holders.items()}
 
     async def start(self) -> None:
         """Ask all stages what they are. Raises StageLostError, and PipelineError unless they make up one whole model."""
-        calls = [self._call(stage, "describe", link.describe) for stage, link in enumerate(self._links)]
-        self._facts = await all_of(calls)
+        self._facts = await all_of(self._described(stage, link) for stage, link in enumerate(self._links))
         _check_whole(self._facts)
         holders: dict[str, list[int]] = {}
         for stage, facts in enumerate(self._facts):
             for name in facts.shapes:
                 holders.setdefault(name, []).append(stage)
         self._holders = {name: stages for name, stages in holders.items() if len(stages) > 1}
-        self._batch = max(self._batch, *(facts.last_batch for facts in self._facts))
-        self.version = self._facts[0].version
+        self.version = self._facts[-1].version  # the driver's own stage, where it has one
         self._settled = None
 
     async def replace(self, stage: int, link: StageLink) -> None:
@@ -113,15 +127,20 @@ class Crew:
 
         Raises PipelineError, and leaves the crew as it was, unless it holds the same layers of the same base.
         """
-        facts, wanted = await self._call(stage, "describe", link.describe), self._facts[stage]
+        self._false.discard(stage)
+        facts, wanted = await self._described(stage, link), self._facts[stage]
         if (facts.part, facts.content_hash) != (wanted.part, wanted.content_hash):
             raise PipelineError(
                 f"stage {stage} must hold {wanted.part} of the base {wanted.content_hash[:16]}, got {facts.part} of "
                 f"{facts.content_hash[:16]}; fetch the same model"
             )
-        self._links[stage] = link
+        if (facts.shapes, facts.version) != (wanted.shapes, self.version):
+            raise PipelineError(
+                f"stage {stage} must be at version {self.version}, got {facts.version}; rebuild it first"
+            )
+        self._links[stage], self._facts[stage] = link, facts
         self._silent.discard(stage)
-        await self.start()
+        self._settled = None
 
     async def accumulate(self, parts: Sequence[ScoredPart], gradient_of: GradientOf) -> Gradient:
         """Send a batch of micro-batches forward and back; `gradient_of` runs on another thread, one call at a time.
@@ -141,8 +160,9 @@ class Crew:
             raise await self._given_up(batch, first_of(failures)) from None
         except PipelineError as failure:
             raise await self._given_up(batch, failure) from None
+        self._check_norms(settled)
         self._settled = settled
-        self.stage_norms = tuple(one.own_norm_squared**0.5 for one in settled)
+        self.stage_norms = tuple(math.sqrt(one.own_norm_squared) for one in settled)
         return Gradient(self._norm, self.stage_norms)
 
     async def commit(self, *, lr: float, max_grad_norm: float) -> int:
@@ -156,7 +176,9 @@ class Crew:
             raise PipelineError(f"a batch must be settled and finite to be applied, got norm {self._norm}; drop it")
         scale = min(1.0, max_grad_norm / (self._norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         totals = {name: self._total(name, settled) for name in self._holders}
-        calls = []
+        calls: list[Awaitable[int]] = []
+        if self._bounds is not None:
+            self._bounds.stepped(lr, max_grad_norm)
         for stage in range(self.num_stages):
             own = {name: totals[name] for name, stages in self._holders.items() if stage in stages}
             calls.append(self._commit_on(stage, CommitOrder(self._batch, lr, scale, own)))
@@ -170,9 +192,6 @@ class Crew:
                 tuple(lost),
                 applied=True,
             )
-        odd = {result for result in results if result != self.version}
-        if odd:
-            raise PipelineError(f"stages must be at version {self.version}, got {results}; restore one checkpoint")
         return self.version
 
     async def drop(self) -> None:
@@ -191,8 +210,7 @@ class Crew:
                     answers = part.answers if stage == self.num_stages - 1 else None
                     order = ForwardOrder(0, 0, _tensor(states), answers, without_adapter)
                     states = await self._call(stage, "compute", partial(link.forward, order))
-                if not isinstance(states, TokenLogprobs):
-                    raise PipelineError("the last stage must answer with log-probs, got hidden states; replace it")
+                assert isinstance(states, TokenLogprobs), "its link answers as ordered"
                 return states
 
         return await all_of(one(part) for part in parts)
@@ -218,6 +236,65 @@ class Crew:
         calls = [self._call(i, "end", self._brief(i, partial(link.end, session))) for i, link in enumerate(self._links)]
         failed_stages(await asyncio.gather(*calls, return_exceptions=True))
 
+    async def state(self, stage: int) -> StageState:
+        """Weights and optimizer of a stage. Raises StageLostError."""
+
+        async def checked() -> StageState:
+            state = await self._links[stage].state()
+            if state[1]["policy_version"] != self.version:
+                raise StageReplyError(
+                    f"the state of stage {stage} must be of version {self.version}, got {state[1]['policy_version']}"
+                )
+            if self._bounds is not None:
+                self._bounds.check(state)
+            return state
+
+        return await self._call(stage, "state", checked)
+
+    def check_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Raises StageReplyError for weights that the steps so far cannot have given."""
+        if self._bounds is not None:
+            self._bounds.check(({"adapter": dict(weights), "optimizer": {}}, {}))
+
+    async def restore(self, stage: int, state: StageState) -> None:
+        """Put weights and optimizer into a stage; `start` when all have theirs. Raises StageLostError, PipelineError."""
+        if self._bounds is not None:
+            self._bounds.given(state)
+        await self._call(stage, "restore", partial(self._links[stage].restore, *state))
+
+    async def recover(self, stage: int, link: StageLink, weights: Mapping[str, Tensor]) -> None:
+        """Fill the machine behind `link`, which takes the place of `stage`, and go on with it.
+
+        Raises what the link raises, and as `replace`.
+        """
+        moments = await self._shared_moments(stage)
+        if self._bounds is not None:
+            self._bounds.given(({"adapter": dict(weights), "optimizer": moments}, {}))
+        async with asyncio.timeout(self._settings.action_timeout_s):
+            await link.recover(weights, self.version, moments)
+        await self.replace(stage, link)
+
+    async def _shared_moments(self, stage: int) -> dict[str, Tensor]:
+        """Optimizer state of the parameters that a lost stage had in common with others, from the first of these."""
+        found: dict[str, Tensor] = {}
+        for name, stages in self._holders.items():
+            others = [other for other in stages if other != stage]
+            if stage in stages:
+                tensors, _ = await self.state(others[0])
+                found |= {key: value for key, value in tensors["optimizer"].items() if key.partition(":")[2] == name}
+        return found
+
+    async def _described(self, stage: int, link: StageLink) -> StageFacts:
+        async def checked() -> StageFacts:
+            facts = await link.describe()
+            if facts.last_batch > self._batch:
+                raise StageReplyError(
+                    f"stage {stage} must know batches up to {self._batch}, the last one begun, got {facts.last_batch}"
+                )
+            return facts
+
+        return await self._call(stage, "describe", checked)
+
     async def _decode(self, session: int, states: Tensor, left_padding: tuple[int, ...] | None) -> Tensor:
         for stage, link in enumerate(self._links):
             order = DecodeOrder(session, states, left_padding, is_last=stage == self.num_stages - 1)
@@ -227,16 +304,20 @@ class Crew:
     async def _settle(self, stage: int, num_micro_batches: int) -> Settled:
         shared = tuple(sorted(name for name, stages in self._holders.items() if stage in stages))
         order = SettleOrder(self._batch, num_micro_batches, shared)
-        settled = await self._call(stage, "settle", partial(self._links[stage].settle, order))
-        shapes = self._facts[stage].shapes
-        if {name: tuple(g.shape) for name, g in settled.shared_gradients.items()} != {n: shapes[n] for n in shared}:
-            raise PipelineError(f"stage {stage} must report the gradients it shares, got others; replace it")
-        return settled
+        return await self._call(stage, "settle", partial(self._links[stage].settle, order))
 
     async def _commit_on(self, stage: int, order: CommitOrder) -> int:
+        wanted = self.version + 1
+
+        async def checked() -> int:
+            version = await self._links[stage].commit(order)
+            if version != wanted:
+                raise StageReplyError(f"stage {stage} must be at version {wanted} after the batch, got {version}")
+            return version
+
         for attempt in range(self._settings.commit_attempts):
             try:
-                return await self._call(stage, "commit", partial(self._links[stage].commit, order))
+                return await self._call(stage, "commit", checked)
             except StageLostError:
                 if attempt + 1 == self._settings.commit_attempts:
                     raise
@@ -252,6 +333,9 @@ class Crew:
             reason = f"no answer within {self._settings.action_timeout_s:g} s"
         except NetworkError as error:
             reason = str(error)
+        except StageReplyError as error:
+            reason = str(error)
+            self._false.add(stage)
         self._silent.add(stage)
         raise StageLostError(f"stage {stage} must answer to {what}, got {reason}; rebuild it elsewhere", (stage,))
 
@@ -292,7 +376,19 @@ class Crew:
 
     def _total_norm(self, settled: Sequence[Settled]) -> float:
         shared = sum(self._total(name, settled).float().norm().double().square().item() for name in self._holders)
-        return (sum(one.own_norm_squared for one in settled) + shared) ** 0.5
+        return math.sqrt(sum(one.own_norm_squared for one in settled) + shared)
+
+    def _check_norms(self, settled: Sequence[Settled]) -> None:
+        """A batch in which one stage's norm dwarfs all others counts as not finite, and so is not applied."""
+        squares = [one.own_norm_squared for one in settled]
+        for stage, square in enumerate(squares):
+            others = sum(squares[:stage]) + sum(squares[stage + 1 :])
+            if others > 0 and square > others * _LARGEST_NORM_RATIO**2:
+                logger.warning(
+                    "stage %d reports a gradient norm of %.3g, the others %.3g together; the batch is not applied",
+                    stage, math.sqrt(square), math.sqrt(others),
+                )  # fmt: skip
+                self._norm = math.inf
 
 
 def _tensor(states: Tensor | TokenLogprobs) -> Tensor:

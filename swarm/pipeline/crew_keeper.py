@@ -10,8 +10,7 @@ The driver holds the last stage itself: log-probs and logits never cross the lin
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -22,9 +21,9 @@ from swarm.errors import NetworkError, PipelineError, StageLostError
 from swarm.pipeline.architecture import StagePart
 from swarm.pipeline.assignment import Machine, ModelCost
 from swarm.pipeline.crew import Crew, CrewSettings
+from swarm.pipeline.expected_stage import ExpectedStage, expected_stages
 from swarm.pipeline.gathering import all_of
 from swarm.pipeline.machines import CrewMembers, Member, places
-from swarm.pipeline.model_shape import model_shape
 from swarm.pipeline.neighbour_copies import NeighbourCopies
 from swarm.pipeline.order_bytes import StageState
 from swarm.pipeline.orders import StageSettings
@@ -35,6 +34,7 @@ from swarm.pipeline.stage import Stage
 from swarm.pipeline.stage_host import BaseModel
 from swarm.pipeline.stage_link import InProcessLink, StageLink
 from swarm.pipeline.stage_model import load_stage
+from swarm.pipeline.state_bounds import StateBounds
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +64,11 @@ class CrewKeeper:
         self._settings = settings
         self._give = give
         self._clock = clock
-        self._shape = model_shape(base.folder)
+        self._expected: list[ExpectedStage] = []  # of all stages
         self._members = CrewMembers(config, base, give, clock)
         self._peers: list[str] = []  # of all stages but the last
         self._gone: set[str] = set()
+        self._barred: set[str] = set()  # gave an answer that no honest stage gives
         self._own: InProcessLink | None = None
         self.crew: Crew = Crew((), CrewSettings())
         self._copies = NeighbourCopies(give)
@@ -86,10 +87,10 @@ class CrewKeeper:
         own_stage = asyncio.create_task(asyncio.to_thread(self._load_own, parts[-1]))
         await asyncio.gather(own_stage, *loading)
         self._own = InProcessLink(own_stage.result(), precision=self._config.precision)
-        links: list[StageLink] = [
-            self._link(peer_id, part) for peer_id, part in zip(self._peers, parts[:-1], strict=True)
-        ]
-        self.crew = Crew([*links, self._own], CrewSettings(action_timeout_s=self._config.action_timeout_s))
+        self._expected = expected_stages(self._base.folder, self._base.lora, parts)
+        links: list[StageLink] = [self._link(peer_id, stage) for stage, peer_id in enumerate(self._peers)]
+        bounds = StateBounds({name: shape for one in self._expected for name, shape in one.shapes.items()})
+        self.crew = Crew([*links, self._own], CrewSettings(action_timeout_s=self._config.action_timeout_s), bounds)
         await self._patiently(self.crew.start)
         for peer_id, part in zip((*self._peers, "this node"), parts, strict=True):
             logger.info("layers [%d, %d) are held by %s", part.start, part.stop, peer_id)
@@ -101,7 +102,7 @@ class CrewKeeper:
             try:
                 return await call()
             except (NetworkError, StageLostError):
-                if self._clock() >= until_s:
+                if self._clock() >= until_s or self.crew.false_stages:
                     raise
             await asyncio.sleep(_PAUSE_S)
 
@@ -132,13 +133,12 @@ class CrewKeeper:
             await self.recover(lost)
         interval = self._config.copy_interval_steps
         if interval and self.crew.version % interval == 0:
-            await self._copies.take(self.crew, self._peers, self._config.action_timeout_s)
+            await self._copies.take(self.crew, self._peers, self._expected, self._config.action_timeout_s)
         return self.crew.version
 
     async def states(self) -> list[StageState]:
         """Weights and optimizer of every stage."""
-
-        return await self.persist(lambda: all_of(map(self._state_of, range(self.crew.num_stages))))
+        return await self.persist(lambda: all_of(map(self.crew.state, range(self.crew.num_stages))))
 
     async def rewrite(self, change: Callable[[StageState], StageState]) -> None:
         """Put what `change` makes of every stage's state in its place; the version must stay.
@@ -147,7 +147,7 @@ class CrewKeeper:
         """
 
         async def of(stage: int) -> None:
-            await self._put(stage, change(await self._state_of(stage)))
+            await self.crew.restore(stage, change(await self.crew.state(stage)))
 
         await self.persist(lambda: all_of(map(of, range(self.crew.num_stages))))
 
@@ -169,7 +169,7 @@ class CrewKeeper:
             state = {"adapter": adapter, "optimizer": moments}
             # layers may be cut otherwise than before: the stage that holds rebuilt ones has their factor
             factor = max((factors[name].item() for name in facts.shapes if name in factors), default=1.0)
-            await self._put(stage, (state, {"policy_version": version, "lr_factor": factor}))
+            await self.crew.restore(stage, (state, {"policy_version": version, "lr_factor": factor}))
         await self.crew.start()
 
     async def recover(self, lost: StageLostError) -> None:
@@ -185,6 +185,7 @@ class CrewKeeper:
                     "policy.pipeline.driver_layers or raise policy.pipeline.action_timeout_s"
                 )
             self._gone |= {self._peers[stage] for stage in stages}
+            self._barred |= {self._peers[stage] for stage in stages & self.crew.false_stages}
             stages = {stage for stage, peer_id in enumerate(self._peers) if peer_id in self._gone}
             plan = plan_recovery(self._situation(frozenset(stages)))[0]
             try:
@@ -206,33 +207,16 @@ class CrewKeeper:
         self.recoveries_s.append(self._clock() - started_s)
         logger.warning("the crew is whole again after %.1f s", self.recoveries_s[-1])
 
-    async def _state_of(self, stage: int) -> StageState:
-        async with self._bounded(stage, "hand out its state"):
-            return await self.crew.links[stage].state()
-
-    async def _put(self, stage: int, state: StageState) -> None:
-        async with self._bounded(stage, "take its state"):
-            await self.crew.links[stage].restore(*state)
-
-    @asynccontextmanager
-    async def _bounded(self, stage: int, what: str) -> AsyncIterator[None]:
-        """Whoever takes longer than for any order is lost."""
-        try:
-            async with asyncio.timeout(self._config.action_timeout_s):
-                yield
-        except (NetworkError, TimeoutError) as error:
-            raise StageLostError(f"stage {stage} must {what}, got {error or 'no answer'}", (stage,)) from None
-
     async def _rebuild(self, plan: Recovery) -> bool:
         """Whether a machine took the stage over. Raises StageLostError where the crew then lacks another."""
         facts = self.crew.facts[plan.stage]
         for member in await self._candidates(facts.part):
             held = [start for start, _ in member.ranges if not self._uses(member.peer_id, start)]
-            link = self._link(member.peer_id, facts.part)
+            link = self._link(member.peer_id, plan.stage)
             try:
                 await self._members.load(member.peer_id, facts.part, facts.content_hash, held)
                 async with asyncio.timeout(self._config.action_timeout_s):
-                    copies = await self._copies.fetch(plan, self._peers, facts)
+                    copies = await self._copies.fetch(plan, self._peers, self._expected[plan.stage])
             except (NetworkError, PipelineError, TimeoutError) as error:
                 logger.info("stage %d: %s cannot take it: %s", plan.stage, member.peer_id, error)
                 if plan.strategy == "neighbour_copy":
@@ -244,28 +228,38 @@ class CrewKeeper:
             self._gone.discard(member.peer_id)
             try:
                 await rebuild_stage(self.crew, plan, link, copies)
-            except (NetworkError, TimeoutError):
+            except StageLostError as more:  # this one gave a false answer, or is in place and another one is lost
+                if plan.stage not in more.stages:
+                    _say_where(plan, member.peer_id)
+                raise
+            except (NetworkError, PipelineError, TimeoutError) as error:
+                logger.info("stage %d: %s cannot take it: %s", plan.stage, member.peer_id, error)
                 self._peers[plan.stage] = before
                 continue
-            except StageLostError:  # another one is lost; this one is in place
-                _say_where(plan, member.peer_id)
-                raise
             _say_where(plan, member.peer_id)
             return True
         return False
 
     async def _candidates(self, part: StagePart) -> list[Member]:
-        """Machines with room that answer now: those without layers first, then by memory."""
+        """Machines with room that answer now, none that gave a false answer: those without layers first, then by memory."""
         need_bytes = sum(self._cost.layer_bytes[part.start : part.stop])
         need_bytes += self._cost.embedding_bytes if part.has_embedding else 0
-        members = self._config.members
+        members = [one for one in self._config.members if one not in self._barred]
         found = await self._members.first_answering([one for one in members if one not in self._gone])
         if all(member.peer_id in self._peers for member in found):  # no spare: perhaps one that was lost is back
             found += await self._members.first_answering([one for one in members if one in self._gone])
         return sorted(
-            (member for member in found if member.machine.memory_bytes >= need_bytes),
+            (one for one in found if one.machine.memory_bytes >= need_bytes and self._may_hold(one, part)),
             key=lambda member: (bool(member.ranges), -member.machine.memory_bytes),
         )
+
+    def _may_hold(self, member: Member, part: StagePart) -> bool:
+        """Whether neither the layers that it was given by hand nor the bound on its layers speak against it."""
+        if member.is_fixed:
+            return (part.start, part.stop) in member.ranges
+        others = [one.part for one, peer in zip(self._expected, self._peers, strict=False) if peer == member.peer_id]
+        num_layers = sum(one.num_layers for one in others if one != part) + part.num_layers
+        return num_layers <= member.machine.max_layers
 
     def _situation(self, lost: frozenset[int]) -> Situation:
         return Situation(
@@ -281,8 +275,8 @@ class CrewKeeper:
         facts = self.crew.facts
         return any(peer == peer_id and facts[i].part.start == start for i, peer in enumerate(self._peers))
 
-    def _link(self, peer_id: str, part: StagePart) -> RemoteLink:
-        return RemoteLink(self._give, peer_id, part.start, self._shape, self._config.precision)
+    def _link(self, peer_id: str, stage: int) -> RemoteLink:
+        return RemoteLink(self._give, peer_id, self._expected[stage], self._config.precision)
 
     def _load_own(self, part: StagePart) -> Stage:
         base = self._base

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from swarm.adapters.adapter_state import check_adapter
 from swarm.config import PolicySection, TrainingSection
 from swarm.errors import CheckpointError, PipelineError, StageLostError, TrainingError
 from swarm.pipeline.crew_keeper import CrewKeeper
@@ -122,7 +123,10 @@ class CrewSteps:
         self._policy.wait_for(self._policy.keeper.rewrite(change))
 
     def state(self) -> Tensors:
-        """See `PolicySteps`: as a single process would save it, with `lr_factors` where a rebuilt stage has another one."""
+        """See `PolicySteps`: as a single process would save it, with `lr_factors` where a rebuilt stage has another one.
+
+        Raises CheckpointError rather than to give out an adapter that is not whole and finite.
+        """
         merged: Tensors = {"adapter": {}, "optimizer": {}}
         factors: dict[str, torch.Tensor] = {}
         for tensors, rest in self._policy.wait_for(self._policy.keeper.states()):
@@ -130,6 +134,8 @@ class CrewSteps:
                 merged[kind] |= group
             if rest["lr_factor"] != 1:
                 factors |= {name: torch.tensor(float(rest["lr_factor"])) for name in tensors["adapter"]}
+        shapes = {name: torch.Size(s) for facts in self._policy.keeper.crew.facts for name, s in facts.shapes.items()}
+        check_adapter(merged["adapter"], shapes)  # once more: what is written to disk is what the next start depends on
         return {**merged, "lr_factors": factors} if factors else merged
 
     def restore(self, tensors: Tensors, version: int) -> None:

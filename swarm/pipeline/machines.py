@@ -1,23 +1,30 @@
 """The machines of a crew as the driver sees them: who answers, how fast, with how much room, and who gets which layers."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from swarm.config import PipelineSection
-from swarm.errors import NetworkError, PipelineError
+from swarm.errors import NetworkError, PipelineError, StageReplyError
 from swarm.pipeline.architecture import StagePart, stage_parts
 from swarm.pipeline.assignment import Machine, ModelCost, assign_layers
-from swarm.pipeline.order_bytes import part_fields
-from swarm.pipeline.remote_link import Give, ask
+from swarm.pipeline.model_shape import model_shape
+from swarm.pipeline.order_bytes import Fields, part_fields
+from swarm.pipeline.remote_link import Give, ask, replies_of
 from swarm.pipeline.stage_host import BaseModel
 from swarm.pipeline.tensor_bundle import Bundle
+
+logger = logging.getLogger(__name__)
 
 _GRACE_S = 5.0
 """How long spares are waited for once everybody else is there."""
 _PAUSE_S = 0.5
 _ASK_TIMEOUT_S = 10.0
 _LATE_S = 1.0
+_MAX_LAYERS_PER_S = 1e6
+_MAX_MEMORY_BYTES = 1 << 50
+"""More than any machine has: larger claims are false."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +36,7 @@ class Member:
     ranges: tuple[tuple[int, int], ...]
     """Layers [start, stop) that it holds."""
     is_fixed: bool
-    """Whether a person said which."""
+    """Whether a person said which; only of members in `policy.pipeline.by_hand`."""
 
 
 class CrewMembers:
@@ -39,23 +46,32 @@ class CrewMembers:
         """`clock`: seconds, of any beginning."""
         self._config = config
         self._fingerprint = base.fingerprint
+        self._num_layers = model_shape(base.folder).num_layers
         self._give = give
         self._clock = clock
 
     async def gather(self) -> list[Member]:
         """All that answer in time, at least the crew without its spares, in the order of the settings.
 
-        Raises PipelineError where too few do, or one has another base or adapter.
+        Raises PipelineError where too few do, or more than the spares have another base or adapter or make false claims.
         """
         config, found = self._config, dict[str, Member]()
         enough, until_s = len(config.members) - config.spares, self._clock() + config.startup_timeout_s
         tasks = [asyncio.create_task(self._awaited(peer_id)) for peer_id in config.members]
-        pending = set(tasks)
+        pending, unfit = set(tasks), list[PipelineError]()
         try:
             while pending and self._clock() < until_s:
                 timeout_s = until_s - self._clock()
                 done, pending = await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                found |= {member.peer_id: member for member in (task.result() for task in done)}
+                for task in done:
+                    try:
+                        member = task.result()
+                        found[member.peer_id] = member
+                    except PipelineError as error:
+                        logger.warning("left out of the crew: %s", error)
+                        unfit.append(error)
+                if len(unfit) > config.spares:
+                    raise unfit[0]
                 if len(found) >= enough:
                     until_s = min(until_s, self._clock() + _GRACE_S)
         finally:
@@ -71,13 +87,13 @@ class CrewMembers:
         return [found[peer_id] for peer_id in config.members if peer_id in found]
 
     async def answering(self, peer_ids: Iterable[str]) -> list[Member]:
-        """Those of `peer_ids` that answer now. Raises PipelineError for one with another base or adapter."""
-        asked = [self._ask(peer_id, _ASK_TIMEOUT_S, measure=False) for peer_id in peer_ids]
-        return [member for member in await asyncio.gather(*asked) if member is not None]
+        """Those of `peer_ids` that answer now and are fit."""
+        members = await asyncio.gather(*map(self._if_fit, peer_ids))
+        return [member for member in members if member is not None]
 
     async def first_answering(self, peer_ids: Iterable[str]) -> list[Member]:
         """As `answering`, but once one has answered the others are waited for no longer than a moment."""
-        pending = {asyncio.create_task(self._ask(peer_id, _ASK_TIMEOUT_S, measure=False)) for peer_id in peer_ids}
+        pending = {asyncio.create_task(self._if_fit(peer_id)) for peer_id in peer_ids}
         found, tasks = list[Member](), list(pending)
         try:
             while pending:
@@ -106,20 +122,57 @@ class CrewMembers:
             await asyncio.sleep(_PAUSE_S if member is None else 0)
         return member
 
+    async def _if_fit(self, peer_id: str) -> Member | None:
+        try:
+            return await self._ask(peer_id, _ASK_TIMEOUT_S, measure=False)
+        except PipelineError as error:
+            logger.warning("left out of the crew: %s", error)
+            return None
+
     async def _ask(self, peer_id: str, timeout_s: float, *, measure: bool) -> Member | None:
         try:
             async with asyncio.timeout(timeout_s):
                 fields = await ask(self._give, peer_id, "machine", Bundle({"measure": measure}))
         except (NetworkError, TimeoutError):
             return None
-        if fields.text("fingerprint") != self._fingerprint:
+        with replies_of(peer_id):
+            fingerprint, member = fields.text("fingerprint"), self._member(peer_id, fields)
+        if fingerprint != self._fingerprint:
             raise PipelineError(
                 f"a crew must have one base, adapter shape and dtype, got others at {peer_id}; give all machines the same "
                 "policy table"
             )
-        machine = Machine(fields.number("layers_per_s"), fields.integer("memory_bytes"))
-        ranges = tuple(zip(fields.integers("slots"), fields.integers("stops"), strict=False))
-        return Member(peer_id, machine, ranges, fields.flag("is_fixed"))
+        if member.is_fixed and peer_id not in self._config.by_hand:
+            raise PipelineError(
+                f"a machine must be named in policy.pipeline.by_hand to say which layers it holds, got --layers at {peer_id}; "
+                "name it there on the driver, or start `swarm stage` without --layers"
+            )
+        if measure and not member.is_fixed and not member.machine.layers_per_s:
+            raise StageReplyError(f"{peer_id} must measure its speed, got none; start `swarm stage` there again")
+        return member
+
+    def _member(self, peer_id: str, fields: Fields) -> Member:
+        """What a machine claims. Raises StageReplyError where that cannot be true."""
+        speed, memory_bytes = fields.number("layers_per_s"), fields.integer("memory_bytes")
+        if not 0 <= speed <= _MAX_LAYERS_PER_S or memory_bytes > _MAX_MEMORY_BYTES:
+            raise StageReplyError(
+                f"a machine must have a speed of at most {_MAX_LAYERS_PER_S:g} layers/s and {_MAX_MEMORY_BYTES} bytes, got "
+                f"{speed} and {memory_bytes}"
+            )
+        starts, stops = fields.integers("slots"), fields.integers("stops")
+        bounds = [place for pair in zip(starts, stops, strict=False) for place in pair]
+        is_empty = any(start >= stop for start, stop in zip(starts, stops, strict=False))
+        if (
+            len(starts) != len(stops)
+            or is_empty
+            or bounds != sorted(bounds)
+            or max(stops, default=0) > self._num_layers
+        ):
+            raise StageReplyError(
+                f"a machine must hold layers of {self._num_layers}, each once, got {starts} to {stops}"
+            )
+        machine = Machine(speed, memory_bytes, self._config.max_layers or self._num_layers)
+        return Member(peer_id, machine, tuple(zip(starts, stops, strict=True)), fields.flag("is_fixed"))
 
 
 def places(

@@ -1,10 +1,15 @@
 """What layers and ends of a model take, from its configuration alone: what they are assigned by."""
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 
+from swarm.pipeline.architecture import StagePart
 from swarm.pipeline.assignment import ModelCost
 from swarm.pipeline.model_shape import adapter_targets, model_modules
-from swarm.pipeline.stage_host import BaseModel
+
+if TYPE_CHECKING:
+    from swarm.pipeline.stage_host import BaseModel
 
 _ADAPTER_BYTES = 16
 """A float32 weight of the adapter with its gradient and two moments."""
@@ -14,7 +19,7 @@ _BACKWARD_SHARE = 3.0
 """Forward and backward of a frozen layer with an adapter take about three times its forward pass; so does the head."""
 
 
-def model_cost(base: BaseModel) -> ModelCost:
+def model_cost(base: "BaseModel") -> ModelCost:
     """Reads no weights. Raises PipelineError for an unknown architecture, PolicyError for unknown adapter targets."""
     layers, embedding, head = model_modules(base.folder)
     prefix, adapters = layers[0][0].rpartition(".")[0], dict[int, int]()
@@ -32,6 +37,12 @@ def model_cost(base: BaseModel) -> ModelCost:
         head_bytes=_count(head) * itemsize,
         head_layers=_count(head) / max(_count(layers[0][1]), 1) / _BACKWARD_SHARE,
     )
+
+
+def least_bytes(cost: ModelCost, part: StagePart) -> int:
+    """What a stage takes without any batch: below that there is no point in loading it."""
+    ends = cost.embedding_bytes * part.has_embedding + cost.head_bytes * part.has_head
+    return int(sum(cost.layer_bytes[part.start : part.stop]) / _ROOM) + ends
 
 
 def _count(module: nn.Module) -> int:

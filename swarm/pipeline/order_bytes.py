@@ -28,6 +28,10 @@ StageState = tuple[dict[str, dict[str, Tensor]], dict[str, int | float]]
 """Tensors by kind and name, and the JSON-able rest, as `Stage.state` gives them."""
 
 
+_ABOVE_ZERO = 1e-3
+"""What rounding may add to a log-prob of 0."""
+
+
 class Fields:
     """The fields and tensors of a bundle, each asked for with its type; everything else raises PipelineError."""
 
@@ -136,15 +140,16 @@ def forward_reply(result: Tensor | TokenLogprobs) -> Bundle:
     return Bundle({}, {"states": result})
 
 
-def forward_result(fields: Fields, order: ForwardOrder) -> Tensor | TokenLogprobs:
+def forward_result(fields: Fields, order: ForwardOrder, width: int) -> Tensor | TokenLogprobs:
+    """What a stage answered: hidden states [B, L, `width`], or log-probs of the answers of the order."""
     if order.answers is None:
-        return _shaped(fields.tensor("states"), (*order.states.shape[:2], None))
+        return shaped(fields.tensor("states"), (*order.states.shape[:2], width))
     lengths = torch.tensor([len(row) for row in order.answers.token_ids])
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()
-    logprobs, entropy = _shaped(fields.tensor("logprobs"), tuple(mask.shape)), fields.optional("entropy")
-    if order.answers.with_entropy != (entropy is not None) or not bool(torch.isfinite(logprobs).all()):
-        raise PipelineError("log-probs must be finite, with entropy where it was asked for, got others; drop the batch")
-    return TokenLogprobs(logprobs, mask, None if entropy is None else _shaped(entropy, tuple(mask.shape)))
+    logprobs, entropy = shaped(fields.tensor("logprobs"), tuple(mask.shape)), fields.optional("entropy")
+    if order.answers.with_entropy != (entropy is not None) or bool((logprobs * mask > _ABOVE_ZERO).any()):
+        raise PipelineError("log-probs must be at most 0, with entropy where it was asked for, got others")
+    return TokenLogprobs(logprobs, mask, None if entropy is None else shaped(entropy, tuple(mask.shape)))
 
 
 def backward_bundle(order: BackwardOrder) -> Bundle:
@@ -159,6 +164,12 @@ def backward_reply(gradient: Tensor | None) -> Bundle:
     return Bundle({}, {} if gradient is None else {"states": gradient})
 
 
+def backward_result(fields: Fields, shape: Sequence[int]) -> Tensor | None:
+    """The gradient [B, L, W]; None from the stage where the micro-batch began."""
+    gradient = fields.optional("states")
+    return None if gradient is None else shaped(gradient, shape)
+
+
 def settle_bundle(order: SettleOrder) -> Bundle:
     return Bundle({"batch": order.batch, "num_micro_batches": order.num_micro_batches, "shared": list(order.shared)})
 
@@ -171,8 +182,17 @@ def settled_reply(settled: Settled) -> Bundle:
     return Bundle({"own_norm_squared": settled.own_norm_squared}, dict(settled.shared_gradients))
 
 
-def settled_result(fields: Fields) -> Settled:
-    return Settled(fields.number("own_norm_squared"), fields.under(""))
+def settled_result(fields: Fields, shapes: Mapping[str, Sequence[int]]) -> Settled:
+    """The gradient of a batch, with gradients of exactly `shapes`; its norm need not be finite."""
+    norm_squared, shared = fields.number("own_norm_squared"), fields.under("")
+    if norm_squared < 0 or shared.keys() != shapes.keys():
+        raise PipelineError(
+            f"a squared norm must be at least 0, with {len(shapes)} shared gradients, got {norm_squared} and {len(shared)}"
+        )
+    for name, gradient in shared.items():
+        if not gradient.is_floating_point() or tuple(gradient.shape) != tuple(shapes[name]):
+            raise PipelineError(f"a shared gradient must have the shape of its parameter, got another at {name}")
+    return Settled(norm_squared, shared)
 
 
 def commit_bundle(order: CommitOrder) -> Bundle:
@@ -193,11 +213,6 @@ def decode_order_bundle(order: DecodeOrder) -> Bundle:
 def decode_order(fields: Fields) -> DecodeOrder:
     padding = fields.integers("left_padding") if fields.has("left_padding") else None
     return DecodeOrder(fields.integer("session"), fields.tensor("states"), padding, fields.flag("is_last"))
-
-
-def decode_result(fields: Fields, order: DecodeOrder) -> Tensor:
-    num_rows, num_new = order.states.shape[:2]
-    return _shaped(fields.tensor("states"), (num_rows, None) if order.is_last else (num_rows, num_new, None))
 
 
 def facts_bundle(facts: StageFacts) -> Bundle:
@@ -258,10 +273,12 @@ def recover_bundle(weights: Mapping[str, Tensor], version: int, moments: Mapping
     return state_bundle(({"adapter": weights, "optimizer": moments}, {"policy_version": version, "lr_factor": 1.0}))
 
 
-def _shaped(tensor: Tensor, shape: Sequence[int | None]) -> Tensor:
-    fits = tensor.dim() == len(shape) and tensor.is_floating_point()
-    if not fits or any(wanted not in (None, size) for wanted, size in zip(shape, tensor.shape, strict=True)):
+def shaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor of a reply. Raises PipelineError unless it has this shape and finite numbers."""
+    if not tensor.is_floating_point() or tuple(tensor.shape) != tuple(shape):
         raise PipelineError(f"a reply must have shape {tuple(shape)}, got {tuple(tensor.shape)}; replace the stage")
+    if not bool(torch.isfinite(tensor).all()):
+        raise PipelineError("a reply must be finite, got NaN or infinity; replace the stage")
     return tensor
 
 

@@ -122,5 +122,3 @@ class StageSettings:
     """Keys and values of all sessions together."""
     session_idle_s: float = 600.0
     """A session that nobody continued for so long makes room for a new one."""
-    max_copy_bytes: int = 1 << 30
-    """Of one neighbour's adapter."""

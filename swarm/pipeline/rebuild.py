@@ -17,8 +17,8 @@ async def take_copies(crew: Crew) -> tuple[NeighbourCopy, ...]:
     """
     last = crew.num_stages - 1
     copies: list[NeighbourCopy] = []
-    for stage, link in enumerate(crew.links):
-        tensors, rest = await link.state()
+    for stage in range(crew.num_stages):
+        tensors, rest = await crew.state(stage)
         holder = stage + 1 if stage < last else last - 1
         copies.append(NeighbourCopy(stage, holder, int(rest["policy_version"]), tensors["adapter"]))
     return tuple(copies)
@@ -44,25 +44,13 @@ async def rebuild_stage(crew: Crew, plan: Recovery, link: StageLink, copies: tup
         weights = max(usable, key=lambda copy: copy.version).weights
     else:
         weights = await _from_neighbours(crew, plan, shapes)
-    await link.recover(weights, crew.version, await _shared_moments(crew, plan.stage))
-    await crew.replace(plan.stage, link)
+    await crew.recover(plan.stage, link, weights)
 
 
 async def _from_neighbours(crew: Crew, plan: Recovery, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    sources = [(await crew.links[source].state())[0]["adapter"] for source in plan.sources]
+    sources = [(await crew.state(source))[0]["adapter"] for source in plan.sources]
     prefix = crew.facts[plan.stage].layer_prefix
     if plan.strategy == "twin_copy":
         return twin_copy(shapes, sources[0], layer_prefix=prefix)
     norms = [crew.stage_norms[source] if crew.stage_norms else 1.0 for source in plan.sources]
     return checkfree_average(shapes, *sources, norm_before=norms[0], norm_after=norms[1], layer_prefix=prefix)
-
-
-async def _shared_moments(crew: Crew, stage: int) -> dict[str, Tensor]:
-    """Optimizer state of the parameters that the lost stage had in common with others, from the first of these."""
-    found: dict[str, Tensor] = {}
-    for name, stages in crew.holders.items():
-        others = [other for other in stages if other != stage]
-        if stage in stages:
-            tensors, _ = await crew.links[others[0]].state()
-            found |= {key: value for key, value in tensors["optimizer"].items() if key.partition(":")[2] == name}
-    return found

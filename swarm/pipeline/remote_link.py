@@ -1,16 +1,20 @@
-"""A stage on another machine: `StageLink` over orders as bytes, whatever carries them."""
+"""A stage on another machine: `StageLink` over orders as bytes, whatever carries them.
+
+Nothing that a stage answers is used before it was compared with what the driver expects; the driver also decides how many
+bytes it reads. An answer that no honest stage gives raises StageReplyError.
+"""
 
 import asyncio
-import math
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from swarm.errors import PipelineError, RequestError
+from swarm.errors import PipelineError, RequestError, StageReplyError
 from swarm.pipeline import order_bytes
 from swarm.pipeline.activation_wire import WirePrecision
-from swarm.pipeline.model_shape import ModelShape
+from swarm.pipeline.expected_stage import FRAME_BYTES, ExpectedStage
 from swarm.pipeline.order_bytes import Fields, StageState
 from swarm.pipeline.orders import (
     BackwardOrder,
@@ -21,13 +25,12 @@ from swarm.pipeline.orders import (
     SettleOrder,
     StageFacts,
 )
-from swarm.pipeline.tensor_bundle import MAX_HEAD_BYTES, Bundle, decode_bundle, encode_bundle
+from swarm.pipeline.tensor_bundle import Bundle, decode_bundle, encode_bundle
 from swarm.policy.logprobs import TokenLogprobs
 
-_FRAME_BYTES = 4096
-"""Of a reply without tensors, or beside them."""
-STATE_TENSORS = 3
-"""Weights and two moments."""
+T = TypeVar("T")
+Limit = int
+"""Most bytes of a reply."""
 
 
 class Give(Protocol):
@@ -42,105 +45,136 @@ async def ask(
     kind: str,
     bundle: Bundle,
     *,
-    max_reply_bytes: int = _FRAME_BYTES,
+    max_reply_bytes: int = FRAME_BYTES,
     precision: WirePrecision | None = None,
 ) -> Fields:
-    """One order and its reply. Raises NetworkError, and PipelineError where the peer refuses or its reply is odd."""
+    """One order and its reply. Raises NetworkError, PipelineError where the peer refuses, StageReplyError for odd bytes."""
     precisions: dict[str, WirePrecision] = {} if precision is None else {"states": precision}
     payload = await asyncio.to_thread(encode_bundle, bundle, precisions)
     reply = await give(peer_id, kind, payload, max_reply_bytes=max_reply_bytes)
-    fields = Fields(await asyncio.to_thread(decode_bundle, reply))
-    if fields.has("gone"):  # its process ended, and another one answers in its name
-        raise RequestError(_printable(fields.text("gone")), "refused")
-    if fields.has("refused"):
-        raise PipelineError(_printable(fields.text("refused")))
+    with replies_of(peer_id):
+        fields = Fields(await asyncio.to_thread(decode_bundle, reply))
+        gone = fields.text("gone") if fields.has("gone") else ""
+        refused = fields.text("refused") if fields.has("refused") else ""
+    if gone:  # its process ended, and another one answers in its name
+        raise RequestError(_printable(gone), "refused")
+    if refused:
+        raise PipelineError(_printable(refused))
     return fields
 
 
-def weight_reply_bytes(facts: StageFacts) -> int:
-    """Most bytes of a reply with all that a stage trains."""
-    return MAX_HEAD_BYTES + 4 * sum(math.prod(shape) for shape in facts.shapes.values())
+@contextmanager
+def replies_of(peer_id: str) -> Iterator[None]:
+    """Inside, a PipelineError about a reply becomes a StageReplyError that names the peer."""
+    try:
+        yield
+    except PipelineError as error:
+        raise StageReplyError(f"{peer_id} gave an answer that no honest stage gives: {error}") from None
 
 
 class RemoteLink:
-    """See `StageLink`; the stage is the one that begins with layer `slot` on `peer_id`."""
+    """See `StageLink`; the stage is the one on `peer_id` that begins with the first layer of `expected`."""
 
-    def __init__(self, give: Give, peer_id: str, slot: int, shape: ModelShape, precision: WirePrecision) -> None:
+    def __init__(self, give: Give, peer_id: str, expected: ExpectedStage, precision: WirePrecision) -> None:
         self.peer_id = peer_id
         self._give = give
-        self._slot = slot
-        self._shape = shape
+        self._expected = expected
         self._precision: WirePrecision = precision
-        self._state_bytes = MAX_HEAD_BYTES
-        self._shared_bytes = MAX_HEAD_BYTES
+        self._batch = 0
+        self._sizes: dict[int, tuple[int, int]] = {}  # rows and columns of the micro-batches of the batch
 
     async def describe(self) -> StageFacts:
-        facts = order_bytes.facts_of(await self._ask("describe", Bundle(), MAX_HEAD_BYTES))
-        self._shared_bytes = weight_reply_bytes(facts)
-        self._state_bytes = STATE_TENSORS * self._shared_bytes
-        return facts
+        def read(fields: Fields) -> StageFacts:
+            facts = order_bytes.facts_of(fields)
+            self._expected.check_facts(facts)
+            return facts
+
+        return await self._ask("describe", Bundle(), self._expected.facts_bytes, read)
 
     async def forward(self, order: ForwardOrder) -> Tensor | TokenLogprobs:
-        num_states = order.states.shape[0] * order.states.shape[1]
-        limit = _FRAME_BYTES + 4 * num_states * max(self._shape.hidden, 2)
-        fields = await self._ask_states("forward", order_bytes.forward_bundle(order), limit)
-        return order_bytes.forward_result(fields, order)
+        num_rows, num_columns = order.states.shape[:2]
+        if order.batch not in (0, self._batch):
+            self._batch = order.batch
+            self._sizes.clear()
+        if order.batch:
+            self._sizes[order.micro_batch] = (num_rows, num_columns)
+        limit = FRAME_BYTES + 4 * num_rows * num_columns * max(self._expected.hidden, 2)
+        width = self._expected.hidden
+        return await self._ask_states(
+            "forward", order_bytes.forward_bundle(order), limit,
+            lambda fields: order_bytes.forward_result(fields, order, width),
+        )  # fmt: skip
 
     async def backward(self, order: BackwardOrder) -> Tensor | None:
-        # where the micro-batch ended the gradient is [B, T] and the reply [B, L, W], whose L is not known here
-        limit = MAX_HEAD_BYTES + 4 * _LONGEST_STATES * self._shape.hidden
-        if order.gradient.dim() == 3:
-            limit = _FRAME_BYTES + 4 * order.gradient.numel()
-        return (await self._ask_states("backward", order_bytes.backward_bundle(order), limit)).optional("states")
+        # of a micro-batch that was never sent forward nothing is expected but a refusal
+        shape = (*self._sizes.get(order.micro_batch, (0, 0)), self._expected.hidden)
+        return await self._ask_states(
+            "backward", order_bytes.backward_bundle(order), FRAME_BYTES + 4 * shape[0] * shape[1] * shape[2],
+            lambda fields: order_bytes.backward_result(fields, shape),
+        )  # fmt: skip
 
     async def settle(self, order: SettleOrder) -> Settled:
-        return order_bytes.settled_result(
-            await self._ask("settle", order_bytes.settle_bundle(order), self._shared_bytes)
-        )
+        shapes = {name: self._expected.shapes[name] for name in order.shared}
+        return await self._ask(
+            "settle", order_bytes.settle_bundle(order), self._expected.tensor_bytes(order.shared),
+            lambda fields: order_bytes.settled_result(fields, shapes),
+        )  # fmt: skip
 
     async def commit(self, order: CommitOrder) -> int:
-        return (await self._ask("commit", order_bytes.commit_bundle(order))).integer("version")
+        return await self._ask(
+            "commit", order_bytes.commit_bundle(order), FRAME_BYTES, lambda fields: fields.integer("version")
+        )
 
     async def drop(self, batch: int) -> None:
-        await self._ask("drop", Bundle({"batch": batch}))
+        await self._tell("drop", Bundle({"batch": batch}))
 
     async def decode(self, order: DecodeOrder) -> Tensor:
         num_rows, num_new = order.states.shape[:2]
-        largest = num_rows * max(num_new * self._shape.hidden, self._shape.vocab)
-        fields = await self._ask_states("decode", order_bytes.decode_order_bundle(order), _FRAME_BYTES + 4 * largest)
-        return order_bytes.decode_result(fields, order)
+        hidden, vocab = self._expected.hidden, self._expected.vocab
+        shape = (num_rows, vocab) if order.is_last else (num_rows, num_new, hidden)
+        return await self._ask_states(
+            "decode", order_bytes.decode_order_bundle(order), FRAME_BYTES + 4 * num_rows * max(num_new * hidden, vocab),
+            lambda fields: order_bytes.shaped(fields.tensor("states"), shape),
+        )  # fmt: skip
 
     async def select(self, session: int, rows: Sequence[int]) -> None:
-        await self._ask("select", Bundle({"session": session, "rows": list(rows)}))
+        await self._tell("select", Bundle({"session": session, "rows": list(rows)}))
 
     async def end(self, session: int) -> None:
-        await self._ask("end", Bundle({"session": session}))
+        await self._tell("end", Bundle({"session": session}))
 
     async def state(self) -> StageState:
-        return order_bytes.state_of(await self._ask("state", Bundle(), self._state_bytes))
+        def read(fields: Fields) -> StageState:
+            tensors, rest = order_bytes.state_of(fields)
+            self._expected.check_state(tensors, rest["lr_factor"])
+            return tensors, rest
+
+        return await self._ask("state", Bundle(), self._expected.state_bytes, read)
 
     async def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: Mapping[str, int | float]) -> None:
-        await self._ask("restore", order_bytes.state_bundle((tensors, rest)))
+        await self._tell("restore", order_bytes.state_bundle((tensors, rest)))
 
     async def recover(self, weights: Mapping[str, Tensor], version: int, moments: Mapping[str, Tensor]) -> None:
-        await self._ask("recover", order_bytes.recover_bundle(weights, version, moments))
+        await self._tell("recover", order_bytes.recover_bundle(weights, version, moments))
 
-    async def _ask(self, kind: str, bundle: Bundle, max_reply_bytes: int = _FRAME_BYTES) -> Fields:
-        addressed = Bundle({**bundle.fields, "slot": self._slot}, bundle.tensors)
-        return await ask(self._give, self.peer_id, kind, addressed, max_reply_bytes=max_reply_bytes)
+    async def _tell(self, kind: str, bundle: Bundle) -> None:
+        await self._ask(kind, bundle, FRAME_BYTES, lambda fields: None)
 
-    async def _ask_states(self, kind: str, bundle: Bundle, max_reply_bytes: int) -> Fields:
+    async def _ask(self, kind: str, bundle: Bundle, limit: Limit, read: Callable[[Fields], T]) -> T:
+        addressed = Bundle({**bundle.fields, "slot": self._expected.part.start}, bundle.tensors)
+        fields = await ask(self._give, self.peer_id, kind, addressed, max_reply_bytes=limit)
+        with replies_of(self.peer_id):
+            return read(fields)
+
+    async def _ask_states(self, kind: str, bundle: Bundle, limit: Limit, read: Callable[[Fields], T]) -> T:
         """As `_ask`, hidden states in the wire's precision; ids and log-prob gradients exactly."""
         states = bundle.tensors["states"]
         precision = self._precision if states.is_floating_point() and states.dim() == 3 else None
-        addressed = Bundle({**bundle.fields, "slot": self._slot, "precision": self._precision}, bundle.tensors)
-        return await ask(
-            self._give, self.peer_id, kind, addressed, max_reply_bytes=max_reply_bytes, precision=precision
-        )
-
-
-_LONGEST_STATES = 1 << 16
-"""As `StageSettings.max_states`."""
+        place = {"slot": self._expected.part.start, "precision": self._precision}
+        addressed = Bundle({**bundle.fields, **place}, bundle.tensors)
+        fields = await ask(self._give, self.peer_id, kind, addressed, max_reply_bytes=limit, precision=precision)
+        with replies_of(self.peer_id):
+            return read(fields)
 
 
 def _printable(text: str) -> str:

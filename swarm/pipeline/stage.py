@@ -135,7 +135,9 @@ class Stage:
         Raises PipelineError unless exactly the expected micro-batches went forward and backward.
         """
         self._check_open(order.batch)
-        if self._kept or self._done != set(range(order.num_micro_batches)):
+        # counted first: the number in the order may be any, and the set is as large as it says
+        is_whole = len(self._done) == order.num_micro_batches and self._done == set(range(order.num_micro_batches))
+        if self._kept or not is_whole:
             raise PipelineError(
                 f"a batch must be whole before it is applied, got {len(self._done)} of {order.num_micro_batches} "
                 f"micro-batches and {len(self._kept)} in flight; drop it"

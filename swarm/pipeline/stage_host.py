@@ -19,11 +19,12 @@ from swarm.config import LoraSection, PolicySection
 from swarm.errors import MemoryBudgetError, PipelineError, PolicyError
 from swarm.pipeline.activation_wire import WirePrecision
 from swarm.pipeline.architecture import StagePart
+from swarm.pipeline.expected_stage import STATE_TENSORS
 from swarm.pipeline.machine_speed import layers_per_s
-from swarm.pipeline.model_shape import model_shape
+from swarm.pipeline.model_cost import least_bytes, model_cost
+from swarm.pipeline.model_shape import adapter_targets, model_shape
 from swarm.pipeline.order_bytes import Fields, part_fields, part_of
 from swarm.pipeline.orders import StageSettings
-from swarm.pipeline.remote_link import STATE_TENSORS
 from swarm.pipeline.stage import Stage
 from swarm.pipeline.stage_model import load_stage
 from swarm.pipeline.stage_orders import PLAIN_KINDS, STATES_KINDS, WEIGHTS_KINDS, stage_reply
@@ -35,7 +36,7 @@ from swarm.policy.free_memory import available_bytes
 logger = logging.getLogger(__name__)
 
 MAX_COPIES = 4
-"""Stages whose adapters one machine keeps a copy of."""
+"""Stages whose adapters one machine keeps a copy of; together they are no larger than the adapter of the whole model."""
 _PRECISIONS: dict[str, WirePrecision] = {"fp32": "fp32", "bf16": "bf16", "int8": "int8"}
 
 
@@ -76,7 +77,6 @@ class _NotHeld(PipelineError):
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    version: int
     payload: bytes
 
 
@@ -93,13 +93,17 @@ class StageHost:
     """Carries out the orders of one crew on this machine."""
 
     def __init__(self, base: BaseModel, settings: StageSettings, *, fixed: StagePart | None = None) -> None:
-        """With `fixed` it holds these layers from the start, and the driver assigns it no others.
+        """With `fixed` it holds these layers from the start, and refuses to load others.
 
         Raises PipelineError and PolicyError where they cannot be loaded.
         """
         self._base = base
         self._settings = settings
-        self._is_fixed = fixed is not None
+        self._fixed = fixed
+        self._cost = model_cost(base)
+        self._num_adapter_bytes = 4 * sum(
+            base.lora.rank * (inputs + outputs) for _, inputs, outputs in adapter_targets(base.folder, base.lora)
+        )
         self._stages: dict[int, Stage] = {}
         self._copies: dict[int, _Copy] = {}
         self._width = 0
@@ -121,7 +125,7 @@ class StageHost:
         if kind in WEIGHTS_KINDS:
             return MAX_HEAD_BYTES + STATE_TENSORS * self._trainable_bytes
         if kind == "keep":
-            return MAX_HEAD_BYTES + self._settings.max_copy_bytes
+            return MAX_HEAD_BYTES + self._num_adapter_bytes
         return MAX_HEAD_BYTES if kind in (*PLAIN_KINDS, "machine", "load", "unload", "copy", "kept") else 0
 
     def carry_out(self, kind: str, payload: bytes) -> bytes:
@@ -159,14 +163,14 @@ class StageHost:
 
     def _machine(self, fields: Fields) -> Bundle:
         """What the driver assigns layers by; the first time it is measured, which takes a second or two."""
-        if fields.flag("measure") and not self._speed and not self._is_fixed:
+        if fields.flag("measure") and not self._speed and self._fixed is None:
             self._speed = layers_per_s(self._base.folder, self._base.lora, self._base.device, self._base.dtype)
         return Bundle(
             {
                 "fingerprint": self._base.fingerprint,
                 "layers_per_s": self._speed,
                 "memory_bytes": available_bytes(self._base.device),
-                "is_fixed": self._is_fixed,
+                "is_fixed": self._fixed is not None,
                 "slots": sorted(self._stages),
                 "stops": [self._stages[slot].describe().part.stop for slot in sorted(self._stages)],
             }
@@ -175,15 +179,34 @@ class StageHost:
     def _load_ordered(self, fields: Fields) -> Bundle:
         part = part_of(fields)
         content_hash = fields.text("content_hash") if fields.has("content_hash") else None
-        for slot in fields.integers("instead_of"):
+        if self._fixed is not None and part != self._fixed:
+            raise PipelineError(
+                f"this machine was given layers [{self._fixed.start}, {self._fixed.stop}) by hand, got an order to load "
+                f"[{part.start}, {part.stop}); start `swarm stage` without --layers"
+            )
+        num_layers = len(self._cost.layer_bytes)
+        if not 0 <= part.start < part.stop <= num_layers:
+            raise PipelineError(f"a stage must hold some of {num_layers} layers, got [{part.start}, {part.stop})")
+        given_up = {part.start, *fields.integers("instead_of")}
+        for slot, stage in self._stages.items():
+            held = stage.describe().part
+            if slot not in given_up and held.start < part.stop and part.start < held.stop:
+                raise PipelineError(
+                    f"layers must be held once, got [{part.start}, {part.stop}) beside [{held.start}, {held.stop}); unload one"
+                )
+        for slot in given_up:
             self._drop_stage(slot)
         self._load(part, content_hash)
         return Bundle(part_fields(part))
 
     def _load(self, part: StagePart, content_hash: str | None = None) -> None:
-        """Fresh weights and optimizer, in place of a stage that begins with the same layer."""
-        self._drop_stage(part.start)
+        """Fresh weights and optimizer."""
         base = self._base
+        needed, room = least_bytes(self._cost, part), available_bytes(base.device)
+        if needed > room:
+            raise PipelineError(
+                f"layers [{part.start}, {part.stop}) must fit into memory, got {needed} bytes for {room} that are free"
+            )
         try:
             model = load_stage(
                 base.folder, part, lora=base.lora, device=base.device, dtype=base.dtype, content_hash=content_hash
@@ -209,11 +232,12 @@ class StageHost:
     def _keep(self, payload: bytes) -> bytes:
         """Kept as it came: whether it fits the stage is the business of whoever is rebuilt from it."""
         fields = Fields(decode_bundle(payload))
-        slot, version = fields.integer("of"), fields.integer("version")
+        slot = fields.integer("of")
         self._copies.pop(slot, None)
-        while len(self._copies) >= MAX_COPIES:
+        most = self.max_payload_bytes("keep") - len(payload)
+        while len(self._copies) >= MAX_COPIES or sum(len(copy.payload) for copy in self._copies.values()) > most:
             del self._copies[next(iter(self._copies))]  # the one renewed longest ago
-        self._copies[slot] = _Copy(version, payload)
+        self._copies[slot] = _Copy(payload)
         return encode_bundle(Bundle())
 
     def _kept(self, fields: Fields) -> bytes:

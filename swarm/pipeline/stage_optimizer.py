@@ -87,11 +87,13 @@ class StageOptimizer:
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: Mapping[str, int | float]) -> None:
         """Continue from `state`."""
-        moments = self._by_name(tensors["optimizer"])
+        moments, lr_factor = self._by_name(tensors["optimizer"]), float(rest["lr_factor"])
+        if not 0 < lr_factor <= RECOVERED_LR_FACTOR + 1e-5:
+            raise PipelineError(f"the learning rate factor must be in (0, {RECOVERED_LR_FACTOR}], got {lr_factor}")
         self._write(tensors["adapter"])
         self._set_moments(moments)
         self.version = int(rest["policy_version"])
-        self._lr_factor = float(rest["lr_factor"])
+        self._lr_factor = lr_factor
 
     def recover(self, weights: Mapping[str, Tensor], version: int, moments: Mapping[str, Tensor]) -> None:
         """Rebuilt weights, the learning rate of layers raised, and no moments but those given: of what others hold too."""
@@ -107,9 +109,16 @@ class StageOptimizer:
         for key, value in moments.items():
             kind, _, name = key.partition(":")
             shape = self._trainable[name].shape if name in self._trainable else None
-            if shape is None or value.shape not in (shape, torch.Size()) or not bool(torch.isfinite(value).all()):
+            is_odd = kind != "exp_avg" and bool((value < 0).any())
+            if (
+                shape is None
+                or value.shape not in (shape, torch.Size())
+                or not bool(torch.isfinite(value).all())
+                or is_odd
+            ):
                 raise PipelineError(
-                    f"optimizer state must be finite and of tensors of the stage, got others at {key[:80]}"
+                    f"optimizer state must be finite, second moments at least 0, and of tensors of the stage, got others at "
+                    f"{key[:80]}"
                 )
             found.setdefault(name, {})[kind] = value
         return found

@@ -25,7 +25,8 @@ from torch import Tensor
 from swarm.errors import PipelineError
 from swarm.pipeline.activation_wire import WirePrecision, decode_activation, encode_activation, encoded_bytes
 
-MAX_HEAD_BYTES = 4 << 20
+MAX_HEAD_BYTES = 1 << 20
+"""Room for names and shapes of weights and optimizer state of 2500 parameters; unpacked, at most 64 times as much memory."""
 _LENGTH = struct.Struct(">I")
 _EXACT: dict[str, tuple[str, torch.dtype]] = {"f4": ("<f4", torch.float32), "i8": ("<i8", torch.int64)}
 _PRECISIONS = get_args(WirePrecision)

@@ -131,15 +131,16 @@ def crew_processes(
     listen = [f"/ip4/127.0.0.1/tcp/{port}" for port in free_ports(num_stages)]
     crew = [f"{address}/p2p/{settings_identity(one)}" for address, one in zip(listen, folders, strict=True)]
     driver_folder = folder / "driver"
-    table = {"driver": settings_identity(driver_folder), "crew": crew, **(pipeline or {})}
+    by_hand = [address.rpartition("/")[2] for address in crew[: len(layers)]]
+    table = {"driver": settings_identity(driver_folder), "crew": crew, "by_hand": by_hand, **(pipeline or {})}
     policy = {**sections.pop("policy", {}), "pipeline": table}
     network = {"backend": backend, "gossip": "off"}
     with contextlib.ExitStack() as stack:
         stages = []
         for number, one in enumerate(folders):
-            by_hand = ("--layers", layers[number]) if number < len(layers) else ()
+            arguments = ("--layers", layers[number]) if number < len(layers) else ()
             here = {"node": {"dir": str(one), "threads": 1}, "policy": policy}
-            stages.append(StageProcess(one, here | {"network": {**network, "listen": [listen[number]]}}, *by_hand))
+            stages.append(StageProcess(one, here | {"network": {**network, "listen": [listen[number]]}}, *arguments))
             stack.callback(stages[-1].end)
         settings = node_settings(driver_folder, network=network, policy=policy, **sections)
         yield CrewProcesses(stages, stack.enter_context(NodeProcess(settings)))

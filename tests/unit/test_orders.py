@@ -217,3 +217,22 @@ async def test_garbage_is_refused() -> None:
         with pytest.raises(InvalidRecord):
             decode_order(whole, "1" * 32)
         assert not side.heard
+
+
+async def test_a_driver_that_begins_epoch_after_epoch_leaves_no_payloads_behind() -> None:
+    """While one order is under way; each new epoch gives up the orders of the one before."""
+    async with crew_of_two() as side:
+        running = asyncio.create_task(side.send(DRIVER, encode_order(DRIVER, SWARM, head(1, kind="hold"), b"x")))
+        while not side.heard:
+            await asyncio.sleep(0)
+        waiting = [running]
+        for epoch in range(1_000_001, 1_000_021):
+            request = encode_order(DRIVER, SWARM, head(1, epoch=epoch, payload=b"p" * 1000), b"p" * 1000)
+            waiting.append(asyncio.create_task(side.send(DRIVER, request)))
+            await asyncio.sleep(0.001)
+        assert side.service._thread._work_queue.qsize() <= 1
+        assert len(side.service._replies) == 1
+        side.hold.set()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert results[-1] == sha256(b"p" * 1000).digest(), "the newest epoch is served"
+        assert [kind for kind, _ in side.heard] == ["hold", "do"]

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,11 +64,15 @@ class Driven:
 
 
 @asynccontextmanager
-async def driven(tmp_path: Path, layers: Sequence[tuple[int, int]] = (), **settings: Any) -> AsyncIterator[Driven]:
-    config = PipelineSection.model_validate(
-        {"driver": DRIVER.peer_id, "crew": MEMBERS, "spares": 1, "precision": "fp32", "startup_timeout_s": 20}
-        | settings
-    )
+async def driven(
+    tmp_path: Path,
+    layers: Sequence[tuple[int, int]] = (),
+    host_of: Callable[..., StageHost] = lambda number, *args, **kwargs: StageHost(*args, **kwargs),
+    **settings: Any,
+) -> AsyncIterator[Driven]:
+    """`host_of(number, …)` makes the machine of a member."""
+    crew = {"driver": DRIVER.peer_id, "crew": MEMBERS, "spares": 1, "precision": "fp32", "startup_timeout_s": 20}
+    config = PipelineSection.model_validate({**crew, "by_hand": MEMBERS[: len(layers)]} | settings)
     base = base_model(POLICY, "cpu")
     network = MemoryNetwork(random.Random(0), time.time)
     transports = {peer_id: MemoryTransport(network, peer_id) for peer_id in (DRIVER.peer_id, *MEMBERS)}
@@ -76,7 +80,7 @@ async def driven(tmp_path: Path, layers: Sequence[tuple[int, int]] = (), **setti
     hosts, services = {}, []
     for number, peer_id in enumerate(MEMBERS):
         fixed = part_by_hand(base, *layers[number]) if number < len(layers) else None
-        hosts[peer_id] = host = StageHost(base, StageSettings(), fixed=fixed)
+        hosts[peer_id] = host = host_of(number, base, StageSettings(), fixed=fixed)
         services.append(
             OrderService(transports[peer_id], SWARM, "crew", DRIVER.peer_id, host.carry_out, host.max_payload_bytes)
         )

@@ -17,7 +17,7 @@ from swarm.network.orders.service import OrderService
 from swarm.pipeline.activation_wire import WirePrecision
 from swarm.pipeline.architecture import stage_parts
 from swarm.pipeline.crew import Crew, CrewSettings
-from swarm.pipeline.model_shape import ModelShape
+from swarm.pipeline.expected_stage import expected_stages
 from swarm.pipeline.order_bytes import part_fields
 from swarm.pipeline.orders import StageSettings
 from swarm.pipeline.pipelined_policy import PipelinedPolicy, greedy
@@ -25,10 +25,9 @@ from swarm.pipeline.remote_link import RemoteLink, ask
 from swarm.pipeline.stage_host import BaseModel, StageHost
 from swarm.pipeline.tensor_bundle import Bundle, decode_bundle, encode_bundle
 from swarm.records.identity import Identity
-from tests.unit.pipeline_crew import CPU, LORA, PAD, SHAPE, loss_of, made_up_parts, open_crew, write_models
+from tests.unit.pipeline_crew import CPU, LORA, PAD, loss_of, made_up_parts, open_crew, write_models
 
 SWARM = "0" * 32
-WIDTHS = ModelShape(SHAPE["num_hidden_layers"], SHAPE["hidden_size"], SHAPE["vocab_size"])
 DRIVER = Identity(b"d" * 32)
 
 
@@ -45,6 +44,7 @@ class NetworkCrew:
         members = [Identity(bytes([number]) * 32).peer_id for number in range(len(hosts))]
         self.transports = [MemoryTransport(network, peer_id) for peer_id in (DRIVER.peer_id, *members)]
         self.members = members
+        self.folder = hosts[0]._base.folder
         self.caller = OrderCaller(DRIVER, SWARM, "crew", members, self.transports[0], time.time)
         self.services = [
             OrderService(transport, SWARM, "crew", DRIVER.peer_id, host.carry_out, host.max_payload_bytes)
@@ -74,10 +74,10 @@ def host(folder: Path) -> StageHost:
 
 
 async def loaded(crew: NetworkCrew, sizes: Sequence[int], precision: WirePrecision = "fp32") -> Crew:
-    links = []
-    for peer_id, part in zip(crew.members, stage_parts(sizes), strict=True):
-        await ask(crew.give, peer_id, "load", Bundle({**part_fields(part), "instead_of": []}))
-        links.append(RemoteLink(crew.give, peer_id, part.start, WIDTHS, precision))
+    links, expected = [], expected_stages(crew.folder, LORA, stage_parts(sizes))
+    for peer_id, one in zip(crew.members, expected, strict=True):
+        await ask(crew.give, peer_id, "load", Bundle({**part_fields(one.part), "instead_of": []}))
+        links.append(RemoteLink(crew.give, peer_id, one, precision))
     started = Crew(links, CrewSettings(action_timeout_s=30))
     await started.start()
     return started
@@ -118,10 +118,10 @@ async def test_rounded_activations_stay_near(folder: Path) -> None:
 async def test_one_machine_holds_two_stages_and_refusals_are_told(folder: Path) -> None:
     both = host(folder)
     async with on_network([both]) as crew:
-        parts = stage_parts([3, 2])
-        for part in parts:
-            await ask(crew.give, crew.members[0], "load", Bundle({**part_fields(part), "instead_of": []}))
-        links = [RemoteLink(crew.give, crew.members[0], part.start, WIDTHS, "fp32") for part in parts]
+        parts = expected_stages(folder, LORA, stage_parts([3, 2]))
+        for one in parts:
+            await ask(crew.give, crew.members[0], "load", Bundle({**part_fields(one.part), "instead_of": []}))
+        links = [RemoteLink(crew.give, crew.members[0], one, "fp32") for one in parts]
         two = Crew(links, CrewSettings(action_timeout_s=30))
         await two.start()
         norm, _, _ = await one_step(two)
@@ -131,7 +131,8 @@ async def test_one_machine_holds_two_stages_and_refusals_are_told(folder: Path) 
             bad = {"start": 4, "stop": 9, "has_embedding": False, "has_head": False, "instead_of": []}
             await ask(crew.give, crew.members[0], "load", Bundle(bad))
         with pytest.raises(RequestError, match="got none at layer 1"):
-            await RemoteLink(crew.give, crew.members[0], 1, WIDTHS, "fp32").describe()
+            elsewhere = expected_stages(folder, LORA, stage_parts([1, 4]))[1]
+            await RemoteLink(crew.give, crew.members[0], elsewhere, "fp32").describe()
 
 
 async def test_copies_come_back_as_they_were_given(folder: Path) -> None:

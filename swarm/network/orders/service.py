@@ -72,6 +72,7 @@ class OrderService:
         self._forgotten = 0  # greatest number whose reply is gone
         self._waiting_bytes: dict[int, int] = {}
         self._rng = random.Random(transport.peer_id)
+        self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="orders")
         self.num_orders = 0
         """Carried out."""
@@ -120,17 +121,25 @@ class OrderService:
         return task
 
     async def _run(self, head: OrderHead, payload: bytes) -> bytes:
-        loop = asyncio.get_running_loop()
         if not head.is_inline:
             wanted = Download(head.payload_digest, head.payload_bytes, PAYLOAD_PROTOCOL)
             try:
                 payload = await fetch(self._transport, [head.author], wanted, self._rng)
             except RequestError as error:
                 raise RequestRefused(f"payload: {error}") from None
-        elif await loop.run_in_executor(self._thread, digest_of, payload) != head.payload_digest:
-            raise RequestRefused("a payload of another digest")
+        # An order is given to the thread only when the thread is free. So nothing waits there that cannot be given up: a
+        # driver that begins one epoch after the other leaves no payloads behind.
+        await self._turn.acquire()
+        working = asyncio.get_running_loop().run_in_executor(self._thread, self._work, head, payload)
+        working.add_done_callback(lambda _: self._turn.release())
+        reply = await asyncio.shield(working)
         self.num_orders += 1
-        return await loop.run_in_executor(self._thread, self._carry_out, head.kind, payload)
+        return reply
+
+    def _work(self, head: OrderHead, payload: bytes) -> bytes:
+        if digest_of(payload) != head.payload_digest:
+            raise RequestRefused("a payload of another digest")
+        return self._carry_out(head.kind, payload)
 
     def _begin_epoch(self, epoch: int) -> None:
         """The driver has started anew: nothing of its earlier run is answered any more."""

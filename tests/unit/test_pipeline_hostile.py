@@ -1,0 +1,416 @@
+"""A machine of a crew that lies to its driver, and a driver that orders what no honest one orders."""
+
+import asyncio
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.config import PipelineSection
+from swarm.errors import CheckpointError, PipelineError, StageLostError, StageReplyError
+from swarm.pipeline.architecture import stage_parts
+from swarm.pipeline.crew import Crew, CrewSettings
+from swarm.pipeline.crew_policy import CrewSteps
+from swarm.pipeline.expected_stage import expected_stages
+from swarm.pipeline.machines import CrewMembers
+from swarm.pipeline.order_bytes import part_fields
+from swarm.pipeline.orders import SettleOrder, StageSettings
+from swarm.pipeline.remote_link import Give, RemoteLink
+from swarm.pipeline.stage_host import BaseModel, StageHost, base_model, part_by_hand
+from swarm.pipeline.state_bounds import StateBounds
+from swarm.pipeline.tensor_bundle import Bundle, decode_bundle, encode_bundle
+from swarm.policy.logprobs import TokenLogprobs
+from tests.unit.test_pipeline_driver import DRIVER, MEMBERS, POLICY, TRAINING, Driven, driven
+
+Lie = Callable[[str, Bundle], Bundle]
+PARTS = [[([5, 6, 7], [20, 21, 22]), ([9], [23, 24])], [([11, 12], [25, 26, 27])]]
+LIAR = 1
+
+
+class Liar(StageHost):
+    """Does its work, and answers something else."""
+
+    lie: Lie = staticmethod(lambda kind, reply: reply)
+
+    def carry_out(self, kind: str, payload: bytes) -> bytes:
+        reply = super().carry_out(kind, payload)
+        return encode_bundle(self.lie(kind, decode_bundle(reply)))
+
+
+def host_of(number: int, *args: Any, **kwargs: Any) -> StageHost:
+    """The slowest machine is the spare, whatever this computer is at."""
+    host = (Liar if number == LIAR else StageHost)(*args, **kwargs)
+    host._speed = 10.0 - number
+    return host
+
+
+def liar_of(crew: Driven) -> Liar:
+    liar = crew.hosts[MEMBERS[LIAR]]
+    assert isinstance(liar, Liar)
+    return liar
+
+
+def given_to(hosts: dict[str, StageHost]) -> Give:
+    """The orders of a driver, carried out at once, without a network."""
+
+    async def give(peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
+        reply = hosts[peer_id].carry_out(kind, payload)
+        assert len(reply) <= max_reply_bytes, "the transport would have cut it off"
+        return reply
+
+    return give
+
+
+def link_to_a_liar() -> tuple[Liar, RemoteLink]:
+    """A liar with the middle one of three stages, and what its driver reaches it with."""
+    base = base_model(POLICY, "cpu")
+    liar = Liar(base, StageSettings())
+    expected = expected_stages(base.folder, base.lora, stage_parts([1, 1, 1]))[1]
+    assert "refused" not in load(liar, 1, 2).fields
+    return liar, RemoteLink(given_to({MEMBERS[LIAR]: liar}), MEMBERS[LIAR], expected, "fp32")
+
+
+def fields(kind: str, **changed: Any) -> Lie:
+    """Says something else in fields of the replies to one kind of orders."""
+    return lambda asked, reply: Bundle(reply.fields | changed, reply.tensors) if asked == kind else reply
+
+
+def tensors(kind: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Lie:
+    """Changes the tensors of the replies to one kind of orders, in place."""
+
+    def lie(asked: str, reply: Bundle) -> Bundle:
+        if asked == kind and "refused" not in reply.fields:
+            change(reply.tensors)
+        return reply
+
+    return lie
+
+
+def loss_of(index: int, result: TokenLogprobs) -> torch.Tensor:
+    return -(result.logprobs * result.mask).sum()
+
+
+async def step(crew: Driven) -> float:
+    """Gradient norm of a step that was applied."""
+    steps = CrewSteps(TRAINING, crew.policy)
+    norm = await asyncio.to_thread(steps.accumulate, PARTS, loss_of, 1.0)
+    if norm < float("inf"):
+        await asyncio.to_thread(steps.apply, 1e-3)
+    return norm
+
+
+async def saved(crew: Driven) -> dict[str, dict[str, torch.Tensor]]:
+    """What a checkpoint would hold."""
+    return await asyncio.to_thread(CrewSteps(TRAINING, crew.policy).state)
+
+
+def first(found: dict[str, torch.Tensor], part: str) -> torch.Tensor:
+    return next(tensor for name, tensor in sorted(found.items()) if part in name)
+
+
+FOREIGN_LAYER = [[f"model.layers.9.mlp.up_proj.lora_{one}", [64, 64]] for one in "AB"]
+DESCRIPTIONS = {
+    "shapes for a reply of 1 GiB": {"shapes": [["model.layers.1.mlp.up_proj.lora_A", [1 << 14, 1 << 14]]]},
+    "layers of others": {"start": 0, "stop": 3},
+    "a layer that nobody holds": {"shapes": FOREIGN_LAYER},
+    "another model": {"num_model_layers": 9},
+    "another prefix": {"layer_prefix": "model."},
+    "no hash": {"content_hash": "x" * 5000},
+}
+
+
+async def test_a_stage_is_not_believed_what_it_says_of_itself() -> None:
+    liar, link = link_to_a_liar()
+    assert (await link.describe()).part.start == 1
+    for what, lie in DESCRIPTIONS.items():
+        liar.lie = fields("describe", **lie)
+        with pytest.raises(StageReplyError, match=MEMBERS[LIAR]):
+            await link.describe()
+            pytest.fail(what)
+
+
+@pytest.mark.parametrize("last_batch", [1, 2**62 - 1])
+async def test_a_batch_that_the_driver_never_began_stops_the_start(tmp_path: Path, last_batch: int) -> None:
+    def lying(number: int, *args: Any, **kwargs: Any) -> StageHost:
+        host = host_of(number, *args, **kwargs)
+        host.lie = fields("describe", last_batch=last_batch)  # type: ignore[attr-defined]
+        return host
+
+    with pytest.raises(PipelineError, match="stage 1 must know batches up to 0"):
+        async with driven(tmp_path, host_of=lying, crew=MEMBERS[:2], spares=0):
+            pass
+
+
+CLAIMS = {
+    "all layers, given by hand": {"is_fixed": True, "slots": [0], "stops": [3]},
+    "infinite speed": {"layers_per_s": float("inf")},
+    "no speed": {"layers_per_s": 0.0},
+    "a speed that is no number": {"layers_per_s": float("nan")},
+    "memory without end": {"memory_bytes": 2**61},
+    "layers that do not exist": {"slots": [0], "stops": [2**40]},
+    "layers twice": {"slots": [0, 0], "stops": [1, 2]},
+    "another base": {"fingerprint": "x"},
+}
+
+
+async def test_a_machine_with_a_claim_that_cannot_be_true_is_left_out() -> None:
+    base, crew = base_model(POLICY, "cpu"), MEMBERS[:3]
+    hosts = {peer_id: host_of(number, base, StageSettings()) for number, peer_id in enumerate(crew)}
+    settings = {"driver": DRIVER.peer_id, "crew": crew, "spares": 1, "startup_timeout_s": 20}
+    for what, claim in CLAIMS.items():
+        hosts[MEMBERS[LIAR]].lie = fields("machine", **claim)  # type: ignore[attr-defined]
+        members = CrewMembers(PipelineSection.model_validate(settings), base, given_to(hosts), time.monotonic)
+        assert [one.peer_id for one in await members.gather()] == [MEMBERS[0], MEMBERS[2]], what
+        assert {one.peer_id for one in await members.answering(crew)} <= {MEMBERS[0], MEMBERS[2], MEMBERS[LIAR]}
+        without_spares = PipelineSection.model_validate(settings | {"spares": 0})
+        with pytest.raises(PipelineError, match=MEMBERS[LIAR]):
+            await CrewMembers(without_spares, base, given_to(hosts), time.monotonic).gather()
+
+
+async def test_a_claim_of_speed_gives_no_more_layers_than_one_machine_may_hold(tmp_path: Path) -> None:
+    def lying(number: int, *args: Any, **kwargs: Any) -> StageHost:
+        host = host_of(number, *args, **kwargs)
+        host.lie = fields("machine", layers_per_s=1e6)  # type: ignore[attr-defined]
+        return host
+
+    async with driven(tmp_path, host_of=lying, crew=MEMBERS[:2], spares=0, max_layers=1) as crew:
+        sizes = {peer: part.num_layers for part, peer in crew.keeper.places()}
+        assert sizes[MEMBERS[LIAR]] == 1
+
+
+LIES: dict[str, Lie] = {
+    "a negative norm": fields("settle", own_norm_squared=-1e30),
+    "a version of the future": fields("commit", version=99),
+    "a gradient of a part of the rows": tensors("backward", lambda t: t.update(states=t["states"][:, :1])),
+    "no gradient": tensors("backward", lambda t: t.clear()),
+    "hidden states of another width": tensors("forward", lambda t: t.update(states=t["states"][..., :1])),
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+async def test_a_stage_that_answers_what_no_honest_one_does_is_replaced_for_good(tmp_path: Path, what: str) -> None:
+    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as crew:
+        await step(crew)
+        liar_of(crew).lie = LIES[what]
+        for _ in range(3):
+            try:
+                await step(crew)
+            except PipelineError:
+                continue
+        assert MEMBERS[LIAR] not in crew.keeper._peers, "a spare has its layers"
+        assert MEMBERS[LIAR] in crew.keeper._barred
+        assert crew.policy.version >= 3, "and the run goes on"
+        found = await saved(crew)
+        assert all(bool(torch.isfinite(tensor).all()) for group in found.values() for tensor in group.values())
+
+
+async def test_a_norm_that_dwarfs_all_others_moves_nothing(tmp_path: Path) -> None:
+    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as crew:
+        await step(crew)
+        before = (await saved(crew))["adapter"]
+        liar_of(crew).lie = fields("settle", own_norm_squared=1e300)
+        assert await step(crew) == float("inf"), "as a gradient that is not finite: the step is not taken"
+        after = (await saved(crew))["adapter"]
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        liar_of(crew).lie = Liar.lie
+        assert await step(crew) < float("inf")
+
+
+def spoil(part: str, value: float) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(found: dict[str, torch.Tensor]) -> None:
+        first(found, part).view(-1)[0] = value
+
+    return change
+
+
+STATES: dict[str, Lie] = {
+    "NaN": tensors("state", spoil("adapter/", float("nan"))),
+    "infinity": tensors("state", spoil("adapter/", float("inf"))),
+    "a weight that no training gives": tensors("state", spoil("adapter/", 1e30)),
+    "a B that no training gives": tensors("state", spoil("lora_B", 0.1)),
+    "NaN in a moment": tensors("state", spoil("exp_avg:", float("nan"))),
+    "a negative second moment": tensors("state", spoil("exp_avg_sq:", -1.0)),
+    "a moment that no clipped gradient gives": tensors("state", spoil("exp_avg:", 1e6)),
+    "a negative count of steps": tensors("state", spoil("step:", -1.0)),
+    "a tensor of somebody else": tensors("state", lambda t: t.update({"adapter/x": torch.zeros(2)})),
+    "a tensor too few": tensors("state", lambda t: t.pop(min(t))),
+    "moments of nothing": tensors("state", lambda t: t.update({"optimizer/junk:y": torch.zeros(2)})),
+    "a learning rate of its own": fields("state", lr_factor=1e9),
+    "another version": fields("state", version=77),
+}
+
+
+async def test_a_state_that_no_training_gives_is_refused_at_the_door() -> None:
+    liar, link = link_to_a_liar()
+    crew = Crew([link], CrewSettings(), StateBounds(link._expected.shapes))
+    weights, rest = await crew.state(0)
+    moments = {f"exp_avg:{name}": torch.zeros_like(value) for name, value in weights["adapter"].items()}
+    moments |= {f"exp_avg_sq:{name}": torch.zeros_like(value) for name, value in weights["adapter"].items()}
+    moments |= {f"step:{name}": torch.tensor(3.0) for name in weights["adapter"]}
+    await crew.restore(0, ({"adapter": weights["adapter"], "optimizer": moments}, rest))
+    assert len((await crew.state(0))[0]["optimizer"]) == len(moments)
+    for what, lie in STATES.items():
+        liar.lie = lie
+        with pytest.raises(StageLostError):
+            await crew.state(0)
+            pytest.fail(what)
+        assert crew.false_stages == {0}
+        crew._false.clear()
+
+
+@pytest.mark.parametrize("what", ["NaN", "a weight that no training gives"])
+async def test_a_state_that_no_training_gives_reaches_no_checkpoint(tmp_path: Path, what: str) -> None:
+    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as crew:
+        await step(crew)
+        honest = await saved(crew)
+        liar_of(crew).lie = STATES[what]
+        found = await saved(crew)
+        assert found["adapter"].keys() == honest["adapter"].keys()
+        assert all(torch.equal(found["adapter"][name], honest["adapter"][name]) for name in found["adapter"]), (
+            "its copy"
+        )
+        assert all(key in honest["optimizer"] for key in found["optimizer"])
+        assert MEMBERS[LIAR] in crew.keeper._barred and crew.policy.version == 1
+
+
+async def test_what_is_not_finite_is_not_written_even_if_the_door_let_it_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:2], spares=0) as crew:
+        monkeypatch.setattr("swarm.pipeline.state_bounds.StateBounds.check", lambda self, state: None)
+        monkeypatch.setattr("swarm.pipeline.expected_stage.ExpectedStage.check_state", lambda *state: None)
+        liar_of(crew).lie = STATES["NaN"]
+        with pytest.raises(CheckpointError, match="finite"):
+            await saved(crew)
+
+
+async def test_honest_states_stay_within_their_bounds_over_many_large_steps(tmp_path: Path) -> None:
+    async with driven(tmp_path, crew=MEMBERS[:2], spares=0) as crew:
+        steps = CrewSteps(TRAINING, crew.policy)
+        for number in range(12):
+            await asyncio.to_thread(steps.accumulate, PARTS[number % 2 :], loss_of, 1.0)
+            await asyncio.to_thread(steps.apply, 0.05)
+        state = await saved(crew)
+        await asyncio.to_thread(steps.restore, state, 12)
+        merged = {name: value * 3 for name, value in state["adapter"].items()}
+        await asyncio.to_thread(steps.write, merged)
+        assert torch.equal(first((await saved(crew))["adapter"], "lora_B"), first(merged, "lora_B"))
+        assert not crew.keeper.recoveries_s, "nobody was taken for a liar"
+
+
+async def test_a_false_copy_of_a_neighbour_is_left_out(tmp_path: Path) -> None:
+    """The liar holds the copy of the first stage; what it hands out instead is finite and of the right shape."""
+    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as crew:
+        await step(crew)
+        assert crew.keeper._peers == MEMBERS[:2]
+        liar_of(crew).lie = tensors("kept", lambda t: [tensor.fill_(0.01) for tensor in t.values()])
+        await crew.lose(0)
+        found = (await saved(crew))["adapter"]
+        assert not any(bool((tensor == 0.01).all()) for tensor in found.values())
+        assert await step(crew) > 0
+
+
+async def test_a_stage_says_for_itself_alone_what_is_kept_of_it(tmp_path: Path) -> None:
+    """It names the layers of another stage, to overwrite the copy that there is of that one."""
+    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as crew:
+        liar_of(crew).lie = fields("copy", of=0)
+        await step(crew)
+        slots = {facts.part.start for facts in crew.keeper.crew.facts}
+        held = {slot for host in crew.hosts.values() for slot in host._copies}
+        stage = crew.keeper._peers.index(MEMBERS[LIAR])
+        own = crew.keeper._copies._own.values()
+        told = held | {decode_bundle(copy).fields["of"] for copy in own}
+        assert told <= slots and crew.keeper.crew.facts[stage].part.start in told
+
+
+async def test_the_driver_reads_no_more_than_a_stage_can_have(tmp_path: Path) -> None:
+    async with driven(tmp_path, crew=MEMBERS[:2], spares=0) as crew:
+        weights = (await saved(crew))["adapter"]
+        whole_bytes = sum(4 * tensor.numel() for tensor in weights.values())
+        assert sum(one.state_bytes for one in crew.keeper._expected) < 4 * whole_bytes + (1 << 18)
+
+
+# a driver against a machine
+
+
+def machine(**settings: Any) -> StageHost:
+    return StageHost(base_model(POLICY, "cpu"), StageSettings(**settings))
+
+
+def told(host: StageHost, kind: str, tensors: dict[str, torch.Tensor] | None = None, **ordered: Any) -> Bundle:
+    return decode_bundle(host.carry_out(kind, encode_bundle(Bundle(ordered, tensors or {}))))
+
+
+def load(host: StageHost, start: int, stop: int, instead_of: tuple[int, ...] = ()) -> Bundle:
+    part = part_by_hand(host._base, start, stop)
+    return told(host, "load", **part_fields(part), instead_of=list(instead_of))
+
+
+def test_a_machine_holds_every_layer_once() -> None:
+    host = machine()
+    assert "refused" not in load(host, 0, 2).fields
+    for start, stop in ((0, 2), (2, 3)):
+        assert "refused" not in load(host, start, stop).fields, "in its own place, or beside it"
+    for start, stop in ((1, 2), (1, 3)):
+        assert "held once" in load(host, start, stop).fields["refused"]
+    assert [(part.start, part.stop) for part in host.status().parts] == [(0, 2), (2, 3)]
+    assert "refused" not in load(host, 1, 3, instead_of=(0, 2)).fields
+    assert [(part.start, part.stop) for part in host.status().parts] == [(1, 3)]
+
+
+def test_a_machine_loads_no_layers_that_its_memory_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = machine()
+    monkeypatch.setattr("swarm.pipeline.stage_host.available_bytes", lambda device: 1000)
+    assert "must fit into memory" in load(host, 0, 1).fields["refused"]
+    assert not host.status().parts
+
+
+def test_layers_by_hand_are_not_changed_by_the_driver() -> None:
+    base = base_model(POLICY, "cpu")
+    host = StageHost(base, StageSettings(), fixed=part_by_hand(base, 0, 1))
+    assert "by hand" in load(host, 1, 2).fields["refused"]
+    assert "refused" not in load(host, 0, 1).fields, "anew, in its own place"
+    assert [(part.start, part.stop) for part in host.status().parts] == [(0, 1)]
+
+
+def test_a_count_of_micro_batches_costs_no_memory() -> None:
+    host = machine()
+    load(host, 0, 1)
+    stage = host._stages[0]
+    stage._open(1)
+    tracemalloc.start()
+    try:
+        with pytest.raises(PipelineError, match="must be whole"):
+            stage.settle(SettleOrder(1, 3_000_000, ()))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_copies_take_no_more_than_the_adapter_of_the_whole_model() -> None:
+    host = machine()
+    base: BaseModel = host._base
+    limit = host.max_payload_bytes("keep")
+    assert limit < 4 << 20, base.folder
+    num_values = limit // 3 // 4
+    for slot in range(4):
+        assert not told(host, "keep", {"adapter/x": torch.zeros(num_values)}, of=slot, version=1).fields
+    assert sum(len(copy.payload) for copy in host._copies.values()) <= limit
+    assert 3 in host._copies, "the newest stays"
+
+
+def test_a_learning_rate_factor_of_the_drivers_own_is_refused() -> None:
+    host = machine()
+    load(host, 0, 1)
+    stage = host._stages[0]
+    weights, rest = stage.state()
+    for factor in (float("nan"), 1e30, -1.0):
+        with pytest.raises(PipelineError, match="factor"):
+            stage.restore(weights, rest | {"lr_factor": factor})
+    spoiled = {name: torch.full_like(value, -1.0) for name, value in list(weights["adapter"].items())[:1]}
+    with pytest.raises(PipelineError, match="second moments"):
+        stage.restore(weights | {"optimizer": {f"exp_avg_sq:{n}": v for n, v in spoiled.items()}}, rest)
