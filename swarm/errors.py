@@ -104,8 +104,9 @@ class MergeError(SwarmError):
     exit_code = 15
 
 
-SiloFault = Literal["malformed", "forged", "old", "unknown_epoch", "stranger", "missing"]
-"""What is wrong with something of a silo. unknown_epoch: sealed under a newer key than this node has, or a retired one."""
+SiloFault = Literal["malformed", "forged", "old", "unknown_epoch", "stranger", "missing", "two_rolls"]
+"""What is wrong with something of a silo. unknown_epoch: sealed under a newer key than this node has, or a retired one.
+two_rolls: the owner has signed two rolls of one version, or two keys of one epoch."""
 
 
 class SiloError(SwarmError):

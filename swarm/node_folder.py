@@ -8,7 +8,7 @@ from swarm.errors import ConfigError
 
 _KEPT_ON_FRESH_START = {
     "lock", "manifest.toml", "peers.json", "ports.json", "reputation.json", "silo.roll", "silo.invite",
-    "silo-owner.key", "page.token",
+    "silo-owner.key", "silo-owner.silo", "page.token",
 }  # fmt: skip
 """With the files of the identity: who the node is, of which swarm, whom it knows and where it listens, whatever its run."""
 

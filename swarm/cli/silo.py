@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from swarm.records.identity import Identity
     from swarm.silo.owner import Owner
     from swarm.silo.roll import Roll
+    from swarm.silo.seen_rolls import SeenRolls
 
 app = typer.Typer(
     help="A private swarm: for members only, and sealed. Found one, ask to be a member, invite, revoke.",
@@ -120,10 +121,10 @@ def invite(
     from swarm.silo.grant import read_request
 
     asked = read_request(_line(request))
-    owner, files = _owner(folder, key)
+    owner, files, seen = _owner(folder, key)
     until = time.time() + days * _DAY_S
     token = owner.invite(asked, until, time.time(), files.manifest.read_text(encoding="utf-8"))
-    _publish(owner, files)
+    _publish(owner, files, seen)
     if out is not None:
         _write_line(out, token)
     if as_json:
@@ -158,6 +159,7 @@ def join(
     from swarm.records.identity import load
     from swarm.silo.grant import decode_token
     from swarm.silo.membership import Membership
+    from swarm.silo.seen_rolls import SeenRolls
     from swarm.silo.silo_files import SiloFiles
 
     line = _line(token)
@@ -166,8 +168,15 @@ def join(
     check_protocol(manifest, PROTOCOL_VERSION)
     check_joined(files.manifest, manifest, accept_edition)
     identity = load(files.identity, unlock)
-    membership = Membership(manifest.id, manifest.founder, identity, time.time)
+    seen = SeenRolls(manifest.id, files.identity)
+    membership = Membership(manifest.id, manifest.founder, identity, time.time, seen=seen)
     membership.take_own_grant(opened.grant.data, opened.wrapped)
+    if opened.grant.epoch < seen.newest.epoch:
+        raise SiloError(
+            f"an invitation must be of epoch {seen.newest.epoch}, which this node has seen, got one of {opened.grant.epoch}; "
+            "ask the owner for a new one",
+            "old",
+        )
     if opened.grant.until <= time.time():
         raise SiloError(f"an invitation must not be expired, got one until {_day(opened.grant.until)}; ask for another")
     SiloFiles(folder).write_token(line.strip())
@@ -226,10 +235,10 @@ def revoke(
 
     Exit codes: 0 done, 4 key, 12 manifest, 17 silo.
     """
-    owner, files = _owner(folder, key)
+    owner, files, seen = _owner(folder, key)
     peer_id = _found(owner.roll, who)
     owner.revoke(peer_id, time.time())
-    _publish(owner, files)
+    _publish(owner, files, seen)
     print(f"{peer_id} is no member any more; epoch {owner.roll.epoch}")
 
 
@@ -245,17 +254,18 @@ def rotate(folder: Path = _FOLDER, key: Path = _KEY) -> None:
 
     Exit codes: 0 done, 4 key, 12 manifest, 17 silo.
     """
-    owner, files = _owner(folder, key)
+    owner, files, seen = _owner(folder, key)
     owner.rotate(time.time())
-    _publish(owner, files)
+    _publish(owner, files, seen)
     print(f"epoch {owner.roll.epoch}, {counted(len(owner.roll.members), 'member')}")
 
 
-def _owner(folder: Path, key: Path | None) -> "tuple[Owner, NodeFolder]":
-    """Raises IdentityError where there is no key, SiloError where it is not the owner's."""
+def _owner(folder: Path, key: Path | None) -> "tuple[Owner, NodeFolder, SeenRolls]":
+    """Raises IdentityError where there is no key, SiloError where it is not the owner's or the roll is not its newest."""
     from swarm.node_folder import NodeFolder
     from swarm.records.identity import load
     from swarm.silo.owner import Owner
+    from swarm.silo.seen_rolls import SeenRolls
 
     path = key or folder / OWNER_KEY
     manifest, roll = _roll(folder)
@@ -267,7 +277,9 @@ def _owner(folder: Path, key: Path | None) -> "tuple[Owner, NodeFolder]":
     identity: Identity = load(path, unlock)
     if identity.peer_id != manifest.founder:
         raise SiloError(f"only its owner {manifest.founder} can change a silo, got {path}; set --key", "stranger")
-    return Owner(identity, roll), NodeFolder(folder)
+    owner, seen = Owner(identity, roll), SeenRolls(manifest.id, path)
+    seen.check(roll, owner.data)
+    return owner, NodeFolder(folder), seen
 
 
 def _roll(folder: Path) -> "tuple[Manifest, Roll]":
@@ -286,11 +298,13 @@ def _roll(folder: Path) -> "tuple[Manifest, Roll]":
     return manifest, decode_roll(data, manifest.founder, manifest.id)
 
 
-def _publish(owner: "Owner", files: "NodeFolder") -> None:
+def _publish(owner: "Owner", files: "NodeFolder", seen: "SeenRolls") -> None:
     """Where the node of this folder runs, it notices within a second and tells the others."""
     from swarm.silo.silo_files import SiloFiles
 
     SiloFiles(files.path).write_roll(owner.data)
+    seen.take(owner.roll, owner.data)
+    seen.save()
 
 
 def _found(roll: "Roll", who: str) -> str:

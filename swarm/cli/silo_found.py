@@ -33,6 +33,7 @@ def found(
     from swarm.records.codec import PROTOCOL_VERSION
     from swarm.silo.grant import make_request, read_request
     from swarm.silo.owner import Owner
+    from swarm.silo.seen_rolls import SeenRolls
     from swarm.silo.silo_files import SiloFiles
 
     files, silo_files = NodeFolder(folder), SiloFiles(folder)
@@ -54,4 +55,7 @@ def found(
     owner.invite(read_request(make_request(identity)), now + OWN_NODE_S, now, text)
     write_text(files.manifest, text)
     silo_files.write_roll(owner.data)
+    seen = SeenRolls(manifest.id, key)
+    seen.take(owner.roll, owner.data)
+    seen.save()
     return manifest

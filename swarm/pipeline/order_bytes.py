@@ -64,19 +64,19 @@ class Fields:
 
     def integers(self, name: str) -> tuple[int, ...]:
         value = self._bundle.fields.get(name)
-        if type(value) is not list or not all(type(item) is int and 0 <= item < 2**62 for item in value):
+        if type(value) is not tuple or not all(type(item) is int and 0 <= item < 2**62 for item in value):
             raise _odd(name, "counts")
-        return tuple(value)
+        return value
 
     def texts(self, name: str) -> tuple[str, ...]:
         value = self._bundle.fields.get(name)
-        if type(value) is not list or not all(type(item) is str for item in value):
+        if type(value) is not tuple or not all(type(item) is str for item in value):
             raise _odd(name, "texts")
-        return tuple(value)
+        return value
 
-    def items(self, name: str) -> list[Any]:
+    def items(self, name: str) -> tuple[Any, ...]:
         value = self._bundle.fields.get(name)
-        if type(value) is not list:
+        if type(value) is not tuple:
             raise _odd(name, "a list")
         return value
 
@@ -233,7 +233,7 @@ def facts_bundle(facts: StageFacts) -> Bundle:
 def facts_of(fields: Fields) -> StageFacts:
     shapes: dict[str, tuple[int, ...]] = {}
     for item in fields.items("shapes"):
-        named = Fields(Bundle(dict(zip(("name", "shape"), item, strict=False)) if isinstance(item, list) else {}))
+        named = Fields(Bundle(dict(zip(("name", "shape"), item, strict=False)) if isinstance(item, tuple) else {}))
         shapes[named.text("name")] = named.integers("shape")
     return StageFacts(
         part_of(fields),

@@ -11,9 +11,10 @@ Sizes are checked against the bytes that are there before anything is made of th
 what was received, and a head has at most MAX_HEAD_BYTES.
 """
 
+import itertools
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -25,8 +26,8 @@ from torch import Tensor
 from swarm.errors import PipelineError
 from swarm.pipeline.activation_wire import WirePrecision, decode_activation, encode_activation, encoded_bytes
 
-MAX_HEAD_BYTES = 1 << 20
-"""Room for names and shapes of weights and optimizer state of 2500 parameters; unpacked, at most 64 times as much memory."""
+MAX_HEAD_BYTES = 768 << 10
+"""Room for names and shapes of weights and optimizer state of 1800 parameters; unpacked, at most 72 times as much memory."""
 _LENGTH = struct.Struct(">I")
 _EXACT: dict[str, tuple[str, torch.dtype]] = {"f4": ("<f4", torch.float32), "i8": ("<i8", torch.int64)}
 _PRECISIONS = get_args(WirePrecision)
@@ -38,7 +39,7 @@ class Bundle:
     """What is sent at once."""
 
     fields: dict[str, Any] = field(default_factory=dict)
-    """Numbers, texts, None, and lists of those."""
+    """Numbers, texts, None, and sequences of those, which arrive as tuples."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -86,28 +87,47 @@ def decode_bundle(data: bytes) -> Bundle:
     return Bundle(fields, tensors)
 
 
-def _head(data: bytes) -> tuple[dict[str, Any], list[Any], int]:
+def _head(data: bytes) -> tuple[dict[str, Any], tuple[Any, ...], int]:
     try:
         (length,) = _LENGTH.unpack_from(data)
         stop = _LENGTH.size + length
         if length > MAX_HEAD_BYTES or stop > len(data):
             raise ValueError("a head of another length than announced")
-        fields, entries = msgpack.unpackb(data[_LENGTH.size : stop], raw=False, max_ext_len=0)
+        # arrays as tuples and one map: a million empty lists or maps would keep the garbage collector busy for seconds
+        fields, entries = msgpack.unpackb(
+            data[_LENGTH.size : stop], raw=False, use_list=False, max_ext_len=0, object_pairs_hook=_one_map()
+        )
     except (struct.error, ValueError, TypeError, msgpack.UnpackException) as error:
         raise PipelineError(f"a bundle must have a valid head, got {type(error).__name__}") from None
-    if not isinstance(fields, dict) or not isinstance(entries, list) or not all(isinstance(key, str) for key in fields):
+    if (
+        not isinstance(fields, dict)
+        or not isinstance(entries, tuple)
+        or not all(isinstance(key, str) for key in fields)
+    ):
         raise PipelineError("a bundle must have fields by name and a list of tensors, got others")
     return fields, entries, stop
 
 
+def _one_map() -> Callable[[Sequence[tuple[Any, Any]]], dict[Any, Any]]:
+    """Makes the first map, and refuses the second: fields are the only one."""
+    num_maps = itertools.count()
+
+    def made(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+        if next(num_maps):
+            raise ValueError("a map within fields")
+        return dict(pairs)
+
+    return made
+
+
 def _entry(entry: Any) -> tuple[str, str, tuple[int, ...]]:
-    name, kind, shape = entry if isinstance(entry, list) and len(entry) == 3 else (None, None, None)
-    is_shape = isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS
+    name, kind, shape = entry if isinstance(entry, tuple) and len(entry) == 3 else (None, None, None)
+    is_shape = isinstance(shape, tuple) and len(shape) <= _MAX_DIMENSIONS
     if not is_shape or not all(type(size) is int and 0 < size < 2**32 for size in shape or ()):
         raise PipelineError("a tensor of a bundle must have sizes above 0, got others")
     if not isinstance(name, str) or not isinstance(kind, str) or kind not in (*_EXACT, *_PRECISIONS):
         raise PipelineError("a tensor of a bundle must have a name and a known kind, got others")
-    return name, kind, tuple(shape or ())
+    return name, kind, shape or ()
 
 
 def _num_bytes(kind: str, shape: tuple[int, ...]) -> int:

@@ -4,15 +4,18 @@
     response = a box for the asker: msgpack [1, roll where it is newer, else empty, [grant, …]]
 
 It is asked in the clear of the group's key, since the two may be of different epochs; all of it is inside the connection's
-own encryption, too. A node asks one member now and then, and all it is connected to when its own roll changes; a member
-that is asked by one with a newer roll asks back. So a new roll is everywhere within a few round trips.
+own encryption, too. A node asks each member that it has just met, one of them now and then, and all it is connected to when its
+own roll changes; a member that is asked by one with a newer roll asks back. So a new roll is everywhere within a few round
+trips. The first questions after a change name the version before, so that rolls of equal version are compared: an owner
+whose key is used in two places signs two rolls of one version, and is told.
 """
 
 import asyncio
 import contextlib
 import logging
+import math
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from swarm.errors import RequestError, SiloError
@@ -22,7 +25,7 @@ from swarm.records.fields import check_array, check_bytes, check_int, check_list
 from swarm.records.identity import Identity
 from swarm.silo.grant import MAX_GRANT_BYTES
 from swarm.silo.membership import MAX_GRANTS, Membership
-from swarm.silo.roll import MAX_ROLL_BYTES
+from swarm.silo.roll import MAX_MEMBERS, MAX_ROLL_BYTES
 from swarm.silo.sealing import BOX_OVERHEAD_BYTES, box, box_key, open_box
 from swarm.silo.signed import FORMAT, one_error, unpacked
 from swarm.silo.silo_files import SiloFiles
@@ -39,6 +42,8 @@ ASK_INTERVAL_S = 10.0
 _DEADLINE_S = 10.0
 _MAX_ASKED_AT_ONCE = 32
 _MAX_HURRIED = 64
+_NUM_COMPARED = 8
+"""Members whose roll of the same version is looked at after a change."""
 _CONTEXT = b"bulletin"
 _NO_MEMBER = "not a member"
 _REFUSALS_TOLD = 2
@@ -92,6 +97,12 @@ class Bulletin:
         self._hurried: OrderedDict[str, None] = OrderedDict()
         self._next_ask_at = 0.0
         self._told_version = membership.version
+        self._num_compared = 0
+        self._greeted: set[str] = set()  # members that are connected and were asked since they came
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._asked_at: OrderedDict[str, float] = OrderedDict()
+        self.faults: Counter[str] = Counter()
+        """What was wrong with rolls that members handed over."""
         self._wake = asyncio.Event()
         self._num_refusals = 0
         """In a row: members that did not take this node for one."""
@@ -99,11 +110,16 @@ class Bulletin:
 
     async def work(self) -> None:
         """From the transport's start to its stop. Ends only when cancelled."""
-        await repeat(self._turn, on_failure=lambda: None)
+        try:
+            await repeat(self._turn, on_failure=lambda: None)
+        finally:
+            for task in self._asking.values():
+                task.cancel()
 
     def hurry(self, peer_id: str) -> None:
-        """Ask this peer soon: it speaks of what this node does not know yet."""
-        if len(self._hurried) < _MAX_HURRIED:
+        """Ask this peer soon, but once a second at most: it speaks of what this node does not know yet, or says so."""
+        since_s = self._transport.now() - self._asked_at.get(peer_id, -math.inf)
+        if len(self._hurried) < _MAX_HURRIED and since_s >= LOOK_INTERVAL_S:
             self._hurried[peer_id] = None
             self._wake.set()
 
@@ -125,11 +141,13 @@ class Bulletin:
 
     async def ask(self, peer_id: str) -> None:
         """Take what a peer knows and this node does not. Whatever comes of it, nothing is raised."""
+        compares = self._num_compared < _NUM_COMPARED and self._membership.version > 0
+        self._num_compared += compares
         try:
             boxed = await self._transport.request(
                 peer_id,
                 BULLETIN_PROTOCOL,
-                encode_question(self._membership.version, self._own_grant()),
+                encode_question(self._membership.version - compares, self._own_grant()),
                 max_response_bytes=MAX_BULLETIN_BYTES,
                 deadline_s=_DEADLINE_S,
             )
@@ -137,13 +155,22 @@ class Bulletin:
             roll, grants = decode_bulletin(open_box(self._box_key, boxed, _CONTEXT))
             if roll and self._membership.take_roll(roll):
                 self._files.write_roll(roll)
+                self._membership.seen.save()
             for grant in grants:
                 with contextlib.suppress(SiloError):  # of an epoch that one of the two does not know
                     self._membership.take_grant(grant)
-        except (RequestError, SiloError) as error:
+        except RequestError as error:
             logger.debug("asked %s for the silo's roll: %s", peer_id, error)
-            if isinstance(error, RequestError) and error.reason == "refused" and _NO_MEMBER in str(error):
+            if error.reason == "refused" and _NO_MEMBER in str(error):
                 self._was_refused()
+        except SiloError as error:
+            self._was_odd(f"the roll of {peer_id}", error)
+
+    def _was_odd(self, what: str, error: SiloError) -> None:
+        """Two rolls of one version are the owner's to mend; it is told once that there are any."""
+        self.faults[error.fault] += 1
+        is_worth_a_line = error.fault == "two_rolls" and self.faults["two_rolls"] == 1
+        logger.log(logging.WARNING if is_worth_a_line else logging.DEBUG, "%s is passed over: %s", what, error)
 
     def _was_refused(self) -> None:
         """Whoever was put out gets no roll that says so: what members answer is all that it hears, and no proof."""
@@ -159,7 +186,9 @@ class Bulletin:
         try:
             if self._files.roll_has_changed() and (data := self._files.read_roll()) is not None:
                 self._membership.take_roll(data)
+                self._membership.seen.save()
         except SiloError as error:
+            self.faults[error.fault] += 1
             logger.warning("the roll in this node's folder is passed over: %s", error)
 
     async def _turn(self) -> None:
@@ -168,20 +197,35 @@ class Bulletin:
                 await self._wake.wait()
         self._wake.clear()
         self.read_file()
-        if asked := await self._due():
-            await asyncio.gather(*(self.ask(peer_id) for peer_id in asked))
+        for peer_id in await self._due():
+            self._begin_asking(peer_id)
+
+    def _begin_asking(self, peer_id: str) -> None:
+        """One question at a time to each; nobody who is slow to answer holds the others up."""
+        if peer_id in self._asking or len(self._asking) >= _MAX_ASKED_AT_ONCE:
+            return
+        self._greeted.add(peer_id)
+        self._asked_at.pop(peer_id, None)
+        self._asked_at[peer_id] = self._transport.now()
+        while len(self._asked_at) > MAX_MEMBERS:
+            self._asked_at.popitem(last=False)
+        task = self._asking[peer_id] = asyncio.create_task(self.ask(peer_id), name="silo-ask")
+        task.add_done_callback(lambda _: self._asking.pop(peer_id, None))
 
     async def _due(self) -> list[str]:
-        """Whom to ask now: who was hurried; all members here when the roll has changed; else one from time to time."""
+        """Whom to ask now: who was hurried, who is new here, all when the roll has changed, else one from time to time."""
         hurried = list(self._hurried)
         self._hurried.clear()
         has_changed, now = self._told_version != self._membership.version, self._transport.now()
         if not has_changed and now < self._next_ask_at:
             return hurried
         here = [one for one in await self._transport.connected_peers() if self._membership.is_member(one)]
-        others = here or self._entrances
-        if not has_changed and others:
-            others = [self._rng.choice(others)]
+        others, new = here or self._entrances, [one for one in here if one not in self._greeted]
+        if has_changed:
+            self._num_compared = 0
+        elif others:
+            others = [*new, self._rng.choice(others)]
+        self._greeted &= set(here)
         self._told_version = self._membership.version
         has_roll = self._membership.version > 0 and bool(here)
         self._next_ask_at = now + (ASK_INTERVAL_S if has_roll else LOOK_INTERVAL_S)

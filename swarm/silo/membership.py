@@ -15,7 +15,8 @@ from swarm.records.peer_name import peer_name
 from swarm.silo.grant import Grant, decode_grant
 from swarm.silo.key_ring import GRACE_S, KeyRing
 from swarm.silo.roll import Member, Roll, decode_roll, wrap_context
-from swarm.silo.sealing import box_key, open_epoch_key
+from swarm.silo.sealing import EpochKey, box_key, open_epoch_key
+from swarm.silo.seen_rolls import SeenRolls
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +30,18 @@ class Membership:
     """Of one node. Runs on its loop."""
 
     def __init__(
-        self, swarm_id: str, owner: str, identity: Identity, clock: Callable[[], float], grace_s: float = GRACE_S
+        self,
+        swarm_id: str,
+        owner: str,
+        identity: Identity,
+        clock: Callable[[], float],
+        grace_s: float = GRACE_S,
+        seen: SeenRolls | None = None,
     ) -> None:
-        """`owner`: peer id of whoever signs rolls and grants. `clock`: seconds since the epoch."""
+        """`owner`: peer id of whoever signs rolls and grants. `clock`: seconds since the epoch.
+
+        `seen`: the newest roll that this identity has seen so far, in earlier runs too.
+        """
         self.swarm_id = swarm_id
         self.owner = owner
         self.keys = KeyRing(clock, grace_s)
@@ -39,6 +49,7 @@ class Membership:
         self.roll_data = b""
         """As signed, to be handed on."""
         self.own_grant: Grant | None = None
+        self.seen = seen or SeenRolls(swarm_id)
         self.on_change: Callable[[], None] = lambda: None
         """Called after a roll was taken."""
         self._identity = identity
@@ -67,35 +78,48 @@ class Membership:
         if own is not None and self.roll is not None and own.epoch < self.roll.epoch:
             own = None  # the roll has the last word since
         for entry in (self._members.get(peer_id), self._grants.get(peer_id), own):
-            if entry is not None and self._clock() < entry.until:
+            if entry is not None and self._now() < entry.until:
                 return entry.box_key
         return None
+
+    def _now(self) -> float:
+        """Seconds since the epoch; of a clock that is behind, the time at which the owner signed the roll."""
+        return max(self._clock(), 0.0 if self.roll is None else self.roll.issued_at)
 
     def take_roll(self, data: bytes) -> bool:
         """Whether it was newer than what is known. Raises SiloError for one that the owner has not signed.
 
-        A roll of an epoch before that of the own grant is refused: somebody may have been put out in between.
+        A roll of an epoch before that of the own grant is refused: somebody may have been put out in between. So is one that is
+        older than what this identity has seen, and a second one of a version or epoch that has one already.
         """
         roll = decode_roll(data, self.owner, self.swarm_id)
         least_epoch = max(self.keys.epoch, self.own_grant.epoch if self.own_grant is not None else 0)
         if roll.epoch < least_epoch:
             raise SiloError(f"a silo's roll must be of epoch >= {least_epoch}, got {roll.epoch}", "old")
-        if roll.version <= self.version:
+        if roll.version < self.version:
             return False
+        self.seen.check(roll, data)
+        if roll.version == self.version:
+            return False
+        key = self._key_in(roll)
         if self.roll is not None:
             logger.info("a newer roll of the silo: %s", _what_changed(self.roll, roll))
         self.roll, self.roll_data = roll, data
         self._members = {member.peer_id: member for member in roll.members}
         # Grants of an earlier epoch are over: who was put out since is not on this roll.
         self._grants = OrderedDict((one.peer_id, one) for one in self._grants.values() if self._counts(one))
-        self._take_key(roll)
+        self.seen.take(roll, data)
+        if key is not None:
+            self.keys.take(key)
+        elif self.keys.epoch < roll.epoch:
+            logger.warning("this node is no longer a member of its silo; ask the owner, whose word is final")
         self.on_change()
         return True
 
     def take_grant(self, data: bytes) -> Grant:
         """A newcomer's; it counts while no roll of a later epoch is known. Raises SiloError."""
         grant = decode_grant(data, self.owner, self.swarm_id)
-        if self._clock() >= grant.until:
+        if self._now() >= grant.until:
             raise SiloError("a silo's grant must not be expired; ask its owner for another", "old")
         if self.roll is not None and grant.epoch < self.roll.epoch:
             raise SiloError(f"a silo's grant must be of epoch {self.roll.epoch}, got {grant.epoch}", "old")
@@ -126,12 +150,22 @@ class Membership:
         listed = self._members.get(grant.peer_id)
         return listed is None or listed.until < grant.until
 
-    def _take_key(self, roll: Roll) -> None:
-        own = self._members.get(self._identity.peer_id)
-        if own is not None:
-            self.keys.take(open_epoch_key(self._box_key, roll.epoch, own.wrapped, self._context()))
-        elif self.keys.epoch < roll.epoch:
-            logger.warning("this node is no longer a member of its silo; ask the owner, whose word is final")
+    def _key_in(self, roll: Roll) -> EpochKey | None:
+        """The key that a roll has for this node; None where it is not on it.
+
+        Raises SiloError where it does not open, and for a second key of one epoch.
+        """
+        own = roll.member(self._identity.peer_id)
+        if own is None:
+            return None
+        key = open_epoch_key(self._box_key, roll.epoch, own.wrapped, self._context())
+        if key.epoch == self.keys.epoch and not key.equals(self.keys.current):
+            raise SiloError(
+                f"a silo must have one key of epoch {key.epoch}, got a second one on roll {roll.version}; its owner must "
+                "rotate from the folder with the right roll",
+                "two_rolls",
+            )
+        return key
 
     def _context(self) -> bytes:
         return wrap_context(self.swarm_id, self._identity.peer_id)

@@ -15,6 +15,7 @@ from swarm.silo.bulletin import Bulletin
 from swarm.silo.grant import decode_token
 from swarm.silo.membership import Membership
 from swarm.silo.sealed_index import SealedIndex
+from swarm.silo.seen_rolls import SeenRolls
 from swarm.silo.silo_files import SiloFiles
 from swarm.silo.silo_transport import SiloTransport, admits
 
@@ -28,7 +29,8 @@ def open_membership(
     """What roll and token on disk make of this node. Raises SiloError where that is no member."""
     check_folder(folder)
     files = SiloFiles(folder.path)
-    membership = Membership(swarm_id, owner, identity, clock)
+    seen = SeenRolls(swarm_id, folder.identity)
+    membership = Membership(swarm_id, owner, identity, clock, seen=seen)
     if (text := files.read_token()) is not None:
         token = decode_token(text)
         membership.take_own_grant(token.grant.data, token.wrapped)
@@ -36,8 +38,12 @@ def open_membership(
         try:
             membership.take_roll(data)
         except SiloError as error:
-            if error.fault != "old":  # from before this node was put out and invited again
+            granted = 0 if membership.own_grant is None else membership.own_grant.epoch
+            # from before this node was put out and invited again: the invitation is newer than all that was seen
+            if error.fault != "old" or granted < seen.newest.epoch:
                 raise
+    if membership.keys.epoch < seen.newest.epoch and membership.version == 0:
+        raise _no_member(folder, f"an invitation from before epoch {seen.newest.epoch}, which it has seen,")
     if membership.keys.epoch == 0 or not membership.is_member(identity.peer_id):
         raise _no_member(folder, f"the roll or an invitation without {identity.peer_name}, or past its end")
     return membership

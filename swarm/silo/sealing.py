@@ -66,6 +66,10 @@ class EpochKey:
         """64 hex digits that stand for `name` to members, and for nothing to others."""
         return hmac.digest(self._names_key, name.encode(), "sha256").hex()
 
+    def equals(self, other: "EpochKey") -> bool:
+        """Whether both hold the same secret of the same epoch."""
+        return self.epoch == other.epoch and hmac.compare_digest(self._secret, other._secret)
+
     def _cipher(self, purpose: str) -> ChaCha20Poly1305:
         cipher = self._ciphers.get(purpose)
         if cipher is None:

@@ -56,7 +56,8 @@ class SiloTransport:
 
     @property
     def refused(self) -> Counter[str]:
-        return self._inner.refused + Counter({f"silo/{fault}": count for fault, count in self._strangers.items()})
+        faults = self._strangers + self._bulletin.faults
+        return self._inner.refused + Counter({f"silo/{fault}": count for fault, count in faults.items()})
 
     async def start(self) -> None:
         """Raises NetworkError; SiloError for a node that is no member."""

@@ -1,5 +1,6 @@
 """Small inputs that ask for much: of time, of memory, of stack. As large as each target's own bounds let them come."""
 
+import struct
 from collections.abc import Callable
 
 import msgpack
@@ -13,6 +14,7 @@ from swarm.network.libp2p.pubsub import MAX_CALL_BYTES
 from swarm.network.peers.peer_list import MAX_FILE_BYTES as PEERS_BYTES
 from swarm.pairing.final_message import MAX_MESSAGE_BYTES as FINAL_MESSAGE_BYTES
 from swarm.pairing.proposal import MAX_MESSAGE_BYTES
+from swarm.pipeline.tensor_bundle import MAX_HEAD_BYTES
 from swarm.records.codec import MAX_RECORD_BYTES, MAX_UNPACKED_BODY_BYTES
 from swarm.silo.grant import MAX_GRANT_BYTES, MAX_TOKEN_BYTES
 from swarm.silo.roll import MAX_ROLL_BYTES
@@ -31,6 +33,9 @@ def bombs() -> dict[str, list[bytes]]:
         **dict.fromkeys(("final_request", "final_answer"), _packed_bombs(FINAL_MESSAGE_BYTES)),
         **dict.fromkeys(("silo_roll_content", "silo_roll", "silo_bulletin"), _packed_bombs(MAX_ROLL_BYTES)),
         **dict.fromkeys(("silo_grant", "silo_request", "silo_question"), _packed_bombs(MAX_GRANT_BYTES)),
+        "stage_bundle": [head + bytes(64) for head in _heads()],
+        "stage_order": [bytes([1]) + head for head in _heads()],
+        "stage_answer": [bytes([0]) + head for head in _heads()],
         "silo_invitation_content": [
             *_packed_bombs(MAX_TOKEN_BYTES),
             *(msgpack.packb([1, b"", bytes(80), frame]) or b"" for frame in _lying_frames()),
@@ -129,3 +134,11 @@ def _manifests() -> list[bytes]:
         b"a = " + b"9" * 4000,
         b"a" * (MANIFEST_BYTES + 1),
     ]
+
+
+def _heads() -> list[bytes]:
+    """Of bundles, as long as they may be."""
+    most = MAX_HEAD_BYTES - 16
+    nested = [msgpack.packb([{"a": [[]] * (most - 64)}, []]), msgpack.packb([{}, [["x", "f4", [2**32 - 1] * 4]] * 9])]
+    heads = [*(head or b"" for head in nested), b"\x92\x80\xdd" + struct.pack(">I", 2**32 - 1), b"\x91" * most]
+    return [struct.pack(">I", len(head)) + head for head in heads]

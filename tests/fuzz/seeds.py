@@ -35,6 +35,7 @@ from swarm.records.rotation import make_statement
 from swarm.sharing.index import subkey
 from tests.fuzz.dht_targets import DHT_KEY, DHT_NOW
 from tests.fuzz.gossip_targets import TOPIC
+from tests.fuzz.pipeline_targets import pipeline_seeds
 from tests.fuzz.record_targets import HEADER_KEY
 from tests.fuzz.request_targets import ADAPTER
 from tests.fuzz.silo_targets import silo_seeds
@@ -105,6 +106,7 @@ def seeds() -> dict[str, list[bytes]]:
         "manifest": [_manifest()],
         "manifest_content": [_manifest()],
         **silo_seeds(),
+        **pipeline_seeds(),
         "answer": [b"1", b"The answer is -3/4 or 1,000.5e3", b"Yes!", b"[[1, 2], [3, 4]]", b"(1 + 2) * 3"],
     }
 

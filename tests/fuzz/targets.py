@@ -5,7 +5,15 @@ Each says whether the bytes were taken; so a test can tell that the valid exampl
 
 from collections.abc import Callable
 
-from tests.fuzz import dht_targets, file_targets, gossip_targets, record_targets, request_targets, silo_targets
+from tests.fuzz import (
+    dht_targets,
+    file_targets,
+    gossip_targets,
+    pipeline_targets,
+    record_targets,
+    request_targets,
+    silo_targets,
+)
 
 TARGETS: dict[str, Callable[[bytes], bool]] = {
     target.__name__: target
@@ -32,6 +40,9 @@ TARGETS: dict[str, Callable[[bytes], bool]] = {
         request_targets.final_request,
         request_targets.final_answer,
         request_targets.order,
+        pipeline_targets.stage_bundle,
+        pipeline_targets.stage_order,
+        pipeline_targets.stage_answer,
         request_targets.certificate,
         request_targets.address,
         request_targets.binary_address,

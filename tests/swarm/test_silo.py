@@ -1,6 +1,8 @@
 """A silo lets nobody in and nothing out: members learn from each other, and who is none gets nothing and brings nothing."""
 
 import asyncio
+import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from swarm.sharing.shard import Shard
 from swarm.silo.bulletin import BULLETIN_PROTOCOL, decode_bulletin, encode_question
 from swarm.silo.grant import decode_token
 from swarm.silo.key_ring import GRACE_S
+from swarm.silo.owner import Owner
 from swarm.silo.sealed_index import SealedIndex
 from swarm.silo.sealing import EpochKey, box_key, open_box
 from swarm.silo.silo_files import SiloFiles
@@ -189,6 +192,113 @@ def test_bulletin_is_boxed_for_the_member_that_asks(tmp_path: Path) -> None:
     run(main())
 
 
+def test_two_rolls_of_one_version_are_told_to_the_members_that_meet(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The owner's key is used in two places: Ann gets one roll, Ben another one. Neither takes the other's."""
+
+    async def main() -> None:
+        silo, owner = SiloSwarm(tmp_path), found(*MEMBERS, until=UNTIL)
+        for member in MEMBERS:
+            silo.add(member, owner)
+        await silo.start()
+        await silo.let(20)
+        other = Owner(OWNER, owner.roll)
+        owner.revoke(CAT.peer_id, virtual_now())
+        other.rotate(virtual_now())
+        SiloFiles(silo.folder(ANN)).write_roll(owner.data)
+        SiloFiles(silo.folder(BEN)).write_roll(other.data)
+        await silo.let(60)
+        assert silo.memberships[ANN.peer_id].roll_data == owner.data
+        assert silo.memberships[BEN.peer_id].roll_data == other.data
+        told = [record.message for record in caplog.records if "one roll of version" in record.message]
+        assert told and "rotate from the folder with the right roll" in told[0]
+        assert silo.nodes[ANN.peer_id].transport.refused["silo/two_rolls"] > 0
+        other.rotate(virtual_now())
+        SiloFiles(silo.folder(BEN)).write_roll(other.data)
+        await silo.let(30)
+        assert {silo.memberships[one.peer_id].roll_data for one in MEMBERS} == {other.data}, "a newer roll mends it"
+        await silo.stop()
+
+    run(main())
+
+
+class Mute(MemoryTransport):
+    """A member's transport that takes questions about the roll and never answers."""
+
+    num_asked = 0
+
+    async def hold(self, caller: str, request: bytes) -> bytes:
+        Mute.num_asked += 1
+        await asyncio.sleep(3600)
+        return b""
+
+
+def test_a_member_that_never_answers_or_speaks_of_keys_of_the_future_delays_nobody(tmp_path: Path) -> None:
+    async def main() -> None:
+        silo, owner = SiloSwarm(tmp_path), found(*MEMBERS, until=UNTIL)
+        for member in (ANN, BEN):
+            silo.add(member, owner)
+        await silo.start()
+        mute = Mute(silo.network, CAT.peer_id)
+        mute.serve(BULLETIN_PROTOCOL, mute.hold, max_request_bytes=1 << 20)
+        await mute.start()
+        await silo.let(20)
+        Mute.num_asked = 0
+        future = EpochKey(bytes(32), 77).seal(BODY_PROTOCOL, b"text", b"")
+
+        async def lure() -> None:
+            for _ in range(200):
+                with contextlib.suppress(RequestError):
+                    await mute.request(ANN.peer_id, BODY_PROTOCOL, future, max_response_bytes=100, deadline_s=1)
+                await asyncio.sleep(0.05)
+
+        luring = asyncio.create_task(lure())
+        await silo.let(3)
+        owner.rotate(virtual_now())
+        SiloFiles(silo.folder(ANN)).write_roll(owner.data)
+        began = virtual_now()
+        while silo.memberships[BEN.peer_id].version < owner.roll.version:
+            await silo.let(0.25)
+        assert virtual_now() - began < 4
+        await luring
+        assert Mute.num_asked <= 20, "one question at a time, once a second at most"
+        await mute.stop()
+        await silo.stop()
+
+    run(main())
+
+
+def test_a_revocation_is_heard_from_the_first_member_that_comes_and_knows_of_it(tmp_path: Path) -> None:
+    """Ann starts with an old roll; the revoked Cat and some other members are there already."""
+
+    async def main() -> None:
+        many = [identity_of(20 + number) for number in range(12)]
+        silo, owner = SiloSwarm(tmp_path), found(*MEMBERS, *many, until=UNTIL)
+        old = Owner(OWNER, owner.roll)
+        for member in (ANN, CAT, *many):
+            silo.add(member, old)
+        owner.revoke(CAT.peer_id, virtual_now())
+        silo.add(BEN, owner)
+        transports = {peer_id: node.transport for peer_id, node in silo.nodes.items()}
+        for peer_id, transport in transports.items():
+            if peer_id != ANN.peer_id:
+                transport._bulletin._next_ask_at = 1e12  # type: ignore[attr-defined]  # what Ann hears, she asked for
+            if peer_id != BEN.peer_id:
+                await transport.start()
+        await silo.let(5)
+        assert silo.memberships[ANN.peer_id].is_member(CAT.peer_id)
+        await transports[BEN.peer_id].start()
+        began = virtual_now()
+        while silo.memberships[ANN.peer_id].is_member(CAT.peer_id):
+            await silo.let(0.5)
+        assert virtual_now() - began <= 12
+        for transport in transports.values():
+            await transport.stop()
+
+    run(main())
+
+
 class Pair:
     """Two members' transports without nodes above them, to say anything with."""
 
@@ -350,6 +460,38 @@ def test_index_entries_open_in_their_own_place_alone(tmp_path: Path) -> None:
         assert index.opened("00" * 32, f"{BEN.peer_id}/1", misplaced) is None
         refused = SealedIndex(silo.memberships[ANN.peer_id], EntryValidator(SILO_ID))
         assert not refused(name, f"{BEN.peer_id}/1", sealed), "sealed by a member, and still no signed record"
+
+    run(main())
+
+
+def test_a_member_with_the_groups_key_cannot_speak_for_another(tmp_path: Path) -> None:
+    """Ben seals what he likes; who asks is the connection's word, and who wrote is the record's."""
+
+    async def main() -> None:
+        silo, owner = SiloSwarm(tmp_path), found(*MEMBERS, until=UNTIL)
+        for member in (ANN, CAT):
+            silo.add(member, owner)
+        await silo.start()
+        key = silo.memberships[ANN.peer_id].keys.current
+        index = SealedIndex(silo.memberships[ANN.peer_id])
+        ben = MemoryTransport(silo.network, BEN.peer_id, lambda key, subkey, value: True)
+        await ben.start()
+        for caller, answer in ((CAT, "forged"), (ANN, "forged"), (EVE, "forged"), (BEN, "(?!forged)")):
+            context = f"request/{BODY_PROTOCOL}/{caller.peer_id}/{ANN.peer_id}".encode()
+            request = key.seal(BODY_PROTOCOL, bytes(32), context)
+            with pytest.raises(RequestError, match=f"refused: {answer}"):
+                await ben.request(ANN.peer_id, BODY_PROTOCOL, request, max_response_bytes=1 << 20, deadline_s=5)
+        forged = encode_record(replace(sign_record(BEN, SILO_ID, b"payload"), author=CAT.peer_id))
+        topic = key.hidden(experience_topic(SILO_ID, EVERYBODY))
+        judge = silo.nodes[ANN.peer_id].transport._gossip_handler(experience_topic(SILO_ID, EVERYBODY), topic)  # type: ignore[attr-defined]
+        assert judge(BEN.peer_id, key.seal("gossip", forged, topic.encode())) is Verdict.REJECT
+        where = experience_key(SILO_ID, EVERYBODY, virtual_now())
+        name, sealed = index.sealed(where, f"{CAT.peer_id}/0", forged)
+        assert index.opened(name, f"{CAT.peer_id}/0", sealed) == (where, forged), "any member can seal it"
+        validator = SealedIndex(silo.memberships[ANN.peer_id], EntryValidator(SILO_ID))
+        assert not validator(name, f"{CAT.peer_id}/0", sealed), "and who hosts it looks into it"
+        await ben.stop()
+        await silo.stop()
 
     run(main())
 

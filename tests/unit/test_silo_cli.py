@@ -37,7 +37,9 @@ def invited(lab: Path, folder: Path, *options: str | Path) -> str:
 
 def epoch_in(folder: Path) -> int:
     manifest, files = read_manifest(str(folder / "manifest.toml")), NodeFolder(folder)
-    return open_membership(manifest.founder, manifest.id, load(files.identity), files).keys.epoch
+    membership = open_membership(manifest.founder, manifest.id, load(files.identity), files)
+    membership.seen.save()  # as the node does once it runs
+    return membership.keys.epoch
 
 
 def test_founding_makes_owner_manifest_and_first_member(lab: Path) -> None:
@@ -114,6 +116,64 @@ def test_revoked_by_name_is_out_and_rotation_counts_on(lab: Path, tmp_path: Path
     assert epoch_in(tmp_path / "b") == 3, "who is invited again is a member again"
     (tmp_path / "b" / "silo.roll").write_bytes(first)
     assert epoch_in(tmp_path / "b") == 3, "a roll from before is passed over"
+
+
+def with_key_elsewhere(folder: Path) -> Path:
+    """The identity of a folder is moved away; a link stays. What is restored into the folder leaves it alone."""
+    elsewhere = folder.with_name(f"{folder.name}-keys")
+    elsewhere.mkdir()
+    (folder / "identity.key").rename(elsewhere / "identity.key")
+    (folder / "identity.key").symlink_to(elsewhere / "identity.key")
+    return elsewhere
+
+
+def test_a_restored_backup_does_not_bring_the_revoked_back(lab: Path, tmp_path: Path) -> None:
+    node = tmp_path / "b"
+    invitation = invited(lab, node)
+    swarm("silo", "join", invitation, "--dir", node)
+    elsewhere = with_key_elsewhere(node)
+    invited(lab, tmp_path / "c")
+    SiloFiles(node).write_roll(backup := SiloFiles(lab).read_roll() or b"")
+    assert epoch_in(node) == 1
+    swarm("silo", "revoke", load(tmp_path / "c" / "identity.key").peer_id, "--dir", lab)
+    SiloFiles(node).write_roll(newest := SiloFiles(lab).read_roll() or b"")
+    assert epoch_in(node) == 2 and stat.S_IMODE((elsewhere / "identity.silo").stat().st_mode) == 0o600
+    SiloFiles(node).write_roll(backup)
+    with pytest.raises(SiloError, match=r"version >= 5 and epoch >= 2.*got version 4 and epoch 1.*copy silo.roll"):
+        epoch_in(node)
+    (node / "silo.roll").unlink()
+    with pytest.raises(SiloError, match="an invitation from before epoch 2"):
+        epoch_in(node)
+    with pytest.raises(
+        SiloError, match=r"an invitation must be of epoch 2, .* got one of 1; ask the owner for a new one"
+    ):
+        swarm("silo", "join", invitation, "--dir", node)
+    SiloFiles(node).write_roll(newest)
+    assert epoch_in(node) == 2
+    SiloFiles(node).write_roll(backup)
+    swarm("silo", "join", invited(lab, node), "--dir", node)
+    assert epoch_in(node) == 2, "with a new invitation the old roll is passed over"
+
+
+def test_an_owner_who_works_on_a_restored_roll_is_told_before_there_are_two(lab: Path, tmp_path: Path) -> None:
+    backup = SiloFiles(lab).read_roll() or b""
+    invited(lab, tmp_path / "b")
+    newest = SiloFiles(lab).read_roll() or b""
+    SiloFiles(lab).write_roll(backup)
+    with pytest.raises(SiloError, match=r"version >= 3 .*got version 2"):
+        swarm("silo", "rotate", "--dir", lab)
+    SiloFiles(lab).write_roll(newest)
+    swarm("silo", "rotate", "--dir", lab)
+
+
+def test_a_damaged_memory_of_rolls_says_what_to_do(lab: Path) -> None:
+    assert epoch_in(lab) == 1
+    for text in ("{", "[]", '{"x": 1}', '{"x": {"version": "1", "epoch": 1, "sha256": ""}}', '{"x": {}}'):
+        (lab / "identity.silo").write_text(text)
+        with pytest.raises(SiloError, match=r"must be readable, got .*identity\.silo; remove the file if"):
+            epoch_in(lab)
+    (lab / "identity.silo").unlink()
+    assert epoch_in(lab) == 1
 
 
 def test_mistakes_say_rule_value_and_fix(lab: Path, tmp_path: Path) -> None:

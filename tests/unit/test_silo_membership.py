@@ -18,9 +18,11 @@ from swarm.silo.grant import (
     make_request,
     read_request,
 )
+from swarm.silo.membership import Membership
 from swarm.silo.owner import Owner
 from swarm.silo.roll import MAX_MEMBERS, Member, decode_roll, encode_roll
 from swarm.silo.sealing import box_key
+from swarm.silo.seen_rolls import SeenRolls
 from tests.unit.silo_factory import (
     DAY_S,
     MANIFEST,
@@ -126,6 +128,64 @@ def test_a_higher_version_of_an_earlier_epoch_is_refused() -> None:
         invite(stale, identity_of(20 + number))
     assert stale.roll.version > owner.roll.version
     assert fault_of(lambda: ann.take_roll(stale.data)) == "old"
+
+
+def test_a_second_roll_of_one_version_is_refused_and_named() -> None:
+    """As of an owner whose key is used in two places, or whoever has stolen it."""
+    owner = found(ANN, BEN)
+    other = Owner(OWNER, owner.roll)
+    owner.revoke(BEN.peer_id, NOW)
+    other.rotate(NOW)
+    assert other.roll.version == owner.roll.version
+    ann = membership_of(ANN, owner.data)
+    assert fault_of(lambda: ann.take_roll(other.data)) == "two_rolls"
+    assert not ann.is_member(BEN.peer_id) and not ann.take_roll(owner.data)
+
+
+def test_a_second_key_of_one_epoch_is_refused_with_its_roll() -> None:
+    owner = found(ANN, BEN)
+    other = Owner(OWNER, owner.roll)
+    owner.rotate(NOW)
+    other.rotate(NOW)
+    invite(other, CAT)
+    ann = membership_of(ANN, owner.data)
+    assert fault_of(lambda: ann.take_roll(other.data)) == "two_rolls"
+    assert ann.roll_data == owner.data and not ann.is_member(CAT.peer_id)
+    other.rotate(NOW)
+    assert ann.take_roll(other.data) and ann.keys.epoch == 3, "a later epoch mends it"
+
+
+def test_a_roll_whose_key_does_not_open_changes_nothing() -> None:
+    owner = found(ANN, BEN)
+    ann = membership_of(ANN, owner.data)
+    owner.revoke(BEN.peer_id, NOW)
+    spoiled = replace(owner.roll.members[0], wrapped=bytes(80))
+    roll = encode_roll(replace(owner.roll, members=(spoiled,)), OWNER)
+    assert fault_of(lambda: ann.take_roll(roll)) in ("forged", "malformed")
+    assert ann.version == owner.roll.version - 1 and ann.is_member(BEN.peer_id) and ann.keys.epoch == 1
+    assert ann.take_roll(owner.data) and not ann.is_member(BEN.peer_id)
+
+
+def test_newcomer_takes_no_roll_older_than_its_identity_has_seen() -> None:
+    """Somebody who was revoked hands it the roll that still names him; the node has lost its own."""
+    owner = found(ANN, BEN)
+    before = owner.data
+    owner.revoke(BEN.peer_id, NOW)
+    seen = SeenRolls(SILO_ID)
+    seen.take(owner.roll, owner.data)
+    ann = Membership(SILO_ID, OWNER.peer_id, ANN, lambda: NOW, seen=seen)
+    assert fault_of(lambda: ann.take_roll(before)) == "old"
+    assert ann.take_roll(owner.data) and not ann.is_member(BEN.peer_id)
+
+
+def test_a_clock_that_is_behind_makes_no_members() -> None:
+    owner = found(ANN)
+    invite(owner, BEN, until=NOW + 10)
+    token = decode_token(invite(owner, CAT, until=NOW + 10))
+    owner.roll = replace(owner.roll, issued_at=NOW + 20)
+    ann = membership_of(ANN, owner.data, now=0.0)
+    assert ann.is_member(ANN.peer_id) and not ann.is_member(BEN.peer_id)
+    assert fault_of(lambda: ann.take_grant(token.grant.data)) == "old"
 
 
 def test_revoked_member_gets_no_key_and_the_others_a_new_one() -> None:
