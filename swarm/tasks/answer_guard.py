@@ -129,7 +129,7 @@ def score_once(data_set: str, score: Callable[[str, Any], float], entry: dict[st
 
 
 def _unusual_numbers(text: str) -> set[str]:
-    """Which of these a text has: digits beside an underscore, numbers with a superfluous 0 before them, digits of other scripts."""
+    """Which of these a text has: digits beside an underscore, numbers with a superfluous 0, digits of other scripts."""
     kinds = {name for name, pattern in _UNUSUAL_NUMBERS.items() if pattern.search(text)}
     if any(unicodedata.category(character)[0] == "N" for character in text if not character.isascii()):
         kinds.add("script")

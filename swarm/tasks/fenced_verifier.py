@@ -1,22 +1,26 @@
 """Scores answers of strangers behind a fence: verifiers of other packages run in a process that can be stopped.
 
 A verifier of reasoning-gym may meet a text that makes it run for ever or take all memory. That costs its process then, and its
-author some trust, never the node. Other verifiers are bounded already: those of files by `verifiers`, code by the sandbox, reward
-functions of packages by their own process.
+author some trust, never the node. Kinds of sources with bounds of their own are listed in `_BOUNDED_KINDS`: those of files by
+`verifiers`, code by the sandbox. Reward functions of packages have a process of their own.
 """
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.tasks.line_process import Confinement, LineProcess, LineProcessError
 from swarm.tasks.signals import BUILT_IN
-from swarm.tasks.task_source import CORRECT, TaskFailure, UnknownTask
-from swarm.types import TaskRef
+from swarm.tasks.task_source import CORRECT, TaskFailure, TaskSource, UnknownTask
+from swarm.types import Task, TaskRef
 
 logger = logging.getLogger(__name__)
 
+_BOUNDED_KINDS = frozenset({"jsonl", "code"})
+"""Kinds whose verifiers take time and memory in proportion to a bounded text, or run in the sandbox."""
 TIME_BUDGET_S = 10.0
 """For all answers to one task, where milliseconds are usual."""
 MEMORY_BYTES = 2 << 30
@@ -83,7 +87,47 @@ def _checked(ref: TaskRef, reply: dict[str, Any], count: int) -> tuple[str, tupl
     return digest, tuple(float(value) for value in rewards)
 
 
+class FencedSource:
+    """A source whose verifier always runs behind a fence, also for the node's own answers.
+
+    For sources that mix such a verifier with reward functions of packages: these have processes of their own, which may not be
+    started from inside of the fence. So the fence is around the verifier alone.
+    """
+
+    def __init__(self, source: TaskSource, config: TaskSourceSection) -> None:
+        """`source`: what `config` describes, without its signals."""
+        self._source = source
+        self.name = source.name
+        self.config_digest = source.config_digest
+        self._verifier = FencedVerifier(TasksSection(sources=(config.model_copy(update={"signals": ()}),)))
+
+    @property
+    def num_held_out(self) -> int:
+        return self._source.num_held_out
+
+    def task(self, seed: int, index: int) -> Task:
+        task = self._source.task(seed, index)
+        return replace(task, verify=partial(self._verify, task.ref))
+
+    def answer(self, seed: int, index: int) -> str:
+        return self._source.answer(seed, index)
+
+    def _verify(self, ref: TaskRef, text: str) -> float:
+        try:
+            return self._verifier.rewards(ref, [text])[1][0]
+        except Overrun as error:
+            raise TaskFailure(ref.source, str(error)) from None
+
+
+def uses_packages(section: TaskSourceSection) -> bool:
+    """Whether reward functions of packages are among its signals."""
+    return any(signal.name not in {CORRECT, "tests", *BUILT_IN} for signal in section.signals)
+
+
+def is_bounded(section: TaskSourceSection) -> bool:
+    """Whether its verifier has bounds of its own. A kind of source that nobody has listed as such is fenced."""
+    return section.kind in _BOUNDED_KINDS
+
+
 def _needs_fence(section: TaskSourceSection) -> bool:
-    """Signals of packages have a process of their own, which would not fit into the bounds of this one."""
-    own_signals = {CORRECT, *BUILT_IN}
-    return section.kind == "reasoning_gym" and all(signal.name in own_signals for signal in section.signals)
+    return not is_bounded(section) and not uses_packages(section)  # with packages it is a FencedSource

@@ -12,6 +12,7 @@ from functools import lru_cache
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.tasks.code_source import CodeSource
+from swarm.tasks.fenced_verifier import FencedSource, is_bounded, uses_packages
 from swarm.tasks.jsonl_source import JsonlSource
 from swarm.tasks.reasoning_gym_source import ReasoningGymSource
 from swarm.tasks.signalled_source import SignalledSource
@@ -147,4 +148,6 @@ def _build(section: TaskSourceSection, config: TasksSection) -> TaskSource:
         source = CodeSource(section, may_be_unfenced=config.run_code_unfenced)
     else:
         source = JsonlSource(section) if section.kind == "jsonl" else ReasoningGymSource(section)
+    if uses_packages(section) and not is_bounded(section):
+        source = FencedSource(source, section)
     return SignalledSource(source, section, config) if section.signals else source
