@@ -127,7 +127,7 @@ class Sandbox:
                 handles = {name: os.open(path, os.O_PATH) for name, path in folders.items()}
                 folders = {name: f"/proc/self/fd/{handle}" for name, handle in handles.items()}
             return subprocess.Popen(
-                ["python", *_ISOLATED, "-c", _START, folders["package"]],  # noqa: S607  the name that it sees
+                ["python", *_ISOLATED, "-c", _START, folders["package"]],  # noqa: S607  the name that it sees  # nosec B607
                 executable=sys.executable,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -19,10 +19,11 @@ def start(opening: list[Any]) -> Callable[[Any], dict[str, Any]]:
     function = EntryPoint(name, target, GROUP).load()
     if not callable(function):
         raise TypeError(f"{target} is no function")
+    reward: Callable[..., Any] = function
 
     def answer(question: list[str]) -> dict[str, Any]:
         try:
-            return {"value": float(function(*question, **parameters))}
+            return {"value": float(reward(*question, **parameters))}
         except Exception as error:  # reward functions meet hostile text
             return {"error": f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]}
 
