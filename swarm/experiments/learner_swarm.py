@@ -189,7 +189,12 @@ class LearnerSwarm:
 def _plain_reader(door: Door, usefulness: Usefulness | None = None) -> MemoryReader:
     config = door.config
     admission = Admission(
-        config.sharing, config.swarm_id, door.identity.peer_id, MixtureJudge(door.mixture), door.vocabulary, door.clock
+        config.sharing,
+        config.swarm_id,
+        door.identity.peer_id,
+        MixtureJudge(door.mixture, fence=None),
+        door.vocabulary,
+        door.clock,
     )
     choice = make_choice(config.sharing, door.pool, usefulness, door.rng)
     return MemoryReader(door.exchange, door.identity.peer_id, admission, door.pool, choice)

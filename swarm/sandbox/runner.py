@@ -111,24 +111,37 @@ class Sandbox:
             "code": code, "entry": entry, "inputs": inputs,
             "limits": asdict(limits), "is_fenced": self._is_fenced, "node": os.getpid(),
         }  # fmt: skip
-        try:
-            process = subprocess.Popen(
-                [sys.executable, *_ISOLATED, "-c", _START, str(_HOME)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd="/",
-                env=_ENVIRONMENT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise SandboxError(f"a process must be startable, got {error}") from None
-        with process:
+        with self._launcher() as process:
             try:
                 output, report = _exchange(process, json.dumps(request).encode(), limits)
             finally:
                 _kill(process)
         return _result(output, report, limits.output_bytes)
+
+    def _launcher(self) -> "subprocess.Popen[bytes]":
+        """Behind a fence both folders that it reads have names that say nothing of this machine: those of two open files."""
+        folders = {name: str(path) for name, path in (("package", _HOME), ("python", sys.base_prefix))}
+        handles: dict[str, int] = {}
+        try:
+            if self._is_fenced and sys.platform == "linux":
+                handles = {name: os.open(path, os.O_PATH) for name, path in folders.items()}
+                folders = {name: f"/proc/self/fd/{handle}" for name, handle in handles.items()}
+            return subprocess.Popen(
+                ["python", *_ISOLATED, "-c", _START, folders["package"]],  # noqa: S607  the name that it sees  # nosec B607
+                executable=sys.executable,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd="/",
+                env={**_ENVIRONMENT, "PYTHONHOME": folders["python"]},
+                pass_fds=tuple(handles.values()),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise SandboxError(f"a process must be startable, got {error}") from None
+        finally:
+            for handle in handles.values():
+                os.close(handle)
 
 
 def _exchange(process: subprocess.Popen[bytes], request: bytes, limits: RunLimits) -> tuple[bytes, bytes]:

@@ -19,11 +19,13 @@ class MixtureJudge:
         mixture: TaskMixture,
         clock: Callable[[], float] = time.monotonic,
         is_known: Callable[[str], bool] = lambda author: False,
-        fence: FencedVerifier | None = None,
+        *,
+        fence: FencedVerifier | None,
     ) -> None:
         """`clock`: seconds, never backwards; times the verifiers. `is_known`: whether an author is no stranger.
 
-        `fence`: scores the sources that it holds; without it all are scored on the calling thread, however long it takes.
+        `fence`: scores the sources that it holds, which are all whose verifiers have no bounds of their own. None is for
+        experiments whose authors are all in this process: all answers are then scored on the calling thread.
         """
         self._fence = fence
         self._mixture = mixture

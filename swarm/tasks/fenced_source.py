@@ -1,4 +1,4 @@
-"""A reasoning-gym source of a manifest: its tasks are built and scored in the fenced process, which opens none of our files."""
+"""A reasoning-gym source whose tasks are built and scored in the fenced process, which opens none of a node's files."""
 
 import logging
 import threading
@@ -6,7 +6,7 @@ from functools import partial
 
 from swarm.config import TaskSourceSection
 from swarm.tasks.fenced_verifier import FencedVerifier, Overrun
-from swarm.tasks.file_guard import LANDLOCK
+from swarm.tasks.file_guard import AUDIT_HOOK
 from swarm.tasks.reasoning_gym_source import base_digest
 from swarm.tasks.task_source import INDEX_SPAN, TaskFailure, UnknownTask
 from swarm.types import Task, TaskRef
@@ -29,8 +29,8 @@ class FencedSource:
         self._ahead: dict[tuple[int, int], str] = {}
         self._next = (-1, -1)
         """(seed, index) after the last task that was asked for."""
-        if (files := fence.open(self.name)) != LANDLOCK:
-            logger.warning("tasks of %s are kept from this machine's files by Python alone (%s)", self.name, files)
+        if fence.open(self.name) == AUDIT_HOOK:
+            logger.warning("tasks of %s are kept from this machine's files by Python alone", self.name)
 
     @property
     def num_held_out(self) -> int:

@@ -1,13 +1,14 @@
 """Tasks and answers of strangers behind a fence: what other packages do with them happens in a process that can be stopped.
 
 A verifier of reasoning-gym may meet a text that makes it run for ever or take all memory. That costs its process then, and its
-author some trust, never the node. Other verifiers are bounded already: those of files by `verifiers`, code by the sandbox, reward
-functions of packages by their own process.
+author some trust, never the node. Kinds of sources with bounds of their own are listed in `_BOUNDED_KINDS`: those of files by
+`verifiers`, code by the sandbox. Reward functions of packages have a process of their own.
 """
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from swarm.config import TaskSourceSection, TasksSection
@@ -19,14 +20,14 @@ from swarm.types import TaskRef
 
 logger = logging.getLogger(__name__)
 
+_BOUNDED_KINDS = frozenset({"jsonl", "code"})
+"""Kinds whose verifiers take time and memory in proportion to a bounded text, or run in the sandbox."""
 TIME_BUDGET_S = 10.0
 """For all answers to one task, where milliseconds are usual."""
 OPENING_BUDGET_S = 60.0
 """For building all sources together: a manifest may name 64 that hang."""
 MEMORY_BYTES = 2 << 30
 """Address space of the process, of which the interpreter and the libraries take a quarter. Not enforced on macOS."""
-
-
 FILE_BYTES = 1 << 20
 """Libraries of reasoning-gym want a folder for temporary files."""
 
@@ -50,7 +51,8 @@ class FencedVerifier:
         self._memory_bytes = memory_bytes
         self._opening_s = 0.0
         tasks = config.model_copy(update={"sources": tuple(sections)})
-        confinement = Confinement(memory_bytes, FILE_BYTES, "if possible")
+        readable = () if config.fenced else tuple(_named_files(sections))
+        confinement = Confinement(memory_bytes, FILE_BYTES, "if possible", readable)
         self._process = LineProcess("swarm.tasks.verifier_process", tasks.model_dump_json(), confinement)
 
     def close(self) -> None:
@@ -129,7 +131,24 @@ def _checked(ref: TaskRef, reply: dict[str, Any], count: int) -> tuple[str, tupl
     return digest, tuple(float(value) for value in rewards)
 
 
+def _named_files(sections: Sequence[TaskSourceSection]) -> Iterator[str]:
+    """Files that the operator's own parameters name, by absolute paths."""
+    for value in (value for section in sections for value in section.parameters.values()):
+        if isinstance(value, str) and Path(value).is_absolute() and Path(value).is_file():
+            yield value
+
+
+def uses_packages(section: TaskSourceSection) -> bool:
+    """Whether reward functions of packages are among its signals."""
+    return any(signal.name not in {CORRECT, "tests", *BUILT_IN} for signal in section.signals)
+
+
+def is_bounded(section: TaskSourceSection) -> bool:
+    """Whether its verifier has bounds of its own. A kind of source that nobody has listed as such is fenced."""
+    return section.kind in _BOUNDED_KINDS
+
+
 def _needs_fence(section: TaskSourceSection) -> bool:
-    """Signals of packages have a process of their own, which would not fit into the bounds of this one."""
-    own_signals = {CORRECT, *BUILT_IN}
-    return section.kind == "reasoning_gym" and all(signal.name in own_signals for signal in section.signals)
+    return not is_bounded(section) and not uses_packages(
+        section
+    )  # beside packages all of it is fenced, see TaskMixture

@@ -13,11 +13,13 @@ from typing import Any
 
 from swarm.config import TaskSourceSection
 from swarm.errors import TaskError
-from swarm.tasks.answer_guard import REFUSED, admissible
+from swarm.tasks.answer_guard import REFUSED, score_once
 from swarm.tasks.parameter_rules import check_declared, declared_by_class
 from swarm.tasks.task_source import INDEX_SPAN, TaskFailure
 from swarm.types import Task, TaskRef
 
+_RULES = "reasoning_gym-2"
+"""Changes whenever answers are judged differently, so that nodes with other rules do not share these tasks."""
 _PROBE_NUMBER = 7 * INDEX_SPAN + 3
 """A task of a stream that nobody draws from."""
 
@@ -54,7 +56,7 @@ class ReasoningGymSource:
     def task(self, seed: int, index: int) -> Task:
         data_set, entry = self._item(seed, index)
         ref = TaskRef(self.name, self.config_digest, seed, index)
-        return Task(ref, entry["question"], partial(_verify, self._data_set_name, data_set, entry))
+        return Task(ref, entry["question"], partial(score_once, self._data_set_name, data_set.score_answer, entry))
 
     def answer(self, seed: int, index: int) -> str:
         return str(self._item(seed, index)[1]["answer"])
@@ -86,14 +88,10 @@ class ReasoningGymSource:
         return (shared["question"], shared["answer"]) == (own["question"], own["answer"])
 
 
-def _verify(data_set_name: str, data_set: Any, entry: dict[str, Any], text: str) -> float:
-    return data_set.score_answer(admissible(data_set_name, text), entry)
-
-
 def base_digest(config: TaskSourceSection) -> str:
     """16 hex digits over what decides the tasks, signals left out. Raises TaskError for values that JSON does not have."""
     try:
-        canonical = json.dumps([config.kind, config.name, config.parameters], sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps([_RULES, config.name, config.parameters], sort_keys=True, separators=(",", ":"))
     except TypeError as error:
         raise TaskError(
             f"parameters must be numbers, texts, lists or tables, got {config.parameters}: {error}; "

@@ -6,6 +6,7 @@ A source that cannot be built is set aside with its reason and the others go on.
 import hashlib
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,7 +14,7 @@ from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.tasks.code_source import CodeSource
 from swarm.tasks.fenced_source import FencedSource
-from swarm.tasks.fenced_verifier import FencedVerifier
+from swarm.tasks.fenced_verifier import FencedVerifier, is_bounded, uses_packages
 from swarm.tasks.jsonl_source import JsonlSource
 from swarm.tasks.reasoning_gym_source import ReasoningGymSource
 from swarm.tasks.signalled_source import SignalledSource
@@ -44,9 +45,10 @@ class TaskMixture:
     def __init__(self, config: TasksSection, *, is_in_fence: bool = False) -> None:
         """Raises TaskError if not one source works.
 
-        With `config.fenced` sources of reasoning-gym are built in a process of their own; `is_in_fence`: this is it.
+        Sources that `_is_fenced` names are built and scored in a process of their own; `is_in_fence`: this is it.
         """
-        self._fence = FencedVerifier(_bases(config)) if config.fenced and not is_in_fence else None
+        fenced = () if is_in_fence else tuple(one for one in config.sources if _is_fenced(one, config))
+        self._fence = FencedVerifier(_without_signals(config, fenced)) if fenced else None
         self.sources: dict[str, TaskSource] = {}
         self.weights: dict[str, float] = {}
         self.broken: dict[str, str] = {}
@@ -153,11 +155,18 @@ def _is_within(number: object, stop: int) -> bool:
     return type(number) is int and 0 <= number < stop
 
 
-def _bases(config: TasksSection) -> TasksSection:
-    """The same sources without signals, which are computed in the node or in processes of their own."""
-    return config.model_copy(
-        update={"sources": tuple(one.model_copy(update={"signals": ()}) for one in config.sources)}
-    )
+def _is_fenced(section: TaskSourceSection, config: TasksSection) -> bool:
+    """Whether even the node's own tasks and answers go through the fence, as a verifier without bounds of its own demands.
+
+    So it is with sources of a manifest, and with those beside reward functions of packages: these have processes of their
+    own, which may not be started from inside of the fence.
+    """
+    return not is_bounded(section) and (config.fenced or uses_packages(section))
+
+
+def _without_signals(config: TasksSection, sections: Sequence[TaskSourceSection]) -> TasksSection:
+    """These sources without their signals, which are computed in the node or in processes of their own."""
+    return config.model_copy(update={"sources": tuple(one.model_copy(update={"signals": ()}) for one in sections)})
 
 
 def _build(section: TaskSourceSection, config: TasksSection, fence: FencedVerifier | None) -> TaskSource:
@@ -166,7 +175,7 @@ def _build(section: TaskSourceSection, config: TasksSection, fence: FencedVerifi
         source = CodeSource(section, may_be_unfenced=config.run_code_unfenced)
     elif section.kind == "jsonl":
         source = JsonlSource(section)
-    elif fence is not None:
+    elif fence is not None and fence.holds(section.source_name):
         source = FencedSource(section, fence)
     else:
         source = ReasoningGymSource(section, takes_anything=not config.fenced)

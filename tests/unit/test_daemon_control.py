@@ -10,6 +10,7 @@ import base58
 import pytest
 
 from swarm.errors import NetworkError
+from swarm.network.hivemind.daemon import _inherited_environment
 from swarm.network.hivemind.daemon_control import DaemonControl
 from swarm.network.hivemind.parts import p2pd_pb2, read_pbmsg_safe
 from swarm.network.libp2p.frames import encode_frame
@@ -91,3 +92,12 @@ async def test_broken_answer_is_a_network_error_in_one_line(daemon: Daemon, answ
         with pytest.raises(NetworkError):
             async for _message in control.subscribe("topic"):
                 raise AssertionError("no message was sent")
+
+
+def test_the_daemon_gets_nothing_of_the_nodes_environment_but_what_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "SSH_AUTH_SOCK", "SWARM_PASSPHRASE"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("GOMAXPROCS", "2")
+    environment = _inherited_environment()
+    assert environment["GOMAXPROCS"] == "2" and environment["GOGC"] == "50"
+    assert "secret" not in environment.values()

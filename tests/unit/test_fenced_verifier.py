@@ -1,9 +1,11 @@
 """Answers of strangers are scored in a process that can be stopped; nothing that they make it do reaches the node."""
 
+import json
 import os
 import threading
 import time
 from dataclasses import replace
+from importlib import invalidate_caches
 from pathlib import Path
 from queue import Queue
 
@@ -13,10 +15,12 @@ import pytest
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.judge import MixtureJudge
+from swarm.tasks import fenced_verifier
 from swarm.tasks.fenced_verifier import FencedVerifier, Overrun
 from swarm.tasks.task_mixture import TaskMixture, score, training_seed
 from swarm.tasks.task_source import TaskFailure, UnknownTask, prompt_digest
 from swarm.types import Lineage, Rollout, RolloutGroup, TaskRef
+from tests.unit.test_reward_plugins import install
 
 SUMS = TasksSection(sources=(TaskSourceSection(name="chain_sum"),))
 SEED = training_seed("alice", 0)
@@ -118,6 +122,47 @@ def test_the_process_ends_with_the_fence_and_is_not_started_without_need(tmp_pat
     service.wait(10)
     with pytest.raises(TaskFailure, match="closed"):
         fence.rewards(ref_of(TaskMixture(SUMS)), ["7"])
+
+
+@pytest.mark.usefixtures("spoiled")
+def test_beside_reward_functions_of_packages_the_verifier_is_fenced_too(tmp_path: Path) -> None:
+    """The node itself never runs it, for its own answers neither."""
+    install(tmp_path)
+    invalidate_caches()
+    section = TaskSourceSection.model_validate(
+        {"name": "chain_sum", "signals": [{"name": "correct"}, {"name": "politeness"}]}
+    )
+    mixture = TaskMixture(TasksSection(sources=(section,)))
+    task, right = mixture.sources["chain_sum"].task(SEED, 0), mixture.sources["chain_sum"].answer(SEED, 0)
+    assert score(task, right) == 0.5
+    with pytest.raises(TaskFailure, match="MemoryError"):
+        score(task, "eat")
+    assert score(task, right) == 0.5
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "{}",
+        '{"prompt_digest": "x", "rewards": []}',
+        '{"prompt_digest": "x", "rewards": [NaN]}',
+        '{"prompt_digest": "x", "rewards": [1e999]}',
+        '{"prompt_digest": "x", "rewards": ["1"]}',
+        '{"prompt_digest": "x", "rewards": [true]}',
+        '{"prompt_digest": "x", "rewards": {"0": 1}}',
+        '{"prompt_digest": 5, "rewards": [1]}',
+    ],
+)
+def test_what_the_process_says_is_checked_like_a_strangers_word(reply: str) -> None:
+    """A text that has taken over the process may let it say anything."""
+    ref = TaskRef("chain_sum", "0" * 16, SEED, 0)
+    with pytest.raises(TaskFailure, match="verifier process: "):
+        fenced_verifier._checked(ref, json.loads(reply), 1)
+
+
+def test_a_kind_of_source_that_nobody_has_listed_as_bounded_is_fenced() -> None:
+    section = SUMS.sources[0].model_copy(update={"kind": "new"})
+    assert FencedVerifier(TasksSection.model_construct(sources=(section,))).holds("chain_sum")
 
 
 @pytest.mark.usefixtures("spoiled")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -173,12 +174,39 @@ def test_the_world_is_an_empty_folder_and_pythons_library() -> None:
     facts = "os.getcwd(), os.listdir('.'), os.listdir('/'), dict(os.environ), os.getpid(), os.getppid()"
     folder, content, root, environment, pid, parent = value(f"import os\nreturn [{facts}]")  # type: ignore[misc]
     assert (folder, content, pid, parent) == ("/work", [], 2, 1)
-    assert set(environment) <= {"LC_CTYPE", "PYTHONHASHSEED"}  # nothing of the node's
-    assert set(root) == {"work", Path(os.__file__).parts[1]}
+    assert set(environment) <= {"LC_CTYPE", "PYTHONHASHSEED", "PYTHONHOME"}  # nothing of the node's
+    assert set(root) == {"work", "proc"}  # the way to the library, not a file system of the kernel
     packages = (
         "import os\np = os.path.dirname(os.__file__) + '/site-packages'\nreturn os.path.isdir(p) and os.listdir(p)"
     )
     assert not value(packages)
+
+
+def test_nothing_tells_the_name_of_the_machine_or_where_things_are_installed() -> None:
+    """All that Python knows of paths and names: its variables, its modules, the frames that call the program."""
+    body = """
+import gc, os, sys
+found = [sys.argv, sys.orig_argv, sys.path, sys.executable, sys.prefix, sys.base_prefix, os.uname().nodename, dict(os.environ)]
+found += [(vars(m).get("__file__"), vars(m).get("__path__")) for m in list(sys.modules.values())]
+frame = sys._getframe()
+while frame:
+    found.append(frame.f_code.co_filename)
+    frame = frame.f_back
+found += [o.__code__.co_filename for o in gc.get_objects() if type(o).__name__ == "function"]
+return sorted({repr(one) for one in found})
+"""
+    told = value(body)
+    told = " ".join(told)  # type: ignore[call-overload]
+    assert "/proc/self/fd/" in told
+    own = (platform.node(), str(Path(__file__).parents[2]), sys.base_prefix, sys.prefix, str(Path.home()))
+    assert [name for name in own if len(name) > 4 and name in told] == []
+
+
+@pytest.mark.parametrize(("number", "error"), [(467, 38), (10_000, 38), (0x4000_0000 | 39, 38), (428, 1), (57, 1)])
+def test_calls_that_are_not_listed_fail_and_new_ones_are_unknown(number: int, error: int) -> None:
+    """467: open_tree_attr of Linux 6.15."""
+    body = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+    assert value(body + f"return [libc.syscall({number}, 0, 0, 0, 0, 0), ctypes.get_errno()]") == [-1, error]
 
 
 def test_the_folder_is_small_and_gone_with_the_program() -> None:

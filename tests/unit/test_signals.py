@@ -185,9 +185,9 @@ def foreign_group(mixture: TaskMixture, *texts: str, index: int = 0) -> RolloutG
 def test_a_receiver_recomputes_the_same_reward(mixture: TaskMixture, tmp_path: Path) -> None:
     group = foreign_group(mixture, "<answer>7</answer>", "7", "8" * 33)
     elsewhere = mixture_of(tmp_path / "copy.jsonl")
-    assert MixtureJudge(elsewhere).rewards(group) == tuple(r.reward for r in group.rollouts)
+    assert MixtureJudge(elsewhere, fence=None).rewards(group) == tuple(r.reward for r in group.rollouts)
     with pytest.raises(InvalidRecord) as caught:
-        MixtureJudge(mixture_of(tmp_path / "other.jsonl", [])).rewards(group)
+        MixtureJudge(mixture_of(tmp_path / "other.jsonl", []), fence=None).rewards(group)
     assert caught.value.reason is Rejection.UNKNOWN_TASK
 
 
@@ -204,7 +204,7 @@ def test_an_author_gets_so_much_time_for_its_answers(mixture: TaskMixture) -> No
             return replace(super().rebuild(ref), verify=slow, weights=())
 
     mixture.__class__ = Slow
-    judge = MixtureJudge(mixture, lambda: now)
+    judge = MixtureJudge(mixture, lambda: now, fence=None)
     group = foreign_group(mixture, "7", "8", "9", "0", "1", "2", "3", "4")
     with pytest.raises(InvalidRecord) as caught:
         judge.rewards(group)

@@ -1,7 +1,9 @@
 """reasoning-gym sources: golden digests and prompts, streams, refusals."""
 
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from swarm.config import DEMO_TASKS, TaskSourceSection
 from swarm.errors import TaskError
-from swarm.tasks.answer_guard import ALPHABETS, REFUSED, admissible
+from swarm.tasks.answer_guard import ALPHABETS, REFUSED, admissible, score_once
 from swarm.tasks.reasoning_gym_source import ReasoningGymSource
 from swarm.tasks.task_mixture import score
 from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, MAX_SEED, SUPERVISED_SEED, TaskFailure
@@ -24,7 +26,7 @@ def gcd() -> ReasoningGymSource:
 
 
 def test_prompts_and_digest_are_golden(gcd: ReasoningGymSource) -> None:
-    assert gcd.config_digest == "40b77d233a639f96"
+    assert gcd.config_digest == "e0f8dfddfab980e9"
     question = "Find the Greatest Common Divisor (GCD) of these numbers: {}. Give only the GCD as your final answer."
     assert (gcd.task(16, 0).prompt, gcd.answer(16, 0)) == (question.format("27, 27"), "27")
     last = (MAX_SEED, INDEX_SPAN - 1)
@@ -180,6 +182,64 @@ def test_right_answers_pass_the_guard(name: str) -> None:
     if name != "puzzle24":  # its answer column is one solution with the target: "(1 + 2) * 8 = 24"
         assert admissible(name, answer) == answer
         assert score(task, answer) == 1.0
+
+
+def in_other_digits(answer: str, zero: int) -> str:
+    return answer.translate({ord(str(digit)): chr(zero + digit) for digit in range(10)})
+
+
+CONTAINING: dict[str, Callable[[str], str]] = {
+    "sentence": lambda answer: f"It is not this: {answer} nor that.",
+    "more after": lambda answer: f"{answer} or maybe not",
+    "more before": lambda answer: f"I guess {answer}",
+    "last line": lambda answer: f"wrong\n{answer}",
+    "first line": lambda answer: f"{answer}\n\nwrong",
+    "negated": lambda answer: f"not {answer}",
+    "another number": lambda answer: f"{answer}, 7",
+    "tagged": lambda answer: f"wrong<answer>{answer}</answer>wrong",
+    "twice": lambda answer: f"{answer}\n{answer}",
+    "underscore": lambda answer: re.sub(r"(\d)(\d)", r"\1_\2", answer, count=1),
+    "underscore at the end": lambda answer: answer + "_",
+    "arabic": lambda answer: in_other_digits(answer, 0x660),
+    "wide": lambda answer: in_other_digits(answer, 0xFF10),
+    "zero": lambda answer: re.sub(r"(?<![\d.])(\d)", r"0\1", answer, count=1),
+}
+MEANT_SO = {
+    ("sokoban", "twice"): "moves after the solution may leave it solved",
+    ("time_intervals", "zero"): "clocks write 01:04",
+}
+WITHOUT_ANSWER = {"boxnet", "graph_color", "propositional_logic", "puzzle24", "rubiks_cube", "rush_hour"}
+"""Of these a text is judged by what it does, not by what it says; there is no answer that a text could contain."""
+
+
+def test_no_data_set_of_the_library_rewards_a_text_that_merely_contains_the_answer() -> None:
+    """All data sets of the installed release: one that is new, or judges otherwise than before, shows here."""
+    import reasoning_gym
+
+    rewarded, without_answer = set(), set()
+    for name in sorted(set(reasoning_gym.factory.DATASETS) - set(REFUSED)):
+        data_set = reasoning_gym.create_dataset(name, seed=5, size=2)
+        for entry in data_set:
+            answer = str(entry["answer"])
+            if entry["answer"] is None or score_once(name, data_set.score_answer, entry, answer) < 0.999:
+                without_answer.add(name)
+                continue
+            for variant, write in CONTAINING.items():
+                try:
+                    text = write(answer)
+                    if text != answer and score_once(name, data_set.score_answer, entry, text) > 0.999:
+                        rewarded.add((name, variant))
+                except ValueError:
+                    pass  # a verifier that fails costs the task
+    assert rewarded - set(MEANT_SO) == set()
+    assert without_answer - WITHOUT_ANSWER - {"coin_flip"} == set()
+
+
+def test_what_contains_the_answer_gets_less_the_more_else_it_says() -> None:
+    source = ReasoningGymSource(TaskSourceSection(name="game_of_life_halting"))
+    task, answer = source.task(16, 0), source.answer(16, 0)
+    assert [score(task, text) for text in (answer, f" {answer}\n", answer.lower())] == [1.0] * 3
+    assert score(task, "True, or rather False") == pytest.approx(0.5 * len(answer) / 21)
 
 
 @settings(max_examples=200, deadline=None)

@@ -33,6 +33,18 @@ _STOP_GRACE_S = 1.0
 _NUM_LAST_LINES = 5
 _MEMORY_SETTINGS = {"GOGC": "50"}
 """Garbage is collected at half as much again of what is in use, not at twice: some MB less under load."""
+_INHERITED = (
+    "GOGC",
+    "GOMEMLIMIT",
+    "GOMAXPROCS",
+    "GODEBUG",
+    "GOTRACEBACK",
+    "GOLOG_LOG_LEVEL",
+    "GOLOG_LOG_FMT",
+    "PATH",
+    "TMPDIR",
+)
+"""What the daemon gets of the node's environment: how a Go program runs and logs, and nothing that an operator keeps secret."""
 
 
 class Daemon:
@@ -87,7 +99,7 @@ class Daemon:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env=_MEMORY_SETTINGS | os.environ | self._environment,
+                env=_inherited_environment() | self._environment,
                 start_new_session=True,  # Ctrl-C is for the node, which then ends the daemon in good order
             )
         except OSError as error:
@@ -147,6 +159,10 @@ class Daemon:
                 has_crashed = has_crashed or text.startswith(_CRASH)
                 if not has_crashed or text.startswith(_CRASH):  # a crash ends in hundreds of lines of stack traces
                     self._last_lines.append(text)
+
+
+def _inherited_environment() -> dict[str, str]:
+    return _MEMORY_SETTINGS | {name: os.environ[name] for name in _INHERITED if name in os.environ}
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:

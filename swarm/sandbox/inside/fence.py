@@ -41,6 +41,7 @@ def enter_namespaces() -> None:
     )
     for name, text in (("setgroups", "deny"), ("uid_map", f"{_NOBODY} {uid} 1"), ("gid_map", f"{_NOBODY} {gid} 1")):
         Path("/proc/self", name).write_text(text)
+    libc.set_host_name("sandbox")
 
 
 def build_root(library: str, work_bytes: int) -> None:

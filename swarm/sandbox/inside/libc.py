@@ -52,6 +52,12 @@ def pivot_root(new: str, old: str) -> None:
     _check("pivot_root", _libc.syscall(number, new.encode(), old.encode()))
 
 
+def set_host_name(name: str) -> None:
+    """Of the own namespace, and no domain."""
+    _check("sethostname", _libc.sethostname(name.encode(), ctypes.c_size_t(len(name))))
+    _check("setdomainname", _libc.setdomainname(b"", ctypes.c_size_t(0)))
+
+
 def prctl(option: int, value: int, pointer: object = None) -> None:
     rest = (ctypes.c_ulong(0) if pointer is None else pointer, ctypes.c_ulong(0), ctypes.c_ulong(0))
     _check(f"prctl {option}", _libc.prctl(option, ctypes.c_ulong(value), *rest))
