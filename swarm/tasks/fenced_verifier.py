@@ -87,19 +87,20 @@ def _checked(ref: TaskRef, reply: dict[str, Any], count: int) -> tuple[str, tupl
     return digest, tuple(float(value) for value in rewards)
 
 
-class FencedSource:
+class FencedScoring:
     """A source whose verifier always runs behind a fence, also for the node's own answers.
 
     For sources that mix such a verifier with reward functions of packages: these have processes of their own, which may not be
     started from inside of the fence. So the fence is around the verifier alone.
     """
 
-    def __init__(self, source: TaskSource, config: TaskSourceSection) -> None:
-        """`source`: what `config` describes, without its signals."""
+    def __init__(self, source: TaskSource, section: TaskSourceSection, config: TasksSection) -> None:
+        """`source`: what `section`, one of `config`, describes without its signals."""
         self._source = source
         self.name = source.name
         self.config_digest = source.config_digest
-        self._verifier = FencedVerifier(TasksSection(sources=(config.model_copy(update={"signals": ()}),)))
+        bare = section.model_copy(update={"signals": ()})
+        self._verifier = FencedVerifier(config.model_copy(update={"sources": (bare,)}))
 
     @property
     def num_held_out(self) -> int:
@@ -130,4 +131,4 @@ def is_bounded(section: TaskSourceSection) -> bool:
 
 
 def _needs_fence(section: TaskSourceSection) -> bool:
-    return not is_bounded(section) and not uses_packages(section)  # with packages it is a FencedSource
+    return not is_bounded(section) and not uses_packages(section)  # with packages it is a FencedScoring

@@ -12,7 +12,7 @@ from functools import lru_cache
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.tasks.code_source import CodeSource
-from swarm.tasks.fenced_verifier import FencedSource, is_bounded, uses_packages
+from swarm.tasks.fenced_verifier import FencedScoring, is_bounded, uses_packages
 from swarm.tasks.jsonl_source import JsonlSource
 from swarm.tasks.reasoning_gym_source import ReasoningGymSource
 from swarm.tasks.signalled_source import SignalledSource
@@ -149,5 +149,5 @@ def _build(section: TaskSourceSection, config: TasksSection) -> TaskSource:
     else:
         source = JsonlSource(section) if section.kind == "jsonl" else ReasoningGymSource(section)
     if uses_packages(section) and not is_bounded(section):
-        source = FencedSource(source, section)
+        source = FencedScoring(source, section, config)
     return SignalledSource(source, section, config) if section.signals else source
