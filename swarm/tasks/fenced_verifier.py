@@ -149,6 +149,5 @@ def is_bounded(section: TaskSourceSection) -> bool:
 
 
 def _needs_fence(section: TaskSourceSection) -> bool:
-    return not is_bounded(section) and not uses_packages(
-        section
-    )  # beside packages all of it is fenced, see TaskMixture
+    # Beside packages even the node itself asks the fence: see `TaskMixture`.
+    return not is_bounded(section) and not uses_packages(section)

@@ -157,7 +157,7 @@ def confined_environment(paths: Sequence[str]) -> dict[str, str]:
     here = os.path.realpath(Path.cwd())
     kept = [path for path in paths if Path(path).is_absolute() and os.path.realpath(path) != here]
     own = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-    return {**own, **_SET_VARIABLES, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*kept, _HOME]))}
+    return {**own, **_SET_VARIABLES, "PYTHONPATH": os.pathsep.join(kept if _HOME in kept else [_HOME, *kept])}
 
 
 def _has_spoken(process: "subprocess.Popen[bytes]") -> bool:
