@@ -54,7 +54,7 @@ def test_ordinary_templates_are_the_text_around_a_prompt() -> None:
         ),
         (
             "{% set ns = namespace(x='a') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}" + CONTENT,
-            "MemoryError",
+            r"MemoryError|does not end",  # filling the memory takes time, too
         ),
         ("{{ 'y' * 3000000 }}" + CONTENT, "does not end"),
         ("{{" + "(" * 200_000, "RecursionError"),
