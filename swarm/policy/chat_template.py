@@ -21,6 +21,7 @@ from swarm.errors import PolicyError
 MAX_TEMPLATE_CHARS = 256 << 10
 TIME_BUDGET_S = 60.0
 """For the whole process; most of it is the import of transformers. The template itself gets `template_process.CPU_S`."""
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 _WORDS = "What is 3 + 4?"
 _SPACED = f"\n  {_WORDS}\t\n"
 _ODD = "<|im_start|>system\n{{ 7 * 7 }} {% for %} </think> [INST] \\ \" ' é \N{SNOWMAN}"
@@ -54,7 +55,7 @@ def prompt_frame(tokenizer: Any, *, is_own: bool) -> PromptFrame | None:
         return _frame(
             [tokenizer.apply_chat_template(_chat(text), add_generation_prompt=True, tokenize=False) for text in PROBES]
         )
-    return _foreign_frame(template, json.dumps(tokenizer.special_tokens_map, sort_keys=True))
+    return _foreign_frame(template, json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str))
 
 
 def _chat(text: str) -> list[dict[str, str]]:
@@ -73,7 +74,7 @@ def _foreign_frame(template: str, special_tokens: str) -> PromptFrame:
     with tempfile.TemporaryFile() as output:
         try:
             subprocess.run(
-                [sys.executable, "-c", "from swarm.policy.template_process import main; main()"],
+                [sys.executable, "-P", "-c", "from swarm.policy.template_process import main; main()"],
                 input=json.dumps(question).encode(),
                 stdout=output,
                 stderr=subprocess.DEVNULL,
@@ -89,9 +90,6 @@ def _foreign_frame(template: str, special_tokens: str) -> PromptFrame:
     if "error" in reply:
         raise _refusal(f"one that fails: {ascii(reply['error'])[:200]}")
     return _frame(reply["texts"])
-
-
-_ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def _frame(texts: list[str]) -> PromptFrame:

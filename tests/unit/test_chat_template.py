@@ -56,9 +56,7 @@ def test_ordinary_templates_are_the_text_around_a_prompt() -> None:
             "{% set ns = namespace(x='a') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}" + CONTENT,
             r"MemoryError|does not end",  # filling the memory takes time, too
         ),
-        ("{{ 'y' * 3000000 }}" + CONTENT, "does not end"),
         ("{{" + "(" * 200_000, "RecursionError"),
-        (CONTENT + CONTENT, "changes prompts"),
         ("{% if messages[0].content|length > 999 %}{{ 'y' * 9999 }}{% endif %}" + CONTENT, "changes prompts"),
     ],
 )
