@@ -39,8 +39,8 @@ def frame(template: str) -> PromptFrame | None:
 def test_ordinary_templates_are_the_text_around_a_prompt() -> None:
     before = "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\n"
     assert frame(QWEN) == PromptFrame(before, "<|im_end|>\n<|im_start|>assistant\n", strips=False)
-    trimmed = frame(LLAMA)
-    assert trimmed == PromptFrame("<s>[user]", "", strips=True)
+    trimmed = PromptFrame("<s>[user]", "", strips=True)
+    assert frame(LLAMA) == trimmed
     assert trimmed.around(" 1 + 1 \n") == "<s>[user]1 + 1"
     assert frame("") is None
 
