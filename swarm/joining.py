@@ -169,6 +169,12 @@ def _within_limits(manifest: Manifest, user: Settings, config: Config) -> Config
 def _with_base(manifest: Manifest, user: Settings, config: Config) -> Config:
     """The same with the revision that the manifest pins. Raises ConfigError for a base that it does not allow."""
     allowed = _revisions_by_base(manifest)
+    is_folder = config.policy.base != "bundled" and Path(config.policy.base).is_dir()
+    if is_folder and _get(user, "policy", "base") is None:
+        raise ConfigError(
+            f"a base of the manifest of {manifest.name} must come from the hub, got {config.policy.base}, which is a folder "
+            "here; set policy.base yourself to use that, or start from another folder"
+        )
     if not allowed or config.policy.base not in allowed:
         if allowed and not manifest.lineages:
             raise _contradiction(manifest, "policy.base", "one of " + ", ".join(manifest.bases), config.policy.base)

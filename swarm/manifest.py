@@ -23,6 +23,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from swarm.config import Section, SignalSection, SwarmName, TaskSourceFacts
 from swarm.errors import ManifestError
+from swarm.records.body_reader import MAX_TOKENS_PER_BODY
 from swarm.records.identity import Identity, is_peer_id, verify
 from swarm.records.peer_name import peer_name
 from swarm.tasks.parameter_rules import check_shape
@@ -88,8 +89,8 @@ class ManifestLimits(Section):
 
     time_to_live_s: Annotated[float, Field(gt=0, le=3600)] | None = None
     max_group_size: Annotated[int, Field(ge=2, le=1024)] | None = None
-    max_answer_tokens: Count | None = None
-    max_records_per_peer_per_minute: Count | None = None
+    max_answer_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_PER_BODY)] | None = None
+    max_records_per_peer_per_minute: Annotated[int, Field(ge=1, le=6000)] | None = None
 
 
 class Manifest(Section):

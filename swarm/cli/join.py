@@ -9,7 +9,7 @@ import typer
 
 from swarm.cli.arguments import split_arguments, take_first
 from swarm.cli.heavy_imports import settle_imports, stay_off_hubs
-from swarm.errors import ConfigError, PreflightError, SwarmError
+from swarm.errors import ConfigError, ManifestError, PreflightError, SwarmError
 from swarm.observability.plain_text import plain
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ def join(
     check_protocol(manifest, PROTOCOL_VERSION)
     config = _resolve(manifest, hardware, settings, task_file, source)
     files = NodeFolder(config.node.dir)
+    if not fresh:
+        _check_no_other_run(files, _folder(manifest, Path(source)))
     changed = check_joined(files.manifest, manifest, accept_edition)
     for line in changed if is_joined else [f"task {task.source_name}: {task.settings}" for task in manifest.tasks]:
         print(plain(line), file=sys.stderr)
@@ -147,6 +149,18 @@ def _folder(manifest: "Manifest", source: Path) -> Path:
     return source.parent if is_own else Path("runs") / manifest.name
 
 
+def _check_no_other_run(files: "NodeFolder", named_by_manifest: Path) -> None:
+    """A founder chooses the swarm's name, and with it the folder: it must not take up a run that has joined no swarm.
+
+    Its adapter would be shared. Raises ManifestError.
+    """
+    if files.path == named_by_manifest and files.checkpoints.exists() and not files.manifest.exists():
+        raise ManifestError(
+            f"a folder that a manifest names must be new or of its swarm, got the run in {files.path}, which has joined none; "
+            "set another node.dir, or start anew with --fresh"
+        )
+
+
 def _paths_by_task(task_files: list[str]) -> dict[str, Path]:
     paths: dict[str, Path] = {}
     for text in task_files:
@@ -213,6 +227,7 @@ def _findings(
 
     def check_folder() -> None:
         files.check_writable()
+        _check_no_other_run(files, _folder(manifest, Path(source)))
         check_joined(files.manifest, manifest, accepted_edition)
 
     yield tried("folder", f"{config.node.dir} is new or of this swarm, and can be written", check_folder)

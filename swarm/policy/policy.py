@@ -18,6 +18,7 @@ from swarm.config import PolicySection
 from swarm.errors import PolicyError
 from swarm.policy.base_folder import locate_base, weight_files
 from swarm.policy.base_model import check_is_causal, eos_token_ids, load_base, load_tokenizer
+from swarm.policy.chat_template import PromptFrame, prompt_frame
 from swarm.policy.device import resolve_device, resolve_dtype
 from swarm.policy.lineage import compute_lineage
 from swarm.policy.logprobs import TokenLogprobs, TokenSequence, token_logprobs
@@ -48,8 +49,12 @@ class TextPolicy(ABC):
     version: int = 0
     """Optimizer steps taken."""
     pad_token_id: int = field(init=False)
+    prompt_frame: PromptFrame | None = field(init=False)
+    """What the base's chat template writes around a prompt; None where it has no template."""
 
     def __post_init__(self) -> None:
+        """Raises PolicyError for a chat template that is refused."""
+        self.prompt_frame = prompt_frame(self.tokenizer, is_own=self.config.base == "bundled")
         pad = self.tokenizer.pad_token_id
         self.pad_token_id = pad if pad is not None and pad < self.vocab_size else self.eos_token_ids[0]
 
@@ -66,9 +71,8 @@ class TextPolicy(ABC):
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids that an answer follows: through the chat template where there is one, as a user's only message."""
-        if self.tokenizer.chat_template:
-            message = [{"role": "user", "content": text}]
-            return list(self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
+        if self.prompt_frame is not None:
+            return list(self.tokenizer(self.prompt_frame.around(text), add_special_tokens=False).input_ids)
         token_ids = list(self.tokenizer(text).input_ids)
         if token_ids and token_ids[-1] in self.eos_token_ids:  # some tokenizers close every text
             token_ids.pop()

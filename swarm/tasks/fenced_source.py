@@ -5,8 +5,8 @@ import threading
 from functools import partial
 
 from swarm.config import TaskSourceSection
+from swarm.sandbox.inside.file_guard import AUDIT_HOOK
 from swarm.tasks.fenced_verifier import FencedVerifier, Overrun
-from swarm.tasks.file_guard import AUDIT_HOOK
 from swarm.tasks.reasoning_gym_source import base_digest
 from swarm.tasks.task_source import INDEX_SPAN, TaskFailure, UnknownTask
 from swarm.types import Task, TaskRef

@@ -18,7 +18,7 @@ from typing import Any
 
 from swarm.config import TasksSection
 from swarm.errors import TaskError
-from swarm.tasks.file_guard import close_files
+from swarm.sandbox.inside.file_guard import close_files
 from swarm.tasks.task_mixture import NONE_WORKS, TaskMixture, score
 from swarm.tasks.task_source import INDEX_SPAN, TaskFailure, UnknownTask, prompt_digest
 from swarm.types import Task, TaskRef

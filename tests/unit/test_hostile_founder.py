@@ -216,7 +216,7 @@ def test_the_process_that_builds_tasks_opens_no_file_of_the_node() -> None:
 @pytest.mark.usefixtures("spoiled")
 def test_where_the_kernel_does_not_help_python_refuses_the_same() -> None:
     script = (
-        "from swarm.tasks import file_guard\n"
+        "from swarm.sandbox.inside import file_guard\n"
         "import pathlib, reasoning_gym, socket, subprocess\n"
         "file_guard._refuse_in_python(file_guard.readable_folders())\n"
         "def told(work, *arguments):\n"
@@ -310,6 +310,28 @@ def test_joining_again_with_other_tasks_is_refused_until_accepted(tmp_path: Path
     accepted = swarm(*asked, "--dry-run", "--accept-edition", "2", cwd=tmp_path)
     assert accepted.returncode == 0, accepted.stderr
     assert "task sums is new" in accepted.stderr
+
+
+def test_a_name_of_the_founders_takes_up_no_run_that_joined_nothing(tmp_path: Path) -> None:
+    """Its adapter, which may have learned from private tasks, would be shared."""
+    (tmp_path / "friends.swarm.toml").write_text(dump(make(), FOUNDER))
+    run = tmp_path / "runs" / "friends" / "checkpoints"
+    run.mkdir(parents=True)
+    for arguments in ((), ("--check",)):
+        refused = swarm("join", "friends.swarm.toml", *arguments, cwd=tmp_path)
+        assert refused.returncode == (13 if arguments else 12)
+        assert "which has joined none" in refused.stderr + refused.stdout
+    assert list(run.parent.iterdir()) == [run]
+    assert swarm("join", "friends.swarm.toml", "--dry-run", "--node.dir", "other", cwd=tmp_path).returncode == 0
+
+
+def test_a_base_that_a_founder_names_is_no_folder_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "private").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    policy = {"base": "models/private"}
+    with pytest.raises(ConfigError, match="must come from the hub, got models/private"):
+        compose(make(bases=["models/private"]), {"policy": policy}, {}, {})
+    assert compose(make(bases=["models/private"]), {}, {"policy": policy}, {}).policy.base == "models/private"
 
 
 @contextmanager

@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "adapters": set(),
     "network": {"records"},  # the identity is the libp2p key
     "pool": {"records"},  # groups are kept in the wire format
-    "policy": {"adapters"},
+    "policy": {"adapters", "sandbox"},  # a base's chat template is a program
     "engine": {"policy", "adapters"},
     "training": {"policy", "adapters"},
     "merging": {"adapters"},

@@ -41,7 +41,7 @@ def readable_folders() -> tuple[Path, ...]:
     """Those of Python's library, of installed packages on its path, and of this package. No current or home folder."""
     library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     installed = [path for path in sys.path if Path(path).name in _PACKAGE_FOLDERS]
-    own = Path(__file__).resolve().parents[1]
+    own = Path(__file__).resolve().parents[2]
     wanted = [*library, *installed, site.getusersitepackages(), own, *_ALLOWED_ELSEWHERE]
     return tuple(dict.fromkeys(Path(path).resolve() for path in wanted if path and Path(path).is_dir()))
 

@@ -1,0 +1,74 @@
+"""A base's chat template is a program of strangers: it is run once, within bounds, and only its text around a prompt is used."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import pytest
+
+from swarm.config import PolicySection
+from swarm.errors import PolicyError
+from swarm.policy.chat_template import PromptFrame, prompt_frame
+from swarm.policy.policy import Policy, load_policy
+
+CONTENT = "{{ messages[0]['content'] }}"
+QWEN = (
+    "{%- if tools %}{{- 'tools' }}{%- else %}{{- '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{%- endif %}"
+    "{%- set ns = namespace(last=messages|length - 1) %}{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+LLAMA = "{{- bos_token }}{%- for one in messages %}{{- '[' + one['role'] + ']' + one['content'] | trim }}{%- endfor %}"
+
+
+class Tokenizer:
+    """What `prompt_frame` needs of one."""
+
+    special_tokens_map: ClassVar = {"bos_token": "<s>"}
+
+    def __init__(self, template: str) -> None:
+        self.chat_template = template
+
+    def get_chat_template(self) -> str:
+        return self.chat_template
+
+
+def frame(template: str) -> PromptFrame | None:
+    return prompt_frame(Tokenizer(template), is_own=False)
+
+
+def test_ordinary_templates_are_the_text_around_a_prompt() -> None:
+    before = "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\n"
+    assert frame(QWEN) == PromptFrame(before, "<|im_end|>\n<|im_start|>assistant\n", strips=False)
+    trimmed = PromptFrame("<s>[user]", "", strips=True)
+    assert frame(LLAMA) == trimmed
+    assert trimmed.around(" 1 + 1 \n") == "<s>[user]1 + 1"
+    assert frame("") is None
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (
+            f"{{% for a in range(99999) %}}{{% for b in range(99999) %}}{{% endfor %}}{{% endfor %}}{CONTENT}",
+            "does not end",
+        ),
+        (
+            "{% set ns = namespace(x='a') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}" + CONTENT,
+            r"MemoryError|does not end",  # filling the memory takes time, too
+        ),
+        ("{{" + "(" * 200_000, "RecursionError"),
+        ("{% if messages[0].content|length > 999 %}{{ 'y' * 9999 }}{% endif %}" + CONTENT, "changes prompts"),
+    ],
+)
+def test_a_template_that_is_endless_giant_or_depends_on_the_prompt_is_refused(template: str, told: str) -> None:
+    with pytest.raises(PolicyError, match=told):
+        frame(template)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "bundled"])
+def test_prompts_have_the_tokens_that_the_library_gives_them(make_policy: Callable[..., Policy], kind: str) -> None:
+    policy = load_policy(PolicySection(), device="cpu") if kind == "bundled" else make_policy(kind)
+    for text in ("1 + 1 =", " two  spaces\n", "<|answer|> x"):
+        chat = [{"role": "user", "content": text}]
+        ids = policy.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert policy.encode_prompt(text) == list(ids)
