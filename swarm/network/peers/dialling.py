@@ -110,7 +110,7 @@ class Dialling:
         return cls(parse_setting("listen", config.listen), announce, configured, own_hosts=own_hosts)
 
     def see(self, peer_id: str, addresses: Iterable[str]) -> None:
-        """Note the remote addresses of a peer's open connections. The peer has proven its identity on them."""
+        """Note the remote addresses of connections on which a peer has proven its identity."""
         for address in _parsed(addresses):
             if address.kind not in ("ip4", "ip6"):
                 continue
