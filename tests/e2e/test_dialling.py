@@ -93,7 +93,7 @@ async def test_a_bystander_whom_strangers_name_is_dialled_a_few_times_at_most(tm
                 await reader.turn()
                 assert reader.num_members >= NUM_NAMES
             await asyncio.sleep(TURN_S)
-    assert 1 <= bystander.num_accepted <= 4, "two nodes, each with two planes"
+    assert 1 <= bystander.num_accepted <= 6, "two nodes; each tries again after 5 s and after 20 s more"
 
 
 async def test_a_contact_that_was_met_outlasts_hundreds_of_names(tmp_path: Path) -> None:
