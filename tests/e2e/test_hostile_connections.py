@@ -144,7 +144,7 @@ async def test_nobody_gets_in_under_another_name_in_plaintext(monkeypatch: pytes
             async with opened(2) as pretender:
                 with pytest.raises(NetworkError):
                     await pretender.connect(victim.identity.peer_id, served.addresses)
-        assert victim.refused["handshake"] > 0
+        await until(lambda: victim.refused["handshake"] > 0)
         assert not served.peers()
         assert await echo(victim, served) == b"hi"
 

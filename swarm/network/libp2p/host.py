@@ -214,7 +214,7 @@ class Libp2pHost:
         self._gate = restrain(self._host)
         self._host.get_network().register_notifee(DeadLines())
         if self._on_seen is not None:
-            self._host.get_network().register_notifee(Sightings(self._on_seen))
+            Sightings(self._on_seen).install(self._host)
         InboundDoor(self._refused).install(self._host)
         for protocol, handler in self._handlers.items():
             self._host.set_stream_handler(TProtocol(protocol), self._inbound(protocol, handler))

@@ -97,6 +97,7 @@ with _own_descriptor_pool(), _without(*_UNUSED):
     from libp2p.pubsub.pb import rpc_pb2
     from libp2p.pubsub.pubsub import Pubsub
     from libp2p.pubsub.rpc_queue import RpcQueue
+    from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
     from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL_ID
     from libp2p.security.noise.transport import Transport as NoiseTransport
     from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
@@ -124,6 +125,7 @@ __all__ = [
     "Multiaddr",
     "MuxerMultistream",
     "NoiseTransport",
+    "PeerIDMismatchesPubkey",
     "PeerInfo",
     "PeerStoreError",
     "Pubsub",

@@ -22,10 +22,10 @@ from swarm.network.tcp_address import TcpAddress, parse_setting
 
 MAX_CLAIMED = 64
 """Addresses of one peer that are looked at; the rest is ignored."""
-FIRST_PAUSE_S = 10.0
+FIRST_PAUSE_S = 5.0
 PAUSE_GROWTH = 4.0
 MAX_PAUSE_S = 600.0
-"""A host and port that did not answer is left alone for 10 s, 40 s, 160 s and then 600 s, whoever names it."""
+"""A host and port that did not answer is left alone for 5 s, 20 s, 80 s, 320 s and then 600 s, whoever names it."""
 FIRST_PROVEN_PAUSE_S = 2.0
 MAX_PROVEN_PAUSE_S = 60.0
 """Where this node has reached a peer before, it tries that peer again after 2 s, 8 s, 32 s and then 60 s."""
@@ -110,7 +110,7 @@ class Dialling:
         return cls(parse_setting("listen", config.listen), announce, configured, own_hosts=own_hosts)
 
     def see(self, peer_id: str, addresses: Iterable[str]) -> None:
-        """Note the remote addresses of a peer's open connections. The peer has proven its identity on them."""
+        """Note the remote addresses of connections on which a peer has proven its identity."""
         for address in _parsed(addresses):
             if address.kind not in ("ip4", "ip6"):
                 continue
