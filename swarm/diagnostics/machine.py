@@ -29,6 +29,8 @@ _LOW_DISK_GIB, _NO_DISK_GIB = 5.0, 0.5
 _LOW_MEMORY_GIB = 1.5
 _MIN_DESCRIPTORS = 1024
 """A daemon with 512 connections needs one each, and a node has streams and files on top."""
+_MIN_DAEMON_DESCRIPTORS = 4096
+"""Connections that say nothing take one each until they time out; at 1024 they leave too few for honest ones."""
 _DAEMON_TIMEOUT_S = 10
 
 
@@ -135,9 +137,11 @@ def check_memory() -> Finding:
 
 def check_descriptors() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = f"at most {soft} open files"
-    if soft >= _MIN_DESCRIPTORS:
+    text = f"at most {soft} open files, and {hard} for the libp2p daemon"  # which raises its own limit as far as it may
+    if soft >= _MIN_DESCRIPTORS and (hard >= _MIN_DAEMON_DESCRIPTORS or hard == resource.RLIM_INFINITY):
         return ok("files", text)
+    if 0 < hard < _MIN_DAEMON_DESCRIPTORS:
+        return warning("files", text, f"raise the hard limit to {_MIN_DAEMON_DESCRIPTORS} (LimitNOFILE of the service)")
     return warning("files", text, f"ulimit -n {min(4096, hard) if hard > 0 else 4096}")
 
 

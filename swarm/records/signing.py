@@ -20,8 +20,8 @@ class Purpose(Enum):
     HEADER = b"swarm/record/1\x00"
     PRESENCE = b"swarm/presence/1\x00"
     ADAPTER_OFFER = b"swarm/adapter/1\x00"
-    DONOR_OFFER = b"swarm/donor/1\x00"
-    FINAL_OFFER = b"swarm/final/1\x00"
+    DONOR_OFFER = b"swarm/donor-offer/1\x00"
+    FINAL_OFFER = b"swarm/final-offer/1\x00"
     ORDER = b"swarm/order/1\x00"
 
 

@@ -26,7 +26,7 @@ from swarm.network.requests.transfer import Download, fetch
 from swarm.network.transport import Verdict
 from swarm.records.identity import Identity, create
 from swarm.sharing.directory import Directory
-from swarm.sharing.index import EntryValidator, experience_key, experience_topic, subkey
+from swarm.sharing.index import WINDOW_S, EntryValidator, experience_key, experience_topic, subkey
 from swarm.sharing.shard import Shard, shard_of
 from tests.e2e.namespaces import Host
 from tests.unit.experience_factory import SWARM_ID, Clock, admission, body_and_header, group, signed
@@ -34,6 +34,7 @@ from tests.unit.experience_factory import SWARM_ID, Clock, admission, body_and_h
 BODY_BYTES = 16 << 20
 BODY_PROTOCOL = "test/body"
 _REQUEST_TIMEOUT_S = 20.0
+_WINDOWS_READ = 8
 _BODIES: dict[bytes, bytes] = {}
 """What this process serves, by SHA-256."""
 _HEARD: list[bytes] = []
@@ -169,7 +170,8 @@ class _Worker:
     async def publish(self, index: int) -> bool:
         """Sign a header of one group of rollouts, put it into the index and serve the body."""
         record, expires_at = self._signed_group(index)
-        return await self._node.store(self._key, subkey(self._node.peer_id, index), record, expires_at)
+        key = experience_key(SWARM_ID, self._shard, self._node.now())
+        return await self._node.store(key, subkey(self._node.peer_id, index), record, expires_at)
 
     async def gossip(self, index: int) -> None:
         """The same without the index."""
@@ -178,8 +180,11 @@ class _Worker:
 
     async def admit(self) -> dict[str, list[int]]:
         """Take what others have put into the index: {author: indices of the groups admitted}."""
-        entries = await self._node.load(self._key)
-        return await self._admitted([record for sub, record in entries.items() if self._node.peer_id not in sub])
+        now = self._node.now()
+        keys = [experience_key(SWARM_ID, self._shard, now - back * WINDOW_S) for back in range(_WINDOWS_READ)]
+        found = await asyncio.gather(*map(self._node.load, keys))
+        entries = [item for entries in found for item in entries.items()]
+        return await self._admitted([record for sub, record in entries if self._node.peer_id not in sub])
 
     async def admit_gossiped(self) -> dict[str, list[int]]:
         """Take what was gossiped, in the same way."""
@@ -196,15 +201,12 @@ class _Worker:
         """One for all: a swarm of this size has a single shard, and the epoch does not matter here."""
         return shard_of(SWARM_ID, self._node.peer_id, 0, 0.0)
 
-    @property
-    def _key(self) -> str:
-        return experience_key(SWARM_ID, self._shard, 0.0)
-
     def _signed_group(self, index: int) -> tuple[bytes, float]:
         """(record, when it expires)"""
         body, header = body_and_header(group(index=index, author=self._identity.peer_id))
         expires_at = self._node.now() + 300
-        header = replace(header, author=self._identity.peer_id, created_at=self._node.now(), expires_at=expires_at)
+        changes = {"author": self._identity.peer_id, "created_at": self._node.now(), "expires_at": expires_at}
+        header = replace(header, sequence=index, **changes)
         _BODIES[header.body_hash] = body
         return signed(header, self._identity), expires_at
 

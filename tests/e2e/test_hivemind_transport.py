@@ -192,7 +192,7 @@ async def test_short_requests_need_no_stream_and_go_by_stream_where_the_peer_tak
 async def test_requests_that_cannot_be_answered_are_request_errors_with_the_reason(tmp_path: Path) -> None:
     async with swarm(tmp_path, 2) as (one, other):
         for peer_id, name, request, limits, reason in [
-            (STRANGER, "echo", b"", {}, "routing: not found"),
+            (STRANGER, "echo", b"", {}, "no address of this peer is known"),
             ("nonsense", "echo", b"", {}, "this is no peer id"),
             (one.peer_id, "echo", b"", {}, "dial to self"),
             (other.peer_id, "none", b"", {}, "protocols not supported"),

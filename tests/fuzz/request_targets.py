@@ -11,7 +11,7 @@ from typing import Any
 from swarm.errors import RequestError
 from swarm.network.hivemind.daemon_control import encoded
 from swarm.network.hivemind.relay_address import address_text
-from swarm.network.index_entry import check_entry
+from swarm.network.index_entry import IndexRule, check_entry
 from swarm.network.index_gateway import MAX_INDEX_RESPONSE_BYTES, IndexGateway, read_loaded, read_stored
 from swarm.network.orders.envelope import decode_order, encode_order
 from swarm.network.peers.peer_list import dialable
@@ -105,7 +105,7 @@ class _Shelf:
 def gateway_request(data: bytes) -> bool:
     """What an index peer is asked."""
     try:
-        answer = _run(IndexGateway(_Shelf()).answer(ALICE.peer_id, data))  # type: ignore[arg-type]
+        answer = _run(IndexGateway(_Shelf(), IndexRule(None, lambda: NOW)).answer(ALICE.peer_id, data))  # type: ignore[arg-type]
     except RequestRefused:
         return False
     assert len(answer) <= MAX_INDEX_RESPONSE_BYTES

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import socket
 import sys
 import time
@@ -12,7 +13,14 @@ import pytest
 from swarm.config import NetworkSection, parse
 from swarm.diagnostics.accelerator import check_accelerator
 from swarm.diagnostics.finding import Finding, Level
-from swarm.diagnostics.machine import check_daemon, check_disk, check_identity, check_machine, check_ports
+from swarm.diagnostics.machine import (
+    check_daemon,
+    check_descriptors,
+    check_disk,
+    check_identity,
+    check_machine,
+    check_ports,
+)
 from swarm.diagnostics.silo import check_membership
 from swarm.diagnostics.swarm_view import PeerView, check_swarm, judge_views
 from swarm.diagnostics.unanswered import check_unanswered
@@ -257,3 +265,20 @@ def test_command_prints_json_and_ends_with_its_own_code(tmp_path: Path) -> None:
     found = {one["name"]: one["level"] for one in json.loads(ended.stdout)["findings"]}
     assert found["peers"] == "problem"
     assert found["torch"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "level"),
+    [
+        (1024, 1 << 20, Level.OK),
+        (1024, resource.RLIM_INFINITY, Level.OK),
+        (1024, 1024, Level.WARNING),
+        (256, 1 << 20, Level.WARNING),
+    ],
+)
+def test_too_few_descriptors_for_node_or_daemon_are_told(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, level: Level
+) -> None:
+    """The daemon raises its own limit to the hard one: silent connections take one descriptor each for a while."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    assert check_descriptors().level is level

@@ -140,6 +140,10 @@ class Stub:
     rpc_ping = rpc_store = rpc_find = answer
 
 
+async def unreachable() -> bool:
+    return False
+
+
 def found(**fields: object) -> Any:
     return messages.FindResponse(results=[messages.FindResult(type=messages.NOT_FOUND, **fields)])
 
@@ -158,16 +162,16 @@ def found(**fields: object) -> Any:
 )
 async def test_reply_with_ids_out_of_bounds_is_an_error_before_it_is_decoded(hostile: Any) -> None:
     with pytest.raises(ValueError):
-        await CheckedStub(Stub(hostile)).rpc_find(None)
+        await CheckedStub(Stub(hostile), unreachable).rpc_find(None)
 
 
 async def test_honest_replies_pass() -> None:
     honest = found(nearest_node_ids=[NODE_ID], nearest_peer_ids=[bytes(38)])
-    assert await CheckedStub(Stub(honest)).rpc_find(None, timeout=1) is honest
+    assert await CheckedStub(Stub(honest), unreachable).rpc_find(None, timeout=1) is honest
     pong = messages.PingResponse(peer=messages.NodeInfo(node_id=NODE_ID))
-    assert await CheckedStub(Stub(pong)).rpc_ping(None) is pong
+    assert await CheckedStub(Stub(pong), unreachable).rpc_ping(None) is pong
     with pytest.raises(ValueError):
-        await CheckedStub(Stub(messages.PingResponse(peer=messages.NodeInfo(node_id=b"x")))).rpc_ping(None)
+        await CheckedStub(Stub(messages.PingResponse(peer=messages.NodeInfo(node_id=b"x"))), unreachable).rpc_ping(None)
 
 
 def dictionary(*entries: tuple[object, object, object]) -> bytes:

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from swarm.errors import NetworkError
 from swarm.network.own_ports import try_port
 from swarm.network.reach.role import Role
@@ -31,8 +33,6 @@ _NEW_CONNECTION_S = 20
 """... but none that is younger. The daemon's own two minutes are enough to fill the memory with connections."""
 _STOP_GRACE_S = 1.0
 _NUM_LAST_LINES = 5
-_MEMORY_SETTINGS = {"GOGC": "50"}
-"""Garbage is collected at half as much again of what is in use, not at twice: some MB less under load."""
 _INHERITED = (
     "GOGC",
     "GOMEMLIMIT",
@@ -45,6 +45,12 @@ _INHERITED = (
     "TMPDIR",
 )
 """What the daemon gets of the node's environment: how a Go program runs and logs, and nothing that an operator keeps secret."""
+_MEMORY_SETTINGS = {"GOGC": "50", "GOMEMLIMIT": "256MiB"}
+"""Garbage is collected at half as much again of what is in use, not at twice: some MB less under load. Beyond the limit
+it is collected more often, at the cost of up to half of the daemon's processor time."""
+MAX_DAEMON_BYTES = 512 << 20
+"""Of memory in use. In normal work the daemon takes 40 to 100 MB; what is beyond this is what others make it keep."""
+_LOOK_INTERVAL_S = 1.0
 
 
 class Daemon:
@@ -131,6 +137,16 @@ class Daemon:
         """Wait for the end of the process; its exit code, negative for a signal."""
         assert self._process is not None, "not started"
         return await self._process.wait()
+
+    async def outgrown(self, max_bytes: int = MAX_DAEMON_BYTES) -> int:
+        """Wait until the process uses more than `max_bytes` of memory; how many bytes it uses then."""
+        assert self._process is not None, "not started"
+        process = psutil.Process(self._process.pid)
+        while True:
+            with contextlib.suppress(psutil.NoSuchProcess):  # `wait` tells
+                if (num_bytes := process.memory_info().rss) > max_bytes:
+                    return num_bytes
+            await asyncio.sleep(_LOOK_INTERVAL_S)
 
     async def stop(self) -> None:
         """End the process, within a second or by force. Idempotent."""

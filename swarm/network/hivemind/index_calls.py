@@ -20,7 +20,14 @@ import msgpack
 
 from swarm.network.hivemind.call_repairs import forget_when_cancelled
 from swarm.network.hivemind.index_storage import IndexEntries
-from swarm.network.hivemind.parts import DHTProtocol, DictionaryDHTValue, PeerID, dht_pb2
+from swarm.network.hivemind.parts import (
+    DHTProtocol,
+    DictionaryDHTValue,
+    P2PDaemonError,
+    P2PHandlerError,
+    PeerID,
+    dht_pb2,
+)
 from swarm.network.index_entry import MAX_ENTRIES_PER_KEY
 from swarm.network.token_bucket import TokenBucket
 from swarm.network.transport import Admits, everybody
@@ -128,17 +135,27 @@ class CallLimits:
 class CheckedStub:
     """Calls one peer's DHT and looks at the replies before hivemind does. Raises ValueError: hivemind expects errors."""
 
-    def __init__(self, stub: Any) -> None:
+    def __init__(self, stub: Any, reach: Callable[[], Awaitable[bool]]) -> None:
+        """`reach` connects to the peer where a call did not reach it, and says whether that has worked."""
         self._stub = stub
+        self._reach = reach
 
     async def rpc_ping(self, request: Any, timeout: float | None = None) -> Any:
-        return _checked_sender(await self._stub.rpc_ping(request, timeout=timeout))
+        return await self._call(self._stub.rpc_ping, request, timeout)
 
     async def rpc_store(self, request: Any, timeout: float | None = None) -> Any:
-        return _checked_sender(await self._stub.rpc_store(request, timeout=timeout))
+        return await self._call(self._stub.rpc_store, request, timeout)
+
+    async def _call(self, call: Callable[..., Awaitable[Any]], request: Any, timeout: float | None) -> Any:
+        try:
+            return _checked_sender(await call(request, timeout=timeout))
+        except (P2PDaemonError, P2PHandlerError):
+            if not await self._reach():
+                raise
+            return _checked_sender(await call(request, timeout=timeout))
 
     async def rpc_find(self, request: Any, timeout: float | None = None) -> Any:
-        response = _checked_sender(await self._stub.rpc_find(request, timeout=timeout))
+        response = await self._call(self._stub.rpc_find, request, timeout)
         for result in response.results:
             if max(len(result.nearest_node_ids), len(result.nearest_peer_ids)) > MAX_NEIGHBORS:
                 raise ValueError(f"a reply must name at most {MAX_NEIGHBORS} neighbours")

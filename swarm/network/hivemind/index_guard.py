@@ -14,7 +14,7 @@ Bounds on memory are in `index_storage`, bounds on calls and replies in `index_c
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
 import msgpack
@@ -41,6 +41,7 @@ from swarm.network.index_entry import (
     check_entry,
     is_live,
 )
+from swarm.network.peers.peer_routing import PeerRouting
 from swarm.network.transport import Admits, everybody
 
 _KEY_END = b"\0"
@@ -85,8 +86,18 @@ def decode_entry(record: DHTRecord) -> IndexEntry | None:
 class IndexGuard(RecordValidatorBase):
     """The validator of one node as hivemind wants it."""
 
-    def __init__(self, validator: IndexValidator | None, now: Callable[[], float], admits: Admits = everybody) -> None:
-        """`now` gives swarm time; without a `validator` only form and expiration are checked."""
+    def __init__(
+        self,
+        validator: IndexValidator | None,
+        now: Callable[[], float],
+        admits: Admits = everybody,
+        routing: PeerRouting | None = None,
+    ) -> None:
+        """`now` gives swarm time; without a `validator` only form and expiration are checked.
+
+        `routing` finds peers that replies name by their ids alone.
+        """
+        self._routing = routing
         self._rule = IndexRule(validator, now)
         self._now = now
         self._last: tuple[DHTRecord, Validity | None] | None = None  # that was validated last, and not stored yet
@@ -121,6 +132,8 @@ class IndexGuard(RecordValidatorBase):
         async def find_sane(peer: PeerID, keys: Collection[DHTID]):
             results = await find(peer, keys) or {}
             for key, (found, neighbors) in results.items():
+                if self._routing is not None:
+                    self._routing.named(peer.to_base58(), (one.to_base58() for one in neighbors.values()))
                 if found is not None and not is_live(found.expiration_time, self._now()):
                     results[key] = None, neighbors
             return results
@@ -131,8 +144,14 @@ class IndexGuard(RecordValidatorBase):
         protocol.serializer = FlatSerializer  # type: ignore[assignment]
         protocol._validate_dictionary = self.keep_valid
         protocol.call_find = find_sane
-        protocol.get_stub = lambda peer: CheckedStub(get_stub(peer))  # type: ignore[assignment, return-value]
+        protocol.get_stub = lambda peer: CheckedStub(get_stub(peer), self._reach(peer))  # type: ignore[assignment, return-value]
         self.calls.install(protocol.p2p._client)
+
+    def _reach(self, peer: PeerID) -> Callable[[], Awaitable[bool]]:
+        async def reach() -> bool:
+            return self._routing is not None and await self._routing.reach(peer.to_base58())
+
+        return reach
 
     def keep_valid(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
         """Drop the subkeys of a reply (or a handed over key) that are not valid, and note the validity of the others.

@@ -13,7 +13,7 @@ from typing import Any
 
 from swarm.errors import NetworkError
 from swarm.network.hivemind import call_repairs
-from swarm.network.hivemind.daemon import Daemon
+from swarm.network.hivemind.daemon import MAX_DAEMON_BYTES, Daemon
 from swarm.network.hivemind.daemon_control import DaemonControl
 from swarm.network.hivemind.index_guard import IndexGuard, unwrap, wrap
 from swarm.network.hivemind.parts import (
@@ -144,10 +144,18 @@ class HivemindSession:
         guard.protect(node.protocol)
         return cls(daemon, folder, p2p, node, role, DaemonControl(folder.path / "control.sock"))
 
-    async def exited(self) -> str:
-        """Wait until the daemon is gone; why, as far as it said."""
-        exit_code = await self._daemon.wait()
-        return f"exit code {exit_code}, last output: {self._daemon.last_words}"
+    async def broke_down(self) -> tuple[str, str]:
+        """Wait until the daemon is gone or takes too much memory: ("exit" or "memory", the cause in words)."""
+        exited = asyncio.create_task(self._daemon.wait())
+        outgrown = asyncio.create_task(self._daemon.outgrown())
+        try:
+            await asyncio.wait({exited, outgrown}, return_when=asyncio.FIRST_COMPLETED)
+            if exited.done():
+                return "exit", f"exit code {exited.result()}, last output: {self._daemon.last_words}"
+            return "memory", f"it uses {outgrown.result() >> 20} MiB of memory, and may use {MAX_DAEMON_BYTES >> 20}"
+        finally:
+            exited.cancel()
+            outgrown.cancel()
 
     @property
     def daemon_pid(self) -> int | None:
@@ -280,12 +288,18 @@ class HivemindSession:
             protocol.storage.store(key_id, entry, expires_at, subkey=subkey)
         )
 
-    async def _greet(self, peer_id: str, addresses: Sequence[str]) -> bool:
+    async def connect(self, peer_id: str, addresses: Sequence[str]) -> bool:
+        """Whether there is a connection to the peer now."""
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await self.control.connect(peer_id, addresses)
         except (NetworkError, TimeoutError) as error:
             logger.debug("peer %s does not answer at %s: %s", peer_id, addresses, error or "timeout")
+            return False
+        return True
+
+    async def _greet(self, peer_id: str, addresses: Sequence[str]) -> bool:
+        if not await self.connect(peer_id, addresses):
             return False
         # It pings back before it lists this node, and hivemind warns if it cannot, or if the clocks differ by 3 s.
         node_id = await self._node.protocol.call_ping(PeerID.from_base58(peer_id), validate=True, strict=False)

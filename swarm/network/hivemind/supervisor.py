@@ -12,6 +12,7 @@ import contextlib
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from swarm.network.index_entry import IndexValidator
 from swarm.network.own_ports import OwnPorts
 from swarm.network.peers.joining import Joining
 from swarm.network.peers.known_peers import KnownPeers
+from swarm.network.peers.peer_routing import PeerRouting
 from swarm.network.reach.reachability import Ask
 from swarm.network.reach.reachability_watch import ReachabilityWatch
 from swarm.network.reach.role import role_of
@@ -58,6 +60,7 @@ class SessionSupervisor:
         admits: Admits,
         clock: Callable[[], float],
         rng: random.Random,
+        routing: PeerRouting,
         health_interval_s: float,
     ) -> None:
         """`write_key` writes the daemon's key to a file, `server` answers what peers ask over a session.
@@ -68,8 +71,8 @@ class SessionSupervisor:
         """None before the start, after the end, and while a broken one is being replaced."""
         self.guard: IndexGuard | None = None
         """Of the session."""
-        self.num_restarts = 0
-        """How often the daemon broke down."""
+        self.broken: Counter[str] = Counter()
+        """How often the daemon was replaced, by reason: `exit`, `memory` (it took too much), `hang`."""
         self._config = config
         self._write_key = write_key
         self._server = server
@@ -79,6 +82,7 @@ class SessionSupervisor:
         self._admits = admits
         self._clock = clock
         self._rng = rng
+        self._routing = routing
         self._health_interval_s = health_interval_s
         self._task: asyncio.Task[None] | None = None
         self._wanted = parse_setting("listen", config.listen)
@@ -154,7 +158,7 @@ class SessionSupervisor:
             raise NetworkError(
                 f'network.backend "hivemind" needs the package hivemind, got {error}; install it, or set "off"'
             ) from None
-        self.guard = IndexGuard(self._validator, self._clock, self._admits)
+        self.guard = IndexGuard(self._validator, self._clock, self._admits, self._routing)
         return await HivemindSession.open(
             write_key=self._write_key,
             listen=self._listen,
@@ -178,7 +182,7 @@ class SessionSupervisor:
             pause_s = self._pause_s(num_lonely) if num_lonely else self._health_interval_s
             cause = await self._cause_of_failure(session, min(pause_s, self._health_interval_s))
             if cause is not None:
-                await self._replace(session, cause)
+                await self._replace(session, *cause)
                 continue
             await self._joining.resume(session)
             if not session.neighbors:
@@ -187,12 +191,15 @@ class SessionSupervisor:
                 num_lonely = 0
                 await self._joining.stay(session)
 
-    async def _cause_of_failure(self, session: "HivemindSession", after_s: float) -> str | None:
-        """Wait, then look whether the session works; a daemon that exits cuts the wait short."""
+    async def _cause_of_failure(self, session: "HivemindSession", after_s: float) -> tuple[str, str] | None:
+        """Wait, then look whether the session works; a daemon that exits or outgrows its bound cuts the wait short.
+
+        Returns (reason, cause in words).
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(after_s):
-                return await session.exited()
-        cause: str | None = None
+                return await session.broke_down()
+        cause = ""
         for _ in range(_CHECKS_IN_A_ROW):
             try:
                 await session.check()
@@ -200,11 +207,11 @@ class SessionSupervisor:
                 cause = str(error)
             else:
                 return None
-        return cause
+        return "hang", cause
 
-    async def _replace(self, session: "HivemindSession", cause: str) -> None:
-        self.num_restarts += 1
-        logger.warning("the libp2p daemon broke down and is restarted (%d so far): %s", self.num_restarts, cause)
+    async def _replace(self, session: "HivemindSession", reason: str, cause: str) -> None:
+        self.broken[reason] += 1
+        logger.warning("the libp2p daemon broke down and is restarted (%d so far): %s", self.broken.total(), cause)
         await self._reopen(session)
 
     async def _reopen(self, session: "HivemindSession") -> None:

@@ -10,8 +10,9 @@ import functools
 import random
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError
@@ -24,6 +25,13 @@ from swarm.network.own_ports import PORTS_FILE, OwnPorts
 from swarm.network.peers.dialling import Dialling
 from swarm.network.peers.known_peers import KnownPeers
 from swarm.network.peers.peer_list import PEERS_FILE
+from swarm.network.peers.peer_routing import (
+    ADDRESSES_PROTOCOL,
+    MAX_ADDRESSES_REQUEST_BYTES,
+    MAX_ADDRESSES_RESPONSE_BYTES,
+    PeerRouting,
+)
+from swarm.network.peers.peer_routing import ASK_TIMEOUT_S as ADDRESSES_TIMEOUT_S
 from swarm.network.reach.reachability import ASK_TIMEOUT_S, MAX_REACH_REQUEST_BYTES, REACH_PROTOCOL, ReachService
 from swarm.network.requests.client import Stream, StreamRequests
 from swarm.network.requests.server import RequestServer
@@ -42,6 +50,9 @@ from swarm.records.identity import Identity, write_libp2p_key
 if TYPE_CHECKING:
     from swarm.network.hivemind.session import HivemindSession
 
+Answer = TypeVar("Answer")
+_NO_ADDRESS = "failed to find any peer in table"
+"""So the daemon says it: it has no address of a peer, and knows nobody to ask."""
 _OLD_KEY_FILE = "libp2p.key"
 """Where earlier releases kept the daemon's copy of the key."""
 
@@ -80,6 +91,9 @@ class HivemindTransport:
         initial = parse_setting("initial_peers", config.initial_peers)
         self._dialling = Dialling.of(config)
         self._peers = KnownPeers(initial, self.peer_id, state_dir / PEERS_FILE, self.now, self._dialling)
+        rng = random.Random(identity.peer_id)  # spreads the retries of nodes that lost the same peer
+        self._routing = PeerRouting(lambda: self._session, self._ask_for_addresses, rng, self._dialling.take)
+        self._server.serve(ADDRESSES_PROTOCOL, self._routing.answer, max_request_bytes=MAX_ADDRESSES_REQUEST_BYTES)
         self._supervisor = SessionSupervisor(
             config,
             functools.partial(write_libp2p_key, identity),
@@ -90,7 +104,8 @@ class HivemindTransport:
             validator,
             admits,
             self.now,
-            random.Random(identity.peer_id),  # spreads the retries of nodes that lost the same peer
+            rng,
+            self._routing,
             health_interval_s,
         )
 
@@ -115,13 +130,15 @@ class HivemindTransport:
     @property
     def num_restarts(self) -> int:
         """Of the daemon, that the supervisor had to make."""
-        return self._supervisor.num_restarts
+        return self._supervisor.broken.total()
 
     @property
     def refused(self) -> Counter[str]:
         guard = self._supervisor.guard
         index = Counter[str]() if guard is None else guard.refused
-        return by_place(requests=self._server.refused, gossip=self.gossip.rejected, index=index)
+        return by_place(
+            requests=self._server.refused, gossip=self.gossip.rejected, index=index, daemon=self._supervisor.broken
+        )
 
     def now(self) -> float:
         return time.time()
@@ -139,6 +156,7 @@ class HivemindTransport:
 
     def meet(self, contact: Contact) -> None:
         self.gossip.meet(contact.peer_id, contact.gossip_addresses)
+        self._routing.learn(contact.peer_id, contact.addresses)
         if contact.addresses and contact.hosts_index:  # those that only ask others are of no help in joining
             self._peers.learn(contact.peer_id, contact.addresses)
 
@@ -220,13 +238,33 @@ class HivemindTransport:
         session = self._session
         if session is None:
             raise NetworkError("the network is down; it is being restarted")
-        return await session.calls.ask(peer_id, protocol, request)
+        return await self._reaching(peer_id, lambda: session.calls.ask(peer_id, protocol, request))
 
     async def _open_stream(self, peer_id: str, protocol: str) -> Stream:
         session = self._session
         if session is None:
             raise NetworkError("the network is down; it is being restarted")
-        return await session.open_stream(peer_id, protocol)
+        return await self._reaching(peer_id, lambda: session.open_stream(peer_id, protocol))
+
+    async def _reaching(self, peer_id: str, call: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Calls again where the peer could not be reached until other peers have said where it is. Raises NetworkError."""
+        try:
+            return await call()
+        except NetworkError as error:
+            if await self._routing.reach(peer_id):
+                return await call()
+            if _NO_ADDRESS in str(error):
+                raise NetworkError("no address of this peer is known, here or to the peers that were asked") from None
+            raise
+
+    async def _ask_for_addresses(self, peer_id: str, request: bytes) -> bytes:
+        return await self.request(
+            peer_id,
+            ADDRESSES_PROTOCOL,
+            request,
+            max_response_bytes=MAX_ADDRESSES_RESPONSE_BYTES,
+            deadline_s=ADDRESSES_TIMEOUT_S,
+        )
 
     async def _ask_about_reach(self, peer_id: str, request: bytes) -> bytes:
         return await self.request(peer_id, REACH_PROTOCOL, request, max_response_bytes=1024, deadline_s=ASK_TIMEOUT_S)

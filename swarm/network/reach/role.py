@@ -37,7 +37,9 @@ class Role:
 
     def daemon_flags(self) -> list[str]:
         """The daemon's flags for routing, reachability and relays."""
-        basics = ["-dhtServer=1" if self.is_full else "-dhtClient=1"]  # finds the addresses of a peer id
+        # As a server of its own DHT the daemon would keep what strangers put there, without a bound. As a client it
+        # answers nobody, and still tells where connected peers listen; the rest is up to `peers.peer_routing`.
+        basics = ["-dhtClient=1"]
         if self.gossips:
             basics += ["-pubsub=1", "-gossipsubHeartbeatInterval=1s", "-gossipsubHeartbeatInitialDelay=100ms"]
         if self.is_local:

@@ -1,0 +1,179 @@
+"""Finds where a peer can be reached of which this node knows the id alone: it asks peers that it is connected to.
+
+    DHT reply of P names X ─ a call to X fails ─→ ask P, then others (`swarm/addresses/1`) ─→ connect to X ─→ call again
+
+The daemon has a DHT of its own that would answer the same question. Its service also takes provider records from anybody,
+without a bound on their number, so no node offers it: the daemon runs as a client of it, which answers nobody.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import msgpack
+
+from swarm.errors import NetworkError, RequestError
+from swarm.network.peers.peer_list import MAX_ADDRESSES_PER_PEER, Addresses, dialable
+from swarm.network.transport import RequestRefused
+from swarm.records.identity import is_peer_id
+
+if TYPE_CHECKING:
+    from swarm.network.hivemind.session import HivemindSession
+
+logger = logging.getLogger(__name__)
+
+ADDRESSES_PROTOCOL = "swarm/addresses/1"
+MAX_ASKED_PEERS = 20
+MAX_ADDRESSES_REQUEST_BYTES = 64 * MAX_ASKED_PEERS + 8
+MAX_ADDRESSES_RESPONSE_BYTES = 8 * 1024
+ASK_TIMEOUT_S = 2.0
+_NUM_OTHERS_ASKED = 2
+"""Connected peers that are asked besides the one that named the peer."""
+_PAUSE_S = 10.0
+"""A peer that could not be found is not looked for again within this time."""
+_MAX_REMEMBERED = 4096
+
+Ask = Callable[[str, bytes], Awaitable[bytes]]
+"""(peer id, request) -> response of its `swarm/addresses/1`. Raises RequestError."""
+ChooseAddresses = Callable[[str, Iterable[str]], Addresses]
+"""(peer id, addresses that others claim for it) -> those to dial now."""
+V = TypeVar("V")
+
+
+class _Remembered(OrderedDict[str, V], Generic[V]):
+    """The latest entries, at most _MAX_REMEMBERED."""
+
+    def __setitem__(self, key: str, value: V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > _MAX_REMEMBERED:
+            self.popitem(last=False)
+
+
+class PeerRouting:
+    """The addresses of peers, as far as one node knows or can ask. It runs on the node's loop."""
+
+    def __init__(
+        self,
+        session: "Callable[[], HivemindSession | None]",
+        ask: Ask,
+        rng: random.Random,
+        choose: ChooseAddresses = dialable,
+    ) -> None:
+        """`session`: the present one, None while there is none. `choose` decides which addresses are dialled."""
+        self._session = session
+        self._ask = ask
+        self._rng = rng
+        self._choose = choose
+        self._announced: _Remembered[Addresses] = _Remembered()
+        self._named_by: _Remembered[str] = _Remembered()
+        self._looked_at: _Remembered[float] = _Remembered()
+        self._searches: dict[str, asyncio.Task[bool]] = {}
+
+    def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
+        """Remember what a peer has announced, signed, of itself."""
+        if announced := dialable(peer_id, addresses):
+            self._announced[peer_id] = announced
+
+    def named(self, by: str, peer_ids: Iterable[str]) -> None:
+        """Remember that one peer has named others: it is the first to be asked where they are."""
+        for peer_id in peer_ids:
+            self._named_by[peer_id] = by
+
+    async def answer(self, caller: str, request: bytes) -> bytes:
+        """A request handler: where the peers are that are connected to this node, or have announced it themselves."""
+        wanted = _peer_ids(request)
+        found: dict[str, list[str]] = {}
+        session = self._session()
+        if session is not None:
+            with contextlib.suppress(NetworkError):  # then with what was announced
+                connected = wanted & (await session.peers()).keys()
+                listening = await session.listening_addresses(connected)
+                found = {one: list(dialable(one, addresses)) for one, addresses in listening.items()}
+        for peer_id in wanted:
+            found[peer_id] = found.get(peer_id) or list(self._announced.get(peer_id, ()))
+        packed = msgpack.packb({peer_id: addresses for peer_id, addresses in found.items() if addresses})
+        assert packed is not None, "packb returns bytes"
+        return packed
+
+    async def reach(self, peer_id: str) -> bool:
+        """Connect to a peer that a call did not reach; whether there is a connection now that was not there before.
+
+        Raises nothing. Callers that look for the same peer at the same time share one search.
+        """
+        search = self._searches.get(peer_id)
+        if search is None:
+            now = asyncio.get_running_loop().time()
+            if now - self._looked_at.get(peer_id, -_PAUSE_S) < _PAUSE_S or not is_peer_id(peer_id):
+                return False
+            search = self._searches[peer_id] = asyncio.create_task(self._search(peer_id))
+            search.add_done_callback(lambda _: self._searches.pop(peer_id, None))
+        return await asyncio.shield(search)
+
+    async def _search(self, peer_id: str) -> bool:
+        session = self._session()
+        if session is None:
+            return False
+        try:
+            connected = await session.peers()
+        except NetworkError:
+            return False
+        if peer_id in connected:
+            return False  # it is not an address that was missing
+        is_found = await self._connect(session, peer_id, self._announced.get(peer_id, ()))
+        for source in self._sources(peer_id, connected, session.neighbors):
+            if is_found:
+                break
+            is_found = await self._connect(session, peer_id, await self._ask_for(source, peer_id))
+        if is_found:
+            self._looked_at.pop(peer_id, None)
+        else:
+            self._looked_at[peer_id] = asyncio.get_running_loop().time()
+        return is_found
+
+    def _sources(self, peer_id: str, connected: Collection[str], neighbors: Collection[str]) -> list[str]:
+        """Whom to ask: the peer that named it, and others by chance that host the index, as they know many."""
+        others = sorted((set(connected) & set(neighbors)) - {peer_id})
+        chosen = self._rng.sample(others, min(_NUM_OTHERS_ASKED, len(others)))
+        namer = self._named_by.get(peer_id)
+        return list(dict.fromkeys([namer, *chosen] if namer is not None and namer in connected else chosen))
+
+    async def _ask_for(self, source: str, peer_id: str) -> Addresses:
+        request = msgpack.packb([peer_id])
+        assert request is not None, "packb returns bytes"
+        try:
+            return _read_addresses(await self._ask(source, request), peer_id)
+        except RequestError as error:
+            logger.debug("%s does not say where %s is: %s", source, peer_id, error)
+            return ()
+
+    async def _connect(self, session: "HivemindSession", peer_id: str, claimed: Iterable[str]) -> bool:
+        addresses = self._choose(peer_id, claimed)
+        return bool(addresses) and await session.connect(peer_id, addresses)
+
+
+def _peer_ids(request: bytes) -> set[str]:
+    """Raises RequestRefused."""
+    try:
+        wanted = msgpack.unpackb(request, max_array_len=MAX_ASKED_PEERS, max_map_len=0, max_ext_len=0)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
+        raise RequestRefused("malformed") from None
+    if not isinstance(wanted, list) or not all(isinstance(one, str) and is_peer_id(one) for one in wanted):
+        raise RequestRefused("malformed")
+    return set(wanted)
+
+
+def _read_addresses(response: bytes, peer_id: str) -> Addresses:
+    """What an answer says of one peer. Raises RequestError for a malformed one."""
+    try:
+        found = msgpack.unpackb(response, max_array_len=MAX_ADDRESSES_PER_PEER, max_map_len=MAX_ASKED_PEERS)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
+        raise RequestError("a peer must answer with addresses in msgpack, got something else", "damaged") from None
+    addresses = found.get(peer_id, []) if isinstance(found, dict) else []
+    if not isinstance(addresses, list) or not all(isinstance(one, str) for one in addresses):
+        raise RequestError("a peer must answer with addresses as text, got something else", "damaged")
+    return dialable(peer_id, addresses)
