@@ -23,11 +23,11 @@ class Company:
     """Hostile names share an address group, and honest nodes have one each; else no address is known."""
 
 
-QUIET, OPEN = "nobody hostile", "undefended"
+QUIET, OPEN, KNOWN = "nobody hostile", "undefended", "as shipped, honest ones known"
 COMPANIES: Mapping[str, Company] = {
     QUIET: Company(is_hostile=False, is_known=True, is_one_network=True),
     OPEN: Company(is_defended=False),
-    "as shipped, honest ones known": Company(is_known=True),
+    KNOWN: Company(is_known=True),
     "as shipped, nobody known, one hostile network": Company(is_one_network=True),
     "as shipped, nobody known, no addresses": Company(),
 }
