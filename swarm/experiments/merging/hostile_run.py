@@ -185,10 +185,11 @@ class HostileRun:
         for number in range(_NUM_NEWCOMERS):
             found = await self._fetched_by_newcomer(number, own)
             merger = self._merger(0, None, gated=self._company.is_defended)
-            tally.offers += 1
-            tally.merges += merger.join(found)
+            has_joined = merger.join(found)
             hostile = {identity.peer_id for identity in self._hostile}
-            tally.hostile_merges += sum(one.peer_id in hostile for one in found) * 2 > len(found)
+            tally.offers += 1
+            tally.merges += has_joined
+            tally.hostile_merges += has_joined and sum(one.peer_id in hostile for one in found) * 2 > len(found)
             tally.adapters.append(dict(merger.slow))
         return tally
 
