@@ -181,6 +181,7 @@ class HostileRun:
 
     async def _newcomers(self) -> _Tally:
         """Each in a swarm of its own, in which a hostile name has asked all donors first."""
+        self._train_apart()  # copies of one adapter would count once
         tally, own = _Tally(), self._weights()
         for number in range(_NUM_NEWCOMERS):
             found = await self._fetched_by_newcomer(number, own)
