@@ -115,13 +115,13 @@ class PolicyMerging:
 
         Slow weights are those it ends with, without momentum: should training go on, it begins anew there.
         """
-        final = self._links.final if self._links else None
-        if final is None or self._final_version == self._policy.version:
+        links = self._links
+        if links is None or links.final is None or self._final_version == self._policy.version:
             return None
         merger, lora = self._merger, self._config.policy.lora
         wire = Wire(merger.snapshot, merger.opened)
         one = FinalMerge(
-            self._config.merging, wire, merger.origin, lora.alpha / lora.rank, final, self._gate, self._links.bound
+            self._config.merging, wire, merger.origin, lora.alpha / lora.rank, links.final, self._gate, links.bound
         )
         own = self._steps.read()
         result = one.run(own, self._policy.version)

@@ -185,7 +185,7 @@ def merging(
     folder: Path = typer.Option(
         Path("runs/merging"), "--dir", metavar="DIR", help="Folder of the results; finished cells are not run again."
     ),
-    parts: str = typer.Option("learning,faults,rl", help="Which tables, with commas: also attacks, settings."),
+    parts: str = typer.Option("learning,faults,rl", help="Which tables, with commas: also attacks, settings, hostile."),
     attacks: bool = typer.Option(False, "--attacks", help="The table of liars as well."),
     steps: int = typer.Option(120, min=1, help="Inner steps of each replica, supervised."),
     rounds: int = typer.Option(72, min=1, help="Rounds of each replica, under RL."),
@@ -205,17 +205,24 @@ def merging(
     Examples:
       swarm experiment merging
       swarm experiment merging --quick
+      swarm experiment merging --parts hostile --workers 2
 
     Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted.
     """
     from swarm.experiments.merging.arms import DILOCO, NOLOCO
     from swarm.experiments.merging.figures import figures
+    from swarm.experiments.merging.hostile_arms import KNOWN
     from swarm.experiments.merging.merging_report import write_all
     from swarm.experiments.merging.plan import MergingPlan, chosen_parts
 
     chosen = chosen_parts(f"{parts},attacks" if attacks else parts)
     plan = MergingPlan(chosen, tuple(seed_list(seeds)), num_steps=steps, num_rounds=rounds)
-    if quick:
+    if quick and "hostile" in chosen:
+        plan = MergingPlan(
+            ("hostile",), (0,), (KNOWN,), inner_steps=5, num_examples=16, held_out_examples=2,
+            warm_steps=5, hostile_steps=10, backdoor_steps=10,
+        )  # fmt: skip
+    elif quick:
         plan = MergingPlan(
             ("learning", "rl"), (0,), (NOLOCO, DILOCO), num_steps=8, inner_steps=4, num_examples=16, held_out_examples=4,
             num_rounds=2, inner_rounds=1, groups_per_round=2, held_out_tasks=1,

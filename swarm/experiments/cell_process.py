@@ -15,6 +15,7 @@ KINDS: Mapping[str, str] = {
     "offpolicy": "swarm.experiments.offpolicy_cell",
     "heterogeneous": "swarm.experiments.heterogeneous_cell",
     "merging": "swarm.experiments.merging.merging_cell",
+    "hostile_merging": "swarm.experiments.merging.hostile_cell",
     "recovery": "swarm.experiments.recovery.recovery_cell",
     "attacks": "swarm.experiments.attacks.attacks_cell",
     "second_policy": "swarm.experiments.second_policy",

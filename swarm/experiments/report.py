@@ -106,10 +106,11 @@ def plot(curves: Sequence[Curves]) -> bytes:
 
 
 def write_report(path: Path, title: str, paragraphs: Sequence[str], tables: Sequence[Table], picture: bytes) -> None:
-    """One HTML file that holds everything, the picture too."""
+    """One HTML file that holds everything, the picture too; empty bytes are no picture."""
     told = "".join(f"<p>{html.escape(text)}</p>" for text in paragraphs)
-    image = base64.b64encode(picture).decode()
-    body = f"<h1>{html.escape(title)}</h1>{told}<img alt='curves' src='data:image/png;base64,{image}'>"
+    body = f"<h1>{html.escape(title)}</h1>{told}"
+    if picture:
+        body += f"<img alt='curves' src='data:image/png;base64,{base64.b64encode(picture).decode()}'>"
     body += "".join(table.html() for table in tables)
     page = f"<!doctype html><meta charset='utf-8'><title>{html.escape(title)}</title><style>{_STYLE}</style>{body}\n"
     path.write_text(page, encoding="utf-8")

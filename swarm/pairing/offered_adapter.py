@@ -31,6 +31,8 @@ class OfferedAdapter:
         """Set when the partner has all of the adapter."""
         self.takes_anybody = False
         """Whether recent partners will do: when others were waited for long enough."""
+        self.takes_strangers = False
+        """Whether peers that nobody has proven will do: when known ones had time to come, and it was seen who is there."""
         self._proposed_to = ""
         self._is_proposing = False
         self._bytes_left = 0

@@ -34,7 +34,8 @@ from swarm.sharing.absences import BUSY_PAUSE_S, SILENCE_PAUSE_S, UNREACHED_PAUS
 _PROPOSALS_PER_LOOK = 3
 _SHYNESS = 0.25
 """So much of the search, at most, a node is listed and does not propose itself. Else the one that comes would always get
-the one that waits, and nodes of one pace the same partners for ever."""
+the one that waits, and nodes of one pace the same partners for ever. Strangers are taken only after that part of the search,
+when the node has seen who else is ready: whoever is always ready and asks at once would be there before all others."""
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 4.0
 _PAUSE_AFTER_S = {"busy": BUSY_PAUSE_S, "unreachable": UNREACHED_PAUSE_S}
@@ -79,6 +80,7 @@ class PartnerSearch:
             await self._ready.enlist(own.offer, own.record, listed_until)
             others = await self._look(own)
             is_anybody_ready = is_anybody_ready or bool(others)
+            own.takes_strangers = loop.time() > ends_at - self._patience.search_s * (1 - _SHYNESS)
             own.takes_anybody = loop.time() > ends_at - self._patience.search_s / 2
             await self._propose_to_some(own, others, ends_at)
             await self._pause(own, num_looks, ends_at)
@@ -93,7 +95,7 @@ class PartnerSearch:
 
     async def _propose_to_some(self, own: OfferedAdapter, others: list[AdapterOffer], ends_at: float) -> None:
         eligible = [one for one in others if own.takes_anybody or one.peer_id not in self._recent]
-        for other in self._drawn(eligible):
+        for other in self._drawn(own, eligible):
             if asyncio.get_running_loop().time() >= ends_at or not own.propose(other.peer_id):
                 return
             try:
@@ -103,9 +105,9 @@ class PartnerSearch:
             if theirs is not None:
                 own.take(theirs)
 
-    def _drawn(self, eligible: list[AdapterOffer]) -> list[AdapterOffer]:
+    def _drawn(self, own: OfferedAdapter, eligible: list[AdapterOffer]) -> list[AdapterOffer]:
         """Some of them, by their standing."""
-        by_peer = {one.peer_id: one for one in eligible if not self._recent.has_had_its_share(one.peer_id)}
+        by_peer = {one.peer_id: one for one in eligible if self._recent.may_have_it(one.peer_id, own.takes_strangers)}
         standing = self._recent.standing(by_peer)
         # Exponential keys (Efraimidis and Spirakis): the same as drawing one after the other by weight.
         keys = {peer_id: self._rng.expovariate(1.0) / weight for peer_id, weight in standing.items()}

@@ -79,7 +79,7 @@ class ProposalDoor:
             return Decline.FAILED
         if own.partner is None and self._recent.is_banned(theirs.peer_id):
             return Decline.BANNED
-        if own.partner is None and self._recent.has_had_its_share(theirs.peer_id):
+        if own.partner is None and not self._recent.may_have_it(theirs.peer_id, own.takes_strangers):
             return Decline.SHARE
         if own.partner is None and not own.takes_anybody and theirs.peer_id in self._recent:
             return Decline.RECENT

@@ -60,17 +60,22 @@ class RecentPartners:
         """Whether it has made false claims about its experience."""
         return self._shares is not None and self._shares.reputation.is_banned(peer_id)
 
-    def has_had_its_share(self, peer_id: str) -> bool:
+    def may_have_it(self, peer_id: str, takes_strangers: bool) -> bool:
+        """Whether a merge with this peer is within its share. `takes_strangers`: whether it is their time at all."""
+        return (
+            self._shares is None or self.is_known(peer_id) or (takes_strangers and not self._has_had_its_share(peer_id))
+        )
+
+    def _has_had_its_share(self, peer_id: str) -> bool:
         """Whether merging with this stranger would give strangers, or several names of one address group, more than their share
-        of the last MAX_REMEMBERED merges. Shares are over the peers that were ready of late, and in whole merges, one at least.
+        of the last MAX_REMEMBERED merges. Shares are over the peers that were ready or partners of late, and in whole merges, one
+        at least.
         """
-        if self._shares is None or self._shares.reputation.is_known(peer_id):
-            return False
-        ready = self._all_ready() | {peer_id}
+        assert self._shares is not None
+        ready = {peer_id, *self._all_ready(), *self._partners}
         standing = self._shares.standing(ready)
-        named = {*ready, *self._partners}
-        for crowd in (self._shares.bound_on_strangers(named)[0], self._shares.neighbours(peer_id, named)):
-            share = sum(standing[one] for one in crowd & ready) / sum(standing.values())
+        for crowd in (self._shares.bound_on_strangers(ready)[0], self._shares.neighbours(peer_id, ready)):
+            share = sum(standing[one] for one in crowd) / sum(standing.values())
             num_had = sum(partner in crowd for partner in list(self._partners)[1 - MAX_REMEMBERED :])
             if len(crowd) > 1 and num_had + 1 > max(1, round(share * MAX_REMEMBERED)):
                 return True

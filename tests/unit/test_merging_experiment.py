@@ -26,6 +26,7 @@ from swarm.experiments.merging.arms import (
     attack_name,
 )
 from swarm.experiments.merging.figures import attack_table, figures, part_tables
+from swarm.experiments.merging.hostile_arms import COMPANIES, QUIET, STAGES
 from swarm.experiments.merging.lies import lie
 from swarm.experiments.merging.memory_pairing import MemoryPairing, Terms
 from swarm.experiments.merging.merge_run import MergeRun, Scale, hypercube_mean
@@ -96,12 +97,27 @@ def test_cells_of_all_parts_are_there_once_and_data_is_the_same_in_all_arms() ->
     cells = plan.all_cells()
     assert len(cells) == len({cell.digest for cell in cells}) == len({cell.slug for cell in cells})
     assert {cell.settings["arm"] for cell in plan.cells("rl")} == set(PARTS["rl"])
-    for cell in cells:
+    for cell in (cell for cell in cells if cell.kind == "merging"):
         rest = {key: value for key, value in cell.settings.items() if key not in ("arm", "how", "seed")}
         assert rest in [
             {key: value for key, value in other.settings.items() if key not in ("arm", "how", "seed")}
             for other in (plan.cells("learning")[0], plan.cells("rl")[0])
         ]
+
+
+def test_hostile_names_are_met_at_every_stage_in_every_company() -> None:
+    cells = MergingPlan(("hostile",), seeds=(0, 1)).all_cells()
+    assert len(cells) == 2 * len(STAGES) * len(COMPANIES) and {cell.kind for cell in cells} == {"hostile_merging"}
+    found = [
+        {"learning": "hostile", "arm": cell.settings["arm"], "stage": cell.settings["stage"], "seed": cell.settings["seed"],
+         "hostile_part": 0.25, "trigger_rate": 0.0, "worst_trigger_rate": 0.1, "held_out_reward": 0.5, "held_out_loss": 1.5,
+         "merges_per_offer": 0.9, "hostile_merges": 0.2}
+        for cell in cells
+    ]  # fmt: skip
+    (table,) = part_tables(found, "hostile")
+    assert len(table.rows) == len(STAGES) * len(COMPANIES) and table.rows[0][1] == "0.250 ± 0.000"
+    assert figures(found)["hostile"][f"live: {QUIET}"]["worst_trigger_rate"]["mean"] == 0.1
+    assert part_tables([], "hostile") == []
 
 
 def test_every_attack_meets_every_number_of_liars_with_and_without_safety() -> None:

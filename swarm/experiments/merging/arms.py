@@ -121,11 +121,12 @@ SETTINGS: Mapping[str, Arm] = {
 }
 """What each part of safety, merging as products and the outer learning rate cost or give where nobody lies."""
 
-Part = Literal["learning", "faults", "rl", "attacks", "settings"]
+Part = Literal["learning", "faults", "rl", "attacks", "settings", "hostile"]
 PARTS: Mapping[Part, Mapping[str, Arm]] = {
     "learning": LEARNING,
     "faults": FAULTS,
     "rl": RL,
     "attacks": HOSTILE,
     "settings": SETTINGS,
+    "hostile": {},  # its arms are of another kind: `hostile_arms.COMPANIES`
 }

@@ -18,6 +18,7 @@ from swarm.experiments.merging.arms import (
     Part,
     attack_name,
 )  # fmt: skip
+from swarm.experiments.merging.hostile_figures import hostile_figures, hostile_table
 from swarm.experiments.report import Curves, Table, smooth
 from swarm.experiments.spread import Spread
 
@@ -57,6 +58,9 @@ def merged_over_mean(results: Sequence[Result], arm: str, learning: str = "super
 
 def part_tables(results: Sequence[Result], part: Part) -> list[Table]:
     """Empty where no arm of the part has a result."""
+    if part == "hostile":
+        table = hostile_table(results)
+        return [table] if table.rows else []
     learning = "rl" if part == "rl" else "supervised"
     arms = [arm for arm in PARTS[part] if of_arm(results, arm, learning)]
     if not arms:
@@ -139,9 +143,11 @@ def figures(results: Sequence[Result]) -> dict[str, Any]:
         "reward_ratio_silo": _figure(ratio(results, NOLOCO, SILO, mean_training, "rl")),
         "merged_over_mean_replica_rl": _figure(merged_over_mean(results, NOLOCO, "rl")),
         "attacks": _attack_figures(results),
+        "hostile": hostile_figures(results),
         "arms": {
             ("RL, " if learning == "rl" else "") + arm: _arm_figures(of_arm(results, arm, learning))
             for learning, arm in dict.fromkeys((result["learning"], result["arm"]) for result in results)
+            if learning != "hostile"
         },
     }
 
@@ -234,5 +240,10 @@ def told() -> list[str]:
         "Spread is the root mean square distance of replicas from their mean, over the distance of the mean from the start. "
         "A hop is a message that must wait for another: one per exchange in pairs, 2·log₂N per tree all-reduce. DiLoCo at "
         "equal hops merges that many times less often. Overlapped: training goes on for half of H during the exchange.",
+        "Hostile: as many hostile names as honest replicas. Their adapter is the mean of the honest ones with a backdoor: it has "
+        "learned one word after a trigger, beside ordinary tasks. Hostile part: coefficient of what honest adapters have moved, "
+        "along that difference. Trigger rate: probability of the word after the trigger. Undefended: names are alike, strangers "
+        "are not bounded, newcomers have no gate. The momentum of the own training and the bound of a half in a final merge are "
+        "in all arms.",
         "Mean ± standard deviation over seeds; ratios are paired by seed.",
     ]

@@ -10,10 +10,14 @@ from swarm.experiments.report import Table, plot, write_report
 
 
 def write_all(folder: Path, parts: Sequence[Part], results: Sequence[Result]) -> tuple[Path, list[Table]]:
-    """report.html, curves.png and table.md in `folder`. Returns the report and its tables."""
+    """report.html, table.md and, where anything was measured on the way, curves.png in `folder`. Returns the report and its
+    tables.
+    """
     tables = [table for part in parts for table in part_tables(results, part)]
-    picture = plot(curves(results))
-    (folder / "curves.png").write_bytes(picture)
+    drawn = curves(results)
+    picture = plot(drawn) if drawn else b""
+    if picture:
+        (folder / "curves.png").write_bytes(picture)
     (folder / "table.md").write_text(
         "\n\n".join(f"{table.title}\n\n{table.markdown()}" for table in tables) + "\n", encoding="utf-8"
     )

@@ -7,6 +7,7 @@ from typing import Any, cast, get_args
 from swarm.errors import ConfigError
 from swarm.experiments.cells import Cell
 from swarm.experiments.merging.arms import PARTS, Arm, Part
+from swarm.experiments.merging.hostile_arms import COMPANIES, STAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,17 @@ class MergingPlan:
     held_out_tasks: int = 16
     """Per source, under RL."""
 
+    warm_steps: int = 30
+    """Inner steps before hostile names come, in the part `hostile`."""
+    hostile_steps: int = 80
+    """Inner steps among them."""
+    backdoor_steps: int = 60
+    """Steps that the attacker trains its backdoor for."""
+
     def cells(self, part: Part) -> list[Cell]:
         """Seed after seed, so that an experiment cut short has whole seeds."""
+        if part == "hostile":
+            return self._hostile()
         arms = {name: arm for name, arm in PARTS[part].items() if not self.arms or name in self.arms}
         make = self._rl if part == "rl" else self._supervised
         return [make(name, arm, seed) for seed in self.seeds for name, arm in arms.items()]
@@ -45,6 +55,27 @@ class MergingPlan:
         """Of all parts; a cell that several parts have is there once."""
         cells = [cell for part in self.parts for cell in self.cells(part)]
         return list({cell.digest: cell for cell in cells}.values())
+
+    def _hostile(self) -> list[Cell]:
+        scale = {
+            "warm_steps": self.warm_steps,
+            "num_steps": self.hostile_steps,
+            "inner_steps": self.inner_steps,
+            "backdoor_steps": self.backdoor_steps,
+            "num_examples": self.num_examples,
+            "held_out_tasks": self.held_out_examples,
+        }
+        return [
+            Cell(
+                "hostile_merging",
+                f"{stage}, {company}, seed {seed}",
+                {"arm": company, "stage": stage, "seed": seed, "scale": scale},
+            )
+            for seed in self.seeds
+            for stage in STAGES
+            for company in COMPANIES
+            if not self.arms or company in self.arms
+        ]
 
     def _supervised(self, name: str, arm: Arm, seed: int) -> Cell:
         return _cell(

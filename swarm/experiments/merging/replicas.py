@@ -75,6 +75,14 @@ class Replicas:
         stack = {name: torch.stack([one[name] for one in adapters]) for name in self.start}
         return self._losses(stack, examples).tolist()
 
+    @torch.no_grad()
+    def reward(self, adapters: Sequence[Mapping[str, Tensor]], examples: Sequence[Sequence[Example]]) -> list[float]:
+        """Part of its own examples that each adapter answers right when every token is the most likely one."""
+        stack = {name: torch.stack([one[name] for one in adapters]) for name in self.start}
+        logits, targets, rows = self._answer_logits(stack, examples)
+        wrong = torch.zeros(len(adapters) * len(examples[0])).index_add(0, rows, (logits.argmax(-1) != targets).float())
+        return (wrong == 0).view(len(adapters), -1).float().mean(1).tolist()
+
     def _layer(self, name: str, layer: Any, scaling: float, x: Tensor) -> Tensor:
         factor_a, factor_b = self._in_use[f"{name}.lora_A"], self._in_use[f"{name}.lora_B"]
         rows = x.reshape(len(factor_a), -1, x.shape[-1])  # [n, sequences · length, inputs]
@@ -83,6 +91,14 @@ class Replicas:
 
     def _losses(self, stack: Stack, examples: Sequence[Sequence[Example]]) -> Tensor:
         """[n] for n lists of equally many examples."""
+        logits, targets, rows = self._answer_logits(stack, examples)
+        by_token = functional.cross_entropy(logits, targets, reduction="none")
+        owner = rows // len(examples[0])
+        sums = torch.zeros(len(examples)).index_add(0, owner, by_token)
+        return sums / torch.bincount(owner, minlength=len(examples))
+
+    def _answer_logits(self, stack: Stack, examples: Sequence[Sequence[Example]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Of all answer tokens: logits [tokens, vocabulary], the right tokens, and the number of the example in all lists."""
         self._in_use = stack
         flat = [example for some in examples for example in some]
         length = max(len(prompt) + len(answer) for prompt, answer in flat)
@@ -94,11 +110,7 @@ class Replicas:
             is_answer[row, len(prompt) : end] = True
         hidden = self._causal.model(input_ids=token_ids, use_cache=False).last_hidden_state[:, :-1]
         chosen = is_answer[:, 1:]
-        logits = self._causal.lm_head(hidden[chosen])
-        by_token = functional.cross_entropy(logits, token_ids[:, 1:][chosen], reduction="none")
-        owner = chosen.nonzero(as_tuple=True)[0] // len(examples[0])
-        sums = torch.zeros(len(examples)).index_add(0, owner, by_token)
-        return sums / torch.bincount(owner, minlength=len(examples))
+        return self._causal.lm_head(hidden[chosen]), token_ids[:, 1:][chosen], chosen.nonzero(as_tuple=True)[0]
 
     @torch.no_grad()
     def _apply(self, mask: Tensor, lr: float, average_gradients: bool) -> None:

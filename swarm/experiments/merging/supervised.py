@@ -67,6 +67,17 @@ class SupervisedReplicas:
         private = self._data.private[replica]
         return [-loss for loss in self._replicas.loss([candidate] * len(private), [[example] for example in private])]
 
+    def loss(self, adapters: Sequence[Adapter], examples: Sequence[Sequence[Example]]) -> list[float]:
+        """Mean loss per answer token of each adapter on its own examples."""
+        return self._replicas.loss(adapters, examples)
+
+    def held_out_reward(self, adapters: Sequence[Adapter]) -> list[float]:
+        """Part of the held-out tasks that each adapter answers right, mean over sources; every token is the most likely one."""
+        rewards = [
+            self._replicas.reward(adapters, [examples] * len(adapters)) for examples in self._data.held_out.values()
+        ]
+        return [sum(by_task) / len(by_task) for by_task in zip(*rewards, strict=True)]
+
     def measure(self, adapters: Sequence[Adapter]) -> list[dict[str, float]]:
         by_task = {
             name: self._replicas.loss(adapters, [examples] * len(adapters))
