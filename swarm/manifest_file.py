@@ -9,6 +9,7 @@ from queue import SimpleQueue
 
 from swarm.errors import ManifestError
 from swarm.manifest import MAX_BYTES, Manifest, parse, shown
+from swarm.safe_files import SHARED, replace_file
 
 FETCH_TIMEOUT_S = 20.0
 """Longest wait for a manifest from the web, redirects and slow servers included."""
@@ -67,10 +68,8 @@ def check_joined(kept: Path, manifest: Manifest) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """All of it or nothing at `path`. Raises ManifestError."""
-    temporary = path.with_name(f".{path.name}.new")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        replace_file(path, text, SHARED)
     except OSError as error:
         raise ManifestError(f"a manifest must be writable, got {path}: {error}; check the folder") from None
 

@@ -24,6 +24,7 @@ from swarm.observability.logging_setup import set_up_logging
 from swarm.observability.status_file import NodeStatus, typed
 from swarm.records import identity as identities
 from swarm.records.identity import Identity, IdentityLock, Unlock, is_peer_id
+from swarm.safe_files import close_to_others
 from swarm.sharing.index import EntryValidator
 from swarm.silo.open_silo import node_transport
 
@@ -48,6 +49,7 @@ def run_stage(config: Config, layers: Layers | None = None, unlock: Unlock | Non
     `unlock`: opens an identity that is encrypted on disk.
     """
     bound_arenas()
+    close_to_others()
     folder = NodeFolder(config.node.dir)
     folder.create()
     with IdentityLock(folder.path) as lock:

@@ -93,8 +93,10 @@ def bootstrap(
     from swarm.observability.logging_setup import set_up_logging
     from swarm.records import identity as identities
     from swarm.records.identity import IdentityLock
+    from swarm.safe_files import close_to_others
 
     bound_arenas()
+    close_to_others()
     swarm, limits, plane, known = {"name": name}, {}, "libp2p", None
     if manifest is not None:
         known = _manifest(manifest, founder)

@@ -5,10 +5,13 @@ Text from peers may stand in a log line: control characters are replaced, and ri
 
 import logging
 import sys
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import TextIO
 
 from swarm.observability.plain_text import plain
+from swarm.safe_files import open_to_append
 
 _NOISY = ("httpx", "uvicorn", "hivemind", "transformers", "matplotlib", "asyncio", "PIL")
 _MAX_RUNS = 16
@@ -23,6 +26,13 @@ class _OneLine(logging.Formatter):
         return super().formatMessage(record)
 
 
+class _LogFile(RotatingFileHandler):
+    """Follows no link that somebody has put in its place."""
+
+    def _open(self) -> TextIO:
+        return TextIOWrapper(open_to_append(Path(self.baseFilename)), encoding="utf-8", write_through=True)
+
+
 def set_up_logging(folder: Path, level: str, max_bytes: int = 0) -> Path:
     """Send records to stderr and to a new `run-NNNN.log` in `folder`. Returns that file.
 
@@ -35,7 +45,7 @@ def set_up_logging(folder: Path, level: str, max_bytes: int = 0) -> Path:
         old.with_name(f"{old.name}.1").unlink(missing_ok=True)
     number = 1 + (int(earlier[-1].stem[4:]) if earlier else 0)
     path = folder / f"run-{number:04d}.log"
-    to_file = RotatingFileHandler(path, maxBytes=max_bytes, backupCount=1, encoding="utf-8")
+    to_file = _LogFile(path, maxBytes=max_bytes, backupCount=1, encoding="utf-8")
     to_file.setFormatter(_OneLine(_FILE_FORMAT))
     root = logging.getLogger()
     for handler in root.handlers[:]:

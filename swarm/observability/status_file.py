@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm.errors import NodeNotRunningError
+from swarm.safe_files import read_json, replace_file
 
 SILENT_AFTER_S = 30.0
 """After so long without a new file the process is blocked, frozen or gone: it writes one every two seconds."""
@@ -18,6 +19,18 @@ _CLOCK_STEP_S = 60.0
 """That the machine's clock may have been set by between two looks."""
 _NAME_PART = re.compile(r"(\D*)(\d*)")
 _MAX_NAMES = 4
+_MAX_BYTES = 4 << 20
+_MAX_PID = 1 << 31
+_ABSENT = object()
+_NEEDED = frozenset({"peer_id", "peer_name", "pid", "started_at", "phase", "addresses"})
+_NUMBER = (int, float)
+_KINDS: dict[str, Any] = {
+    "peer_id": str, "peer_name": str, "pid": int, "started_at": _NUMBER, "phase": str, "http_port": (int, type(None)),
+    "addresses": list, "round": int, "policy_version": int, "last_round": dict, "final_merge": dict, "peers": list,
+    "contribution": dict, "stuck": list, "num_connected": (int, type(None)), "last_round_at": _NUMBER, "written_at": _NUMBER,
+}  # fmt: skip
+"""What each field of the file may be in JSON."""
+_INNER_KINDS: dict[str, type] = {"addresses": str, "peers": dict, "stuck": str}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +73,7 @@ class NodeStatus:
 
     def write(self, path: Path) -> None:
         """Replace the file at once: a reader sees the old or the new one."""
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        temporary.replace(path)
+        replace_file(path, json.dumps(asdict(self)))
 
     @property
     def is_alive(self) -> bool:
@@ -112,12 +123,28 @@ def read_status(path: Path) -> NodeStatus:
     Raises NodeNotRunningError where no node has ever written one, or it is damaged.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        known = {name.name: data[name.name] for name in fields(NodeStatus) if name.name in data}
-        return NodeStatus(**{**known, "addresses": tuple(data["addresses"])})
+        return _checked(read_json(path, _MAX_BYTES))
     except FileNotFoundError:
         raise NodeNotRunningError(
             f"a node's folder must hold status.json, got none in {path.parent}{_way_to_a_node(path.parent)}"
         ) from None
-    except (ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise NodeNotRunningError(f"status.json must be readable, got {path}: {error}; restart the node") from None
+
+
+def _checked(data: Any) -> NodeStatus:
+    """Raises ValueError for what no node writes, such as text in place of a number: the file may be somebody else's."""
+    if not isinstance(data, dict):
+        raise ValueError("it must be a JSON object")
+    known = {one.name: data[one.name] for one in fields(NodeStatus) if one.name in data}
+    for name, kinds in _KINDS.items():
+        value = known.get(name, _ABSENT)
+        is_fine = isinstance(value, kinds) and not isinstance(value, bool)
+        inner = _INNER_KINDS.get(name, object)
+        if value is _ABSENT and name not in _NEEDED:
+            continue
+        if not is_fine or (isinstance(value, list) and not all(isinstance(part, inner) for part in value)):
+            raise ValueError(f"{name} must be of another type")
+    if not 0 < known["pid"] < _MAX_PID:
+        raise ValueError("pid must be the number of a process")
+    return NodeStatus(**{**known, "addresses": tuple(known["addresses"])})

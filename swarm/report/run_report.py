@@ -4,7 +4,6 @@ folder ─▶ metrics.jsonl, status.json, config.toml of each node ─▶ [NodeR
 """
 
 import html
-import json
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,16 +18,18 @@ from swarm.dashboard.series import METRICS, Series
 from swarm.dashboard.shown import shown, shown_text
 from swarm.errors import ConfigError, NodeNotRunningError
 from swarm.experiments.report import Table
-from swarm.node_folder import NodeFolder
+from swarm.node_folder import MAX_CONFIG_BYTES, NodeFolder
 from swarm.records.peer_name import peer_name
 from swarm.report.style import STYLE
 from swarm.report.svg_curves import Curve, smooth, svg_curves
+from swarm.safe_files import SHARED, read_file, read_json, replace_file
 from swarm.testbed.live_table import NodeView
 from swarm.testbed.node_history import NodeHistory
 from swarm.testbed.summary import NodeSummary, summarize
 
 _MAX_NODES = 64
 _MAX_PEERS = 300
+_MAX_FILE_BYTES = 4 << 20
 _CURVES = {
     "reward": ("Reward of sampled answers", "mean"),
     "entropy": ("Entropy", "nats"),
@@ -56,7 +57,7 @@ def write_report(folder: Path, path: Path) -> int:
     runs = [_read(NodeFolder(part)) for part in node_folders(folder)]
     text = report_html(runs, folder.resolve().name)
     try:
-        path.write_text(text, encoding="utf-8")
+        replace_file(path, text, SHARED)
     except OSError as error:
         raise ConfigError(
             f"a report must go to a file that can be written, got {path}: {error.strerror}; set --out"
@@ -98,15 +99,16 @@ def report_html(runs: Sequence[NodeRun], title: str) -> str:
 
 
 def _read(folder: NodeFolder) -> NodeRun:
+    folder.check()
     history = NodeHistory(folder.metrics)
     history.refresh()
     try:
-        status = json.loads(folder.status.read_text(encoding="utf-8"))
+        status = read_json(folder.status, _MAX_FILE_BYTES)
     except (OSError, ValueError):
         status = {}
     status = shown(status) if isinstance(status, dict) else {}
     try:
-        config = folder.config.read_text(encoding="utf-8")
+        config = read_file(folder.config, MAX_CONFIG_BYTES).decode()
     except (OSError, ValueError):
         config = ""
     state = str(history.end["reason"]) if history.end else "none in order"

@@ -104,7 +104,7 @@ def test_a_port_that_is_taken_is_told_by_the_flag_that_was_given(tmp_path: Path)
     assert index.returncode == 7 and last.startswith("error: --listen must be free") and "network.listen" not in last
 
 
-def test_files_of_unexpected_ends_in_one_second_are_two(
+def test_files_of_unexpected_ends_are_told_apart_and_hold_no_value_of_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
@@ -114,8 +114,14 @@ def test_files_of_unexpected_ends_in_one_second_are_two(
     monkeypatch.setattr(main.tempfile, "tempdir", str(tmp_path))
     assert main._run() == 1
     (path,) = tmp_path.glob("swarm-crash-*.log")
-    assert path.stem.endswith(f"-{os.getpid()}")
     assert str(path) in capsys.readouterr().err
+    monkeypatch.setattr(
+        "sys.argv", ["swarm", "join", "http://me:secret@host/x", "--policy.base=secret", "--to", "secret"]
+    )
+    assert main._run() == 1
+    assert len(list(tmp_path.glob("swarm-crash-*.log"))) == 2
+    for one in tmp_path.glob("swarm-crash-*.log"):
+        assert "secret" not in one.read_text() and one.stat().st_mode & 0o777 == 0o600
 
 
 def test_dashboard_prints_the_address_of_the_page_with_its_token(tmp_path: Path) -> None:
