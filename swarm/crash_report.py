@@ -17,11 +17,12 @@ from collections import deque
 from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import tomli_w
 
 from swarm import __version__
+from swarm.config.shareable import shareable
 from swarm.errors import StuckError, SwarmError, UnexpectedError
 from swarm.node_folder import MAX_CONFIG_BYTES, NodeFolder
 from swarm.observability.plain_text import plain
@@ -34,7 +35,6 @@ _MAX_REPORTS = 10
 _NUM_RECORDS = 100
 _NUM_ROWS = 5
 _TAIL_BYTES = 1 << 16
-_SECRET_KEY = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
 _PASSWORD_IN_ADDRESS = re.compile(r"(\w+://)[^/@\s]+@")
 
 
@@ -74,6 +74,7 @@ class CrashReports:
         """One report. Returns its file; raises OSError where the disk does not take it."""
         path = self._path()
         text = "\n".join(plain(line, keep="\t") for line in self._lines(why, error))
+        text = _PASSWORD_IN_ADDRESS.sub(r"\1…@", text)
         with new_file(path) as file:
             file.write(f"{text}\n".encode())
         self._prune()
@@ -142,19 +143,9 @@ def crash_reports(folder: NodeFolder) -> Iterator[CrashReports]:
         reports.close()
 
 
-def without_secrets(settings: Any) -> Any:
-    """`settings`, as of TOML, without texts whose key sounds secret, and without passwords in addresses."""
-    if isinstance(settings, dict):
-        hidden = {name for name, value in settings.items() if isinstance(value, str) and _SECRET_KEY.search(name)}
-        return {name: "…" if name in hidden else without_secrets(value) for name, value in settings.items()}
-    if isinstance(settings, list):
-        return [without_secrets(value) for value in settings]
-    return _PASSWORD_IN_ADDRESS.sub(r"\1…@", settings) if isinstance(settings, str) else settings
-
-
 def _settings(path: Path) -> str:
     try:
-        return tomli_w.dumps(without_secrets(tomllib.loads(read_file(path, MAX_CONFIG_BYTES).decode())))
+        return tomli_w.dumps(shareable(tomllib.loads(read_file(path, MAX_CONFIG_BYTES).decode())))
     except (OSError, ValueError) as error:
         return f"({error})"
 

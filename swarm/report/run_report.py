@@ -5,13 +5,17 @@ folder ─▶ metrics.jsonl, status.json, config.toml of each node ─▶ [NodeR
 
 import html
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from swarm import __version__
+from swarm.config.shareable import shareable
 from swarm.dashboard.merge_log import MergeLog
 from swarm.dashboard.rejection_words import WORDS
 from swarm.dashboard.series import METRICS, Series
@@ -48,7 +52,7 @@ class NodeRun:
     status: dict[str, Any]
     """As it was last written; empty where it cannot be read."""
     config: str
-    """TOML; empty where there is none."""
+    """TOML of what others may see; empty where there is none."""
 
 
 def write_report(folder: Path, path: Path) -> int:
@@ -108,7 +112,7 @@ def _read(folder: NodeFolder) -> NodeRun:
         status = {}
     status = shown(status) if isinstance(status, dict) else {}
     try:
-        config = read_file(folder.config, MAX_CONFIG_BYTES).decode()
+        config = tomli_w.dumps(shareable(tomllib.loads(read_file(folder.config, MAX_CONFIG_BYTES).decode())))
     except (OSError, ValueError):
         config = ""
     state = str(history.end["reason"]) if history.end else "none in order"
