@@ -146,7 +146,7 @@ def crash_reports(folder: NodeFolder) -> Iterator[CrashReports]:
 def _settings(path: Path) -> str:
     try:
         return tomli_w.dumps(shareable(tomllib.loads(read_file(path, MAX_CONFIG_BYTES).decode())))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"({error})"
 
 

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 from swarm.errors import ManifestError
 from swarm.manifest import MAX_BYTES, Manifest, parse, shown
-from swarm.safe_files import SHARED, replace_file
+from swarm.safe_files import SHARED, open_to_read, replace_file
 
 FETCH_TIMEOUT_S = 20.0
 """Longest wait for a manifest from the web, redirects and slow servers included."""
@@ -28,7 +28,7 @@ def fetch(source: str, timeout_s: float = FETCH_TIMEOUT_S) -> bytes:
             return _within(timeout_s, lambda: _download(source, timeout_s), source)
         if "://" in source:
             raise ManifestError(f"a manifest must be a file or an http(s) address, got {source}; download it first")
-        with Path(source).open("rb") as file:
+        with open_to_read(Path(source).resolve()) as file:
             return file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise ManifestError(

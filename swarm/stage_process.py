@@ -21,7 +21,7 @@ from swarm.network.orders.service import OrderService
 from swarm.network.transport import Transport
 from swarm.node_folder import NodeFolder
 from swarm.observability.logging_setup import set_up_logging
-from swarm.observability.status_file import NodeStatus, typed
+from swarm.observability.status_file import NodeStatus
 from swarm.records import identity as identities
 from swarm.records.identity import Identity, IdentityLock, Unlock, is_peer_id
 from swarm.safe_files import close_to_others
@@ -185,7 +185,7 @@ class StageProcess:
             phase=phase,
             addresses=transport.addresses() if transport else (),
             written_at=time.time(),
-            start_command=typed(),
+            command="stage",
         ).write(self._folder.status)
 
 

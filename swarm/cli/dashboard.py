@@ -67,7 +67,7 @@ def _http_address(folder: Path, port: int) -> str:
 
     try:
         settings = tomllib.loads(read_file(folder / "config.toml", MAX_CONFIG_BYTES).decode())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         settings = {}
     return http_address(settings.get("observability", {}).get("http_host", "127.0.0.1"), port)
 

@@ -8,7 +8,7 @@ import sys
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from swarm.observability.plain_text import plain
 from swarm.safe_files import open_to_append
@@ -24,6 +24,23 @@ class _OneLine(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = plain(record.message)
         return super().formatMessage(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Without what another formatter, which escapes nothing, has kept of the traceback."""
+        fresh = logging.makeLogRecord(record.__dict__)
+        fresh.exc_text = None
+        return super().format(fresh)
+
+    def formatException(self, ei: Any) -> str:
+        return _indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:
+        return _indented(super().formatStack(stack_info))
+
+
+def _indented(text: str) -> str:
+    """Lines of a traceback: the text of an exception may be a stranger's, and none of its lines may look like a record."""
+    return "\n".join(f"  {plain(line)}" for line in text.splitlines())
 
 
 class _LogFile(RotatingFileHandler):

@@ -1,11 +1,12 @@
 """`status.json`: what a running node says about itself, rewritten as a whole every few seconds."""
 
+import contextlib
 import json
 import os
 import re
 import shlex
-import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,15 @@ _NAME_PART = re.compile(r"(\D*)(\d*)")
 _MAX_NAMES = 4
 _MAX_BYTES = 4 << 20
 _MAX_PID = 1 << 31
+_MAX_NUMBER = 1e15
 _ABSENT = object()
 _NEEDED = frozenset({"peer_id", "peer_name", "pid", "started_at", "phase", "addresses"})
 _NUMBER = (int, float)
 _KINDS: dict[str, Any] = {
     "peer_id": str, "peer_name": str, "pid": int, "started_at": _NUMBER, "phase": str, "http_port": (int, type(None)),
     "addresses": list, "round": int, "policy_version": int, "last_round": dict, "final_merge": dict, "peers": list,
-    "contribution": dict, "stuck": list, "num_connected": (int, type(None)), "last_round_at": _NUMBER, "written_at": _NUMBER,
+    "contribution": dict, "command": str, "stuck": list, "num_connected": (int, type(None)), "last_round_at": _NUMBER,
+    "written_at": _NUMBER,
 }  # fmt: skip
 """What each field of the file may be in JSON."""
 _INNER_KINDS: dict[str, type] = {"addresses": str, "peers": dict, "stuck": str}
@@ -68,8 +71,9 @@ class NodeStatus:
     """When the last round ended, in seconds since the epoch; 0 before the first one."""
     written_at: float = 0.0
     """When this was written, in seconds since the epoch. A node writes it every few seconds."""
-    start_command: str = ""
-    """What a person types to start it again (`typed`); empty for a node, which config.toml in its folder is enough for."""
+    command: str = ""
+    """Which command it is: stage or bootstrap; empty for a node. Never a whole command line: whoever wrote the file would choose
+    what a person types."""
 
     def write(self, path: Path) -> None:
         """Replace the file at once: a reader sees the old or the new one."""
@@ -112,9 +116,16 @@ def _way_to_a_node(folder: Path) -> str:
     return f" but in {names} inside it; name one of these, or see all with `swarm top {shlex.quote(str(folder))}`"
 
 
-def typed() -> str:
-    """The command of this process as a person would type it."""
-    return shlex.join(["swarm", *sys.argv[1:]])
+@contextlib.contextmanager
+def shown_from(path: Path) -> Iterator[None]:
+    """Around what shows the content of a status file: NodeNotRunningError where that is not as a node writes it."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise NodeNotRunningError(
+            f"status.json must be one that a node wrote, got {path}: {told}; restart it"
+        ) from error
 
 
 def read_status(path: Path) -> NodeStatus:
@@ -143,8 +154,13 @@ def _checked(data: Any) -> NodeStatus:
         inner = _INNER_KINDS.get(name, object)
         if value is _ABSENT and name not in _NEEDED:
             continue
+        if is_fine and isinstance(value, int | float) and not abs(value) < _MAX_NUMBER:
+            raise ValueError(f"{name} must be a number below {_MAX_NUMBER:g}")
         if not is_fine or (isinstance(value, list) and not all(isinstance(part, inner) for part in value)):
             raise ValueError(f"{name} must be of another type")
+    advice = known.get("contribution", {}).get("advice", [])
+    if not isinstance(advice, list) or not all(isinstance(line, str) for line in advice):
+        raise ValueError("advice must be lines")
     if not 0 < known["pid"] < _MAX_PID:
         raise ValueError("pid must be the number of a process")
     return NodeStatus(**{**known, "addresses": tuple(known["addresses"])})

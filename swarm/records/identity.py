@@ -186,6 +186,7 @@ class IdentityLock:
         self._folder = folder
         self._runtime_folder = runtime_folder
         self._descriptors: list[int] = []
+        self._claimed: Path | None = None
 
     def __enter__(self) -> Self:
         """Raises IdentityError that names the process holding the lock."""
@@ -207,13 +208,19 @@ class IdentityLock:
             folder.mkdir(mode=0o700, exist_ok=True)
             if folder.lstat().st_uid != os.geteuid():
                 raise PermissionError(f"{folder} belongs to another user")
-            self._lock(folder / f"{identity.peer_id}.lock", f"{identity.peer_name} ({identity.peer_id})", fix)
+            path = folder / f"{identity.peer_id}.lock"
+            self._lock(path, f"{identity.peer_name} ({identity.peer_id})", fix)
+            self._claimed = path
         except OSError as error:
             logger.warning("a second process with this identity would not be noticed on this machine: %s", error)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._claimed is not None:  # in a folder that no node has for itself: nothing is left there for ever
+            with contextlib.suppress(OSError):
+                self._claimed.unlink()
+            self._claimed = None
         while self._descriptors:
             os.close(self._descriptors.pop())
 
@@ -229,9 +236,21 @@ class IdentityLock:
             raise IdentityError(
                 f"an identity must be used by one process, got {what} in use by {holder}; stop that process, {fix}"
             ) from None
+        if not _is_at(path, descriptor):  # its last holder has removed it in this moment
+            os.close(descriptor)
+            self._lock(path, what, fix)
+            return
         self._descriptors.append(descriptor)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the open file is the one that others find at `path`."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _runtime_folder() -> Path:

