@@ -15,15 +15,18 @@ import tomllib
 import traceback
 from collections import deque
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import tomli_w
 
 from swarm import __version__
+from swarm.config.shareable import shareable
 from swarm.errors import StuckError, SwarmError, UnexpectedError
-from swarm.node_folder import NodeFolder
+from swarm.node_folder import MAX_CONFIG_BYTES, NodeFolder
 from swarm.observability.plain_text import plain
+from swarm.safe_files import new_file, open_to_read, read_file
 from swarm.watchdog import stack_of
 
 logger = logging.getLogger(__name__)
@@ -32,7 +35,6 @@ _MAX_REPORTS = 10
 _NUM_RECORDS = 100
 _NUM_ROWS = 5
 _TAIL_BYTES = 1 << 16
-_SECRET_KEY = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
 _PASSWORD_IN_ADDRESS = re.compile(r"(\w+://)[^/@\s]+@")
 
 
@@ -61,9 +63,10 @@ class CrashReports:
         logging.getLogger().addHandler(self._recent)
         fatal = folder.logs / "fatal.txt"
         fatal.parent.mkdir(parents=True, exist_ok=True)
-        if fatal.exists() and fatal.stat().st_size:
+        if os.path.lexists(fatal) and fatal.lstat().st_size:
             logger.warning("an earlier process of this node was frozen, or ended by a fault: see %s", self._keep(fatal))
-        self.stacks: IO[str] = fatal.open("w", encoding="utf-8")
+        fatal.unlink(missing_ok=True)
+        self.stacks: IO[str] = TextIOWrapper(new_file(fatal), encoding="utf-8")
         """Open for what faulthandler writes: segmentation faults and the like, and a process that is frozen."""
         faulthandler.enable(self.stacks)
 
@@ -71,9 +74,9 @@ class CrashReports:
         """One report. Returns its file; raises OSError where the disk does not take it."""
         path = self._path()
         text = "\n".join(plain(line, keep="\t") for line in self._lines(why, error))
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+        text = _PASSWORD_IN_ADDRESS.sub(r"\1…@", text)
+        with new_file(path) as file:
+            file.write(f"{text}\n".encode())
         self._prune()
         return path
 
@@ -107,7 +110,7 @@ class CrashReports:
         """Names sort by time; two in one second are told apart."""
         stem = f"crash-{time.strftime('%Y%m%d-%H%M%S')}"
         paths = (self._folder.path / f"{stem}{suffix}.txt" for suffix in ("", *(f"-{n}" for n in range(2, 100))))
-        return next(path for path in paths if not path.exists())
+        return next(path for path in paths if not os.path.lexists(path))
 
     def _keep(self, fatal: Path) -> Path:
         target = self._path()
@@ -140,20 +143,10 @@ def crash_reports(folder: NodeFolder) -> Iterator[CrashReports]:
         reports.close()
 
 
-def without_secrets(settings: Any) -> Any:
-    """`settings`, as of TOML, without texts whose key sounds secret, and without passwords in addresses."""
-    if isinstance(settings, dict):
-        hidden = {name for name, value in settings.items() if isinstance(value, str) and _SECRET_KEY.search(name)}
-        return {name: "…" if name in hidden else without_secrets(value) for name, value in settings.items()}
-    if isinstance(settings, list):
-        return [without_secrets(value) for value in settings]
-    return _PASSWORD_IN_ADDRESS.sub(r"\1…@", settings) if isinstance(settings, str) else settings
-
-
 def _settings(path: Path) -> str:
     try:
-        return tomli_w.dumps(without_secrets(tomllib.loads(path.read_text(encoding="utf-8"))))
-    except (OSError, ValueError) as error:
+        return tomli_w.dumps(shareable(tomllib.loads(read_file(path, MAX_CONFIG_BYTES).decode())))
+    except (OSError, ValueError, RecursionError) as error:
         return f"({error})"
 
 
@@ -165,8 +158,8 @@ def _section(title: str, text: str) -> Iterator[str]:
 
 def _last_lines(path: Path, count: int) -> str:
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        with open_to_read(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return "\n".join(file.read().decode(errors="replace").splitlines()[-count:])
     except OSError as error:
         return f"({error})"

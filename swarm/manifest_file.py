@@ -1,11 +1,8 @@
 """Manifests where they are kept: a file, a web address, and the folder of the node that joined with one."""
 
-import errno
 import http.client
 import ipaddress
-import os
 import socket
-import stat
 import threading
 import urllib.parse
 import urllib.request
@@ -17,6 +14,7 @@ from typing import Any
 
 from swarm.errors import ManifestError
 from swarm.manifest import MAX_BYTES, Manifest, changes, parse, shown
+from swarm.safe_files import SHARED, open_to_read, replace_file
 
 FETCH_TIMEOUT_S = 20.0
 """Longest wait for a manifest from the web, redirects and slow servers included."""
@@ -37,7 +35,8 @@ def fetch(source: str, timeout_s: float = FETCH_TIMEOUT_S) -> bytes:
             return _within(timeout_s, lambda: _download(source, timeout_s), source)
         if "://" in source:
             raise ManifestError(f"a manifest must be a file or an http(s) address, got {source}; download it first")
-        return _read(Path(source))
+        with open_to_read(Path(source).resolve()) as file:
+            return file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise ManifestError(
             f"a manifest must be an existing file or an http(s) address, got {source}; check the path"
@@ -48,23 +47,9 @@ def fetch(source: str, timeout_s: float = FETCH_TIMEOUT_S) -> bytes:
         ) from None
 
 
-def _read(path: Path) -> bytes:
-    """Of a regular file only: a pipe would never end, and a device may do anything. Raises OSError, ManifestError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not stat.S_ISREG(mode):
-            raise ManifestError(
-                f"a manifest must be a regular file, got the pipe, socket or device {path}; name a file"
-            )
-        return file.read(MAX_BYTES + 1)
-
-
 def _reason(error: Exception) -> str:
     """What the system says, without its number; of a server that is text of strangers."""
-    is_local = isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError)
+    is_local = isinstance(error, PermissionError | NotADirectoryError)
     return str(error.strerror) if is_local else shown(error)
 
 
@@ -101,10 +86,8 @@ def check_joined(kept: Path, manifest: Manifest, accepted_edition: int | None = 
 
 def write_text(path: Path, text: str) -> None:
     """All of it or nothing at `path`. Raises ManifestError."""
-    temporary = path.with_name(f".{path.name}.new")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        replace_file(path, text, SHARED)
     except OSError as error:
         raise ManifestError(f"a manifest must be writable, got {path}: {error}; check the folder") from None
 

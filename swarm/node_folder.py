@@ -5,12 +5,17 @@ from collections.abc import Container
 from pathlib import Path
 
 from swarm.errors import ConfigError
+from swarm.safe_files import check_no_links
 
+MAX_CONFIG_BYTES = 1 << 20
+"""Of config.toml."""
 _KEPT_ON_FRESH_START = {
     "lock", "manifest.toml", "peers.json", "ports.json", "reputation.json", "silo.roll", "silo.invite",
     "silo-owner.key", "silo-owner.silo", "page.token",
 }  # fmt: skip
 """With the files of the identity: who the node is, of which swarm, whom it knows and where it listens, whatever its run."""
+_OWN_FOLDERS = frozenset({"checkpoints", "logs", "final-adapter", "tensorboard"})
+"""What a node writes to by names that others can foresee."""
 
 
 class NodeFolder:
@@ -31,11 +36,33 @@ class NodeFolder:
         self.hash_cache = path / "weight_hashes.json"
 
     def create(self) -> None:
-        """Make the folder, readable by its owner only. Raises ConfigError where that is not possible."""
+        """Make the folder, readable by its owner only, and close one that an earlier version left open to others.
+
+        Raises ConfigError where that is not possible, or where `check` does.
+        """
         try:
+            is_own = (
+                self.identity.is_file() or not self.path.exists()
+            )  # else it is a folder that holds more than a node
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if is_own and self.path.stat().st_mode & 0o077:
+                self.path.chmod(0o700)
         except OSError as error:
             raise self._unwritable(error) from None
+        self.check()
+
+    def check(self) -> None:
+        """Raise ConfigError where the folder holds a link, a pipe or a device: what is written to it would go elsewhere.
+
+        Somebody else may have filled it: it may be a backup, or have come with a report of a bug.
+        """
+        try:
+            check_no_links(self.path, _OWN_FOLDERS)
+        except OSError as error:
+            raise ConfigError(
+                f"a node's folder must hold files and folders only, got {error.filename}: {error.strerror}; "
+                "remove it, or keep the whole folder elsewhere and set node.dir"
+            ) from None
 
     def check_writable(self) -> None:
         """Find out whether `create` would work, and leave nothing behind. Raises ConfigError.

@@ -11,6 +11,7 @@ from swarm.node_folder import NodeFolder
 from swarm.observability.logging_setup import set_up_logging
 from swarm.records import identity as identities
 from swarm.records.identity import IdentityLock, Unlock
+from swarm.safe_files import close_to_others, replace_file
 from swarm.watchdog import Watchdog
 
 
@@ -22,6 +23,7 @@ def run_node(
     `unlock`: opens an identity that is encrypted on disk. `end_when_stuck`: end the process, as somebody will start it again.
     """
     bound_arenas()
+    close_to_others()
     folder = NodeFolder(config.node.dir)
     folder.create()
     with IdentityLock(folder.path) as lock:
@@ -30,7 +32,7 @@ def run_node(
         if fresh and (aside := folder.set_aside()):
             print(f"earlier run moved to {aside}")
         set_up_logging(folder.logs, config.observability.log_level, config.observability.max_log_mib * 2**20)
-        folder.config.write_text(dump_toml(config))
+        replace_file(folder.config, dump_toml(config))
         with crash_reports(folder) as crashes:
             end = crashes.end_stuck if end_when_stuck else None
             watchdog = Watchdog(time.monotonic, stacks=crashes.stacks, end=end)

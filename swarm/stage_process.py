@@ -20,9 +20,10 @@ from swarm.network.orders.service import OrderService
 from swarm.network.transport import Transport
 from swarm.node_folder import NodeFolder
 from swarm.observability.logging_setup import set_up_logging
-from swarm.observability.status_file import NodeStatus, typed
+from swarm.observability.status_file import NodeStatus
 from swarm.records import identity as identities
 from swarm.records.identity import Identity, IdentityLock, Unlock, is_peer_id
+from swarm.safe_files import close_to_others
 from swarm.sharing.index import EntryValidator
 from swarm.silo.open_silo import node_transport
 from swarm.stop_signals import obey_stop_signals
@@ -45,6 +46,7 @@ def run_stage(config: Config, layers: Layers | None = None, unlock: Unlock | Non
     `unlock`: opens an identity that is encrypted on disk.
     """
     bound_arenas()
+    close_to_others()
     folder = NodeFolder(config.node.dir)
     folder.create()
     with IdentityLock(folder.path) as lock:
@@ -189,7 +191,7 @@ class StageProcess:
             phase=phase,
             addresses=transport.addresses() if transport else (),
             written_at=time.time(),
-            start_command=typed(),
+            command="stage",
         ).write(self._folder.status)
 
 

@@ -1,8 +1,9 @@
 """An exported adapter as a folder in peft format: read without peft and without its base, checked, and written."""
 
+import contextlib
 import json
 import math
-import shutil
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,20 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from swarm.adapters.export import BASE_FACTS, prepare_folder
+from swarm.adapters.export import BASE_FACTS, TOKENIZER_FILES, keep_known_settings, prepare_folder
 from swarm.adapters.product_merge import LowRank, check_layers
 from swarm.errors import MergeError, PolicyError
+from swarm.safe_files import SHARED, check_no_links, read_file, read_json, replace_file
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_HASH = re.compile(r"[0-9a-f]{64}")
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
-_COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+_KEPT: dict[str, Any] = {
+    "base_model_name_or_path": str, "revision": str, "use_rslora": bool, "fan_in_fan_out": bool, "lora_dropout": (int, float),
+}  # fmt: skip
+"""What is taken over of adapter_config.json."""
+_MAX_JSON_BYTES = 64 << 20
+_MAX_TENSORS_BYTES = 64 << 30
 _MUST_BE_UNSET = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "lora_bias")
 """Options of peft that make a layer more, or other, than scaling · B·A of one rank."""
 
@@ -47,7 +55,14 @@ class AdapterFolder:
 
 
 def read_adapter_folder(path: Path) -> AdapterFolder:
-    """Raises MergeError for a folder that is not a plain LoRA adapter in safetensors, or that is damaged."""
+    """Raises MergeError for a folder that is not a plain LoRA adapter in safetensors, that is damaged, or that holds a link:
+    what it leads to would end up in the folder that is written."""
+    try:
+        check_no_links(path)
+    except OSError as error:
+        raise MergeError(
+            f"an adapter folder must hold files only, got {error.filename}: {error.strerror}; copy it with `cp -rL`"
+        ) from None
     config = _read_json(path / _CONFIG)
     odd = [key for key in _MUST_BE_UNSET if config.get(key)]
     if config.get("peft_type") != "LORA" or odd or config.get("bias", "none") != "none":
@@ -65,7 +80,10 @@ def read_adapter_folder(path: Path) -> AdapterFolder:
         )
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     facts = _read_json(path / BASE_FACTS) if (path / BASE_FACTS).is_file() else {}
-    return AdapterFolder(path, LowRank(tensors, scaling), rank, config, facts.get("weights"))
+    base_hash = facts.get("weights")
+    if base_hash is not None and not (isinstance(base_hash, str) and _HASH.fullmatch(base_hash)):
+        raise MergeError(f"{BASE_FACTS} must hold 64 hex digits, got another value in {path}; export the adapter again")
+    return AdapterFolder(path, LowRank(tensors, scaling), rank, config, base_hash)
 
 
 def check_one_base(first: AdapterFolder, other: AdapterFolder) -> None:
@@ -84,20 +102,30 @@ def check_one_base(first: AdapterFolder, other: AdapterFolder) -> None:
 def write_adapter_folder(
     folder: Path, tensors: Mapping[str, Tensor], rank: int, scaling: float, like: AdapterFolder
 ) -> Path:
-    """Write merged tensors in peft format, with the configuration and tokenizer of `like`.
+    """Write merged tensors in peft format, with the base and the tokenizer that `like` names.
+
+    The folder is there to be published, so nothing comes into it but what is known: the configuration is made anew, and
+    of the tokenizer come the files and settings that transformers itself has.
 
     Raises PolicyError if `folder` holds something already or cannot be written.
     """
     prepare_folder(folder)
     alpha = scaling * (math.sqrt(rank) if like.config.get("use_rslora") else rank)
-    config = {**like.config, "r": rank, "lora_alpha": alpha, "inference_mode": True}
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "inference_mode": True, "bias": "none",
+        "target_modules": sorted({name.rpartition(".")[0] for name in tensors}),
+        **{key: like.config[key] for key, kinds in _KEPT.items() if isinstance(like.config.get(key), kinds)},
+    }  # fmt: skip
     named = {f"{_PREFIX}{name}{_SUFFIX}": tensor.contiguous() for name, tensor in tensors.items()}
     try:
-        for path in sorted(like.path.iterdir()):
-            if path.is_file() and path.suffix in _COPIED_SUFFIXES and path.name != _CONFIG:
-                shutil.copyfile(path, folder / path.name)
-        (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (folder / _WEIGHTS).write_bytes(safetensors.torch.save(named, {"format": "pt"}))
+        for name in TOKENIZER_FILES:
+            with contextlib.suppress(FileNotFoundError):
+                replace_file(folder / name, read_file(like.path / name, _MAX_JSON_BYTES), SHARED)
+        keep_known_settings(folder)
+        if like.base_hash is not None:
+            replace_file(folder / BASE_FACTS, json.dumps({"weights": like.base_hash}) + "\n", SHARED)
+        replace_file(folder / _CONFIG, json.dumps(config, indent=2) + "\n", SHARED)
+        replace_file(folder / _WEIGHTS, safetensors.torch.save(named, {"format": "pt"}), SHARED)
     except OSError as error:
         raise PolicyError(f"a merge must go to a writable folder, got {folder}: {error}; choose another one") from None
     return folder
@@ -105,7 +133,7 @@ def write_adapter_folder(
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, _MAX_JSON_BYTES)
     except (OSError, ValueError) as error:
         raise MergeError(f"an adapter folder must hold a readable {path.name}, got {error}; see swarm export") from None
     if not isinstance(content, dict):
@@ -115,7 +143,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        loaded = safetensors.torch.load(path.read_bytes())
+        loaded = safetensors.torch.load(read_file(path, _MAX_TENSORS_BYTES))
     except (OSError, SafetensorError, ValueError) as error:
         raise MergeError(
             f"an adapter folder must hold a readable {path.name}, got {error}; export with --format adapter"

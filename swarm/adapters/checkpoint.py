@@ -26,12 +26,15 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from swarm.errors import CheckpointError
+from swarm.safe_files import is_bare_name, new_file, parse_json, read_file, read_json, sync_folder
 
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
 _SAVING = ".saving-"
+_MAX_STATE_BYTES = 256 << 20
+_MAX_TENSORS_BYTES = 64 << 30
 _REPLACED = ".replaced-"
 _NAME = re.compile(r"(?:\.replaced-)?round-(\d{6,})")
 
@@ -72,7 +75,7 @@ class CheckpointStore:
             for name, content in files.items():
                 _write_synced(fresh / name, content)
             _write_synced(fresh / _MANIFEST, json.dumps({"round": round, "sha256": manifest}).encode())
-            _sync_folder(fresh)
+            sync_folder(fresh)
             self._put_in_place(fresh, target)
             self._set_aside_newer(round)
         except OSError as error:
@@ -136,7 +139,7 @@ class CheckpointStore:
         if target.exists():  # a folder cannot be renamed over another one
             target.replace(replaced)
         fresh.replace(target)
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -145,27 +148,23 @@ def _round_of(path: Path) -> int:
 
 
 def _read(path: Path) -> Checkpoint:
-    manifest = json.loads((path / _MANIFEST).read_bytes())
+    manifest = read_json(path / _MANIFEST, _MAX_STATE_BYTES)
     contents: dict[str, bytes] = {}
     for name, expected in manifest["sha256"].items():
-        contents[name] = (path / name).read_bytes()
+        if name != _STATE and not (is_bare_name(name) and name.endswith(".safetensors")):
+            raise ValueError(f"its manifest names {name[:100]!r}, which is no file of a checkpoint")
+        contents[name] = read_file(path / name, _MAX_STATE_BYTES if name == _STATE else _MAX_TENSORS_BYTES)
         if hashlib.sha256(contents[name]).hexdigest() != expected:
             raise ValueError(f"{name} does not match its hash")
-    state = json.loads(contents.pop(_STATE))
+    state = parse_json(contents.pop(_STATE))
+    if not isinstance(manifest["round"], int) or not isinstance(state, dict):
+        raise ValueError("its round or its state is of another type")
     tensors = {name.removesuffix(".safetensors"): safetensors.torch.load(content) for name, content in contents.items()}
     return Checkpoint(manifest["round"], path, tensors, state)
 
 
 def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
+    with new_file(path) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

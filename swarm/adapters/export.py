@@ -8,10 +8,30 @@ from typing import Any
 import torch
 
 from swarm.adapters.adapter_state import read_adapter, write_adapter
+from swarm.adapters.load_pretrained import load_pretrained
 from swarm.errors import PolicyError
+from swarm.safe_files import SHARED, read_json, replace_file
 
 BASE_FACTS = "swarm_base.json"
 """Beside an exported adapter: {"weights": hash of the base's weights}, which holds wherever the base lies."""
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
+)  # fmt: skip
+"""All that a tokenizer of transformers is stored in."""
+_TOKENIZER_KEYS = frozenset({
+    "add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder", "additional_special_tokens", "backend",
+    "bos_token", "chat_template", "clean_up_tokenization_spaces", "cls_token", "do_lower_case", "eos_token", "errors",
+    "extra_special_tokens", "legacy", "mask_token", "model_input_names", "model_max_length", "model_specific_special_tokens",
+    "pad_token", "padding_side", "sep_token", "sp_model_kwargs", "spaces_between_special_tokens", "split_special_tokens",
+    "tokenizer_class", "truncation_side", "unk_token", "use_default_system_prompt",
+})  # fmt: skip
+_NAMES_OF_CODE = frozenset({
+    "auto_map", "custom_pipelines", "custom_generate", "attn_implementation", "_attn_implementation", "experts_implementation",
+    "trust_remote_code",
+})  # fmt: skip
+"""Settings of a model that lead to code; all others are its architecture's."""
+_MAX_JSON_BYTES = 64 << 20
 
 
 def export_adapter(model: Any, tokenizer: Any, folder: Path, base_hash: str | None = None) -> Path:
@@ -25,8 +45,9 @@ def export_adapter(model: Any, tokenizer: Any, folder: Path, base_hash: str | No
         # False: peft would otherwise ask the hub whether the base's vocabulary was resized
         model.save_pretrained(folder, save_embedding_layers=False)
         tokenizer.save_pretrained(folder)
+        keep_known_settings(folder)
         if base_hash is not None:
-            (folder / BASE_FACTS).write_text(json.dumps({"weights": base_hash}) + "\n", encoding="utf-8")
+            replace_file(folder / BASE_FACTS, json.dumps({"weights": base_hash}) + "\n", SHARED)
     except OSError as error:
         raise _unwritable(folder, error) from None
     return folder
@@ -45,15 +66,36 @@ def export_merged(model: Any, tokenizer: Any, base_folder: Path, folder: Path) -
     prepare_folder(folder)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
-        base = AutoModelForCausalLM.from_pretrained(base_folder, dtype="auto", local_files_only=True)
+        base = load_pretrained(AutoModelForCausalLM, base_folder, dtype="auto")
         copy = get_peft_model(base, model.peft_config["default"])
     write_adapter(copy, read_adapter(model))
     try:
         copy.merge_and_unload().save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        keep_known_settings(folder)
     except OSError as error:
         raise _unwritable(folder, error) from None
     return folder
+
+
+def keep_known_settings(folder: Path) -> None:
+    """Take out of an exported folder what a base, or another adapter's author, has put into its tokenizer and model settings
+    beyond what transformers knows: `auto_map`, above all, has the folder's next reader run code. Raises OSError."""
+    for name, known in (
+        ("tokenizer_config.json", _TOKENIZER_KEYS),
+        ("config.json", None),
+        ("generation_config.json", None),
+    ):
+        path = folder / name
+        try:
+            settings = read_json(path, _MAX_JSON_BYTES)
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            raise OSError(f"{name} must be valid JSON: {error}") from None
+        kept = {key: value for key, value in settings.items() if (key in known if known else key not in _NAMES_OF_CODE)}
+        if kept != settings:
+            replace_file(path, json.dumps(kept, indent=2) + "\n", SHARED)
 
 
 def prepare_folder(folder: Path) -> None:

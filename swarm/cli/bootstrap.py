@@ -92,8 +92,10 @@ def bootstrap(
     from swarm.observability.logging_setup import set_up_logging
     from swarm.records import identity as identities
     from swarm.records.identity import IdentityLock
+    from swarm.safe_files import close_to_others
 
     bound_arenas()
+    close_to_others()
     swarm, limits, plane, known = {"name": name}, {}, "libp2p", None
     if manifest is not None:
         known = _manifest(manifest, founder)
@@ -164,7 +166,7 @@ async def _serve(
 
     from swarm.observability.http_server import HttpServer
     from swarm.observability.metrics import Metrics
-    from swarm.observability.status_file import NodeStatus, typed
+    from swarm.observability.status_file import NodeStatus
     from swarm.sharing.carrier import Carrier
     from swarm.sharing.index import EntryValidator
     from swarm.silo.open_silo import node_transport
@@ -182,7 +184,7 @@ async def _serve(
         NodeStatus(
             peer_id=identity.peer_id, peer_name=identity.peer_name, pid=os.getpid(), started_at=started_at, phase=phase,
             http_port=http.port, addresses=transport.addresses(), written_at=time.time(),
-            start_command=typed(),
+            command="bootstrap",
         ).write(files.status)  # fmt: skip
 
     await transport.start()

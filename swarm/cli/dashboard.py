@@ -1,7 +1,6 @@
 """`swarm dashboard`: the address of a node's page, or one page over several nodes."""
 
 import contextlib
-import os
 import signal
 import tomllib
 import webbrowser
@@ -12,6 +11,8 @@ import typer
 from swarm.cli.flag_names import told_by_flags
 from swarm.cli.status import start_command
 from swarm.errors import ConfigError, NodeNotRunningError
+from swarm.node_folder import MAX_CONFIG_BYTES
+from swarm.safe_files import read_file, replace_file
 
 _FLAGS = {"observability.http_port": "--port", "observability.http_host": "--host"}
 """What sets which setting of the overview."""
@@ -65,8 +66,8 @@ def _http_address(folder: Path, port: int) -> str:
     from swarm.observability.http_server import http_address
 
     try:
-        settings = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        settings = tomllib.loads(read_file(folder / "config.toml", MAX_CONFIG_BYTES).decode())
+    except (OSError, ValueError, RecursionError):
         settings = {}
     return http_address(settings.get("observability", {}).get("http_host", "127.0.0.1"), port)
 
@@ -74,9 +75,7 @@ def _http_address(folder: Path, port: int) -> str:
 def _open_unseen(folder: Path, address: str) -> None:
     """By way of a file that only the owner can read: other users see what programs are started with."""
     path = folder / "page.open.html"
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={address}">\n')
+    replace_file(path, f'<!doctype html><meta http-equiv="refresh" content="0; url={address}">\n')
     webbrowser.open(path.resolve().as_uri())
 
 

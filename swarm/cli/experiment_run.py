@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarm.errors import SwarmError
 from swarm.experiments.cells import Cell, CellStore, Result, compute
+from swarm.safe_files import SHARED, replace_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +50,7 @@ def write_one(
 
     report = folder / "report.html"
     write_report(report, title, [told], [table], plot(lines))
-    (folder / "table.md").write_text(table.markdown() + "\n", encoding="utf-8")
+    replace_file(folder / "table.md", table.markdown() + "\n", SHARED)
     return report, [table]
 
 
@@ -74,6 +75,8 @@ def console() -> "Console":
 
 
 def finish(folder: Path, figures: Mapping[str, Any], as_json: bool) -> None:
-    (folder / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    from swarm.safe_files import SHARED, replace_file
+
+    replace_file(folder / "figures.json", json.dumps(figures, indent=1) + "\n", SHARED)
     if as_json:
         print(json.dumps(figures))

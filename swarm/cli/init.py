@@ -26,6 +26,7 @@ def init(
     from swarm.hardware import choose_policy, detect
     from swarm.node_folder import NodeFolder
     from swarm.records.identity import load_or_create
+    from swarm.safe_files import replace_file
 
     files = NodeFolder(folder)
     files.create()
@@ -37,6 +38,6 @@ def init(
         print(f"kept {config}; --force writes it anew")
     else:
         hardware = detect()
-        config.write_text(hardware_config(hardware, choose_policy(hardware), folder, name), encoding="utf-8")
+        replace_file(config, hardware_config(hardware, choose_policy(hardware), folder, name))
         print(f"found {hardware.summary}\nwrote {config}")
     print(f"start the node with: swarm run {config}")

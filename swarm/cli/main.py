@@ -6,8 +6,8 @@ import logging
 import os
 import sys
 import tempfile
-import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
@@ -41,6 +41,7 @@ from swarm.cli import (
 )
 from swarm.errors import ConfigError, SwarmError
 from swarm.observability.plain_text import plain
+from swarm.safe_files import keep_others_from_writing
 
 INTERRUPTED = 130
 _REFUSALS = frozenset(
@@ -96,11 +97,13 @@ app.add_typer(identity.app, name="identity")
 app.add_typer(silo.app, name="silo")
 app.add_typer(config.app, name="config")
 app.add_typer(experiment.app, name="experiment")
+_COMMANDS = frozenset(one.name for one in (*app.registered_commands, *app.registered_groups))
 
 
 def main() -> None:
     """Run the command line; ends the process at once: to take torch apart would be another one or two seconds."""
     keep_current_folder_off_the_path()
+    keep_others_from_writing()
     exit_code = _run()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -147,9 +150,19 @@ def _say(message: str, exit_code: int) -> int:
 
 
 def _write_crash() -> Path:
-    path = Path(tempfile.gettempdir()) / f"swarm-crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
-    path.write_text(f"swarm {__version__}: {' '.join(sys.argv)}\n\n{traceback.format_exc()}", encoding="utf-8")
-    return path
+    """A file of its owner alone, under a name that nobody foresees: other users can write to the temporary folder."""
+    descriptor, name = tempfile.mkstemp(prefix="swarm-crash-", suffix=".log")
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(f"swarm {__version__}: {' '.join(_without_values(sys.argv[1:]))}\n\n{traceback.format_exc()}")
+    return Path(name)
+
+
+def _without_values(arguments: Sequence[str]) -> list[str]:
+    """Commands and names of options alone: any value may be a password, or an address that holds one."""
+    return [
+        one.partition("=")[0] if one.startswith("--") else one if place == 0 and one in _COMMANDS else "…"
+        for place, one in enumerate(arguments)
+    ]
 
 
 if __name__ == "__main__":

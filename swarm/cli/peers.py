@@ -29,7 +29,7 @@ def peers(
     """
     from rich.console import Console
 
-    from swarm.observability.status_file import read_status
+    from swarm.observability.status_file import read_status, shown_from
 
     current = read_status(folder / "status.json")
     if as_json:
@@ -39,7 +39,8 @@ def peers(
     if not current.peers:
         console.print("no peer is known yet")
         return
-    console.print(_table(current.peers, time.time()))
+    with shown_from(folder / "status.json"):
+        console.print(_table(current.peers, time.time()))
     if not current.is_alive:
         ago = f" {for_how_long(time.time() - current.written_at)} ago" if current.written_at else ""
         console.print(f"the node is not running; this is what it knew{ago}")

@@ -25,6 +25,7 @@ def load_saved_policy(config: "Config", *, base_only: bool = False) -> tuple["Po
 
     print(f"loading policy {config.policy.base} …", file=sys.stderr)
     folder = NodeFolder(config.node.dir)
+    folder.check()
     cache = folder.hash_cache if folder.path.is_dir() else None
     if base_only:
         return load_policy(config.policy, device=config.node.device, hash_cache=cache), None
@@ -49,7 +50,10 @@ def config_arguments(config: list[str] | None, folder: Path | None) -> list[str]
     is no node."""
     if folder is None:
         return list(config or [])
-    if not (folder / "config.toml").exists():
+    from swarm.node_folder import NodeFolder
+
+    NodeFolder(folder).check()
+    if not (folder / "config.toml").is_file():
         raise ConfigError(
             f"--dir must be the folder of a node that ran, got {folder}: there is no node in it; name another"
         )

@@ -13,6 +13,7 @@ from swarm.cli.passphrase import unlock
 from swarm.cli.silo_found import OWN_NODE_S, found
 from swarm.errors import IdentityError, ManifestError, SiloError
 from swarm.observability.units import counted
+from swarm.safe_files import replace_file
 
 if TYPE_CHECKING:
     from swarm.manifest import Manifest
@@ -342,7 +343,7 @@ def _line(text: str) -> str:
 
 def _write_line(path: Path, text: str) -> None:
     try:
-        path.write_text(text + "\n", encoding="utf-8")
+        replace_file(path, text + "\n")
     except OSError as error:
         raise SiloError(f"an invitation must be writable, got {error}; name another file") from None
 

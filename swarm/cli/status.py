@@ -42,18 +42,19 @@ def status(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Tell whether a node contributes, and what to do if not. Exit code 9 if it is not running, after its last known state."""
-    from swarm.observability.status_file import read_status
+    from swarm.observability.status_file import read_status, shown_from
     from swarm.observability.verdict import judge
 
     current = read_status(folder / "status.json")
-    verdict = judge(current, time.time())
+    with shown_from(folder / "status.json"):
+        verdict = judge(current, time.time())
+        if not as_json:
+            _print(folder, current, verdict)
     if as_json:
         facts = {"running": current.is_alive, "verdict": verdict.word.value, "why": verdict.why}
         crash = last_crash(folder)
         facts |= {"disk_bytes": folder_bytes(folder), "last_crash": None if crash is None else str(crash)}
         print(json.dumps(asdict(current) | facts))
-    else:
-        _print(folder, current, verdict)
     if not current.is_alive:
         raise NodeNotRunningError(
             f"the node must be running, got process {current.pid} that has ended, in {folder}; "
@@ -62,9 +63,14 @@ def status(
 
 
 def start_command(folder: Path, status: "NodeStatus") -> str:
-    """What a person types to start it again, in back quotes; in words where nothing in the folder says it."""
-    if status.start_command:
-        return f"`{status.start_command}`"
+    """What a person types to start it again, in back quotes; in words where nothing in the folder says it.
+
+    It is built here, and takes no text of the folder: somebody else may have filled that.
+    """
+    if status.command == "bootstrap":
+        return f"`swarm bootstrap --dir {shlex.quote(str(folder))}` and the options of its first start"
+    if status.command == "stage":
+        return "`swarm stage` and the configuration of its first start"
     config = folder / "config.toml"
     return f"`swarm run {shlex.quote(str(config))}`" if config.exists() else "the command of its first start"
 
@@ -82,7 +88,7 @@ def folder_bytes(folder: Path) -> int:
 
 def last_crash(folder: Path) -> Path | None:
     """The newest report of an unexpected end."""
-    return max(folder.glob("crash-*.txt"), key=lambda path: path.stat().st_mtime, default=None)
+    return max(folder.glob("crash-*.txt"), key=lambda path: path.lstat().st_mtime, default=None)
 
 
 def _print(folder: Path, current: "NodeStatus", verdict: "Verdict") -> None:
@@ -113,7 +119,7 @@ def next_actions(folder: Path, current: "NodeStatus", verdict: "Verdict") -> lis
     """What to do where something is wrong, the gravest first."""
     if not current.is_alive:
         return []
-    looks = f"`swarm logs {folder} --level warning` shows where; a restart goes on from the last checkpoint"
+    looks = f"`swarm logs {shlex.quote(str(folder))} --level warning` shows where; a restart goes on from the last checkpoint"
     first = [looks] if verdict.word.value == "stalled" else []
     return (first + current.contribution.get("advice", []))[:_MAX_ADVICE]
 
@@ -136,7 +142,7 @@ def _lines(folder: Path, current: "NodeStatus") -> Lines:
         lines += [("reward", _reward(current, row)), ("learned", _learned(row))]
     lines += _exchange_lines(current, row, now)
     if crash := last_crash(folder):
-        lines.append(("crash", f"{crash.name}, {for_how_long(now - crash.stat().st_mtime)} ago"))
+        lines.append(("crash", f"{crash.name}, {for_how_long(now - crash.lstat().st_mtime)} ago"))
     lines.append(("disk", f"{size(folder_bytes(folder))} in its folder, {size(shutil.disk_usage(folder).free)} free"))
     lines += _merge_lines(row)
     if current.final_merge:

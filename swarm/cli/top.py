@@ -83,7 +83,7 @@ def _without_nodes(folders: Sequence[Path]) -> list[str]:
 
 def _look(folders: Sequence[Path]) -> list[NodeLook]:
     """Looks for nodes anew each time: those of a testbed come one by one."""
-    from swarm.observability.status_file import read_status
+    from swarm.observability.status_file import read_status, shown_from
     from swarm.observability.verdict import judge
 
     now = time.time()
@@ -91,7 +91,10 @@ def _look(folders: Sequence[Path]) -> list[NodeLook]:
     for folder in node_folders(folders):
         with contextlib.suppress(NodeNotRunningError):  # removed or damaged since
             status = read_status(folder / "status.json")
-            looks.append(NodeLook(folder, status, judge(status, now)))
+            with shown_from(folder / "status.json"):
+                look = NodeLook(folder, status, judge(status, now))
+                _cells(look)  # which is drawn later, outside of this
+                looks.append(look)
     return looks
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from swarm.config.config import Config
 from swarm.errors import ConfigError
 
+_MAX_FILE_BYTES = 1 << 20
 READY = "node_configs"
 Origin = Callable[[Sequence[str | int]], Path | None]
 """The file that says what is at a location, for what is told of mistakes."""
@@ -105,13 +106,19 @@ def _read_toml(path: Path) -> dict[str, Any]:
     if path.parent == Path(READY) and not path.exists():  # from an installed package, in whatever folder the user is
         path = ready_configs() / path.name
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:  # may be a link or a pipe: whoever names it knows it
+            content = file.read(_MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
+            raise ConfigError(f"a config must have <= {_MAX_FILE_BYTES} bytes, got more in {path}; name another file")
+        data = tomllib.loads(content.decode())
     except FileNotFoundError:
         raise ConfigError(
             f"a config must be an existing TOML file, got {path}; see node_configs/ for ready ones"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"a config must be readable UTF-8 text, got {path}: {error}; check the file") from None
+    except RecursionError:
+        raise ConfigError(f"a config must be nested less deep, got {path}; name another file") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"a config must be valid TOML, got {path}: {error}; mend that line") from None
     _resolve_paths(data, path.parent)

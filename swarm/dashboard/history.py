@@ -1,9 +1,10 @@
 """Rows of earlier rounds, read from the end of metrics.jsonl in bounded memory and time."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from swarm.safe_files import open_to_read, parse_json
 
 MAX_BYTES = 24 << 20
 """Some 15,000 rounds; parsing takes a second."""
@@ -21,7 +22,7 @@ def last_rows(path: Path, max_bytes: int = MAX_BYTES) -> Iterator[dict[str, Any]
     for part in parts:
         for line in part.split(b"\n"):
             try:
-                row = json.loads(line) if line else None
+                row = parse_json(line) if line else None
             except ValueError:
                 continue
             if isinstance(row, dict):
@@ -33,7 +34,7 @@ def _end_of(path: Path, max_bytes: int) -> bytes:
     if max_bytes <= 0:
         return b""
     try:
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             start = max(0, file.seek(0, 2) - max_bytes)
             file.seek(start)
             content = file.read(max_bytes)

@@ -6,10 +6,9 @@ every 3 s   all addresses, 16 at once, 3 s each ─▶ what they say of themselv
 
 import asyncio
 import ipaddress
-import json
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +17,7 @@ import httpx
 
 from swarm.dashboard.shown import shown
 from swarm.errors import ConfigError
+from swarm.safe_files import parse_json
 
 MAX_NODES = 256
 POLL_INTERVAL_S = 3.0
@@ -26,6 +26,8 @@ TIMEOUT_S = 3.0
 """For everything that is asked of one node."""
 _MAX_AT_ONCE = 16
 _MAX_SUMMARY_BYTES = 64 << 10
+UNPACKED = {"accept-encoding": "identity"}
+"""Header of every question to a node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +122,14 @@ class NodeWatch:
 
     async def fetch(self, node: WatchedNode, path: str, max_bytes: int) -> tuple[int, Any]:
         """(status, JSON) of one answer. Raises OSError, TimeoutError, httpx.HTTPError or ValueError."""
-        async with asyncio.timeout(TIMEOUT_S), self._client.stream("GET", f"http://{node.address}/{path}") as answer:
-            content = b""
-            async for part in answer.aiter_bytes():
+        address = f"http://{node.address}/{path}"
+        async with asyncio.timeout(TIMEOUT_S), self._client.stream("GET", address, headers=UNPACKED) as answer:
+            content = bytearray()
+            async for part in unpacked(answer):
                 content += part
                 if len(content) > max_bytes:
                     raise ValueError(f"its answer is longer than {max_bytes} bytes")
-            return answer.status_code, shown(json.loads(content))
+            return answer.status_code, shown(parse_json(bytes(content)))
 
     async def _ask(self, node: WatchedNode) -> None:
         async with self._places:
@@ -142,6 +145,13 @@ class NodeWatch:
             node.error = f"it answers, but not as a node does (status {status})"
             return
         node.summary, node.seen_at, node.error = summary, self._clock(), ""
+
+
+def unpacked(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """Its bytes as they came over the line. Raises ValueError where they are packed: a few could become gigabytes."""
+    if (encoding := answer.headers.get("content-encoding", "identity").lower()) != "identity":
+        raise ValueError(f"its answer must not be packed, got content-encoding {encoding[:40]}")
+    return answer.aiter_raw()
 
 
 async def _addresses(target: Target) -> list[str]:

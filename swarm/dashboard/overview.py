@@ -19,7 +19,7 @@ from swarm import __version__
 from swarm.config import ObservabilitySection
 from swarm.dashboard.event_response import EventResponse
 from swarm.dashboard.guard import Guard
-from swarm.dashboard.node_watch import NodeWatch, Target, WatchedNode
+from swarm.dashboard.node_watch import UNPACKED, NodeWatch, Target, WatchedNode, unpacked
 from swarm.dashboard.static_files import StaticFiles
 from swarm.observability.http_server import HttpServer
 from swarm.observability.metrics import Metrics
@@ -119,12 +119,12 @@ class Overview:
         self._num_streams += 1
         try:
             address = httpx.URL(f"http://{node.address}/api/events", params={"after": after} if after else {})
-            async with self._client.stream("GET", address) as answer:
+            async with self._client.stream("GET", address, headers=UNPACKED) as answer:
                 if answer.status_code != 200:
                     return
-                async for part in answer.aiter_bytes():
+                async for part in unpacked(answer):
                     yield part
-        except (OSError, httpx.HTTPError):
+        except (OSError, httpx.HTTPError, ValueError):
             return
         finally:
             self._num_streams -= 1

@@ -1,13 +1,15 @@
 """The secret that lets a page control its node: random per folder, in a file that only its owner can read."""
 
+import contextlib
 import hmac
-import os
 import secrets
 from pathlib import Path
 
 from swarm.errors import NodeNotRunningError
+from swarm.safe_files import read_file, replace_file
 
 _FILE = "page.token"
+_MAX_BYTES = 1024
 
 
 def token_path(folder: Path) -> Path:
@@ -17,19 +19,19 @@ def token_path(folder: Path) -> Path:
 def make_token(folder: Path) -> str:
     """The folder's token; a new one where there is none, or where others could have read it. Raises OSError."""
     path = token_path(folder)
-    if path.is_file() and path.stat().st_mode & 0o077 == 0 and (kept := path.read_text(encoding="ascii").strip()):
-        return kept
+    with contextlib.suppress(OSError, ValueError):  # none, or a link: what is there is replaced
+        is_private = path.lstat().st_mode & 0o077 == 0
+        if (kept := _read(path)) and is_private:
+            return kept
     token = secrets.token_urlsafe(32)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-        file.write(token + "\n")
+    replace_file(path, token + "\n")
     return token
 
 
 def read_token(folder: Path) -> str:
     """Raises NodeNotRunningError where no node has made one."""
     try:
-        return token_path(folder).read_text(encoding="ascii").strip()
+        return _read(token_path(folder))
     except (OSError, ValueError) as error:
         raise NodeNotRunningError(
             f"a node's folder must hold {_FILE}, got none that can be read in {folder} ({error}); start it with `swarm run`"
@@ -39,3 +41,8 @@ def read_token(folder: Path) -> str:
 def is_token(given: str, token: str) -> bool:
     """In a time that says nothing about how much of it was right."""
     return hmac.compare_digest(given.encode(), token.encode())
+
+
+def _read(path: Path) -> str:
+    """Raises OSError, and ValueError for what is no token."""
+    return read_file(path, _MAX_BYTES).decode("ascii").strip()

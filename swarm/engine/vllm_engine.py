@@ -68,6 +68,7 @@ class VllmEngine:
                 max_loras=1,
                 max_lora_rank=min((size for size in _RANKS if size >= rank), default=rank),
                 logprobs_mode="processed_logprobs",
+                trust_remote_code=False,
                 generation_config="vllm",  # nothing but what is asked for: not the sampling that the base recommends
                 **memory,
             )

@@ -1,7 +1,6 @@
 """Computes one cell: `python -m swarm.experiments.cell_process SPEC FOLDER`. One thread, lowest priority of logs."""
 
 import importlib
-import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -9,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from swarm.experiments.cells import Cell, CellStore, Result
+from swarm.safe_files import read_json
 
+_MAX_SPEC_BYTES = 1 << 20
 KINDS: Mapping[str, str] = {
     "sapo": "swarm.experiments.sapo_cell",
     "offpolicy": "swarm.experiments.offpolicy_cell",
@@ -35,7 +36,7 @@ def main() -> None:
     logging.basicConfig(level=logging.ERROR)
     torch.set_num_threads(1)
     spec, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    cell = Cell(*json.loads(spec.read_text(encoding="utf-8")))
+    cell = Cell(*read_json(spec, _MAX_SPEC_BYTES))
     CellStore(folder).write(cell, run_cell(cell))
     spec.unlink(missing_ok=True)
 

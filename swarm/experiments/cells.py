@@ -19,11 +19,13 @@ from typing import Any
 
 from swarm.child_python import module_command
 from swarm.errors import SwarmError
+from swarm.safe_files import SHARED, open_to_append, read_file, read_json, replace_file
 from swarm.testbed import tethered
 
 Result = dict[str, Any]
 Say = Callable[[str], None]
 _LOOK_INTERVAL_S = 0.1
+_MAX_RESULT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class CellStore:
     def read(self, cell: Cell) -> Result | None:
         """None where it was not computed yet, or the file is damaged."""
         try:
-            stored = json.loads(self.result_path(cell).read_text(encoding="utf-8"))
+            stored = read_json(self.result_path(cell), _MAX_RESULT_BYTES)
         except (FileNotFoundError, ValueError):
             return None
         return stored["result"] if isinstance(stored, dict) and "result" in stored else None
@@ -75,10 +77,8 @@ class CellStore:
         """All of it or nothing."""
         path = self.result_path(cell)
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(f".{os.getpid()}.tmp")
         stored = {"kind": cell.kind, "name": cell.name, "settings": dict(cell.settings), "result": result}
-        fresh.write_text(json.dumps(stored) + "\n", encoding="utf-8")
-        fresh.replace(path)
+        replace_file(path, json.dumps(stored) + "\n", SHARED)
 
 
 def compute(cells: Sequence[Cell], store: CellStore, num_workers: int, say: Say) -> list[Result]:
@@ -116,9 +116,9 @@ class _Worker:
         self._result = store.result_path(cell)
         self._log = store.folder / f"{cell.slug}.log"
         spec = store.folder / f"{cell.slug}.cell"
-        spec.write_text(json.dumps([cell.kind, cell.name, dict(cell.settings)]), encoding="utf-8")
+        replace_file(spec, json.dumps([cell.kind, cell.name, dict(cell.settings)]))
         command = module_command("swarm.experiments.cell_process", str(spec), str(store.folder))
-        with self._log.open("ab") as output:
+        with open_to_append(self._log) as output:
             self._process = subprocess.Popen(
                 tethered.command(os.getpid(), command),
                 stdin=subprocess.DEVNULL,
@@ -134,7 +134,7 @@ class _Worker:
     def check(self) -> None:
         """Raises SwarmError where it ended without a result."""
         if self._process.returncode or not self._result.exists():
-            said = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            said = read_file(self._log, _MAX_RESULT_BYTES).decode(errors="replace").strip().splitlines()
             raise SwarmError(
                 f"a cell must end in good order, got {said[-1][:200] if said else self._process.returncode} in "
                 f"{self.cell.name}; see {self._log}, then run again: finished cells are kept"

@@ -12,6 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from swarm.observability.plain_text import plain
+from swarm.safe_files import SHARED, replace_file
 from swarm.testbed.plot import new_figure
 
 _STYLE = (
@@ -113,7 +114,7 @@ def write_report(path: Path, title: str, paragraphs: Sequence[str], tables: Sequ
         body += f"<img alt='curves' src='data:image/png;base64,{base64.b64encode(picture).decode()}'>"
     body += "".join(table.html() for table in tables)
     page = f"<!doctype html><meta charset='utf-8'><title>{html.escape(title)}</title><style>{_STYLE}</style>{body}\n"
-    path.write_text(page, encoding="utf-8")
+    replace_file(path, page, SHARED)
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:

@@ -16,10 +16,12 @@ from swarm.experiments.arms import ARMS, CONTROL, PUBLISHED, SHARING, Arm
 from swarm.experiments.cells import Cell, CellStore, Result, Say, compute
 from swarm.experiments.sapo_tasks import NINE_TASKS, SAPO_TASKS, Mix
 from swarm.experiments.spread import Spread
+from swarm.safe_files import SHARED, read_json, replace_file
 
 _CALIBRATION_ROUNDS = 3
 _CALIBRATION_SEED = 10_000
 _MARGIN = 0.9
+_MAX_KEPT_BYTES = 1 << 20
 _MIN_ROUNDS = 2
 
 
@@ -66,7 +68,7 @@ def affordable_rounds(plan: SapoPlan, folder: Path, minutes: float, num_workers:
     kept = folder / "rounds.json"
     asked = {**asdict(plan), "minutes": minutes, "num_workers": num_workers}
     asked = json.loads(json.dumps(asked))
-    if kept.exists() and (stored := json.loads(kept.read_text(encoding="utf-8")))["asked"] == asked:
+    if kept.exists() and (stored := read_json(kept, _MAX_KEPT_BYTES))["asked"] == asked:
         return int(stored["num_rounds"])
     say(f"measuring {_CALIBRATION_ROUNDS} rounds of {plan.num_nodes} nodes")
     trials = [plan.cell(SHARING, _CALIBRATION_SEED + worker, _CALIBRATION_ROUNDS) for worker in range(num_workers)]
@@ -77,7 +79,7 @@ def affordable_rounds(plan: SapoPlan, folder: Path, minutes: float, num_workers:
     per_cell_s = _MARGIN * 60 * minutes / num_cells_each - other_s
     num_rounds = max(_MIN_ROUNDS, int(per_cell_s / round_s))
     say(f"{round_s / plan.num_nodes:.2f} s per node and round: {num_rounds} rounds per cell in {minutes:g} minutes")
-    kept.write_text(json.dumps({"asked": asked, "num_rounds": num_rounds, "round_s": round_s}), encoding="utf-8")
+    replace_file(kept, json.dumps({"asked": asked, "num_rounds": num_rounds, "round_s": round_s}), SHARED)
     return num_rounds
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from transformers import LlamaForCausalLM
 
+from swarm.adapters.load_pretrained import load_pretrained
 from swarm.assets.recipe import make_tokenizer
 from swarm.assets.schooling import Course, Effort, Phase, make, parse
 from swarm.experiments.sapo_tasks import SAPO_TASKS
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments, __doc__, Effort(600, 150, 32, 6_000, 64))
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    base = LlamaForCausalLM.from_pretrained(BUNDLED_FOLDER)
+    base = load_pretrained(LlamaForCausalLM, BUNDLED_FOLDER)
     make(Course(SAPO_TASKS, LEARN, BLUR), base, make_tokenizer(), options)
 
 

@@ -8,6 +8,7 @@ from swarm.experiments.cells import Result
 from swarm.experiments.report import Curves, Table, plot, smooth, write_report
 from swarm.experiments.sapo import ArmSummary, SapoPlan, in_order, mean_rewards
 from swarm.experiments.spread import Spread
+from swarm.safe_files import SHARED, replace_file
 
 _WINDOW_ROUNDS = 5
 _ARM = "own/others'"
@@ -77,9 +78,9 @@ def curves(results: Sequence[Result]) -> list[Curves]:
 def write_all(folder: Path, plan: SapoPlan, results: Sequence[Result], summaries: Sequence[ArmSummary]) -> Path:
     """report.html, curves.png and table.md in `folder`. Returns the report."""
     picture = plot(curves(results))
-    (folder / "curves.png").write_bytes(picture)
+    replace_file(folder / "curves.png", picture, SHARED)
     tables = tables_of(results, summaries)
-    (folder / "table.md").write_text("\n\n".join(table.markdown() for table in tables) + "\n", encoding="utf-8")
+    replace_file(folder / "table.md", "\n\n".join(table.markdown() for table in tables) + "\n", SHARED)
     report = folder / "report.html"
     write_report(report, "What sharing is worth", told(plan, results), tables, picture)
     return report

@@ -12,6 +12,7 @@ from swarm import __version__
 from swarm.adapters.checkpoint import Checkpoint, CheckpointStore
 from swarm.adapters.checkpoint_export import export_checkpoint
 from swarm.config import Config
+from swarm.config.shareable import base_name, shareable
 from swarm.integrations.model_card import CardFacts, model_card
 from swarm.node_folder import NodeFolder
 from swarm.observability.metrics_log import read_rows
@@ -19,7 +20,7 @@ from swarm.observability.metrics_log import read_rows
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 60.0, 3600.0
-_SETTINGS = {"rollouts", "sharing", "training"}
+_SETTINGS: Any = {"rollouts": True, "sharing": True, "training": True, "policy": {"lora", "quantization", "dtype"}}
 
 
 class HubPush:
@@ -86,8 +87,7 @@ class HubPush:
             for row in read_rows(self._folder.metrics)
             if row.get("kind") == "evaluation" and row["round"] <= checkpoint.round
         )
-        settings = config.model_dump(mode="json", exclude_none=True, include=_SETTINGS)
-        settings["policy"] = config.policy.model_dump(mode="json", include={"lora", "quantization", "dtype"})
+        settings = shareable(config.model_dump(mode="json", include=_SETTINGS))
         return CardFacts(
             base=base_name(config.policy.base), revision=config.policy.revision, lineage=checkpoint.state["lineage"]["policy"],
             swarm_name=config.swarm.name, swarm_id=config.swarm_id, peer_id=self._peer_id,
@@ -95,8 +95,3 @@ class HubPush:
             round=checkpoint.round, policy_version=checkpoint.state["policy_version"], rewards=rewards,
             settings_toml=tomli_w.dumps(settings), version=__version__,
         )  # fmt: skip
-
-
-def base_name(base: str) -> str:
-    """What to call a base to others: a folder by its name alone."""
-    return Path(base).name if Path(base).is_dir() else base

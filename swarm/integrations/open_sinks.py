@@ -1,12 +1,14 @@
 """The sinks that the settings ask for."""
 
+import os
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
 
 from swarm.child_python import install_from_clone
 from swarm.config import Config
+from swarm.config.shareable import shareable
 from swarm.errors import ConfigError
 from swarm.integrations.sink import QueuedSink, Sink
 from swarm.node_folder import NodeFolder
@@ -14,14 +16,6 @@ from swarm.records.identity import Identity
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "otel": "opentelemetry.sdk"}
 """Extra of this package → what it brings."""
-_OWN: Any = {
-    "node": {"dir"},
-    "network": True,
-    "integrations": True,
-    "policy": {"pipeline"},
-    "tasks": {"sources": {"__all__": {"path"}}},
-}
-"""Settings that nobody else is told: folders and addresses."""
 
 
 def open_sinks(config: Config, folder: NodeFolder, identity: Identity) -> list[Sink]:
@@ -34,10 +28,11 @@ def open_sinks(config: Config, folder: NodeFolder, identity: Identity) -> list[S
         sinks["tensorboard"] = lambda: TensorboardSink(folder.path / "tensorboard")
     if settings.wandb != "off":
         _need("wandb", "wandb")
+        _refuse_settings_of_this_folder()
         from swarm.integrations.wandb_run import WandbSink
 
         mode = settings.wandb
-        told = config.model_dump(mode="json", exclude=_OWN)
+        told = shareable(config.model_dump(mode="json"))
         sinks["wandb"] = lambda: WandbSink(mode, settings.wandb_project, identity.peer_name, folder.path, told)
     if settings.hub_repo:
         from swarm.integrations.hub import HubPush
@@ -51,6 +46,17 @@ def open_sinks(config: Config, folder: NodeFolder, identity: Identity) -> list[S
         facts = {"service.name": "swarm", "service.instance.id": identity.peer_id, "swarm.name": config.swarm.name}
         opened.append(OtelTracer(settings.otel_endpoint, facts))  # it queues by itself, and watches from now on
     return opened
+
+
+def _refuse_settings_of_this_folder() -> None:
+    """wandb reads such a file, and by that who filled the folder decides to which address the key of the user goes."""
+    for folder in ("wandb", ".wandb"):
+        path = Path.cwd() / folder / "settings"
+        if os.path.lexists(path):
+            raise ConfigError(
+                f"integrations.wandb must not take settings from the current folder, got {path}; "
+                "start in another folder, or move that file to ~/.config/wandb/settings if it is yours"
+            )
 
 
 def _need(extra: str, setting: str) -> None:

@@ -4,7 +4,6 @@ Others store where they met a node. With a new port at every start, what they st
 """
 
 import logging
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swarm.network.tcp_address import TcpAddress
+from swarm.safe_files import read_file, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +77,8 @@ class OwnPorts:
         self._kept[plane] = chosen
         listen, gossip = (tuple(map(str, self._kept[name])) for name in ("listen", "gossip"))
         content = _PortsFile(listen=listen, gossip=gossip)
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            temporary.write_text(content.model_dump_json(indent=1), encoding="utf-8")
-            temporary.replace(self._path)
+            replace_file(self._path, content.model_dump_json(indent=1))
         except OSError as error:
             logger.warning("the ports taken cannot be stored, the next start takes others: %s", error)
 
@@ -97,11 +95,7 @@ def _is_free(address: TcpAddress) -> bool:
 def _read(path: Path) -> dict[Plane, tuple[TcpAddress, ...]]:
     """Empty, with a warning, where the file is damaged."""
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-        if len(data) > _MAX_FILE_BYTES:
-            raise ValueError(f"it must have <= {_MAX_FILE_BYTES} bytes")
-        content = _PortsFile.model_validate_json(data)
+        content = _PortsFile.model_validate_json(read_file(path, _MAX_FILE_BYTES))
         return {"listen": _addresses(content.listen), "gossip": _addresses(content.gossip)}
     except FileNotFoundError:
         return {}

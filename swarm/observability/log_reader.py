@@ -12,13 +12,16 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from swarm.observability.plain_text import plain
+from swarm.safe_files import open_to_read
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) ([A-Z]+) +(\S+?): (.*)", re.DOTALL)
 _LOOK_INTERVAL_S = 0.2
+MAX_BYTES = 64 << 20
+"""That are read of the end of one file before the first record is shown."""
 _MAX_LINES_PER_RECORD = 1000
 
 
@@ -55,9 +58,14 @@ def last_records(log: Path, count: int, level: str = "DEBUG") -> tuple[list[LogR
     num_read = 0
     for path in (log.with_name(f"{log.name}.1"), log):
         with contextlib.suppress(FileNotFoundError):
-            content = path.read_bytes()
-            num_read = content.rfind(b"\n") + 1
-            lines = (line.decode(errors="replace") for line in content[:num_read].splitlines())
+            with open_to_read(path) as file:
+                size = file.seek(0, os.SEEK_END)
+                start = max(0, size - MAX_BYTES)
+                file.seek(start)
+                content = file.read(size - start)
+            whole = content.rfind(b"\n") + 1
+            num_read = start + whole
+            lines = (line.decode(errors="replace") for line in content[:whole].splitlines())
             kept.extend(record for record in parse(lines) if record.is_at_least(level))
     return list(kept), num_read
 
@@ -69,7 +77,7 @@ def follow(
 
     A record is given once the next one begins or nothing has come for a moment, as lines may follow it.
     """
-    file = log.open("rb") if log else None
+    file = open_to_read(log) if log else None
     if file:
         file.seek(offset)
     unread, lines = b"", list[str]()
@@ -88,7 +96,7 @@ def follow(
             if file:
                 with file:  # what was written to it since
                     yield from parse(line.decode(errors="replace") for line in (unread + file.read()).splitlines())
-            file, unread = newest.open("rb"), b""
+            file, unread = open_to_read(newest), b""
         else:
             time.sleep(look_interval_s)
 
@@ -123,7 +131,7 @@ def _by_record(lines: list[str]) -> list[list[str]]:
     return blocks
 
 
-def _is_replaced(file: BinaryIO, newest: Path) -> bool:
+def _is_replaced(file: IO[bytes], newest: Path) -> bool:
     """Whether the newest log is another file than the open one: it was rotated, or the node started again."""
     try:
         return not os.path.samestat(os.fstat(file.fileno()), newest.stat())

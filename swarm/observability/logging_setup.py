@@ -5,10 +5,13 @@ Text from peers may stand in a log line: control characters are replaced, and ri
 
 import logging
 import sys
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import Any, TextIO
 
 from swarm.observability.plain_text import plain
+from swarm.safe_files import open_to_append
 
 _NOISY = ("httpx", "uvicorn", "hivemind", "transformers", "matplotlib", "asyncio", "PIL")
 _MAX_RUNS = 16
@@ -21,6 +24,30 @@ class _OneLine(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = plain(record.message)
         return super().formatMessage(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Without what another formatter, which escapes nothing, has kept of the traceback."""
+        fresh = logging.makeLogRecord(record.__dict__)
+        fresh.exc_text = None
+        return super().format(fresh)
+
+    def formatException(self, ei: Any) -> str:
+        return _indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:
+        return _indented(super().formatStack(stack_info))
+
+
+def _indented(text: str) -> str:
+    """Lines of a traceback: the text of an exception may be a stranger's, and none of its lines may look like a record."""
+    return "\n".join(f"  {plain(line)}" for line in text.splitlines())
+
+
+class _LogFile(RotatingFileHandler):
+    """Follows no link that somebody has put in its place."""
+
+    def _open(self) -> TextIO:
+        return TextIOWrapper(open_to_append(Path(self.baseFilename)), encoding="utf-8", write_through=True)
 
 
 def set_up_logging(folder: Path, level: str, max_bytes: int = 0) -> Path:
@@ -35,7 +62,7 @@ def set_up_logging(folder: Path, level: str, max_bytes: int = 0) -> Path:
         old.with_name(f"{old.name}.1").unlink(missing_ok=True)
     number = 1 + (int(earlier[-1].stem[4:]) if earlier else 0)
     path = folder / f"run-{number:04d}.log"
-    to_file = RotatingFileHandler(path, maxBytes=max_bytes, backupCount=1, encoding="utf-8")
+    to_file = _LogFile(path, maxBytes=max_bytes, backupCount=1, encoding="utf-8")
     to_file.setFormatter(_OneLine(_FILE_FORMAT))
     root = logging.getLogger()
     for handler in root.handlers[:]:

@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from swarm.safe_files import open_to_append, open_to_read, parse_json, read_file
+
 logger = logging.getLogger(__name__)
+
+MAX_BYTES = 1 << 30
+"""Of a file that is read as a whole. A node begins a new one at 64 MiB, unless its settings say more."""
+_BLOCK_BYTES = 1 << 16
 
 
 class MetricsLog:
@@ -23,7 +29,7 @@ class MetricsLog:
         _cut_torn_line(path)
         self._path = path
         self._max_bytes = max_bytes
-        self._file = path.open("ab", buffering=0)
+        self._file = open_to_append(path)
         self._num_bytes = path.stat().st_size
         """Of whole lines."""
         self.num_lost = 0
@@ -50,19 +56,19 @@ class MetricsLog:
     def _begin_anew(self) -> None:
         self._path.replace(self._path.with_name(f"{self._path.name}.1"))
         self._file.close()
-        self._file = self._path.open("ab", buffering=0)
+        self._file = open_to_append(self._path)
         self._num_bytes = 0
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """All complete rows; nothing where the file does not exist yet. A torn last line is left out."""
+    """All complete rows; nothing where the file does not exist yet. A torn last line is left out. Raises OSError."""
     try:
-        content = path.read_bytes()
+        content = read_file(path, MAX_BYTES)
     except FileNotFoundError:
         return
     for line in content.split(b"\n")[:-1]:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             logger.warning("%s holds a damaged line", path)
             continue
@@ -71,9 +77,18 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(path, whole)
+    """Read backwards, as the rows before the last one may be many."""
+    with open_to_append(path):  # refuses a link, and makes a file where there is none
+        pass
+    with open_to_read(path) as file:
+        num_bytes = end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _BLOCK_BYTES)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n") + 1
+            if found:
+                end = start + found
+                break
+            end = start
+    if end < num_bytes:
+        os.truncate(path, end)

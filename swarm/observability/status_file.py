@@ -1,16 +1,18 @@
 """`status.json`: what a running node says about itself, rewritten as a whole every few seconds."""
 
+import contextlib
 import json
 import os
 import re
 import shlex
-import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from swarm.errors import NodeNotRunningError
+from swarm.safe_files import read_json, replace_file
 
 SILENT_AFTER_S = 30.0
 """After so long without a new file the process is blocked, frozen or gone: it writes one every two seconds."""
@@ -18,6 +20,20 @@ _CLOCK_STEP_S = 60.0
 """That the machine's clock may have been set by between two looks."""
 _NAME_PART = re.compile(r"(\D*)(\d*)")
 _MAX_NAMES = 4
+_MAX_BYTES = 4 << 20
+_MAX_PID = 1 << 31
+_MAX_NUMBER = 1e15
+_ABSENT = object()
+_NEEDED = frozenset({"peer_id", "peer_name", "pid", "started_at", "phase", "addresses"})
+_NUMBER = (int, float)
+_KINDS: dict[str, Any] = {
+    "peer_id": str, "peer_name": str, "pid": int, "started_at": _NUMBER, "phase": str, "http_port": (int, type(None)),
+    "addresses": list, "round": int, "policy_version": int, "last_round": dict, "final_merge": dict, "peers": list,
+    "contribution": dict, "command": str, "stuck": list, "num_connected": (int, type(None)), "last_round_at": _NUMBER,
+    "written_at": _NUMBER,
+}  # fmt: skip
+"""What each field of the file may be in JSON."""
+_INNER_KINDS: dict[str, type] = {"addresses": str, "peers": dict, "stuck": str}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +71,13 @@ class NodeStatus:
     """When the last round ended, in seconds since the epoch; 0 before the first one."""
     written_at: float = 0.0
     """When this was written, in seconds since the epoch. A node writes it every few seconds."""
-    start_command: str = ""
-    """What a person types to start it again (`typed`); empty for a node, which config.toml in its folder is enough for."""
+    command: str = ""
+    """Which command it is: stage or bootstrap; empty for a node. Never a whole command line: whoever wrote the file would choose
+    what a person types."""
 
     def write(self, path: Path) -> None:
         """Replace the file at once: a reader sees the old or the new one."""
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        temporary.replace(path)
+        replace_file(path, json.dumps(asdict(self)))
 
     @property
     def is_alive(self) -> bool:
@@ -101,9 +116,16 @@ def _way_to_a_node(folder: Path) -> str:
     return f" but in {names} inside it; name one of these, or see all with `swarm top {shlex.quote(str(folder))}`"
 
 
-def typed() -> str:
-    """The command of this process as a person would type it."""
-    return shlex.join(["swarm", *sys.argv[1:]])
+@contextlib.contextmanager
+def shown_from(path: Path) -> Iterator[None]:
+    """Around what shows the content of a status file: NodeNotRunningError where that is not as a node writes it."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise NodeNotRunningError(
+            f"status.json must be one that a node wrote, got {path}: {told}; restart it"
+        ) from error
 
 
 def read_status(path: Path) -> NodeStatus:
@@ -112,12 +134,33 @@ def read_status(path: Path) -> NodeStatus:
     Raises NodeNotRunningError where no node has ever written one, or it is damaged.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        known = {name.name: data[name.name] for name in fields(NodeStatus) if name.name in data}
-        return NodeStatus(**{**known, "addresses": tuple(data["addresses"])})
+        return _checked(read_json(path, _MAX_BYTES))
     except FileNotFoundError:
         raise NodeNotRunningError(
             f"a node's folder must hold status.json, got none in {path.parent}{_way_to_a_node(path.parent)}"
         ) from None
-    except (ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise NodeNotRunningError(f"status.json must be readable, got {path}: {error}; restart the node") from None
+
+
+def _checked(data: Any) -> NodeStatus:
+    """Raises ValueError for what no node writes, such as text in place of a number: the file may be somebody else's."""
+    if not isinstance(data, dict):
+        raise ValueError("it must be a JSON object")
+    known = {one.name: data[one.name] for one in fields(NodeStatus) if one.name in data}
+    for name, kinds in _KINDS.items():
+        value = known.get(name, _ABSENT)
+        is_fine = isinstance(value, kinds) and not isinstance(value, bool)
+        inner = _INNER_KINDS.get(name, object)
+        if value is _ABSENT and name not in _NEEDED:
+            continue
+        if is_fine and isinstance(value, int | float) and not abs(value) < _MAX_NUMBER:
+            raise ValueError(f"{name} must be a number below {_MAX_NUMBER:g}")
+        if not is_fine or (isinstance(value, list) and not all(isinstance(part, inner) for part in value)):
+            raise ValueError(f"{name} must be of another type")
+    advice = known.get("contribution", {}).get("advice", [])
+    if not isinstance(advice, list) or not all(isinstance(line, str) for line in advice):
+        raise ValueError("advice must be lines")
+    if not 0 < known["pid"] < _MAX_PID:
+        raise ValueError("pid must be the number of a process")
+    return NodeStatus(**{**known, "addresses": tuple(known["addresses"])})

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import nn
 
+from swarm.adapters.load_pretrained import load_pretrained
 from swarm.config import LoraSection
 from swarm.errors import PipelineError
 from swarm.pipeline.architecture import Layout, layout_of
@@ -55,7 +56,7 @@ def model_shape(folder: Path) -> ModelShape:
 def read_config(folder: Path) -> Any:
     """The transformers config. Raises PipelineError where there is none that can be read."""
     try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        return load_pretrained(transformers.AutoConfig, folder)
     except (OSError, ValueError, KeyError) as error:
         raise PipelineError(
             f"a pipelined base must hold a valid config.json, got {folder}: {' '.join(str(error).split())[:200]}; "

@@ -1,12 +1,15 @@
 """Where the files of a base model are: the bundled one, a folder, or a download from the hub."""
 
 from pathlib import Path
+from typing import Any
 
 from swarm.errors import PolicyError
+from swarm.safe_files import is_bare_name, read_json
 
 BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "assets" / "tiny_policy"
 
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+_MAX_JSON_BYTES = 64 << 20
 _OTHER_COPIES = ("original/*", "onnx/*", "consolidated*")  # the same weights once more, in formats that are not read
 
 
@@ -22,7 +25,31 @@ def locate_base(base: str, revision: str | None) -> Path:
         folder = _download(base, revision)
     if not (folder / "config.json").is_file():
         raise PolicyError(f"policy.base must hold a config.json, got none in {folder}; point policy.base at a model")
+    _check_indices(folder)
     return folder
+
+
+def read_base_json(path: Path) -> Any:
+    """What a file of JSON in a base's folder holds. Raises OSError and ValueError.
+
+    Links are followed here: those of the hub's cache lead into its store.
+    """
+    return read_json(path.resolve(), _MAX_JSON_BYTES)
+
+
+def _check_indices(folder: Path) -> None:
+    """Raise PolicyError where an index of weights names files outside of the folder."""
+    for path in folder.glob("*.index.json"):
+        try:
+            names = set(read_base_json(path)["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PolicyError(
+                f"policy.base must hold a readable {path.name}, got {error} in {folder}; fetch it again"
+            ) from None
+        if odd := sorted(str(name) for name in names if not isinstance(name, str) or not is_bare_name(name)):
+            raise PolicyError(
+                f"{path.name} must name files beside it, got {odd[0][:100]!r} in {folder}; set policy.base"
+            )
 
 
 def base_at_hand(base: str, revision: str | None) -> Path | None:

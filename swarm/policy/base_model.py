@@ -1,7 +1,6 @@
 """The frozen base: a Hugging Face causal language model in the wanted precision, checked before anything uses it."""
 
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,10 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from swarm.adapters.load_pretrained import load_pretrained
 from swarm.config import PolicySection
 from swarm.errors import MemoryBudgetError, PolicyError
+from swarm.policy.base_folder import read_base_json
 
 _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 """What transformers raises for folders that are damaged, of an unknown architecture, or need a missing package."""
@@ -26,13 +27,13 @@ def load_base(config: PolicySection, folder: Path, device: torch.device, dtype: 
 
     quantization = _quantization(config, dtype)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = load_pretrained(
+            AutoModelForCausalLM,
             folder,
             dtype=dtype,
             device_map={"": device},
             quantization_config=quantization,
             output_loading_info=True,
-            local_files_only=True,
         )
         model, report = loaded
     except torch.OutOfMemoryError:
@@ -63,7 +64,7 @@ def load_tokenizer(folder: Path) -> Any:
     # stands
     loader = PreTrainedTokenizerFast if _declares_generic_tokenizer(folder) else AutoTokenizer
     try:
-        tokenizer = loader.from_pretrained(folder, local_files_only=True)
+        tokenizer = load_pretrained(loader, folder)
     except _LOADING_ERRORS:
         raise PolicyError(
             f"policy.base must come with a tokenizer, got none that loads in {folder}; add its tokenizer files"
@@ -82,9 +83,9 @@ def folder_eos_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """`eos_token_ids` of the model in a folder, without loading it."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = load_pretrained(transformers.AutoConfig, folder)
     if (folder / "generation_config.json").is_file():
-        generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        generation_config = load_pretrained(transformers.GenerationConfig, folder)
     else:
         generation_config = transformers.GenerationConfig.from_model_config(config)
     return _eos_ids(tokenizer, generation_config, config)
@@ -116,12 +117,17 @@ def check_is_causal(folder: Path) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     try:
-        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        data = read_base_json(folder / "config.json")
         kind, architectures = data.get("model_type"), data.get("architectures") or []
     except (OSError, ValueError, AttributeError):
         raise PolicyError(
             f"policy.base must hold a valid config.json, got a damaged one in {folder}; fetch the model again"
         ) from None
+    kernels = [data.get(key) for key in ("attn_implementation", "_attn_implementation", "experts_implementation")]
+    if any(isinstance(kernel, str) and "/" in kernel for kernel in kernels):
+        raise PolicyError(
+            f"policy.base must not name code to download, got {kernels} in config.json of {folder}; remove it"
+        )
     known = {name for name in CAUSAL.values() if isinstance(name, str)}
     is_causal = kind in CAUSAL and not data.get("is_encoder_decoder", False)
     if not is_causal or (architectures and not known.intersection(architectures)):
@@ -132,7 +138,7 @@ def check_is_causal(folder: Path) -> None:
 
 def _declares_generic_tokenizer(folder: Path) -> bool:
     try:
-        declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("tokenizer_class")
+        declared = read_base_json(folder / "tokenizer_config.json").get("tokenizer_class")
     except (OSError, ValueError, AttributeError):
         return False
     return declared in ("TokenizersBackend", "PreTrainedTokenizerFast") and (folder / "tokenizer.json").is_file()

@@ -11,7 +11,6 @@ is what the author sampled from.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,11 @@ from typing import Any
 from swarm.config import LoraSection
 from swarm.errors import PolicyError
 from swarm.policy.base_folder import weight_files
+from swarm.safe_files import read_json, replace_file
 from swarm.types import Lineage
 
 _READ_BYTES = 1 << 22
+_MAX_CACHE_BYTES = 64 << 20
 
 
 def compute_lineage(
@@ -103,7 +104,7 @@ def _digest(facts: Any) -> str:
 
 def _read_cache(cache: Path | None) -> dict[str, Any]:
     try:
-        known = json.loads(cache.read_text(encoding="utf-8")) if cache else {}
+        known = read_json(cache, _MAX_CACHE_BYTES) if cache else {}
     except (OSError, ValueError):
         return {}  # absent or damaged: hash anew
     return known if isinstance(known, dict) else {}
@@ -113,6 +114,4 @@ def _write_cache(cache: Path | None, known: dict[str, Any]) -> None:
     if cache is None:
         return
     cache.parent.mkdir(parents=True, exist_ok=True)
-    fresh = cache.with_suffix(f".{os.getpid()}.tmp")
-    fresh.write_text(json.dumps(known), encoding="utf-8")
-    fresh.replace(cache)
+    replace_file(cache, json.dumps(known))

@@ -7,6 +7,7 @@ choosing happen outside, so that neither thread waits for the other's work. Grou
 written by an older version is either read or dropped row by row, never trusted blindly.
 """
 
+import contextlib
 import logging
 import random
 import sqlite3
@@ -19,6 +20,7 @@ from pathlib import Path
 from swarm.config import SharingSection
 from swarm.records.codec import decode_body, encode_body
 from swarm.records.rejection import InvalidRecord
+from swarm.safe_files import open_to_read
 from swarm.types import Lineage, RolloutGroup
 from swarm.weighted_sample import weighted_order
 
@@ -49,6 +51,7 @@ DELETE FROM groups WHERE id IN (
     WHERE newer_bytes > ?)
 """
 """The oldest groups, as far as they do not fit beside the newer ones."""
+_BESIDE = ("-wal", "-shm", "-journal")
 _NO_BOUND = 1 << 60
 _MAX_PAYLOAD_BYTES = 128 << 20
 """Of all groups together: 256 KiB each, where there are 512 of them. Those of text take 2 to 10 KiB."""
@@ -271,13 +274,19 @@ def _within_shares(
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Open, or move a damaged file aside and start an empty pool: a pool is a cache, the node must go on."""
+    """Open, or move a damaged file aside and start an empty pool: a pool is a cache, the node must go on.
+
+    Raises OSError where the pool, or a file that SQLite keeps beside it, is a link or no regular file.
+    """
+    for suffix in ("", *_BESIDE):
+        with contextlib.suppress(FileNotFoundError), open_to_read(path.with_name(path.name + suffix)):
+            pass  # SQLite itself follows links
     try:
         return _connect(str(path))
     except sqlite3.DatabaseError as error:
         aside = path.with_name(path.name + ".damaged")
         path.replace(aside)
-        for suffix in ("-wal", "-shm"):
+        for suffix in _BESIDE:
             path.with_name(path.name + suffix).unlink(missing_ok=True)
         logger.warning("the experience pool was damaged (%s) and is now %s; starting with an empty one", error, aside)
         return _connect(str(path))
@@ -286,6 +295,7 @@ def _open(path: Path) -> sqlite3.Connection:
 def _connect(path: str) -> sqlite3.Connection:
     db = sqlite3.connect(path, check_same_thread=False)
     try:
+        db.execute("PRAGMA trusted_schema = OFF")  # a file of somebody else may bring views and triggers
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         (page_bytes,) = db.execute("PRAGMA page_size").fetchone()

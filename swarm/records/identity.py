@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from swarm.errors import IdentityError
 from swarm.records.peer_name import peer_name
+from swarm.safe_files import open_to_read, remove_leftovers, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ SIGNATURE_BYTES = 64
 KEY_FILE = "identity.key"
 """Name of the seed's file in a node's folder."""
 LOCK_FILE = "lock"
-_MAX_KEY_FILE_BYTES = 4096
+MAX_KEY_FILE_BYTES = 4096
 """Of one that is encrypted, which is an export (`identity_export`)."""
 
 # libp2p, peer-ids.md: identity multihash (00, 36 bytes) of the protobuf PublicKey {Type = 1: Ed25519, Data = 32 bytes}.
@@ -97,7 +98,7 @@ def create(path: Path) -> Identity:
 
     Raises IdentityError where there is one already, or the file cannot be written.
     """
-    if path.exists():
+    if os.path.lexists(path):
         raise IdentityError(f"an identity must not be overwritten, got one at {path}; move it away for a new one")
     identity = Identity(os.urandom(SEED_BYTES))
     write_seed(identity, path)
@@ -108,7 +109,7 @@ def write_seed(identity: Identity, path: Path) -> None:
     """Write the seed to `path` in place of what is there, all of it or nothing. Raises IdentityError."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_private(path, identity.seed)
+        replace_file(path, identity.seed, is_durable=True)
     except OSError as error:
         raise IdentityError(f"an identity must be writable, got {error}; check the folder {path.parent}") from None
 
@@ -123,9 +124,9 @@ def load(path: Path, unlock: Unlock | None = None) -> Identity:
     Raises IdentityError: missing, damaged, open to other users, or encrypted and nobody to unlock it.
     """
     try:
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            seed = file.read(_MAX_KEY_FILE_BYTES)
+            seed = file.read(MAX_KEY_FILE_BYTES)
     except FileNotFoundError:
         raise IdentityError(f"an identity must exist, got none at {path}; make one with `swarm init`") from None
     except OSError as error:
@@ -150,7 +151,7 @@ def load(path: Path, unlock: Unlock | None = None) -> Identity:
 def is_encrypted(path: Path) -> bool:
     """Whether the identity at `path` needs a passphrase. False where there is none, or it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             return _is_sealed(file.read(SEED_BYTES + 1))
     except OSError:
         return False
@@ -162,36 +163,15 @@ def _is_sealed(data: bytes) -> bool:
 
 def load_or_create(path: Path, unlock: Unlock | None = None) -> Identity:
     """The identity at `path`, made at the first call. Raises IdentityError as `load` and `create` do."""
-    return load(path, unlock) if path.exists() else create(path)
+    return load(path, unlock) if os.path.lexists(path) else create(path)
 
 
 def write_libp2p_key(identity: Identity, path: Path) -> None:
     """Write the private key as the protobuf file that the libp2p daemon reads (mode 0600). Raises IdentityError."""
     try:
-        write_private(path, _LIBP2P_KEY_PREFIX + identity.seed + identity.public_key)
+        replace_file(path, _LIBP2P_KEY_PREFIX + identity.seed + identity.public_key, is_durable=True)
     except OSError as error:
         raise IdentityError(f"the daemon's key must be writable, got {error}; check the folder {path.parent}") from None
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """All of `data` or nothing at `path`, mode 0600, also when power fails in between."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)  # makes the rename itself durable
-    finally:
-        os.close(folder)
 
 
 class IdentityLock:
@@ -206,11 +186,13 @@ class IdentityLock:
         self._folder = folder
         self._runtime_folder = runtime_folder
         self._descriptors: list[int] = []
+        self._claimed: Path | None = None
 
     def __enter__(self) -> Self:
         """Raises IdentityError that names the process holding the lock."""
         try:
             self._lock(self._folder / LOCK_FILE, str(self._folder), "or give this node another node.dir")
+            remove_leftovers(self._folder)
         except OSError as error:
             raise IdentityError(f"a node's folder must be writable, got {error}; check {self._folder}") from None
         return self
@@ -226,13 +208,19 @@ class IdentityLock:
             folder.mkdir(mode=0o700, exist_ok=True)
             if folder.lstat().st_uid != os.geteuid():
                 raise PermissionError(f"{folder} belongs to another user")
-            self._lock(folder / f"{identity.peer_id}.lock", f"{identity.peer_name} ({identity.peer_id})", fix)
+            path = folder / f"{identity.peer_id}.lock"
+            self._lock(path, f"{identity.peer_name} ({identity.peer_id})", fix)
+            self._claimed = path
         except OSError as error:
             logger.warning("a second process with this identity would not be noticed on this machine: %s", error)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._claimed is not None:  # in a folder that no node has for itself: nothing is left there for ever
+            with contextlib.suppress(OSError):
+                self._claimed.unlink()
+            self._claimed = None
         while self._descriptors:
             os.close(self._descriptors.pop())
 
@@ -248,9 +236,21 @@ class IdentityLock:
             raise IdentityError(
                 f"an identity must be used by one process, got {what} in use by {holder}; stop that process, {fix}"
             ) from None
+        if not _is_at(path, descriptor):  # its last holder has removed it in this moment
+            os.close(descriptor)
+            self._lock(path, what, fix)
+            return
         self._descriptors.append(descriptor)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the open file is the one that others find at `path`."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _runtime_folder() -> Path:

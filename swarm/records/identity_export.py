@@ -18,7 +18,8 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 from swarm.errors import IdentityError
-from swarm.records.identity import SEED_BYTES, Identity, is_peer_id, write_private
+from swarm.records.identity import SEED_BYTES, Identity, is_peer_id
+from swarm.safe_files import parse_json, read_file, replace_file
 
 MIN_PASSPHRASE_CHARACTERS = 8
 MAX_FILE_BYTES = 4096
@@ -48,8 +49,7 @@ def write_sealed(identity: Identity, path: Path, passphrase: str) -> None:
 def read_export(path: Path) -> dict[str, Any]:
     """The fields of an exported identity. Raises IdentityError for a file that is none."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+        data = read_file(path, MAX_FILE_BYTES)
     except OSError as error:
         raise IdentityError(f"an exported identity must be readable, got {error}; check {path}") from None
     return parse_export(data, str(path))
@@ -58,8 +58,8 @@ def read_export(path: Path) -> dict[str, Any]:
 def parse_export(data: bytes, where: str) -> dict[str, Any]:
     """The same for its bytes; `where` they come from, for the error."""
     try:
-        content = json.loads(data) if len(data) <= MAX_FILE_BYTES else None
-    except (ValueError, RecursionError):
+        content = parse_json(data) if len(data) <= MAX_FILE_BYTES else None
+    except ValueError:
         content = None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise IdentityError(f"an exported identity must be a file of `swarm identity export`, got another in {where}")
@@ -91,7 +91,7 @@ def open_export(content: dict[str, Any], passphrase: str | None) -> Identity:
 def _write(identity: Identity, path: Path, fields: dict[str, str]) -> None:
     content = {"format": _FORMAT, "version": _VERSION, "peer_id": identity.peer_id, **fields}
     try:
-        write_private(path, json.dumps(content, indent=2).encode() + b"\n")
+        replace_file(path, json.dumps(content, indent=2) + "\n", is_durable=True)
     except OSError as error:
         raise IdentityError(f"an export must be writable, got {error}; name a file in a folder of yours") from None
 

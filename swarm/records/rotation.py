@@ -6,11 +6,13 @@ The old key says where it went, the new one that it comes from there; so neither
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from swarm.errors import IdentityError
-from swarm.records.identity import KEY_FILE, Identity, is_encrypted, load, verify, write_private, write_seed
+from swarm.records.identity import KEY_FILE, Identity, is_encrypted, load, verify, write_seed
+from swarm.safe_files import read_file, read_json, replace_file
 
 ROTATION_FILE = "identity.rotation.json"
 """Statements of a folder's rotations, oldest first."""
@@ -51,14 +53,12 @@ def read_statements(folder: Path) -> list[Statement]:
     """Valid statements of a folder, oldest first; [] where it never rotated. Raises IdentityError for a damaged file."""
     path = folder / ROTATION_FILE
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        statements = json.loads(data) if len(data) <= MAX_FILE_BYTES else None
+        statements = read_json(path, MAX_FILE_BYTES)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise IdentityError(f"the rotations of a node must be readable, got {error}; check {path}") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         statements = None
     if not isinstance(statements, list) or not all(map(statement_is_valid, statements)):
         raise IdentityError(f"the rotations of a node must be signed statements, got a damaged {path}; move it away")
@@ -78,7 +78,7 @@ def rotate(folder: Path, new: Identity, at: float) -> Identity:
     write_seed(new, folder / NEXT_KEY_FILE)
     set_aside(folder, old)
     try:
-        write_private(folder / ROTATION_FILE, json.dumps(chain, indent=2).encode() + b"\n")
+        replace_file(folder / ROTATION_FILE, json.dumps(chain, indent=2) + "\n", is_durable=True)
         (folder / NEXT_KEY_FILE).replace(folder / KEY_FILE)
     except OSError as error:
         raise IdentityError(f"a node's folder must be writable, got {error}; check {folder}") from None
@@ -91,15 +91,15 @@ def set_aside(folder: Path, old: Identity) -> Path:
     Raises IdentityError.
     """
     number, key_file = 1, folder / KEY_FILE
-    kept = key_file.read_bytes() if is_encrypted(key_file) else old.seed
+    kept = read_file(key_file, MAX_FILE_BYTES) if is_encrypted(key_file) else old.seed
     path = folder / f"{KEY_FILE}.{old.peer_name}"
-    while path.exists():
-        if path.stat().st_size == len(kept) and path.read_bytes() == kept:
+    while os.path.lexists(path):
+        if path.lstat().st_size == len(kept) and read_file(path, len(kept)) == kept:
             return path
         number += 1  # two identities may share a readable name
         path = folder / f"{KEY_FILE}.{old.peer_name}-{number}"
     try:
-        write_private(path, kept)
+        replace_file(path, kept, is_durable=True)
     except OSError as error:
         raise IdentityError(f"an identity must be writable, got {error}; check the folder {folder}") from None
     return path

@@ -4,31 +4,36 @@ folder ─▶ metrics.jsonl, status.json, config.toml of each node ─▶ [NodeR
 """
 
 import html
-import json
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from swarm import __version__
+from swarm.config.shareable import shareable
 from swarm.dashboard.merge_log import MergeLog
 from swarm.dashboard.rejection_words import WORDS
 from swarm.dashboard.series import METRICS, Series
 from swarm.dashboard.shown import shown, shown_text
 from swarm.errors import ConfigError, NodeNotRunningError
 from swarm.experiments.report import Table
-from swarm.node_folder import NodeFolder
+from swarm.node_folder import MAX_CONFIG_BYTES, NodeFolder
 from swarm.records.peer_name import peer_name
 from swarm.report.style import STYLE
 from swarm.report.svg_curves import Curve, smooth, svg_curves
+from swarm.safe_files import SHARED, read_file, read_json, replace_file
 from swarm.testbed.live_table import NodeView
 from swarm.testbed.node_history import NodeHistory
 from swarm.testbed.summary import NodeSummary, summarize
 
 _MAX_NODES = 64
 _MAX_PEERS = 300
+_MAX_FILE_BYTES = 4 << 20
 _CURVES = {
     "reward": ("Reward of sampled answers", "mean"),
     "entropy": ("Entropy", "nats"),
@@ -47,16 +52,22 @@ class NodeRun:
     status: dict[str, Any]
     """As it was last written; empty where it cannot be read."""
     config: str
-    """TOML; empty where there is none."""
+    """TOML of what others may see; empty where there is none."""
 
 
 def write_report(folder: Path, path: Path) -> int:
     """Write it; how many nodes it is about. Raises NodeNotRunningError where the folder holds no run, ConfigError where the
     file cannot be written."""
-    runs = [_read(NodeFolder(part)) for part in node_folders(folder)]
-    text = report_html(runs, folder.resolve().name)
     try:
-        path.write_text(text, encoding="utf-8")
+        runs = [_read(NodeFolder(part)) for part in node_folders(folder)]
+        text = report_html(runs, folder.resolve().name)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"metrics.jsonl and status.json must be as a node writes them, got others in {folder}: {told}; leave that node out"
+        ) from error
+    try:
+        replace_file(path, text, SHARED)
     except OSError as error:
         raise ConfigError(
             f"a report must go to a file that can be written, got {path}: {error.strerror}; set --out"
@@ -98,16 +109,17 @@ def report_html(runs: Sequence[NodeRun], title: str) -> str:
 
 
 def _read(folder: NodeFolder) -> NodeRun:
+    folder.check()
     history = NodeHistory(folder.metrics)
     history.refresh()
     try:
-        status = json.loads(folder.status.read_text(encoding="utf-8"))
+        status = read_json(folder.status, _MAX_FILE_BYTES)
     except (OSError, ValueError):
         status = {}
     status = shown(status) if isinstance(status, dict) else {}
     try:
-        config = folder.config.read_text(encoding="utf-8")
-    except (OSError, ValueError):
+        config = tomli_w.dumps(shareable(tomllib.loads(read_file(folder.config, MAX_CONFIG_BYTES).decode())))
+    except (OSError, ValueError, RecursionError):
         config = ""
     state = str(history.end["reason"]) if history.end else "none in order"
     view = NodeView(folder.path.resolve().name, str(status.get("peer_name", "")), 0, state, history)

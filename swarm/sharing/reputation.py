@@ -12,13 +12,13 @@ shown one true body is worth many of whom nothing is known.
 
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from swarm.records.rejection import Rejection
+from swarm.safe_files import read_json, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ FIRST_BAN_S = 600.0
 MAX_BAN_S = 6 * 3600.0
 BAN_BELOW = 0.2
 MAX_AUTHORS = 1024
+_MAX_FILE_BYTES = 4 << 20
 _MAX_EVIDENCE = 100.0
 """That counts of one author: what was long ago fades, for the better and for the worse."""
 _NEWCOMERS_HALF_LIFE_S = 900.0
@@ -174,12 +175,7 @@ class Reputation:
             return
         with self._lock:
             stored = {author: asdict(standing) for author, standing in self._standings.items()}
-        fresh = self._path.with_suffix(".tmp")
-        with fresh.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(stored))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(self._path)
+        replace_file(self._path, json.dumps(stored), is_durable=True)
 
     def _now(self, author: str) -> _Standing:
         with self._lock:
@@ -247,7 +243,7 @@ def _mean(standing: _Standing) -> float:
 def _load(path: Path) -> dict[str, _Standing]:
     """What an earlier process knew; nothing where it left no file or a damaged one: strangers can earn it again."""
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_json(path, _MAX_FILE_BYTES)
         return {str(author): _Standing(**fields) for author, fields in stored.items()}
     except FileNotFoundError:
         return {}

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from swarm.errors import SiloError
-from swarm.records.identity import write_private
+from swarm.safe_files import read_json, replace_file
 from swarm.silo.roll import Roll
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,9 @@ class SeenRolls:
         kept = [one for one in self._all if one != self._swarm_id][-_MAX_SILOS:]
         self._all = {one: self._all[one] for one in kept} | {self._swarm_id: self.newest}
         try:
-            write_private(self._path, json.dumps({one: asdict(seen) for one, seen in self._all.items()}).encode())
+            replace_file(
+                self._path, json.dumps({one: asdict(seen) for one, seen in self._all.items()}), is_durable=True
+            )
         except OSError as error:
             logger.warning("what was seen of the silo's roll could not be written to %s: %s", self._path, error)
 
@@ -82,8 +84,7 @@ def _digest(data: bytes) -> str:
 
 def _read(path: Path) -> dict[str, SeenRoll]:
     try:
-        with path.open("rb") as file:
-            found = json.loads(file.read(_MAX_BYTES))
+        found = read_json(path, _MAX_BYTES)
         return {swarm_id: _seen(fields) for swarm_id, fields in found.items()}
     except FileNotFoundError:
         return {}

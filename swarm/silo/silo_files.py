@@ -7,7 +7,7 @@ member's one secret on disk is its identity, and whoever has that sealed has sea
 from pathlib import Path
 
 from swarm.errors import SiloError
-from swarm.records.identity import write_private
+from swarm.safe_files import read_file, replace_file
 from swarm.silo.grant import MAX_TOKEN_BYTES
 from swarm.silo.roll import MAX_ROLL_BYTES
 
@@ -56,19 +56,15 @@ class SiloFiles:
 
 def _read(path: Path, max_bytes: int) -> bytes | None:
     try:
-        with path.open("rb") as file:
-            data = file.read(max_bytes + 1)
+        return read_file(path, max_bytes)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise SiloError(f"a silo's files must be readable, got {error}; check {path}") from None
-    if len(data) > max_bytes:
-        raise SiloError(f"{path.name} must have <= {max_bytes} bytes, got more in {path}; restore it", "malformed")
-    return data
 
 
 def _write(path: Path, data: bytes) -> None:
     try:
-        write_private(path, data)
+        replace_file(path, data, is_durable=True)
     except OSError as error:
         raise SiloError(f"a silo's files must be writable, got {error}; check the folder {path.parent}") from None

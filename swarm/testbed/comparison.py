@@ -6,7 +6,6 @@ all, hence the same stream of tasks. What differs is where the groups of a batch
 
 import hashlib
 import json
-import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +18,8 @@ from rich.table import Table
 from swarm.config import dump_toml
 from swarm.errors import SwarmError
 from swarm.node_folder import NodeFolder
+from swarm.records.identity import MAX_KEY_FILE_BYTES
+from swarm.safe_files import SHARED, read_file, read_json, replace_file
 from swarm.testbed.live_table import NodeView
 from swarm.testbed.plot import new_figure
 from swarm.testbed.profiles import NodePlan, PlanRequest, plan_nodes
@@ -39,6 +40,7 @@ ARMS: Mapping[str, Mapping[str, str]] = {
 _BASELINE = "silos"
 _COLORS = {"sharing": "tab:blue", "silos": "tab:orange", "sharing-added": "tab:green"}
 _WINDOW_ROUNDS = 10
+_MAX_RESULT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Comparison:
         if failed := [f"{view.name}: {view.state}" for view in views if view.state != "done"]:
             raise SwarmError(f"every node of {folder} must finish, got {'; '.join(failed)}; run again to resume")
         result = _result(arm, seed, digest, views)
-        path.write_text(json.dumps(asdict(result)) + "\n", encoding="utf-8")
+        replace_file(path, json.dumps(asdict(result)) + "\n", SHARED)
         self.console.print(_told(result), highlight=False)
         return result
 
@@ -106,11 +108,11 @@ class Comparison:
             source = NodeFolder(self.folder / f"seed-{seed}" / arm / plan.name).identity
             if source.exists() and not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                shutil.copy2(source, target)
+                replace_file(target, read_file(source, MAX_KEY_FILE_BYTES))
 
 
 def write_results(results: Sequence[ArmResult], path: Path) -> None:
-    path.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps([asdict(result) for result in results], indent=1) + "\n", SHARED)
 
 
 def comparison_table(results: Sequence[ArmResult]) -> Table:
@@ -179,7 +181,7 @@ def _result(arm: str, seed: int, digest: str, views: Sequence[NodeView]) -> ArmR
 
 def _read_result(path: Path) -> ArmResult | None:
     try:
-        return ArmResult(**json.loads(path.read_text(encoding="utf-8")))
+        return ArmResult(**read_json(path, _MAX_RESULT_BYTES))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError):  # written by another version, or torn: the arm is summed up again

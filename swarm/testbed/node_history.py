@@ -1,11 +1,15 @@
 """What one node did so far, read from its metrics.jsonl while it grows, over restarts of the node."""
 
-import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from swarm.safe_files import open_to_read, parse_json
+
 Row = dict[str, Any]
+MAX_BYTES = 256 << 20
+"""That are read of one file."""
 
 _COUNTERS = (
     "exchange/bytes_sent",
@@ -37,23 +41,33 @@ class NodeHistory:
         self._last_counts: dict[str, float] = {}
 
     def refresh(self) -> None:
-        """Read what was appended since the last call. A line still being written is left for the next one."""
+        """Read what was appended since the last call. A line still being written is left for the next one.
+
+        Raises OSError where it is no regular file.
+        """
         try:
-            size = self._path.stat().st_size
+            with open_to_read(self._path) as file:
+                size = file.seek(0, os.SEEK_END)
+                if size < self._offset:  # a restart has cut off a torn line, or begun a new file
+                    self._offset = 0
+                    self._forget()
+                start = max(self._offset, size - MAX_BYTES)
+                file.seek(start)
+                content = file.read(size - start)
         except FileNotFoundError:
             return
-        if size < self._offset:  # a restart has cut off a torn line, or begun a new file
-            self._offset = 0
-            self._forget()
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            content = file.read()
         whole = content.rfind(b"\n") + 1
-        self._offset += whole
-        for line in content[:whole].splitlines():
+        begin = content.find(b"\n") + 1 if start > self._offset else 0  # of a longer file only the end is read
+        self._offset = start + whole
+        for line in content[begin:whole].splitlines():
             try:
-                self._add(json.loads(line))
-            except ValueError:  # damaged by a crash of the machine: that row is lost
+                self._add(parse_json(line))
+            except (
+                ValueError,
+                TypeError,
+                KeyError,
+                AttributeError,
+            ):  # damaged, or not written by a node: that row is lost
                 continue
 
     @property

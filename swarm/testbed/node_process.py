@@ -13,6 +13,7 @@ import psutil
 from swarm.errors import NodeNotRunningError
 from swarm.node_folder import NodeFolder
 from swarm.observability.status_file import read_status
+from swarm.safe_files import open_to_append, open_to_read
 from swarm.testbed import tethered
 
 STOP_GRACE_S = 4.0
@@ -30,7 +31,7 @@ class NodeProcess:
         self.folder = folder
         self._terminal = folder / "terminal.log"
         environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        with self._terminal.open("ab") as output:
+        with open_to_append(self._terminal) as output:
             self._process = subprocess.Popen(
                 tethered.command(os.getpid(), list(command)),
                 stdin=subprocess.DEVNULL,
@@ -63,8 +64,8 @@ class NodeProcess:
         code = self.exit_code or 0
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
-        with self._terminal.open("rb") as output:
-            output.seek(max(0, self._terminal.stat().st_size - _NUM_TAIL_BYTES))
+        with open_to_read(self._terminal) as output:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - _NUM_TAIL_BYTES))
             lines = output.read().decode(errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip()]
         return said[-1] if said else f"exit code {code} without a word"

@@ -1,12 +1,14 @@
 """The curves of a testbed and of a comparison as PNG. matplotlib is imported only when something is drawn."""
 
 import contextlib
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarm.child_python import pip_install
 from swarm.errors import SwarmError
+from swarm.safe_files import SHARED, replace_file
 from swarm.testbed.live_table import SMOOTHING_ROUNDS, NodeView
 
 if TYPE_CHECKING:
@@ -49,7 +51,9 @@ def plot_testbed(views: Sequence[NodeView], path: Path) -> None:
         right.plot([r["round"] for r in held_out], [r["accuracy_mean"] for r in held_out], marker="o", label=label)
     _dress(left, f"sampled answers, mean of {SMOOTHING_ROUNDS} rounds", "minutes")
     _dress(right, "held-out tasks", "round")
-    figure.savefig(path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    replace_file(path, drawn.getvalue(), SHARED)
 
 
 def running_minutes(times_s: Sequence[float]) -> dict[float, float]:

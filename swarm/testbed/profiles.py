@@ -8,6 +8,7 @@ from pathlib import Path
 
 from swarm.config import Config, dump_toml, load
 from swarm.errors import ConfigError
+from swarm.safe_files import replace_file
 
 _COMMON = """# What all nodes of this testbed share. Written anew at each start.
 
@@ -92,7 +93,7 @@ class NodePlan:
         return self.folder.with_suffix(".toml")
 
     def write(self) -> None:
-        self.config_path.write_text(dump_toml(self.config), encoding="utf-8")
+        replace_file(self.config_path, dump_toml(self.config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ def plan_nodes(folder: Path, request: PlanRequest, arm: Mapping[str, str] | None
         raise ConfigError(f"a testbed needs at least one node, got {request.num_nodes}; set --nodes")
     folder.mkdir(parents=True, exist_ok=True)
     common = folder / "common.toml"
-    common.write_text(_COMMON, encoding="utf-8")
+    replace_file(common, _COMMON)
     plans = []
     for number in range(request.num_nodes):
         profile = PROFILES[number % len(PROFILES)]

@@ -9,6 +9,7 @@ from statistics import fmean
 from rich.table import Table
 from rich.text import Text
 
+from swarm.safe_files import SHARED, replace_file
 from swarm.testbed.live_table import SMOOTHING_ROUNDS, NodeView
 
 _MAX_NODE_COLUMNS = 4
@@ -81,7 +82,7 @@ def summarize(view: NodeView) -> NodeSummary:
 
 
 def write_summary(summaries: Sequence[NodeSummary], path: Path) -> None:
-    path.write_text(json.dumps([asdict(summary) for summary in summaries], indent=2) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps([asdict(summary) for summary in summaries], indent=2) + "\n", SHARED)
 
 
 def learning_table(summaries: Sequence[NodeSummary]) -> Table:

@@ -21,6 +21,7 @@ from rich.console import Console
 from swarm.child_python import swarm_command
 from swarm.errors import ConfigError
 from swarm.node_folder import NodeFolder
+from swarm.safe_files import check_no_links, open_to_append
 from swarm.testbed.live_table import LiveTable, NodeView
 from swarm.testbed.node_history import NodeHistory
 from swarm.testbed.node_process import NodeProcess, stop_all
@@ -140,10 +141,12 @@ def exclusive(folder: Path) -> Iterator[None]:
     """One testbed per folder. Raises ConfigError where another one runs in it, or it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        opened = (folder / LOCK_FILE).open("a")
+        for checked in (folder, *folder.glob("seed-*")):
+            check_no_links(checked)
+        opened = open_to_append(folder / LOCK_FILE)
     except OSError as error:
         raise ConfigError(
-            f"a testbed must have a folder that can be written, got {folder}: {error.strerror}; set --dir"
+            f"a testbed must have a folder that can be written, got {error.filename or folder}: {error.strerror}; set --dir"
         ) from None
     with opened as lock:
         try:
@@ -153,6 +156,6 @@ def exclusive(folder: Path) -> Iterator[None]:
                 f"a folder must hold one testbed at a time, got {folder} in use; wait for its end or set --dir"
             ) from None
         lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
+        lock.write(f"{os.getpid()}\n".encode())
         lock.flush()
         yield

@@ -80,7 +80,7 @@ def test_swarm_is_founded_joined_and_outlives_its_bootstrap_peer(tmp_path: Path)
         assert step in entry.output.read_text(), "it prints what to type next"
         done(tmp_path, *step.split()[1:])
         status = entry.status()
-        assert status and status.start_command == f"swarm bootstrap --manifest {manifest} --dir {tmp_path / 'entry'}"
+        assert status and status.command == "bootstrap"
         dialled = done(tmp_path, "join", str(manifest), "--check", "--dial")
         assert "answers" in dialled
         assert dialled.strip().endswith("can join")

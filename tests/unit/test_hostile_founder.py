@@ -190,7 +190,8 @@ def test_a_walk_through_a_stream_asks_for_many_tasks_at_once(
     monkeypatch.setattr(FencedVerifier, "prompts", counted)
     source = mixture.sources["sums"]
     walked = [source.task(200, index).prompt for index in range(33)]
-    assert asked == [1, 32]
+    assert asked[:2] == [1, 32]
+    assert len(asked) < len(walked), "one at a time only where this machine is slower than the time of a batch"
     assert walked == [mixture.sources["short"].task(200, index).prompt for index in range(33)]
 
 
@@ -399,7 +400,7 @@ def test_a_pipe_a_device_and_a_folder_are_no_manifests(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     started_at = time.monotonic()
-    for path, told in ((pipe, "regular file"), (Path("/dev/zero"), "regular file"), (tmp_path, "Is a directory")):
-        with pytest.raises(ManifestError, match=told):
+    for path in (pipe, Path("/dev/zero"), tmp_path):
+        with pytest.raises(ManifestError, match="regular file"):
             fetch(str(path))
     assert time.monotonic() - started_at < 5

@@ -17,6 +17,7 @@ EVERYONE = {
     "machine_memory",
     "fair_places",
     "child_python",
+    "safe_files",
     "__init__",
     "__version__",
 }
@@ -39,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "silo": {"records", "network", "manifest", "node_folder"},
     "pairing": {"records", "network", "sharing"},  # adapters are bytes here
     "simulation": {"tasks", "records", "network", "pool", "sharing"},
-    "testbed": {"node", "node_folder"},
+    "testbed": {"node", "node_folder", "records"},
     "experiments": {
         "tasks",
         "policy",

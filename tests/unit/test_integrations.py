@@ -206,6 +206,18 @@ def test_offline_run_of_weights_and_biases_is_on_disk(tmp_path: Path) -> None:
     assert str(tmp_path).encode() not in b"".join(file.read_bytes() for file in run.rglob("config.yaml"))
 
 
+@pytest.mark.extra("wandb")
+@pytest.mark.parametrize("folder", ["wandb", ".wandb"])
+def test_who_filled_the_current_folder_does_not_decide_where_the_key_of_the_user_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="must not take settings from the current folder"):
+        open_sinks(settings(wandb="online"), NodeFolder(tmp_path), ALICE)
+
+
 # ── OpenTelemetry ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -217,7 +217,7 @@ def founded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["join"], 3, "needs a manifest"),
         (["join", "nowhere.toml"], 12, "must be an existing file or an http(s) address, got nowhere.toml; check"),
-        (["join", "."], 12, "got .: Is a directory; check the path"),
+        (["join", "."], 12, "got .: it must be a regular file, got a folder; check the path"),
         (["bootstrap", "--listen", "nonsense"], 3, "error: --listen must hold"),
         (["bootstrap", "--name", "a b"], 3, "--name"),
         (["create", "y", "--bootstrap", "/ip4/1.2.3.4/tcp/1"], 3, "error: --bootstrap must end"),

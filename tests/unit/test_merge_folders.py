@@ -131,7 +131,7 @@ def test_evaluation_leaves_out_a_spoiled_adapter(
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (lambda f: (f / BASE_FACTS).write_text('{"weights": "other"}'), "must have one base"),
+        (lambda f: (f / BASE_FACTS).write_text(json.dumps({"weights": "1" * 64})), "must have one base"),
         (lambda f: (f / "adapter_model.safetensors").write_bytes(b"\x80\x04pickle"), "readable adapter_model.safetensors"),
         (lambda f: (f / "adapter_model.safetensors").rename(f / "adapter_model.bin"), "readable adapter_model"),
         (lambda f: (f / "adapter_config.json").write_text("{"), "readable adapter_config.json"),

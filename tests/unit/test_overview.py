@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import random
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import zstandard
 
 from swarm.config import Config, ObservabilitySection
 from swarm.dashboard import node_watch
@@ -184,3 +186,38 @@ async def test_what_a_node_answers_is_data_never_a_page_of_its_own(tmp_path: Pat
         told = await client.get(f"{base}node/127.0.0.1-{odd.port}/api/state")
         assert told.headers["content-type"] == "application/json"
         assert told.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("kind", ["zstd", "gzip", "deflate", "br", "gzip, zstd"])
+async def test_a_packed_answer_is_refused_before_it_is_unpacked(kind: str) -> None:
+    """Sixty-four KiB of zstd unpack to gigabytes."""
+    packed = zstandard.compress(bytes(256 << 20))
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: {kind}\r\nConnection: close\r\n\r\n"
+    asked: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(head.encode() + packed)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    tracemalloc.start()
+    try:
+        async with odd_server(serve) as target, overview_of(target) as (overview, url), httpx.AsyncClient() as client:
+            (node,) = overview.watch.nodes.values()
+            assert "must not be packed" in node.error
+            assert (await client.get(f"{url}node/{node.key}/api/state")).status_code == 502
+            assert (await client.get(f"{url}node/{node.key}/api/events")).content == b""
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 16 << 20
+    assert asked and all(b"accept-encoding: identity\r\n" in one.lower() for one in asked)
+
+
+async def test_an_answer_nested_without_end_is_no_node() -> None:
+    for text in (b"[" * 60_000, b"[" * 900 + b"]" * 900):
+        async with odd_server(answering(text)) as target, overview_of(target) as (overview, _):
+            (node,) = overview.watch.nodes.values()
+            assert "nested at most" in node.error

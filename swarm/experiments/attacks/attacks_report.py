@@ -13,6 +13,7 @@ from swarm.experiments.attacks.plan import ABSENT, ALL, ATTACKS, DEFENCES, DEFEN
 from swarm.experiments.cells import Result
 from swarm.experiments.report import Curves, Table, plot, smooth, write_report
 from swarm.experiments.spread import Spread
+from swarm.safe_files import SHARED, replace_file
 
 _WINDOW_ROUNDS = 5
 
@@ -107,9 +108,9 @@ def write_all(folder: Path, results: Sequence[Result]) -> tuple[Path, list[Table
     """report.html, curves.png and table.md in `folder`. Returns the report and its tables."""
     tables = [in_turn_table(results), attack_table(results), memory_table(results)]
     picture = plot(curves(results))
-    (folder / "curves.png").write_bytes(picture)
+    replace_file(folder / "curves.png", picture, SHARED)
     text = "\n\n".join(f"{table.title}\n\n{table.markdown()}" for table in tables)
-    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
+    replace_file(folder / "table.md", text + "\n", SHARED)
     report = folder / "report.html"
     write_report(report, "What hostile peers cost", told(), tables, picture)
     return report, tables

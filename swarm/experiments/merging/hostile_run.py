@@ -282,15 +282,15 @@ class HostileRun:
 
     def _shares(self, clock: Callable[[], float]) -> AuthorShares:
         """What each honest node knows; the same for all, as nobody looks at what it knows of itself."""
-        reputation, addresses = Reputation(3600.0, clock), AddressGroups()
+        reputation, seen_at = Reputation(3600.0, clock), dict[str, tuple[str, ...]]()
         for number, identity in enumerate(self._honest):
             for _ in range(int(PROBATION_BODIES) + 1 if self._company.is_known else 0):
                 reputation.admitted(identity.peer_id)
             if self._company.is_one_network:
-                addresses.note(identity.peer_id, [f"/ip4/8.8.{number}.1/tcp/1"])
+                seen_at[identity.peer_id] = (f"/ip4/8.8.{number}.1/tcp/1",)
         for identity in self._hostile if self._company.is_one_network else ():
-            addresses.note(identity.peer_id, ["/ip4/9.9.9.1/tcp/1"])
-        return AuthorShares(reputation, 0.25, addresses)
+            seen_at[identity.peer_id] = ("/ip4/9.9.9.1/tcp/1",)
+        return AuthorShares(reputation, 0.25, AddressGroups(lambda peer_id: seen_at.get(peer_id, ())))
 
     def _poisoned(self) -> Adapter:
         """What the honest replicas have learned by now, which hostile names know by merging, with the backdoor."""

@@ -7,6 +7,7 @@ from swarm.experiments.cells import Result
 from swarm.experiments.merging.arms import Part
 from swarm.experiments.merging.figures import curves, part_tables, told
 from swarm.experiments.report import Table, plot, write_report
+from swarm.safe_files import SHARED, replace_file
 
 
 def write_all(folder: Path, parts: Sequence[Part], results: Sequence[Result]) -> tuple[Path, list[Table]]:
@@ -17,10 +18,9 @@ def write_all(folder: Path, parts: Sequence[Part], results: Sequence[Result]) ->
     drawn = curves(results)
     picture = plot(drawn) if drawn else b""
     if picture:
-        (folder / "curves.png").write_bytes(picture)
-    (folder / "table.md").write_text(
-        "\n\n".join(f"{table.title}\n\n{table.markdown()}" for table in tables) + "\n", encoding="utf-8"
-    )
+        replace_file(folder / "curves.png", picture, SHARED)
+    text = "\n\n".join(f"{table.title}\n\n{table.markdown()}" for table in tables) + "\n"
+    replace_file(folder / "table.md", text, SHARED)
     report = folder / "report.html"
     write_report(report, "What merging without an all-reduce gives", told(), tables, picture)
     return report, tables

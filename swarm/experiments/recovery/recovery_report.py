@@ -6,14 +6,15 @@ from swarm.experiments.recovery import clocks
 from swarm.experiments.recovery.figures import Runs, curves, tables
 from swarm.experiments.recovery.plan import NUM_STAGES, STEP_S
 from swarm.experiments.report import Table, plot, write_report
+from swarm.safe_files import SHARED, replace_file
 
 
 def write_all(folder: Path, runs: Runs) -> tuple[Path, list[Table]]:
     """report.html, curves.png and table.md in `folder`. Returns the report and its tables."""
     found, picture = tables(runs), plot(curves(runs))
-    (folder / "curves.png").write_bytes(picture)
+    replace_file(folder / "curves.png", picture, SHARED)
     text = "\n\n".join(f"{table.title}\n\n{table.markdown()}" for table in found)
-    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
+    replace_file(folder / "table.md", text + "\n", SHARED)
     report = folder / "report.html"
     write_report(report, "What losing a stage costs, by the way it is rebuilt", told(), found, picture)
     return report, found

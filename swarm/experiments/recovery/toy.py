@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from swarm.adapters.adapter_state import adapter_parameters
+from swarm.adapters.load_pretrained import load_pretrained
 from swarm.config import LoraSection
 from swarm.experiments.recovery.made_text import ALPHABET, Language, language, token_ids
 from swarm.experiments.recovery.plan import NUM_STAGES
@@ -43,7 +44,7 @@ class Toy:
             self._causal = self._model
             self.parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
         else:
-            self._causal = AutoModelForCausalLM.from_pretrained(base).requires_grad_(False)
+            self._causal = load_pretrained(AutoModelForCausalLM, base).requires_grad_(False)
             self._model = attach_adapter(self._causal, _LORA)
             self.parameters = dict(adapter_parameters(self._model))
         layers = list(self._causal.model.layers)

@@ -1,7 +1,6 @@
 """The file in which a node keeps the peers it has met, to find the swarm again when every configured peer is gone."""
 
 import logging
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from swarm.network.tcp_address import TcpAddress
 from swarm.records.identity import is_peer_id
+from swarm.safe_files import read_file, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +56,7 @@ def dialable(peer_id: str, addresses: Iterable[str]) -> Addresses:
 def read_peers(path: Path, now: float) -> dict[str, StoredPeer]:
     """{peer id: peer} of those seen in the last week; empty, with a warning, where the file is damaged."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise ValueError(f"it must have <= {MAX_FILE_BYTES} bytes")
-        peers = _PeerFile.model_validate_json(data).peers
+        peers = _PeerFile.model_validate_json(read_file(path, MAX_FILE_BYTES)).peers
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -78,9 +74,7 @@ def read_peers(path: Path, now: float) -> dict[str, StoredPeer]:
 
 def write_peers(path: Path, peers: Mapping[str, StoredPeer]) -> None:
     """All of it or nothing; a disk that takes nothing costs a warning."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(_PeerFile(peers=tuple(peers.values())).model_dump_json(indent=1), encoding="utf-8")
-        temporary.replace(path)
+        replace_file(path, _PeerFile(peers=tuple(peers.values())).model_dump_json(indent=1))
     except OSError as error:
         logger.warning("the peers met cannot be stored: %s", error)

@@ -46,8 +46,9 @@ class FilePieces:
     """A new file, readable by the owner alone, that grows as pieces arrive."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
-        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "w+b")
+        """What is there is replaced. Raises OSError."""
+        path.unlink(missing_ok=True)
+        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w+b")
         self._lock = threading.Lock()  # a cancelled download leaves a thread behind for a moment
 
     async def put(self, index: int, piece: bytes) -> None:

@@ -1,0 +1,80 @@
+"""What others may see of a configuration: for reports, crash reports, model cards and tools that watch a run elsewhere."""
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+from swarm.config.config import Config
+
+HIDDEN = "…"
+_TEXTS = frozenset(
+    {
+        "swarm.name", "swarm.id", "policy.revision", "policy.lora.targets", "tasks.sources.name", "tasks.sources.label",
+        "tasks.sources.signals.name", "tasks.signals.name",
+    }
+)  # fmt: skip
+"""Settings whose text may be seen. Any other text may be a folder, an address or a password."""
+_BASE = "policy.base"
+_MAX_KEY_CHARACTERS = 64
+
+
+def shareable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` of a configuration, as of TOML, with what is known to be harmless: numbers, switches, choices from a list, and
+    the texts named above. Another text is hidden, and what is no setting is left out. None is left out, too.
+
+    A list of what is allowed, as a list of what is secret would miss the next setting.
+    """
+    return _section(settings, Config, "")
+
+
+def base_name(base: str) -> str:
+    """What to call a base to others: one of the hub by its name there, a folder by its last part alone."""
+    is_path = base.startswith((".", "/", "~")) or base.count("/") > 1 or "\\" in base or "@" in base
+    return PurePath(base.replace("\\", "/")).name if is_path else base
+
+
+def _section(settings: Mapping[str, Any], section: type[BaseModel], prefix: str) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for name, field in section.model_fields.items():
+        value = settings.get(name)
+        if value is None:
+            continue
+        key, inner = f"{prefix}{name}", _inner_section(field.annotation)
+        if inner is None:
+            kept[name] = (
+                base_name(value) if key == _BASE and isinstance(value, str) else _value(value, key, field.annotation)
+            )
+        elif isinstance(value, Mapping):
+            kept[name] = _section(value, inner, f"{key}.")
+        elif isinstance(value, list | tuple):
+            kept[name] = [_section(part, inner, f"{key}.") for part in value if isinstance(part, Mapping)]
+    return kept
+
+
+def _value(value: Any, key: str, annotation: Any) -> Any:
+    if isinstance(value, str):
+        return value if key in _TEXTS or value in _choices(annotation) else HIDDEN
+    if isinstance(value, int | float):  # switches, too
+        return value
+    if isinstance(value, list | tuple):
+        return [_value(part, key, annotation) for part in value]
+    if isinstance(value, Mapping):
+        return {str(name)[:_MAX_KEY_CHARACTERS]: _value(part, key, annotation) for name, part in value.items()}
+    return HIDDEN
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """All values of the choices that an annotation names."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(choice for part in get_args(annotation) for choice in _choices(part))
+
+
+def _inner_section(annotation: Any) -> type[BaseModel] | None:
+    """The section that an annotation is, or is a list of."""
+    if isinstance(annotation, type) and not isinstance(annotation, UnionType) and not get_args(annotation):
+        return annotation if issubclass(annotation, BaseModel) else None
+    return next((inner for part in get_args(annotation) if (inner := _inner_section(part))), None)

