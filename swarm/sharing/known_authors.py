@@ -57,6 +57,7 @@ class KnownAuthors:
 
     def heard(self, header: Header) -> None:
         """A valid header of it came in, for the first time."""
+        self.shares.heard(header.author)
         self.beacons.note(header)
         self.acquaintances.heard(header)
 
