@@ -15,6 +15,7 @@ from typing import Any
 
 from swarm.config import Config
 from swarm.pool.experience_pool import ExperiencePool, Weigh
+from swarm.pool.success_levels import SuccessLevels, has_success
 from swarm.rollouts.worker import RolloutBatch
 from swarm.tasks.task_mixture import TaskMixture, assess
 from swarm.tasks.task_source import TaskFailure, UnknownTask
@@ -27,7 +28,7 @@ _DRAWS = 3
 
 
 class BatchMaker:
-    """Composes batches; keeps the replay store."""
+    """Composes batches. It keeps the replay store, and what own answers reach, by which groups of others are judged."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class BatchMaker:
         self._translator = translator
         self._weigh = weigh
         self._replay = ReplayStore(config.training)
+        self.successes = SuccessLevels(config.sharing.success_quantile)
         self._dropped: Counter[str] = Counter()
 
     @property
@@ -57,6 +59,8 @@ class BatchMaker:
         The groups of this round go into the replay store for later ones.
         """
         sharing = self._config.sharing
+        self.successes.observe_own(rollouts.groups)
+        self._pool.expect(self.successes.snapshot())
         tasks = {task.ref: task for task in rollouts.tasks}
         needs_signal = self._config.training.filter_groups
         fresh = self._not_too_stale([g for g in rollouts.groups if g.has_signal or not needs_signal], policy_version)
@@ -96,8 +100,12 @@ class BatchMaker:
         return kept
 
     def _foreign(self, group: RolloutGroup) -> TrainingGroup | None:
+        level = self._pool.success_level(group.task.source)
+        if not has_success(group, level):  # it was one when the group came in
+            self._dropped["no_success"] += 1
+            return None
         task, group = self._rebuilt(group)
-        translated = self._translator.foreign(task.prompt, group) if task else None
+        translated = self._translator.foreign(task.prompt, group, level.reward) if task else None
         return _weighted(translated, task) if translated and task else None
 
     def _again(self, group: RolloutGroup) -> TrainingGroup | None:

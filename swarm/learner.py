@@ -169,6 +169,7 @@ class Learner:
             "difficulty": self._difficulty.state(),
             "open_groups": self._rollouts.state(),
             "replay": self._batches.state(),
+            "own_successes": self._batches.successes.state(),
             "rng": _rng_state(self._rng),
             "own_likelihoods": self._translator.state(),
             "health": self._health.state(),
@@ -201,6 +202,7 @@ class Learner:
         if self._pruning is not None:
             self._pruning.restore(checkpoint.tensors.get("pruning", {}), state.get("pruning", {}))
         self._batches.restore(state.get("replay", []))
+        self._batches.successes.restore(state.get("own_successes", {}))
         self._rng.setstate(_rng_from(state["rng"]))
         self._translator.restore(state["own_likelihoods"])
         if self.merging is not None:

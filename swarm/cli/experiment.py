@@ -281,7 +281,7 @@ def attacks(
         Path("runs/attacks"), "--dir", metavar="DIR", help="Folder of the results; finished cells are not run again."
     ),
     rounds: int = typer.Option(24, min=1, help="Rounds of each cell."),
-    seeds: str = typer.Option("0,1", help="Seeds, with commas; undefended each attack alone has the first one only."),
+    seeds: str = typer.Option("0,1", help="Seeds, with commas; without a defence the first one only."),
     alone: str = typer.Option(None, "--attacks", help="Attacks to run alone, with commas.", show_default="all"),
     hostile: str = typer.Option("1,2,4", help="Hostile nodes of eight, with commas, where all attacks come in turn."),
     workers: int = _WORKERS,

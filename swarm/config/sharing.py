@@ -44,3 +44,5 @@ class SharingSection(Section):
     """Largest part of what is pulled from authors on probation together, while others offer. 1: probation alone weighs."""
     likelihood_floor_quantile: Fraction = 0.02
     """Answers of others below this quantile of own answers' mean log-prob are not trained on. 0 turns it off."""
+    success_quantile: Fraction = 0.5
+    """Answers of others count as successes from this quantile of the best rewards of own groups on, by source. 0 turns it off."""

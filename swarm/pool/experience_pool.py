@@ -13,11 +13,12 @@ import random
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from swarm.config import SharingSection
+from swarm.pool.success_levels import ANY_REWARD, SuccessLevel, has_success
 from swarm.records.codec import decode_body, encode_body
 from swarm.records.rejection import InvalidRecord
 from swarm.safe_files import open_to_read
@@ -91,15 +92,26 @@ class ExperiencePool:
         self._lock = threading.Lock()
         self._db = _open(Path(path)) if path != ":memory:" else _connect(":memory:")
         self._dropped: Counter[str] = Counter()
+        self._success_levels: Mapping[str, SuccessLevel] = {}
+
+    def expect(self, levels: Mapping[str, SuccessLevel]) -> None:
+        """From now on store only groups with a success, by the level of their source. `levels` must not change any more."""
+        self._success_levels = levels
+
+    def success_level(self, source: str) -> SuccessLevel:
+        """Safe from any thread."""
+        return self._success_levels.get(source, ANY_REWARD)
 
     @property
     def dropped(self) -> Counter[str]:
-        """Groups that were left undrawn, by reason: stale_version, too_old, overflow, too_large, banned_author."""
+        """Groups that were left undrawn, by reason: no_success, stale_version, too_old, overflow, too_large, banned_author."""
         with self._lock:
             return Counter(self._dropped)
 
     def add(self, body_hash: bytes, expires_at: float, created_at: float, groups: Sequence[RolloutGroup]) -> int:
-        """Store the groups of one admitted body. Returns how many were new: a known body adds nothing."""
+        """Store the groups of one admitted body that hold a success. Returns how many were new: a known body adds nothing."""
+        num_offered = len(groups)
+        groups = [group for group in groups if has_success(group, self.success_level(group.task.source))]
         rows = [_row(group, created_at) for group in groups]
         by_version = sorted(groups, key=lambda group: group.policy_version)
         newest = {(g.author, g.lineage.policy): (g.policy_version, self._clock()) for g in by_version}
@@ -119,6 +131,8 @@ class ExperiencePool:
                 [(*of, *seen) for of, seen in newest.items()],
             )
             self._prune()
+            if len(groups) < num_offered:
+                self._dropped["no_success"] += num_offered - len(groups)
         return len(groups)
 
     def drop_author(self, author: str) -> int:

@@ -3,7 +3,11 @@
     known authors   by what speaks against them (`Reputation.trust`), all alike where nothing does
     strangers       the same, times what strangers have been worth of late (`Reputation.promise`) and how far they have come on
                     probation; those of one address group together as two of them, and all together at most
-                    `max_share_of_strangers` while enough known authors offer anything
+                    `max_share_of_strangers`, in a draw and over time
+
+A draw only weighs what is on offer at that moment. Known authors publish once per round and strangers at any time, so a draw
+alone would leave the moments between to strangers. Therefore groups are also counted over time: those of known authors earn
+strangers their part, and strangers wait while they have none left. The count ends where no known author is heard any more.
 
 Names cost nothing, so what is bounded for one name is bounded for a group and for all of them, too. Whoever sends most is known
 first. So that it does not crowd out those who will be known next, the first known authors get a quarter each and no more.
@@ -11,14 +15,20 @@ first. So that it does not crowd out those who will be known next, the first kno
 
 import functools
 import ipaddress
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from swarm.sharing.reputation import Reputation
+from swarm.types import Header
 
 _ENOUGH_KNOWN = 3
 _FIRST_KNOWN_SHARE = 0.25
 """Of each known author, while there are fewer than enough: their number times that is kept from strangers."""
+KNOWN_ARE_HEARD_FOR_S = 300.0
+"""After the last header of a known author; then strangers need not wait for known authors."""
+BURST_GROUPS = 12.0
+"""Of strangers, beyond what was earned: one body of the largest number of groups."""
 _AUTHORS_PER_GROUP = 2.0
 _UNKNOWN = frozenset({"unknown"})
 
@@ -47,6 +57,28 @@ class AuthorShares:
         self.reputation = reputation
         self._max_share_of_strangers = max_share_of_strangers
         self._addresses = addresses
+        self._known_heard_at = -math.inf
+        self._earned_groups = BURST_GROUPS  # of strangers; below 0 after a body with more groups than were left
+
+    def heard(self, author: str) -> None:
+        """A valid header of `author` came in."""
+        if self.reputation.is_known(author):
+            self._known_heard_at = self.reputation.now()
+
+    def within_share(self, offered: Sequence[Header]) -> Sequence[Header]:
+        """All of `offered`, or only the headers of known authors while strangers have had their part."""
+        is_alone = self.reputation.now() - self._known_heard_at > KNOWN_ARE_HEARD_FOR_S
+        if is_alone or self._earned_groups > 0:
+            return offered
+        return [header for header in offered if self.reputation.is_known(header.author)]
+
+    def pulled(self, header: Header) -> None:
+        """The body of `header` is going to be pulled."""
+        self._count(header, len(header.groups))
+
+    def put_back(self, header: Header) -> None:
+        """The body of `header`, which was counted as pulled, is left for later."""
+        self._count(header, -len(header.groups))
 
     def standing(self, authors: Collection[str]) -> dict[str, float]:
         """{author: weight > 0}, for a draw among them."""
@@ -87,6 +119,16 @@ class AuthorShares:
         self._bound_strangers(factors, known, strangers)
         return factors
 
+    def _count(self, header: Header, num_groups: int) -> None:
+        share = self._share_of_strangers(self.reputation.num_known())
+        if share >= 1:
+            return
+        earned = num_groups * share / (1 - share) if self.reputation.is_known(header.author) else -num_groups
+        self._earned_groups = max(-BURST_GROUPS, min(BURST_GROUPS, self._earned_groups + earned))
+
+    def _share_of_strangers(self, num_known: int) -> float:
+        return max(self._max_share_of_strangers, 1 - _FIRST_KNOWN_SHARE * num_known)
+
     def _bound_groups(self, factors: dict[str, float], strangers: Collection[str]) -> None:
         groups = {author: self._addresses.of(author) for author in strangers}
         crowds = Counter(group for author in strangers for group in groups[author])
@@ -99,9 +141,6 @@ class AuthorShares:
             scale = min(1.0, allowed / sum(factors[author] for author in crowd))
             for author in crowd:
                 factors[author] *= scale
-
-    def _share_of_strangers(self, num_known: int) -> float:
-        return max(self._max_share_of_strangers, 1 - _FIRST_KNOWN_SHARE * num_known)
 
     def _bound_strangers(self, factors: dict[str, float], known: Collection[str], strangers: Collection[str]) -> None:
         if not known or not strangers:

@@ -10,11 +10,12 @@ So only records count whose author this node knows, as long as it knows anybody.
 """
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from swarm.records.fair_map import FairMap
 from swarm.tasks.task_cursor import beacon_index
 from swarm.tasks.task_source import INDEX_SPAN
 from swarm.types import BEACON_BYTES, Header, TaskRef
@@ -64,7 +65,7 @@ class Beacons:
         self._clock = clock
         self._is_known = is_known
         self._has_known = has_known
-        self._heard: OrderedDict[bytes, _Heard] = OrderedDict()
+        self._heard: FairMap[bytes, _Heard] = FairMap(_MAX_HEARD, is_known=is_known)
         self._used: deque[tuple[bytes, float]] = deque(maxlen=_MAX_USED)
         """With the time when each was heard, the latest first."""
         self._current = b""
@@ -73,9 +74,8 @@ class Beacons:
     def note(self, header: Header) -> None:
         """A header that was admitted, or published by this node."""
         beacon, now = beacon_of(header), self._clock()
-        self._heard.setdefault(beacon, _Heard(header.author, now))
-        while len(self._heard) > _MAX_HEARD:
-            self._heard.popitem(last=False)
+        if beacon not in self._heard:
+            self._heard.add(header.author, beacon, _Heard(header.author, now))
         is_over = now - self._since > EPOCH_S
         if is_over and header.author != self._own_peer_id and self._counts(header.author):
             self._current, self._since = beacon, now

@@ -14,6 +14,7 @@ from swarm.config import SharingSection
 from swarm.network.transport import Verdict
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission
+from swarm.records.fair_map import FairMap
 from swarm.records.rejection import Rejection
 from swarm.sharing.absences import Absences
 from swarm.sharing.choice import make_choice
@@ -23,7 +24,9 @@ from swarm.sharing.newest_versions import NewestVersions
 from swarm.sharing.shard import Shard
 from swarm.types import Header
 
-_MAX_CANDIDATES = 1024
+MAX_CANDIDATES = 1024
+MAX_CANDIDATES_PER_AUTHOR = 16
+"""The newest ones: older ones would be too old before they are pulled."""
 _MAX_REMEMBERED_AUTHORS = 1024
 _HEARD_FOR_S = 120.0
 
@@ -48,7 +51,9 @@ class Inbox:
         self._pool = pool
         self._clock = clock
         self._judge = HeaderJudge(swarm_id, admission, config.max_age_s, clock)
-        self._candidates: list[Header] = []
+        self._candidates: FairMap[tuple[str, bytes], Header] = FairMap(
+            MAX_CANDIDATES, MAX_CANDIDATES_PER_AUTHOR, authors.reputation.is_known
+        )
         self._heard_at: OrderedDict[str, float] = OrderedDict()
         self._absences = Absences(clock, rng)
         self._authors = authors
@@ -82,15 +87,18 @@ class Inbox:
         Nothing of an author that failed last time and is being asked now: it gets one place, not all of them.
         """
         self._drop_old()
+        candidates = self._candidates.values()
         left_alone = {header.author for header in being_pulled if self._absences.has_failed(header.author)}
-        offering = {header.author for header in self._candidates} - left_alone
+        offering = {header.author for header in candidates} - left_alone
         answering = {author for author in offering if author not in self._absences}
-        offered = [header for header in self._candidates if header.author in answering]
+        shares = self._authors.shares
+        offered = shares.within_share([header for header in candidates if header.author in answering])
         if not offered:
             return None
         header = self._choice.choose(offered, being_pulled)
         if header is not None:
-            self._candidates.remove(header)
+            self._candidates.pop(_key(header))
+            shares.pulled(header)
         return header
 
     def leave_alone(self, author: str) -> None:
@@ -108,8 +116,8 @@ class Inbox:
         """
         is_repeated = self._absences.has_failed(header.author)
         self._absences.failed(header.author, pause_s)
-        self._candidates.insert(0, header)
-        del self._candidates[:-_MAX_CANDIDATES]
+        self._authors.shares.put_back(header)
+        self._candidates.add(header.author, _key(header), header)
         return is_repeated
 
     def num_authors_heard(self) -> int:
@@ -123,13 +131,14 @@ class Inbox:
         """Candidates that expired, are too old, whose author is banned now, or whose policy has moved on too far."""
         now = self._clock()
         oldest = now - self._config.max_age_s
-        heard = [header for header in self._candidates if not self._is_banned(header.author)]
-        if len(heard) < len(self._candidates):
-            self.rejected[Rejection.BANNED.value] += len(self._candidates) - len(heard)
-        young = [h for h in heard if h.expires_at > now and h.created_at > oldest]
-        self._candidates = [header for header in young if not self._newest.is_stale(header)]
-        if len(self._candidates) < len(young):
-            self.rejected[Rejection.STALE.value] += len(young) - len(self._candidates)
+        for header in self._candidates.values():
+            if self._is_banned(header.author):
+                self.rejected[Rejection.BANNED.value] += 1
+            elif header.expires_at > now and header.created_at > oldest:
+                if not self._newest.is_stale(header):
+                    continue
+                self.rejected[Rejection.STALE.value] += 1
+            self._candidates.pop(_key(header))
 
     def _is_banned(self, author: str) -> bool:
         return self._authors.reputation.is_banned(author)
@@ -148,7 +157,10 @@ class Inbox:
         if self._pool.knows_body(header.body_hash):
             self.rejected[Rejection.REPLAY.value] += 1
             return True
-        self._candidates.append(header)
-        del self._candidates[:-_MAX_CANDIDATES]
+        self._candidates.add(header.author, _key(header), header)
         self.arrived.set()
         return True
+
+
+def _key(header: Header) -> tuple[str, bytes]:
+    return header.author, header.body_hash

@@ -216,6 +216,7 @@ class Reader:
         if len(useful) < len(groups):
             self._refused[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
         self._bodies.put(header.body_hash, body, header.expires_at, header.author)
+        self._authors.judged(useful, self._pool.success_level)
         # In a thread, as the disk may be slow and the compute thread may hold the pool for a moment.
         num_new = await asyncio.to_thread(
             self._pool.add, header.body_hash, header.expires_at, header.created_at, useful

@@ -12,16 +12,23 @@ from swarm.training.training_group import TrainingGroup
 
 
 def batch_advantages(batch: Sequence[TrainingGroup], config: TrainingSection) -> list[float | None]:
-    """One per rollout, group after group; None for the median rollout, which takes no part.
+    """One per rollout, group after group; None for those that take no part: the median rollout, and answers of other nodes
+    that are better than their siblings and still no success (`TrainingGroup.success_level`).
 
     Raises TrainingError for a group without reward differences, unless such groups are wanted.
     """
     for group in batch if config.filter_groups else ():
         _check_signal(group)
     if config.advantage == "gdpo":
-        values = [gdpo(*_signals(group, config.signal_weights)) for group in batch]
-        return [*gdpo_batch(torch.cat(values)).tolist()]
-    return [value for group in batch for value in _group_advantages(group, config.advantage)]
+        signalled = [gdpo(*_signals(group, config.signal_weights)) for group in batch]
+        values: list[float | None] = [*gdpo_batch(torch.cat(signalled)).tolist()]
+    else:
+        values = [value for group in batch for value in _group_advantages(group, config.advantage)]
+    is_example = [rollout.reward >= group.success_level for group in batch for rollout in group.group.rollouts]
+    return [
+        None if value is not None and value > 0 and not may_be_followed else value
+        for value, may_be_followed in zip(values, is_example, strict=True)
+    ]
 
 
 def _group_advantages(group: TrainingGroup, kind: str) -> list[float | None]:

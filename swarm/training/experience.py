@@ -62,8 +62,11 @@ class ExperienceTranslator:
         ids = tuple(self._policy.encode_prompt(prompt))
         return TrainingGroup(prompt_ids=ids, group=group, usable_logprobs=True, is_own=True, is_replay=is_replay)
 
-    def foreign(self, prompt: str, group: RolloutGroup) -> TrainingGroup | None:
-        """None, and counted, where the prompt is too long here, there is no floor yet, or nothing with signal is left."""
+    def foreign(self, prompt: str, group: RolloutGroup, success_level: float = 0.0) -> TrainingGroup | None:
+        """None, and counted, where the prompt is too long here, there is no floor yet, or nothing with signal is left.
+
+        `success_level`: answers with a lower reward are no good examples; a group without a better one is of no use.
+        """
         ids = tuple(self._policy.encode_prompt(prompt))
         if len(ids) > self._policy.config.max_prompt_tokens:
             self.dropped["long_prompt"] += 1
@@ -78,10 +81,18 @@ class ExperienceTranslator:
         translated = self._above_floor(ids, spelt)
         if same_lineage:
             self._tell_of(group.author, len(spelt.rollouts) - len(translated.rollouts), len(group.rollouts))
-        if len(translated.rollouts) < 2 or not translated.has_signal:
+        has_success = any(rollout.reward >= success_level for rollout in translated.rollouts)
+        if not has_success or not translated.has_signal:
             self.dropped["nothing_usable"] += 1
             return None
-        return TrainingGroup(ids, translated, usable_logprobs=same_lineage, is_own=False, known_logprobs=known)
+        return TrainingGroup(
+            ids,
+            translated,
+            usable_logprobs=same_lineage,
+            is_own=False,
+            known_logprobs=known,
+            success_level=success_level,
+        )
 
     def state(self) -> list[float]:
         return list(self._own_likelihoods)

@@ -21,5 +21,7 @@ class TrainingGroup:
     """Whether `logprobs` belong to the token ids, of whatever policy; those of another lineage only tell its distance."""
     signal_weights: tuple[tuple[str, float], ...] = ()
     """(name, weight) of the task's reward signals; empty where its reward is one number."""
+    success_level: float = 0.0
+    """Answers with a lower reward get no positive advantage; 0 for own groups. See `pool.success_levels`."""
     is_replay: bool = False
     """Whether it is an own group of an earlier round that is trained on once more."""

@@ -21,6 +21,7 @@ TOLD_AS = {
     "spam": {"malformed", "banned", "rate"},
     "stale flood": {"replay"},
     "poisoned style": set[str](),  # admitted: the policy's floor is behind the door
+    "only wrong answers": set[str](),  # admitted, as every reward is true; not stored
     "no information": {"no_signal", "header_mismatch", "banned"},
     "forged author": {"bad_signature"},
     "replay": set[str](),  # what was judged before is passed over
@@ -96,9 +97,11 @@ def test_what_an_attack_sends_is_told_for_what_it_is_and_no_honest_node_pays(ben
 def test_every_attack_meets_both_defences_and_the_control_comes_first() -> None:
     plan = AttackPlan(seeds=(0, 1))
     cells = plan.cells()
-    assert len({cell.digest for cell in cells}) == len(cells) == 2 * 2 + 2 + 3 * 2 * 2 + 3 * len(ATTACKS)
+    assert len({cell.digest for cell in cells}) == len(cells) == 3 + 2 + 3 * 3 + 3 * len(ATTACKS)
     assert [cell.settings["attack"] for cell in cells[:2]] == ["none", "none"]
     assert {cell.settings["defence"] for cell in cells[:2]} == {DEFENDED}
+    assert {cell.settings["seed"] for cell in cells if cell.settings["defence"] == OPEN} == {0}
+    assert len(AttackPlan(seeds=(0, 1, 2, 3), numbers=(4,)).cells()) == 5 + 4 + 5 + 5 * len(ATTACKS)
     assert {c.settings["num_hostile"] for c in cells if c.settings["attack"] in ATTACKS} == {4}
 
 

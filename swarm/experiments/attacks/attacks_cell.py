@@ -78,7 +78,7 @@ def _crew(settings: Mapping[str, Any], config: Config, swarm: LearnerSwarm) -> l
 
 def _config(settings: Mapping[str, Any]) -> Config:
     """A node as it comes, with smaller rounds."""
-    unguarded = {} if settings["defence"] == DEFENDED else {"likelihood_floor_quantile": 0.0}
+    unguarded = {} if settings["defence"] == DEFENDED else {"likelihood_floor_quantile": 0.0, "success_quantile": 0.0}
     return parse(
         {
             "node": {"seed": settings["seed"]},

@@ -30,6 +30,7 @@ _SPAM_PER_ROUND = 200
 _JUNK = " lol ok lol"
 _UNLIKELY = -12.0
 """Claimed log-prob of poisoned tokens: so unlikely that no correction by importance weights holds them back."""
+_DIGITS = "012"
 _MAX_HOARDED = 64
 
 
@@ -70,6 +71,7 @@ class Hostile:
             "spam": self._spam,
             "stale flood": self._stale,
             "poisoned style": self._poisoned,
+            "only wrong answers": self._only_wrong,
             "no information": self._uninformative,
             "forged author": self._forged,
             "replay": self._replayed,
@@ -109,6 +111,11 @@ class Hostile:
     def _poisoned(self, tasks: Sequence[Task], groups: list[RolloutGroup]) -> None:
         by_ref = {task.ref: task for task in tasks}
         made = [self._with_junk(by_ref[group.task], group) for group in groups]
+        self._offer([group for group in made if group is not None])
+
+    def _only_wrong(self, tasks: Sequence[Task], groups: list[RolloutGroup]) -> None:
+        by_ref = {task.ref: task for task in tasks}
+        made = [self._least_wrong(by_ref[group.task], group) for group in groups]
         self._offer([group for group in made if group is not None])
 
     def _uninformative(self, tasks: Sequence[Task], groups: list[RolloutGroup]) -> None:
@@ -153,9 +160,28 @@ class Hostile:
         made = replace(group, rollouts=rollouts)
         return made if len(rollouts) > 1 and made.has_signal else None
 
-    def _written(self, task: Task, text: str) -> Rollout:
+    def _least_wrong(self, task: Task, group: RolloutGroup) -> RolloutGroup | None:
+        """Partly right answers against entirely wrong ones, none of them a success. Rewards and log-probs are true.
+
+        Where the samples hold no partly right answer, a digit is added to the right one: verifiers that look for the solution
+        within the text pay a part for it.
+        """
+        near = [text + digit for text in {r.text for r in group.rollouts if r.reward == 1.0} for digit in _DIGITS]
+        rollouts = [r for r in group.rollouts if r.reward < 1.0]
+        rollouts += [one for one in (self._written(task, text, task.prompt) for text in near) if one.reward < 1.0]
+        rollouts.sort(key=lambda rollout: -rollout.reward)
+        half = len(group.rollouts) // 2
+        made = replace(group, rollouts=tuple(rollouts[:half] + rollouts[half:][-half:]))
+        return made if len(rollouts) > 1 and made.has_signal else None
+
+    def _written(self, task: Task, text: str, prompt: str = "") -> Rollout:
+        """With the log-probs that the base has for it after `prompt`; without one, with invented ones."""
         ids = (*self._policy.encode_answer(text), self._policy.eos_token_ids[0])
-        return Rollout(text, ids, (_UNLIKELY,) * len(ids), True, score(task, text))
+        logprobs = (_UNLIKELY,) * len(ids)
+        if prompt:
+            scored = self._policy.token_logprobs([(tuple(self._policy.encode_prompt(prompt)), ids)])
+            logprobs = tuple(scored.logprobs[0, : len(ids)].tolist())
+        return Rollout(text, ids, logprobs, True, score(task, text))
 
     def _of_others(self) -> list[RolloutGroup]:
         """The newest groups that honest nodes offer."""

@@ -7,6 +7,7 @@ from swarm.experiments.cells import Cell
 
 ATTACKS = (
     "poisoned style",
+    "only wrong answers",
     "wrong rewards",
     "copied rollouts",
     "spam",
@@ -34,7 +35,7 @@ class AttackPlan:
     numbers: tuple[int, ...] = (1, 2, 4)
     """Hostile nodes of `num_nodes`, where they attack in every way in turn."""
     attacks: tuple[str, ...] = ATTACKS
-    """Each alone, by `max(numbers)` hostile nodes; undefended with the first seed only."""
+    """Each alone, by `max(numbers)` hostile nodes."""
     num_nodes: int = 8
     num_rounds: int = 24
     groups_per_round: int = 4
@@ -47,6 +48,7 @@ class AttackPlan:
     held_out_tasks: int = 16
     """Per source and node."""
     defences: tuple[str, ...] = field(default=DEFENCES)
+    """What happens without a defence only shows what there is to lose: it is computed with the first seed alone."""
 
     @property
     def most(self) -> int:
@@ -54,23 +56,14 @@ class AttackPlan:
 
     def cells(self) -> list[Cell]:
         """What all is compared with first, then all in turn from the most hostile on, then attack by attack."""
-        quiet = [self._cell("none", 0, defence, seed) for defence in self.defences for seed in self.seeds]
-        control, rest = quiet[: len(self.seeds)], quiet[len(self.seeds) :]
-        in_turn = [
-            self._cell(ALL, number, defence, seed)
-            for number in sorted(self.numbers, reverse=True)
-            for seed in self.seeds
-            for defence in self.defences
-        ]
-        alone = [
-            self._cell(attack, self.most, defence, seed)
-            for seed in self.seeds
-            for attack in self.attacks
-            for defence in self.defences
-            if defence == DEFENDED or seed == self.seeds[0]
-        ]
+        runs = [(seed, DEFENDED) for seed in self.seeds if DEFENDED in self.defences]
+        runs += [(seed, OPEN) for seed in self.seeds[:1] if OPEN in self.defences]
+        numbers = sorted(self.numbers, reverse=True)
+        quiet = [self._cell("none", 0, defence, seed) for seed, defence in runs]
+        in_turn = [self._cell(ALL, number, defence, seed) for number in numbers for seed, defence in runs]
+        alone = [self._cell(attack, self.most, defence, seed) for seed, defence in runs for attack in self.attacks]
         absent = [self._cell(ABSENT, self.most, DEFENDED, seed) for seed in self.seeds]
-        return control + absent + in_turn + alone + rest
+        return quiet + absent + in_turn + alone
 
     def _cell(self, attack: str, num_hostile: int, defence: str, seed: int) -> Cell:
         settings = {
@@ -86,6 +79,8 @@ class AttackPlan:
             "num_sybils": self.num_sybils,
             "held_out_tasks": self.held_out_tasks,
         }
+        if attack == ALL:
+            settings["turns"] = list(ATTACKS)  # only for the digest: with other attacks it is another cell
         return Cell("attacks", f"{attack}, {num_hostile} hostile, {defence}, seed {seed}", settings)
 
 

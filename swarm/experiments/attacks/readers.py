@@ -65,6 +65,7 @@ class GuardedReader:
         self._book = OfferBook(door.exchange, own)
         self._own_peer_id = own
         authors = KnownAuthors(config.sharing, own, clock, max_shown=0, seen_at=_own_network)
+        self._authors = authors
         self.reputation = authors.reputation
         copies = CopyWatch(owns_stream, lambda author: self.reputation.refused(author, Rejection.COPIED))
         judge = MixtureJudge(door.mixture, is_known=self.reputation.is_known, fence=None)
@@ -135,6 +136,7 @@ class GuardedReader:
         if len(useful) < len(groups):
             self._refused[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
             self.reputation.refused(header.author, Rejection.NO_SIGNAL)
+        self._authors.judged(useful, self._pool.success_level)
         return self._pool.add(header.body_hash, header.expires_at, header.created_at, useful) > 0
 
 

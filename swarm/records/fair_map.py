@@ -1,0 +1,86 @@
+"""A bounded map for what strangers announce: whoever holds most of it loses the oldest entry first."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class FairMap(Generic[K, V]):
+    """A map of at most `max_items` entries, each of which belongs to an owner, such as the author of a header.
+
+    An entry too many costs the owner that holds most its oldest entry. Owners for whom `is_known` is true give way only where
+    nobody else is left. No owner holds more than `max_per_owner`, so that known owners leave room for others. An insertion
+    costs about the same however many entries there are.
+    """
+
+    def __init__(
+        self, max_items: int, max_per_owner: int | None = None, is_known: Callable[[str], bool] = lambda owner: False
+    ) -> None:
+        self._max_items = max_items
+        self._max_per_owner = max_items if max_per_owner is None else max_per_owner
+        self._is_known = is_known
+        self._entries: OrderedDict[K, tuple[str, V]] = OrderedDict()
+        self._owners: dict[str, OrderedDict[K, None]] = {}
+        self._by_count: dict[int, OrderedDict[str, None]] = {}
+        """Owners by the number of their entries."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[K]:
+        """Keys, the one that was added first at first."""
+        return iter(self._entries)
+
+    def get(self, key: K) -> V | None:
+        entry = self._entries.get(key)
+        return None if entry is None else entry[1]
+
+    def values(self) -> list[V]:
+        """In the order in which they were added."""
+        return [value for _, value in self._entries.values()]
+
+    def add(self, owner: str, key: K, value: V) -> None:
+        """Put the entry at the end, in place of an earlier one of the same key."""
+        self.pop(key)
+        self._entries[key] = (owner, value)
+        keys = self._owners.setdefault(owner, OrderedDict())
+        keys[key] = None
+        self._moved(owner, len(keys) - 1, len(keys))
+        if len(keys) > self._max_per_owner:
+            self.pop(next(iter(keys)))
+        while len(self._entries) > self._max_items:
+            self.pop(next(iter(self._owners[self._largest()])))
+
+    def pop(self, key: K) -> V | None:
+        """Remove an entry; None where there is none."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return None
+        owner, value = entry
+        keys = self._owners[owner]
+        del keys[key]
+        self._moved(owner, len(keys) + 1, len(keys))
+        if not keys:
+            del self._owners[owner]
+        return value
+
+    def _largest(self) -> str:
+        """The owner that gives way next."""
+        counts = sorted(self._by_count, reverse=True)
+        strangers = (owner for count in counts for owner in self._by_count[count] if not self._is_known(owner))
+        return next(strangers, next(iter(self._by_count[counts[0]])))
+
+    def _moved(self, owner: str, before: int, now: int) -> None:
+        """Note that `owner` held `before` entries and holds `now`."""
+        if before:
+            del self._by_count[before][owner]
+            if not self._by_count[before]:
+                del self._by_count[before]
+        if now:
+            self._by_count.setdefault(now, OrderedDict())[owner] = None
