@@ -15,6 +15,7 @@ import secrets
 import stat
 import time
 from collections.abc import Collection
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +23,10 @@ PRIVATE, SHARED = 0o600, 0o644
 """Modes of new files: for their owner alone; for others to read, as far as the umask allows it."""
 MAX_JSON_DEPTH = 64
 """Of objects and lists within each other. Nothing that this software writes has more than ten."""
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.?[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
+"""A text in JSON, or the beginning of one that does not end: in one pass over whatever it meets."""
+_STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_NO_BRACKETS = bytes(set(range(256)) - _STEP.keys())
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{16}\.new")
 _BARE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}")
 _LEFTOVER_S = 60.0
@@ -105,16 +110,11 @@ def read_json(path: Path, max_bytes: int) -> Any:
 
 def parse_json(content: bytes | str) -> Any:
     """What JSON of unknown origin holds. Raises ValueError where it is none, or is nested deeper than MAX_JSON_DEPTH."""
-    try:
-        value = json.loads(content)
-    except RecursionError:
-        raise ValueError(f"JSON must be nested at most {MAX_JSON_DEPTH} deep") from None
-    level = [value]
-    for _ in range(MAX_JSON_DEPTH + 1):
-        level = [part for whole in level for part in _parts(whole) if isinstance(part, dict | list)]
-        if not level:
-            return value
-    raise ValueError(f"JSON must be nested at most {MAX_JSON_DEPTH} deep")
+    data = content.encode() if isinstance(content, str) else content
+    brackets = _TEXT.sub(b"", data).translate(None, _NO_BRACKETS)
+    if max(accumulate(map(_STEP.__getitem__, brackets)), default=0) > MAX_JSON_DEPTH:
+        raise ValueError(f"JSON must be nested at most {MAX_JSON_DEPTH} deep")
+    return json.loads(data.decode())  # UTF-8 alone: what the brackets were counted in
 
 
 def is_bare_name(name: str) -> bool:
@@ -170,7 +170,3 @@ def _regular(path: Path, flags: int) -> int:
 def _word(mode: int) -> str:
     words = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
     return words.get(stat.S_IFMT(mode), "a device")
-
-
-def _parts(whole: Any) -> Any:
-    return whole.values() if isinstance(whole, dict) else whole if isinstance(whole, list) else ()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from swarm.child_python import module_command
 from swarm.errors import PolicyError
 
 MAX_TEMPLATE_CHARS = 256 << 10
@@ -74,7 +75,7 @@ def _foreign_frame(template: str, special_tokens: str) -> PromptFrame:
     with tempfile.TemporaryFile() as output:
         try:
             subprocess.run(
-                [sys.executable, "-P", "-c", "from swarm.policy.template_process import main; main()"],
+                module_command("swarm.policy.template_process"),
                 input=json.dumps(question).encode(),
                 stdout=output,
                 stderr=subprocess.DEVNULL,

@@ -56,3 +56,7 @@ def _address_space() -> int:
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 1 << 40
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
 """The newest roll that an identity has seen, kept in a file beside its key.
 
-A node's folder may be restored from a backup, with a roll on which somebody is still listed who was revoked since. Where the
-key lies elsewhere (a link in the folder), what lies beside it tells that a newer roll was known. It also
-tells two rolls of one version apart, which an honest owner does not sign.
+A roll may come back from a backup on which somebody is still listed who was revoked since. What lies beside the key shows
+that a newer one was known, as long as it was not restored with it. It also tells two rolls of one version apart, which
+an honest owner does not sign.
 
     identity.key → identity.silo = JSON {silo's id: {"version", "epoch", "sha256"}}
 """
@@ -39,7 +39,7 @@ class SeenRolls:
     def __init__(self, swarm_id: str, key: Path | None = None) -> None:
         """Raises SiloError for a file that cannot be read."""
         self._swarm_id = swarm_id
-        self._path = None if key is None else key.resolve().with_suffix(SUFFIX)
+        self._path = None if key is None else key.with_suffix(SUFFIX)
         self._all = {} if self._path is None else _read(self._path)
         self.newest = self._all.get(swarm_id, SeenRoll())
 

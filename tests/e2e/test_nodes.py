@@ -151,7 +151,7 @@ def test_forged_replayed_and_lying_records_are_turned_away(tmp_path: Path) -> No
             "reward_mismatch",
             "tokens",
             "replay",
-            "expired",
+            "wrong_slot",
             "held_out_task",
             "unavailable",
         } <= reasons
@@ -207,7 +207,7 @@ class Mallory:
         header = replace(header, **changes)  # type: ignore[arg-type]
         record = sign_record(identity or self.identity, self.swarm_id, encode_header(header))
         data = encode_record(SignedRecord(self.identity.peer_id, record.payload, record.signature))
-        await self.put(data)
+        await self.put(data, header)
         return data
 
     def attacks(self) -> list[dict[str, Coroutine[None, None, object]]]:
@@ -221,7 +221,7 @@ class Mallory:
         side_by_side = {
             "replay": self.announce(self.honest(1)),
             "bad_signature": self.announce(self.honest(2), identity=Identity(b"x" * 32)),
-            "expired": self.announce(self.honest(5), created_at=now - 500, expires_at=now - 100),
+            "wrong_slot": self.announce(self.honest(5), created_at=now - 500, expires_at=now - 100),  # of an old window
             "held_out_task": self.announce(self.group(self.task(6, seed=1), ("1", "no"), (1.0, 0.0))),
             "tokens": self.announce(replace(poisoned, rollouts=(wrong_ids, poisoned.rollouts[1]))),
         }
@@ -229,11 +229,12 @@ class Mallory:
         lie = {"reward_mismatch": self.announce(self.group(self.task(3), ("wrong", "no"), (1.0, 0.0)))}
         return [side_by_side, withholding, lie]
 
-    async def put(self, data: bytes) -> None:
+    async def put(self, data: bytes, header: Header) -> None:
         self.sequence += 1
         now = self.transport.now()
         key = experience_key(self.swarm_id, Shard(0, 0), now)
-        await self.transport.store(key, subkey(self.identity.peer_id, self.sequence), data, now + 300 + self.sequence)
+        slot = subkey(self.identity.peer_id, header.sequence)
+        await self.transport.store(key, slot, data, max(header.expires_at, now + 1))
 
 
 async def _attack(folder: Path, address: str, victim: NodeProcess, swarm_id: str) -> set[str]:

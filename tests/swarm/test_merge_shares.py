@@ -43,14 +43,15 @@ async def courting(network: MemoryNetwork, nodes: list[MergeNode], count: int) -
 def trust(nodes: list[MergeNode], *, is_known: bool, has_addresses: bool, hostile: list[HostilePartner]) -> None:
     """What each node knows of the others, given to the exchange that it has made already."""
     for node in nodes:
-        reputation, addresses = Reputation(3600.0, virtual_now), AddressGroups()
+        reputation, seen_at = Reputation(3600.0, virtual_now), dict[str, tuple[str, ...]]()
         for number, other in enumerate(nodes):
             for _ in range(int(PROBATION_BODIES) + 1 if is_known else 0):
                 reputation.admitted(other.peer_id)
             if has_addresses:
-                addresses.note(other.peer_id, [f"/ip4/198.51.{number}.1/tcp/1"])
+                seen_at[other.peer_id] = (f"/ip4/198.51.{number}.1/tcp/1",)
         for one in hostile if has_addresses else ():
-            addresses.note(one.peer_id, [HOSTILE_GROUP])
+            seen_at[one.peer_id] = (HOSTILE_GROUP,)
+        addresses = AddressGroups(lambda peer_id, seen_at=seen_at: seen_at.get(peer_id, ()))
         node.exchange._recent._shares = AuthorShares(reputation, 0.25, addresses)
 
 
@@ -112,7 +113,7 @@ def test_banned_peers_are_no_partners() -> None:
 def test_exchange_takes_what_is_known_of_peers_when_it_is_made() -> None:
     async def scenario(nodes: list[MergeNode], network: MemoryNetwork) -> None:
         reputation = Reputation(3600.0, virtual_now)
-        shares = AuthorShares(reputation, 0.25, AddressGroups())
+        shares = AuthorShares(reputation, 0.25, AddressGroups(lambda peer_id: ()))
         identity = Identity(b"k" * 32)
         transport = MemoryTransport(network, identity.peer_id)
         exchange = MergeExchange(

@@ -143,6 +143,9 @@ def test_no_adapter_is_offered_while_sharing_is_paused() -> None:
 
         def distrust(self, peer_id: str) -> None: ...
 
+        def is_known(self, peer_id: str) -> bool:
+            return False
+
     exchange, is_paused = Exchange(), [True]
     pairer = WhileSharing(exchange, lambda: is_paused[0])  # type: ignore[arg-type]
     snapshot = Snapshot("ab" * 16, "bf16", 1, 1, b"x")

@@ -75,7 +75,7 @@ def test_altered_export_is_refused(field: str, value: Any, told: str) -> None:
     [
         (b"", "must be a file of"),
         (b"[" * MAX_FILE_BYTES, "must be a file of"),
-        (b" " * (MAX_FILE_BYTES + 1) + b"{}", "must be a file of"),
+        (b" " * (MAX_FILE_BYTES + 1) + b"{}", f"must have at most {MAX_FILE_BYTES} bytes"),
         (b'{"format": "other"}', "must be a file of"),
         (b'{"format": "swarm-identity", "version": 2}', "must be of version 1, got 2"),
         (b'{"format": "swarm-identity", "version": 1, "peer_id": "\\ud800"}', "must name its peer id"),

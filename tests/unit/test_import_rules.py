@@ -58,6 +58,8 @@ ALLOWED: dict[str, set[str]] = {
         "means",
         "testbed",
         "assets",
+        "network",  # in memory, for hostile names, on the virtual clock of the simulation
+        "simulation",
     },
     "integrations": {"adapters", "records", "node_folder"},
     "dashboard": {"records", "node_controls"},
