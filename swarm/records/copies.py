@@ -64,16 +64,18 @@ class CopyWatch:
                 self._remember(group.prompt_digest, self._described(group, is_original=True))
 
     def take(self, groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
-        """Remember the groups of one body; those that are no copies.
+        """Remember the groups of one body; those that are no copies, each once.
 
         Raises InvalidRecord with COPIED, and REPLAY where the author repeats itself or nothing is left.
         """
         described = [(group, self._described(group)) for group in groups]
         with self._lock:
             alike = [self._alike(group.prompt_digest, seen) for group, seen in described]
-            kept = [pair for pair, authors in zip(described, alike, strict=True) if not authors]
-            for group, seen in kept:
-                self._remember(group.prompt_digest, seen)
+            kept: list[tuple[RolloutGroup, _Seen]] = []
+            for (group, seen), authors in zip(described, alike, strict=True):
+                if not authors and not any(_is_same_task(seen, before) for _, before in kept):
+                    kept.append((group, seen))
+                    self._remember(group.prompt_digest, seen)
         for author in frozenset().union(*alike):
             self._blame(author, Rejection.REPLAY)
         if not kept:
@@ -88,7 +90,7 @@ class CopyWatch:
 
     def _is_alike(self, group: _Seen, earlier: _Seen) -> bool:
         """Whether both are one and nothing tells whose. Raises InvalidRecord where `group` is surely a copy, or a repetition."""
-        is_same_task = group.task == earlier.task and _shared(group, earlier) >= MIN_SHARED
+        is_same_task = _is_same_task(group, earlier)
         if group.author == earlier.author:
             if is_same_task:
                 raise InvalidRecord(Rejection.REPLAY, "answers that it has sent before")
@@ -119,6 +121,11 @@ class CopyWatch:
         self._seen[digest] = of_prompt
         while len(self._seen) > _MAX_PROMPTS:
             self._seen.popitem(last=False)
+
+
+def _is_same_task(group: _Seen, earlier: _Seen) -> bool:
+    """And most of the answers."""
+    return group.task == earlier.task and _shared(group, earlier) >= MIN_SHARED
 
 
 def _shared(group: _Seen, earlier: _Seen) -> float:

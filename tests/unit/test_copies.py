@@ -137,6 +137,15 @@ def test_who_repeats_itself_is_turned_away_but_no_liar() -> None:
     assert reason_of(watch, of(ALICE_ID, index=5)) is None, "and the same answers to another"
 
 
+def test_a_group_counts_once_in_one_body_too() -> None:
+    hints: list[tuple[str, Rejection]] = []
+    watch = CopyWatch(owns_stream, lambda author, reason: hints.append((author, reason)))
+    once, other = of(ALICE_ID), of(ALICE_ID, index=5)
+    reordered = of(ALICE_ID, *ANSWERS[::-1])
+    assert watch.take([once, other, once, reordered]) == (once, other)
+    assert hints == [(ALICE_ID, Rejection.REPLAY)]
+
+
 def test_memory_is_bounded() -> None:
     watch = CopyWatch(owns_stream)
     for number in range(5000):
