@@ -68,11 +68,19 @@ class BatchMaker:
         total = self._config.max_batch_groups - self._config.training.replay_groups
         num_own = min(len(own), total - sharing.swarm_groups)
         wanted = total - num_own if sharing.swarm_groups else 0
-        foreign = self._draw_foreign(wanted, rng)
+        largest = self._largest(rollouts.groups)
+        foreign = [_no_heavier(group, largest) for group in self._draw_foreign(wanted, rng)]
         chosen = rng.sample(own, min(len(own), total - len(foreign)))
         replayed = [group for one in self._replay.draw(policy_version, rng) if (group := self._again(one))]
         self._replay.add([group for group in fresh if group.has_signal])
         return chosen + foreign + replayed
+
+    def _largest(self, own: Sequence[RolloutGroup]) -> tuple[int, int]:
+        """(answers, tokens) of the largest own group, each on its own; as configured where there is none."""
+        rollouts = self._config.rollouts
+        if not own:
+            return rollouts.group_size, rollouts.group_size * rollouts.max_new_tokens
+        return max(len(group.rollouts) for group in own), max(map(_num_tokens, own))
 
     def _draw_foreign(self, wanted: int, rng: random.Random) -> list[TrainingGroup]:
         """Drawn again for those that prove unusable, a few times: whoever sends what nobody can use must not shrink batches."""
@@ -127,6 +135,17 @@ class BatchMaker:
         except (UnknownTask, TaskFailure):
             self._dropped["unknown_task"] += 1
             return None, group
+
+
+def _no_heavier(group: TrainingGroup, largest: tuple[int, int]) -> TrainingGroup:
+    """A group of others with the weight of the largest own one at most: shares are of groups, while the loss sums over answers
+    and tokens, of which an author may send as many as it likes."""
+    num_answers, num_tokens = len(group.group.rollouts), _num_tokens(group.group)
+    return replace(group, weight=min(1.0, largest[0] / num_answers, largest[1] / max(num_tokens, 1)))
+
+
+def _num_tokens(group: RolloutGroup) -> int:
+    return sum(len(rollout.token_ids) for rollout in group.rollouts)
 
 
 def _weighted(group: TrainingGroup, task: Task) -> TrainingGroup:

@@ -91,7 +91,11 @@ class Learner:
         )
         self._canary = Canary(policy, means.engine, config.training.canary_tolerance)
         self._translator = ExperienceTranslator(
-            policy, config.sharing.likelihood_floor_quantile, config.rollouts.max_new_tokens, hint
+            policy,
+            config.sharing.likelihood_floor_quantile,
+            config.rollouts.max_new_tokens,
+            hint,
+            micro_batch_sequences=config.training.micro_batch_sequences,
         )
         self._usefulness = usefulness
         weigh = usefulness.of_group if usefulness else None

@@ -39,7 +39,6 @@ from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.admission import Admission, Vocabulary
 from swarm.records.copies import CopyWatch
 from swarm.records.identity import Identity
-from swarm.records.rejection import Rejection
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
@@ -99,7 +98,7 @@ class Node:
         )
         self._reputation = self._authors.reputation
         self._fence = FencedVerifier(config.tasks)
-        self._copies = CopyWatch(owns_stream, lambda author: self._reputation.refused(author, Rejection.COPIED))
+        self._copies = CopyWatch(owns_stream, self._reputation.refused)
         self.controls = NodeControls()
         is_paused = self.controls.sharing_is_paused
         self._merging = make_merging(config, identity, self.transport, self._level, is_paused, self._authors.shares)

@@ -27,7 +27,7 @@ WORDS: dict[Rejection, str] = {
     Rejection.TOO_SLOW: "checking its author's answers takes too long",
     Rejection.STRANGERS_BUSY: "no time left for checking strangers' answers; tried again later",
     Rejection.REWARD_MISMATCH: "claims another reward than this node computed",
-    Rejection.COPIED: "copied from another author, or sent before",
+    Rejection.COPIED: "copied from another author",
     Rejection.STALE: "from a policy that has moved on since; nobody's fault",
     Rejection.NO_SIGNAL: "all its answers were equally good or bad: nothing to learn; nobody's fault",
 }

@@ -35,7 +35,10 @@ class BareLearner:
             max_new_tokens=config.rollouts.max_new_tokens,
         )
         self._translator = ExperienceTranslator(
-            self.policy, config.sharing.likelihood_floor_quantile, config.rollouts.max_new_tokens
+            self.policy,
+            config.sharing.likelihood_floor_quantile,
+            config.rollouts.max_new_tokens,
+            micro_batch_sequences=config.training.micro_batch_sequences,
         )
         stream = training_seed(author, seed)
         self._cursor = TaskCursor(self._mixture, stream, random.Random(f"{author}/{seed}"))

@@ -64,7 +64,10 @@ class Admission(HeaderAdmission):
 
     @traced("admit", lambda groups, _, header, *__: {"author": header.author, "groups": len(groups)})
     def admit_body(self, header: Header, body: bytes) -> tuple[RolloutGroup, ...]:
-        """All groups of the body, rewards recomputed. One false claim turns the whole body away."""
+        """The groups of the body with recomputed rewards, without those that others have sent before.
+
+        One false claim turns the whole body away.
+        """
         if len(body) != header.body_bytes:
             raise InvalidRecord(Rejection.WRONG_HASH, f"{len(body)} bytes, announced {header.body_bytes}")
         if body_hash(body) != header.body_hash:
@@ -72,9 +75,7 @@ class Admission(HeaderAdmission):
         groups = decode_body(body, header.author, header.lineage, header.policy_version)
         self._check_matches_header(header, groups)
         admitted = tuple(self._admit_group(group) for group in groups)
-        if self._copies is not None:
-            self._copies.take(admitted)
-        return admitted
+        return admitted if self._copies is None else self._copies.take(admitted)
 
     def _admit_group(self, group: RolloutGroup) -> RolloutGroup:
         if len(group.rollouts) > self._config.max_group_size:

@@ -3,7 +3,8 @@
 Authors have streams of tasks of their own (`owns_stream`), so two of them meet the same reference only if one took it from the
 other, and then it is the one whose stream it is not. The same prompt may come up in two streams, and short answers to it may be
 the same by nature: there only what chance does not bring counts, by the log-probs that both authors claim. Taking the smaller
-claim means that nobody is blamed by what another invented.
+claim means that nobody is blamed by what another invented. Which of the two took it from the other nothing tells, as a copy may
+come first: the later group is left out, and it is no proof against either, only a hint against both.
 """
 
 import hashlib
@@ -28,6 +29,8 @@ class _Seen:
     author: str
     task: TaskRef
     is_own_stream: bool
+    is_original: bool
+    """Whether nobody else can have written it: this node did, or knows it to be in order."""
     answers: tuple[bytes, ...]
     """Sorted fingerprints of the texts, repeated ones too."""
     surprise: dict[bytes, float]
@@ -38,10 +41,13 @@ class CopyWatch:
     """Over the groups of the last 4096 prompts, at most 8 of each. Safe from any thread."""
 
     def __init__(
-        self, owns_stream: Callable[[str, int], bool], blame: Callable[[str], object] = lambda author: None
+        self,
+        owns_stream: Callable[[str, int], bool],
+        blame: Callable[[str, Rejection], object] = lambda author, reason: None,
     ) -> None:
         """`owns_stream`: (author, task seed) -> whether the stream is its own. `blame`: told of authors whose groups were
-        taken before it showed that they were copies."""
+        taken before it showed that they were copies (COPIED), and of both authors where it does not show whose the answers
+        are (REPLAY)."""
         self._owns_stream = owns_stream
         self._blame = blame
         self._lock = threading.Lock()
@@ -55,31 +61,50 @@ class CopyWatch:
         """Own groups, or others that are known to be in order."""
         with self._lock:
             for group in groups:
-                self._remember(group.prompt_digest, self._described(group))
+                self._remember(group.prompt_digest, self._described(group, is_original=True))
 
-    def take(self, groups: Sequence[RolloutGroup]) -> None:
-        """Remember the groups of one body. Raises InvalidRecord with COPIED, or REPLAY where the author repeats itself."""
-        described = [(group.prompt_digest, self._described(group)) for group in groups]
+    def take(self, groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
+        """Remember the groups of one body; those that are no copies, each once.
+
+        Raises InvalidRecord with COPIED, and REPLAY where the author repeats itself or nothing is left.
+        """
+        described = [(group, self._described(group)) for group in groups]
         with self._lock:
-            for digest, group in described:
-                for earlier in self._seen.get(digest, ()):
-                    self._compare(group, earlier)
-            for digest, group in described:
-                self._remember(digest, group)
+            alike = [self._alike(group.prompt_digest, seen) for group, seen in described]
+            kept: list[tuple[RolloutGroup, _Seen]] = []
+            for (group, seen), authors in zip(described, alike, strict=True):
+                if not authors and not any(_is_same_task(seen, before) for _, before in kept):
+                    kept.append((group, seen))
+                    self._remember(group.prompt_digest, seen)
+        for author in frozenset().union(*alike):
+            self._blame(author, Rejection.REPLAY)
+        if not kept:
+            raise InvalidRecord(Rejection.REPLAY, "answers that others have sent before")
+        if len(kept) < len(groups):
+            self._blame(groups[0].author, Rejection.REPLAY)
+        return tuple(group for group, _ in kept)
 
-    def _compare(self, group: _Seen, earlier: _Seen) -> None:
-        is_same_task = group.task == earlier.task and _shared(group, earlier) >= MIN_SHARED
+    def _alike(self, digest: str, group: _Seen) -> frozenset[str]:
+        """Authors that have sent these answers, where either may have taken them from the other."""
+        return frozenset(seen.author for seen in self._seen.get(digest, ()) if self._is_alike(group, seen))
+
+    def _is_alike(self, group: _Seen, earlier: _Seen) -> bool:
+        """Whether both are one and nothing tells whose. Raises InvalidRecord where `group` is surely a copy, or a repetition."""
+        is_same_task = _is_same_task(group, earlier)
         if group.author == earlier.author:
             if is_same_task:
                 raise InvalidRecord(Rejection.REPLAY, "answers that it has sent before")
         elif is_same_task and not group.is_own_stream:
             raise InvalidRecord(Rejection.COPIED, f"a task of another's stream with answers of {earlier.author}")
         elif is_same_task and not earlier.is_own_stream:
-            self._blame(earlier.author)
+            self._blame(earlier.author, Rejection.COPIED)
         elif _surprise(group, earlier) >= MIN_SURPRISE_NATS:
-            raise InvalidRecord(Rejection.COPIED, f"answers of {earlier.author}, which chance does not repeat")
+            if earlier.is_original:
+                raise InvalidRecord(Rejection.COPIED, f"answers of {earlier.author}, which chance does not repeat")
+            return True
+        return False
 
-    def _described(self, group: RolloutGroup) -> _Seen:
+    def _described(self, group: RolloutGroup, *, is_original: bool = False) -> _Seen:
         surprise: dict[bytes, float] = {}
         answers = []
         for rollout in group.rollouts:
@@ -88,7 +113,7 @@ class CopyWatch:
             surprise[text] = min(nats, surprise.get(text, nats))
             answers.append(text)
         is_own = self._owns_stream(group.author, group.task.seed)
-        return _Seen(group.author, group.task, is_own, tuple(sorted(answers)), surprise)
+        return _Seen(group.author, group.task, is_own, is_original, tuple(sorted(answers)), surprise)
 
     def _remember(self, digest: str, group: _Seen) -> None:
         of_prompt = self._seen.pop(digest, None) or deque(maxlen=_GROUPS_PER_PROMPT)
@@ -96,6 +121,11 @@ class CopyWatch:
         self._seen[digest] = of_prompt
         while len(self._seen) > _MAX_PROMPTS:
             self._seen.popitem(last=False)
+
+
+def _is_same_task(group: _Seen, earlier: _Seen) -> bool:
+    """And most of the answers."""
+    return group.task == earlier.task and _shared(group, earlier) >= MIN_SHARED
 
 
 def _shared(group: _Seen, earlier: _Seen) -> float:

@@ -74,8 +74,9 @@ class Beacons:
     def note(self, header: Header) -> None:
         """A header that was admitted, or published by this node."""
         beacon, now = beacon_of(header), self._clock()
-        if beacon not in self._heard:
-            self._heard.add(header.author, beacon, _Heard(header.author, now))
+        if beacon in self._heard:  # announced again, it would look new to who follows it and old to all who read that
+            return
+        self._heard.add(header.author, beacon, _Heard(header.author, now))
         is_over = now - self._since > EPOCH_S
         if is_over and header.author != self._own_peer_id and self._counts(header.author):
             self._current, self._since = beacon, now

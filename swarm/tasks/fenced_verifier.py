@@ -5,6 +5,7 @@ author some trust, never the node. Kinds of sources with bounds of their own are
 `verifiers`, code by the sandbox. Reward functions of packages have a process of their own.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -106,15 +107,23 @@ class FencedVerifier:
         except LineProcessError as error:
             logger.warning("the process that builds and scores tasks was stopped: %s", error)
             if error.by_question:
+                self._renew()
                 raise Overrun(str(error)) from None
             raise TaskFailure(source, f"verifier process: {error}") from None
         if "overrun" in reply:
+            self._renew()  # what is left of its memory might not be enough for answers that are in order
             raise Overrun(str(reply["overrun"]))
         if "unknown" in reply:
             raise UnknownTask(str(reply["unknown"]))
         if "failure" in reply:
             raise TaskFailure(source, str(reply["failure"]).removeprefix(f"{source}: "))
         return reply
+
+    def _renew(self) -> None:
+        """Start the next process in the time of whose answers spoiled the last one: that takes seconds, which would otherwise
+        count against the author who comes next."""
+        with contextlib.suppress(LineProcessError):  # it is tried again, and told of, when it is needed
+            self._process.renew()
 
 
 def _facts(ref: TaskRef) -> tuple[object, ...]:

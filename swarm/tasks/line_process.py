@@ -94,6 +94,12 @@ class LineProcess:
             if self._process is None:
                 self._start()
 
+    def renew(self) -> None:
+        """End the process where there is one, and start another. Raises LineProcessError."""
+        with self._lock:
+            self._end()
+            self._start()
+
     def ask(self, question: Any, time_budget_s: float) -> dict[str, Any]:
         """`question`: anything that JSON holds. The time does not count a start. Raises LineProcessError."""
         with self._lock:

@@ -37,8 +37,11 @@ class ExperienceTranslator:
         likelihood_floor_quantile: float,
         max_new_tokens: int,
         hint: Callable[[str, float], None] = lambda author, bad: None,
+        *,
+        micro_batch_sequences: int,
     ) -> None:
         """`max_new_tokens`: the trainer masks longer answers, which still count in a baseline; their beginning is measured.
+        `micro_batch_sequences`: so many answers are measured at once, as many as the trainer takes at once.
 
         `hint`: told of an author of the own lineage whose answers are too unlikely here, and how bad that is, in (0, 1].
         """
@@ -46,7 +49,8 @@ class ExperienceTranslator:
         self._policy = policy
         self._quantile = likelihood_floor_quantile
         self._max_new_tokens = max_new_tokens
-        self._special = frozenset(policy.tokenizer.all_special_ids) | frozenset(policy.eos_token_ids)
+        self._micro_batch_sequences = micro_batch_sequences
+        self._visible = _visible_ids(policy)
         self._own_likelihoods: deque[float] = deque(maxlen=_FLOOR_WINDOW)
         self.num_answers_below_floor = 0
         self.num_answers_misspelt = 0
@@ -117,14 +121,14 @@ class ExperienceTranslator:
         return replace(rollout, token_ids=tuple(ids), logprobs=(0.0,) * len(ids))
 
     def _as_spelt(self, group: RolloutGroup) -> RolloutGroup:
-        """Without answers whose ids hide special tokens, which no text shows, or spell another text than was rewarded."""
+        """Without answers whose ids hide tokens that no text shows, or spell another text than was rewarded."""
         kept = tuple(rollout for rollout in group.rollouts if self._is_spelt(rollout))
         self.num_answers_misspelt += len(group.rollouts) - len(kept)
         return group if len(kept) == len(group.rollouts) else replace(group, rollouts=kept)
 
     def _is_spelt(self, rollout: Rollout) -> bool:
         inner = rollout.token_ids[:-1] if rollout.finished else rollout.token_ids
-        return self._special.isdisjoint(inner) and self._policy.decode(rollout.token_ids) == rollout.text
+        return self._visible.issuperset(inner) and self._policy.decode(rollout.token_ids) == rollout.text
 
     def _above_floor(self, prompt_ids: tuple[int, ...], group: RolloutGroup) -> RolloutGroup:
         """Answers that this policy would never write teach it another style, not the task: leave them out."""
@@ -140,6 +144,18 @@ class ExperienceTranslator:
     @torch.no_grad()
     def _mean_logprobs(self, prompt_ids: tuple[int, ...], answers: Sequence[tuple[int, ...]]) -> list[float]:
         """[G] mean log-prob per token under the own policy."""
-        sequences = [(prompt_ids, answer) for answer in answers]
-        scored = self._policy.token_logprobs(sequences)
-        return (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()
+        means: list[float] = []
+        size = self._micro_batch_sequences  # what the memory is enough for; a group of others may be many times larger
+        for start in range(0, len(answers), size):
+            scored = self._policy.token_logprobs([(prompt_ids, answer) for answer in answers[start : start + size]])
+            means += (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()
+        return means
+
+
+def _visible_ids(policy: TextPolicy) -> frozenset[int]:
+    """Token ids that a text shows. Not those of special tokens, of which a tokenizer may name only some as such, and not those
+    between the end of the vocabulary and that of the embedding, which decode to nothing."""
+    tokenizer = policy.tokenizer
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    known = {index for index in tokenizer.get_vocab().values() if index < policy.vocab_size}
+    return frozenset(known - special - {*tokenizer.all_special_ids, *policy.eos_token_ids})

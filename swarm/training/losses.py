@@ -42,16 +42,20 @@ def kl_to_reference(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) 
     return difference.exp() - difference - 1
 
 
-def sequence_scales(num_tokens: Tensor, kind: str, max_new_tokens: int) -> Tensor:
+def sequence_scales(num_tokens: Tensor, kind: str, max_new_tokens: int, weights: Tensor | None = None) -> Tensor:
     """What each sequence's token sum is multiplied by, [B]; by name of `training.aggregation`.
 
-    `num_tokens` [B] counts the tokens that take part; 0 for a sequence that is left out.
+    `num_tokens` [B] counts the tokens that take part; 0 for a sequence that is left out. `weights` [B] > 0: as how many
+    sequences each counts, one by default.
     dapo: 1 / all tokens. grpo: 1 / (its own tokens · sequences that take part). dr_grpo: 1 / (all sequences ·
     max_new_tokens), a constant, so that neither short answers nor left-out ones change the weight of the others.
     """
     counts = num_tokens.to(torch.float64)
+    weights = torch.ones_like(counts) if weights is None else weights.to(torch.float64)
     if kind == "dr_grpo":
-        return torch.full_like(counts, 1.0 / (len(counts) * max_new_tokens))
+        return weights / (weights.sum() * max_new_tokens)
     if kind == "grpo":
-        return 1.0 / (counts.clamp(min=1) * (counts > 0).sum().clamp(min=1))
-    return torch.full_like(counts, 1.0) / counts.sum().clamp(min=1)
+        total = weights[counts > 0].sum()
+        return weights / (counts.clamp(min=1) * (total if total > 0 else 1.0))
+    total = (weights * counts).sum()
+    return weights / (total if total > 0 else 1.0)

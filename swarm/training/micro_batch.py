@@ -62,7 +62,8 @@ def training_sequences(
         takes_part = value is not None and (is_whole or not config.mask_truncated)
         num_tokens = len(rollout.token_ids)
         counts.append(num_tokens if takes_part and num_tokens <= max_new_tokens else 0)
-    scales = sequence_scales(torch.tensor(counts), config.aggregation, max_new_tokens).tolist()
+    weights = torch.tensor([group.weight for group, _ in answers])
+    scales = sequence_scales(torch.tensor(counts), config.aggregation, max_new_tokens, weights).tolist()
     return [
         TrainingSequence(
             group.prompt_ids,

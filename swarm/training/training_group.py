@@ -23,5 +23,7 @@ class TrainingGroup:
     """(name, weight) of the task's reward signals; empty where its reward is one number."""
     success_level: float = 0.0
     """Answers with a lower reward get no positive advantage; 0 for own groups. See `pool.success_levels`."""
+    weight: float = 1.0
+    """In (0, 1]: as how many answers each of its answers counts. Below 1 for a group of others that is larger than own ones."""
     is_replay: bool = False
     """Whether it is an own group of an earlier round that is trained on once more."""

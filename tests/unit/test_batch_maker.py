@@ -3,20 +3,23 @@
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from swarm.adapters.checkpoint import CheckpointStore
-from swarm.config import Config, parse
+from swarm.config import Config, TrainingSection, parse
 from swarm.learner import Learner
 from swarm.means import local_means
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.task_mixture import TaskMixture
-from swarm.types import RolloutGroup
+from swarm.training.micro_batch import training_sequences
+from swarm.types import Rollout, RolloutGroup
 from tests.unit.experience_factory import ALICE, NOW, Clock
 
 
@@ -81,6 +84,33 @@ def test_what_is_dropped_is_told_by_reason() -> None:
     assert learner.run_round()["train/dropped_groups"]["stale_version"] > 0
     learner.policy.version += 100
     assert "own_stale" not in learner.run_round()["train/dropped_groups"]  # fresh ones are of the present version
+
+
+@pytest.mark.parametrize("aggregation", ["dapo", "grpo", "dr_grpo"])
+def test_a_group_of_others_weighs_no_more_than_the_largest_own_one(
+    aggregation: Literal["dapo", "grpo", "dr_grpo"],
+) -> None:
+    """True answers, but sixteen times as many and as long as they may be: shares of groups alone would not bound them."""
+    sharing = {"likelihood_floor_quantile": 0.0, "success_quantile": 0.0}
+    learner = make_learner(config_of(sharing))
+    rollouts = learner._rollouts.run(1)
+    one = next(group for group in rollouts.groups if group.has_signal)
+    right = next(rollout for rollout in one.rollouts if rollout.reward)
+    ids = (*learner.policy.encode_answer("7" * 11), learner.policy.eos_token_ids[0])
+    wrong = Rollout("7" * 11, ids, (-0.5,) * 12, True, 0.0)
+    large = replace(one, author=ALICE.peer_id, rollouts=(right,) * 2 + (wrong,) * 62)
+    learner._pool.add(b"1" * 32, NOW + 600, NOW, [large])
+    batch = learner._batches.batch(rollouts, 0, random.Random(0))
+    settings = TrainingSection(aggregation=aggregation, mask_truncated=False)
+    sequences = iter(training_sequences(batch, settings, 12))
+    parts = [sum(s.scale * len(s.answer_ids) for s in islice(sequences, len(g.group.rollouts))) for g in batch]
+    (of_others,) = (part for group, part in zip(batch, parts, strict=True) if not group.is_own)
+    most_tokens = max(sum(len(rollout.token_ids) for rollout in group.rollouts) for group in rollouts.groups)
+    own = [(group.group, part) for group, part in zip(batch, parts, strict=True) if group.is_own]
+    assert own and next(sequences, None) is None
+    for group, part in own:
+        num_tokens = sum(len(rollout.token_ids) for rollout in group.rollouts)
+        assert of_others <= part * (1.0 if aggregation == "grpo" else most_tokens / num_tokens) * (1 + 1e-6)
 
 
 def test_own_groups_that_waited_too_long_are_dropped() -> None:

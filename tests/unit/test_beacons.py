@@ -95,6 +95,23 @@ def test_a_node_follows_one_beacon_an_epoch_and_finds_it_again_for_groups_that_w
     assert mine.of([replace(waited, index=(waited.index - 1) % INDEX_SPAN)]) == b""
 
 
+def test_a_record_that_is_announced_again_is_no_new_beacon() -> None:
+    """Else one known name could send all nodes back to the same tasks, and each would hold all others for cheats."""
+    clock = Clock()
+    follower, reader = beacons(clock, own=AUTHOR), beacons(clock)
+    old, new = from_other(), from_other(b"sampled later")
+    for one in (follower, reader):
+        one.note(old)
+    clock.now += MAX_AGE_S + 1
+    for header in (replace(old, created_at=clock.now, sequence=1), new):
+        for one in (follower, reader):
+            one.note(header)
+    assert follower.current() == beacon_of(new)
+    index = beacon_index(AUTHOR, follower.current(), "spelling")
+    named = follower.of([TaskRef("spelling", "cd" * 8, 99, index)])
+    assert reader.judge(header_by(named, index, created_at=clock.now)) is Evidence.HOLDS
+
+
 def test_a_slow_node_names_no_beacon_that_readers_would_take_for_old() -> None:
     clock = Clock()
     mine, reader, heard = beacons(clock, own=AUTHOR), beacons(clock), from_other()

@@ -10,6 +10,7 @@ from swarm.records.admission import Admission, Vocabulary
 from swarm.records.codec import encode_body
 from swarm.records.copies import MIN_SURPRISE_NATS, CopyWatch
 from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.sharing.reputation import Reputation
 from swarm.tasks.task_mixture import STREAMS_PER_PEER, owns_stream, training_seed
 from swarm.types import RolloutGroup
 from tests.unit.experience_factory import (
@@ -70,11 +71,11 @@ def test_own_groups_are_known_too() -> None:
 
 
 def test_a_copy_that_comes_before_its_original_is_held_against_the_copier() -> None:
-    blamed: list[str] = []
-    watch = CopyWatch(owns_stream, blamed.append)
+    blamed: list[tuple[str, Rejection]] = []
+    watch = CopyWatch(owns_stream, lambda author, reason: blamed.append((author, reason)))
     assert reason_of(watch, of(MALLORY_ID, stream_of=ALICE_ID)) is None
     assert reason_of(watch, of(ALICE_ID)) is None
-    assert blamed == [MALLORY_ID]
+    assert blamed == [(MALLORY_ID, Rejection.COPIED)]
 
 
 def test_short_answers_to_the_same_prompt_are_alike_by_nature() -> None:
@@ -84,13 +85,42 @@ def test_short_answers_to_the_same_prompt_are_alike_by_nature() -> None:
     assert reason_of(watch, of(MALLORY_ID, index=2)) is None
 
 
-def test_what_chance_does_not_repeat_is_a_copy_in_ones_own_stream_too() -> None:
-    texts = tuple("".join(random.Random(number).choices("abcdefgh", k=30)) for number in range(4))
-    nats = MIN_SURPRISE_NATS / 4 / 31 * 1.01  # 4 answers of 31 tokens
+LONG = tuple("".join(random.Random(number).choices("abcdefgh", k=30)) for number in range(4))
+LONG_NATS = MIN_SURPRISE_NATS / 4 / 31 * 1.01  # 4 answers of 31 tokens
+
+
+def test_what_chance_does_not_repeat_is_taken_once() -> None:
     watch = CopyWatch(owns_stream)
-    assert reason_of(watch, of(ALICE_ID, *texts, index=1, nats=nats)) is None
-    assert reason_of(watch, of(MALLORY_ID, *texts, index=2, nats=nats)) is Rejection.COPIED
-    assert reason_of(watch, of(READER.peer_id, *texts, index=3, nats=nats / 2)) is None, "the smaller claim counts"
+    assert reason_of(watch, of(ALICE_ID, *LONG, index=1, nats=LONG_NATS)) is None
+    assert reason_of(watch, of(MALLORY_ID, *LONG, index=2, nats=LONG_NATS)) is Rejection.REPLAY
+    assert reason_of(watch, of(READER.peer_id, *LONG, index=3, nats=LONG_NATS / 2)) is None, "the smaller claim counts"
+
+
+def test_what_chance_does_not_repeat_is_a_copy_in_ones_own_stream_too() -> None:
+    watch = CopyWatch(owns_stream)
+    watch.note([of(READER.peer_id, *LONG, index=1, nats=LONG_NATS)])
+    assert reason_of(watch, of(MALLORY_ID, *LONG, index=2, nats=LONG_NATS)) is Rejection.COPIED
+
+
+@pytest.mark.parametrize("num_good", [0, 6], ids=["stranger", "known"])
+def test_who_hears_an_author_and_repeats_it_first_does_not_have_it_banned(num_good: int) -> None:
+    """Mallory puts Alice's answers under the same prompt of its own stream, and is read before her."""
+    reputation = Reputation(21_600.0, Clock())
+    watch = CopyWatch(owns_stream, reputation.refused)
+    for _ in range(num_good):
+        reputation.admitted(ALICE_ID)
+    others = [of(ALICE_ID, "own", "words", index=index) for index in range(10, 14)]
+    for index in range(8):
+        texts = tuple(f"{text}{index}" for text in LONG)
+        watch.take([of(MALLORY_ID, *texts, index=100 + index, nats=1.0)])
+        fresh = [replace(one, task=replace(one.task, index=one.task.index + 100 * index)) for one in others]
+        body = [of(ALICE_ID, *texts, index=index, nats=1.0), *fresh]
+        assert watch.take(body) == tuple(fresh), "only what was sent before is left out"
+        reputation.admitted(ALICE_ID)
+    assert not reputation.is_banned(ALICE_ID) and reputation.is_known(ALICE_ID)
+    assert reputation.trust(ALICE_ID) > 0.5 and reputation.trust(MALLORY_ID) < 0.1, (
+        "both have hints, and one has shown nothing else"
+    )
 
 
 def test_nobody_is_blamed_by_what_another_claimed() -> None:
@@ -105,6 +135,15 @@ def test_who_repeats_itself_is_turned_away_but_no_liar() -> None:
     assert reason_of(watch, of(ALICE_ID)) is Rejection.REPLAY
     assert reason_of(watch, of(ALICE_ID, "a", "b")) is None, "the same task with new answers"
     assert reason_of(watch, of(ALICE_ID, index=5)) is None, "and the same answers to another"
+
+
+def test_a_group_counts_once_in_one_body_too() -> None:
+    hints: list[tuple[str, Rejection]] = []
+    watch = CopyWatch(owns_stream, lambda author, reason: hints.append((author, reason)))
+    once, other = of(ALICE_ID), of(ALICE_ID, index=5)
+    reordered = of(ALICE_ID, *ANSWERS[::-1])
+    assert watch.take([once, other, once, reordered]) == (once, other)
+    assert hints == [(ALICE_ID, Rejection.REPLAY)]
 
 
 def test_memory_is_bounded() -> None:

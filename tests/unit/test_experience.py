@@ -3,6 +3,7 @@
 Between the bundled Llama, which reads characters, and a GPT-NeoX with byte-level BPE and a chat template.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 from swarm.config import PolicySection, TrainingSection
-from swarm.policy.logprobs import token_logprobs
+from swarm.policy.logprobs import TokenLogprobs, TokenSequence, token_logprobs
 from swarm.policy.policy import Policy, load_policy
 from swarm.training.adapter_steps import AdapterSteps
 from swarm.training.experience import ExperienceTranslator
@@ -76,8 +77,10 @@ def written_by(author: Policy, *texts: str, finished: bool = True, rewards: tupl
     return RolloutGroup(TaskRef("made-up", "0" * 16, 16, 0), "0" * 16, rollouts, "other", author.lineage, 3)
 
 
-def translator(policy: Policy, quantile: float = 0.0, max_new_tokens: int = 64) -> ExperienceTranslator:
-    return ExperienceTranslator(policy, quantile, max_new_tokens)
+def translator(
+    policy: Policy, quantile: float = 0.0, max_new_tokens: int = 64, at_once: int = 64
+) -> ExperienceTranslator:
+    return ExperienceTranslator(policy, quantile, max_new_tokens, micro_batch_sequences=at_once)
 
 
 def sequences(policy: Policy, group: RolloutGroup, **settings: object) -> list[TrainingSequence]:
@@ -205,6 +208,30 @@ def test_ids_that_hide_special_tokens_are_left_out_in_the_own_tokenizer_too(llam
     assert reader.num_answers_misspelt == 1
 
 
+@pytest.mark.parametrize(
+    "hidden", ["<|im_start|>", 339, 1 << 20], ids=["flagged", "beyond the vocabulary", "beyond all"]
+)
+def test_ids_that_no_text_shows_are_left_out_whatever_the_tokenizer_calls_special(
+    tmp_path: Path, hidden: str | int
+) -> None:
+    """Llama 3 names two of its 256 special tokens as such; the embedding of Qwen 2.5 is longer than its vocabulary."""
+    folder = write_bpe_model(tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["extra_special_tokens"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    policy = build_policy(folder)
+    token = policy.tokenizer.convert_tokens_to_ids(hidden) if isinstance(hidden, str) else hidden
+    assert token not in policy.tokenizer.all_special_ids
+    group = written_by(policy, "12", "13", "14")
+    ids = (token, *group.rollouts[2].token_ids)
+    assert policy.decode(ids) == "14", "the spelling check of admission passes"
+    poisoned = replace(group.rollouts[2], token_ids=ids, logprobs=(-0.7,) * len(ids))
+    reader = translator(policy)
+    got = reader.foreign(PROMPT, replace(group, rollouts=(*group.rollouts[:2], poisoned)))
+    assert got is not None and got.group.rollouts == group.rollouts[:2]
+    assert reader.num_answers_misspelt == 1
+
+
 def test_text_that_the_own_tokenizer_cannot_spell_is_left_out(llama: Policy, neox: Policy) -> None:
     reader = translator(llama)
     got = reader.foreign(PROMPT, written_by(neox, "12", "13", "日本 12"))
@@ -239,13 +266,32 @@ def test_an_answer_too_long_once_re_encoded_is_not_trained_on_and_measured_by_it
     long = "the answer is twelve " * 6  # 6 tokens of one tokenizer's are 126 of the other's
     group = written_by(neox, "12", "13", long)
     assert len(neox.encode_answer(long)) <= 64 < len(llama.encode_answer(long))
-    reader = Measuring(llama, 0.5, max_new_tokens=64)
+    reader = Measuring(llama, 0.5, max_new_tokens=64, micro_batch_sequences=64)
     reader.observe_own([-1e9] * 64)  # a floor under everything: none is below
     got = reader.foreign(PROMPT, group)
     assert got is not None and len(got.group.rollouts) == 3 and reader.measured == [3, 3, 64]
     trained = training_sequences([got], TrainingSection(advantage="dr_grpo"), 64)
     assert [len(sequence.answer_ids) for sequence in trained] == [3, 3]
     assert trained[0].advantage == pytest.approx(2 / 3)
+
+
+def test_a_large_group_is_measured_in_parts_that_fit_into_memory(
+    llama: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may send 64 answers where this node has memory for a few."""
+    at_once: list[int] = []
+    measure = Policy.token_logprobs
+
+    def watched(policy: Policy, answers: Sequence[TokenSequence]) -> TokenLogprobs:
+        at_once.append(len(answers))
+        return measure(policy, answers)
+
+    monkeypatch.setattr(Policy, "token_logprobs", watched)
+    group = written_by(llama, *(str(number) for number in range(11)))
+    prompt, answers = tuple(llama.encode_prompt(PROMPT)), [one.token_ids for one in group.rollouts]
+    in_parts = translator(llama, at_once=4)._mean_logprobs(prompt, answers)
+    assert at_once == [4, 4, 3]
+    assert in_parts == pytest.approx(translator(llama, at_once=64)._mean_logprobs(prompt, answers), abs=1e-5)
 
 
 def test_nothing_of_others_is_trained_on_before_there_is_a_floor(llama: Policy, neox: Policy) -> None:
@@ -281,7 +327,9 @@ def test_poisoned_style_of_the_own_lineage_is_left_out_whatever_log_probs_it_cla
     means = (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()
     assert max(means[2:]) < min(means[:2])
     told: list[tuple[str, float]] = []
-    reader = ExperienceTranslator(llama, 0.5, 64, lambda author, bad: told.append((author, bad)))
+    reader = ExperienceTranslator(
+        llama, 0.5, 64, lambda author, bad: told.append((author, bad)), micro_batch_sequences=64
+    )
     reader.observe_own([(max(means[2:]) + min(means[:2])) / 2] * 64)
     for claimed in (0.0, -20.0):
         rollouts = tuple(replace(r, logprobs=(claimed,) * len(r.token_ids)) for r in group.rollouts)

@@ -81,7 +81,7 @@ def test_a_verifier_that_hangs_eats_memory_or_dies_costs_its_group_and_the_next_
     before = psutil.Process().memory_info().rss
     with pytest.raises(Overrun, match="MemoryError"):
         fence.rewards(ref, ["eat"])
-    assert fence.rewards(ref, [right])[1] == (1.0,), "the process goes on"
+    assert fence.rewards(ref, [right])[1] == (1.0,), "by a new process"
     with pytest.raises(Overrun, match="took longer"):
         fence.rewards(ref, ["7", "hang"])
     with pytest.raises(Overrun, match="ended with"):
@@ -92,14 +92,21 @@ def test_a_verifier_that_hangs_eats_memory_or_dies_costs_its_group_and_the_next_
 
 @pytest.mark.usefixtures("spoiled")
 @pytest.mark.parametrize("text", ["hang", "eat", "die"])
-def test_the_judge_blames_the_author_for_a_text_that_spoils_its_verifier(text: str) -> None:
+def test_the_judge_blames_the_author_for_a_text_that_spoils_its_verifier(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it alone: the time until there is a new process is the time of that author."""
     mixture = TaskMixture(SUMS)
     judge = MixtureJudge(mixture, fence=FencedVerifier(SUMS, time_budget_s=1.0))
     right = mixture.sources["chain_sum"].answer(SEED, 0)
     assert judge.rewards(group_of(mixture, right, "7")) == (1.0, 0.0)
+    spent_s: dict[str, float] = {}
+    monkeypatch.setattr(judge._budget, "spend", spent_s.__setitem__)
     with pytest.raises(InvalidRecord) as caught:
         judge.rewards(group_of(mixture, text, "7"))
     assert caught.value.reason is Rejection.TOO_SLOW
+    assert judge.rewards(replace(group_of(mixture, right, "7"), author="bob")) == (1.0, 0.0)
+    assert spent_s["bob"] < 0.5 * spent_s["alice"]
     with pytest.raises(InvalidRecord) as caught:
         judge.rewards(replace(group_of(mixture, right, "7"), prompt_digest="0" * 16))
     assert caught.value.reason is Rejection.TASK_MISMATCH

@@ -110,5 +110,15 @@ def test_dr_grpo_divides_by_a_constant():
 
 
 @pytest.mark.parametrize("kind", ["dapo", "grpo", "dr_grpo"])
+def test_an_answer_of_weight_one_half_counts_as_half_an_answer(kind: str):
+    """Two of them are as one, and all others as if there were only one."""
+    once = sequence_scales(COUNTS, kind, 10)
+    weights = torch.tensor([0.5, 0.5, 1.0, 1.0, 1.0])
+    twice = sequence_scales(torch.cat([COUNTS[:1], COUNTS]), kind, 10, weights)
+    assert (twice[0] + twice[1]).item() == pytest.approx(once[0].item())
+    assert twice[2:].tolist() == pytest.approx(once[1:].tolist())
+
+
+@pytest.mark.parametrize("kind", ["dapo", "grpo", "dr_grpo"])
 def test_scales_are_finite_when_nothing_takes_part(kind: str):
     assert torch.isfinite(sequence_scales(torch.tensor([0, 0]), kind, 10)).all()

@@ -67,7 +67,7 @@ class GuardedReader:
         authors = KnownAuthors(config.sharing, own, clock, max_shown=0, seen_at=_own_network)
         self._authors = authors
         self.reputation = authors.reputation
-        copies = CopyWatch(owns_stream, lambda author: self.reputation.refused(author, Rejection.COPIED))
+        copies = CopyWatch(owns_stream, self.reputation.refused)
         judge = MixtureJudge(door.mixture, is_known=self.reputation.is_known, fence=None)
         self._copies = copies
         self._admission = Admission(config.sharing, config.swarm_id, own, judge, door.vocabulary, clock, copies)
