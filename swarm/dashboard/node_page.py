@@ -224,7 +224,9 @@ class NodePage:
         """One reading for all who ask meanwhile, and until there are others: the threads are those that others' bodies
         are checked on, and whoever closes a connection leaves its reading behind."""
         number = self.rollouts.last_number
-        if self._reading is None or (self._reading.done() and (number != self._read_number or self._reading.exception())):
+        if self._reading is None or (
+            self._reading.done() and (number != self._read_number or self._reading.exception())
+        ):
             self._read_number = number
             self._reading = asyncio.create_task(asyncio.to_thread(self._rollouts_json))
         return await asyncio.shield(self._reading)
