@@ -1,5 +1,7 @@
 """The folder in which one node keeps everything: identity, configuration, pool, checkpoints, logs, metrics."""
 
+import os
+import re
 import tempfile
 from collections.abc import Container
 from pathlib import Path
@@ -14,6 +16,7 @@ _KEPT_ON_FRESH_START = {
     "silo-owner.key", "silo-owner.silo", "page.token",
 }  # fmt: skip
 """With the files of the identity: who the node is, of which swarm, whom it knows and where it listens, whatever its run."""
+_PREVIOUS = re.compile(r"previous-([0-9]{3,9})")
 _OWN_FOLDERS = frozenset({"checkpoints", "logs", "final-adapter", "tensorboard"})
 """What a node writes to by names that others can foresee."""
 
@@ -38,7 +41,7 @@ class NodeFolder:
     def create(self) -> None:
         """Make the folder, readable by its owner only, and close one that an earlier version left open to others.
 
-        Raises ConfigError where that is not possible, or where `check` does.
+        Raises ConfigError where that is not possible, where other users could exchange files in it, or where `check` does.
         """
         try:
             is_own = (
@@ -47,8 +50,14 @@ class NodeFolder:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             if is_own and self.path.stat().st_mode & 0o077:
                 self.path.chmod(0o700)
+            status = self.path.stat()
         except OSError as error:
             raise self._unwritable(error) from None
+        if status.st_mode & 0o002 or (os.geteuid() and status.st_uid not in (0, os.geteuid())):
+            raise ConfigError(
+                "node.dir must be a folder in which no other user can exchange files, got "
+                f"{self.path} of user {status.st_uid} with mode {status.st_mode & 0o7777:o}; name a new folder inside it"
+            )
         self.check()
 
     def check(self) -> None:
@@ -94,7 +103,8 @@ def set_aside(folder: Path, kept: Container[str]) -> Path | None:
     old = [item for item in sorted(folder.iterdir()) if item.name not in kept and not item.name.startswith("previous-")]
     if not old:
         return None
-    number = 1 + max((int(path.name[9:]) for path in folder.glob("previous-[0-9]*")), default=0)
+    earlier = [_PREVIOUS.fullmatch(item.name) for item in folder.iterdir()]
+    number = 1 + max((int(found[1]) for found in earlier if found), default=0)
     target = folder / f"previous-{number:03d}"
     target.mkdir()
     for item in old:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from swarm.adapters.adapter_state import is_finite_float
 from swarm.adapters.export import BASE_FACTS, TOKENIZER_FILES, keep_known_settings, prepare_folder
 from swarm.adapters.product_merge import LowRank, check_layers
 from swarm.errors import MergeError, PolicyError
@@ -144,7 +144,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         loaded = safetensors.torch.load(read_file(path, _MAX_TENSORS_BYTES))
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise MergeError(
             f"an adapter folder must hold a readable {path.name}, got {error}; export with --format adapter"
         ) from None
@@ -154,9 +154,10 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
             raise MergeError(
                 f"an adapter to merge must hold LoRA factors only, got {name} in {path}; export it as such"
             )
-        if not torch.isfinite(tensor).all():
+        if not is_finite_float(tensor):
             raise MergeError(
-                f"an adapter to merge must be finite, got NaN or infinity in {name} of {path}; leave it out"
+                f"an adapter to merge must be finite numbers in float32, got {tensor.dtype} with others in {name} of "
+                f"{path}; leave it out"
             )
         tensors[name.removeprefix(_PREFIX).removesuffix(_SUFFIX)] = tensor.float()
     if not tensors:

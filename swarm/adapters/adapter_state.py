@@ -13,6 +13,8 @@ from torch import Tensor
 
 from swarm.errors import CheckpointError
 
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
 
 def adapter_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """(stable name, parameter) of every LoRA factor of a peft model, in the model's order."""
@@ -36,7 +38,7 @@ def write_adapter(model: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_adapter(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Raise CheckpointError for missing, extra, misshapen or non-finite tensors."""
+    """Raise CheckpointError for missing, extra or misshapen tensors, and for what float32 holds as no finite number."""
     odd = sorted(set(shapes).symmetric_difference(tensors))
     if odd:
         raise CheckpointError(
@@ -49,8 +51,16 @@ def check_adapter(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size
                 f"adapter tensor {name} must have shape {tuple(shapes[name])}, got {tuple(tensor.shape)}; "
                 "set the policy.lora.rank it was made with"
             )
-        if not torch.isfinite(tensor).all():
-            raise CheckpointError(f"adapter tensor {name} must be finite, got NaN or infinity; take an earlier one")
+        if not is_finite_float(tensor):
+            raise CheckpointError(
+                f"adapter tensor {name} must be finite numbers in float32, got {tensor.dtype} with others; "
+                "take an earlier one"
+            )
+
+
+def is_finite_float(tensor: Tensor) -> bool:
+    """Whether it holds real numbers in 16 to 64 bits that float32, which adapters are in, holds as finite ones."""
+    return tensor.dtype in _FLOATS and bool(torch.isfinite(tensor.float()).all())
 
 
 def adapter_norm(tensors: Mapping[str, Tensor]) -> float:

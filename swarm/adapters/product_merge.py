@@ -162,7 +162,14 @@ def _sides(tensors: Adapter, layer: str) -> tuple[int, int]:
             f"factors of a layer must be [rank, inputs] and [outputs, rank], got {tuple(factor_a.shape)} and "
             f"{tuple(factor_b.shape)} at {layer}"
         )
-    return factor_b.shape[0], factor_a.shape[1]
+    sides = factor_b.shape[0], factor_a.shape[1]
+    if len(factor_a) > max(
+        sides
+    ):  # a matrix of rank by rank would be larger than the factors, which may have no numbers
+        raise MergeError(
+            f"a rank must be at most the longer side of its layer, got {len(factor_a)} of {sides} at {layer}"
+        )
+    return sides
 
 
 def _rank(tensors: Adapter) -> int:

@@ -1,7 +1,10 @@
 """`swarm dashboard`: the address of a node's page, or one page over several nodes."""
 
 import contextlib
+import html
+import ipaddress
 import signal
+import socket
 import tomllib
 import webbrowser
 from pathlib import Path
@@ -63,19 +66,40 @@ def _show_node(folder: Path, is_opened: bool) -> None:
 
 
 def _http_address(folder: Path, port: int) -> str:
+    """Of a page on this machine: the folder may be somebody else's, and what it names is opened in a browser."""
     from swarm.observability.http_server import http_address
 
     try:
         settings = tomllib.loads(read_file(folder / "config.toml", MAX_CONFIG_BYTES).decode())
     except (OSError, ValueError, RecursionError):
         settings = {}
-    return http_address(settings.get("observability", {}).get("http_host", "127.0.0.1"), port)
+    section = settings.get("observability")
+    host = section.get("http_host", "127.0.0.1") if isinstance(section, dict) else "127.0.0.1"
+    if not _is_of_this_machine(host):
+        raise ConfigError(
+            f"observability.http_host must be an address of this machine, got {str(host)[:100]!r} in {folder}; "
+            "if the node is yours, name its page to the browser by hand"
+        )
+    return http_address(host, port)
+
+
+def _is_of_this_machine(host: object) -> bool:
+    """Whether it is an address that a server can be bound to here. No name is looked up."""
+    if host == "localhost":
+        return True
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(str(host)).version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.bind((host, 0))
+    except (OSError, ValueError, TypeError):
+        return False
+    return True
 
 
 def _open_unseen(folder: Path, address: str) -> None:
     """By way of a file that only the owner can read: other users see what programs are started with."""
     path = folder / "page.open.html"
-    replace_file(path, f'<!doctype html><meta http-equiv="refresh" content="0; url={address}">\n')
+    replace_file(path, f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(address)}">\n')
     webbrowser.open(path.resolve().as_uri())
 
 

@@ -2,6 +2,7 @@
 
 Host    an address, localhost or a configured name   else 421: a page elsewhere cannot rename itself into this one
 Origin  of anything but GET: the same host            else 403
+        where a browser says that another site asks:  links to a page are followed, all else is 403
 answers say to the browser: no foreign script, no frame, no guessing of types, no referrer
 """
 
@@ -49,10 +50,10 @@ class Guard:
                 MutableHeaders(scope=message).update(_HEADERS)
             await send(message)
 
-        refusal = self._refusal(scope["method"], Headers(scope=scope))
+        refusal = self._refusal(scope["method"], scope["path"], Headers(scope=scope))
         await (refusal or self._app)(scope, receive, send_guarded)
 
-    def _refusal(self, method: str, headers: Headers) -> PlainTextResponse | None:
+    def _refusal(self, method: str, path: str, headers: Headers) -> PlainTextResponse | None:
         host = headers.get("host", "")
         if not self._is_own(host):
             return PlainTextResponse(
@@ -60,10 +61,12 @@ class Guard:
                 "add it to observability.http_names\n",
                 status_code=421,
             )
-        if method in ("GET", "HEAD"):
-            return None
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
-        if (origin is not None and origin.partition("://")[2] != host) or site not in ("same-origin", "none"):
+        is_link = headers.get("sec-fetch-mode") == "navigate" and "/api/" not in path
+        is_reading = method in ("GET", "HEAD")
+        if site not in ("same-origin", "none") and not (is_reading and is_link):
+            return PlainTextResponse("asked for by another site\n", status_code=403)
+        if not is_reading and origin is not None and origin.partition("://")[2] != host:
             return PlainTextResponse("asked for by another site\n", status_code=403)
         return None
 

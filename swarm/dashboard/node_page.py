@@ -6,6 +6,7 @@ NodeControls ◀─────────────┘                 └�
 """
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -67,6 +68,8 @@ class NodePage:
         self._peers: list[Any] = []
         self._peers_told_at = 0.0
         self._rollouts_told = 0
+        self._reading: asyncio.Task[bytes] | None = None
+        self._read_number = 0
         self._waiting: list[Mapping[str, Any]] | None = []
         """Rows that came before the history was read; None after that."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -215,7 +218,21 @@ class NodePage:
     async def _get_rollouts(self, request: Request) -> Response:
         if self._is_private and not self._has_token(request):
             return JSONResponse({"error": "in a silo rollouts are shown for the token only"}, status_code=401)
-        return JSONResponse({"groups": shown(await asyncio.to_thread(self.rollouts.newest))})
+        return Response(await self._read_rollouts(), media_type="application/json")
+
+    async def _read_rollouts(self) -> bytes:
+        """One reading for all who ask meanwhile, and until there are others: the threads are those that others' bodies
+        are checked on, and whoever closes a connection leaves its reading behind."""
+        number = self.rollouts.last_number
+        if self._reading is None or (
+            self._reading.done() and (number != self._read_number or self._reading.exception())
+        ):
+            self._read_number = number
+            self._reading = asyncio.create_task(asyncio.to_thread(self._rollouts_json))
+        return await asyncio.shield(self._reading)
+
+    def _rollouts_json(self) -> bytes:
+        return json.dumps({"groups": shown(self.rollouts.newest())}, allow_nan=False).encode()
 
     async def _get_events(self, request: Request) -> Response:
         if self._feed.is_full:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hmac
+import re
 import secrets
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from swarm.safe_files import read_file, replace_file
 
 _FILE = "page.token"
 _MAX_BYTES = 1024
+_FORM = re.compile(r"[A-Za-z0-9_-]{43}")
 
 
 def token_path(folder: Path) -> Path:
@@ -44,5 +46,8 @@ def is_token(given: str, token: str) -> bool:
 
 
 def _read(path: Path) -> str:
-    """Raises OSError, and ValueError for what is no token."""
-    return read_file(path, _MAX_BYTES).decode("ascii").strip()
+    """Raises OSError, and ValueError for what is no token: it is printed, and becomes a part of an address."""
+    token = read_file(path, _MAX_BYTES).decode("ascii").strip()
+    if not _FORM.fullmatch(token):
+        raise ValueError("it must hold 43 letters, digits, - or _")
+    return token

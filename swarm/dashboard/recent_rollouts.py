@@ -59,7 +59,7 @@ class ShownGroup:
             "source": shown_text(task.source, 80) if task else "",
             "task": f"{task.seed}/{task.index}" if task else "",
             "policy_version": self.policy_version,
-            "prompt": None if prompt is None else shown_text(prompt, _MAX_PROMPT_CHARS),
+            "prompt": prompt,
             "answers": [{"text": text, "reward": reward} for text, reward in self.answers],
             "num_answers": self.num_answers,
         }
@@ -79,6 +79,8 @@ class RecentRollouts:
             kind: deque(maxlen=MAX_GROUPS) for kind in ("own", "admitted", "refused")
         }
         self._opened_at = 0.0
+        self._prompts: dict[int, str | None] = {}
+        """By the number of the group; each is built once, which may take a tenth of a second."""
 
     @property
     def last_number(self) -> int:
@@ -105,7 +107,14 @@ class RecentRollouts:
         """All of them, newest first, with their prompts. Takes a while: not on a loop."""
         with self._lock:
             kept = sorted((one for ring in self._rings.values() for one in ring), key=lambda one: -one.number)
-        return [one.as_dict(self.prompt_of(one.task) if one.task else None) for one in kept]
+        known = self._prompts
+        prompts = {one.number: known[one.number] if one.number in known else self._prompt(one.task) for one in kept}
+        self._prompts = prompts
+        return [one.as_dict(prompts[one.number]) for one in kept]
+
+    def _prompt(self, task: TaskRef | None) -> str | None:
+        prompt = self.prompt_of(task) if task else None
+        return None if prompt is None else shown_text(prompt, _MAX_PROMPT_CHARS)
 
     def _add(
         self,

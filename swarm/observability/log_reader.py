@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from swarm.observability.logging_setup import logs_of_runs
 from swarm.observability.plain_text import plain
 from swarm.safe_files import open_to_read
 
@@ -45,8 +46,7 @@ class LogRecord:
 
 def newest_log(folder: Path) -> Path | None:
     """Of the last run; None where there is none."""
-    runs = [path for path in folder.glob("run-*.log") if path.stem[4:].isdigit()]
-    return max(runs, key=lambda path: int(path.stem[4:]), default=None)
+    return next(reversed(logs_of_runs(folder)), None)
 
 
 def last_records(log: Path, count: int, level: str = "DEBUG") -> tuple[list[LogRecord], int]:

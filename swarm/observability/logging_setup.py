@@ -4,6 +4,7 @@ Text from peers may stand in a log line: control characters are replaced, and ri
 """
 
 import logging
+import re
 import sys
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
@@ -15,6 +16,7 @@ from swarm.safe_files import open_to_append
 
 _NOISY = ("httpx", "uvicorn", "hivemind", "transformers", "matplotlib", "asyncio", "PIL")
 _MAX_RUNS = 16
+_RUN = re.compile(r"run-[0-9]{4,9}\.log")
 _FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
@@ -50,13 +52,19 @@ class _LogFile(RotatingFileHandler):
         return TextIOWrapper(open_to_append(Path(self.baseFilename)), encoding="utf-8", write_through=True)
 
 
+def logs_of_runs(folder: Path) -> list[Path]:
+    """Oldest run first; what others put beside them, under other names or as folders, is none."""
+    found = [path for path in folder.glob("run-*.log") if _RUN.fullmatch(path.name) and path.is_file()]
+    return sorted(found, key=lambda path: int(path.stem[4:]))
+
+
 def set_up_logging(folder: Path, level: str, max_bytes: int = 0) -> Path:
     """Send records to stderr and to a new `run-NNNN.log` in `folder`. Returns that file.
 
     At `max_bytes` (0: never) it becomes `run-NNNN.log.1` and begins anew; the logs of the last 16 runs are kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    earlier = sorted((p for p in folder.glob("run-[0-9]*.log")), key=lambda path: int(path.stem[4:]))
+    earlier = logs_of_runs(folder)
     for old in earlier[: -(_MAX_RUNS - 1)]:
         old.unlink(missing_ok=True)
         old.with_name(f"{old.name}.1").unlink(missing_ok=True)

@@ -310,6 +310,8 @@ def _connect(path: str) -> sqlite3.Connection:
     db = sqlite3.connect(path, check_same_thread=False)
     try:
         db.execute("PRAGMA trusted_schema = OFF")  # a file of somebody else may bring views and triggers
+        if db.execute("SELECT 1 FROM sqlite_master WHERE type NOT IN ('table', 'index')").fetchone():
+            raise sqlite3.DatabaseError("it holds a trigger or a view, which could run without end")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         (page_bytes,) = db.execute("PRAGMA page_size").fetchone()

@@ -152,3 +152,9 @@ def test_grafana_finds_its_source_and_its_panels() -> None:
     panels = json.loads((MONITORING / "grafana/dashboards/swarm.json").read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     assert {panel["datasource"]["uid"] for panel in panels} == {source["uid"]}
+
+
+def test_nobody_is_admin_of_grafana_by_the_password_that_it_comes_with() -> None:
+    settings = services()["grafana"]["environment"]
+    assert settings["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == settings["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+    assert settings["GF_AUTH_BASIC_ENABLED"] == "false"

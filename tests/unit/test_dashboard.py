@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -33,6 +34,7 @@ from swarm.dashboard.shown import shown
 from swarm.errors import NodeNotRunningError
 from swarm.node_controls import ACTIONS, NodeControls
 from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.types import TaskRef
 from tests.unit.experience_factory import Clock, body_and_header, group
 from tests.unit.page_factory import merge_entries, round_row, served, status
 
@@ -265,7 +267,7 @@ def guarded(names: tuple[str, ...] = ()) -> httpx.AsyncClient:
     async def answer(request: Any) -> PlainTextResponse:
         return PlainTextResponse("ok")
 
-    routes = [Route(path, answer, methods=["GET", "POST"]) for path in ("/", "/metrics")]
+    routes = [Route(path, answer, methods=["GET", "POST"]) for path in ("/", "/metrics", "/api/state")]
     app = Starlette(routes=routes, middleware=[Middleware(Guard, names=names)])
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000")
 
@@ -302,6 +304,26 @@ class TestGuard:
     async def test_other_sites_cannot_post(self, headers: dict[str, str], status_code: int) -> None:
         async with guarded() as client:
             assert (await client.post("/", headers=headers)).status_code == status_code
+
+    @pytest.mark.parametrize(
+        ("path", "site", "mode", "status_code"),
+        [
+            ("/", "cross-site", "no-cors", 403),
+            ("/", "same-site", "cors", 403),
+            ("/", "cross-site", "navigate", 200),
+            ("/", "none", "navigate", 200),
+            ("/api/state", "cross-site", "navigate", 403),
+            ("/api/state", "cross-site", "no-cors", 403),
+            ("/api/state", "same-origin", "cors", 200),
+            ("/metrics", "cross-site", "no-cors", 200),
+        ],
+    )
+    async def test_other_sites_may_link_to_a_page_and_ask_for_nothing(
+        self, path: str, site: str, mode: str, status_code: int
+    ) -> None:
+        async with guarded() as client:
+            told = await client.get(path, headers={"sec-fetch-site": site, "sec-fetch-mode": mode})
+            assert told.status_code == status_code
 
     async def test_every_answer_forbids_foreign_scripts_frames_and_guesses(self) -> None:
         async with guarded() as client:
@@ -478,6 +500,38 @@ class TestNodePage:
             assert (await client.get(f"{url}static/page.css")).headers["content-type"].startswith("text/css")
             for path in ("static/..%2fnode_page.py", "static/%2e%2e/page.token", "static/nothing", "page.token"):
                 assert (await client.get(url + path)).status_code == 404
+
+    async def test_however_many_ask_for_rollouts_one_thread_reads_them_and_each_prompt_is_built_once(
+        self, tmp_path: Path
+    ) -> None:
+        page, _ = node_page(tmp_path)
+        goes_on, built = threading.Event(), list[int]()
+
+        def build(ref: TaskRef) -> str:
+            assert goes_on.wait(20)
+            built.append(ref.index)
+            return "a prompt"
+
+        page.rollouts.prompt_of = build
+        page.rollouts.own([group(index=number) for number in range(3)])
+        async with served(page) as url:
+            host, port = urlsplit(url).hostname, urlsplit(url).port
+            request = f"GET /api/rollouts HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
+            lines = [await asyncio.open_connection(host, port) for _ in range(64)]
+            for _, writer in lines:
+                writer.write(request)
+            async with asyncio.timeout(5):
+                async with httpx.AsyncClient(trust_env=False) as client:
+                    await client.get(f"{url}api/state")  # asked later: the others have been heard
+                await asyncio.to_thread(goes_on.set)  # there is a thread left for the node
+                for reader, writer in lines:
+                    assert b"200 OK" in await reader.readline()
+                    writer.close()
+            assert sorted(built) == [0, 1, 2]
+            page.rollouts.own([group(index=3)])
+            async with httpx.AsyncClient(trust_env=False) as client:
+                assert len((await client.get(f"{url}api/rollouts")).json()["groups"]) == 4
+            assert sorted(built) == [0, 1, 2, 3]
 
     async def test_in_a_silo_rollouts_need_the_token(self, tmp_path: Path, client: httpx.AsyncClient) -> None:
         page, _ = node_page(tmp_path, swarm={"silo_owner": "1" * 44})

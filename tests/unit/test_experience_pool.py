@@ -1,5 +1,6 @@
 """The pool keeps what it was given, once, fresh first, fairly, and through a violent end."""
 
+import contextlib
 import random
 import signal
 import sqlite3
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from swarm.config import SharingSection
+from swarm.pool import experience_pool
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.types import Lineage
 from tests.unit.experience_factory import ALICE, MALLORY, NOW, Clock, group
@@ -207,3 +209,16 @@ def test_a_pool_of_an_older_version_is_read(tmp_path: Path) -> None:
     pool = make_pool(path)
     assert add(pool, 2) == 1
     assert len(pool.draw(4, random.Random(0), lambda pooled: 1.0 + (pooled.source == "spelling"))) == 2
+
+
+@pytest.mark.parametrize("kind", ["TRIGGER odd BEFORE INSERT ON groups BEGIN SELECT 1; END", "VIEW odd AS SELECT 1"])
+def test_a_pool_with_code_of_its_own_is_moved_aside(tmp_path: Path, kind: str) -> None:
+    """A trigger that counts without end would hold the pool's lock, and with it the node, at the first group."""
+    path = tmp_path / "pool.sqlite"
+    experience_pool._open(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute(f"CREATE {kind}")
+        db.commit()
+    with contextlib.closing(experience_pool._open(path)) as db:
+        assert not db.execute("SELECT name FROM sqlite_master WHERE name = 'odd'").fetchone()
+    assert path.with_name("pool.sqlite.damaged").is_file()

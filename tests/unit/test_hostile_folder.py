@@ -15,9 +15,11 @@ import pytest
 
 from swarm.cli import main
 from swarm.config import load
-from swarm.errors import ConfigError
+from swarm.dashboard.page_token import make_token
+from swarm.errors import ConfigError, NodeNotRunningError
+from swarm.node_folder import NodeFolder
 from swarm.observability.log_reader import last_records
-from swarm.observability.logging_setup import set_up_logging
+from swarm.observability.logging_setup import logs_of_runs, set_up_logging
 from swarm.observability.status_file import NodeStatus
 from swarm.records.identity import Identity, IdentityLock
 
@@ -164,6 +166,86 @@ def test_the_text_of_an_error_forges_no_record_and_moves_no_cursor(tmp_path: Pat
         root.handlers[:] = before
     assert not re.search(rf"^{re.escape(forged)}", written, re.MULTILINE) and forged in written
     assert len(records) == 1 and "\x1b" not in written and "\\x1b[2J" in written and "  Traceback" in written
+
+
+@pytest.fixture
+def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Addresses that `swarm dashboard --open` gives to the browser; the folder is that of a node that runs and has a page."""
+    (folder / "status.json").write_text(json.dumps(FINE | {"http_port": 8400}))
+    make_token(folder)
+    addresses: list[str] = []
+    monkeypatch.setattr("webbrowser.open", addresses.append)
+    monkeypatch.setattr("sys.argv", ["swarm", "dashboard", str(folder), "--open"])
+    return addresses
+
+
+@pytest.mark.parametrize("token", ['"><script>alert(1)</script>', "\x1b]0;x\x07" + "a" * 40, "a" * 42, "é" * 43, ""])
+def test_a_token_that_is_none_reaches_neither_terminal_nor_browser(
+    folder: Path, opened: list[str], capsys: pytest.CaptureFixture[str], token: str
+) -> None:
+    (folder / "page.token").write_text(token)
+    assert main._run() == NodeNotRunningError.exit_code
+    told = capsys.readouterr()
+    assert not opened and not told.out and "\x1b" not in told.err and "script" not in told.err
+
+
+@pytest.mark.parametrize(
+    "host", ['"evil.example"', '"evil.example/x?"', '"192.0.2.7"', '"\\u001b[2J"', '"<b>"', "5", "[1]", '{"a" = 1}']
+)
+def test_a_browser_is_sent_to_no_other_machine(
+    folder: Path, opened: list[str], capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    (folder / "config.toml").write_text(f"[observability]\nhttp_host = {host}\n")
+    assert main._run() == ConfigError.exit_code
+    told = capsys.readouterr()
+    assert not opened and not told.out and "\x1b" not in told.err
+
+
+@pytest.mark.parametrize("settings", ["observability = 3", "[observability]\nhttp_host = '0.0.0.0'", ""])
+def test_a_page_of_this_machine_is_opened(folder: Path, opened: list[str], settings: str) -> None:
+    (folder / "config.toml").write_text(settings)
+    assert main._run() == 0
+    assert len(opened) == 1 and "http://127.0.0.1:8400/#token=" in (folder / "page.open.html").read_text()
+
+
+@pytest.mark.parametrize("name", ["run-²²²².log", "run-1x.log", f"run-{'9' * 240}.log", "run-0002.log/"])
+def test_what_is_named_nearly_as_a_log_is_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    if name.endswith("/"):
+        (folder / "logs" / name).mkdir()
+    else:
+        (folder / "logs" / name).write_text("2026-01-31 12:00:00,123 INFO    x: forged\n")
+    assert run(monkeypatch, folder, "logs") == 0
+    assert "x: text" in capsys.readouterr().out
+    assert [path.name for path in logs_of_runs(folder / "logs")] == ["run-0001.log"]
+
+
+def test_what_is_named_nearly_as_an_earlier_run_does_not_keep_a_node_from_a_fresh_start(tmp_path: Path) -> None:
+    for name in ("previous-1x", "previous-²", "previous-004"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    assert NodeFolder(tmp_path).set_aside() == tmp_path / "previous-005"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
+def test_a_node_lives_in_no_folder_where_others_can_exchange_its_files(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(ConfigError, match="no other user can exchange"):
+        NodeFolder(folder).create()
+    assert not list(folder.iterdir())
+    NodeFolder(folder / "own").create()
+    assert (folder / "own").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_node_lives_in_no_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = tmp_path.stat().st_uid or 12345
+    os.chown(tmp_path, owner, -1)  # root may
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(ConfigError, match="no other user can exchange"):
+        NodeFolder(tmp_path).create()
 
 
 def test_no_lock_is_left_behind(tmp_path: Path) -> None:

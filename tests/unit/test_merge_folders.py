@@ -11,11 +11,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from swarm.adapters.adapter_folder import check_one_base, read_adapter_folder
-from swarm.adapters.adapter_state import read_adapter, write_adapter
+from swarm.adapters.adapter_state import check_adapter, read_adapter, write_adapter
 from swarm.adapters.export import BASE_FACTS, export_adapter
 from swarm.adapters.soup import greedy_soup
 from swarm.cli import main as cli
-from swarm.errors import MergeError
+from swarm.errors import CheckpointError, MergeError
 from swarm.policy.lineage import hash_weights
 from swarm.policy.policy import Policy
 
@@ -224,3 +224,34 @@ def test_greedy_soup_takes_in_what_does_no_harm() -> None:
     assert soup.alone == pytest.approx(quality)
     assert soup.weights == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
     assert soup.score == pytest.approx(0.94)
+
+
+def write_adapter_of(folder: Path, factor_a: torch.Tensor, factor_b: torch.Tensor) -> Path:
+    config = {"peft_type": "LORA", "r": len(factor_a), "lora_alpha": 16, "base_model_name_or_path": "base"}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    named = {f"base_model.model.one.lora_{part}.weight": t for part, t in (("A", factor_a), ("B", factor_b))}
+    safetensors.torch.save_file(named, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(0, 0), (1, 1)])
+def test_a_rank_beyond_the_sides_is_refused_before_a_matrix_of_that_size_is_made(
+    tmp_path: Path, inputs: int, outputs: int
+) -> None:
+    """A file of 192 bytes may name a rank of 30,000, whose square takes 7 GB."""
+    path = write_adapter_of(tmp_path / "adapter", torch.zeros(30_000, inputs), torch.zeros(outputs, 30_000))
+    with pytest.raises(MergeError, match="at most the longer side"):
+        read_adapter_folder(path)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(1e300, torch.float64), (1.0, torch.float8_e4m3fn), (1.0, torch.complex64), (1.0, torch.bool), (1.0, torch.int8)],
+)
+def test_numbers_that_float32_does_not_hold_are_refused(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    factors = [torch.full((2, 2), value, dtype=torch.float64).to(dtype) for _ in range(2)]
+    with pytest.raises(MergeError, match="finite numbers in float32"):
+        read_adapter_folder(write_adapter_of(tmp_path / "adapter", *factors))
+    with pytest.raises(CheckpointError, match="finite numbers in float32"):
+        check_adapter({"one": factors[0]}, {"one": torch.Size([2, 2])})
