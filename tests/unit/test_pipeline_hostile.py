@@ -467,3 +467,51 @@ def test_a_checkpoint_with_such_moments_is_refused_in_one_process_too(what: str)
     with pytest.raises(CheckpointError):
         steps.restore({"adapter": weights, "optimizer": found}, 2)
     assert policy.version == 1
+
+
+# a spare that lies when it is needed
+
+
+def lying_spare(number: int, *args: Any, **kwargs: Any) -> StageHost:
+    """The last one, and the first that is asked to take over: it claims to have the most memory."""
+    host = (Liar if number == len(MEMBERS) - 1 else StageHost)(*args, **kwargs)
+    host._speed = 10.0 - number
+    return host
+
+
+def tells(crew: Driven, lie: Lie) -> None:
+    most = fields("machine", memory_bytes=1 << 49)
+    crew.hosts[MEMBERS[-1]].lie = lambda kind, reply: lie(kind, most(kind, reply))  # type: ignore[attr-defined]
+
+
+async def test_a_spare_that_refuses_to_load_costs_no_copy(tmp_path: Path) -> None:
+    async with driven(tmp_path, host_of=lying_spare, spares=2, copy_interval_steps=1) as crew:
+        await step(crew)
+        before = (await saved(crew))["adapter"]
+        tells(crew, fields("load", refused="no"))
+        await crew.lose(0)
+        after = (await saved(crew))["adapter"]
+        assert all(torch.equal(after[name], before[name]) for name in before), "the other spare went on from the copy"
+        assert MEMBERS[2] in crew.keeper._peers
+
+
+async def test_a_spare_does_not_choose_the_weights_that_it_begins_with(tmp_path: Path) -> None:
+    async with driven(tmp_path, host_of=lying_spare, spares=2, copy_interval_steps=0) as crew:
+        await step(crew)
+        tells(crew, tensors("state", spoil("lora_B", 1e30)))
+        await crew.lose(0)
+        after = (await saved(crew))["adapter"]
+        assert max(value.abs().max().item() for value in after.values()) < 1
+        assert MEMBERS[-1] not in crew.keeper._peers
+
+
+async def test_a_spare_that_is_gone_whenever_it_has_loaded_does_not_hold_the_driver_up_for_good(tmp_path: Path) -> None:
+    settings = {"spares": 1, "startup_timeout_s": 3.0, "copy_interval_steps": 1, "crew": [MEMBERS[0], MEMBERS[-1]]}
+    async with driven(tmp_path, host_of=lying_spare, **settings) as crew:
+        assert crew.keeper._peers == MEMBERS[:1]
+        crew.keeper._clock = iter(range(1 << 30)).__next__  # a second at each look
+        tells(crew, fields("describe", gone="another process"))
+        await crew.lose(0)
+        with pytest.raises(PipelineError, match="must find another machine"):
+            async with asyncio.timeout(20):
+                await crew.keeper.recover(StageLostError("gone", (0,)))
