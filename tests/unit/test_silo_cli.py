@@ -203,6 +203,16 @@ def test_mistakes_say_rule_value_and_fix(lab: Path, tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("days", ["inf", "3000000"])
+def test_an_end_that_no_roll_can_hold_leaves_the_roll_as_it_is(lab: Path, tmp_path: Path, days: str) -> None:
+    """The owner would have signed a roll that nobody can read: not even to revoke somebody."""
+    before = (lab / "silo.roll").read_bytes()
+    with pytest.raises(SiloError, match="set another --days"):
+        invited(lab, tmp_path / "b", "--days", days)
+    assert (lab / "silo.roll").read_bytes() == before
+    assert len(json.loads(swarm("silo", "members", "--dir", lab, "--json"))["members"]) == 1
+
+
 def test_expired_invitation_is_refused(lab: Path, tmp_path: Path) -> None:
     (tmp_path / "roll").write_bytes((lab / "silo.roll").read_bytes())
     token = invited(lab, tmp_path / "b", "--days", "0.001")
