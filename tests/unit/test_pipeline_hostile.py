@@ -515,3 +515,18 @@ async def test_a_spare_that_is_gone_whenever_it_has_loaded_does_not_hold_the_dri
         with pytest.raises(PipelineError, match="must find another machine"):
             async with asyncio.timeout(20):
                 await crew.keeper.recover(StageLostError("gone", (0,)))
+
+
+@pytest.mark.parametrize("norm", [float("nan"), float("inf")])
+async def test_a_norm_that_is_no_number_does_not_keep_a_neighbour_from_being_rebuilt(
+    tmp_path: Path, norm: float
+) -> None:
+    """There is no copy, so the neighbours are averaged, by their norms in the last batch."""
+    async with driven(tmp_path, host_of=host_of, startup_timeout_s=30, copy_interval_steps=0) as crew:
+        await step(crew)
+        liar_of(crew).lie = fields("settle", own_norm_squared=norm)
+        assert not await step(crew) < float("inf")
+        crew.keeper._clock = iter(range(1 << 30)).__next__  # a second at each look
+        await crew.lose(2)
+        assert len((await saved(crew))["adapter"]) > 0
+        assert crew.keeper._peers[2] not in crew.lost and crew.policy.version == 1
