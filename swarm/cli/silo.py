@@ -128,8 +128,11 @@ def invite(
     _publish(owner, files, seen)
     if out is not None:
         _write_line(out, token)
+    member = _member_fields(asked.peer_id, until)
+    # a request is a line without a date: it may be of somebody who was put out
+    typer.echo(f"a member until {_day(until)}: {member['name']} ({asked.peer_id})", err=True)
     if as_json:
-        fields = _member_fields(asked.peer_id, until) | ({} if out is not None else {"invitation": token})
+        fields = member | ({} if out is not None else {"invitation": token})
         print(json.dumps(fields))
     else:
         print(f"invitation written to {out}" if out is not None else token)

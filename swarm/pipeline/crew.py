@@ -82,7 +82,7 @@ class Crew:
         self._norm = 0.0
         self._sessions = itertools.count(1)
         self.stage_norms: tuple[float, ...] = ()
-        """Gradient norm of each stage in its last settled batch, before clipping: the weights of CheckFree."""
+        """Gradient norm of each stage in the last settled batch with finite ones, before clipping: the weights of CheckFree."""
         self.version = 0
 
     @property
@@ -162,8 +162,10 @@ class Crew:
             raise await self._given_up(batch, failure) from None
         self._check_norms(settled)
         self._settled = settled
-        self.stage_norms = tuple(math.sqrt(one.own_norm_squared) for one in settled)
-        return Gradient(self._norm, self.stage_norms)
+        norms = tuple(math.sqrt(one.own_norm_squared) for one in settled)
+        if all(map(math.isfinite, norms)):
+            self.stage_norms = norms
+        return Gradient(self._norm, norms)
 
     async def commit(self, *, lr: float, max_grad_norm: float) -> int:
         """Apply the settled batch on all stages; returns the new version.

@@ -189,21 +189,19 @@ class CrewKeeper:
             stages = {stage for stage, peer_id in enumerate(self._peers) if peer_id in self._gone}
             plan = plan_recovery(self._situation(frozenset(stages)))[0]
             try:
-                done = await self._rebuild(plan)
+                if await self._rebuild(plan):
+                    stages.discard(plan.stage)
+                    continue
+                answering = {member.peer_id for member in await self._members.answering(set(self._peers))}
+                stages |= {stage for stage, peer_id in enumerate(self._peers) if peer_id not in answering}
+                await asyncio.sleep(_PAUSE_S)
             except StageLostError as more:  # another one; this one is in place
                 stages = (stages - {plan.stage}) | set(more.stages)
-                continue
-            if done:
-                stages.discard(plan.stage)
-                continue
-            answering = {member.peer_id for member in await self._members.answering(set(self._peers))}
-            stages |= {stage for stage, peer_id in enumerate(self._peers) if peer_id not in answering}
             if self._clock() > until_s:
                 raise PipelineError(
                     f"a lost stage must find another machine, got none for layers of stage {plan.stage} within "
                     f"{self._config.startup_timeout_s:g} s; start `swarm stage` again there, then resume"
                 )
-            await asyncio.sleep(_PAUSE_S)
         self.recoveries_s.append(self._clock() - started_s)
         logger.warning("the crew is whole again after %.1f s", self.recoveries_s[-1])
 
@@ -215,14 +213,16 @@ class CrewKeeper:
             link = self._link(member.peer_id, plan.stage)
             try:
                 await self._members.load(member.peer_id, facts.part, facts.content_hash, held)
+            except (NetworkError, PipelineError, TimeoutError) as error:
+                _say_refused(plan, member.peer_id, error)
+                continue
+            try:
                 async with asyncio.timeout(self._config.action_timeout_s):
                     copies = await self._copies.fetch(plan, self._peers, self._expected[plan.stage])
             except (NetworkError, PipelineError, TimeoutError) as error:
-                logger.info("stage %d: %s cannot take it: %s", plan.stage, member.peer_id, error)
-                if plan.strategy == "neighbour_copy":
-                    self._copies.forget(plan.stage)
-                    return False  # perhaps it was the copy: plan anew without it
-                continue
+                logger.info("no copy of stage %d: %s", plan.stage, error or "it takes too long")
+                self._copies.forget(plan.stage)
+                return False  # plan anew without it
             before = self._peers[plan.stage]
             self._peers[plan.stage] = member.peer_id
             self._gone.discard(member.peer_id)
@@ -233,7 +233,7 @@ class CrewKeeper:
                     _say_where(plan, member.peer_id)
                 raise
             except (NetworkError, PipelineError, TimeoutError) as error:
-                logger.info("stage %d: %s cannot take it: %s", plan.stage, member.peer_id, error)
+                _say_refused(plan, member.peer_id, error)
                 self._peers[plan.stage] = before
                 continue
             _say_where(plan, member.peer_id)
@@ -286,3 +286,7 @@ class CrewKeeper:
 
 def _say_where(plan: Recovery, peer_id: str) -> None:
     logger.warning("stage %d goes on at %s by %s: %s", plan.stage, peer_id, plan.strategy, plan.reason)
+
+
+def _say_refused(plan: Recovery, peer_id: str, error: Exception) -> None:
+    logger.info("stage %d: %s cannot take it: %s", plan.stage, peer_id, error or "it takes too long")

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from swarm.adapters.adam_moments import moments_of
 from swarm.config import LoraSection
 from swarm.errors import StageReplyError
 from swarm.pipeline.architecture import StagePart, layout_of
@@ -25,7 +26,6 @@ STATE_TENSORS = 3
 """Weights and two moments of the same shape, for each parameter."""
 _ENTRY_BYTES = 96
 """Most bytes that the head of a reply has for one tensor, beside its name."""
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _FACTOR_SLACK = 1e-5
 _HASH_CHARS = 64
 
@@ -79,13 +79,10 @@ class ExpectedStage:
     def check_state(self, tensors: Mapping[str, Mapping[str, Tensor]], lr_factor: float) -> None:
         """Raises StageReplyError unless it is a state that AdamW can have over the parameters of the stage."""
         self.check_weights(tensors["adapter"])
-        for key, value in tensors["optimizer"].items():
-            kind, _, name = key.partition(":")
-            if kind not in _MOMENTS or name not in self.shapes:
-                raise StageReplyError(f"optimizer state must be of AdamW and of the stage, got {key[:80]!r}")
-            _check_finite(key, value, () if kind == "step" else self.shapes[name])
-            if kind != "exp_avg" and bool((value < 0).any()):
-                raise StageReplyError(f"second moments and step counts must be at least 0, got less at {key[:80]!r}")
+        try:
+            moments_of(tensors["optimizer"], self.shapes)
+        except ValueError as error:
+            raise StageReplyError(str(error)) from None
         if min(abs(lr_factor - 1.0), abs(lr_factor - RECOVERED_LR_FACTOR)) > _FACTOR_SLACK:
             raise StageReplyError(f"the learning rate factor must be 1 or {RECOVERED_LR_FACTOR}, got {lr_factor}")
 

@@ -37,6 +37,7 @@ async def rebuild_stage(crew: Crew, plan: Recovery, link: StageLink, copies: tup
     if plan.strategy == "base":
         tensors, _ = await link.state()
         weights = tensors["adapter"]
+        crew.check_weights(weights)  # the machine has chosen them: they are to be as small as fresh ones
     elif plan.strategy == "neighbour_copy":
         usable = [copy for copy in copies if copy.stage == plan.stage and copy.holder in plan.sources]
         if not usable:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from swarm.adapters.adam_moments import moments_of, placed
 from swarm.errors import PipelineError
 from swarm.pipeline.orders import CommitOrder
 
@@ -105,30 +106,17 @@ class StageOptimizer:
 
     def _by_name(self, moments: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """{name: {kind: tensor}} from {"kind:name": tensor}. Raises PipelineError for what the stage does not train."""
-        found: dict[str, dict[str, Tensor]] = {}
-        for key, value in moments.items():
-            kind, _, name = key.partition(":")
-            shape = self._trainable[name].shape if name in self._trainable else None
-            is_odd = kind != "exp_avg" and bool((value < 0).any())
-            if (
-                shape is None
-                or value.shape not in (shape, torch.Size())
-                or not bool(torch.isfinite(value).all())
-                or is_odd
-            ):
-                raise PipelineError(
-                    f"optimizer state must be finite, second moments at least 0, and of tensors of the stage, got others at "
-                    f"{key[:80]}"
-                )
-            found.setdefault(name, {})[kind] = value
-        return found
+        try:
+            return moments_of(moments, {name: parameter.shape for name, parameter in self._trainable.items()})
+        except ValueError as error:
+            raise PipelineError(str(error)) from None
 
     def _set_moments(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
         if self._optimizer is not None:
             self._optimizer.state.clear()
             for name, kinds in moments.items():
                 parameter = self._trainable[name]
-                self._optimizer.state[parameter] = {k: v.to(parameter.device, copy=True) for k, v in kinds.items()}
+                self._optimizer.state[parameter] = placed(kinds, parameter)
 
     def _gradient_of(self, name: str) -> Tensor:
         parameter = self._trainable[name]

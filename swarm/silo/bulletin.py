@@ -4,10 +4,11 @@
     response = a box for the asker: msgpack [1, roll where it is newer, else empty, [grant, …]]
 
 It is asked in the clear of the group's key, since the two may be of different epochs; all of it is inside the connection's
-own encryption, too. A node asks each member that it has just met, one of them now and then, and all it is connected to when its
-own roll changes; a member that is asked by one with a newer roll asks back. So a new roll is everywhere within a few round
-trips. The first questions after a change name the version before, so that rolls of equal version are compared: an owner
-whose key is used in two places signs two rolls of one version, and is told.
+own encryption, too. A node asks each member that it has just met, one of them or of its entrances now and then, and all it is
+connected to when its own roll changes; a member that is asked by one with a newer roll asks back, and so it does when a stranger
+shows a grant of a later epoch. So a new roll is everywhere within a few round trips. The first questions after a change name the
+version before, so that rolls of equal version are compared: an owner whose key is used in two places signs two rolls of one
+version, and is told.
 """
 
 import asyncio
@@ -86,7 +87,7 @@ class Bulletin:
         entrances: Sequence[str],
         rng: random.Random,
     ) -> None:
-        """`entrances`: peer ids to ask while no member is connected, such as the manifest's."""
+        """`entrances`: peer ids to ask too, and alone while no member is connected, such as the manifest's."""
         self._transport = transport
         self._membership = membership
         self._box_key = box_key(identity)
@@ -127,8 +128,8 @@ class Bulletin:
         """Raises RequestRefused for whoever is no member."""
         try:
             version, grant = decode_question(request)
-            if grant and self._membership.take_grant(grant).peer_id != peer_id:
-                raise RequestRefused("the grant of another")
+            if grant:
+                self._shown(peer_id, grant)
         except SiloError as error:
             raise RequestRefused(f"{_NO_MEMBER}: {error.fault}") from None
         key = self._membership.box_key_of(peer_id)
@@ -138,6 +139,15 @@ class Bulletin:
             self.hurry(peer_id)
         roll = self._membership.roll_data if version < self._membership.version else b""
         return box(key, encode_bulletin(roll, [one.data for one in self._membership.grants]), _CONTEXT)
+
+    def _shown(self, peer_id: str, data: bytes) -> None:
+        """A caller's own grant. One of a later epoch proves that there is a newer roll, and who has it."""
+        grant = self._membership.take_grant(data)
+        if grant.peer_id != peer_id:
+            raise RequestRefused("the grant of another")
+        roll = self._membership.roll
+        if roll is not None and grant.epoch > roll.epoch:
+            self.hurry(peer_id)
 
     async def ask(self, peer_id: str) -> None:
         """Take what a peer knows and this node does not. Whatever comes of it, nothing is raised."""
@@ -224,7 +234,8 @@ class Bulletin:
         if has_changed:
             self._num_compared = 0
         elif others:
-            others = [*new, self._rng.choice(others)]
+            # entrances too, even those that the own roll does not list: that roll may be old, and whoever is here put out since
+            others = [*new, self._rng.choice(list(dict.fromkeys((*others, *self._entrances))))]
         self._greeted &= set(here)
         self._told_version = self._membership.version
         has_roll = self._membership.version > 0 and bool(here)

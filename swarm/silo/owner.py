@@ -12,6 +12,7 @@ from swarm.records.identity import Identity
 from swarm.silo.grant import MembershipRequest, encode_grant, encode_token
 from swarm.silo.roll import MAX_MEMBERS, Member, Roll, encode_roll, wrap_context
 from swarm.silo.sealing import KEY_BYTES, EpochKey, box_key, open_epoch_key
+from swarm.silo.signed import MAX_TIME_S
 
 
 class Owner:
@@ -40,6 +41,10 @@ class Owner:
         `until`: end of the membership; `now`: both in seconds since the epoch.
         """
         others = [one for one in self.roll.members if one.peer_id != request.peer_id]
+        if not now < until <= MAX_TIME_S:
+            raise SiloError(
+                f"a membership must end after now, {now:.0f}, and not after {MAX_TIME_S:.0f}, got {until}; set another --days"
+            )
         if len(others) >= MAX_MEMBERS:
             raise SiloError(f"a silo must have <= {MAX_MEMBERS} members, got one more; revoke others")
         known = self.roll.member(request.peer_id)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from swarm.adapters.adam_moments import moments_of, placed
 from swarm.adapters.adapter_state import adapter_parameters, read_adapter, write_adapter
 from swarm.config import TrainingSection
 from swarm.errors import CheckpointError, TrainingError
@@ -86,16 +87,15 @@ class AdapterSteps:
 
     def restore(self, tensors: AdapterTensors, version: int) -> None:
         """See `PolicySteps`."""
+        try:
+            moments = moments_of(tensors["optimizer"], {name: one.shape for name, one in self._parameters.items()})
+        except ValueError as error:
+            raise CheckpointError(f"{error}; take an earlier checkpoint, or start in a new node.dir") from None
         write_adapter(self._policy.model, tensors["adapter"])
         self._optimizer.state.clear()
-        for key, value in tensors["optimizer"].items():
-            kind, _, name = key.partition(":")
-            if name not in self._parameters:
-                raise CheckpointError(
-                    f"optimizer state must belong to adapter tensors, got {name}; start in a new node.dir"
-                )
+        for name, kinds in moments.items():
             parameter = self._parameters[name]
-            self._optimizer.state[parameter][kind] = value.to(parameter.device, copy=True)
+            self._optimizer.state[parameter] = placed(kinds, parameter)
         self._policy.version = version
 
     @contextmanager

@@ -299,6 +299,29 @@ def test_a_revocation_is_heard_from_the_first_member_that_comes_and_knows_of_it(
     run(main())
 
 
+@pytest.mark.parametrize("is_entrance", [True, False], ids=["entrance", "newcomer"])
+def test_a_revoked_member_that_is_always_there_keeps_nobody_in_the_old_epoch(tmp_path: Path, is_entrance: bool) -> None:
+    """Ann was away; of those that she knows only the revoked Cat is there. New, whom she does not know, has the newest roll."""
+
+    async def main() -> None:
+        silo, owner = SiloSwarm(tmp_path), found(ANN, CAT, until=UNTIL)
+        old = Owner(OWNER, owner.roll)
+        owner.revoke(CAT.peer_id, virtual_now())
+        token = invite(owner, NEW, UNTIL)
+        silo.add(ANN, old, entrance=NEW.peer_id if is_entrance else "")
+        silo.add(CAT, old)
+        silo.add(NEW, owner, None if is_entrance else token)
+        await silo.start()
+        began = virtual_now()
+        while silo.memberships[ANN.peer_id].is_member(CAT.peer_id) and virtual_now() - began < 120:
+            await silo.let(1)
+        assert virtual_now() - began <= 60
+        assert silo.memberships[ANN.peer_id].keys.epoch == owner.roll.epoch
+        await silo.stop()
+
+    run(main())
+
+
 class Pair:
     """Two members' transports without nodes above them, to say anything with."""
 

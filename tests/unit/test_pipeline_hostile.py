@@ -24,6 +24,8 @@ from swarm.pipeline.stage_host import BaseModel, StageHost, base_model, part_by_
 from swarm.pipeline.state_bounds import StateBounds
 from swarm.pipeline.tensor_bundle import Bundle, decode_bundle, encode_bundle
 from swarm.policy.logprobs import TokenLogprobs
+from swarm.policy.policy import load_policy
+from swarm.training.adapter_steps import AdapterSteps
 from tests.unit.test_pipeline_driver import DRIVER, MEMBERS, POLICY, TRAINING, Driven, driven
 
 Lie = Callable[[str, Bundle], Bundle]
@@ -239,6 +241,7 @@ STATES: dict[str, Lie] = {
     "a tensor of somebody else": tensors("state", lambda t: t.update({"adapter/x": torch.zeros(2)})),
     "a tensor too few": tensors("state", lambda t: t.pop(min(t))),
     "moments of nothing": tensors("state", lambda t: t.update({"optimizer/junk:y": torch.zeros(2)})),
+    "one of three moments": tensors("state", lambda t: t.pop(next(name for name in t if "step:" in name))),
     "a learning rate of its own": fields("state", lr_factor=1e9),
     "another version": fields("state", version=77),
 }
@@ -414,3 +417,116 @@ def test_a_learning_rate_factor_of_the_drivers_own_is_refused() -> None:
     spoiled = {name: torch.full_like(value, -1.0) for name, value in list(weights["adapter"].items())[:1]}
     with pytest.raises(PipelineError, match="second moments"):
         stage.restore(weights | {"optimizer": {f"exp_avg_sq:{n}": v for n, v in spoiled.items()}}, rest)
+
+
+MOMENTS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
+    "a number in place of a moment": lambda t: t.update({key: torch.tensor(0.1) for key in t if "exp_avg:" in key}),
+    "a step count per number": lambda t: t.update(
+        {key: t[key.replace("step", "exp_avg")] for key in t if "step:" in key}
+    ),
+    "no step count": lambda t: [t.pop(key) for key in list(t) if "step:" in key],
+    "whole numbers": lambda t: t.update({key: value.long() for key, value in t.items()}),
+    "moments of nothing": lambda t: t.update({f"junk:{key}": value for key, value in t.items()}),
+}
+
+
+def moments_for(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    kinds = {
+        f"{kind}:{name}": torch.zeros_like(value)
+        for name, value in weights.items()
+        for kind in ("exp_avg", "exp_avg_sq")
+    }
+    return kinds | {f"step:{name}": torch.tensor(1.0) for name in weights}
+
+
+@pytest.mark.parametrize("what", MOMENTS)
+def test_moments_that_are_not_as_large_as_their_tensor_are_refused(what: str) -> None:
+    """The fused step would read and write as many numbers as the tensor has: memory that belongs to something else."""
+    host = machine()
+    load(host, 0, 1)
+    stage = host._stages[0]
+    weights = stage.state()[0]["adapter"]
+    found = moments_for(weights)
+    stage.restore({"adapter": weights, "optimizer": found}, {"policy_version": 1, "lr_factor": 1.0})
+    MOMENTS[what](found)
+    sent = {f"adapter/{name}": value for name, value in weights.items()}
+    sent |= {f"optimizer/{name}": value for name, value in found.items()}
+    for kind in ("restore", "recover"):
+        assert told(host, kind, sent, slot=0, version=2, lr_factor=1.0).fields.get("refused"), kind
+    assert stage.version == 1, "and nothing has changed"
+
+
+@pytest.mark.parametrize("what", MOMENTS)
+def test_a_checkpoint_with_such_moments_is_refused_in_one_process_too(what: str) -> None:
+    policy = load_policy(POLICY)
+    steps = AdapterSteps(TRAINING, policy)
+    weights = steps.state()["adapter"]
+    found = moments_for(weights)
+    steps.restore({"adapter": weights, "optimizer": found}, 1)
+    MOMENTS[what](found)
+    with pytest.raises(CheckpointError):
+        steps.restore({"adapter": weights, "optimizer": found}, 2)
+    assert policy.version == 1
+
+
+# a spare that lies when it is needed
+
+
+def lying_spare(number: int, *args: Any, **kwargs: Any) -> StageHost:
+    """The last one, and the first that is asked to take over: it claims to have the most memory."""
+    host = (Liar if number == len(MEMBERS) - 1 else StageHost)(*args, **kwargs)
+    host._speed = 10.0 - number
+    return host
+
+
+def tells(crew: Driven, lie: Lie) -> None:
+    most = fields("machine", memory_bytes=1 << 49)
+    crew.hosts[MEMBERS[-1]].lie = lambda kind, reply: lie(kind, most(kind, reply))  # type: ignore[attr-defined]
+
+
+async def test_a_spare_that_refuses_to_load_costs_no_copy(tmp_path: Path) -> None:
+    async with driven(tmp_path, host_of=lying_spare, spares=2, copy_interval_steps=1) as crew:
+        await step(crew)
+        before = (await saved(crew))["adapter"]
+        tells(crew, fields("load", refused="no"))
+        await crew.lose(0)
+        after = (await saved(crew))["adapter"]
+        assert all(torch.equal(after[name], before[name]) for name in before), "the other spare went on from the copy"
+        assert MEMBERS[2] in crew.keeper._peers
+
+
+async def test_a_spare_does_not_choose_the_weights_that_it_begins_with(tmp_path: Path) -> None:
+    async with driven(tmp_path, host_of=lying_spare, spares=2, copy_interval_steps=0) as crew:
+        await step(crew)
+        tells(crew, tensors("state", spoil("lora_B", 1e30)))
+        await crew.lose(0)
+        after = (await saved(crew))["adapter"]
+        assert max(value.abs().max().item() for value in after.values()) < 1
+        assert MEMBERS[-1] not in crew.keeper._peers
+
+
+async def test_a_spare_that_is_gone_whenever_it_has_loaded_does_not_hold_the_driver_up_for_good(tmp_path: Path) -> None:
+    settings = {"spares": 1, "startup_timeout_s": 3.0, "copy_interval_steps": 1, "crew": [MEMBERS[0], MEMBERS[-1]]}
+    async with driven(tmp_path, host_of=lying_spare, **settings) as crew:
+        assert crew.keeper._peers == MEMBERS[:1]
+        crew.keeper._clock = iter(range(1 << 30)).__next__  # a second at each look
+        tells(crew, fields("describe", gone="another process"))
+        await crew.lose(0)
+        with pytest.raises(PipelineError, match="must find another machine"):
+            async with asyncio.timeout(20):
+                await crew.keeper.recover(StageLostError("gone", (0,)))
+
+
+@pytest.mark.parametrize("norm", [float("nan"), float("inf")])
+async def test_a_norm_that_is_no_number_does_not_keep_a_neighbour_from_being_rebuilt(
+    tmp_path: Path, norm: float
+) -> None:
+    """There is no copy, so the neighbours are averaged, by their norms in the last batch."""
+    async with driven(tmp_path, host_of=host_of, startup_timeout_s=30, copy_interval_steps=0) as crew:
+        await step(crew)
+        liar_of(crew).lie = fields("settle", own_norm_squared=norm)
+        assert not await step(crew) < float("inf")
+        crew.keeper._clock = iter(range(1 << 30)).__next__  # a second at each look
+        await crew.lose(2)
+        assert len((await saved(crew))["adapter"]) > 0
+        assert crew.keeper._peers[2] not in crew.lost and crew.policy.version == 1

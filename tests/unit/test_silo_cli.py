@@ -7,7 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from swarm.cli.main import app
 from swarm.config import parse
 from swarm.errors import ConfigError, IdentityError, ManifestError, PolicyError, SiloError
 from swarm.joining import check_base_at_hand, compose
@@ -15,6 +17,7 @@ from swarm.manifest_file import read_manifest
 from swarm.network.index_entry import UNSIGNED
 from swarm.node_folder import NodeFolder
 from swarm.records.identity import create, load
+from swarm.records.peer_name import peer_name
 from swarm.silo.open_silo import node_transport, open_membership
 from swarm.silo.silo_files import SiloFiles
 from swarm.silo.silo_transport import SiloTransport
@@ -191,6 +194,25 @@ def test_mistakes_say_rule_value_and_fix(lab: Path, tmp_path: Path) -> None:
             swarm("silo", *arguments)
         assert told in str(caught.value), arguments
         assert "\n" not in str(caught.value)
+
+
+def test_the_owner_is_told_whom_an_invitation_makes_a_member(lab: Path, tmp_path: Path) -> None:
+    """A request has no date, so a member who was put out can hand in its old one again."""
+    request = swarm("silo", "request", "--dir", tmp_path / "b")
+    peer_id = load(tmp_path / "b" / "identity.key").peer_id
+    told = CliRunner().invoke(app, ["silo", "invite", request, "--dir", str(lab)])
+    assert peer_id in told.stderr and peer_name(peer_id) in told.stderr
+    assert len(told.stdout.split()) == 1 and peer_id not in told.stdout, "the invitation alone, to be passed on"
+
+
+@pytest.mark.parametrize("days", ["inf", "3000000"])
+def test_an_end_that_no_roll_can_hold_leaves_the_roll_as_it_is(lab: Path, tmp_path: Path, days: str) -> None:
+    """The owner would have signed a roll that nobody can read: not even to revoke somebody."""
+    before = (lab / "silo.roll").read_bytes()
+    with pytest.raises(SiloError, match="set another --days"):
+        invited(lab, tmp_path / "b", "--days", days)
+    assert (lab / "silo.roll").read_bytes() == before
+    assert len(json.loads(swarm("silo", "members", "--dir", lab, "--json"))["members"]) == 1
 
 
 def test_expired_invitation_is_refused(lab: Path, tmp_path: Path) -> None:
