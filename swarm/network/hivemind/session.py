@@ -14,7 +14,7 @@ from typing import Any
 from swarm.errors import NetworkError
 from swarm.network.hivemind import call_repairs
 from swarm.network.hivemind.daemon import MAX_DAEMON_BYTES, Daemon
-from swarm.network.hivemind.daemon_control import DaemonControl
+from swarm.network.hivemind.daemon_control import DaemonControl, answered_instead
 from swarm.network.hivemind.index_guard import IndexGuard, unwrap, wrap
 from swarm.network.hivemind.index_search import IndexSearch
 from swarm.network.hivemind.parts import (
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 StreamHandler = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """(peer id, protocol, reader, writer); closes the stream, raises nothing."""
+OnSeen = Callable[[str, tuple[str, ...]], None]
+"""(peer id, multiaddresses at which it has proven its identity)."""
 
 NUM_REPLICAS = 5
 _RPC_TIMEOUT_S = 3.0
@@ -69,6 +71,8 @@ class HivemindSession:
         self.calls = ShortCalls(p2p._client)
         self.addresses: tuple[str, ...] = ()
         """Multiaddresses of this node, without /p2p."""
+        self.on_seen: OnSeen = lambda peer_id, addresses: None
+        """Told who has answered a dial in place of the peer that was dialled: that address works, for that peer."""
 
     @classmethod
     async def open(
@@ -297,6 +301,9 @@ class HivemindSession:
                 await self.control.connect(peer_id, addresses)
         except (NetworkError, TimeoutError) as error:
             logger.debug("peer %s does not answer at %s: %s", peer_id, addresses, error or "timeout")
+            if isinstance(error, NetworkError):
+                for other, address in answered_instead(error, addresses):
+                    self.on_seen(other, (address,))
             return False
         return True
 
