@@ -13,8 +13,9 @@ An author has SLOTS_PER_WINDOW entries per window, so that no key outgrows what 
 times 8 slots times 1 KiB is half a MiB.
 """
 
+import hashlib
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
 from typing import get_args
 
 from swarm.network.index_entry import Validity
@@ -31,6 +32,8 @@ WINDOW_S = 30.0
 SLOTS_PER_WINDOW = 8
 MAX_ENTRY_DELAY_S = 2 * WINDOW_S
 """A header lies in the window in which it was made, or in one that begins no later than this after that."""
+MAX_CHECKED = 16_384
+"""Entries whose check is remembered, in about 6 MB: four full lists."""
 _TIE_BREAK_BYTES = 8
 _WINDOW = re.compile(r"(.{3,8})/([0-9]{1,10})")
 
@@ -68,10 +71,22 @@ class EntryValidator:
 
     def __init__(self, swarm_id: str) -> None:
         self._swarm_id = swarm_id
+        self._checked: OrderedDict[bytes, Validity | None] = OrderedDict()
+        """{hash of an entry: what it says}, the one asked for last is last."""
         self.rejected: Counter[str] = Counter()
         """Entries turned away, by reason."""
 
     def __call__(self, key: str, subkey: str, value: bytes) -> Validity | None:
+        """Each entry is checked once: several hosts give the same ones at every reading, and a signature takes time."""
+        name = hashlib.sha256(f"{len(key)} {len(subkey)} {key}{subkey}".encode() + value).digest()
+        if name not in self._checked:
+            self._checked[name] = self._checked_now(key, subkey, value)
+            if len(self._checked) > MAX_CHECKED:
+                self._checked.popitem(last=False)
+        self._checked.move_to_end(name)
+        return self._checked[name]
+
+    def _checked_now(self, key: str, subkey: str, value: bytes) -> Validity | None:
         try:
             return self._check(key, subkey, value)
         except InvalidRecord as error:

@@ -162,6 +162,27 @@ async def test_names_that_claim_the_address_of_an_honest_peer_do_not_keep_others
         assert await ask(honest.peer_id) == b"hi"
 
 
+async def test_names_that_claim_the_address_of_an_honest_daemon_do_not_keep_others_from_it(tmp_path: Path) -> None:
+    from swarm.network.hivemind.transport import HivemindTransport
+
+    config = NetworkSection(gossip="off")
+    honest, node = (
+        HivemindTransport(config, create(tmp_path / name / "key"), tmp_path / name) for name in ("honest", "node")
+    )
+    try:
+        await asyncio.gather(honest.start(), node.start())
+        session, peers = node._session, node._peers
+        assert session is not None
+        address = honest.addresses()[0].rpartition("/p2p/")[0]
+        for number in range(3):
+            made_up = Identity(bytes([number + 1]) * 32).peer_id
+            assert await session.greet(peers.due({made_up: (address,)})) == 0
+            peers.learn(honest.peer_id, [address])
+        assert await session.greet(peers.due({honest.peer_id: (address,)})) == 1
+    finally:
+        await asyncio.gather(honest.stop(), node.stop())
+
+
 async def test_a_node_of_a_public_swarm_does_not_dial_its_own_machine_for_strangers(tmp_path: Path) -> None:
     bystander, public = Bystander(), "/ip4/11.0.0.1/tcp/4001"
     async with AsyncExitStack() as stack:

@@ -249,6 +249,29 @@ async def test_hostile_entries_are_neither_stored_nor_believed_and_honest_ones_s
         }
 
 
+async def test_a_peer_that_names_made_up_peers_near_a_key_keeps_no_entry_from_the_others(tmp_path: Path) -> None:
+    from swarm.network.hivemind.parts import DHTID, PeerID
+
+    key_id = DHTID.generate(source="key")
+    names = [PeerID.from_base58(Identity(os.urandom(32)).peer_id) for _ in range(600)]
+    made_up = sorted((DHTID.generate(source=name.to_bytes()).xor_distance(key_id), name) for name in names)[:20]
+    async with swarm(tmp_path, 4) as (one, other, liar, reader):
+        for node in (other, reader):
+            assert node._session is not None
+            await node._session.refresh()
+        assert liar._session is not None
+        liar._session._node.protocol.routing_table.get_nearest_neighbors = lambda *_, **__: [
+            (DHTID.generate(source=name.to_bytes()), name) for _, name in made_up
+        ]
+        assert await other.store("key", "a/0", b"good", other.now() + 60)
+        for node in (one, reader):
+            assert node._session is not None
+            held = node._session._node.protocol.storage.get(key_id)
+            assert held is not None
+            assert "a/0" in held.value.data
+        assert await reader.load("key") == {"a/0": b"good"}
+
+
 async def test_killed_daemon_is_replaced_at_the_same_address(tmp_path: Path) -> None:
     async with swarm(tmp_path, 3) as nodes:
         first, old_pid, old_addresses = nodes[0], daemon_pid(nodes[0]), nodes[0].addresses()

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from swarm.manifest import create, dump
+from swarm.network.hivemind.index_calls import node_id_of
 from swarm.network.hivemind.index_guard import wrap
 from swarm.network.hivemind.parts import DHTID, DHTProtocol, DictionaryDHTValue, dht_pb2, p2pd_pb2
 from swarm.network.hivemind.relay_address import address_bytes
@@ -33,7 +34,7 @@ from swarm.records.codec import encode_header
 from swarm.records.presence import Presence, sign_presence
 from swarm.records.rotation import make_statement
 from swarm.sharing.index import subkey
-from tests.fuzz.dht_targets import DHT_KEY, DHT_NOW
+from tests.fuzz.dht_targets import CALLER, DHT_KEY, DHT_NOW
 from tests.fuzz.gossip_targets import TOPIC
 from tests.fuzz.pipeline_targets import pipeline_seeds
 from tests.fuzz.record_targets import HEADER_KEY
@@ -179,7 +180,7 @@ def _manifest() -> bytes:
 
 def _dht_calls() -> list[bytes]:
     """Each begins with the number of the call."""
-    sender = _messages.NodeInfo(node_id=bytes(20))
+    sender = _messages.NodeInfo(node_id=node_id_of(CALLER.to_bytes()))
     key, loads = DHTID.generate(source=DHT_KEY).to_bytes(), DHTProtocol.serializer.dumps
     entry = {"keys": [key], "expiration_time": [DHT_NOW + 60], "in_cache": [False], "peer": sender}
     one = _messages.StoreRequest(subkeys=[loads("a/0")], values=[loads(wrap(DHT_KEY, b"value"))], **entry)
@@ -193,8 +194,9 @@ def _dht_calls() -> list[bytes]:
 
 
 def _dht_replies() -> list[bytes]:
-    sender = _messages.NodeInfo(node_id=bytes(20))
-    neighbors = {"nearest_node_ids": [bytes(20)], "nearest_peer_ids": [base58.b58decode(ALICE.peer_id)]}
+    sender = _messages.NodeInfo(node_id=node_id_of(CALLER.to_bytes()))
+    neighbor = base58.b58decode(ALICE.peer_id)
+    neighbors = {"nearest_node_ids": [node_id_of(neighbor)], "nearest_peer_ids": [neighbor]}
     value = _entries(DHT_KEY, "a/0", b"value", DHT_NOW + 60)
     found = _messages.FindResult(
         type=_messages.FOUND_DICTIONARY, value=value, expiration_time=DHT_NOW + 60, **neighbors

@@ -11,7 +11,7 @@ import pytest
 
 from swarm.errors import NetworkError
 from swarm.network.hivemind.daemon import _inherited_environment
-from swarm.network.hivemind.daemon_control import DaemonControl
+from swarm.network.hivemind.daemon_control import DaemonControl, answered_instead
 from swarm.network.hivemind.parts import p2pd_pb2, read_pbmsg_safe
 from swarm.network.libp2p.frames import encode_frame
 from swarm.network.peers.dialling import MAX_CLAIMED
@@ -101,3 +101,13 @@ def test_the_daemon_gets_nothing_of_the_nodes_environment_but_what_is_listed(mon
     environment = _inherited_environment()
     assert environment["GOMAXPROCS"] == "2" and environment["GOGC"] == "50"
     assert "secret" not in environment.values()
+
+
+def test_only_an_address_that_was_dialled_is_believed_to_be_that_of_another_peer() -> None:
+    dialled, other = "/ip4/11.0.0.1/tcp/4001", "/ip4/10.0.0.1/tcp/4001"
+    words = "failed to negotiate security protocol: peer id mismatch: expected 12D3KooWxyz, but remote key matches"
+    error = NetworkError(
+        f"failed to dial: all dials failed * [{dialled}] {words} {ALICE.peer_id} * [{other}] {words} {ALICE.peer_id} "
+        f"* [{dialled}] {words} nonsense * [{dialled}] dial backoff"
+    )
+    assert list(answered_instead(error, [dialled])) == [(ALICE.peer_id, dialled)]

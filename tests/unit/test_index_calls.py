@@ -12,6 +12,7 @@ pytest.importorskip("hivemind")
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import dht_pb2
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,13 +28,17 @@ from swarm.network.hivemind.index_calls import (
     CallRefused,
     CheckedStub,
     FlatSerializer,
+    node_id_of,
 )
 from swarm.network.index_entry import MAX_ENTRIES_PER_KEY
+from swarm.network.memory.virtual_clock import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 messages: Any = dht_pb2
 FIND = "DHTProtocol.rpc_find"
-NODE_ID = bytes(20)
+PEER_ID = bytes(38)
+NODE_ID = node_id_of(PEER_ID)
+OTHER_NODE_ID = node_id_of(b"another peer")
 FUTURE = 1e11
 
 
@@ -86,12 +91,13 @@ async def test_caller_that_asks_for_too_much_is_refused() -> None:
 async def test_caller_with_a_false_node_id_is_refused() -> None:
     _, client, came = door()
     find = client.control.unary_handlers[FIND]
-    for node_id in (b"x", bytes(21), bytes(4000)):
+    for node_id in (b"x", bytes(20), bytes(21), bytes(4000), OTHER_NODE_ID):
         request = messages.FindRequest(peer=messages.NodeInfo(node_id=node_id))
         with pytest.raises(CallRefused, match="malformed"):
             await find(request.SerializeToString(), peer(1))
     assert came == []
-    await find(messages.FindRequest(peer=messages.NodeInfo(node_id=NODE_ID)).SerializeToString(), peer(1))
+    own = messages.NodeInfo(node_id=node_id_of(peer(1).to_bytes()))
+    await find(messages.FindRequest(peer=own).SerializeToString(), peer(1))
 
 
 async def test_handlers_added_later_are_limited_as_well() -> None:
@@ -154,24 +160,54 @@ def found(**fields: object) -> Any:
         found(nearest_node_ids=[NODE_ID], nearest_peer_ids=[bytes(65)]),
         found(nearest_node_ids=[NODE_ID], nearest_peer_ids=[bytes(3_000_000)]),
         found(nearest_node_ids=[NODE_ID], nearest_peer_ids=[b""]),
-        found(nearest_node_ids=[bytes(21)], nearest_peer_ids=[bytes(38)]),
         found(nearest_node_ids=[NODE_ID] * (MAX_NEIGHBORS + 1)),
         messages.FindResponse(peer=messages.NodeInfo(node_id=bytes(21))),
+        messages.FindResponse(peer=messages.NodeInfo(node_id=OTHER_NODE_ID)),
         messages.FindResponse(results=[messages.FindResult(type=7)]),
     ],
 )
 async def test_reply_with_ids_out_of_bounds_is_an_error_before_it_is_decoded(hostile: Any) -> None:
     with pytest.raises(ValueError):
-        await CheckedStub(Stub(hostile), unreachable).rpc_find(None)
+        await CheckedStub(Stub(hostile), PeerID(PEER_ID), unreachable).rpc_find(None)
+
+
+def stub(reply: object) -> CheckedStub:
+    return CheckedStub(Stub(reply), PeerID(PEER_ID), unreachable)
 
 
 async def test_honest_replies_pass() -> None:
-    honest = found(nearest_node_ids=[NODE_ID], nearest_peer_ids=[bytes(38)])
-    assert await CheckedStub(Stub(honest), unreachable).rpc_find(None, timeout=1) is honest
+    honest = found(nearest_node_ids=[NODE_ID], nearest_peer_ids=[PEER_ID])
+    assert await stub(honest).rpc_find(None, timeout=1) is honest
+    assert list(honest.results[0].nearest_node_ids) == [NODE_ID]
     pong = messages.PingResponse(peer=messages.NodeInfo(node_id=NODE_ID))
-    assert await CheckedStub(Stub(pong), unreachable).rpc_ping(None) is pong
+    assert await stub(pong).rpc_ping(None) is pong
     with pytest.raises(ValueError):
-        await CheckedStub(Stub(messages.PingResponse(peer=messages.NodeInfo(node_id=b"x"))), unreachable).rpc_ping(None)
+        await stub(messages.PingResponse(peer=messages.NodeInfo(node_id=b"x"))).rpc_ping(None)
+
+
+async def test_a_peer_named_at_the_place_of_another_is_left_out() -> None:
+    places = [OTHER_NODE_ID, NODE_ID, bytes(20), bytes(21), NODE_ID]
+    reply = await stub(found(nearest_node_ids=places, nearest_peer_ids=[PEER_ID] * 3 + [b"x"])).rpc_find(None)
+    assert list(reply.results[0].nearest_node_ids) == [NODE_ID]
+    assert list(reply.results[0].nearest_peer_ids) == [PEER_ID]
+
+
+def test_a_peer_that_is_nowhere_holds_up_a_call_for_its_time_out_and_no_longer() -> None:
+    async def find() -> bool:
+        await asyncio.sleep(30)
+        return True
+
+    class Nowhere:
+        async def rpc_find(self, request: object, timeout: float | None = None) -> object:
+            raise P2PDaemonError("failed to find any peer in table")
+
+    async def main() -> None:
+        start = asyncio.get_running_loop().time()
+        with pytest.raises(TimeoutError):
+            await CheckedStub(Nowhere(), PeerID(PEER_ID), find).rpc_find(None, timeout=3.0)
+        assert asyncio.get_running_loop().time() - start == 3.0
+
+    run(main())
 
 
 def dictionary(*entries: tuple[object, object, object]) -> bytes:

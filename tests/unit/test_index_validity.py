@@ -16,7 +16,9 @@ from swarm.network.hivemind.parts import DHTProtocol, DHTRecord, DictionaryDHTVa
 from swarm.network.index_entry import CLOCK_SKEW_S
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.records.adapter_offer import AdapterOffer, sign_offer
+from swarm.records.identity import verify
 from swarm.records.presence import Presence, sign_presence
+from swarm.records.signing import verified_by
 from swarm.sharing.index import WINDOW_S, EntryValidator, adapter_key, experience_key, presence_key, subkey
 from swarm.sharing.shard import Shard, shard_of
 from tests.unit.experience_factory import ALICE, LINEAGE, MALLORY, NOW, SWARM_ID, Clock, group, header_of, signed
@@ -278,3 +280,34 @@ def test_one_signature_is_checked_once_when_an_entry_is_stored(clock: Clock) -> 
     index._guard.protect(index._protocol)  # type: ignore[arg-type]
     assert index.store(*presence(NOW), NOW + 60)
     assert len(asked) == 1
+
+
+def test_an_entry_is_checked_once_however_many_hosts_give_it_and_however_often() -> None:
+    checks: list[str] = []
+
+    def count(peer_id: str, data: bytes, signature: bytes) -> bool:
+        checks.append(peer_id)
+        return verify(peer_id, data, signature)
+
+    validator = EntryValidator(SWARM_ID)
+    key, name, value = presence(NOW)
+    forged = value[:-1] + bytes([value[-1] ^ 1])
+    with verified_by(count):
+        said = [validator(key, name, value) for _ in range(50)]
+        assert [validator(key, name, forged) for _ in range(50)] == [None] * 50
+        assert len(checks) == 2
+        assert said[0] is not None
+        assert said == said[:1] * 50
+        assert validator(key, name + "\0" + value[:3].decode("latin-1"), value[3:]) is None
+        assert validator(key + name, "", value) is None
+    assert EntryValidator(SWARM_ID)(key, name, value) == said[0]
+
+
+def test_what_is_remembered_of_checked_entries_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.sharing.index.MAX_CHECKED", 100)
+    validator = EntryValidator(SWARM_ID)
+    key, name, value = presence(NOW)
+    for number in range(1000):
+        assert validator(key, name, b"%d" % number) is None
+        assert validator(key, name, value) is not None
+    assert len(validator._checked) == 100

@@ -9,7 +9,7 @@ import pytest
 
 from swarm.errors import RequestError
 from swarm.network.memory.virtual_clock import run
-from swarm.network.peers.peer_routing import MAX_ASKED_PEERS, PeerRouting, _Remembered
+from swarm.network.peers.peer_routing import MAX_ASKED_PEERS, MAX_IN_VAIN, PeerRouting, _Remembered
 from swarm.network.transport import RequestRefused
 from swarm.records.identity import Identity
 
@@ -117,6 +117,46 @@ def test_callers_share_one_search_and_a_peer_that_was_not_found_is_left_alone_fo
         await asyncio.sleep(11)
         node.session.works[EVE] = HERE
         assert await node.routing.reach(EVE)
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_peer_that_sends_others_to_where_nobody_is_costs_few_dials_and_keeps_nobody_from_being_found(
+    is_silent: bool,
+) -> None:
+    """BEN names made-up peers, and an honest one as well; CARL knows where that is."""
+
+    async def main() -> None:
+        node = Node([BEN, CARL], {EVE: THERE})
+        made_up = [Identity(number.to_bytes(2, "big") * 16).peer_id for number in range(1, 101)]
+        node.routing.named(BEN, [*made_up, EVE])
+        node.answers = {CARL: {EVE: [THERE]}}
+        if not is_silent:
+            node.answers[BEN] = {name: [HERE] for name in made_up}
+        for name in made_up:
+            assert not await node.routing.reach(name)
+        assert node.asked.count(BEN) == MAX_IN_VAIN
+        assert len(node.session.dialled) <= MAX_IN_VAIN
+        assert await node.routing.reach(EVE)
+        await asyncio.sleep(31)
+        node.answers[BEN] = {ANN: [HERE]}
+        node.session.works[ANN] = HERE
+        node.routing.named(BEN, [ANN])
+        assert await node.routing.reach(ANN), "it is asked again after a while"
+
+    run(main())
+
+
+def test_a_peer_that_knows_nothing_of_others_is_asked_as_often_as_there_is_something_to_ask() -> None:
+    async def main() -> None:
+        node = Node([BEN], {EVE: THERE})
+        node.answers[BEN] = {EVE: [THERE]}
+        others = [Identity(number.to_bytes(2, "big") * 16).peer_id for number in range(1, 101)]
+        for name in others:
+            assert not await node.routing.reach(name)
+        assert await node.routing.reach(EVE)
+        assert node.asked.count(BEN) == len(others) + 1
 
     run(main())
 

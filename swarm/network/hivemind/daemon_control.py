@@ -7,7 +7,8 @@ Imports hivemind: only `hivemind_session` may import this module.
 # (the classes of hivemind's generated protobuf module are made at run time)
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+import re
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -18,8 +19,14 @@ from swarm.errors import NetworkError
 from swarm.network.hivemind.parts import p2pd_pb2, read_pbmsg_safe, write_pbmsg
 from swarm.network.hivemind.relay_address import address_bytes, address_text
 from swarm.network.peers.dialling import MAX_CLAIMED
+from swarm.records.identity import is_peer_id
 
-_MAX_CAUSE_CHARACTERS = 300
+_MAX_CAUSE_CHARACTERS = 1000
+"""Who answered at each address that was dialled is among them."""
+_OTHER_PEER = re.compile(
+    r"\[(/ip[46]/[^]\s]+)] failed to negotiate security protocol: "
+    r"peer id mismatch: expected \w+, but remote key matches (\w+)"
+)
 _NO_ANSWER = (OSError, EOFError, DecodeError, ValueError)
 """It is gone, or what it sent is no message: ValueError for a length out of bounds."""
 
@@ -125,6 +132,13 @@ def _printable(cause: str | bytes) -> str:
     text = cause.decode(errors="replace") if isinstance(cause, bytes) else cause
     words = " ".join(text.split())[:_MAX_CAUSE_CHARACTERS]
     return "".join(letter if letter.isprintable() else "?" for letter in words)
+
+
+def answered_instead(error: NetworkError, dialled: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(peer id, address) of those who were found at dialled addresses in place of the peer that was looked for."""
+    for address, peer_id in _OTHER_PEER.findall(str(error)):
+        if address in dialled and is_peer_id(peer_id):
+            yield peer_id, address
 
 
 def encoded(addresses: Iterable[str]) -> list[bytes]:

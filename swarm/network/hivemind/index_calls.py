@@ -5,8 +5,9 @@ Imports hivemind: only `index_guard` may import this module.
 hivemind 1.1.12 answers every call and decodes every reply as they come. So that a stranger cannot hold up the loop:
 - calls are counted per peer, by number and by bytes in both directions, before they are decoded;
 - a call asks for a bounded number of keys, each of which costs a sort of the routing table;
-- a reply names peers by ids of a sane length (base58 of a long one takes quadratic time), and nodes by ids of theirs
-  (any other raised an error in whoever asked, the supervisor included);
+- a reply names peers by ids of a sane length (base58 of a long one takes quadratic time);
+- a node has the place in the DHT that follows from its peer id: else a peer could be wherever it likes, and name others
+  at the places of honest ones;
 - a dictionary is decoded flat: 4 MiB of nested empty lists would take 240 MB.
 """
 
@@ -21,6 +22,7 @@ import msgpack
 from swarm.network.hivemind.call_repairs import forget_when_cancelled
 from swarm.network.hivemind.index_storage import IndexEntries
 from swarm.network.hivemind.parts import (
+    DHTID,
     DHTProtocol,
     DictionaryDHTValue,
     P2PDaemonError,
@@ -40,7 +42,6 @@ BURST_S = 10.0
 MAX_CALL_BYTES = 8 * 1024
 """Anything but a store: about 370 keys."""
 MAX_REMEMBERED_CALLERS = 1024
-NODE_ID_BYTES = 20
 MAX_PEER_ID_BYTES = 64
 MAX_NEIGHBORS = 64
 """Of one key in a reply; hivemind sends 20."""
@@ -53,6 +54,11 @@ _REQUESTS: dict[str, Any] = {
 }
 
 UnaryHandler = Callable[[bytes, PeerID], Awaitable[bytes]]
+
+
+def node_id_of(peer_id: bytes) -> bytes:
+    """The one place in the DHT of a peer, by its id in binary; the same over restarts."""
+    return DHTID.generate(source=peer_id).to_bytes()
 
 
 class CallRefused(Exception):
@@ -114,7 +120,7 @@ class CallLimits:
         if not caller.stored.try_take(len(request), now):
             raise self._refusal("rate")
         sender = _REQUESTS[name].FromString(request).peer
-        if len(sender.node_id) not in (0, NODE_ID_BYTES):  # none: a client that hosts nothing
+        if sender.node_id not in (b"", node_id_of(peer_id.to_bytes())):  # none: a client that hosts nothing
             raise self._refusal("malformed")
         return caller
 
@@ -135,9 +141,10 @@ class CallLimits:
 class CheckedStub:
     """Calls one peer's DHT and looks at the replies before hivemind does. Raises ValueError: hivemind expects errors."""
 
-    def __init__(self, stub: Any, reach: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(self, stub: Any, peer_id: PeerID, reach: Callable[[], Awaitable[bool]]) -> None:
         """`reach` connects to the peer where a call did not reach it, and says whether that has worked."""
         self._stub = stub
+        self._node_id = node_id_of(peer_id.to_bytes())
         self._reach = reach
 
     async def rpc_ping(self, request: Any, timeout: float | None = None) -> Any:
@@ -147,24 +154,33 @@ class CheckedStub:
         return await self._call(self._stub.rpc_store, request, timeout)
 
     async def _call(self, call: Callable[..., Awaitable[Any]], request: Any, timeout: float | None) -> Any:
-        try:
-            return _checked_sender(await call(request, timeout=timeout))
-        except (P2PDaemonError, P2PHandlerError):
-            if not await self._reach():
-                raise
-            return _checked_sender(await call(request, timeout=timeout))
+        """One time-out for all of it: else whoever names peers that are nowhere would hold up those who look for them."""
+        async with asyncio.timeout(timeout):
+            try:
+                return self._checked_sender(await call(request, timeout=timeout))
+            except (P2PDaemonError, P2PHandlerError):
+                if not await self._reach():
+                    raise
+                return self._checked_sender(await call(request, timeout=timeout))
+
+    def _checked_sender(self, response: Any) -> Any:
+        if response.peer.node_id not in (b"", self._node_id):
+            raise ValueError("a reply names its sender by the id of another node")
+        return response
 
     async def rpc_find(self, request: Any, timeout: float | None = None) -> Any:
         response = await self._call(self._stub.rpc_find, request, timeout)
         for result in response.results:
             if max(len(result.nearest_node_ids), len(result.nearest_peer_ids)) > MAX_NEIGHBORS:
                 raise ValueError(f"a reply must name at most {MAX_NEIGHBORS} neighbours")
-            if any(len(node_id) != NODE_ID_BYTES for node_id in result.nearest_node_ids):
-                raise ValueError("a reply names a node by an id of another length")
             if any(not 0 < len(peer_id) <= MAX_PEER_ID_BYTES for peer_id in result.nearest_peer_ids):
                 raise ValueError("a reply names a peer by an id of another length")
             if result.type not in _messages.ResultType.values():
                 raise ValueError("a reply is of an unknown type")  # of which hivemind would log an error
+            named = zip(result.nearest_node_ids, result.nearest_peer_ids, strict=False)
+            true = [(node_id, peer_id) for node_id, peer_id in named if node_id == node_id_of(peer_id)]
+            result.nearest_node_ids[:] = [node_id for node_id, _ in true]
+            result.nearest_peer_ids[:] = [peer_id for _, peer_id in true]
         return response
 
 
@@ -215,12 +231,6 @@ def _dictionary(data: bytes) -> IndexEntries:
             return entries
     except msgpack.UnpackException as error:  # OutOfData: it ended early
         raise ValueError(f"a dictionary must be complete msgpack, got {type(error).__name__}") from None
-
-
-def _checked_sender(response: Any) -> Any:
-    if len(response.peer.node_id) not in (0, NODE_ID_BYTES):
-        raise ValueError("a reply names its sender by an id of another length")
-    return response
 
 
 def _now() -> float:

@@ -144,7 +144,7 @@ class IndexGuard(RecordValidatorBase):
         protocol.serializer = FlatSerializer  # type: ignore[assignment]
         protocol._validate_dictionary = self.keep_valid
         protocol.call_find = find_sane
-        protocol.get_stub = lambda peer: CheckedStub(get_stub(peer), self._reach(peer))  # type: ignore[assignment, return-value]
+        protocol.get_stub = lambda peer: CheckedStub(get_stub(peer), peer, self._reach(peer))  # type: ignore[assignment, return-value]
         self.calls.install(protocol.p2p._client)
 
     def _reach(self, peer: PeerID) -> Callable[[], Awaitable[bool]]:

@@ -14,8 +14,9 @@ from typing import Any
 from swarm.errors import NetworkError
 from swarm.network.hivemind import call_repairs
 from swarm.network.hivemind.daemon import MAX_DAEMON_BYTES, Daemon
-from swarm.network.hivemind.daemon_control import DaemonControl
+from swarm.network.hivemind.daemon_control import DaemonControl, answered_instead
 from swarm.network.hivemind.index_guard import IndexGuard, unwrap, wrap
+from swarm.network.hivemind.index_search import IndexSearch
 from swarm.network.hivemind.parts import (
     DHTID,
     P2P,
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 StreamHandler = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """(peer id, protocol, reader, writer); closes the stream, raises nothing."""
+OnSeen = Callable[[str, tuple[str, ...]], None]
+"""(peer id, multiaddresses at which it has proven its identity)."""
 
 NUM_REPLICAS = 5
 _RPC_TIMEOUT_S = 3.0
@@ -68,6 +71,8 @@ class HivemindSession:
         self.calls = ShortCalls(p2p._client)
         self.addresses: tuple[str, ...] = ()
         """Multiaddresses of this node, without /p2p."""
+        self.on_seen: OnSeen = lambda peer_id, addresses: None
+        """Told who has answered a dial in place of the peer that was dialled: that address works, for that peer."""
 
     @classmethod
     async def open(
@@ -178,9 +183,7 @@ class HivemindSession:
 
     async def refresh(self) -> None:
         """Look for the own neighbours: fills the routing table, and removes from it who does not answer."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(3 * _RPC_TIMEOUT_S):
-                await self._node.find_nearest_nodes([self._node.node_id])
+        await IndexSearch(self._node, self._node.node_id).run()
 
     async def check(self) -> None:
         """A round trip on the connection that carries the DHT. Raises NetworkError where nothing comes back."""
@@ -239,11 +242,10 @@ class HivemindSession:
         key_id, entry = DHTID.generate(source=key), DHTProtocol.serializer.dumps(wrap(key, value))
         # Asked for the key itself, each node would send all that lies under it. The nodes nearest to the id beside it
         # are the same ones, in the same order.
-        beside = DHTID(key_id ^ 1)
-        nearest = await self._node.find_nearest_nodes(
-            [beside], k_nearest=2 * NUM_REPLICAS, exclude_self=not self._role.is_full
-        )
-        candidates = list(nearest[beside].items())  # nearest first, this node among them, some perhaps dead
+        search = IndexSearch(self._node, DHTID(key_id ^ 1))
+        await search.run()
+        own = [(self._node.node_id, self._node.peer_id)] if self._role.is_full else []
+        candidates = sorted([*search.nearest, *own], key=lambda one: one[0] ^ key_id)[: 2 * NUM_REPLICAS]
         num_answers, is_taken = 0, False
         while candidates and num_answers < NUM_REPLICAS:
             num_missing = NUM_REPLICAS - num_answers
@@ -257,10 +259,14 @@ class HivemindSession:
 
     async def load(self, key: str) -> dict[str, tuple[bytes, float]]:
         """{subkey: (value, expires_at)}"""
-        found = await self._node.get(key, latest=True)
-        if found is None or not isinstance(found.value, dict):
-            return {}
-        return {subkey: (unwrap(entry.value), entry.expiration_time) for subkey, entry in found.value.items()}
+        search = IndexSearch(self._node, DHTID.generate(source=key))
+        await search.run()
+        found: dict[str, tuple[bytes, float]] = {}
+        for subkey, entry in search.entries.data.items():
+            stored = DHTProtocol.serializer.loads(entry.value)
+            assert isinstance(stored, bytes), "the guard lets nothing else through"
+            found[subkey] = unwrap(stored), entry.expiration_time
+        return found
 
     async def open_stream(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Raises NetworkError: no such peer, not reachable, or it does not serve the protocol."""
@@ -295,6 +301,9 @@ class HivemindSession:
                 await self.control.connect(peer_id, addresses)
         except (NetworkError, TimeoutError) as error:
             logger.debug("peer %s does not answer at %s: %s", peer_id, addresses, error or "timeout")
+            if isinstance(error, NetworkError):
+                for other, address in answered_instead(error, addresses):
+                    self.on_seen(other, (address,))
             return False
         return True
 

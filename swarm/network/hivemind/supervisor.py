@@ -89,6 +89,7 @@ class SessionSupervisor:
         self._listen = self._wanted
         self._announce = parse_setting("announce", config.announce)
         self._relays = parse_setting("relays", config.relays) or parse_setting("initial_peers", config.initial_peers)
+        self._peers = peers
         self._joining = Joining(peers, rng)
         self._watch = ReachabilityWatch(
             config.reachability,
@@ -159,7 +160,7 @@ class SessionSupervisor:
                 f'network.backend "hivemind" needs the package hivemind, got {error}; install it, or set "off"'
             ) from None
         self.guard = IndexGuard(self._validator, self._clock, self._admits, self._routing)
-        return await HivemindSession.open(
+        session = await HivemindSession.open(
             write_key=self._write_key,
             listen=self._listen,
             announce=self._announced(),
@@ -170,6 +171,8 @@ class SessionSupervisor:
             call_handler=self._server.answer_call,
             timeout_s=timeout_s,
         )
+        session.on_seen = self._peers.answered
+        return session
 
     async def _supervise(self) -> None:
         """Keep a working session with at least one peer, for as long as the node runs."""

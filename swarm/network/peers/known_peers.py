@@ -88,6 +88,11 @@ class KnownPeers:
                 is_elsewhere = not _hosts(seen_at) <= _hosts(known.addresses)
                 self._remember(peer_id, replace(known, seen_at=now, is_elsewhere=is_elsewhere, is_met=True))
 
+    def answered(self, peer_id: str, addresses: Iterable[str]) -> None:
+        """Note that a peer was found where another one was looked for: its address must not count as one that is dead."""
+        if self._dialling is not None:
+            self._dialling.see(peer_id, addresses)
+
     def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
         """Remember the addresses that a peer announces for itself. A stranger never displaces a peer that was met."""
         believed = addresses if self._dialling is None else self._dialling.believed(peer_id, addresses)

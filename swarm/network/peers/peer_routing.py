@@ -18,6 +18,7 @@ import msgpack
 
 from swarm.errors import NetworkError, RequestError
 from swarm.network.peers.peer_list import MAX_ADDRESSES_PER_PEER, Addresses, dialable
+from swarm.network.token_bucket import TokenBucket
 from swarm.network.transport import RequestRefused
 from swarm.records.identity import is_peer_id
 
@@ -35,6 +36,10 @@ _NUM_OTHERS_ASKED = 2
 """Connected peers that are asked besides the one that named the peer."""
 _PAUSE_S = 10.0
 """A peer that could not be found is not looked for again within this time."""
+MAX_IN_VAIN = 8
+"""So often a peer may say nothing, or addresses that lead nowhere ..."""
+_IN_VAIN_PER_S = 1 / 30
+"""... and once more in so long: dials that fail are few, and are shared by all that this node looks for."""
 _MAX_REMEMBERED = 4096
 
 Ask = Callable[[str, bytes], Awaitable[bytes]]
@@ -73,6 +78,8 @@ class PeerRouting:
         self._named_by: _Remembered[str] = _Remembered()
         self._looked_at: _Remembered[float] = _Remembered()
         self._searches: dict[str, asyncio.Task[bool]] = {}
+        self._in_vain: _Remembered[TokenBucket] = _Remembered()
+        """{peer that was asked: how often that may still be in vain}"""
 
     def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
         """Remember what a peer has announced, signed, of itself."""
@@ -128,7 +135,7 @@ class PeerRouting:
         for source in self._sources(peer_id, connected, session.neighbors):
             if is_found:
                 break
-            is_found = await self._connect(session, peer_id, await self._ask_for(source, peer_id))
+            is_found = await self._follow(session, source, peer_id)
         if is_found:
             self._looked_at.pop(peer_id, None)
         else:
@@ -142,14 +149,28 @@ class PeerRouting:
         namer = self._named_by.get(peer_id)
         return list(dict.fromkeys([namer, *chosen] if namer is not None and namer in connected else chosen))
 
-    async def _ask_for(self, source: str, peer_id: str) -> Addresses:
+    async def _follow(self, session: "HivemindSession", source: str, peer_id: str) -> bool:
+        """Ask one peer and go where it says, unless that was in vain too often; whether the peer was there."""
+        loop = asyncio.get_running_loop()
+        allowed = self._in_vain.get(source) or TokenBucket(_IN_VAIN_PER_S, MAX_IN_VAIN - 1, loop.time())
+        if allowed.wait_s(loop.time()) > 0:
+            return False
+        self._in_vain[source] = allowed
+        addresses = await self._ask_for(source, peer_id)
+        is_found = addresses is not None and await self._connect(session, peer_id, addresses)
+        if not is_found and addresses != ():  # to know nothing of a peer harms nobody
+            allowed.take(1, loop.time())
+        return is_found
+
+    async def _ask_for(self, source: str, peer_id: str) -> Addresses | None:
+        """The addresses that a peer names; None where it does not answer, or not with addresses."""
         request = msgpack.packb([peer_id])
         assert request is not None, "packb returns bytes"
         try:
             return _read_addresses(await self._ask(source, request), peer_id)
         except RequestError as error:
             logger.debug("%s does not say where %s is: %s", source, peer_id, error)
-            return ()
+            return None
 
     async def _connect(self, session: "HivemindSession", peer_id: str, claimed: Iterable[str]) -> bool:
         addresses = self._choose(peer_id, claimed)
