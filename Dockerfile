@@ -10,12 +10,13 @@ RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc lib
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_PYTHON=/venv/bin/python
 RUN python -m venv --without-pip /venv && echo /app > /venv/lib/python3.11/site-packages/app.pth
 ENV PATH=/venv/bin:$PATH
-COPY requirements.lock requirements-torch.lock /src/
+COPY requirements-build.lock requirements.lock requirements-torch.lock /src/
 # Where torch comes from: builds for the CPU are not on PyPI. Empty: what pip finds by itself, on Linux the build for CUDA.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # The last command brings the CUDA packages that a build for it names; with a build for the CPU it has nothing to do.
 RUN pip install --no-compile --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r /src/requirements-torch.lock \
- && pip install --no-compile --no-deps --require-hashes -r /src/requirements.lock \
+ && pip install --no-compile --no-deps --require-hashes -r /src/requirements-build.lock \
+ && pip install --no-compile --no-build-isolation --no-deps --require-hashes -r /src/requirements.lock \
  && pip install --no-compile -r /src/requirements-torch.lock
 # What no node needs on a CPU: headers and tools of torch, CUDA kernels, tests, symbols for debuggers; 0.4 GB.
 # Libraries in *.libs were altered by their wheels' makers and may not survive a second treatment.
@@ -29,7 +30,7 @@ FROM packages AS build
 COPY pyproject.toml README.md LICENSE /src/
 COPY node_configs /src/node_configs
 COPY swarm /src/swarm
-RUN pip install --no-deps --no-compile --target /app /src
+RUN pip install --no-build-isolation --no-deps --no-compile --target /app /src
 # One round of a node without network: shows that the image works, and compiles the modules that a node needs, no others.
 RUN PYTHONPYCACHEPREFIX=/pycache /app/bin/swarm run --node.dir /tmp/node --node.max_rounds 1 --network.backend off \
       --sharing.swarm_groups 0 --evaluation.tasks_per_source 1 \

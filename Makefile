@@ -1,5 +1,5 @@
 # Every target makes its own environment: .venv with the pinned packages of requirements*.lock. pip checks the hash of every
-# file but torch's.
+# file but torch's, also of those that build packages: in an isolated build it would fetch these unchecked.
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do $$p -c '$(IS_NEW_ENOUGH)' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
@@ -49,14 +49,15 @@ docs: $(READY)  ## The documentation as a site, in site/
 setup: $(READY)  ## Only the environment
 
 # The stamp is written last: an interrupted set-up starts over at the next call.
-$(READY): requirements.lock requirements-dev.lock requirements-torch.lock pyproject.toml
+$(READY): requirements-build.lock requirements.lock requirements-dev.lock requirements-torch.lock pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python >= 3.11 is needed, found none; set PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "setting up $(VENV) (a few minutes, once)"
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements-build.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --require-hashes \
 		-r requirements.lock -r requirements-dev.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-torch.lock  # its CUDA build brings more packages
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $(READY)
 
 clean:  ## Remove the environment and caches; runs/ stays

@@ -1,5 +1,7 @@
 """Where the files of a base model are: the bundled one, a folder, or a download from the hub."""
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,12 @@ BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "assets" / "tiny_polic
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _MAX_JSON_BYTES = 64 << 20
 _OTHER_COPIES = ("original/*", "onnx/*", "consolidated*")  # the same weights once more, in formats that are not read
+_ADAPTER = "adapter_config.json"
+_NO_WEIGHTS = ("consolidated", "adapter_")
+"""Files whose names begin so are no weights of the base: they are not hashed."""
+_INDICES = {"model.safetensors.index.json": ".safetensors", "pytorch_model.bin.index.json": ".bin"}
+"""Those that transformers reads, and the files that they may name."""
+_KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
 
 def locate_base(base: str, revision: str | None) -> Path:
@@ -25,6 +33,9 @@ def locate_base(base: str, revision: str | None) -> Path:
         folder = _download(base, revision)
     if not (folder / "config.json").is_file():
         raise PolicyError(f"policy.base must hold a config.json, got none in {folder}; point policy.base at a model")
+    if (folder / _ADAPTER).exists():  # transformers would put that adapter into the base, and no hash would tell
+        raise PolicyError(f"policy.base must be a base alone, got one with {_ADAPTER} in {folder}; remove that")
+    _check_names(folder)
     _check_indices(folder)
     return folder
 
@@ -37,8 +48,36 @@ def read_base_json(path: Path) -> Any:
     return read_json(path.resolve(), _MAX_JSON_BYTES)
 
 
+def _check_names(folder: Path) -> None:
+    """Raise PolicyError where config.json, also for a part of the model, names other weights, or code to download."""
+    try:
+        settings = list(_settings(read_base_json(folder / "config.json")))
+    except (OSError, ValueError):
+        raise PolicyError(
+            f"policy.base must hold a valid config.json, got a damaged one in {folder}; fetch the model again"
+        ) from None
+    for key, value in settings:
+        if key == "transformers_weights" and value is not None:
+            raise PolicyError(
+                f"policy.base must have its weights in the usual files, got {ascii(value)[:100]} in config.json of {folder}; "
+                "set policy.base"
+            )
+        if key in _KERNELS and "/" in json.dumps(value):
+            raise PolicyError(
+                f"policy.base must not name code to download, got {ascii(value)[:100]} in config.json of {folder}; remove it"
+            )
+
+
+def _settings(value: Any) -> Iterator[tuple[str, Any]]:
+    """All keys of all tables in a value, with what they are set to."""
+    if isinstance(value, dict):
+        yield from value.items()
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _settings(part)
+
+
 def _check_indices(folder: Path) -> None:
-    """Raise PolicyError where an index of weights names files outside of the folder."""
+    """Raise PolicyError where an index of weights names files outside of the folder, or some that are not hashed."""
     for path in folder.glob("*.index.json"):
         try:
             names = set(read_base_json(path)["weight_map"].values())
@@ -49,6 +88,13 @@ def _check_indices(folder: Path) -> None:
         if odd := sorted(str(name) for name in names if not isinstance(name, str) or not is_bare_name(name)):
             raise PolicyError(
                 f"{path.name} must name files beside it, got {odd[0][:100]!r} in {folder}; set policy.base"
+            )
+        suffix = _INDICES.get(path.name, "")
+        if suffix and (
+            other := sorted(one for one in names if one.startswith(_NO_WEIGHTS) or not one.endswith(suffix))
+        ):
+            raise PolicyError(
+                f"{path.name} must name weights of the base, *{suffix}, got {other[0]!r} in {folder}; set policy.base"
             )
 
 
@@ -72,7 +118,7 @@ def base_at_hand(base: str, revision: str | None) -> Path | None:
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights: safetensors where there are any, PyTorch files else. Raises PolicyError."""
     for pattern in ("*.safetensors", "*.bin"):
-        files = sorted(path for path in folder.glob(pattern) if not path.name.startswith(("consolidated", "adapter_")))
+        files = sorted(path for path in folder.glob(pattern) if not path.name.startswith(_NO_WEIGHTS))
         if files:
             return files
     raise PolicyError(f"policy.base must hold *.safetensors weights, got none in {folder}; complete the folder")

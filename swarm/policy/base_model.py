@@ -11,7 +11,7 @@ from torch import nn
 from swarm.adapters.load_pretrained import load_pretrained
 from swarm.config import PolicySection
 from swarm.errors import MemoryBudgetError, PolicyError
-from swarm.policy.base_folder import read_base_json
+from swarm.policy.base_folder import read_base_json, weight_files
 
 _LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 """What transformers raises for folders that are damaged, of an unknown architecture, or need a missing package."""
@@ -33,6 +33,7 @@ def load_base(config: PolicySection, folder: Path, device: torch.device, dtype: 
             dtype=dtype,
             device_map={"": device},
             quantization_config=quantization,
+            use_safetensors=weight_files(folder)[0].suffix == ".safetensors",  # the files that the lineage hashes
             output_loading_info=True,
         )
         model, report = loaded
@@ -123,11 +124,6 @@ def check_is_causal(folder: Path) -> None:
         raise PolicyError(
             f"policy.base must hold a valid config.json, got a damaged one in {folder}; fetch the model again"
         ) from None
-    kernels = [data.get(key) for key in ("attn_implementation", "_attn_implementation", "experts_implementation")]
-    if any(isinstance(kernel, str) and "/" in kernel for kernel in kernels):
-        raise PolicyError(
-            f"policy.base must not name code to download, got {kernels} in config.json of {folder}; remove it"
-        )
     known = {name for name in CAUSAL.values() if isinstance(name, str)}
     is_causal = kind in CAUSAL and not data.get("is_encoder_decoder", False)
     if not is_causal or (architectures and not known.intersection(architectures)):

@@ -51,7 +51,12 @@ def prompt_frame(tokenizer: Any, *, is_own: bool) -> PromptFrame | None:
     """
     if not tokenizer.chat_template:
         return None
-    template = tokenizer.get_chat_template()
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError:
+        raise _refusal("several, none of them the default") from None
+    if not isinstance(template, str):
+        raise _refusal(f"one that is {type(template).__name__} and not text")
     if is_own:
         return _frame(
             [tokenizer.apply_chat_template(_chat(text), add_generation_prompt=True, tokenize=False) for text in PROBES]

@@ -8,7 +8,6 @@ Without a path the functions are made up (`list_functions`). A file has one line
 """
 
 import hashlib
-import json
 from functools import partial
 from typing import Annotated, Any
 
@@ -19,7 +18,7 @@ from swarm.errors import TaskError
 from swarm.sandbox.runner import RunLimits, Sandbox, SandboxError
 from swarm.tasks.code_problems import CodeProblem, list_function
 from swarm.tasks.code_verifier import CodeVerifier
-from swarm.tasks.jsonl_source import held_out_and_training, numbered_lines, shuffled_position
+from swarm.tasks.jsonl_source import held_out_and_training, numbered_lines, read_line, shuffled_position
 from swarm.tasks.signals import explain
 from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN
 from swarm.types import Task, TaskRef
@@ -121,8 +120,8 @@ def _parameters(config: TaskSourceSection) -> CodeParameters:
 
 def _problem(text: bytes, where: str) -> CodeProblem:
     try:
-        line = _Line.model_validate(json.loads(text))
-    except (ValueError, RecursionError) as error:  # pydantic's are ValueErrors
+        line = _Line.model_validate(read_line(text))
+    except ValueError as error:  # pydantic's are ValueErrors
         raise TaskError(
             f"a code task must be one JSON object, got {explain(error)} in {where}; mend that line"
         ) from None

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from swarm.config import PolicySection
 from swarm.errors import PolicyError
+from swarm.policy.base_folder import BUNDLED_FOLDER
 from swarm.policy.chat_template import PromptFrame, prompt_frame
 from swarm.policy.policy import Policy, load_policy
 
@@ -63,6 +65,21 @@ def test_ordinary_templates_are_the_text_around_a_prompt() -> None:
 def test_a_template_that_is_endless_giant_or_depends_on_the_prompt_is_refused(template: str, told: str) -> None:
     with pytest.raises(PolicyError, match=told):
         frame(template)
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ({"tool": "hi"}, "several, none of them the default"),
+        ({"default": 7}, "one that is int"),
+        (7, "one that is int"),
+    ],
+)
+def test_what_is_no_template_is_refused(template: object, told: str) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(BUNDLED_FOLDER)
+    tokenizer.chat_template = template
+    with pytest.raises(PolicyError, match=told):
+        prompt_frame(tokenizer, is_own=False)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "bundled"])

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from swarm.adapters.adapter_folder import read_adapter_folder, write_adapter_folder
 from swarm.adapters.checkpoint import CheckpointStore
@@ -73,10 +76,56 @@ def test_code_beside_a_known_architecture_is_left_alone(
     assert not (tmp_path / "code-ran").exists() and "Do you wish to run" not in capsys.readouterr().out
 
 
-def test_a_kernel_from_elsewhere_is_refused(base: Path) -> None:
-    edit(base / "config.json", _attn_implementation="somebody/kernel")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"_attn_implementation": "somebody/kernel"},
+        {"attn_implementation": {"": "somebody/kernel"}},
+        {"text_config": {"experts_implementation": "somebody/kernel"}},
+    ],
+)
+def test_a_kernel_from_elsewhere_is_refused(base: Path, settings: dict[str, Any]) -> None:
+    edit(base / "config.json", **settings)
     with pytest.raises(PolicyError, match="must not name code to download"):
-        check_is_causal(base)
+        locate_base(str(base), None)
+
+
+def other_weights(base: Path, name: str) -> dict[str, Tensor]:
+    """All zeros, in a file of the base's folder; returns them."""
+    weights = {key: torch.zeros_like(value) for key, value in load_file(base / "model.safetensors").items()}
+    torch.save(weights, base / name) if name.endswith(".bin") else save_file(weights, base / name, {"format": "pt"})
+    return weights
+
+
+@pytest.mark.parametrize("part", ["", "text_config"])
+@pytest.mark.parametrize("name", ["part/other.safetensors", "part/other.safetensors.index.json"])
+def test_weights_that_no_hash_is_about_are_not_loaded_by_name(base: Path, part: str, name: str) -> None:
+    named = {"transformers_weights": name}
+    edit(base / "config.json", **({part: named} if part else named))
+    with pytest.raises(PolicyError, match="must have its weights in the usual files"):
+        locate_base(str(base), None)
+
+
+@pytest.mark.parametrize("name", ["adapter_w.safetensors", "consolidated.safetensors", "other.bin"])
+def test_an_index_names_only_weights_that_are_hashed(base: Path, name: str) -> None:
+    weights = other_weights(base, name)
+    (base / "model.safetensors").rename(base / "shown.safetensors")
+    edit(base / "model.safetensors.index.json", metadata={}, weight_map=dict.fromkeys(weights, name))
+    with pytest.raises(PolicyError, match="must name weights of the base"):
+        locate_base(str(base), None)
+
+
+def test_of_two_kinds_of_weights_those_are_loaded_that_are_hashed(base: Path, make_policy: MakePolicy) -> None:
+    other_weights(base, "pytorch_model.bin")
+    (base / "model.safetensors").rename(base / "shown.safetensors")
+    with pytest.raises(PolicyError, match=r"no file named model\.safetensors"):
+        make_policy(base=str(base))
+
+
+def test_an_adapter_in_the_base_is_refused(base: Path) -> None:
+    edit(base / "adapter_config.json", peft_type="LORA", base_model_name_or_path="/home/somebody/private")
+    with pytest.raises(PolicyError, match="must be a base alone"):
+        locate_base(str(base), None)
 
 
 @pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/passwd", "a/b.safetensors", ".hidden", "", 7])

@@ -116,16 +116,38 @@ def test_changelog_begins_with_what_comes_or_is() -> None:
     assert __version__ in headings
 
 
-@pytest.mark.parametrize("lock", ["requirements.lock", "requirements-dev.lock"])
-def test_every_pin_names_the_hashes_of_its_files(lock: str) -> None:
-    """pip installs nothing else then, whichever index or mirror it asks."""
+LOCKS = ("requirements.lock", "requirements-dev.lock", "requirements-build.lock")
+
+
+def pins_of(lock: str) -> dict[str, str]:
+    """{NAME==VERSION: the lines of its hashes}"""
     lines = [line for line in (ROOT / lock).read_text().splitlines() if not line.startswith("#")]
     pins = re.findall(r"^(\S+==\S+) \\((?:\n    --hash=sha256:[0-9a-f]{64}(?: \\)?)+)$", "\n".join(lines), re.MULTILINE)
-    assert len(pins) == sum("==" in line for line in lines) > 50
-    assert not any(line.startswith("torch==") for line in lines)
+    assert len(pins) == sum("==" in line for line in lines)
+    return dict(pins)
+
+
+@pytest.mark.parametrize(("lock", "least"), [*zip(LOCKS, (50, 50, 5), strict=True)])
+def test_every_pin_names_the_hashes_of_its_files(lock: str, least: int) -> None:
+    """pip installs nothing else then, whichever index or mirror it asks."""
+    pins = pins_of(lock)
+    assert len(pins) > least and not any(pin.startswith("torch==") for pin in pins)
+
+
+def test_the_tools_that_build_packages_are_pinned_as_elsewhere() -> None:
+    build, others = pins_of("requirements-build.lock"), pins_of("requirements.lock") | pins_of("requirements-dev.lock")
+    assert build.items() <= others.items()
+    assert {"setuptools", "hatchling"} <= {pin.partition("==")[0] for pin in build}
 
 
 def test_the_environment_is_set_up_with_hashes() -> None:
-    for name in ("Makefile", "Dockerfile"):
+    """Also of what runs while a package is built: pip checks no hash of what an isolated build fetches."""
+    for name in ("Makefile", "Dockerfile", "docs/operations.md"):
         text = " ".join((ROOT / name).read_text().replace("\\\n", " ").split())
-        assert re.search(r"--no-deps --require-hashes -r (/src/)?requirements.lock", text), name
+        commands = re.findall(r"pip install ((?:(?!pip install)[^&#@])*)", text)
+        assert any("-r requirements.lock" in command.replace("/src/", "") for command in commands), name
+        for command in commands:
+            if "requirements-torch.lock" not in command:
+                built = "--no-build-isolation" in command or "requirements-build.lock" in command
+                assert built and "--no-deps" in command, (name, command)
+                assert "--require-hashes" in command or "lock" not in command, (name, command)

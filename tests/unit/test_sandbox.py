@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import resource
 import socket
 import subprocess
 import sys
@@ -230,6 +231,31 @@ return numbers
         assert value(body) == [0, 1, 2, 3]
     finally:
         secret.close()
+
+
+def test_no_way_leads_out_by_a_handle_however_many_files_the_node_has_open() -> None:
+    """Handles have the lowest numbers that are free: above those of all sockets of a busy node."""
+    body = """
+import os
+found = []
+for number in range(4, 6000):
+    try: os.fstat(number); found.append(number)
+    except OSError: continue
+return found
+"""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 6000:
+        pytest.skip("so many files may not be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (6000, limits[1]))
+    held: list[int] = []
+    try:
+        while len(held) < 4500:
+            held.append(os.dup(2))
+        assert value(body) == []
+    finally:
+        for number in held:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_nothing_that_listens_on_this_machine_can_be_reached() -> None:

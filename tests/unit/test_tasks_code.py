@@ -173,6 +173,7 @@ def test_code_is_the_last_fenced_block(text: str, code: str) -> None:
     [
         [], 5, {**ADD, "entry": "a b"}, {**ADD, "tests": []}, {**ADD, "tests": [{"args": 1, "expected": 1}]},
         {**ADD, "tests": [{"args": []}]}, {**ADD, "prompt": " "}, {**ADD, "more": 1}, {"prompt": "p"},
+        {**ADD, "prompt": "half a \ud800 pair"},
     ],
 )  # fmt: skip
 def test_a_malformed_line_is_named(tmp_path: Path, row: object) -> None:

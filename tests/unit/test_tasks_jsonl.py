@@ -97,6 +97,8 @@ def test_unusual_line_ends_inside_texts_do_not_split_a_line(tmp_path: Path) -> N
         (b'{"prompt": "a", "answer": ' + b"9" * 5000 + b"}", "one JSON object"),
         (b"[" * 100_000, "one JSON object"),
         (b"[1]", 'text "prompt"'),
+        (b'{"prompt": "a \\ud800 b", "answer": 1}', "one JSON object"),
+        (b'{"prompt": "a", "answer": "\\uDFFF"}', "one JSON object"),
         (b'{"prompt": " ", "answer": 1}', 'text "prompt"'),
         (b'{"prompt": 1, "answer": 1}', 'text "prompt"'),
         (b'{"prompt": "a"}', '"answer"'),

@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 import sysconfig
+from pathlib import Path
 from typing import Any, NoReturn
 
 from swarm.sandbox.inside import program
@@ -24,6 +25,7 @@ if _IS_LINUX:
     from swarm.sandbox.inside import fence, libc, syscall_filter
 
 _BY_SIGNAL = 4
+_STANDARD_ERROR = 2
 
 
 def main() -> None:
@@ -42,6 +44,7 @@ def _supervise(request: dict[str, Any]) -> None:
     if is_fenced:
         if not _IS_LINUX:
             raise OSError("namespaces are a part of Linux")
+        _close_handles()
         fence.leave_root()
         fence.enter_namespaces()
     _die_with_parent()
@@ -59,6 +62,18 @@ def _supervise(request: dict[str, Any]) -> None:
         _report(end=end, cpu_s=usage.ru_utime + usage.ru_stime)
     if not is_fenced:
         os.killpg(0, signal.SIGKILL)  # what the program left behind, and this process with it
+
+
+def _close_handles() -> None:
+    """Close all files but the three streams. From a handle on a folder a way leads out of the new root, by `..`.
+
+    The node's own files are closed already. What is left are the two folders of its command line, whose numbers are as high as
+    the node has files open.
+    """
+    for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        if number > _STANDARD_ERROR:
+            with contextlib.suppress(OSError):  # that of the listing itself
+                os.close(number)
 
 
 def _wait(child: int, wall_s: float) -> str:
