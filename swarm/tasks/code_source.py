@@ -20,7 +20,7 @@ from swarm.tasks.code_problems import CodeProblem, list_function
 from swarm.tasks.code_verifier import CodeVerifier
 from swarm.tasks.jsonl_source import held_out_and_training, numbered_lines, read_line, shuffled_position
 from swarm.tasks.signals import explain
-from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN
+from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, MAX_TEXT_CHARS
 from swarm.types import Task, TaskRef
 
 MADE_UP = "list_functions"
@@ -46,7 +46,7 @@ class _Test(Section):
 
 
 class _Line(Section):
-    prompt: Annotated[str, Field(pattern=r"\S")]
+    prompt: Annotated[str, Field(pattern=r"\S", max_length=MAX_TEXT_CHARS)]
     entry: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
     tests: Annotated[tuple[_Test, ...], Field(min_length=1, max_length=64)]
     answer: str = ""

@@ -16,7 +16,7 @@ from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.tasks.line_process import Confinement, LineProcess, LineProcessError
 from swarm.tasks.signals import BUILT_IN
-from swarm.tasks.task_source import CORRECT, TaskFailure, UnknownTask
+from swarm.tasks.task_source import CORRECT, MAX_TEXT_CHARS, TaskFailure, UnknownTask
 from swarm.types import TaskRef
 
 logger = logging.getLogger(__name__)
@@ -79,8 +79,8 @@ class FencedVerifier:
             ) from None
         finally:
             self._opening_s += time.monotonic() - started_at
-        if "error" in reply:
-            raise TaskError(reply["error"])
+        if "files" not in reply:
+            raise TaskError(str(reply.get("error", f"the process of {source} gave no answer; remove the source")))
         return str(reply["files"])
 
     def prompts(self, ref: TaskRef, count: int) -> list[str]:
@@ -88,11 +88,17 @@ class FencedVerifier:
 
         Raises as `rewards`.
         """
-        return [str(prompt) for prompt in self._ask(ref.source, ["prompts", *_facts(ref), count])["prompts"]]
+        prompts = self._ask(ref.source, ["prompts", *_facts(ref), count]).get("prompts")
+        if not isinstance(prompts, list) or not 0 < len(prompts) <= count or not all(map(_is_text, prompts)):
+            raise TaskFailure(ref.source, f"verifier process: a reply must have 1 to {count} prompts")
+        return prompts
 
     def answer(self, ref: TaskRef) -> str:
         """A right answer. Raises as `rewards`."""
-        return str(self._ask(ref.source, ["answer", *_facts(ref)])["answer"])
+        answer = self._ask(ref.source, ["answer", *_facts(ref)]).get("answer")
+        if not _is_text(answer):
+            raise TaskFailure(ref.source, "verifier process: a reply must have a text as answer")
+        return str(answer)
 
     def rewards(self, ref: TaskRef, texts: Sequence[str]) -> tuple[str, tuple[float, ...]]:
         """(digest of the prompt, reward of each text), for a source that it holds.
@@ -124,6 +130,10 @@ class FencedVerifier:
         count against the author who comes next."""
         with contextlib.suppress(LineProcessError):  # it is tried again, and told of, when it is needed
             self._process.renew()
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_TEXT_CHARS
 
 
 def _facts(ref: TaskRef) -> tuple[object, ...]:

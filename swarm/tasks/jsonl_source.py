@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from swarm.config import TaskSourceSection
 from swarm.errors import TaskError
 from swarm.safe_files import parse_json
-from swarm.tasks.task_source import EVALUATION_SEED
+from swarm.tasks.task_source import EVALUATION_SEED, MAX_TEXT_CHARS
 from swarm.tasks.verifiers import VERIFIERS, check_expected
 from swarm.types import Task, TaskRef
 
@@ -123,6 +123,10 @@ def _parse(text: bytes, where: str, default_verifier: str) -> Line:
         raise TaskError(f"a line must be one JSON object in UTF-8, got {error} in {where}; mend that line") from None
     if not isinstance(data, dict) or not isinstance(data.get("prompt"), str) or not data["prompt"].strip():
         raise TaskError(f'a line must have a text "prompt", got none in {where}; mend that line')
+    if len(data["prompt"]) > MAX_TEXT_CHARS:
+        raise TaskError(
+            f"a prompt must have at most {MAX_TEXT_CHARS} characters, got {len(data['prompt'])} in {where}; shorten it"
+        )
     unknown = sorted(data.keys() - {"prompt", "answer", "verifier"})
     if unknown:
         raise TaskError(f"a line must have prompt, answer and verifier only, got {unknown} in {where}; mend that line")

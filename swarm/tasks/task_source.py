@@ -11,6 +11,8 @@ from swarm.types import Task
 
 INDEX_SPAN = 2**20
 """Tasks per stream."""
+MAX_TEXT_CHARS = 65_536
+"""Longest prompt, and longest right answer, of a task that somebody else may have chosen."""
 SUPERVISED_SEED = 0
 """Stream of the bundled policy's supervised training."""
 EVALUATION_SEED = 1

@@ -20,11 +20,9 @@ from swarm.config import TasksSection
 from swarm.errors import TaskError
 from swarm.sandbox.inside.file_guard import close_files
 from swarm.tasks.task_mixture import NONE_WORKS, TaskMixture, score
-from swarm.tasks.task_source import INDEX_SPAN, TaskFailure, UnknownTask, prompt_digest
+from swarm.tasks.task_source import INDEX_SPAN, MAX_TEXT_CHARS, TaskFailure, UnknownTask, prompt_digest
 from swarm.types import Task, TaskRef
 
-MAX_TEXT_CHARS = 65_536
-"""A longer prompt or right answer is a failure of its task."""
 _MAX_BATCH_CHARS = 65_536
 _BATCH_S = 0.05
 _MAX_MESSAGE_CHARS = 300

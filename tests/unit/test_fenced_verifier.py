@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from swarm.config import TaskSourceSection, TasksSection
+from swarm.errors import TaskError
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.judge import MixtureJudge
 from swarm.tasks import fenced_verifier
@@ -165,6 +166,23 @@ def test_what_the_process_says_is_checked_like_a_strangers_word(reply: str) -> N
     ref = TaskRef("chain_sum", "0" * 16, SEED, 0)
     with pytest.raises(TaskFailure, match="verifier process: "):
         fenced_verifier._checked(ref, json.loads(reply), 1)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [{}, {"prompts": []}, {"prompts": [1]}, {"prompts": ["a", "b", "c"]}, {"prompts": ["a" * 65_537]}, {"answer": 7}],
+)
+def test_prompts_and_answers_of_the_process_are_checked_too(
+    reply: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fence, ref = FencedVerifier(SUMS), TaskRef("chain_sum", "0" * 16, SEED, 0)
+    monkeypatch.setattr(fence._process, "ask", lambda question, time_budget_s: reply)
+    with pytest.raises(TaskFailure, match="verifier process: a reply must have"):
+        fence.prompts(ref, 2)
+    with pytest.raises(TaskFailure, match="verifier process: a reply must have"):
+        fence.answer(ref)
+    with pytest.raises(TaskError, match="gave no answer"):
+        fence.open("chain_sum")
 
 
 def test_a_kind_of_source_that_nobody_has_listed_as_bounded_is_fenced() -> None:

@@ -101,6 +101,7 @@ def test_unusual_line_ends_inside_texts_do_not_split_a_line(tmp_path: Path) -> N
         (b'{"prompt": "a", "answer": "\\uDFFF"}', "one JSON object"),
         (b'{"prompt": " ", "answer": 1}', 'text "prompt"'),
         (b'{"prompt": 1, "answer": 1}', 'text "prompt"'),
+        (b'{"prompt": "' + b"a" * 65_537 + b'", "answer": 1}', "at most 65536 characters, got 65537"),
         (b'{"prompt": "a"}', '"answer"'),
         (b'{"prompt": "a", "answer": true}', '"answer"'),
         (b'{"prompt": "a", "answer": ""}', '"answer"'),
