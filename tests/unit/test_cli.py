@@ -127,10 +127,11 @@ def test_files_of_unexpected_ends_are_told_apart_and_hold_no_value_of_the_comman
 def test_dashboard_prints_the_address_of_the_page_with_its_token(tmp_path: Path) -> None:
     NodeStatus("12D3x", "brave-otter-3f", os.getpid(), 1.0, "learning", http_port=8123).write(tmp_path / "status.json")
     assert swarm("dashboard", str(tmp_path)).returncode == 9  # of a node from before there were pages
-    (tmp_path / "page.token").write_text("secret\n")
-    assert swarm("dashboard", str(tmp_path)).stdout == "http://127.0.0.1:8123/#token=secret\n"
-    (tmp_path / "config.toml").write_text('[observability]\nhttp_host = "10.0.0.5"\n')
-    assert swarm("dashboard", str(tmp_path)).stdout == "http://10.0.0.5:8123/#token=secret\n"
+    token = "secret-" * 6 + "A"
+    (tmp_path / "page.token").write_text(f"{token}\n")
+    assert swarm("dashboard", str(tmp_path)).stdout == f"http://127.0.0.1:8123/#token={token}\n"
+    (tmp_path / "config.toml").write_text('[observability]\nhttp_host = "127.0.0.2"\n')
+    assert swarm("dashboard", str(tmp_path)).stdout == f"http://127.0.0.2:8123/#token={token}\n"
     NodeStatus("12D3x", "brave-otter-3f", os.getpid(), 1.0, "learning").write(tmp_path / "status.json")
     assert swarm("dashboard", str(tmp_path)).returncode == 3
 
