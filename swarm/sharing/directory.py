@@ -5,7 +5,7 @@
 
 Every list has about as many entries as a shard has members, however large the swarm: in the list of a shard k levels
 above its own a node appears with probability 2**-k. A newcomer reads the widest list, sees the level of those in it, and
-goes to its own shard.
+goes to its own shard. Names cost nothing, so it stays at a level only while rollouts of others prove true there.
 """
 
 import logging
@@ -29,6 +29,10 @@ SETTLE_S = 2 * PRESENCE_INTERVAL_S
 """So long after all shards were drawn anew no node changes its level: the others are still listing themselves."""
 FIRST_INTERVALS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """A node that has just started looks more often: others may be starting with it."""
+PROOF_S = EPOCH_S
+"""A level at which no body of others was admitted for so long is left for another one at which somebody is listed."""
+BARREN_S = 6 * EPOCH_S
+"""So long it is not tried again, unless there is no other."""
 _TURNS_PER_WIDE_LOOK = 10
 """How often a node of a narrower shard looks into the widest list, for peers that carry headers for all shards."""
 
@@ -45,10 +49,12 @@ class Directory:
         *,
         stays_widest: bool = False,
         on_presence: Callable[[str], None] = lambda peer_id: None,
+        num_bodies_admitted: Callable[[], int] | None = None,
     ) -> None:
         """`num_authors_heard`: authors of the shard whose headers were admitted of late; with 0 it never splits.
 
         `stays_widest`: be listed where newcomers look, whatever level the others are at. `on_presence`: told who is there.
+        `num_bodies_admitted`: bodies of others that held what they promised, ever; None for a node that pulls none.
         """
         self._swarm_id = swarm_id
         self._identity = identity
@@ -56,6 +62,10 @@ class Directory:
         self._num_authors_heard = num_authors_heard
         self._stays_widest = stays_widest
         self._on_presence = on_presence
+        self._num_bodies_admitted = num_bodies_admitted
+        self._num_proven = 0
+        self._proven_at = transport.now()
+        self._barren_until: dict[int, float] = {}
         self._num_turns = 0
         self.level = 0
         self.levels: Counter[int] = Counter()
@@ -82,9 +92,7 @@ class Directory:
         await self._announce()
         members = await self._members(self.shard)
         self.num_members = len(members.keys() | {self._identity.peer_id})
-        level = (
-            self.level if self._is_settling() else next_level(self.level, self.num_members, self._num_authors_heard())
-        )
+        level = self.level if self._is_settling() else await self._next_level()
         if level != self.level:
             logger.info("shard %s has %d members: going to level %d", self.shard.name, self.num_members, level)
             self.level = level
@@ -93,6 +101,35 @@ class Directory:
         return (
             FIRST_INTERVALS_S[self._num_turns - 1] if self._num_turns <= len(FIRST_INTERVALS_S) else PRESENCE_INTERVAL_S
         )
+
+    async def _next_level(self) -> int:
+        now = self._transport.now()
+        if self._is_barren(now):
+            return await self._level_of_others(now)
+        level = next_level(self.level, self.num_members, self._num_authors_heard())
+        return self.level if self._barren_until.get(level, now) > now else level
+
+    def _is_barren(self, now: float) -> bool:
+        """Whether nothing of others has proven true at this level for PROOF_S: its members may be made up."""
+        if self._num_bodies_admitted is None:
+            return False
+        if (count := self._num_bodies_admitted()) != self._num_proven:
+            self._num_proven, self._proven_at = count, now
+            self._barren_until.pop(self.level, None)
+        return now - self._proven_at >= PROOF_S
+
+    async def _level_of_others(self, now: float) -> int:
+        """The level that most of the widest list are at, barren ones left out; the present one where there is no other."""
+        self._proven_at = now  # each level has its time
+        self._barren_until[self.level] = now + BARREN_S
+        others = Counter(presence.level for presence in (await self._members(Shard(0, 0))).values())
+        tried = [level for level in others if self._barren_until.get(level, now) > now]
+        level = max((level for level in others if level not in tried), key=others.__getitem__, default=None)
+        if level is None:
+            self._barren_until.clear()
+            return self.level
+        logger.info("nothing of others has proven true in shard %s: going to level %d", self.shard.name, level)
+        return level
 
     def _is_settling(self) -> bool:
         """Whether the lists of a new epoch still fill: they look small, and are not."""

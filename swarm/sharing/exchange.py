@@ -53,7 +53,12 @@ class Exchange:
         self._now = transport.now
         self.authors = authors
         self.directory = Directory(
-            swarm_id, identity, transport, lambda: self.reader.num_authors_heard(), on_presence=authors.present
+            swarm_id,
+            identity,
+            transport,
+            lambda: self.reader.num_authors_heard(),
+            on_presence=authors.present,
+            num_bodies_admitted=(lambda: self.reader.num_records_admitted) if self._wants_groups else None,
         )
         head_start_s = 0.0 if network.gossip == "off" else HEAD_START_S
         self.publisher = Publisher(

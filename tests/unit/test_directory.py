@@ -14,6 +14,7 @@ from swarm.sharing.directory import (
     FIRST_INTERVALS_S,
     PRESENCE_INTERVAL_S,
     PRESENCE_LIFETIME_S,
+    PROOF_S,
     SETTLE_S,
     Directory,
 )
@@ -86,6 +87,42 @@ async def test_a_node_that_has_just_started_looks_more_often() -> None:
     _, (alice,) = await nodes([ALICE])
     intervals = [await alice.directory.turn() for _ in range(len(FIRST_INTERVALS_S) + 2)]
     assert intervals == [*FIRST_INTERVALS_S, PRESENCE_INTERVAL_S, PRESENCE_INTERVAL_S]
+
+
+async def test_made_up_names_at_another_level_keep_a_newcomer_for_a_while_only() -> None:
+    """Names cost nothing, and are thinned out by a hash over them that anybody can compute before it makes them."""
+    clock, (alice,) = await nodes([ALICE])
+    num_admitted = [0]
+    directory = Directory(SWARM_ID, ALICE, alice, lambda: 0, num_bodies_admitted=lambda: num_admitted[0])
+    honest = crowd(20)
+    made_up = [one for one in crowd(200, start=1000) if thinning_depth(SWARM_ID, one.peer_id) >= 1][:80]
+
+    async def later(seconds: float) -> int:
+        clock.now += seconds
+        for identity in honest:
+            await list_at(alice, identity, 0, clock.now)
+        for identity in made_up:
+            await list_at(alice, identity, 1, clock.now)
+        await directory.turn()
+        return directory.level
+
+    assert await later(0) == 1, "where most names are"
+    assert await later(PROOF_S / 2) == 1
+    assert await later(PROOF_S) == 0, "nobody there has shown anything true"
+    for _ in range(3):
+        num_admitted[0] += 1
+        assert await later(PROOF_S) == 0, "and here somebody has"
+
+
+async def test_a_level_is_kept_where_nobody_is_listed_elsewhere() -> None:
+    clock, (alice,) = await nodes([ALICE])
+    directory = Directory(SWARM_ID, ALICE, alice, lambda: 0, num_bodies_admitted=lambda: 0)
+    for _ in range(3):
+        for identity in crowd(3):
+            await list_at(alice, identity, 0, clock.now)
+        await directory.turn()
+        assert directory.level == 0
+        clock.now += 2 * PROOF_S
 
 
 async def test_a_node_that_is_gone_drops_out_of_the_list() -> None:
