@@ -13,7 +13,7 @@ than half of the list gets more than half of the draws, and nothing is promised.
 import asyncio
 import random
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from swarm.errors import RequestError
@@ -32,6 +32,9 @@ LEAST = 3
 """Fewer are as good as none: of two, nobody knows which one lies."""
 _TRIES_PER_ADAPTER = 3
 """Donors asked in all, for each that is wanted: some are busy, and the silent ones must not hold a newcomer up for long."""
+
+_READINGS = 2
+"""Of the list: a donor that takes an outer step in between no longer has the adapter that it had listed."""
 
 NetworkOf = Callable[[str], str | None]
 """Peer id -> the network it is in, such as the first three bytes of its address; None where that is not known."""
@@ -68,18 +71,31 @@ class Newcomer:
 
         In memory are all of them, one twice for a moment.
         """
+        found: list[Partner] = []
+        tries = _TRIES_PER_ADAPTER * count
+        for _ in range(_READINGS):
+            donors = await self._donors(wanted, {one.peer_id for one in found})
+            if len(found) + len(donors) < LEAST:
+                break
+            for donor in donors[:tries]:
+                if len(found) == count:
+                    break
+                tries -= 1
+                payload = None if self._is_represented(donor.peer_id, found) else await self._fetch_from(donor)
+                if payload is not None and not self._is_represented(donor.peer_id, found):
+                    snapshot = Snapshot(
+                        donor.lineage, donor.precision, donor.outer_round, donor.policy_version, payload
+                    )
+                    found.append(Partner(donor.peer_id, snapshot))
+            if len(found) >= LEAST:
+                break
+        return _of_one_time(found)
+
+    async def _donors(self, wanted: WantedAdapter, known: Collection[str]) -> list[AdapterOffer]:
+        """Listed donors of such an adapter but those in `known`, in random order."""
         listed = await self._lists.widest(wanted.lineage)
         fitting = [one for one in listed if (one.precision, one.num_bytes) == (wanted.precision, wanted.num_bytes)]
-        donors = self._different(fitting)
-        found: list[Partner] = []
-        for donor in donors[: _TRIES_PER_ADAPTER * count] if len(donors) >= LEAST else ():
-            if len(found) == count:
-                break
-            payload = None if self._is_represented(donor.peer_id, found) else await self._fetch_from(donor)
-            if payload is not None and not self._is_represented(donor.peer_id, found):
-                snapshot = Snapshot(donor.lineage, donor.precision, donor.outer_round, donor.policy_version, payload)
-                found.append(Partner(donor.peer_id, snapshot))
-        return _of_one_time(found)
+        return self._different(one for one in fitting if one.peer_id not in known)
 
     def _is_represented(self, peer_id: str, found: Iterable[Partner]) -> bool:
         """Whether there is an adapter of its network already. Asked again after the transfer: a connection tells the network."""

@@ -15,6 +15,7 @@ from swarm.observability.repeat import repeat
 from swarm.pairing.adapter_donor import PAUSE_S, PLACES, RELIST_S, STARTER_PROTOCOL, AdapterDonor
 from swarm.pairing.newcomer import COUNT, LEAST, Newcomer, WantedAdapter
 from swarm.pairing.proposal import MAX_LAG_ROUNDS
+from swarm.records.adapter_offer import AdapterOffer
 from swarm.records.identity import Identity
 from swarm.sharing.index import EntryValidator
 from swarm.types import Partner, Snapshot
@@ -265,5 +266,27 @@ def test_adapter_stays_listed_while_there_is_no_newer_one() -> None:
             await node.give()
         await asyncio.sleep(5 * RELIST_S)
         assert len(await newcomer.newcomer.fetch(WANTED)) == LEAST
+
+    among_donors(LEAST + 1, scenario)
+
+
+def test_a_donor_that_takes_an_outer_step_while_a_newcomer_reads_the_list_is_asked_again() -> None:
+    async def scenario(nodes: list[Node], network: MemoryNetwork) -> None:
+        newcomer, *others = nodes
+        for node in others:
+            await node.give()
+        lists = newcomer.newcomer._lists
+        widest = lists.widest
+
+        async def widest_once(lineage: str) -> list[AdapterOffer]:
+            listed = await widest(lineage)
+            lists.widest = widest  # type: ignore[method-assign]
+            await others[0].give(payload=bytes(SMALL), outer_round=8)
+            return listed
+
+        lists.widest = widest_once  # type: ignore[method-assign]
+        found = await newcomer.newcomer.fetch(WANTED)
+        assert names(found) == {node.peer_id for node in others}
+        assert bytes(SMALL) in {partner.snapshot.payload for partner in found}
 
     among_donors(LEAST + 1, scenario)
