@@ -95,7 +95,10 @@ class Inbox:
         offered = shares.within_share([header for header in candidates if header.author in answering])
         if not offered:
             return None
-        header = self._choice.choose(offered, being_pulled)
+        first = self._authors.turns.first(offered)
+        header = self._choice.choose(first, being_pulled)
+        if header is None and len(first) < len(offered):  # better a body that is slow to check than none
+            header = self._choice.choose(offered, being_pulled)
         if header is not None:
             self._candidates.pop(_key(header))
             shares.pulled(header)

@@ -4,6 +4,7 @@ presence ────────────┐             ┌─ Reputation �
 header heard ────────┤             ├─ AuthorShares ── how much of what is read each author gets
 body admitted ───────┼─▶ KnownAuthors ─ Usefulness ─ which header, where `sharing.choice` is informative
 body turned away ────┘             ├─ Beacons ─────── what the own next tasks follow from
+                                   ├─ CheckingTurns ─ whose body is checked next, by the time that earlier ones took
                                    └─ Acquaintances ─ for people to look at
 """
 
@@ -18,6 +19,7 @@ from swarm.records.rejection import Rejection
 from swarm.sharing.acquaintances import MAX_PEERS, Acquaintances
 from swarm.sharing.author_shares import AddressGroups, AuthorShares, SeenAt
 from swarm.sharing.beacons import Beacons, Evidence
+from swarm.sharing.checking_turns import CheckingTurns
 from swarm.sharing.reputation import Reputation
 from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.task_mixture import owns_stream
@@ -56,6 +58,7 @@ class KnownAuthors:
         self.reputation = Reputation(config.reputation_half_life_s, clock, path)
         self.shares = AuthorShares(self.reputation, config.max_share_of_strangers, AddressGroups(seen_at))
         self.beacons = Beacons(own_peer_id, clock, self.reputation.is_known, self.reputation.has_known)
+        self.turns = CheckingTurns(self.reputation.is_known)
         self.acquaintances = Acquaintances(clock, max_shown)
         is_informative = config.choice == "informative"
         self.usefulness = Usefulness(config.max_age_s, clock, self.reputation.weight) if is_informative else None

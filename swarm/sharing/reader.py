@@ -70,7 +70,6 @@ class Reader:
         self._inbox = Inbox(sharing, swarm_id, transport.peer_id, admission, pool, transport.now, rng, authors)
         self._fetcher = BodyFetcher(network, transport, rng, self._inbox.answered)
         self._refused: Counter[str] = Counter()  # bodies and groups, by reason
-        self._admitting = asyncio.Semaphore(1)  # a body takes ten times its size while it is read
         self.num_headers_gossiped = 0
         """Headers admitted that gossip brought first, ..."""
         self.num_headers_swept = 0
@@ -189,7 +188,7 @@ class Reader:
         body: bytes | None = None
         try:
             body = await self._fetcher.fetch(header)
-            async with self._admitting:
+            async with self._authors.turns.turn(header.author):
                 groups = await asyncio.to_thread(self._admission.admit_body, header, body)
         except TryLater as error:
             logger.debug("put off a body of %s: %s", header.author, error)
