@@ -83,7 +83,8 @@ class BatchMaker:
         return max(2, *(len(group.rollouts) for group in own)), max(map(_num_tokens, own))
 
     def _draw_foreign(self, wanted: int, max_answers: int, rng: random.Random) -> list[TrainingGroup]:
-        """Of at most `max_answers` each. Drawn again for those that prove unusable, a few times: whoever sends what nobody can use must not shrink batches."""
+        """Groups of at most `max_answers` each. It draws again for those that prove unusable, a few times: whoever sends what
+        nobody can use must not shrink batches."""
         found: list[TrainingGroup] = []
         for _ in range(_DRAWS):
             drawn = self._pool.draw(wanted - len(found), rng, self._weigh)
