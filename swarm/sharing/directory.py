@@ -36,8 +36,10 @@ PROOF_S = EPOCH_S
 PROOF_BODIES = 3
 """It is not left before this node has published so many bodies itself: where rounds take long, a silence says little."""
 BARREN_S = 6 * EPOCH_S
-"""So long no small shard joins its twin at a level that was left. Also the longest silence for which a node stays at the level
-where bodies have been admitted: after each look elsewhere that found nothing it waits twice as long before the next one."""
+"""So long no small shard joins its twin at a level that was left."""
+MAX_PATIENCE_S = 3 * EPOCH_S
+"""Of a node at the level where bodies have been admitted. After a look elsewhere that found nothing it waits twice as long before
+the next one, and so long at most: that body may have been sent to keep it there."""
 _TURNS_PER_WIDE_LOOK = 10
 """How often a node of a narrower shard looks into the widest list, for peers that carry headers for all shards."""
 
@@ -158,7 +160,7 @@ class Directory:
             del self._left_at[self.level]
             return self.level
         if self._home is not None:
-            self._patience_s = min(2 * self._patience_s, BARREN_S)
+            self._patience_s = min(2 * self._patience_s, MAX_PATIENCE_S)
         logger.info("nothing of others has proven true in shard %s: going to level %d", self.shard.name, level)
         return level
 

@@ -165,7 +165,7 @@ async def test_a_level_where_bodies_were_admitted_is_left_for_a_look_elsewhere_w
     directory = Directory(SWARM_ID, ALICE, alice, lambda: 0, num_bodies_admitted=lambda: num_admitted[0])
     made_up = [one for one in crowd(200, start=1000) if thinning_depth(SWARM_ID, one.peer_id) >= 1][:3]
     levels = []
-    for _ in range(36):
+    for _ in range(30):
         for identity in made_up:
             await list_at(alice, identity, 1, clock.now)
         for identity in crowd(4):
@@ -175,7 +175,7 @@ async def test_a_level_where_bodies_were_admitted_is_left_for_a_look_elsewhere_w
         clock.now += PROOF_S / 2
     stays = [len(list(stay)) / 2 for level, stay in groupby(levels) if level == 0]
     looks = [len(list(look)) / 2 for level, look in groupby(levels) if level == 1]
-    assert stays[:4] == [1, 2, 4, 6] and set(looks) == {1}, "in PROOF_S"
+    assert stays[:4] == [1, 2, 3, 3] and set(looks) == {1}, "in PROOF_S"
 
 
 async def test_a_level_is_kept_where_nobody_is_listed_elsewhere() -> None:
