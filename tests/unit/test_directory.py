@@ -131,7 +131,7 @@ class Sharer(Node):
             num_published=lambda: self.num_published,
         )
 
-    def publish(self, others: Iterable["Sharer"], round_s: float) -> None:
+    def share_with(self, others: Iterable["Sharer"], round_s: float) -> None:
         self.due_at += round_s
         self.num_published += 1
         for other in others:
@@ -151,7 +151,7 @@ async def test_one_made_up_name_does_not_scatter_a_swarm_whose_rounds_are_long()
         for sharer in sharers:
             await sharer.directory.turn()
             if sharer.due_at <= clock.now:
-                sharer.publish(sharers, round_s)
+                sharer.share_with(sharers, round_s)
         clock.now += 0.8 * PRESENCE_LIFETIME_S
     heard = sum(sharer.num_admitted for sharer in sharers)
     assert heard >= 0.9 * sum(sharer.num_published for sharer in sharers)

@@ -72,8 +72,8 @@ def test_a_program_that_draws_numbers_has_the_same_reward_on_every_node(tmp_path
     tests = [{"args": [number], "expected": 0} for number in range(1, 7)]
     row = {"prompt": "Zero.", "entry": "zero", "tests": tests}
     code = "import random\ndef zero(n):\n    return random.Random(random.random()).randrange(2)\n"
-    shares = {source_of(tmp_path / "t.jsonl", [row] * 12).task(16, 0).verify(code)["tests"] for _ in range(4)}
-    assert len(shares) == 1
+    first, *others = [source_of(tmp_path / "t.jsonl", [row] * 12).task(16, 0).verify(code) for _ in range(4)]
+    assert all(verdict == first for verdict in others)
 
 
 def test_partial_answers_pass_some_tests(source: CodeSource) -> None:
