@@ -68,8 +68,8 @@ class BatchMaker:
         total = self._config.max_batch_groups - self._config.training.replay_groups
         num_own = min(len(own), total - sharing.swarm_groups)
         wanted = total - num_own if sharing.swarm_groups else 0
-        largest = self._largest(rollouts.groups)
-        foreign = [_no_heavier(group, largest) for group in self._draw_foreign(wanted, rng)]
+        max_answers, max_tokens = self._largest(rollouts.groups)
+        foreign = [_no_heavier(group, max_tokens) for group in self._draw_foreign(wanted, max_answers, rng)]
         chosen = rng.sample(own, min(len(own), total - len(foreign)))
         replayed = [group for one in self._replay.draw(policy_version, rng) if (group := self._again(one))]
         self._replay.add([group for group in fresh if group.has_signal])
@@ -80,14 +80,15 @@ class BatchMaker:
         rollouts = self._config.rollouts
         if not own:
             return rollouts.group_size, rollouts.group_size * rollouts.max_new_tokens
-        return max(len(group.rollouts) for group in own), max(map(_num_tokens, own))
+        return max(2, *(len(group.rollouts) for group in own)), max(map(_num_tokens, own))
 
-    def _draw_foreign(self, wanted: int, rng: random.Random) -> list[TrainingGroup]:
-        """Drawn again for those that prove unusable, a few times: whoever sends what nobody can use must not shrink batches."""
+    def _draw_foreign(self, wanted: int, max_answers: int, rng: random.Random) -> list[TrainingGroup]:
+        """Groups of at most `max_answers` each. It draws again for those that prove unusable, a few times: whoever sends what
+        nobody can use must not shrink batches."""
         found: list[TrainingGroup] = []
         for _ in range(_DRAWS):
             drawn = self._pool.draw(wanted - len(found), rng, self._weigh)
-            found += [group for one in drawn if (group := self._foreign(one))]
+            found += [group for one in drawn if (group := self._foreign(_thinned(one, max_answers, rng)))]
             if len(found) == wanted or not drawn:
                 break
         return found
@@ -137,11 +138,21 @@ class BatchMaker:
             return None, group
 
 
-def _no_heavier(group: TrainingGroup, largest: tuple[int, int]) -> TrainingGroup:
-    """A group of others with the weight of the largest own one at most: shares are of groups, while the loss sums over answers
-    and tokens, of which an author may send as many as it likes."""
-    num_answers, num_tokens = len(group.group.rollouts), _num_tokens(group.group)
-    return replace(group, weight=min(1.0, largest[0] / num_answers, largest[1] / max(num_tokens, 1)))
+def _thinned(group: RolloutGroup, max_answers: int, rng: random.Random) -> RolloutGroup:
+    """At most so many of its answers, from the worst to the best at even distances in the order of their rewards, so that
+    successes stay about as frequent and the only one is not lost: each answer costs time, and an author may send many."""
+    num_answers = len(group.rollouts)
+    if num_answers <= max_answers:
+        return group
+    ordered = sorted(rng.sample(group.rollouts, num_answers), key=lambda rollout: rollout.reward)
+    step = (num_answers - 1) / (max_answers - 1)
+    return replace(group, rollouts=tuple(ordered[round(number * step)] for number in range(max_answers)))
+
+
+def _no_heavier(group: TrainingGroup, max_tokens: int) -> TrainingGroup:
+    """A group of others with the weight of the largest own one at most: shares are of groups, while the loss sums over tokens,
+    of which an author may send as many as it likes."""
+    return replace(group, weight=min(1.0, max_tokens / max(_num_tokens(group.group), 1)))
 
 
 def _num_tokens(group: RolloutGroup) -> int:

@@ -4,7 +4,8 @@ Authors have streams of tasks of their own (`owns_stream`), so two of them meet 
 other, and then it is the one whose stream it is not. The same prompt may come up in two streams, and short answers to it may be
 the same by nature: there only what chance does not bring counts, by the log-probs that both authors claim. Taking the smaller
 claim means that nobody is blamed by what another invented. Which of the two took it from the other nothing tells, as a copy may
-come first: the later group is left out, and it is no proof against either, only a hint against both.
+come first: the later group is left out, and it is no proof against either, only a hint against both. Names cost nothing, and any
+number of them may repeat what an honest author sent, so such hints count once against each body.
 """
 
 import hashlib
@@ -24,9 +25,18 @@ _MAX_PROMPTS = 4096
 _GROUPS_PER_PROMPT = 8
 
 
+@dataclass(slots=True, eq=False)
+class _Body:
+    """What the groups that came in together have in common."""
+
+    author: str
+    is_blamed: bool = False
+    """Whether its author was told of for a group that another one sent, too."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    author: str
+    body: _Body
     task: TaskRef
     is_own_stream: bool
     is_original: bool
@@ -61,50 +71,54 @@ class CopyWatch:
         """Own groups, or others that are known to be in order."""
         with self._lock:
             for group in groups:
-                self._remember(group.prompt_digest, self._described(group, is_original=True))
+                self._remember(group.prompt_digest, self._described(group, _Body(group.author), is_original=True))
 
     def take(self, groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
         """Remember the groups of one body; those that are no copies, each once.
 
         Raises InvalidRecord with COPIED, and REPLAY where the author repeats itself or nothing is left.
         """
-        described = [(group, self._described(group)) for group in groups]
+        body = _Body(groups[0].author)
+        described = [(group, self._described(group, body)) for group in groups]
         with self._lock:
             alike = [self._alike(group.prompt_digest, seen) for group, seen in described]
             kept: list[tuple[RolloutGroup, _Seen]] = []
-            for (group, seen), authors in zip(described, alike, strict=True):
-                if not authors and not any(_is_same_task(seen, before) for _, before in kept):
+            for (group, seen), earlier in zip(described, alike, strict=True):
+                if not earlier and not any(_is_same_task(seen, before) for _, before in kept):
                     kept.append((group, seen))
                     self._remember(group.prompt_digest, seen)
-        for author in frozenset().union(*alike):
-            self._blame(author, Rejection.REPLAY)
+            to_blame = [one for one in frozenset().union(*alike) if not one.is_blamed]
+            for one in to_blame:
+                one.is_blamed = True
+        for one in to_blame:
+            self._blame(one.author, Rejection.REPLAY)
         if not kept:
             raise InvalidRecord(Rejection.REPLAY, "answers that others have sent before")
         if len(kept) < len(groups):
-            self._blame(groups[0].author, Rejection.REPLAY)
+            self._blame(body.author, Rejection.REPLAY)
         return tuple(group for group, _ in kept)
 
-    def _alike(self, digest: str, group: _Seen) -> frozenset[str]:
-        """Authors that have sent these answers, where either may have taken them from the other."""
-        return frozenset(seen.author for seen in self._seen.get(digest, ()) if self._is_alike(group, seen))
+    def _alike(self, digest: str, group: _Seen) -> frozenset[_Body]:
+        """Bodies of others with these answers, where either author may have taken them from the other."""
+        return frozenset(seen.body for seen in self._seen.get(digest, ()) if self._is_alike(group, seen))
 
     def _is_alike(self, group: _Seen, earlier: _Seen) -> bool:
         """Whether both are one and nothing tells whose. Raises InvalidRecord where `group` is surely a copy, or a repetition."""
         is_same_task = _is_same_task(group, earlier)
-        if group.author == earlier.author:
+        if group.body.author == earlier.body.author:
             if is_same_task:
                 raise InvalidRecord(Rejection.REPLAY, "answers that it has sent before")
         elif is_same_task and not group.is_own_stream:
-            raise InvalidRecord(Rejection.COPIED, f"a task of another's stream with answers of {earlier.author}")
+            raise InvalidRecord(Rejection.COPIED, f"a task of another's stream with answers of {earlier.body.author}")
         elif is_same_task and not earlier.is_own_stream:
-            self._blame(earlier.author, Rejection.COPIED)
+            self._blame(earlier.body.author, Rejection.COPIED)
         elif _surprise(group, earlier) >= MIN_SURPRISE_NATS:
             if earlier.is_original:
-                raise InvalidRecord(Rejection.COPIED, f"answers of {earlier.author}, which chance does not repeat")
+                raise InvalidRecord(Rejection.COPIED, f"answers of {earlier.body.author}, which chance does not repeat")
             return True
         return False
 
-    def _described(self, group: RolloutGroup, *, is_original: bool = False) -> _Seen:
+    def _described(self, group: RolloutGroup, body: _Body, *, is_original: bool = False) -> _Seen:
         surprise: dict[bytes, float] = {}
         answers = []
         for rollout in group.rollouts:
@@ -113,7 +127,7 @@ class CopyWatch:
             surprise[text] = min(nats, surprise.get(text, nats))
             answers.append(text)
         is_own = self._owns_stream(group.author, group.task.seed)
-        return _Seen(group.author, group.task, is_own, is_original, tuple(sorted(answers)), surprise)
+        return _Seen(body, group.task, is_own, is_original, tuple(sorted(answers)), surprise)
 
     def _remember(self, digest: str, group: _Seen) -> None:
         of_prompt = self._seen.pop(digest, None) or deque(maxlen=_GROUPS_PER_PROMPT)

@@ -12,14 +12,20 @@ class FairMap(Generic[K, V]):
     """A map of at most `max_items` entries, each of which belongs to an owner, such as the author of a header.
 
     An entry too many costs the owner that holds most its oldest entry. Owners for whom `is_known` is true give way only where
-    nobody else is left. No owner holds more than `max_per_owner`, so that known owners leave room for others. An insertion
-    costs about the same however many entries there are.
+    nobody else is left, or where one of them holds more than `safe_per_known` entries, and more than any other owner does: else
+    many known owners would leave no room for those that nobody knows yet. No owner holds more than `max_per_owner`. An
+    insertion costs about the same however many entries there are.
     """
 
     def __init__(
-        self, max_items: int, max_per_owner: int | None = None, is_known: Callable[[str], bool] = lambda owner: False
+        self,
+        max_items: int,
+        max_per_owner: int | None = None,
+        is_known: Callable[[str], bool] = lambda owner: False,
+        safe_per_known: int | None = None,
     ) -> None:
         self._max_items = max_items
+        self._safe_per_known = max_items if safe_per_known is None else safe_per_known
         self._max_per_owner = max_items if max_per_owner is None else max_per_owner
         self._is_known = is_known
         self._entries: OrderedDict[K, tuple[str, V]] = OrderedDict()
@@ -72,9 +78,17 @@ class FairMap(Generic[K, V]):
 
     def _largest(self) -> str:
         """The owner that gives way next."""
-        counts = sorted(self._by_count, reverse=True)
-        strangers = (owner for count in counts for owner in self._by_count[count] if not self._is_known(owner))
-        return next(strangers, next(iter(self._by_count[counts[0]])))
+        owners = ((count, owner) for count in sorted(self._by_count, reverse=True) for owner in self._by_count[count])
+        largest_count, largest_known = 0, ""
+        for count, owner in owners:
+            if self._is_known(owner):
+                if not largest_count:
+                    largest_count, largest_known = count, owner
+            elif largest_count > max(count, self._safe_per_known):
+                return largest_known
+            else:
+                return owner
+        return largest_known
 
     def _moved(self, owner: str, before: int, now: int) -> None:
         """Note that `owner` held `before` entries and holds `now`."""

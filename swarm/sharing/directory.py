@@ -5,10 +5,12 @@
 
 Every list has about as many entries as a shard has members, however large the swarm: in the list of a shard k levels
 above its own a node appears with probability 2**-k. A newcomer reads the widest list, sees the level of those in it, and
-goes to its own shard. Names cost nothing, so it stays at a level only while rollouts of others prove true there.
+goes to its own shard. Names cost nothing, so it stays at a level only while rollouts of others prove true there. A silence
+alone is no reason to leave for long: the others may be slow, and one made-up name may stand for another level.
 """
 
 import logging
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable
@@ -31,8 +33,13 @@ FIRST_INTERVALS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """A node that has just started looks more often: others may be starting with it."""
 PROOF_S = EPOCH_S
 """A level at which no body of others was admitted for so long is left for another one at which somebody is listed."""
+PROOF_BODIES = 3
+"""It is not left before this node has published so many bodies itself: where rounds take long, a silence says little."""
 BARREN_S = 6 * EPOCH_S
-"""So long it is not tried again, unless there is no other."""
+"""So long no small shard joins its twin at a level that was left."""
+MAX_PATIENCE_S = 3 * EPOCH_S
+"""Of a node at the level where bodies have been admitted. After a look elsewhere that found nothing it waits twice as long before
+the next one, and so long at most: that body may have been sent to keep it there."""
 _TURNS_PER_WIDE_LOOK = 10
 """How often a node of a narrower shard looks into the widest list, for peers that carry headers for all shards."""
 
@@ -50,11 +57,13 @@ class Directory:
         stays_widest: bool = False,
         on_presence: Callable[[str], None] = lambda peer_id: None,
         num_bodies_admitted: Callable[[], int] | None = None,
+        num_published: Callable[[], int] | None = None,
     ) -> None:
         """`num_authors_heard`: authors of the shard whose headers were admitted of late; with 0 it never splits.
 
         `stays_widest`: be listed where newcomers look, whatever level the others are at. `on_presence`: told who is there.
         `num_bodies_admitted`: bodies of others that held what they promised, ever; None for a node that pulls none.
+        `num_published`: own bodies, ever; None for a node that publishes none.
         """
         self._swarm_id = swarm_id
         self._identity = identity
@@ -63,9 +72,13 @@ class Directory:
         self._stays_widest = stays_widest
         self._on_presence = on_presence
         self._num_bodies_admitted = num_bodies_admitted
+        self._num_published = num_published
         self._num_proven = 0
-        self._proven_at = transport.now()
-        self._barren_until: dict[int, float] = {}
+        self._silent_since = (transport.now(), 0)  # with the number of own bodies at that time
+        self._left_at: dict[int, float] = {}
+        self._home: int | None = None
+        """The level at which a body of others was admitted last."""
+        self._patience_s = PROOF_S  # at that level
         self._num_turns = 0
         self.level = 0
         self.levels: Counter[int] = Counter()
@@ -107,27 +120,47 @@ class Directory:
         if self._is_barren(now):
             return await self._level_of_others(now)
         level = next_level(self.level, self.num_members, self._num_authors_heard())
-        return self.level if self._barren_until.get(level, now) > now else level
+        return self.level if now - self._left_at.get(level, -math.inf) < BARREN_S else level
 
     def _is_barren(self, now: float) -> bool:
-        """Whether nothing of others has proven true at this level for PROOF_S: its members may be made up."""
+        """Whether nothing of others has proven true at this level for too long: its members may be made up."""
         if self._num_bodies_admitted is None:
             return False
         if (count := self._num_bodies_admitted()) != self._num_proven:
-            self._num_proven, self._proven_at = count, now
-            self._barren_until.pop(self.level, None)
-        return now - self._proven_at >= PROOF_S
+            self._num_proven = count
+            self._listen_from(now)
+            self._left_at.pop(self.level, None)
+            if self._home != self.level:
+                self._home, self._patience_s = self.level, PROOF_S
+        since, num_published_before = self._silent_since
+        if self._home is not None and self.level != self._home:
+            return now - since >= PROOF_S
+        has_own_pace = self._published() - num_published_before >= PROOF_BODIES or self._num_published is None
+        return has_own_pace and now - since >= self._patience_s
+
+    def _listen_from(self, now: float) -> None:
+        self._silent_since = now, self._published()
+
+    def _published(self) -> int:
+        return self._num_published() if self._num_published else 0
 
     async def _level_of_others(self, now: float) -> int:
-        """The level that most of the widest list are at, barren ones left out; the present one where there is no other."""
-        self._proven_at = now  # each level has its time
-        self._barren_until[self.level] = now + BARREN_S
-        others = Counter(presence.level for presence in (await self._members(Shard(0, 0))).values())
-        tried = [level for level in others if self._barren_until.get(level, now) > now]
-        level = max((level for level in others if level not in tried), key=others.__getitem__, default=None)
+        """The level where bodies have been admitted, if that is another one. Else of those in the widest list the one that was
+        left longest ago or not tried yet, and of these the one with most names; the present one where there is no other.
+        """
+        self._listen_from(now)  # each level has its time
+        self._left_at[self.level] = now
+        if self._home is not None and self.level != self._home:
+            self._left_at.pop(self._home, None)
+            return self._home
+        names = Counter(presence.level for presence in (await self._members(Shard(0, 0))).values())
+        others = [level for level in names if level != self.level]
+        level = min(others, key=lambda one: (self._left_at.get(one, -math.inf), -names[one]), default=None)
         if level is None:
-            self._barren_until.clear()
+            del self._left_at[self.level]
             return self.level
+        if self._home is not None:
+            self._patience_s = min(2 * self._patience_s, MAX_PATIENCE_S)
         logger.info("nothing of others has proven true in shard %s: going to level %d", self.shard.name, level)
         return level
 

@@ -59,6 +59,7 @@ class Exchange:
             lambda: self.reader.num_authors_heard(),
             on_presence=authors.present,
             num_bodies_admitted=(lambda: self.reader.num_records_admitted) if self._wants_groups else None,
+            num_published=(lambda: self.publisher.num_published) if sharing.publish else None,
         )
         head_start_s = 0.0 if network.gossip == "off" else HEAD_START_S
         self.publisher = Publisher(

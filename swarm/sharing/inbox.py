@@ -27,6 +27,8 @@ from swarm.types import Header
 MAX_CANDIDATES = 1024
 MAX_CANDIDATES_PER_AUTHOR = 16
 """The newest ones: older ones would be too old before they are pulled."""
+SAFE_PER_KNOWN = 4
+"""Candidates of each known author that give way to nobody's: beyond these a shard full of known authors has room for new ones."""
 _MAX_REMEMBERED_AUTHORS = 1024
 _HEARD_FOR_S = 120.0
 
@@ -52,7 +54,7 @@ class Inbox:
         self._clock = clock
         self._judge = HeaderJudge(swarm_id, admission, config.max_age_s, clock)
         self._candidates: FairMap[tuple[str, bytes], Header] = FairMap(
-            MAX_CANDIDATES, MAX_CANDIDATES_PER_AUTHOR, authors.reputation.is_known
+            MAX_CANDIDATES, MAX_CANDIDATES_PER_AUTHOR, authors.reputation.is_known, SAFE_PER_KNOWN
         )
         self._heard_at: OrderedDict[str, float] = OrderedDict()
         self._absences = Absences(clock, rng)

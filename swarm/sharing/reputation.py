@@ -189,15 +189,15 @@ class Reputation:
         return _fade(self._newcomers, self._clock(), min(self._half_life_s, _NEWCOMERS_HALF_LIFE_S))
 
     def _learn_of_newcomers(self, author: _Standing, good: float, bad: float) -> None:
-        """`author`: before this evidence."""
+        """`author`: before this evidence. Each counts as one bad body at most, however many bad groups it has sent."""
         if author.good < 1:
-            before = self._newcomers_now()
+            before, bad = self._newcomers_now(), min(bad, max(0.0, 1.0 - author.bad))
             self._newcomers = _bounded(replace(before, good=before.good + good, bad=before.bad + bad))
 
     def _count(self, author: str, good: float = 0.0, bad: float = 0.0) -> None:
         with self._lock:
             before = self._faded(author)
-            self._learn_of_newcomers(before, good, min(bad, 1.0))
+            self._learn_of_newcomers(before, good, bad)
             self._keep(author, replace(before, good=before.good + good, bad=before.bad + bad))
 
     def _prove(self, author: str) -> bool:

@@ -26,6 +26,8 @@ _FLOOR_WINDOW = 512
 _FLOOR_MIN_ANSWERS = 32
 _HONEST_BELOW_FLOOR = 0.25
 """Part of a group's answers below the floor that policies of one lineage that have drifted apart may have."""
+_SPOILT = 1 / 16
+"""Of the hint for a group of unlikely answers: so many had to be left out, for whatever reason, that nothing is to be learned."""
 
 
 class ExperienceTranslator:
@@ -43,7 +45,8 @@ class ExperienceTranslator:
         """`max_new_tokens`: the trainer masks longer answers, which still count in a baseline; their beginning is measured.
         `micro_batch_sequences`: so many answers are measured at once, as many as the trainer takes at once.
 
-        `hint`: told of an author of the own lineage whose answers are too unlikely here, and how bad that is, in (0, 1].
+        `hint`: told of an author of the own lineage whose answers are too unlikely here, and of any author if
+        nothing is left of a group; and how bad that is, in (0, 1].
         """
         self._hint = hint
         self._policy = policy
@@ -83,10 +86,12 @@ class ExperienceTranslator:
         same_lineage = known and group.lineage.policy == own.policy
         spelt = self._as_spelt(group if known else self._re_encoded(group))
         translated = self._above_floor(ids, spelt)
-        if same_lineage:
-            self._tell_of(group.author, len(spelt.rollouts) - len(translated.rollouts), len(group.rollouts))
+        num_below = len(spelt.rollouts) - len(translated.rollouts) if same_lineage else 0
         has_success = any(rollout.reward >= success_level for rollout in translated.rollouts)
-        if not has_success or not translated.has_signal:
+        is_usable = has_success and translated.has_signal
+        is_spoilt = not is_usable and len(translated.rollouts) < len(group.rollouts)
+        self._tell_of(group.author, num_below / len(group.rollouts), is_spoilt)
+        if not is_usable:
             self.dropped["nothing_usable"] += 1
             return None
         return TrainingGroup(
@@ -105,10 +110,11 @@ class ExperienceTranslator:
         self._own_likelihoods.clear()
         self._own_likelihoods.extend(state)
 
-    def _tell_of(self, author: str, num_below: int, num_answers: int) -> None:
-        excess = num_below / num_answers - _HONEST_BELOW_FLOOR
-        if excess > 0:
-            self._hint(author, excess / (1 - _HONEST_BELOW_FLOOR))
+    def _tell_of(self, author: str, part_below: float, is_spoilt: bool) -> None:
+        excess = (part_below - _HONEST_BELOW_FLOOR) / (1 - _HONEST_BELOW_FLOOR)
+        bad = max(excess, _SPOILT if is_spoilt else 0.0)
+        if bad > 0:
+            self._hint(author, bad)
 
     def _re_encoded(self, group: RolloutGroup) -> RolloutGroup:
         rollouts = [self._re_encode(rollout) for rollout in group.rollouts]

@@ -113,6 +113,21 @@ def test_a_group_of_others_weighs_no_more_than_the_largest_own_one(
         assert of_others <= part * (1.0 if aggregation == "grpo" else most_tokens / num_tokens) * (1 + 1e-6)
 
 
+def test_no_more_answers_of_a_large_group_are_trained_on_than_of_the_largest_own_one_and_its_only_success_is_kept() -> (
+    None
+):
+    """Sixteen times as many would take sixteen times as long to train on."""
+    learner = make_learner(config_of({"likelihood_floor_quantile": 0.0}))
+    rollouts = learner._rollouts.run(1)
+    one = next(group for group in rollouts.groups if group.has_signal)
+    best, worst = (choose(one.rollouts, key=lambda rollout: rollout.reward) for choose in (max, min))
+    learner._pool.add(b"1" * 32, NOW + 600, NOW, [replace(one, author=ALICE.peer_id, rollouts=(worst,) * 63 + (best,))])
+    (taken,) = (group for group in learner._batches.batch(rollouts, 0, random.Random(0)) if not group.is_own)
+    rewards = [rollout.reward for rollout in taken.group.rollouts]
+    assert len(rewards) == max(len(group.rollouts) for group in rollouts.groups)
+    assert rewards.count(best.reward) == 1 and rewards.count(worst.reward) == len(rewards) - 1
+
+
 def test_own_groups_that_waited_too_long_are_dropped() -> None:
     learner = make_learner(config_of({"swarm_groups": 0, "max_staleness": 4}))
     batch = learner._rollouts.run(1)

@@ -9,6 +9,7 @@ from swarm.config import SharingSection
 from swarm.records.admission import Admission, Vocabulary
 from swarm.records.codec import encode_body
 from swarm.records.copies import MIN_SURPRISE_NATS, CopyWatch
+from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.reputation import Reputation
 from swarm.tasks.task_mixture import STREAMS_PER_PEER, owns_stream, training_seed
@@ -121,6 +122,20 @@ def test_who_hears_an_author_and_repeats_it_first_does_not_have_it_banned(num_go
     assert reputation.trust(ALICE_ID) > 0.5 and reputation.trust(MALLORY_ID) < 0.1, (
         "both have hints, and one has shown nothing else"
     )
+
+
+def test_names_that_repeat_an_author_take_no_more_than_one_hint_per_body_from_its_standing() -> None:
+    """Fresh names repeat each body of Alice under the same prompts of their own streams, eight of them each time."""
+    reputation = Reputation(21_600.0, Clock())
+    watch = CopyWatch(owns_stream, reputation.refused)
+    for index in range(8):
+        texts = tuple(f"{text}{index}" for text in LONG)
+        watch.take([of(ALICE_ID, *texts, index=index, nats=1.0), of(ALICE_ID, index=100 + index)])
+        reputation.admitted(ALICE_ID)
+        for number in range(8):
+            fresh = Identity(bytes([index, number] * 16)).peer_id
+            assert reason_of(watch, of(fresh, *texts, index=200, nats=1.0)) is Rejection.REPLAY
+    assert reputation.is_known(ALICE_ID) and reputation.trust(ALICE_ID) > 0.5
 
 
 def test_nobody_is_blamed_by_what_another_claimed() -> None:

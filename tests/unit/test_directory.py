@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 
@@ -112,6 +113,69 @@ async def test_made_up_names_at_another_level_keep_a_newcomer_for_a_while_only()
     for _ in range(3):
         num_admitted[0] += 1
         assert await later(PROOF_S) == 0, "and here somebody has"
+
+
+class Sharer(Node):
+    """It publishes a body every `round_s`, which all nodes of its shard admit."""
+
+    def __init__(self, network: MemoryNetwork, identity: Identity, first_at: float) -> None:
+        super().__init__(network, identity)
+        self.due_at = first_at
+        self.num_admitted = self.num_published = 0
+        self.directory = Directory(
+            SWARM_ID,
+            identity,
+            self,
+            lambda: 0,
+            num_bodies_admitted=lambda: self.num_admitted,
+            num_published=lambda: self.num_published,
+        )
+
+    def share_with(self, others: Iterable["Sharer"], round_s: float) -> None:
+        self.due_at += round_s
+        self.num_published += 1
+        for other in others:
+            other.num_admitted += other is not self and other.directory.shard == self.directory.shard
+
+
+async def test_one_made_up_name_does_not_scatter_a_swarm_whose_rounds_are_long() -> None:
+    """Nothing is heard for longer than PROOF_S, and one name, made until its hash suits, stands for another level."""
+    clock, round_s = Clock(SETTLED), 1.5 * PROOF_S
+    network = MemoryNetwork(random.Random(0), clock)
+    sharers = [Sharer(network, identity, clock.now + round_s * (1 + i / 2)) for i, identity in enumerate(crowd(2))]
+    made_up = next(one for one in crowd(1000, start=1000) if thinning_depth(SWARM_ID, one.peer_id) >= 5)
+    for sharer in sharers:
+        await sharer.start()
+    while clock.now < SETTLED + 8 * round_s:
+        await list_at(sharers[0], made_up, 5, clock.now)
+        for sharer in sharers:
+            await sharer.directory.turn()
+            if sharer.due_at <= clock.now:
+                sharer.share_with(sharers, round_s)
+        clock.now += 0.8 * PRESENCE_LIFETIME_S
+    heard = sum(sharer.num_admitted for sharer in sharers)
+    assert heard >= 0.9 * sum(sharer.num_published for sharer in sharers)
+
+
+async def test_a_level_where_bodies_were_admitted_is_left_for_a_look_elsewhere_which_takes_longer_to_come_each_time() -> (
+    None
+):
+    clock, (alice,) = await nodes([ALICE])
+    num_admitted = [1]
+    directory = Directory(SWARM_ID, ALICE, alice, lambda: 0, num_bodies_admitted=lambda: num_admitted[0])
+    made_up = [one for one in crowd(200, start=1000) if thinning_depth(SWARM_ID, one.peer_id) >= 1][:3]
+    levels = []
+    for _ in range(30):
+        for identity in made_up:
+            await list_at(alice, identity, 1, clock.now)
+        for identity in crowd(4):
+            await list_at(alice, identity, 0, clock.now)
+        await directory.turn()
+        levels.append(directory.level)
+        clock.now += PROOF_S / 2
+    stays = [len(list(stay)) / 2 for level, stay in groupby(levels) if level == 0]
+    looks = [len(list(look)) / 2 for level, look in groupby(levels) if level == 1]
+    assert stays[:4] == [1, 2, 3, 3] and set(looks) == {1}, "in PROOF_S"
 
 
 async def test_a_level_is_kept_where_nobody_is_listed_elsewhere() -> None:

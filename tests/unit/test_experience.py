@@ -17,11 +17,13 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerF
 from swarm.config import PolicySection, TrainingSection
 from swarm.policy.logprobs import TokenLogprobs, TokenSequence, token_logprobs
 from swarm.policy.policy import Policy, load_policy
+from swarm.sharing.reputation import Reputation
 from swarm.training.adapter_steps import AdapterSteps
 from swarm.training.experience import ExperienceTranslator
 from swarm.training.micro_batch import TrainingSequence, training_sequences
 from swarm.training.trainer import Trainer
 from swarm.types import Lineage, Rollout, RolloutGroup, TaskRef
+from tests.unit.experience_factory import Clock
 from tests.unit.tiny_models import SHAPE, build_policy, sampled_groups
 
 PROMPT = "What is 5 + 7?"
@@ -337,6 +339,24 @@ def test_poisoned_style_of_the_own_lineage_is_left_out_whatever_log_probs_it_cla
     assert told == [(group.author, pytest.approx((0.5 - 0.25) / 0.75))] * 2
     assert reader.foreign(PROMPT, replace(group, rollouts=group.rollouts[:2] * 2)) is None  # no signal either
     assert len(told) == 2, "likely answers tell nothing of their author"
+
+
+def test_an_author_whose_groups_are_of_no_use_loses_its_share_whatever_lineage_it_claims(
+    llama: Policy, neox: Policy
+) -> None:
+    """Bodies of six groups with true rewards: in words that nobody here would write, or spelt in a way that no text shows."""
+    reputation = Reputation(21_600.0, Clock())
+    reader = ExperienceTranslator(llama, 0.5, 64, reputation.unlikely, micro_batch_sequences=64)
+    reader.observe_own([-0.1] * 64)
+    foreign = replace(written_by(neox, "12", "13"), author="foreign")
+    honest = written_by(llama, "12", "13")
+    hidden = [replace(one, token_ids=(0, *one.token_ids), logprobs=(-1.0, *one.logprobs)) for one in honest.rollouts]
+    for group in (foreign, replace(honest, author="sibling", rollouts=tuple(hidden))):
+        for _ in range(8):
+            reputation.admitted(group.author)
+            for _ in range(6):
+                assert reader.foreign(PROMPT, group) is None
+        assert reputation.trust(group.author) < 0.25 and not reputation.is_banned(group.author)
 
 
 def test_a_prompt_too_long_for_the_own_template_is_counted(neox: Policy, llama: Policy) -> None:

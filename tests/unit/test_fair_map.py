@@ -28,6 +28,14 @@ def test_known_owners_give_way_last_and_leave_room_for_others() -> None:
     assert "".join(filled("AAAAbc", max_items=4, max_per_owner=2).values()) == "AAbc"
 
 
+def test_many_known_owners_leave_room_for_one_that_nobody_knows() -> None:
+    assert "".join(filled("ABCABCABCd", max_items=9, safe_per_known=2).values()) == "BCABCABCd"
+    assert "".join(filled("ABCABCdefg", max_items=6, safe_per_known=2).values()) == "ABCABC", (
+        "their newest ones are safe"
+    )
+    assert "".join(filled("AAAddddd", max_items=6, safe_per_known=2).values()) == "AAAddd", "who holds most is first"
+
+
 def test_an_entry_that_comes_again_is_the_newest_one() -> None:
     made = filled("abc", max_items=3)
     made.add("a", 0, "again")

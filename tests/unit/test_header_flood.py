@@ -15,7 +15,7 @@ from swarm.records.codec import (
 from swarm.records.identity import Identity
 from swarm.records.signing import SignedRecord
 from swarm.sharing.author_shares import BURST_GROUPS, KNOWN_ARE_HEARD_FOR_S
-from swarm.sharing.inbox import MAX_CANDIDATES, MAX_CANDIDATES_PER_AUTHOR, Inbox
+from swarm.sharing.inbox import MAX_CANDIDATES, MAX_CANDIDATES_PER_AUTHOR, SAFE_PER_KNOWN, Inbox
 from swarm.sharing.known_authors import KnownAuthors
 from swarm.sharing.reputation import PROBATION_BODIES
 from swarm.sharing.shard import Shard
@@ -96,6 +96,25 @@ def test_candidates_are_bounded_and_fresh_names_push_out_no_known_author() -> No
         scene.offer(f"name {number}")
     assert len(scene.inbox._candidates) == MAX_CANDIDATES
     assert KNOWN[0] in {header.author for header in scene.inbox._candidates.values()}
+
+
+def test_a_shard_full_of_known_authors_has_room_for_new_ones_and_fresh_names_leave_each_of_them_its_newest() -> None:
+    scene = Scene()
+    many = [Identity(bytes([3, number]) * 16).peer_id for number in range(MAX_CANDIDATES // MAX_CANDIDATES_PER_AUTHOR)]
+    for author in many:
+        for _ in range(int(PROBATION_BODIES) + 1):
+            scene.authors.reputation.admitted(author)
+        for _ in range(MAX_CANDIDATES_PER_AUTHOR):
+            scene.offer(author)
+    scene.offer("newcomer")
+    for author in many:
+        scene.offer(author)
+    assert "newcomer" in {header.author for header in scene.inbox._candidates.values()}
+    for number in range(MAX_CANDIDATES):
+        scene.offer(f"name {number}")
+    left = Counter(header.author for header in scene.inbox._candidates.values())
+    assert len(scene.inbox._candidates) == MAX_CANDIDATES
+    assert {left[author] for author in many} == {SAFE_PER_KNOWN}
 
 
 def test_strangers_wait_for_known_authors_only_while_these_are_heard() -> None:

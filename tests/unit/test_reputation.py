@@ -200,6 +200,17 @@ def test_strangers_pay_for_what_strangers_did_until_their_own_first_true_bodies(
     assert reputation.promise("next") > 0.85, "and made good by those that come after"
 
 
+def test_a_body_of_many_groups_counts_once_in_what_strangers_are_like() -> None:
+    """Twelve groups of unlikely answers, which show when they are measured for training, a while after they were admitted."""
+    clock = Clock()
+    reputation = made(clock)
+    reputation.admitted("sybil")
+    clock.now += 30.0
+    for _ in range(12):
+        reputation.unlikely("sybil", 1.0)
+    assert reputation.promise("new") > 0.6
+
+
 def test_what_known_authors_do_says_nothing_about_strangers() -> None:
     reputation = known(made(), *KNOWN)
     before = reputation.promise("new")

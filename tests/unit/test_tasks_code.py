@@ -67,6 +67,15 @@ GOLDEN = (
 )
 
 
+def test_a_program_that_draws_numbers_has_the_same_reward_on_every_node(tmp_path: Path) -> None:
+    """Author and reader run it in sandboxes of their own; a claim that does not hold would ban an honest author."""
+    tests = [{"args": [number], "expected": 0} for number in range(1, 7)]
+    row = {"prompt": "Zero.", "entry": "zero", "tests": tests}
+    code = "import random\ndef zero(n):\n    return random.Random(random.random()).randrange(2)\n"
+    first, *others = [source_of(tmp_path / "t.jsonl", [row] * 12).task(16, 0).verify(code) for _ in range(4)]
+    assert all(verdict == first for verdict in others)
+
+
 def test_partial_answers_pass_some_tests(source: CodeSource) -> None:
     task = source.task(16, 0)
     assert task.verify("def add(a, b): return a + b") == {"correct": 1.0, "tests": 1.0}

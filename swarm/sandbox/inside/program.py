@@ -57,6 +57,11 @@ def call(code: str, entry: str, inputs: list[list[Any]]) -> NoReturn:
 
 def _call(code: str, entry: str, inputs: list[list[Any]]) -> None:
     names: dict[str, Any] = {"__name__": "answer"}
+    if "random" in code:
+        # Else chance would decide whether another node finds an author's true claim false, and bans it for that.
+        import random  # here, as it takes longer than most programs
+
+        random.seed(0)
     exec(compile(code, "answer.py", "exec"), names)  # noqa: S102  what all of this is for  # nosec B102
     function = names[entry]
     for arguments in inputs:
