@@ -14,7 +14,7 @@ from typing import Any
 
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
-from swarm.tasks.line_process import Confinement, LineProcess, LineProcessError
+from swarm.sandbox.line_process import Confinement, LineProcess, LineProcessError
 from swarm.tasks.signals import BUILT_IN
 from swarm.tasks.task_source import CORRECT, MAX_TEXT_CHARS, TaskFailure, UnknownTask
 from swarm.types import TaskRef
