@@ -68,10 +68,10 @@ def check_lineage(manifest: Manifest, config: Config, hash_cache: Path | None = 
     """Load the policy and compare its lineage. Takes as long as starting a node. Raises PolicyError or ManifestError."""
     from swarm.policy.policy import load_policy  # torch
 
-    lineage = load_policy(config.policy, device=config.node.device, hash_cache=hash_cache).lineage.policy
-    if lineage not in manifest.lineages:
+    lineage = load_policy(config.policy, device=config.node.device, hash_cache=hash_cache).lineage
+    if not any(map(lineage.has_name, manifest.lineages)):
         raise ManifestError(
-            f"the policy must be of a lineage that {manifest.name} allows, got {lineage} of {config.policy.base}; "
+            f"the policy must be of a lineage that {manifest.name} allows, got {lineage.policy} of {config.policy.base}; "
             f"set policy.base to one of {', '.join(manifest.bases) or 'its lineages'}, and policy.lora as the founder says"
         )
 
