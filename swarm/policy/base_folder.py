@@ -18,7 +18,8 @@ _NO_WEIGHTS = ("consolidated", "adapter_")
 """Files whose names begin so are no weights of the base: they are not hashed."""
 _INDICES = {"model.safetensors.index.json": ".safetensors", "pytorch_model.bin.index.json": ".bin"}
 """Those that transformers reads, and the files that they may name."""
-_KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+_KERNELS = "implementation"
+"""In the name of every setting that says what computes a part of the model, which may be a repository of code."""
 
 
 def locate_base(base: str, revision: str | None) -> Path:
@@ -62,7 +63,7 @@ def _check_names(folder: Path) -> None:
                 f"policy.base must have its weights in the usual files, got {ascii(value)[:100]} in config.json of {folder}; "
                 "set policy.base"
             )
-        if key in _KERNELS and "/" in json.dumps(value):
+        if _KERNELS in key and "/" in json.dumps(value):
             raise PolicyError(
                 f"policy.base must not name code to download, got {ascii(value)[:100]} in config.json of {folder}; remove it"
             )
