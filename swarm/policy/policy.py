@@ -122,7 +122,7 @@ def load_policy(config: PolicySection, *, device: str = "auto", hash_cache: Path
     target = resolve_device(device)
     dtype = resolve_dtype(config.dtype, target)
     with _LOADING, quiet_libraries(), torch.random.fork_rng(devices=[]):
-        folder = locate_base(config.base, config.revision)
+        folder = locate_base(config.base, config.revision, config.max_download_gib)
         check_is_causal(folder)
         weight_files(folder)
         tokenizer = load_tokenizer(folder)
