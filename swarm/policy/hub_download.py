@@ -16,6 +16,8 @@ _GIB = 2**30
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _OTHER_COPIES = ("original/*", "onnx/*", "consolidated*")  # the same weights once more, in formats that are not read
 _TIMEOUT_S = 20.0
+_MAX_FILES = 2000
+"""The largest models have a few hundred; each takes a request and a place on the disk."""
 _WEIGHTS = ("*.safetensors", "*.bin")
 """The kinds of weights that transformers reads. The first one that a base has is taken."""
 
@@ -83,7 +85,9 @@ def _num_missing_bytes(base: str, revision: str | None) -> int:
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     has_first = any(name.endswith(_WEIGHTS[0][1:]) and "/" not in name for name in sizes)
     wanted = [*_SMALL_FILES, *(_WEIGHTS[:1] if has_first else _WEIGHTS)]
-    used = filter_repo_objects(sizes, allow_patterns=wanted, ignore_patterns=list(_OTHER_COPIES))
+    used = list(filter_repo_objects(sizes, allow_patterns=wanted, ignore_patterns=list(_OTHER_COPIES)))
+    if len(used) > _MAX_FILES:
+        raise PolicyError(f"policy.base must be <= {_MAX_FILES} files, got {len(used)} of {base}; take another base")
     return sum(sizes[name] for name in used if try_to_load_from_cache(base, name, revision=info.sha) is None)
 
 

@@ -78,6 +78,15 @@ def test_a_base_larger_than_the_disk_is_refused_before_anything_is_fetched(monke
         assert not fetched(received)
 
 
+def test_a_base_of_very_many_files_is_refused_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hub(
+        monkeypatch, {"config.json": 7, "model.safetensors": 7} | {f"{n}.txt": 1 for n in range(2000)}
+    ) as received:
+        with pytest.raises(PolicyError, match="<= 2000 files, got 2002"):
+            locate_base("owner/model", None)
+        assert not fetched(received)
+
+
 def test_what_is_not_used_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {
         "config.json": 700,
