@@ -8,6 +8,7 @@ What the manifest decides cannot be set otherwise: a contradiction is an error, 
 """
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from swarm.config import Config, Origin, TaskSourceSection, merge, parse
 from swarm.errors import ConfigError, ManifestError, PolicyError, TaskError
 from swarm.hardware import Hardware, PolicyChoice, choose_policy
 from swarm.manifest import Manifest, ManifestTask
+from swarm.network.peers.dialling import may_be_named, reach_of
+from swarm.network.tcp_address import TcpAddress, parse_setting
+
+logger = logging.getLogger(__name__)
 
 Settings = Mapping[str, Any]
 """Plain data in the shape of a configuration file."""
@@ -49,7 +54,7 @@ def compose(
     """
     decided = _decided(manifest, task_files)
     own_peers = _get(user, "network", "initial_peers")
-    peers = [*manifest.bootstrap, *(own_peers if isinstance(own_peers, list | tuple) else ())]
+    peers = [*bootstrap_addresses(manifest), *(own_peers if isinstance(own_peers, list | tuple) else ())]
     settings = merge(merge(merge(defaults, user), decided), {"network": {"initial_peers": list(dict.fromkeys(peers))}})
     config = parse(settings, origin)
     _check_agreement(manifest, decided, user, config)
@@ -57,6 +62,28 @@ def compose(
     if config.network.backend == "off":
         raise ConfigError('network.backend must not be "off" to join a swarm, got "off"; remove it')
     return _with_base(manifest, user, config)
+
+
+def bootstrap_addresses(manifest: Manifest) -> tuple[str, ...]:
+    """The bootstrap addresses of a manifest that a founder may have others dial: at ports and at places where nodes are.
+
+    Every joiner dials them, and again after every later edition, which needs no consent for addresses. So none is at a
+    port of another service, such as mail or shells, nor at an address where no node can be, such as 169.254.169.254.
+    Raises ConfigError for one that is malformed.
+    """
+    addresses = parse_setting("initial_peers", manifest.bootstrap)
+    kept = tuple(str(address) for address in addresses if _may_be_dialled(address))
+    if left_out := [str(address) for address in addresses if str(address) not in kept]:
+        logger.warning(
+            "bootstrap addresses must have a port of 1024 or more or 443, at a host where a node can be; left out of the "
+            "manifest of %s: %s. Add those that you trust to network.initial_peers", manifest.name, ", ".join(left_out)
+        )  # fmt: skip
+    return kept
+
+
+def _may_be_dialled(address: TcpAddress) -> bool:
+    is_number = address.kind in ("ip4", "ip6")
+    return may_be_named(address.port) and not (is_number and reach_of(address.host) is None)
 
 
 def needs_lineage(manifest: Manifest, config: Config) -> bool:
@@ -68,10 +95,10 @@ def check_lineage(manifest: Manifest, config: Config, hash_cache: Path | None = 
     """Load the policy and compare its lineage. Takes as long as starting a node. Raises PolicyError or ManifestError."""
     from swarm.policy.policy import load_policy  # torch
 
-    lineage = load_policy(config.policy, device=config.node.device, hash_cache=hash_cache).lineage.policy
-    if lineage not in manifest.lineages:
+    lineage = load_policy(config.policy, device=config.node.device, hash_cache=hash_cache).lineage
+    if not any(map(lineage.has_name, manifest.lineages)):
         raise ManifestError(
-            f"the policy must be of a lineage that {manifest.name} allows, got {lineage} of {config.policy.base}; "
+            f"the policy must be of a lineage that {manifest.name} allows, got {lineage.policy} of {config.policy.base}; "
             f"set policy.base to one of {', '.join(manifest.bases) or 'its lineages'}, and policy.lora as the founder says"
         )
 

@@ -192,7 +192,7 @@ class Learner:
         if checkpoint is None:
             return False
         state = checkpoint.state
-        if state["lineage"]["policy"] != self.policy.lineage.policy:
+        if not self.policy.lineage.has_name(state["lineage"]["policy"]):
             raise CheckpointError(
                 "a checkpoint must come from the same base and adapter shape, got another lineage in "
                 f"{checkpoint.path}; restore policy settings, use another node.dir, or start with --fresh"

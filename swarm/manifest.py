@@ -27,13 +27,14 @@ from swarm.records.body_reader import MAX_TOKENS_PER_BODY
 from swarm.records.identity import Identity, is_peer_id, verify
 from swarm.records.peer_name import peer_name
 from swarm.tasks.parameter_rules import check_shape
-from swarm.tasks.signals import BUILT_IN
+from swarm.tasks.signals import BUILT_IN, package_signals
 
 FORMAT = 1
 MAX_BYTES = 64 * 1024
 _MAX_LINE_BYTES = 4096  # a dotted key costs the parser time in the square of its parts
 _MAX_DEPTH = 7
 _MAX_SHOWN = 80
+_MAX_REWARD_PROCESSES = 16
 _DOMAIN = b"swarm/manifest/1\0"
 _HEADER = """# Manifest of the swarm {name}. Take part: swarm join FILE; look first: swarm join FILE --check
 # Signed by its founder: a changed value breaks the signature, comments and layout do not.
@@ -153,6 +154,12 @@ class Manifest(Section):
         names = [task.source_name for task in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError("tasks must have different names; set a different label")
+        processes = sum(len(package_signals(task)) for task in self.tasks)
+        if processes > _MAX_REWARD_PROCESSES:
+            raise ValueError(
+                f"tasks must have at most {_MAX_REWARD_PROCESSES} signals of packages together, which take a process each, "
+                f"got {processes}"
+            )
         return self
 
     @property

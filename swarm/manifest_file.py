@@ -18,8 +18,6 @@ from swarm.safe_files import SHARED, open_to_read, replace_file
 
 FETCH_TIMEOUT_S = 20.0
 """Longest wait for a manifest from the web, redirects and slow servers included."""
-_MAX_TOLD = 12
-"""Changes in one error."""
 _SCHEMES = ("http://", "https://")
 
 
@@ -75,10 +73,9 @@ def check_joined(kept: Path, manifest: Manifest, accepted_edition: int | None = 
         )
     found = changes(known, manifest)
     if found and accepted_edition != manifest.edition:
-        more = f"; and {len(found) - _MAX_TOLD} more" if len(found) > _MAX_TOLD else ""
         raise ManifestError(
             f"a manifest must be what this node joined with in edition {known.edition}, or be accepted, got edition "
-            f"{manifest.edition} with: {'; '.join(found[:_MAX_TOLD])}{more}. If you agree, add --accept-edition "
+            f"{manifest.edition} with: {'; '.join(found)}. If you agree, add --accept-edition "
             f"{manifest.edition}; to go on without it, use {kept}"
         )
     return found

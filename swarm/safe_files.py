@@ -117,6 +117,17 @@ def parse_json(content: bytes | str) -> Any:
     return json.loads(data.decode())  # UTF-8 alone: what the brackets were counted in
 
 
+def parse_json_text(content: bytes) -> Any:
+    """As `parse_json`. Raises ValueError also where a text in it is none that UTF-8 can hold.
+
+    JSON can write half of a surrogate pair as an escape. No tokenizer and no hash takes such a text.
+    """
+    value = parse_json(content)
+    if b"\\u" in content:
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
 def is_bare_name(name: str) -> bool:
     """Whether `name` is that of a file in a folder, and leads nowhere else: no path, and nothing hidden."""
     return bool(_BARE_NAME.fullmatch(name))

@@ -48,9 +48,15 @@ class Lineage:
     """What a policy descends from; equal fields say how far its rollouts and weights are usable."""
 
     policy: str
-    """32 hex digits over base weights, tokenizer and adapter shape. Equal: token ids, log-probs and adapters are usable."""
+    """32 hex digits over base, tokenizer and adapter shape. Equal: token ids, log-probs and adapters are usable."""
     tokenizer: str
     """32 hex digits over vocabulary and chat template. Equal: token ids are usable; else text only."""
+    earlier: str = field(default="", compare=False)
+    """What version 0.1 called `policy`, without the settings of the base. Empty for the lineage of a record."""
+
+    def has_name(self, policy: str) -> bool:
+        """Whether a checkpoint or a manifest, which may be of an earlier version, means this policy by `policy`."""
+        return bool(policy) and policy in (self.policy, self.earlier)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,7 @@ def bootstrap(
 
     from swarm.cli.passphrase import unlock
     from swarm.config import parse
+    from swarm.joining import bootstrap_addresses
     from swarm.network.heap import bound_arenas
     from swarm.node_folder import NodeFolder
     from swarm.observability.logging_setup import set_up_logging
@@ -99,7 +100,7 @@ def bootstrap(
     swarm, limits, plane, known = {"name": name}, {}, "libp2p", None
     if manifest is not None:
         known = _manifest(manifest, founder)
-        swarm, join = {"name": known.name, "id": known.id}, [*join, *known.bootstrap]
+        swarm, join = {"name": known.name, "id": known.id}, [*join, *bootstrap_addresses(known)]
         swarm |= {"silo_owner": known.founder} if known.silo else {}
         limits, plane = known.limits.model_dump(exclude_none=True), known.gossip or plane
     network = {"listen": listen, "announce": announce, "initial_peers": join, "reachability": "public"}

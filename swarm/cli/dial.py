@@ -1,4 +1,4 @@
-"""Whether the peers to join through answer: connect under a name of no meaning, look, hang up."""
+"""What only others can tell before a node joins: whether the peers to join through answer, and how large the base is."""
 
 import asyncio
 import os
@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swarm.cli.preflight import Finding, Verdict
-from swarm.config import NetworkSection
+from swarm.config import NetworkSection, PolicySection
 from swarm.errors import SwarmError
+from swarm.observability.units import size
 
 
 def dial_findings(network: NetworkSection) -> Iterator[Finding]:
@@ -23,6 +24,22 @@ def dial_findings(network: NetworkSection) -> Iterator[Finding]:
         has_answered = address.rpartition("/p2p/")[2] in answered
         text = f"{address} {'answers' if has_answered else 'does not answer'}"
         yield Finding("dial", Verdict.OK if has_answered else silent, text)
+
+
+def hub_findings(policy: PolicySection) -> Iterator[Finding]:
+    """How large the base is by the list of the hub, unless it is here. Asks the hub."""
+    from swarm.policy.base_folder import base_at_hand
+    from swarm.policy.hub_download import check_size, download_bytes
+
+    if base_at_hand(policy.base, policy.revision) is not None:
+        return
+    try:
+        num_bytes = download_bytes(policy.base, policy.revision)
+        check_size(policy.base, num_bytes, policy.max_download_gib)
+    except SwarmError as error:
+        yield Finding("hub", Verdict.PROBLEM, str(error))
+    else:
+        yield Finding("hub", Verdict.OK, f"{policy.base} is a download of {size(num_bytes)}")
 
 
 async def _connected(network: NetworkSection) -> set[str]:

@@ -32,7 +32,11 @@ def join(
     founder: str = typer.Option(None, metavar="PEER_ID", help="Take only a manifest that this founder has signed."),
     task_file: list[str] = typer.Option([], metavar="NAME=PATH", help="Your copy of the file of a jsonl task."),
     check: bool = typer.Option(False, "--check", help="Only tell whether and how this machine can take part."),
-    dial: bool = typer.Option(False, "--dial", help="With --check: connect to the bootstrap peers, and hang up."),
+    dial: bool = typer.Option(
+        False,
+        "--dial",
+        help="With --check: connect to the bootstrap peers, and hang up; ask the hub for the size of the base.",
+    ),
     accept_edition: int = typer.Option(
         None, metavar="N", help="Agree to what edition N of the manifest changes, such as its tasks."
     ),
@@ -206,7 +210,7 @@ def _findings(
     *,
     dial: bool,
 ) -> Iterator["Finding"]:
-    from swarm.cli.dial import dial_findings
+    from swarm.cli.dial import dial_findings, hub_findings
     from swarm.cli.preflight import Finding, Verdict, machine_findings, tried
     from swarm.joining import check_tasks, needs_lineage
     from swarm.manifest import check_protocol
@@ -240,6 +244,8 @@ def _findings(
     if needs_lineage(manifest, config):
         yield Finding("lineage", Verdict.NOTE, f"whether {config.policy.base} is allowed is found out at the start")
     yield from machine_findings(config, hardware)
+    if dial and not manifest.silo:
+        yield from hub_findings(config.policy)
     if dial and config.network.initial_peers:
         yield from dial_findings(config.network)
 

@@ -65,6 +65,7 @@ def tried(about: str, done: str, step: Callable[[], object]) -> Finding:
 
 def _base(config: Config, hardware: Hardware) -> Iterator[Finding]:
     from swarm.policy.base_folder import base_at_hand
+    from swarm.policy.hub_download import cache_folder
 
     policy = config.policy
     folder = base_at_hand(policy.base, policy.revision)
@@ -72,10 +73,11 @@ def _base(config: Config, hardware: Hardware) -> Iterator[Finding]:
     if folder is not None:
         yield Finding("base", Verdict.OK, f"{policy.base} is here: {folder}")
     else:
-        size = f", about {num_parameters * 2 / 2**30:.1f} GiB" if num_parameters else ""
-        yield Finding("base", Verdict.NOTE, f"{policy.base} is not here and is downloaded at the start{size}")
+        size = f"about {num_parameters * 2 / 2**30:.1f} GiB by its name, " if num_parameters else ""
+        bound = f"at most {policy.max_download_gib:g} GiB (policy.max_download_gib)"
+        yield Finding("base", Verdict.NOTE, f"{policy.base} is not here and is downloaded at the start, {size}{bound}")
         if num_parameters:
-            yield _disk("download", _hub_cache(), num_parameters * 2 / 2**30)
+            yield _disk("download", cache_folder(), num_parameters * 2 / 2**30)
     yield _memory(policy, num_parameters, hardware, has_gpu=bool(hardware.gpu_name) and config.node.device != "cpu")
 
 
@@ -153,12 +155,6 @@ def _disk(about: str, folder: Path, need_gib: float) -> Finding:
     free_gib = shutil.disk_usage(existing).free / 2**30
     text = f"{free_gib:.1f} GiB free in {existing}, {need_gib:.1f} needed"
     return Finding(about, Verdict.OK if free_gib >= need_gib else Verdict.PROBLEM, text)
-
-
-def _hub_cache() -> Path:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return Path(HF_HUB_CACHE)
 
 
 def _count_parameters(folder: Path) -> float | None:

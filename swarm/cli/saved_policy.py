@@ -35,7 +35,7 @@ def load_saved_policy(config: "Config", *, base_only: bool = False) -> tuple["Po
             f"node.dir must hold a checkpoint, got none in {folder.path}; run the node first, set node.dir, or use --base"
         )
     policy = load_policy(config.policy, device=config.node.device, hash_cache=cache)
-    if checkpoint.state["lineage"]["policy"] != policy.lineage.policy:
+    if not policy.lineage.has_name(checkpoint.state["lineage"]["policy"]):
         raise CheckpointError(
             f"policy settings must be those of the run, got another lineage than {checkpoint.path}; "
             f"pass {folder.config} as the config"

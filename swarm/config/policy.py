@@ -92,6 +92,8 @@ class PolicySection(Section):
     """`bundled` (the tiny policy of this package), a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct."""
     revision: str | None = None
     """Branch, tag or commit of a hub model; pin a commit in production."""
+    max_download_gib: PositiveFloat = 40.0
+    """Largest download of a base from the hub, which a manifest may name; 40 holds 20 billion parameters of 16 bits."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: bfloat16 on CUDA devices that have it, float32 elsewhere."""
     quantization: Literal["none", "8bit", "4bit"] = "none"

@@ -59,7 +59,7 @@ class BaseModel:
 def base_model(policy: PolicySection, device: str) -> BaseModel:
     """Of the settings; a base that is not here is downloaded. Raises PolicyError."""
     target = resolve_device(device)
-    folder = locate_base(policy.base, policy.revision)
+    folder = locate_base(policy.base, policy.revision, policy.max_download_gib)
     return BaseModel(folder, policy.lora, target, resolve_dtype(policy.dtype, target))
 
 

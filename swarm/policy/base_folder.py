@@ -1,36 +1,37 @@
 """Where the files of a base model are: the bundled one, a folder, or a download from the hub."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from swarm.errors import PolicyError
+from swarm.policy.hub_download import download
 from swarm.safe_files import is_bare_name, read_json
 
 BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "assets" / "tiny_policy"
 
-_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 _MAX_JSON_BYTES = 64 << 20
-_OTHER_COPIES = ("original/*", "onnx/*", "consolidated*")  # the same weights once more, in formats that are not read
 _ADAPTER = "adapter_config.json"
 _NO_WEIGHTS = ("consolidated", "adapter_")
 """Files whose names begin so are no weights of the base: they are not hashed."""
 _INDICES = {"model.safetensors.index.json": ".safetensors", "pytorch_model.bin.index.json": ".bin"}
 """Those that transformers reads, and the files that they may name."""
-_KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+_KERNELS = "implementation"
+"""In the name of every setting that says what computes a part of the model, which may be a repository of code."""
 
 
-def locate_base(base: str, revision: str | None) -> Path:
+def locate_base(base: str, revision: str | None, max_download_gib: float = math.inf) -> Path:
     """The folder of base model `base`, downloaded first if it is a hub id that is not in the cache yet.
 
-    Raises PolicyError: no such folder, no such hub model, gated, no network.
+    Raises PolicyError: no such folder, no such hub model, gated, no network, too large for this bound or for the disk.
     """
     folder = BUNDLED_FOLDER if base == "bundled" else Path(base).expanduser()
     if not folder.is_dir():
         if base == "bundled" or _looks_like_path(base):
             raise PolicyError(f"policy.base must be an existing folder, got {base} ({folder}); set policy.base")
-        folder = _download(base, revision)
+        folder = download(base, revision, max_download_gib)
     if not (folder / "config.json").is_file():
         raise PolicyError(f"policy.base must hold a config.json, got none in {folder}; point policy.base at a model")
     if (folder / _ADAPTER).exists():  # transformers would put that adapter into the base, and no hash would tell
@@ -62,7 +63,7 @@ def _check_names(folder: Path) -> None:
                 f"policy.base must have its weights in the usual files, got {ascii(value)[:100]} in config.json of {folder}; "
                 "set policy.base"
             )
-        if key in _KERNELS and "/" in json.dumps(value):
+        if _KERNELS in key and "/" in json.dumps(value):
             raise PolicyError(
                 f"policy.base must not name code to download, got {ascii(value)[:100]} in config.json of {folder}; remove it"
             )
@@ -126,45 +127,3 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _looks_like_path(base: str) -> bool:
     return base.startswith((".", "/", "~")) or "\\" in base or base.count("/") > 1
-
-
-def _download(base: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    try:
-        for weights in ("*.safetensors", "*.bin"):
-            patterns = [*_SMALL_FILES, weights]
-            folder = Path(
-                snapshot_download(base, revision=revision, allow_patterns=patterns, ignore_patterns=list(_OTHER_COPIES))
-            )
-            if any(folder.glob(weights)):
-                break
-        return folder
-    except HFValidationError:
-        raise PolicyError(f"policy.base must be bundled, a folder or a hub id, got {base!r}; set policy.base") from None
-    except GatedRepoError:
-        raise PolicyError(
-            f"policy.base must be a model you may read, got gated {base}; "
-            "accept its terms on the hub and log in with `hf auth login`"
-        ) from None
-    except RevisionNotFoundError:
-        raise PolicyError(f"policy.revision must exist in {base}, got {revision}; set policy.revision") from None
-    except RepositoryNotFoundError:
-        raise PolicyError(f"policy.base must exist as a folder or on the hub, got {base}; set policy.base") from None
-    except LocalEntryNotFoundError:
-        raise PolicyError(
-            f"policy.base must be at hand or on a hub that can be reached, got no folder {base}, no cached copy and "
-            "the hub cannot be reached; connect, or set policy.base to a folder"
-        ) from None
-    except OSError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise PolicyError(
-            f"policy.base must be downloadable, got {base}: {reason}; try again, or set policy.base to a folder"
-        ) from None

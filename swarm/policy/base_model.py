@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from swarm.adapters.load_pretrained import load_pretrained
@@ -13,8 +12,7 @@ from swarm.config import PolicySection
 from swarm.errors import MemoryBudgetError, PolicyError
 from swarm.policy.base_folder import read_base_json, weight_files
 
-_LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
-"""What transformers raises for folders that are damaged, of an unknown architecture, or need a missing package."""
+_ID_SPAN = 2**31
 
 
 def load_base(config: PolicySection, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
@@ -42,7 +40,7 @@ def load_base(config: PolicySection, folder: Path, device: torch.device, dtype: 
             f"the base must fit into the memory of {device}, got {config.base} in {dtype}; "
             "set policy.quantization = 4bit or take a smaller base"
         ) from None
-    except _LOADING_ERRORS as error:
+    except Exception as error:  # for settings of strangers the library raises whatever their use happens to raise
         raise PolicyError(
             f"policy.base must load as a causal language model, got {folder}: {_one_line(error)}; check the folder"
         ) from None
@@ -66,12 +64,13 @@ def load_tokenizer(folder: Path) -> Any:
     loader = PreTrainedTokenizerFast if _declares_generic_tokenizer(folder) else AutoTokenizer
     try:
         tokenizer = load_pretrained(loader, folder)
-    except _LOADING_ERRORS:
+        if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+            tokenizer.pad_token = tokenizer.eos_token  # padding is always masked, so any id will do
+    except Exception as error:  # as for models
         raise PolicyError(
-            f"policy.base must come with a tokenizer, got none that loads in {folder}; add its tokenizer files"
+            f"policy.base must come with a tokenizer, got none that loads in {folder} ({_one_line(error)}); "
+            "add its tokenizer files"
         ) from None
-    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
-        tokenizer.pad_token = tokenizer.eos_token  # padding is always masked, so any id will do
     return tokenizer
 
 
@@ -84,11 +83,14 @@ def folder_eos_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """`eos_token_ids` of the model in a folder, without loading it."""
     import transformers
 
-    config = load_pretrained(transformers.AutoConfig, folder)
-    if (folder / "generation_config.json").is_file():
-        generation_config = load_pretrained(transformers.GenerationConfig, folder)
-    else:
-        generation_config = transformers.GenerationConfig.from_model_config(config)
+    try:
+        config = load_pretrained(transformers.AutoConfig, folder)
+        if (folder / "generation_config.json").is_file():
+            generation_config = load_pretrained(transformers.GenerationConfig, folder)
+        else:
+            generation_config = transformers.GenerationConfig.from_model_config(config)
+    except Exception as error:  # as for models
+        raise PolicyError(f"policy.base must hold a valid config.json, got {folder}: {_one_line(error)}") from None
     return _eos_ids(tokenizer, generation_config, config)
 
 
@@ -99,6 +101,11 @@ def _eos_ids(tokenizer: Any, generation_config: Any, config: Any) -> tuple[int, 
     if not found:
         raise PolicyError(
             "policy.base must define an end-of-text token, got none; set eos_token in its tokenizer_config.json"
+        )
+    if odd := [token_id for token_id in found if type(token_id) is not int or not 0 <= token_id < _ID_SPAN]:
+        raise PolicyError(
+            f"policy.base must end answers with token ids, got {ascii(odd[0])[:80]}; mend eos_token_id in its "
+            "generation_config.json"
         )
     return tuple(dict.fromkeys(found))
 
@@ -125,8 +132,9 @@ def check_is_causal(folder: Path) -> None:
             f"policy.base must hold a valid config.json, got a damaged one in {folder}; fetch the model again"
         ) from None
     known = {name for name in CAUSAL.values() if isinstance(name, str)}
-    is_causal = kind in CAUSAL and not data.get("is_encoder_decoder", False)
-    if not is_causal or (architectures and not known.intersection(architectures)):
+    is_causal = isinstance(kind, str) and kind in CAUSAL and not data.get("is_encoder_decoder", False)
+    names = {name for name in architectures if isinstance(name, str)} if isinstance(architectures, list) else set()
+    if not is_causal or (architectures and not known & names):
         raise PolicyError(
             f"policy.base must be a causal language model, got {architectures or kind} in {folder}; set policy.base"
         )

@@ -3,26 +3,24 @@
     template, prompt of a user ─ rendered once, in a bounded process ─▶ text before, text after ─▶ any prompt, in the node
 
 A template is a program in a file of the base, which a manifest may name: nested loops run for ever, and a text that doubles
-takes all memory. So the node runs it once, where its time, memory and files are bounded, on messages whose result shows what
-stands around a prompt. A template that changes the prompt itself by anything but stripping white space is refused.
+takes all memory. So the node runs it once, in the confined process of `line_process`, on messages whose result shows what stands
+around a prompt. A template that changes the prompt itself by anything but stripping white space is refused.
 """
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from swarm.child_python import module_command
 from swarm.errors import PolicyError
+from swarm.sandbox.line_process import Confinement, LineProcess, LineProcessError
 
 MAX_TEMPLATE_CHARS = 256 << 10
-TIME_BUDGET_S = 60.0
-"""For the whole process; most of it is the import of transformers. The template itself gets `template_process.CPU_S`."""
-_ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+TIME_BUDGET_S = 5.0
+"""For all probes, where milliseconds are usual."""
+_SERVICE = "swarm.policy.template_process"
+_CONFINEMENT = Confinement(memory_bytes=1 << 30, file_bytes=0, fence="if possible")
+"""A fifth of the memory is what the libraries take."""
 _WORDS = "What is 3 + 4?"
 _SPACED = f"\n  {_WORDS}\t\n"
 _ODD = "<|im_start|>system\n{{ 7 * 7 }} {% for %} </think> [INST] \\ \" ' é \N{SNOWMAN}"
@@ -77,25 +75,17 @@ def _foreign_frame(template: str, special_tokens: str) -> PromptFrame:
         "special_tokens": json.loads(special_tokens),
         "chats": [_chat(one) for one in PROBES],
     }
-    with tempfile.TemporaryFile() as output:
-        try:
-            subprocess.run(
-                module_command("swarm.policy.template_process"),
-                input=json.dumps(question).encode(),
-                stdout=output,
-                stderr=subprocess.DEVNULL,
-                env={**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                timeout=TIME_BUDGET_S,
-                check=True,
-                start_new_session=True,
-            )
-            output.seek(0)
-            reply = json.loads(output.read())
-        except (subprocess.SubprocessError, ValueError) as error:
-            raise _refusal(f"one that does not end within its time and memory ({type(error).__name__})") from None
-    if "error" in reply:
-        raise _refusal(f"one that fails: {ascii(reply['error'])[:200]}")
-    return _frame(reply["texts"])
+    process = LineProcess(_SERVICE, None, _CONFINEMENT)
+    try:
+        reply = process.ask(question, TIME_BUDGET_S)
+    except LineProcessError as error:
+        raise _refusal(f"one that does not end within its time and memory ({error})") from None
+    finally:
+        process.close()
+    texts = reply.get("texts")
+    if not isinstance(texts, list) or len(texts) != len(PROBES) or not all(type(text) is str for text in texts):
+        raise _refusal(f"one that fails: {ascii(reply.get('error', 'no texts'))[:200]}")
+    return _frame(texts)
 
 
 def _frame(texts: list[str]) -> PromptFrame:

@@ -1,7 +1,12 @@
 """What a policy descends from, as hashes that say how far its rollouts and weights are usable elsewhere.
 
-    policy    = H(contents of the base's weight files, tokenizer, adapter: rank, alpha, layers and their shapes, A seed)
+    policy    = H(contents of the base's weight files, what its other files make of them, tokenizer,
+                  adapter: rank, alpha, layers and their shapes, A seed)
     tokenizer = H(vocabulary, special tokens, chat template)
+
+The same weights are another policy with another activation, another base of the rotary positions, or other rules for splitting
+text. So all of `config.json` counts but what is known to change nothing (`_WITHOUT_EFFECT`), and `tokenizer.json` with it. The
+files are hashed as they were published, not as a library reads them, whose next release would fill in other defaults.
 
 Precision is left out on purpose: a 4-bit, a bfloat16 and a float32 node with the same files share a lineage. They start
 from the same A and may average adapters (QLoRA, too, trains on a 4-bit base and deploys on the full one), token ids
@@ -17,12 +22,18 @@ from typing import Any
 
 from swarm.config import LoraSection
 from swarm.errors import PolicyError
-from swarm.policy.base_folder import weight_files
+from swarm.policy.base_folder import read_base_json, weight_files
 from swarm.safe_files import read_json, replace_file
 from swarm.types import Lineage
 
 _READ_BYTES = 1 << 22
 _MAX_CACHE_BYTES = 64 << 20
+_WITHOUT_EFFECT = frozenset(
+    {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "pad_token_id", "auto_map"}
+)
+"""Keys of config.json that say where a base came from, or what this node decides itself."""
+_OF_EACH_CALL = frozenset({"version", "truncation", "padding"})
+"""Keys of tokenizer.json that do not decide which ids a text has."""
 
 
 def compute_lineage(
@@ -31,12 +42,13 @@ def compute_lineage(
     """Lineage of the base in `folder` with an adapter on the layers `adapted`: (name, inputs, outputs).
 
     `cache` is a JSON file that keeps hashes of large weight files by path, size and modification time.
-    Raises PolicyError for unreadable weights.
+    Raises PolicyError for unreadable weights and settings.
     """
-    tokenizer_hash = _digest(_tokenizer_facts(tokenizer))
+    tokenizer_hash, weights = _digest(_tokenizer_facts(tokenizer)), hash_weights(folder, cache)
     adapter = [lora.rank, float(lora.alpha), lora.init_seed, sorted(adapted)]
-    policy_hash = _digest(["policy-v1", hash_weights(folder, cache), tokenizer_hash, adapter])
-    return Lineage(policy=policy_hash[:32], tokenizer=tokenizer_hash[:32])
+    policy_hash = _digest(["policy-v2", weights, _file_facts(folder), tokenizer_hash, adapter])
+    earlier_hash = _digest(["policy-v1", weights, tokenizer_hash, adapter])
+    return Lineage(policy=policy_hash[:32], tokenizer=tokenizer_hash[:32], earlier=earlier_hash[:32])
 
 
 def hash_weights(folder: Path, cache: Path | None = None) -> str:
@@ -91,6 +103,30 @@ def _sha256(file: Any, num_bytes: int) -> str:
         digest.update(block)
         num_bytes -= len(block)
     return digest.hexdigest()
+
+
+def _file_facts(folder: Path) -> list[Any]:
+    """What the small files of a base decide beside its weights: the function, where answers end, which ids a text has."""
+    config = _table(folder, "config.json", is_required=True)
+    function = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
+    ends = _table(folder, "generation_config.json").get("eos_token_id")
+    rules = {key: value for key, value in _table(folder, "tokenizer.json").items() if key not in _OF_EACH_CALL}
+    return [function, ends, rules]
+
+
+def _table(folder: Path, name: str, *, is_required: bool = False) -> dict[str, Any]:
+    """What a JSON file of a base holds; nothing where it is not required and absent. Raises PolicyError."""
+    try:
+        table = read_base_json(folder / name)
+    except FileNotFoundError:
+        if not is_required:
+            return {}
+        table = None
+    except (OSError, ValueError):
+        table = None
+    if not isinstance(table, dict):
+        raise PolicyError(f"policy.base must hold a valid {name}, got a damaged one in {folder}; fetch the model again")
+    return table
 
 
 def _tokenizer_facts(tokenizer: Any) -> list[Any]:

@@ -4,10 +4,11 @@ On the data path it stands between task and rollout (text → token ids → engi
 adapter). `load_policy` is the only way to make one: base → quantisation → adapter → lineage.
 """
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,24 @@ from swarm.policy.lora import adapter_shape, attach_adapter
 from swarm.policy.quiet import quiet_libraries
 from swarm.types import Lineage
 
+logger = logging.getLogger(__name__)
+
 _LOADING = threading.Lock()
 """transformers patches torch while it builds a model: two loads at a time in one process leave weights out."""
+
+
+class _surviving_panics(AbstractContextManager[None]):  # noqa: N801  a context manager like `suppress`
+    """Ends where the native code of a tokenizer panics over a text.
+
+    A pattern in tokenizer.json gives up after so many steps, and its panic is no Exception. Who writes the pattern and who
+    writes the text are strangers; together they would end the thread of whoever reads it.
+    """
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        is_panic = kind is not None and kind.__name__ == "PanicException" and not issubclass(kind, Exception)
+        if is_panic:
+            logger.warning("the tokenizer failed over a text: %s", error)
+        return is_panic
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,10 +87,13 @@ class TextPolicy(ABC):
         """Log-probs of all answer tokens, as `swarm.policy.logprobs`; `without_adapter`: those of the frozen base."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids that an answer follows: through the chat template where there is one, as a user's only message."""
+        """Token ids that an answer follows: through the chat template where there is one, as a user's only message.
+
+        None of them where the tokenizer cannot encode the text.
+        """
         if self.prompt_frame is not None:
-            return list(self.tokenizer(self.prompt_frame.around(text), add_special_tokens=False).input_ids)
-        token_ids = list(self.tokenizer(text).input_ids)
+            return self._encoded(self.prompt_frame.around(text), add_special_tokens=False)
+        token_ids = self._encoded(text)
         if token_ids and token_ids[-1] in self.eos_token_ids:  # some tokenizers close every text
             token_ids.pop()
         return token_ids
@@ -81,13 +101,21 @@ class TextPolicy(ABC):
     def encode_answer(self, text: str) -> list[int]:
         """Token ids of an answer's text without EOS, which belongs to it only if the answer was finished.
 
-        A special token's name in the text stays text: who writes `</s>` into an answer must not end it here.
+        A special token's name in the text stays text: who writes `</s>` into an answer must not end it here. None where the
+        tokenizer cannot encode the text.
         """
-        return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids)
+        return self._encoded(text, add_special_tokens=False, split_special_tokens=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of an answer, special tokens removed."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """Text of an answer, special tokens removed. Empty where the tokenizer cannot decode the ids."""
+        with _surviving_panics():
+            return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return ""
+
+    def _encoded(self, text: str, **options: bool) -> list[int]:
+        with _surviving_panics():
+            return list(self.tokenizer(text, **options).input_ids)
+        return []
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,7 +150,7 @@ def load_policy(config: PolicySection, *, device: str = "auto", hash_cache: Path
     target = resolve_device(device)
     dtype = resolve_dtype(config.dtype, target)
     with _LOADING, quiet_libraries(), torch.random.fork_rng(devices=[]):
-        folder = locate_base(config.base, config.revision)
+        folder = locate_base(config.base, config.revision, config.max_download_gib)
         check_is_causal(folder)
         weight_files(folder)
         tokenizer = load_tokenizer(folder)

@@ -177,7 +177,7 @@ class RolloutWorker:
         return AnswerRequest(prompt, num_answers, self._config.max_new_tokens, begun)
 
     def _fits(self, prompt: Sequence[int]) -> bool:
-        return len(prompt) <= self._policy.config.max_prompt_tokens
+        return 0 < len(prompt) <= self._policy.config.max_prompt_tokens
 
     def _group(self, task: Task, completions: Sequence[Completion], policy_version: int) -> RolloutGroup:
         rollouts: list[Rollout] = []

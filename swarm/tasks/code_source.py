@@ -15,10 +15,11 @@ from pydantic import Field, ValidationError
 
 from swarm.config import Section, TaskSourceSection
 from swarm.errors import TaskError
+from swarm.safe_files import parse_json_text
 from swarm.sandbox.runner import RunLimits, Sandbox, SandboxError
 from swarm.tasks.code_problems import CodeProblem, list_function
 from swarm.tasks.code_verifier import CodeVerifier
-from swarm.tasks.jsonl_source import held_out_and_training, numbered_lines, read_line, shuffled_position
+from swarm.tasks.jsonl_source import held_out_and_training, numbered_lines, shuffled_position
 from swarm.tasks.signals import explain
 from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, MAX_TEXT_CHARS
 from swarm.types import Task, TaskRef
@@ -120,7 +121,7 @@ def _parameters(config: TaskSourceSection) -> CodeParameters:
 
 def _problem(text: bytes, where: str) -> CodeProblem:
     try:
-        line = _Line.model_validate(read_line(text))
+        line = _Line.model_validate(parse_json_text(text))
     except ValueError as error:  # pydantic's are ValueErrors
         raise TaskError(
             f"a code task must be one JSON object, got {explain(error)} in {where}; mend that line"

@@ -14,9 +14,9 @@ from typing import Any
 
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
-from swarm.tasks.line_process import Confinement, LineProcess, LineProcessError
-from swarm.tasks.signals import BUILT_IN
-from swarm.tasks.task_source import CORRECT, MAX_TEXT_CHARS, TaskFailure, UnknownTask
+from swarm.sandbox.line_process import Confinement, LineProcess, LineProcessError
+from swarm.tasks.signals import package_signals
+from swarm.tasks.task_source import MAX_TEXT_CHARS, TaskFailure, UnknownTask
 from swarm.types import TaskRef
 
 logger = logging.getLogger(__name__)
@@ -157,11 +157,6 @@ def _named_files(sections: Sequence[TaskSourceSection]) -> Iterator[str]:
             yield value
 
 
-def uses_packages(section: TaskSourceSection) -> bool:
-    """Whether reward functions of packages are among its signals."""
-    return any(signal.name not in {CORRECT, "tests", *BUILT_IN} for signal in section.signals)
-
-
 def is_bounded(section: TaskSourceSection) -> bool:
     """Whether its verifier has bounds of its own. A kind of source that nobody has listed as such is fenced."""
     return section.kind in _BOUNDED_KINDS
@@ -169,4 +164,4 @@ def is_bounded(section: TaskSourceSection) -> bool:
 
 def _needs_fence(section: TaskSourceSection) -> bool:
     # Beside packages even the node itself asks the fence: see `TaskMixture`.
-    return not is_bounded(section) and not uses_packages(section)
+    return not is_bounded(section) and not package_signals(section)

@@ -5,17 +5,16 @@ out for evaluation; each training stream walks through the others in an order of
 """
 
 import hashlib
-import json
 import math
 import random
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from swarm.config import TaskSourceSection
 from swarm.errors import TaskError
-from swarm.safe_files import parse_json
+from swarm.safe_files import parse_json_text
 from swarm.tasks.task_source import EVALUATION_SEED, MAX_TEXT_CHARS
 from swarm.tasks.verifiers import VERIFIERS, check_expected
 from swarm.types import Task, TaskRef
@@ -88,17 +87,6 @@ def numbered_lines(path: Path) -> tuple[bytes, list[tuple[bytes, str]]]:
     return content, [(text, f"{path}:{number}") for number, text in numbered if text.strip()]
 
 
-def read_line(text: bytes) -> Any:
-    """What the JSON of a line holds. Raises ValueError, also where a text in it is none that UTF-8 can hold.
-
-    JSON can write half of a surrogate pair as an escape, and no tokenizer takes that.
-    """
-    value = parse_json(text)
-    if b"\\u" in text:
-        json.dumps(value, ensure_ascii=False).encode()
-    return value
-
-
 def held_out_and_training(lines: list[T], path: Path) -> tuple[list[T], list[T]]:
     """Every tenth line is held out. Raises TaskError for a file that is too short."""
     if len(lines) < _MIN_LINES:
@@ -118,7 +106,7 @@ def _read(path: Path) -> bytes:
 
 def _parse(text: bytes, where: str, default_verifier: str) -> Line:
     try:
-        data = read_line(text)
+        data = parse_json_text(text)
     except ValueError as error:  # not UTF-8, not JSON, numbers or nesting beyond the parser's bounds
         raise TaskError(f"a line must be one JSON object in UTF-8, got {error} in {where}; mend that line") from None
     if not isinstance(data, dict) or not isinstance(data.get("prompt"), str) or not data["prompt"].strip():

@@ -12,7 +12,7 @@ from typing import Any
 
 from swarm.config import TasksSection
 from swarm.errors import TaskError
-from swarm.tasks.line_process import Confinement, LineProcess, LineProcessError
+from swarm.sandbox.line_process import Confinement, LineProcess, LineProcessError
 from swarm.tasks.plugin_process import GROUP
 from swarm.tasks.task_source import TaskFailure
 

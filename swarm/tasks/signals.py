@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
-from swarm.config import NonNegativeInt, PositiveInt, Section
+from swarm.config import NonNegativeInt, PositiveInt, Section, TaskSourceFacts
 from swarm.errors import TaskError
+from swarm.tasks.task_source import CORRECT
 from swarm.tasks.verifiers import check_expected, regex
 
 Signal = Callable[[str], float]
@@ -83,6 +84,11 @@ def make_length(parameters: dict[str, Any]) -> Signal:
 
 
 BUILT_IN: dict[str, Callable[[dict[str, Any]], Signal]] = {"format": make_format, "length": make_length}
+
+
+def package_signals(source: TaskSourceFacts) -> list[str]:
+    """Names of the signals of a source that reward functions of packages compute, each in a process of its own."""
+    return [signal.name for signal in source.signals if signal.name not in {CORRECT, "tests", *BUILT_IN}]
 
 
 def build_signal(name: str, parameters: dict[str, Any], source: str) -> Signal:

@@ -14,10 +14,11 @@ from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.tasks.code_source import CodeSource
 from swarm.tasks.fenced_source import FencedSource
-from swarm.tasks.fenced_verifier import FencedVerifier, is_bounded, uses_packages
+from swarm.tasks.fenced_verifier import FencedVerifier, is_bounded
 from swarm.tasks.jsonl_source import JsonlSource
 from swarm.tasks.reasoning_gym_source import ReasoningGymSource
 from swarm.tasks.signalled_source import SignalledSource
+from swarm.tasks.signals import package_signals
 from swarm.tasks.task_source import (
     CORRECT,
     EVALUATION_SEED,
@@ -161,7 +162,7 @@ def _is_fenced(section: TaskSourceSection, config: TasksSection) -> bool:
     So it is with sources of a manifest, and with those beside reward functions of packages: these have processes of their
     own, which may not be started from inside of the fence.
     """
-    return not is_bounded(section) and (config.fenced or uses_packages(section))
+    return not is_bounded(section) and (config.fenced or bool(package_signals(section)))
 
 
 def _without_signals(config: TasksSection, sections: Sequence[TaskSourceSection]) -> TasksSection:

@@ -75,7 +75,7 @@ class ExperienceTranslator:
         `success_level`: answers with a lower reward are no good examples; a group without a better one is of no use.
         """
         ids = tuple(self._policy.encode_prompt(prompt))
-        if len(ids) > self._policy.config.max_prompt_tokens:
+        if not 0 < len(ids) <= self._policy.config.max_prompt_tokens:
             self.dropped["long_prompt"] += 1
             return None
         if self._quantile and len(self._own_likelihoods) < _FLOOR_MIN_ANSWERS:
@@ -122,7 +122,7 @@ class ExperienceTranslator:
 
     def _re_encode(self, rollout: Rollout) -> Rollout:
         ids = list(self._policy.encode_answer(rollout.text))
-        if rollout.finished:
+        if rollout.finished and (ids or not rollout.text):
             ids.append(self._policy.eos_token_ids[0])
         return replace(rollout, token_ids=tuple(ids), logprobs=(0.0,) * len(ids))
 

@@ -109,7 +109,7 @@ class Trainer:
 
     def restore(self, tensors: AdapterTensors, state: dict[str, Any]) -> None:
         """Continue from what `state` gave. Raises CheckpointError if it belongs to another base or adapter shape."""
-        if state["policy_lineage"] != self._policy.lineage.policy:
+        if not self._policy.lineage.has_name(state["policy_lineage"]):
             raise CheckpointError(
                 f"a checkpoint must come from policy lineage {self._policy.lineage.policy}, got "
                 f"{state['policy_lineage']}; restore policy.base and policy.lora, or start in a new node.dir"

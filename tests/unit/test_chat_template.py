@@ -1,6 +1,7 @@
 """A base's chat template is a program of strangers: it is run once, within bounds, and only its text around a prompt is used."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -8,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from swarm.config import PolicySection
 from swarm.errors import PolicyError
+from swarm.policy import chat_template
 from swarm.policy.base_folder import BUNDLED_FOLDER
 from swarm.policy.chat_template import PromptFrame, prompt_frame
 from swarm.policy.policy import Policy, load_policy
@@ -62,9 +64,44 @@ def test_ordinary_templates_are_the_text_around_a_prompt() -> None:
         ("{% if messages[0].content|length > 999 %}{{ 'y' * 9999 }}{% endif %}" + CONTENT, "changes prompts"),
     ],
 )
-def test_a_template_that_is_endless_giant_or_depends_on_the_prompt_is_refused(template: str, told: str) -> None:
+def test_a_template_that_is_endless_giant_or_depends_on_the_prompt_is_refused(
+    monkeypatch: pytest.MonkeyPatch, template: str, told: str
+) -> None:
+    monkeypatch.setattr(chat_template, "TIME_BUDGET_S", 1.0 if "does not end" in told else 60.0)
     with pytest.raises(PolicyError, match=told):
         frame(template)
+
+
+ESCAPED = """
+import ctypes, os, jinja2.sandbox
+
+def seen():
+    library = ctypes.CDLL(None)
+    refused = [library.socket(1, 1, 0) < 0, library.fork() < 0]
+    return [os.getpid() == 1, *refused, not os.path.exists("/proc"), not os.environ.get("HOME")]
+
+jinja2.sandbox.ImmutableSandboxedEnvironment.is_safe_attribute = lambda *_: True
+jinja2.sandbox.ImmutableSandboxedEnvironment.is_safe_callable = lambda *_: True
+real = jinja2.sandbox.ImmutableSandboxedEnvironment.__init__
+def init(self, *arguments, **options):
+    real(self, *arguments, **options)
+    self.globals["seen"] = seen
+jinja2.sandbox.ImmutableSandboxedEnvironment.__init__ = init
+"""
+
+
+def test_a_template_that_escapes_from_its_language_finds_no_network_no_process_and_no_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hole in the template language is played by a module that the process imports first."""
+    (tmp_path / "escaped_service.py").write_text(
+        ESCAPED
+        + "from swarm.policy.template_process import start as begin\ndef start(opening):\n    return begin(opening)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(chat_template, "_SERVICE", "escaped_service")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert frame("{{ seen() }}|" + CONTENT) == PromptFrame("[True, True, True, True, True]|", "", strips=False)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_drawing_reads_no_settings_of_the_current_folder(folder: Path) -> None:
 def test_only_one_place_starts_python() -> None:
     """Beside the sandbox and the helper that ends a stuck process, which isolate more, and the processes that answer lines."""
     known = {
-        SOURCE / name for name in ("child_python.py", "sandbox/runner.py", "stop_signals.py", "tasks/line_process.py")
+        SOURCE / name for name in ("child_python.py", "sandbox/runner.py", "stop_signals.py", "sandbox/line_process.py")
     }
     for path in SOURCE.rglob("*.py"):
         tree = ast.parse(path.read_text())

@@ -4,6 +4,7 @@ Between the bundled Llama, which reads characters, and a GPT-NeoX with byte-leve
 """
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,31 @@ def test_logprobs_weigh_within_a_lineage_and_measure_within_a_tokenizer(
     got = translator(policy).foreign("Hi", replace(group, lineage=lineage))
     assert got is not None
     assert (got.usable_logprobs, got.known_logprobs, got.is_own) == (usable, known, False)
+
+
+def test_a_text_over_which_the_tokenizer_panics_costs_that_answer_alone(
+    make_policy: Callable[..., Policy], tmp_path: Path
+) -> None:
+    """The author of a base writes the pattern, and a stranger the text that sets it off."""
+    folder = Path(shutil.copytree(make_policy().base_folder, tmp_path / "base"))
+    rules = json.loads((folder / "tokenizer.json").read_text())
+    characters = {"type": "Split", "pattern": {"Regex": "(a+)+$|."}, "behavior": "Isolated", "invert": False}
+    replaced = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "x"}
+    decoder = {"type": "Sequence", "decoders": [{"type": "Fuse"}, replaced]}
+    (folder / "tokenizer.json").write_text(json.dumps({**rules, "pre_tokenizer": characters, "decoder": decoder}))
+    policy = load_policy(PolicySection(base=str(folder)), device="cpu")
+    trigger = "a" * 30 + "!"
+    assert policy.encode_answer(trigger) == [] == policy.encode_prompt(trigger)
+    (b, bang), (a,) = policy.encode_answer("b!"), policy.encode_answer("a")
+    assert policy.decode([b, bang]) == "b!" and policy.decode([*[a] * 30, bang]) == ""
+    assert policy.encode_prompt("b!")
+    (sampled,) = sampled_groups(policy, ("Hi",))
+    good, *others = sampled.group.rollouts
+    rollouts = (replace(good, text=trigger, finished=True), *others)
+    stranger = replace(sampled.group, rollouts=rollouts, lineage=Lineage("1" * 32, "2" * 32))
+    read = translator(policy)._re_encoded(stranger)
+    assert [one.text for one in read.rollouts] == [one.text for one in others]
+    assert translator(policy).foreign(trigger, stranger) is None
 
 
 def test_the_two_policies_share_neither_lineage_nor_tokenizer_nor_ids(llama: Policy, neox: Policy) -> None:

@@ -274,6 +274,49 @@ def test_later_edition_that_changes_tasks_needs_consent(tmp_path: Path) -> None:
         check_joined(kept, same_number)
 
 
+def test_no_number_of_changes_hides_one(tmp_path: Path) -> None:
+    """All of them are told before consent, however many harmless ones come first."""
+    kept, first = tmp_path / "manifest.toml", make()
+    kept.write_text(dump(first, FOUNDER))
+    many = [{**SPELLING, "label": f"spelling-{number}"} for number in range(63)]
+    later = changed(first, tasks=[SPELLING, *many], bases=["someone/else"])
+    with pytest.raises(ManifestError) as caught:
+        check_joined(kept, later)
+    assert "bases: bundled → someone/else" in str(caught.value)
+
+
+def test_reward_functions_of_packages_are_few_in_all_tasks_together() -> None:
+    """Each takes a process."""
+    tasks = [
+        {**SUMS, "label": f"sums-{number}", "signals": [{"name": "correct"}, {"name": "polite"}]}
+        for number in range(17)
+    ]
+    assert len(make(tasks=tasks[:16]).tasks) == 16
+    with pytest.raises(ManifestError, match="at most 16 signals of packages"):
+        make(tasks=tasks)
+
+
+@pytest.mark.parametrize(
+    ("place", "is_dialled"),
+    [
+        ("/ip4/1.2.3.4/tcp/25", False),
+        ("/dns4/mail.example.org/tcp/22", False),
+        ("/ip4/169.254.169.254/tcp/8080", False),
+        ("/ip4/224.0.0.1/tcp/8080", False),
+        ("/ip4/1.2.3.4/tcp/443", True),
+        ("/ip4/192.168.1.7/tcp/38000", True),
+        ("/dns4/bootstrap.example.org/tcp/38000", True),
+    ],
+)
+def test_a_founder_has_nobody_dial_the_services_of_others(place: str, is_dialled: bool) -> None:
+    """Later editions change addresses without consent."""
+    address = f"{place}/p2p/{FOUNDER.peer_id}"
+    config = compose(make(bootstrap=[address]), {"network": {"backend": "libp2p"}}, {}, {})
+    assert config.network.initial_peers == ((address,) if is_dialled else ())
+    mine = {"network": {"backend": "libp2p", "initial_peers": [address]}}
+    assert compose(make(), {}, mine, {}).network.initial_peers == (address,), "the operator may"
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -54,7 +54,7 @@ def test_a_configuration_of_its_own_code_is_refused(base: Path, tmp_path: Path) 
     edit(base / "config.json", model_type="evil", auto_map=CODE)
     with pytest.raises(PipelineError, match="must hold a valid config"):
         read_config(base)
-    with pytest.raises(ValueError, match="trust_remote_code"):
+    with pytest.raises(PolicyError, match="contains custom code"):
         folder_eos_ids(base, transformers.PreTrainedTokenizerFast.from_pretrained(BUNDLED_FOLDER))
     with pytest.raises(PolicyError, match="causal language model"):
         check_is_causal(base)
@@ -82,12 +82,37 @@ def test_code_beside_a_known_architecture_is_left_alone(
         {"_attn_implementation": "somebody/kernel"},
         {"attn_implementation": {"": "somebody/kernel"}},
         {"text_config": {"experts_implementation": "somebody/kernel"}},
+        {"_attn_implementation_internal": "somebody/kernel"},
+        {"text_config": [{"_experts_implementation_internal": {"": "somebody/kernel"}}]},
     ],
 )
 def test_a_kernel_from_elsewhere_is_refused(base: Path, settings: dict[str, Any]) -> None:
     edit(base / "config.json", **settings)
     with pytest.raises(PolicyError, match="must not name code to download"):
         locate_base(str(base), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("config.json", {"text_config": {"a": 1}}),
+        ("config.json", {"num_attention_heads": "x"}),
+        ("config.json", {"pad_token_id": 10**9}),
+        ("config.json", {"model_type": []}),
+        ("config.json", {"architectures": 7}),
+        ("generation_config.json", {"eos_token_id": [["a"]]}),
+        ("generation_config.json", {"eos_token_id": "x"}),
+        ("generation_config.json", {"eos_token_id": 10**12}),
+        ("tokenizer_config.json", {"tokenizer_class": "PhobertTokenizer"}),
+        ("tokenizer_config.json", {"tokenizer_class": "RagTokenizer"}),
+    ],
+)
+def test_settings_of_any_kind_give_one_clear_error(
+    base: Path, make_policy: MakePolicy, name: str, settings: dict[str, Any]
+) -> None:
+    edit(base / name, **settings)
+    with pytest.raises(PolicyError, match=r"policy\.base must"):
+        make_policy(base=str(base))
 
 
 def other_weights(base: Path, name: str) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from tests import swarm_process
 
 FOUNDER = Identity(b"f" * 32)
 PEER = Identity(b"p" * 32).peer_id
-ADDRESS = f"/ip4/127.0.0.1/tcp/9/p2p/{PEER}"
+ADDRESS = f"/ip4/127.0.0.1/tcp/30009/p2p/{PEER}"
 LAPTOP, GAMER = Hardware(4, 16.0, "", 0.0), Hardware(8, 32.0, "RTX", 8.0)
 LINES = [json.dumps({"prompt": f"say {number}", "answer": str(number)}) for number in range(20)]
 
@@ -58,7 +58,7 @@ def told(ended: subprocess.CompletedProcess[str], code: int) -> str:
 
 def test_manifest_decides_tasks_name_id_and_limits_and_the_user_the_rest() -> None:
     manifest = make(bootstrap=[ADDRESS], limits={"time_to_live_s": 60.0}, gossip="daemon")
-    own_peer = ADDRESS.replace("/tcp/9/", "/tcp/10/")
+    own_peer = ADDRESS.replace("/tcp/30009/", "/tcp/10/")
     user = {"training": {"lr": 0.5}, "network": {"initial_peers": [own_peer, ADDRESS]}, "sharing": {"swarm_groups": 3}}
     config = compose(manifest, {"training": {"lr": 0.1}, "rollouts": {"group_size": 4}}, user, {})
     assert (config.swarm.name, config.swarm_id) == ("friends", manifest.id)

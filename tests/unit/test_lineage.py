@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -20,6 +21,10 @@ MakePolicy = Callable[..., Policy]
 def lineage(folder: Path, **lora: object) -> Lineage:
     section = LoraSection.model_validate({"rank": 4, "alpha": 8.0, **lora})
     return load_policy(PolicySection(base=str(folder), lora=section), device="cpu").lineage
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
 
 
 @pytest.fixture
@@ -84,6 +89,42 @@ def test_another_vocabulary_is_another_tokenizer(tiny_models: dict[str, Path], c
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     (copied / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert lineage(copied).tokenizer != lineage(tiny_models["llama"]).tokenizer
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rms_norm_eps": 0.5},
+        {"hidden_act": "relu"},
+        {"rope_theta": 7.0},
+        {"rope_parameters": {"rope_theta": 7.0}},
+        {"new": 1},
+    ],
+)
+def test_other_settings_of_the_same_weights_are_another_policy(
+    tiny_models: dict[str, Path], copied: Path, change: dict[str, Any]
+):
+    edit(copied / "config.json", **change)
+    got, plain = lineage(copied), lineage(tiny_models["llama"])
+    assert got.policy != plain.policy
+    assert (got.tokenizer, got.earlier) == (plain.tokenizer, plain.earlier)
+    assert plain.has_name(got.earlier) and not plain.has_name(got.policy) and not plain.has_name("")
+
+
+def test_other_ends_of_answers_are_another_policy(tiny_models: dict[str, Path], copied: Path):
+    edit(copied / "generation_config.json", eos_token_id=[1, 5])
+    assert lineage(copied) != lineage(tiny_models["llama"])
+
+
+def test_other_rules_for_splitting_text_are_another_policy(tiny_models: dict[str, Path], copied: Path):
+    edit(copied / "tokenizer.json", normalizer={"type": "Lowercase"})
+    got, plain = lineage(copied), lineage(tiny_models["llama"])
+    assert got.policy != plain.policy and got.tokenizer == plain.tokenizer
+
+
+def test_where_a_base_came_from_is_no_part_of_the_lineage(tiny_models: dict[str, Path], copied: Path):
+    edit(copied / "config.json", _name_or_path="elsewhere", transformers_version="5.0.0", dtype="bfloat16")
+    assert lineage(copied) == lineage(tiny_models["llama"])
 
 
 def test_unchanged_files_are_not_read_again(copied: Path, tmp_path: Path):

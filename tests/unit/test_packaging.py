@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import trove_classifiers
 import yaml
+from packaging.version import Version
 
 from swarm import __version__
 from swarm.config import load
@@ -45,6 +46,22 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert built.returncode == 0, built.stderr
     (path,) = (copy / "dist").glob("*.whl")
     return path
+
+
+SAFE_SINCE = {
+    "cryptography": "50.0",  # 44 to 49: padding oracle of PKCS#7
+    "msgpack": "1.2.1",  # reads out of bounds where an unpacker is used again after an error
+    "starlette": "1.3.1",  # the path of a request that the Host header decides; limits of forms
+    "torch": "2.11",  # up to 2.9 memory corruption by weights_only files; 2.10 has a hole of its own
+    "transformers": "5.14",  # up to 5.2 code of a config.json, to 5.12 files that a tokenizer names, to 5.13 that a config names
+}
+"""The first version of each package without a hole that was known when this was written."""
+
+
+def test_no_version_is_allowed_that_is_known_to_have_a_hole() -> None:
+    allowed = {name: minimum for name, _, minimum in (one.partition(">=") for one in PROJECT["dependencies"])}
+    for name, first in SAFE_SINCE.items():
+        assert Version(allowed[name]) >= Version(first), name
 
 
 def test_wheel_holds_every_data_file_and_the_ready_configurations(wheel: Path) -> None:

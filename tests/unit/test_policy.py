@@ -12,7 +12,6 @@ from transformers import BertConfig, BertForMaskedLM, MambaConfig, MambaForCausa
 
 from swarm.config import LoraSection, PolicySection
 from swarm.errors import PolicyError
-from swarm.policy import base_folder
 from swarm.policy.device import resolve_device, resolve_dtype
 from swarm.policy.lora import adapted_layers
 from swarm.policy.policy import Policy, load_policy
@@ -247,32 +246,6 @@ def test_a_tokenizer_without_an_end_token_is_refused(copied: Path):
         (copied / name).write_text(json.dumps({**data, key: None}))
     with pytest.raises(PolicyError, match="end-of-text token"):
         load(copied)
-
-
-def test_a_hub_model_without_network(monkeypatch: pytest.MonkeyPatch):
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    def unreachable(*_: object, **__: object) -> str:
-        raise LocalEntryNotFoundError("no route to host")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(PolicyError, match="the hub cannot be reached"):
-        load("some-owner/some-model")
-
-
-def test_a_hub_download_takes_the_weights_that_are_there(monkeypatch: pytest.MonkeyPatch, tiny_models: dict[str, Path]):
-    import huggingface_hub
-
-    asked: list[object] = []
-
-    def download(base: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        asked.append((base, revision, allow_patterns[-1]))
-        return str(tiny_models["llama"])
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert base_folder.locate_base("owner/model", "abc") == tiny_models["llama"]
-    assert asked == [("owner/model", "abc", "*.safetensors")]
 
 
 @pytest.mark.parametrize("base", ["a b", "owner/"])

@@ -163,7 +163,7 @@ def test_a_function_reaches_the_network_only_where_the_operator_names_it(
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         fenced = mixture_of(tmp_path, {"name": "reaches"}).sources["mine"].task(16, 0)
-        with pytest.raises(TaskFailure, match="OSError"):
+        with pytest.raises(TaskFailure, match="PermissionError"):
             assess(fenced, port)
         task = mixture_of(tmp_path, {"name": "reaches"}, unfenced_rewards=("reaches",)).sources["mine"].task(16, 0)
         assert assess(task, port).reward == 1.0, "with the network, and still without the node's environment"

@@ -25,6 +25,8 @@ if _IS_LINUX:
     from swarm.sandbox.inside import fence, libc, syscall_filter
 
 _MAX_MESSAGE_CHARS = 300
+_OPEN_FILES = 256
+"""Each open pipe or pair of sockets holds memory of the kernel that does not count as the service's own."""
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 
 Service = Callable[[Any], dict[str, Any]]
@@ -51,6 +53,8 @@ def _confine(request: dict[str, Any], replies: int) -> None:
     is_required, is_wanted = request["fence"] == "required", request["fence"] != "none"
     is_fenced = is_wanted and _enter_fence(request, replies, is_required=is_required)
     limits = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": request["file_bytes"], "RLIMIT_AS": request["memory_bytes"]}
+    if is_wanted:
+        limits["RLIMIT_NOFILE"] = _OPEN_FILES
     for name, value in limits.items():
         kind = getattr(resource, name, None)
         if kind is not None and value is not None:

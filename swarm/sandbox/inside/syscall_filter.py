@@ -3,7 +3,8 @@
 A stranger's program may make the calls on a list and no others: what Python needs to compute, to read its library and to write
 into its own folder. Nothing on that list makes a process, a thread, a socket, shared memory, a mount or a signal, looks into
 another process, or sleeps. Services of the node run packages that a person has installed, which need more, such as threads. For
-them a list of calls is refused.
+them a list of calls is refused. Among these are sockets, since not every family stays within a network namespace (a socket of
+AF_VSOCK reaches the host of a virtual machine), and memory that no limit of a process counts.
 
 A refused call fails with EPERM. A call that is newer than these tables fails with ENOSYS, as on a kernel that does not have it:
 C libraries then do without it, and what future kernels add is refused until somebody has looked at it.
@@ -69,7 +70,8 @@ _REFUSED_TO_SERVICES: dict[str, dict[str, int]] = {
         429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "mount_setattr": 442, "name_to_handle_at":
         303, "open_by_handle_at": 304, "memfd_secret": 447, "personality": 135, "kexec_load": 246, "kexec_file_load": 320,
         "init_module": 175, "finit_module": 313, "delete_module": 176, "reboot": 169, "swapon": 167, "swapoff": 168,
-        "syslog": 103, "acct": 163, "quotactl": 179, "fanotify_init": 300,
+        "syslog": 103, "acct": 163, "quotactl": 179, "fanotify_init": 300, "socket": 41, "memfd_create": 319, "shmget": 29,
+        "semget": 64, "msgget": 68,
     },
     "aarch64": {
         "execve": 221, "execveat": 281, "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272,
@@ -80,7 +82,7 @@ _REFUSED_TO_SERVICES: dict[str, dict[str, int]] = {
         "fspick": 433, "mount_setattr": 442, "name_to_handle_at": 264, "open_by_handle_at": 265, "memfd_secret": 447,
         "personality": 92, "kexec_load": 104, "kexec_file_load": 294, "init_module": 105, "finit_module": 273,
         "delete_module": 106, "reboot": 142, "swapon": 224, "swapoff": 225, "syslog": 116, "acct": 89, "quotactl": 60,
-        "fanotify_init": 262,
+        "fanotify_init": 262, "socket": 198, "memfd_create": 279, "shmget": 194, "semget": 190, "msgget": 186,
     },
 }  # fmt: skip
 _LAST_KNOWN = 450

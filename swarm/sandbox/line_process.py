@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from swarm.safe_files import parse_json_text
+
 _START_BUDGET_S = 60.0
 _MAX_REPLY_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 16
@@ -140,10 +142,10 @@ class LineProcess:
             _write(process.stdin.fileno(), process.stdout.fileno(), json.dumps(line).encode() + b"\n", deadline)
             data = _read_line(process.stdout.fileno(), deadline)
             if data.endswith(b"\n"):
-                reply = json.loads(data)
+                reply = parse_json_text(data)
                 if isinstance(reply, dict):
                     return reply
-        except (OSError, ValueError, RecursionError) as error:  # it is not to be trusted once it has met a text
+        except (OSError, ValueError) as error:  # it is not to be trusted once it has met a text
             why = str(error)
         self._end()
         is_late = time.monotonic() >= deadline
