@@ -11,11 +11,12 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from swarm.fair_places import FairPlaces, NoPlace
+from swarm.fair_places import FairPlaces
 from swarm.observability.turns import Turns
 
 MAX_CONNECTIONS = 128
-"""At a time. Beyond that the address that has most gives up its oldest for one that has fewer."""
+"""At a time. Beyond that a new one is taken in place of the oldest one of the address that has most: programs of one machine
+share its address, and one that holds connections must not keep the others out."""
 HEAD_TIMEOUT_S = 10.0
 """For the head of a request, from the connection or from its first bytes on."""
 BACKLOG = 32
@@ -26,7 +27,10 @@ BURST_ANSWERS = 200
 
 
 class BoundedHttp(H11Protocol):
-    """One connection. Made by `uvicorn.Config(http=...)`, with places and turns of its server before uvicorn's own arguments."""
+    """One connection. Made by `uvicorn.Config(http=...)`, with places and turns of its server before uvicorn's own arguments.
+
+    The newest wins a place: else a connection may find none.
+    """
 
     def __init__(self, places: FairPlaces, turns: Turns, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -38,11 +42,7 @@ class BoundedHttp(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         address = (transport.get_extra_info("peername") or [""])[0]
-        try:
-            self._place.enter_context(self._places.hold(address, transport.abort))
-        except NoPlace:
-            transport.abort()
-            return
+        self._place.enter_context(self._places.hold(address, transport.abort))
         super().connection_made(transport)
         self._expect_a_head()
 
@@ -51,8 +51,7 @@ class BoundedHttp(H11Protocol):
         for what in ("read", "answer"):
             self._turns.leave((self, what))
         self._forget_deadline()
-        if self.transport is not None:  # else there was no place for it
-            super().connection_lost(exc)
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._held is not None:

@@ -69,8 +69,14 @@ class HttpServer:
             lifespan="off",
             timeout_graceful_shutdown=1,
             http=cast(
-                Any, partial(BoundedHttp, FairPlaces(MAX_CONNECTIONS), Turns(ANSWERS_PER_S, BURST_ANSWERS))
+                Any,
+                partial(
+                    BoundedHttp,
+                    FairPlaces(MAX_CONNECTIONS, newest_wins=True),
+                    Turns(ANSWERS_PER_S, BURST_ANSWERS),
+                ),
             ),  # it is only called
+            proxy_headers=False,  # places go by the address of the connection, not by what a header says of it
             ws="none",
             backlog=BACKLOG,
             server_header=False,

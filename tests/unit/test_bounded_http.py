@@ -51,13 +51,25 @@ async def test_one_address_takes_no_places_that_another_needs(monkeypatch: pytes
         silent = [await asyncio.open_connection(HERE, served.port) for _ in range(10)]
         assert await health(served, ELSEWHERE) == 200
         outcomes = [asyncio.create_task(is_closed(reader)) for reader, _ in silent]
-        for outcome in islice(asyncio.as_completed(outcomes), 7):  # six found no place, one gave up its own
+        for outcome in islice(
+            asyncio.as_completed(outcomes), 7
+        ):  # each gave way to a later one, the seventh to another address
             assert await outcome
         assert sum(task.done() for task in outcomes) == 7
         for _, writer in silent:
             writer.close()
         await asyncio.gather(*outcomes)
         assert await health(served, HERE) == 200
+
+
+async def test_who_holds_all_places_keeps_nobody_of_the_same_address_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 4)
+    async with server() as served:
+        silent = [await asyncio.open_connection(HERE, served.port) for _ in range(4)]
+        assert await health(served, HERE) == 200
+        assert await is_closed(silent[0][0]), "the oldest gave way"
+        for _, writer in silent:
+            writer.close()
 
 
 @pytest.mark.parametrize("sent", [b"", REQUEST[:20]])

@@ -20,8 +20,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from swarm.config import Config
-from swarm.dashboard.event_response import EventResponse
-from swarm.dashboard.feed import MAX_CLIENTS, MAX_WAITING, Feed
+from swarm.dashboard.event_response import MAX_STREAMS, EventPlaces, EventResponse
+from swarm.dashboard.feed import MAX_WAITING, Feed
 from swarm.dashboard.guard import Guard
 from swarm.dashboard.history import last_rows
 from swarm.dashboard.merge_log import MAX_MERGES, MergeLog
@@ -192,17 +192,13 @@ class TestFeed:
         assert [line async for line in slow] == []  # ended, with nothing left in memory
         await quick.aclose()
 
-    async def test_clients_are_bounded_and_a_place_is_free_again(self) -> None:
+    async def test_a_closed_feed_ends_its_streams_and_begins_no_other(self) -> None:
         feed = Feed()
-        streams = [feed.stream(None) for _ in range(MAX_CLIENTS)]
+        streams = [feed.stream(None) for _ in range(3)]
         for stream in streams:
             await anext(stream)
-        assert feed.is_full
-        assert [line async for line in feed.stream(None)] == []
-        await streams[0].aclose()
-        assert not feed.is_full
         feed.close()
-        for stream in streams[1:]:
+        for stream in (*streams, feed.stream(None)):
             assert [line async for line in stream] == []
 
     async def test_silence_is_broken_by_heartbeats(self) -> None:
@@ -219,7 +215,7 @@ class TestFeed:
             await asyncio.Event().wait()
 
         feed = Feed()
-        unread = EventResponse(feed.stream(None), send_timeout_s=0.01)
+        unread = EventResponse(feed.stream(None), EventPlaces(), send_timeout_s=0.01)
         started: list[Any] = []
 
         async def send(message: Any) -> None:
@@ -233,7 +229,7 @@ class TestFeed:
         async def leaves() -> Any:
             return {"type": "http.disconnect"}
 
-        await EventResponse(feed.stream(None))({"type": "http"}, leaves, send)
+        await EventResponse(feed.stream(None), EventPlaces())({"type": "http"}, leaves, send)
         assert feed.num_clients == 0
 
 
@@ -460,6 +456,28 @@ class TestNodePage:
                 await anext(lines)
                 await page.stop()
                 assert [line async for line in lines if line.startswith("data")] == []
+
+    @pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"])
+    async def test_no_address_keeps_others_or_itself_from_events(self, source: str, tmp_path: Path) -> None:
+        """Programs of one machine share an address: one that holds all streams must not keep the operator's page out."""
+        page, _ = node_page(tmp_path)
+        here = httpx.AsyncHTTPTransport(local_address=source, limits=httpx.Limits(max_connections=1))
+        request = b"GET /api/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        async with asyncio.timeout(20), served(page) as url, httpx.AsyncClient(transport=here) as own:
+            address = httpx.URL(url)
+            held: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+            for _ in range(MAX_STREAMS):
+                reader, writer = await asyncio.open_connection(address.host, address.port, local_addr=("127.0.0.1", 0))
+                writer.write(request)
+                await reader.readuntil(b"retry: 2000\n\n")
+                held.append((reader, writer))
+            async with own.stream("GET", f"{url}api/events") as answer:
+                assert answer.status_code == 200
+                assert await anext(answer.aiter_lines()) == "retry: 2000"
+                assert await held[0][0].readuntil(b"0\r\n\r\n"), "the oldest ends in order"
+                assert page._feed.num_clients == MAX_STREAMS
+            for _, writer in held:
+                writer.close()
 
     async def test_a_client_that_stops_reading_is_dropped_and_the_node_goes_on(self, tmp_path: Path) -> None:
         page, _ = node_page(tmp_path)
