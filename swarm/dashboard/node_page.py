@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -22,7 +21,6 @@ from swarm import __version__
 from swarm.config import Config
 from swarm.dashboard.event_response import EventPlaces, EventResponse
 from swarm.dashboard.feed import Feed
-from swarm.dashboard.guard import Guard
 from swarm.dashboard.history import last_rows
 from swarm.dashboard.merge_log import MergeLog
 from swarm.dashboard.page_token import is_token, make_token
@@ -55,7 +53,6 @@ class NodePage:
         """Where the policy is in stages: {stage, first_layer, end_layer, holder} of each."""
         self._folder = folder
         self._controls = controls
-        self._names = config.observability.http_names
         self._is_private = bool(config.swarm.silo_owner)
         self._swarm_name = "" if self._is_private else config.swarm.name
         self._merges_adapters = config.merging.enabled
@@ -121,9 +118,6 @@ class NodePage:
             Route("/api/control/{action}", self._control, methods=["POST"]),
             *self._files.routes(),
         ]
-
-    def middleware(self) -> list[Middleware]:
-        return [Middleware(Guard, names=self._names)]
 
     def state(self) -> dict[str, Any]:
         """Everything but the rollouts."""

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -18,7 +17,6 @@ from starlette.routing import BaseRoute, Route
 from swarm import __version__
 from swarm.config import ObservabilitySection
 from swarm.dashboard.event_response import MAX_STREAMS, EventPlaces, EventResponse
-from swarm.dashboard.guard import Guard
 from swarm.dashboard.node_watch import UNPACKED, NodeWatch, Target, WatchedNode, unpacked
 from swarm.dashboard.static_files import StaticFiles
 from swarm.observability.http_server import HttpServer
@@ -40,8 +38,7 @@ class Overview:
         self.watch = NodeWatch(targets, self._client)
         self._files = StaticFiles()
         self._places = EventPlaces()
-        middleware = [Middleware(Guard, names=config.http_names)]
-        self._server = HttpServer(config, Metrics(), self._health, self._routes(), middleware)
+        self._server = HttpServer(config, Metrics(), self._health, self._routes())
         self._working: asyncio.Task[None] | None = None
 
     @property

@@ -18,7 +18,7 @@ from swarm.observability.metrics import Metrics
 from swarm.observability.turns import Turns
 
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"
-REQUEST = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @asynccontextmanager

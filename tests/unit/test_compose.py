@@ -137,6 +137,7 @@ def test_prometheus_asks_the_port_that_nodes_serve() -> None:
     (job,) = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"]
     (found,) = job["dns_sd_configs"]
     assert set(found["names"]) == {"bootstrap", "node", "gpu-node"}
+    assert found["type"] == "A", "nodes answer to addresses, and to no name that their settings do not list"
     assert f"HTTP_PORT = 38000, 38001, {found['port']}\n" in (ROOT / "docker" / "start.py").read_text()
     assert services()["dashboard"]["command"][-2:] == [
         f"http://{name}:{found['port']}" for name in ("node", "gpu-node")

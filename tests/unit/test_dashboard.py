@@ -22,7 +22,6 @@ from starlette.routing import Route
 from swarm.config import Config
 from swarm.dashboard.event_response import MAX_STREAMS, EventPlaces, EventResponse
 from swarm.dashboard.feed import MAX_WAITING, Feed
-from swarm.dashboard.guard import Guard
 from swarm.dashboard.history import last_rows
 from swarm.dashboard.merge_log import MAX_MERGES, MergeLog
 from swarm.dashboard.node_page import TOKEN_HEADER, NodePage
@@ -33,6 +32,7 @@ from swarm.dashboard.series import Series
 from swarm.dashboard.shown import shown
 from swarm.errors import NodeNotRunningError
 from swarm.node_controls import ACTIONS, NodeControls
+from swarm.observability.guard import Guard
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.types import TaskRef
 from tests.unit.experience_factory import Clock, body_and_header, group
@@ -281,8 +281,8 @@ class TestGuard:
     )
     async def test_any_other_name_is_refused_whatever_it_resolves_to(self, host: str) -> None:
         async with guarded() as client:
-            assert (await client.get("/", headers={"host": host})).status_code == 421
-            assert (await client.get("/metrics", headers={"host": host})).status_code == 200  # monitors ask by any name
+            for path in ("/", "/metrics", "/api/state"):
+                assert (await client.get(path, headers={"host": host})).status_code == 421
 
     @pytest.mark.parametrize(
         ("headers", "status_code"),
@@ -300,6 +300,7 @@ class TestGuard:
     async def test_other_sites_cannot_post(self, headers: dict[str, str], status_code: int) -> None:
         async with guarded() as client:
             assert (await client.post("/", headers=headers)).status_code == status_code
+            assert (await client.get("/", headers=headers)).status_code == status_code
 
     @pytest.mark.parametrize(
         ("path", "site", "mode", "status_code"),
@@ -311,7 +312,7 @@ class TestGuard:
             ("/api/state", "cross-site", "navigate", 403),
             ("/api/state", "cross-site", "no-cors", 403),
             ("/api/state", "same-origin", "cors", 200),
-            ("/metrics", "cross-site", "no-cors", 200),
+            ("/metrics", "cross-site", "no-cors", 403),
         ],
     )
     async def test_other_sites_may_link_to_a_page_and_ask_for_nothing(
