@@ -115,6 +115,14 @@ async def test_a_name_with_several_addresses_is_several_nodes_and_is_looked_up_a
         assert len(watch.nodes) == node_watch.MAX_NODES
 
 
+ODD_PARTS = (
+    b'"curve": 5', b'"curve": {"start": "ab"}', b'"curve": {"start": [1]}', b'"curve": {"start": [-5], "reward": [1]}',
+    b'"curve": {"start": [1e999], "reward": [1]}', b'"curve": {"start": [1], "reward": ["1"]}', b'"round": "1"',
+    b'"reward": [1]', b'"tokens_per_s": true', b'"peers": {}', b'"started_at": "now"', b'"phase": null',
+)  # fmt: skip
+"""Of a node's summary: each would stop the page in the middle of drawing all nodes, or spoil their sums."""
+
+
 async def test_dead_silent_and_odd_nodes_are_shown_as_such_and_cost_the_others_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +137,7 @@ async def test_dead_silent_and_odd_nodes_are_shown_as_such_and_cost_the_others_n
                 for serve in (
                     silent, answering(b"x" * 200_000), answering(b"[1]"), answering(b"{\xff"), answering(b"[" * 60_000),
                     answering(b'{"name": ["<b>"]}'),
+                    *(answering(b'{"name": "x", ' + part + b"}") for part in ODD_PARTS),
                 )
             ]  # fmt: skip
             targets = [parse_target(url), refusing, *odd]
