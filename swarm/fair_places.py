@@ -30,7 +30,7 @@ class FairPlaces:
 
         Raises NoPlace.
         """
-        address = _network_of(address)
+        address = network_of(address)
         if self.num_taken >= self._max_places:
             self._evict_for(address)
         mark = object()
@@ -59,8 +59,8 @@ class FairPlaces:
             del self._holders[address]
 
 
-def _network_of(address: str) -> str:
-    """What counts as one address; text that is none stands for itself."""
+def network_of(address: str) -> str:
+    """What counts as one address: an IPv4 address, or an IPv6 /48. Other text stands for itself."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:

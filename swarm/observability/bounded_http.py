@@ -11,7 +11,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from swarm.fair_places import FairPlaces
+from swarm.fair_places import FairPlaces, network_of
 from swarm.observability.turns import Turns
 
 MAX_CONNECTIONS = 128
@@ -37,19 +37,20 @@ class BoundedHttp(H11Protocol):
         self._places = places
         self._place = ExitStack()
         self._turns = turns
+        self._address = ""
         self._held: bytes | None = None  # what was read and has to wait for its turn
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        address = (transport.get_extra_info("peername") or [""])[0]
-        self._place.enter_context(self._places.hold(address, transport.abort))
+        self._address = network_of((transport.get_extra_info("peername") or [""])[0])
+        self._place.enter_context(self._places.hold(self._address, transport.abort))
         super().connection_made(transport)
         self._expect_a_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._place.close()
         for what in ("read", "answer"):
-            self._turns.leave((self, what))
+            self._turns.leave(self._address, (self, what))
         self._forget_deadline()
         super().connection_lost(exc)
 
@@ -58,7 +59,7 @@ class BoundedHttp(H11Protocol):
             self._held += data
         else:
             self._held = data
-            self._turns.take((self, "read"), self._go_on)
+            self._turns.take(self._address, (self, "read"), self._go_on)
         if self._held is not None:
             self.transport.pause_reading()  # again, where uvicorn has resumed it meanwhile
 
@@ -75,7 +76,7 @@ class BoundedHttp(H11Protocol):
     def on_response_complete(self) -> None:
         """The next request, where it has come with this one, waits for a turn, too."""
         if self.conn.trailing_data[0]:
-            self._turns.take((self, "answer"), super().on_response_complete)
+            self._turns.take(self._address, (self, "answer"), super().on_response_complete)
         else:
             super().on_response_complete()
 

@@ -145,10 +145,22 @@ async def test_a_flood_holds_up_others_for_a_turn_each_and_fills_no_memory(monke
 async def test_who_left_takes_no_turn() -> None:
     turns, done = Turns(50.0, 1), []
     for who in range(100):
-        turns.take(who, lambda who=who: done.append(who))
+        turns.take(HERE, who, lambda who=who: done.append(who))
     for who in range(1, 99):
-        turns.leave(who)
+        turns.leave(HERE, who)
     async with asyncio.timeout(5):
         while 99 not in done:
             await asyncio.sleep(0.005)  # until its turn
     assert done == [0, 99]
+
+
+async def test_addresses_take_turns_however_much_waits_at_one_of_them() -> None:
+    turns, done = Turns(1000.0, 1), list[str]()
+    for number in range(9):
+        turns.take(ELSEWHERE, number, lambda: done.append(ELSEWHERE))
+    for number in range(2):
+        turns.take(HERE, number, lambda: done.append(HERE))
+    async with asyncio.timeout(5):
+        while len(done) < 11:
+            await asyncio.sleep(0.001)  # until their turns
+    assert done[:5] == [ELSEWHERE, ELSEWHERE, HERE, ELSEWHERE, HERE]
