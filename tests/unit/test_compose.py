@@ -159,3 +159,8 @@ def test_nobody_is_admin_of_grafana_by_the_password_that_it_comes_with() -> None
     settings = services()["grafana"]["environment"]
     assert settings["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == settings["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
     assert settings["GF_AUTH_BASIC_ENABLED"] == "false"
+
+
+def test_grafana_answers_to_its_own_name_only() -> None:
+    settings = services()["grafana"]["environment"]
+    assert (settings["GF_SERVER_DOMAIN"], settings["GF_SERVER_ENFORCE_DOMAIN"]) == ("localhost", "true")
