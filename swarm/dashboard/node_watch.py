@@ -27,6 +27,8 @@ TIMEOUT_S = 3.0
 """For everything that is asked of one node."""
 _MAX_AT_ONCE = 16
 _MAX_SUMMARY_BYTES = 64 << 10
+_MAX_VALUES = 100_000
+"""Of one answer; a node's largest holds some ten thousand."""
 UNPACKED = {"accept-encoding": "identity"}
 """Header of every question to a node."""
 _MAX_CURVE_POINTS = 400
@@ -166,7 +168,7 @@ class NodeWatch:
                 content += part
                 if len(content) > max_bytes:
                     raise ValueError(f"its answer is longer than {max_bytes} bytes")
-            return answer.status_code, shown(parse_json(bytes(content)))
+            return answer.status_code, shown(parse_json(bytes(content), _MAX_VALUES))
 
     async def _ask(self, node: WatchedNode) -> None:
         async with self._places:
