@@ -91,7 +91,7 @@ class PolicySection(Section):
     base: str = "bundled"
     """`bundled` (the tiny policy of this package), a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct."""
     revision: str | None = None
-    """Branch, tag or commit of a hub model; pin a commit in production."""
+    """Branch, tag or commit of a hub model; pin a commit in production. With it no folder of that name is taken instead."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: bfloat16 on CUDA devices that have it, float32 elsewhere."""
     quantization: Literal["none", "8bit", "4bit"] = "none"

@@ -275,6 +275,27 @@ def test_a_hub_download_takes_the_weights_that_are_there(monkeypatch: pytest.Mon
     assert asked == [("owner/model", "abc", "*.safetensors")]
 
 
+def test_a_folder_here_takes_no_place_of_a_pinned_revision(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tiny_models: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """Whoever can write in the folder in which a node is started could give it another base."""
+    import huggingface_hub
+
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "model").symlink_to(tiny_models["llama"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tiny_models["llama"]))
+    for locate in (base_folder.locate_base, base_folder.base_at_hand):
+        assert locate("owner/model", "a" * 40) == tiny_models["llama"]
+        assert locate("./owner/model", "a" * 40) == Path("owner/model")
+    assert not caplog.messages
+    assert base_folder.locate_base("owner/model", None) == Path("owner/model")
+    assert "no model of the hub" in caplog.text
+
+
 @pytest.mark.parametrize("base", ["a b", "owner/"])
 def test_a_name_that_is_no_hub_id(base: str):
     with pytest.raises(PolicyError, match="must be bundled, a folder or a hub id"):
