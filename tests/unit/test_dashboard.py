@@ -107,6 +107,12 @@ class TestHistory:
         some = [one["round"] for one in last_rows(path, max_bytes=200)]
         assert some and some == list(range(100 - len(some), 100))
 
+    def test_a_row_of_millions_of_small_values_is_left_out(self, tmp_path: Path) -> None:
+        many = {"kind": "round", "round": 1, "more": [[]] * 500_000}
+        path = tmp_path / "metrics.jsonl"
+        path.write_text("".join(json.dumps(one) + "\n" for one in (row(0, 0.5), many, row(2, 0.5))))
+        assert [one["round"] for one in last_rows(path)] == [0, 2]
+
     def test_the_older_file_fills_what_room_is_left(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
         (tmp_path / "metrics.jsonl.1").write_text('{"round": 1}\n{"round": 2}\n')
