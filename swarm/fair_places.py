@@ -1,5 +1,6 @@
 """Places of connections, shared out by the address that they come from."""
 
+import ipaddress
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,8 @@ class FairPlaces:
 
     It does so for an address that would still hold fewer; with `newest_wins` for any, itself included: for what an honest
     peer needs only for a moment, so that whoever stays long is most likely the one that means no good.
+
+    The addresses of an IPv6 /48 count as one: whoever has one of them usually has all.
     """
 
     def __init__(self, max_places: int, *, newest_wins: bool = False) -> None:
@@ -27,6 +30,7 @@ class FairPlaces:
 
         Raises NoPlace.
         """
+        address = network_of(address)
         if self.num_taken >= self._max_places:
             self._evict_for(address)
         mark = object()
@@ -53,3 +57,14 @@ class FairPlaces:
         self.num_taken -= 1
         if not self._holders[address]:
             del self._holders[address]
+
+
+def network_of(address: str) -> str:
+    """What counts as one address: an IPv4 address, or an IPv6 /48. Other text stands for itself."""
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if ip.version == 4 or ip.is_loopback:
+        return str(ip)
+    return str(ip.ipv4_mapped or ipaddress.ip_network((int(ip), 48), strict=False))

@@ -87,8 +87,7 @@ class NodeReport:
         self._metrics = Metrics()
         self._log = MetricsLog(folder.metrics, config.max_log_mib * 2**20)
         self._page = page if config.http else None
-        pages, middleware = (page.routes(), page.middleware()) if page else ([], [])
-        self._http = HttpServer(config, self._metrics, self._health, pages, middleware)
+        self._http = HttpServer(config, self._metrics, self._health, page.routes() if page else [])
         self._started_at = time.time()
         self._last_row: Row = {}
         self._final_merge: Row = {}

@@ -108,10 +108,17 @@ def read_json(path: Path, max_bytes: int) -> Any:
     return parse_json(read_file(path, max_bytes))
 
 
-def parse_json(content: bytes | str) -> Any:
-    """What JSON of unknown origin holds. Raises ValueError where it is none, or is nested deeper than MAX_JSON_DEPTH."""
+def parse_json(content: bytes | str, max_values: int | None = None) -> Any:
+    """What JSON of unknown origin holds.
+
+    Raises ValueError where it is none, is nested deeper than MAX_JSON_DEPTH, or holds more values than `max_values`: one
+    of three bytes, such as an empty list, takes a hundred times as much memory as its text.
+    """
     data = content.encode() if isinstance(content, str) else content
-    brackets = _TEXT.sub(b"", data).translate(None, _NO_BRACKETS)
+    without_texts = _TEXT.sub(b"", data)
+    if max_values is not None and without_texts.count(b",") >= max_values:
+        raise ValueError(f"JSON must hold at most {max_values} values")
+    brackets = without_texts.translate(None, _NO_BRACKETS)
     if max(accumulate(map(_STEP.__getitem__, brackets)), default=0) > MAX_JSON_DEPTH:
         raise ValueError(f"JSON must be nested at most {MAX_JSON_DEPTH} deep")
     return json.loads(data.decode())  # UTF-8 alone: what the brackets were counted in

@@ -144,7 +144,7 @@ def _screen(folders: Sequence[Path], console: "Console") -> "Group":
         table.add_row(cells[0], Text(word, style=STYLES[word]), *cells[1:])
     advice = [Text(plain(line), style="yellow", overflow="fold") for line in _without_nodes(folders)]
     advice += [
-        Text(f"{look.folder.name}: {plain(line)}", style="yellow", no_wrap=True, overflow="ellipsis")
+        Text(plain(f"{look.folder.name}: {line}"), style="yellow", no_wrap=True, overflow="ellipsis")
         for look in looks
         for line in next_actions(look.folder, look.status, look.verdict)
     ]

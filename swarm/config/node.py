@@ -66,7 +66,7 @@ class ObservabilitySection(Section):
     http_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0 takes a free port; the node's status file names it."""
     http_names: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9.-]{1,253}$")], ...] = ()
-    """Host names by which the page may be asked for, beside addresses and localhost: those of a reverse proxy."""
+    """Host names by which page, metrics and health may be asked for, beside addresses and localhost: of a proxy or a scraper."""
     max_log_mib: PositiveInt = 64
     """Size at which metrics.jsonl and the log each begin anew; one older file of each is kept, ending in .1."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

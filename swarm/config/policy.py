@@ -91,7 +91,7 @@ class PolicySection(Section):
     base: str = "bundled"
     """`bundled` (the tiny policy of this package), a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct."""
     revision: str | None = None
-    """Branch, tag or commit of a hub model; pin a commit in production."""
+    """Branch, tag or commit of a hub model; pin a commit in production. With it no folder of that name is taken instead."""
     max_download_gib: PositiveFloat = 40.0
     """Largest download of a base from the hub, which a manifest may name; 40 holds 20 billion parameters of 16 bits."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -1,4 +1,4 @@
-"""Server-sent events to a bounded number of pages, none of which can hold up the node or grow its memory.
+"""Server-sent events to pages, none of which can hold up the node or grow its memory. `EventPlaces` bounds their number.
 
 publish ─▶ one line of bytes ─┬─▶ queue of a client ─▶ stream        a full queue: that client is dropped
                               └─▶ the last ones, for who comes back with Last-Event-ID
@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-MAX_CLIENTS = 32
 MAX_WAITING = 64
 """Events that wait for one client."""
 HEARTBEAT_S = 15.0
@@ -39,10 +38,6 @@ class Feed:
         return len(self._clients)
 
     @property
-    def is_full(self) -> bool:
-        return self._is_closed or len(self._clients) >= MAX_CLIENTS
-
-    @property
     def last_id(self) -> str:
         """Of the newest event: what a snapshot that is made now already holds."""
         return f"{self._run}-{self._number}"
@@ -68,7 +63,7 @@ class Feed:
 
         Ends when the client is dropped or the feed is closed.
         """
-        if self.is_full:
+        if self._is_closed:
             return
         client: asyncio.Queue[bytes | None] = asyncio.Queue()
         for line in self._since(last_id):

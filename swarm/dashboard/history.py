@@ -8,6 +8,8 @@ from swarm.safe_files import open_to_read, parse_json
 
 MAX_BYTES = 24 << 20
 """Some 15,000 rounds; parsing takes a second."""
+_MAX_VALUES_PER_ROW = 10_000
+"""A node writes some hundred."""
 
 
 def last_rows(path: Path, max_bytes: int = MAX_BYTES) -> Iterator[dict[str, Any]]:
@@ -22,7 +24,7 @@ def last_rows(path: Path, max_bytes: int = MAX_BYTES) -> Iterator[dict[str, Any]
     for part in parts:
         for line in part.split(b"\n"):
             try:
-                row = parse_json(line) if line else None
+                row = parse_json(line, _MAX_VALUES_PER_ROW) if line else None
             except ValueError:
                 continue
             if isinstance(row, dict):

@@ -13,16 +13,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from swarm import __version__
 from swarm.config import Config
-from swarm.dashboard.event_response import EventResponse
+from swarm.dashboard.event_response import EventPlaces, EventResponse
 from swarm.dashboard.feed import Feed
-from swarm.dashboard.guard import Guard
 from swarm.dashboard.history import last_rows
 from swarm.dashboard.merge_log import MergeLog
 from swarm.dashboard.page_token import is_token, make_token
@@ -55,11 +53,11 @@ class NodePage:
         """Where the policy is in stages: {stage, first_layer, end_layer, holder} of each."""
         self._folder = folder
         self._controls = controls
-        self._names = config.observability.http_names
         self._is_private = bool(config.swarm.silo_owner)
         self._swarm_name = "" if self._is_private else config.swarm.name
         self._merges_adapters = config.merging.enabled
         self._feed = Feed()
+        self._places = EventPlaces()
         self._files = StaticFiles()
         self._token = ""
         self._series = Series()
@@ -120,9 +118,6 @@ class NodePage:
             Route("/api/control/{action}", self._control, methods=["POST"]),
             *self._files.routes(),
         ]
-
-    def middleware(self) -> list[Middleware]:
-        return [Middleware(Guard, names=self._names)]
 
     def state(self) -> dict[str, Any]:
         """Everything but the rollouts."""
@@ -235,10 +230,8 @@ class NodePage:
         return json.dumps({"groups": shown(self.rollouts.newest())}, allow_nan=False).encode()
 
     async def _get_events(self, request: Request) -> Response:
-        if self._feed.is_full:
-            return PlainTextResponse("as many pages are open as a node serves\n", status_code=503)
         last_id = request.headers.get("last-event-id") or request.query_params.get("after")
-        return EventResponse(self._feed.stream(last_id))
+        return EventResponse(self._feed.stream(last_id), self._places)
 
     async def _control(self, request: Request) -> Response:
         """Acts, and tells all pages. The body, if any, is never read."""

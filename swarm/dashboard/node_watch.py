@@ -10,10 +10,11 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
 import httpx
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from swarm.dashboard.shown import shown
 from swarm.errors import ConfigError
@@ -26,8 +27,46 @@ TIMEOUT_S = 3.0
 """For everything that is asked of one node."""
 _MAX_AT_ONCE = 16
 _MAX_SUMMARY_BYTES = 64 << 10
+_MAX_VALUES = 100_000
+"""Of one answer; a node's largest holds some ten thousand."""
 UNPACKED = {"accept-encoding": "identity"}
 """Header of every question to a node."""
+_MAX_CURVE_POINTS = 400
+
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Checked(BaseModel):
+    """A part of what a node says of itself. All nodes are drawn together: a wrong type would cost the others their curves."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Curve(_Checked):
+    start: Annotated[list[Count], Field(max_length=_MAX_CURVE_POINTS)] = []
+    reward: Annotated[list[Number | None], Field(max_length=_MAX_CURVE_POINTS)] = []
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if len(self.start) != len(self.reward):
+            raise ValueError("a curve must have a reward for each start")
+        return self
+
+
+class _Summary(_Checked):
+    version: str = ""
+    name: str
+    peer_id: str = ""
+    phase: str = ""
+    round: Count = 0
+    started_at: Number | None = None
+    reward: Number | None = None
+    tokens_per_s: Number | None = None
+    peers: Count | None = None
+    swarm_groups: Count | None = None
+    merges: Count | None = None
+    curve: _Curve = _Curve()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +168,7 @@ class NodeWatch:
                 content += part
                 if len(content) > max_bytes:
                     raise ValueError(f"its answer is longer than {max_bytes} bytes")
-            return answer.status_code, shown(parse_json(bytes(content)))
+            return answer.status_code, shown(parse_json(bytes(content), _MAX_VALUES))
 
     async def _ask(self, node: WatchedNode) -> None:
         async with self._places:
@@ -141,10 +180,12 @@ class NodeWatch:
             except (OSError, httpx.HTTPError, ValueError, RecursionError) as error:
                 node.error = str(shown(str(error) or type(error).__name__))[:200]
                 return
-        if status != 200 or not isinstance(summary, dict) or not isinstance(summary.get("name"), str):
+        try:
+            checked = _Summary.model_validate(summary if status == 200 else None)
+        except ValidationError:
             node.error = f"it answers, but not as a node does (status {status})"
             return
-        node.summary, node.seen_at, node.error = summary, self._clock(), ""
+        node.summary, node.seen_at, node.error = checked.model_dump(), self._clock(), ""
 
 
 def unpacked(answer: httpx.Response) -> AsyncIterator[bytes]:

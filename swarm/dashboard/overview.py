@@ -10,21 +10,18 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
-from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from swarm import __version__
 from swarm.config import ObservabilitySection
-from swarm.dashboard.event_response import EventResponse
-from swarm.dashboard.guard import Guard
+from swarm.dashboard.event_response import MAX_STREAMS, EventPlaces, EventResponse
 from swarm.dashboard.node_watch import UNPACKED, NodeWatch, Target, WatchedNode, unpacked
 from swarm.dashboard.static_files import StaticFiles
 from swarm.observability.http_server import HttpServer
 from swarm.observability.metrics import Metrics
 
-MAX_STREAMS = 32
 _MAX_STATE_BYTES = 8 << 20
 _SILENCE_S = 45.0
 """Three heartbeats of a node's events."""
@@ -40,9 +37,8 @@ class Overview:
         self._client = httpx.AsyncClient(trust_env=False, follow_redirects=False, limits=limits, timeout=_SILENCE_S)
         self.watch = NodeWatch(targets, self._client)
         self._files = StaticFiles()
-        self._num_streams = 0
-        middleware = [Middleware(Guard, names=config.http_names)]
-        self._server = HttpServer(config, Metrics(), self._health, self._routes(), middleware)
+        self._places = EventPlaces()
+        self._server = HttpServer(config, Metrics(), self._health, self._routes())
         self._working: asyncio.Task[None] | None = None
 
     @property
@@ -109,14 +105,11 @@ class Overview:
         node = self._node(request)
         if node is None:
             return _no_such_node()
-        if self._num_streams >= MAX_STREAMS:
-            return PlainTextResponse("as many pages are open as are served\n", status_code=503)
         after = request.headers.get("last-event-id") or request.query_params.get("after", "")
-        return EventResponse(self._events(node, after[:64]))
+        return EventResponse(self._events(node, after[:64]), self._places)
 
     async def _events(self, node: WatchedNode, after: str) -> AsyncIterator[bytes]:
         """As the node sends them; they end when it does, and the browser comes back."""
-        self._num_streams += 1
         try:
             address = httpx.URL(f"http://{node.address}/api/events", params={"after": after} if after else {})
             async with self._client.stream("GET", address, headers=UNPACKED) as answer:
@@ -126,8 +119,6 @@ class Overview:
                     yield part
         except (OSError, httpx.HTTPError, ValueError):
             return
-        finally:
-            self._num_streams -= 1
 
     def _node(self, request: Request) -> WatchedNode | None:
         return self.watch.nodes.get(request.path_params["key"])

@@ -1,10 +1,8 @@
 """The sinks that the settings ask for."""
 
-import os
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 
 from swarm.child_python import install_from_clone
 from swarm.config import Config
@@ -28,9 +26,9 @@ def open_sinks(config: Config, folder: NodeFolder, identity: Identity) -> list[S
         sinks["tensorboard"] = lambda: TensorboardSink(folder.path / "tensorboard")
     if settings.wandb != "off":
         _need("wandb", "wandb")
-        _refuse_settings_of_this_folder()
-        from swarm.integrations.wandb_run import WandbSink
+        from swarm.integrations.wandb_run import WandbSink, read_settings
 
+        read_settings()
         mode = settings.wandb
         told = shareable(config.model_dump(mode="json"))
         sinks["wandb"] = lambda: WandbSink(mode, settings.wandb_project, identity.peer_name, folder.path, told)
@@ -46,17 +44,6 @@ def open_sinks(config: Config, folder: NodeFolder, identity: Identity) -> list[S
         facts = {"service.name": "swarm", "service.instance.id": identity.peer_id, "swarm.name": config.swarm.name}
         opened.append(OtelTracer(settings.otel_endpoint, facts))  # it queues by itself, and watches from now on
     return opened
-
-
-def _refuse_settings_of_this_folder() -> None:
-    """wandb reads such a file, and by that who filled the folder decides to which address the key of the user goes."""
-    for folder in ("wandb", ".wandb"):
-        path = Path.cwd() / folder / "settings"
-        if os.path.lexists(path):
-            raise ConfigError(
-                f"integrations.wandb must not take settings from the current folder, got {path}; "
-                "start in another folder, or move that file to ~/.config/wandb/settings if it is yours"
-            )
 
 
 def _need(extra: str, setting: str) -> None:

@@ -1,5 +1,6 @@
 """A run of Weights & Biases. Nothing is asked and nothing of the machine is sent but what the rows and settings say."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -7,16 +8,31 @@ from typing import Any, Literal
 from swarm.integrations.scalars import scalars
 
 
+def read_settings() -> None:
+    """Have wandb read its settings, once for this process: of the environment and the user, and none of the current folder.
+
+    Such a file names the address to which the key of the user goes. Whoever may write in the current folder could put it
+    there at any time before the first row. For the start of a node: it changes the current folder for a moment.
+    """
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read at import; else its makers get crash reports
+    import wandb
+
+    with contextlib.chdir(Path(__file__).parent):
+        wandb.setup()
+
+
 class WandbSink:
     def __init__(
         self, mode: Literal["offline", "online"], project: str, name: str, folder: Path, settings: dict[str, Any]
     ) -> None:
-        """`folder`: its wandb/ holds the run. Online it needs the key of `wandb login`; without one it fails rather than asks."""
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read at import; else its makers get crash reports
+        """`folder`: its wandb/ holds the run. Online it needs the key of `wandb login`; without one it fails rather than asks.
+
+        To be made after `read_settings`.
+        """
         import wandb
 
-        self._run = wandb.init(
-            project=project, name=name, dir=str(folder), mode=mode, config=settings, force=mode == "online",
+        self._run = wandb.init(  # its service has another current folder
+            project=project, name=name, dir=str(folder.resolve()), mode=mode, config=settings, force=mode == "online",
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, disable_code=True,
                 x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True, x_save_requirements=False,

@@ -11,11 +11,12 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from swarm.fair_places import FairPlaces, NoPlace
+from swarm.fair_places import FairPlaces, network_of
 from swarm.observability.turns import Turns
 
 MAX_CONNECTIONS = 128
-"""At a time. Beyond that the address that has most gives up its oldest for one that has fewer."""
+"""At a time. Beyond that a new one is taken in place of the oldest one of the address that has most: programs of one machine
+share its address, and one that holds connections must not keep the others out."""
 HEAD_TIMEOUT_S = 10.0
 """For the head of a request, from the connection or from its first bytes on."""
 BACKLOG = 32
@@ -26,40 +27,39 @@ BURST_ANSWERS = 200
 
 
 class BoundedHttp(H11Protocol):
-    """One connection. Made by `uvicorn.Config(http=...)`, with places and turns of its server before uvicorn's own arguments."""
+    """One connection. Made by `uvicorn.Config(http=...)`, with places and turns of its server before uvicorn's own arguments.
+
+    The newest wins a place: else a connection may find none.
+    """
 
     def __init__(self, places: FairPlaces, turns: Turns, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._places = places
         self._place = ExitStack()
         self._turns = turns
+        self._address = ""
         self._held: bytes | None = None  # what was read and has to wait for its turn
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        address = (transport.get_extra_info("peername") or [""])[0]
-        try:
-            self._place.enter_context(self._places.hold(address, transport.abort))
-        except NoPlace:
-            transport.abort()
-            return
+        self._address = network_of((transport.get_extra_info("peername") or [""])[0])
+        self._place.enter_context(self._places.hold(self._address, transport.abort))
         super().connection_made(transport)
         self._expect_a_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._place.close()
         for what in ("read", "answer"):
-            self._turns.leave((self, what))
+            self._turns.leave(self._address, (self, what))
         self._forget_deadline()
-        if self.transport is not None:  # else there was no place for it
-            super().connection_lost(exc)
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._held is not None:
             self._held += data
         else:
             self._held = data
-            self._turns.take((self, "read"), self._go_on)
+            self._turns.take(self._address, (self, "read"), self._go_on)
         if self._held is not None:
             self.transport.pause_reading()  # again, where uvicorn has resumed it meanwhile
 
@@ -76,7 +76,7 @@ class BoundedHttp(H11Protocol):
     def on_response_complete(self) -> None:
         """The next request, where it has come with this one, waits for a turn, too."""
         if self.conn.trailing_data[0]:
-            self._turns.take((self, "answer"), super().on_response_complete)
+            self._turns.take(self._address, (self, "answer"), super().on_response_complete)
         else:
             super().on_response_complete()
 

@@ -20,6 +20,7 @@ from swarm.config import ObservabilitySection
 from swarm.errors import ConfigError
 from swarm.fair_places import FairPlaces
 from swarm.observability.bounded_http import ANSWERS_PER_S, BACKLOG, BURST_ANSWERS, MAX_CONNECTIONS, BoundedHttp
+from swarm.observability.guard import Guard
 from swarm.observability.metrics import Metrics
 from swarm.observability.turns import Turns
 
@@ -35,7 +36,7 @@ def http_address(host: str, port: int) -> str:
 
 
 class HttpServer:
-    """Started and stopped by the node; leaves signal handling to it."""
+    """Started and stopped by the node; leaves signal handling to it. `Guard` decides who may ask, for whatever it serves."""
 
     def __init__(
         self,
@@ -43,7 +44,6 @@ class HttpServer:
         metrics: Metrics,
         health: Callable[[], dict[str, Any]],
         pages: Sequence[BaseRoute] = (),
-        middleware: Sequence[Middleware] = (),
     ) -> None:
         self.port = 0
         """Actual port while running, else 0."""
@@ -51,7 +51,6 @@ class HttpServer:
         self._metrics = metrics
         self._health = health
         self._pages = pages
-        self._middleware = middleware
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -63,14 +62,20 @@ class HttpServer:
         self.port = listener.getsockname()[1]
         routes = [Route("/metrics", self._get_metrics), Route("/health", self._get_health), *self._pages]
         settings = uvicorn.Config(
-            Starlette(routes=routes, middleware=self._middleware),
+            Starlette(routes=routes, middleware=[Middleware(Guard, names=self._config.http_names)]),
             log_config=None,
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=1,
             http=cast(
-                Any, partial(BoundedHttp, FairPlaces(MAX_CONNECTIONS), Turns(ANSWERS_PER_S, BURST_ANSWERS))
+                Any,
+                partial(
+                    BoundedHttp,
+                    FairPlaces(MAX_CONNECTIONS, newest_wins=True),
+                    Turns(ANSWERS_PER_S, BURST_ANSWERS),
+                ),
             ),  # it is only called
+            proxy_headers=False,  # places go by the address of the connection, not by what a header says of it
             ws="none",
             backlog=BACKLOG,
             server_header=False,

@@ -118,7 +118,7 @@ def parse(lines: Iterable[str]) -> Iterator[LogRecord]:
 
 def _record(head: re.Match[str], more: list[str]) -> LogRecord:
     time_text, level, name, message = head.groups()
-    return LogRecord(time_text, level, name, "\n".join(plain(line) for line in [message, *more]))
+    return LogRecord(plain(time_text), level, plain(name), "\n".join(plain(line) for line in [message, *more]))
 
 
 def _by_record(lines: list[str]) -> list[list[str]]:

@@ -1,34 +1,41 @@
-"""Turns at an event loop, so many per second: whoever asks for more than that waits, and holds up nobody else's work."""
+"""Turns at an event loop, so many per second: whoever asks for more than that waits, and holds up nobody else's work.
+
+Addresses take turns, too: one with a hundred connections that wait is served as often as one with a single connection.
+"""
 
 import asyncio
 from collections.abc import Callable, Hashable
 
 
 class Turns:
-    """At once while there are any left of a burst, then one after the other. For one loop."""
+    """At once while there are any left of a burst, then one address after the other. For one loop."""
 
     def __init__(self, per_second: float, burst: int) -> None:
         self._interval_s = 1.0 / per_second
         self._burst = burst
         self._num_left = float(burst)
         self._counted_at = 0.0
-        self._waiting: dict[Hashable, Callable[[], None]] = {}  # oldest first
+        self._waiting: dict[str, dict[Hashable, Callable[[], None]]] = {}
+        """By address: whose turn is next comes first, and of each the oldest."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def take(self, who: Hashable, action: Callable[[], None]) -> None:
+    def take(self, address: str, who: Hashable, action: Callable[[], None]) -> None:
         """Do it now, or when its turn comes. `who` waits for one turn at a time."""
-        assert who not in self._waiting, "one turn at a time"
+        assert who not in self._waiting.get(address, ()), "one turn at a time"
         self._refill()
         if not self._waiting and self._num_left >= 1:
             self._num_left -= 1
             action()
         else:
-            self._waiting[who] = action
+            self._waiting.setdefault(address, {})[who] = action
             self._wait()
 
-    def leave(self, who: Hashable) -> None:
+    def leave(self, address: str, who: Hashable) -> None:
         """Give up a turn that has not come."""
-        self._waiting.pop(who, None)
+        waiting = self._waiting.get(address, {})
+        waiting.pop(who, None)
+        if not waiting:
+            self._waiting.pop(address, None)
 
     def _refill(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -46,7 +53,11 @@ class Turns:
         action: Callable[[], None] | None = None
         if self._waiting and self._num_left >= 1:
             self._num_left -= 1
-            action = self._waiting.pop(next(iter(self._waiting)))
+            address = next(iter(self._waiting))
+            waiting = self._waiting.pop(address)
+            action = waiting.pop(next(iter(waiting)))
+            if waiting:
+                self._waiting[address] = waiting
         self._wait()
         if action is not None:
             action()

@@ -1,6 +1,7 @@
 """Where the files of a base model are: the bundled one, a folder, or a download from the hub."""
 
 import json
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 from swarm.errors import PolicyError
 from swarm.policy.hub_download import download
 from swarm.safe_files import is_bare_name, read_json
+
+logger = logging.getLogger(__name__)
 
 BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "assets" / "tiny_policy"
 
@@ -27,11 +30,15 @@ def locate_base(base: str, revision: str | None, max_download_gib: float = math.
 
     Raises PolicyError: no such folder, no such hub model, gated, no network, too large for this bound or for the disk.
     """
-    folder = BUNDLED_FOLDER if base == "bundled" else Path(base).expanduser()
-    if not folder.is_dir():
-        if base == "bundled" or _looks_like_path(base):
-            raise PolicyError(f"policy.base must be an existing folder, got {base} ({folder}); set policy.base")
+    folder = _folder_here(base, revision)
+    if folder is None and _looks_like_path(base):
+        raise PolicyError(
+            f"policy.base must be an existing folder, got {base} ({Path(base).expanduser()}); set policy.base"
+        )
+    if folder is None:
         folder = download(base, revision, max_download_gib)
+    elif base != "bundled" and not _looks_like_path(base):
+        logger.warning("policy.base %s is the folder of that name here, no model of the hub; ./%s says so", base, base)
     if not (folder / "config.json").is_file():
         raise PolicyError(f"policy.base must hold a config.json, got none in {folder}; point policy.base at a model")
     if (folder / _ADAPTER).exists():  # transformers would put that adapter into the base, and no hash would tell
@@ -101,8 +108,8 @@ def _check_indices(folder: Path) -> None:
 
 def base_at_hand(base: str, revision: str | None) -> Path | None:
     """The folder of a base that loads without the network, or None. Downloads nothing, raises nothing."""
-    folder = BUNDLED_FOLDER if base == "bundled" else Path(base).expanduser()
-    if not folder.is_dir():
+    folder = _folder_here(base, revision)
+    if folder is None:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -123,6 +130,20 @@ def weight_files(folder: Path) -> list[Path]:
         if files:
             return files
     raise PolicyError(f"policy.base must hold *.safetensors weights, got none in {folder}; complete the folder")
+
+
+def _folder_here(base: str, revision: str | None) -> Path | None:
+    """The folder that `base` names. None: it is a name of the hub.
+
+    What has a revision is of the hub: a folder has none, and one that somebody else has put into the current folder must not
+    take the place of what a founder or a user has pinned.
+    """
+    if base == "bundled":
+        return BUNDLED_FOLDER
+    if revision is not None and not _looks_like_path(base):
+        return None
+    folder = Path(base).expanduser()
+    return folder if folder.is_dir() else None
 
 
 def _looks_like_path(base: str) -> bool:

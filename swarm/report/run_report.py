@@ -28,10 +28,12 @@ from swarm.report.style import STYLE
 from swarm.report.svg_curves import Curve, smooth, svg_curves
 from swarm.safe_files import SHARED, read_file, read_json, replace_file
 from swarm.testbed.live_table import NodeView
-from swarm.testbed.node_history import NodeHistory
+from swarm.testbed.node_history import MAX_BYTES, NodeHistory
 from swarm.testbed.summary import NodeSummary, summarize
 
 _MAX_NODES = 64
+_MAX_METRICS_BYTES = 512 << 20
+"""Of all nodes together; a byte of crafted metrics takes three of memory."""
 _MAX_PEERS = 300
 _MAX_FILE_BYTES = 4 << 20
 _CURVES = {
@@ -59,7 +61,9 @@ def write_report(folder: Path, path: Path) -> int:
     """Write it; how many nodes it is about. Raises NodeNotRunningError where the folder holds no run, ConfigError where the
     file cannot be written."""
     try:
-        runs = [_read(NodeFolder(part)) for part in node_folders(folder)]
+        folders = node_folders(folder)
+        max_bytes = min(MAX_BYTES, _MAX_METRICS_BYTES // len(folders))
+        runs = [_read(NodeFolder(part), max_bytes) for part in folders]
         text = report_html(runs, folder.resolve().name)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         told = f"{type(error).__name__}: {error}"
@@ -108,9 +112,9 @@ def report_html(runs: Sequence[NodeRun], title: str) -> str:
     )
 
 
-def _read(folder: NodeFolder) -> NodeRun:
+def _read(folder: NodeFolder, max_bytes: int) -> NodeRun:
     folder.check()
-    history = NodeHistory(folder.metrics)
+    history = NodeHistory(folder.metrics, max_bytes)
     history.refresh()
     try:
         status = read_json(folder.status, _MAX_FILE_BYTES)

@@ -1,15 +1,31 @@
-"""What one node did so far, read from its metrics.jsonl while it grows, over restarts of the node."""
+"""What one node did so far, read from its metrics.jsonl while it grows, over restarts of the node.
+
+The file may be somebody else's: time and memory are linear in its bytes, whatever it holds, and these are bounded.
+"""
 
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from swarm.safe_files import open_to_read, parse_json
 
 Row = dict[str, Any]
-MAX_BYTES = 256 << 20
-"""That are read of one file."""
+MAX_BYTES = 64 << 20
+"""That are read of one file at once, the newest; some 40,000 rounds."""
+MAX_ROW_BYTES = 1 << 20
+"""A longer row is left out; nodes write a few thousand bytes."""
+MAX_REASONS = 256
+"""For which records were rejected; a node has some thirty."""
+PHASES = ("start", "interval", "end")
+"""Of evaluations, in the order in which one round may have several."""
+_KEPT = (
+    "round", "time_s", "rollout/reward_mean", "rollout/tokens", "rollout/tokens_per_s", "time/rollout_s", "train/entropy",
+    "train/staleness_mean", "merge/merges_total", "merge/partner", "merge/partner_share", "merge/clipped_share",
+    "merge/drift", "merge/lag_steps", "merge/last_step_s",
+)  # fmt: skip
+"""Numbers and names that are kept of every round; of the last one all is kept."""
+_KEPT_OF_EVALUATION = ("round", "phase", "accuracy_mean", "accuracy")
 
 _COUNTERS = (
     "exchange/bytes_sent",
@@ -22,14 +38,18 @@ _COUNTERS = (
 class NodeHistory:
     """Rounds and evaluations in order, without those that a restart from a checkpoint has undone."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         self._path = path
+        self._max_bytes = max_bytes
         self._offset = 0
         self._forget()
 
     def _forget(self) -> None:
         self.rounds: list[Row] = []
-        self.evaluations: list[Row] = []
+        """Their numbers rise. What is kept of each is named above."""
+        self.last_round: Row = {}
+        """The last row of a round, with all that it says."""
+        self._evaluations: dict[str, list[Row]] = {phase: [] for phase in PHASES}
         self.end: Row | None = None
         """Row of the last orderly end, None while the node runs or when it was killed."""
         self.final_merge: Row | None = None
@@ -51,32 +71,39 @@ class NodeHistory:
                 if size < self._offset:  # a restart has cut off a torn line, or begun a new file
                     self._offset = 0
                     self._forget()
-                start = max(self._offset, size - MAX_BYTES)
-                file.seek(start)
-                content = file.read(size - start)
+                if size - self._offset > self._max_bytes:  # of a longer file only the end is read
+                    self._offset = size - self._max_bytes
+                    file.seek(self._offset)
+                    self._offset += _pass_line(file)
+                self._read(file, size)
         except FileNotFoundError:
             return
-        whole = content.rfind(b"\n") + 1
-        begin = content.find(b"\n") + 1 if start > self._offset else 0  # of a longer file only the end is read
-        self._offset = start + whole
-        for line in content[begin:whole].splitlines():
+
+    def _read(self, file: IO[bytes], size: int) -> None:
+        """All whole rows up to `size`."""
+        file.seek(self._offset)
+        while self._offset < size:
+            line = file.readline(MAX_ROW_BYTES)
+            num_bytes = len(line)
+            if not line.endswith(b"\n"):
+                if num_bytes < MAX_ROW_BYTES:
+                    return  # still being written
+                num_bytes += _pass_line(file)
+                line = b""
+            self._offset += num_bytes
             try:
                 self._add(parse_json(line))
-            except (
-                ValueError,
-                TypeError,
-                KeyError,
-                AttributeError,
-            ):  # damaged, or not written by a node: that row is lost
-                continue
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+                continue  # damaged, too long, or not written by a node: that row is lost
 
     @property
     def round(self) -> int:
         return self.rounds[-1]["round"] if self.rounds else 0
 
     @property
-    def last_round(self) -> Row:
-        return self.rounds[-1] if self.rounds else {}
+    def evaluations(self) -> list[Row]:
+        """In order of their rounds."""
+        return sorted((row for rows in self._evaluations.values() for row in rows), key=lambda row: row["round"])
 
     @property
     def rewards(self) -> list[float]:
@@ -102,22 +129,26 @@ class NodeHistory:
 
     def _add(self, row: Row) -> None:
         kind, number = row["kind"], row["round"]
+        if type(number) is not int:
+            raise TypeError("rounds are counted")
         if kind == "end":
             self.end = row
         elif kind == "final_merge":
             self.final_merge = row
         elif kind == "evaluation":
             self.end = None
-            self.evaluations = [r for r in self.evaluations if r["round"] < number or r["phase"] != row["phase"]] + [
-                row
-            ]
+            rows = self._evaluations[row["phase"]]
+            _drop_from(rows, number)
+            for earlier in rows[-1:]:  # only the last one tells of each source
+                earlier.pop("accuracy", None)
+            rows.append({key: row[key] for key in _KEPT_OF_EVALUATION})
         elif kind == "round":
             self.end = None
             self._count(row)
-            if number <= self.round:  # restarted from the checkpoint before it
-                self.rounds = [r for r in self.rounds if r["round"] < number]
-                self.evaluations = [r for r in self.evaluations if r["round"] < number]
-            self.rounds.append(row)
+            for rows in (self.rounds, *self._evaluations.values()):  # it restarted from the checkpoint before it
+                _drop_from(rows, number)
+            self.rounds.append({key: row[key] for key in _KEPT if isinstance(row.get(key), int | float | str)})
+            self.last_round = row
 
     def _count(self, row: Row) -> None:
         counts: dict[str, float] = {name: row.get(name, 0) for name in _COUNTERS}
@@ -126,7 +157,25 @@ class NodeHistory:
         for name, count in counts.items():
             increase = count if is_new_process else count - self._last_counts.get(name, 0)
             if name.startswith("rejected "):
-                self.rejected[name.removeprefix("rejected ")] += int(increase)
+                reason = name.removeprefix("rejected ")
+                if reason in self.rejected or len(self.rejected) < MAX_REASONS:
+                    self.rejected[reason] += int(increase)
             else:
                 self.totals[name] += int(increase)
         self._last_counts = counts
+
+
+def _drop_from(rows: list[Row], number: int) -> None:
+    """Drop the rows of round `number` and later ones, which are the last."""
+    while rows and rows[-1]["round"] >= number:
+        rows.pop()
+
+
+def _pass_line(file: IO[bytes]) -> int:
+    """Read up to the end of the line, keeping nothing; returns how many bytes that were."""
+    num_bytes = 0
+    while part := file.readline(MAX_ROW_BYTES):
+        num_bytes += len(part)
+        if part.endswith(b"\n"):
+            break
+    return num_bytes

@@ -12,6 +12,7 @@ import psutil
 
 from swarm.errors import NodeNotRunningError
 from swarm.node_folder import NodeFolder
+from swarm.observability.plain_text import plain
 from swarm.observability.status_file import read_status
 from swarm.safe_files import open_to_append, open_to_read
 from swarm.testbed import tethered
@@ -68,7 +69,7 @@ class NodeProcess:
             output.seek(max(0, output.seek(0, os.SEEK_END) - _NUM_TAIL_BYTES))
             lines = output.read().decode(errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip()]
-        return said[-1] if said else f"exit code {code} without a word"
+        return plain(said[-1]) if said else f"exit code {code} without a word"
 
     def interrupt(self) -> None:
         """Ask for an end after the round in flight."""

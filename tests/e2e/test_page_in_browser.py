@@ -108,6 +108,20 @@ def test_a_round_is_seen_without_a_reload_and_a_lost_line_is_told_and_found_agai
         browser.wait_for("document.querySelectorAll('#peers-table tbody tr').length === 6")
 
 
+def test_a_node_that_says_reset_without_end_is_asked_once_in_a_while(browser: Chromium, node: ServedPage) -> None:
+    """The overview passes events of any node on; each snapshot costs it, too."""
+    fill(node)
+    open_live(browser, node)
+    browser.requested.clear()
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        node.loop.call_soon_threadsafe(node.page._feed.publish, "reset", {})
+        browser.run("new Promise((done) => setTimeout(done, 10))")
+    asked = [url for url in browser.requested if url.endswith("api/state")]
+    assert len(asked) <= 2
+    browser.wait_for(LIVE)
+
+
 def test_what_peers_wrote_is_text_wherever_it_is_shown(browser: Chromium, node: ServedPage) -> None:
     peer = {"peer_id": HOSTILE, "name": HOSTILE, "lineage": HOSTILE, "weight": HOSTILE, "reward_mean": 0.5}
     row = round_row(1, random.Random(0), **merge_entries(1, HOSTILE, 1)) | {

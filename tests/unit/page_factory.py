@@ -106,9 +106,7 @@ class ServedPage:
 @contextlib.asynccontextmanager
 async def served(page: NodePage, port: int = 0) -> AsyncIterator[str]:
     """Its address, with a slash at the end."""
-    server = HttpServer(
-        ObservabilitySection(http_port=port), Metrics(), lambda: {"round": 7}, page.routes(), page.middleware()
-    )
+    server = HttpServer(ObservabilitySection(http_port=port), Metrics(), lambda: {"round": 7}, page.routes())
     await server.start()
     await page.start()
     try:

@@ -18,7 +18,7 @@ from swarm.observability.metrics import Metrics
 from swarm.observability.turns import Turns
 
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"
-REQUEST = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @asynccontextmanager
@@ -51,13 +51,25 @@ async def test_one_address_takes_no_places_that_another_needs(monkeypatch: pytes
         silent = [await asyncio.open_connection(HERE, served.port) for _ in range(10)]
         assert await health(served, ELSEWHERE) == 200
         outcomes = [asyncio.create_task(is_closed(reader)) for reader, _ in silent]
-        for outcome in islice(asyncio.as_completed(outcomes), 7):  # six found no place, one gave up its own
+        for outcome in islice(
+            asyncio.as_completed(outcomes), 7
+        ):  # each gave way to a later one, the seventh to another address
             assert await outcome
         assert sum(task.done() for task in outcomes) == 7
         for _, writer in silent:
             writer.close()
         await asyncio.gather(*outcomes)
         assert await health(served, HERE) == 200
+
+
+async def test_who_holds_all_places_keeps_nobody_of_the_same_address_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 4)
+    async with server() as served:
+        silent = [await asyncio.open_connection(HERE, served.port) for _ in range(4)]
+        assert await health(served, HERE) == 200
+        assert await is_closed(silent[0][0]), "the oldest gave way"
+        for _, writer in silent:
+            writer.close()
 
 
 @pytest.mark.parametrize("sent", [b"", REQUEST[:20]])
@@ -133,10 +145,22 @@ async def test_a_flood_holds_up_others_for_a_turn_each_and_fills_no_memory(monke
 async def test_who_left_takes_no_turn() -> None:
     turns, done = Turns(50.0, 1), []
     for who in range(100):
-        turns.take(who, lambda who=who: done.append(who))
+        turns.take(HERE, who, lambda who=who: done.append(who))
     for who in range(1, 99):
-        turns.leave(who)
+        turns.leave(HERE, who)
     async with asyncio.timeout(5):
         while 99 not in done:
             await asyncio.sleep(0.005)  # until its turn
     assert done == [0, 99]
+
+
+async def test_addresses_take_turns_however_much_waits_at_one_of_them() -> None:
+    turns, done = Turns(1000.0, 1), list[str]()
+    for number in range(9):
+        turns.take(ELSEWHERE, number, lambda: done.append(ELSEWHERE))
+    for number in range(2):
+        turns.take(HERE, number, lambda: done.append(HERE))
+    async with asyncio.timeout(5):
+        while len(done) < 11:
+            await asyncio.sleep(0.001)  # until their turns
+    assert done[:5] == [ELSEWHERE, ELSEWHERE, HERE, ELSEWHERE, HERE]

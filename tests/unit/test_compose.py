@@ -137,6 +137,7 @@ def test_prometheus_asks_the_port_that_nodes_serve() -> None:
     (job,) = yaml.safe_load((MONITORING / "prometheus.yml").read_text())["scrape_configs"]
     (found,) = job["dns_sd_configs"]
     assert set(found["names"]) == {"bootstrap", "node", "gpu-node"}
+    assert found["type"] == "A", "nodes answer to addresses, and to no name that their settings do not list"
     assert f"HTTP_PORT = 38000, 38001, {found['port']}\n" in (ROOT / "docker" / "start.py").read_text()
     assert services()["dashboard"]["command"][-2:] == [
         f"http://{name}:{found['port']}" for name in ("node", "gpu-node")
@@ -158,3 +159,8 @@ def test_nobody_is_admin_of_grafana_by_the_password_that_it_comes_with() -> None
     settings = services()["grafana"]["environment"]
     assert settings["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == settings["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
     assert settings["GF_AUTH_BASIC_ENABLED"] == "false"
+
+
+def test_grafana_answers_to_its_own_name_only() -> None:
+    settings = services()["grafana"]["environment"]
+    assert (settings["GF_SERVER_DOMAIN"], settings["GF_SERVER_ENFORCE_DOMAIN"]) == ("localhost", "true")

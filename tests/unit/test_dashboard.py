@@ -20,9 +20,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from swarm.config import Config
-from swarm.dashboard.event_response import EventResponse
-from swarm.dashboard.feed import MAX_CLIENTS, MAX_WAITING, Feed
-from swarm.dashboard.guard import Guard
+from swarm.dashboard.event_response import MAX_STREAMS, EventPlaces, EventResponse
+from swarm.dashboard.feed import MAX_WAITING, Feed
 from swarm.dashboard.history import last_rows
 from swarm.dashboard.merge_log import MAX_MERGES, MergeLog
 from swarm.dashboard.node_page import TOKEN_HEADER, NodePage
@@ -33,6 +32,7 @@ from swarm.dashboard.series import Series
 from swarm.dashboard.shown import shown
 from swarm.errors import NodeNotRunningError
 from swarm.node_controls import ACTIONS, NodeControls
+from swarm.observability.guard import Guard
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.types import TaskRef
 from tests.unit.experience_factory import Clock, body_and_header, group
@@ -106,6 +106,12 @@ class TestHistory:
         assert [one["round"] for one in last_rows(path)] == list(range(100))
         some = [one["round"] for one in last_rows(path, max_bytes=200)]
         assert some and some == list(range(100 - len(some), 100))
+
+    def test_a_row_of_millions_of_small_values_is_left_out(self, tmp_path: Path) -> None:
+        many = {"kind": "round", "round": 1, "more": [[]] * 500_000}
+        path = tmp_path / "metrics.jsonl"
+        path.write_text("".join(json.dumps(one) + "\n" for one in (row(0, 0.5), many, row(2, 0.5))))
+        assert [one["round"] for one in last_rows(path)] == [0, 2]
 
     def test_the_older_file_fills_what_room_is_left(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
@@ -192,17 +198,13 @@ class TestFeed:
         assert [line async for line in slow] == []  # ended, with nothing left in memory
         await quick.aclose()
 
-    async def test_clients_are_bounded_and_a_place_is_free_again(self) -> None:
+    async def test_a_closed_feed_ends_its_streams_and_begins_no_other(self) -> None:
         feed = Feed()
-        streams = [feed.stream(None) for _ in range(MAX_CLIENTS)]
+        streams = [feed.stream(None) for _ in range(3)]
         for stream in streams:
             await anext(stream)
-        assert feed.is_full
-        assert [line async for line in feed.stream(None)] == []
-        await streams[0].aclose()
-        assert not feed.is_full
         feed.close()
-        for stream in streams[1:]:
+        for stream in (*streams, feed.stream(None)):
             assert [line async for line in stream] == []
 
     async def test_silence_is_broken_by_heartbeats(self) -> None:
@@ -219,7 +221,7 @@ class TestFeed:
             await asyncio.Event().wait()
 
         feed = Feed()
-        unread = EventResponse(feed.stream(None), send_timeout_s=0.01)
+        unread = EventResponse(feed.stream(None), EventPlaces(), send_timeout_s=0.01)
         started: list[Any] = []
 
         async def send(message: Any) -> None:
@@ -233,7 +235,7 @@ class TestFeed:
         async def leaves() -> Any:
             return {"type": "http.disconnect"}
 
-        await EventResponse(feed.stream(None))({"type": "http"}, leaves, send)
+        await EventResponse(feed.stream(None), EventPlaces())({"type": "http"}, leaves, send)
         assert feed.num_clients == 0
 
 
@@ -285,8 +287,8 @@ class TestGuard:
     )
     async def test_any_other_name_is_refused_whatever_it_resolves_to(self, host: str) -> None:
         async with guarded() as client:
-            assert (await client.get("/", headers={"host": host})).status_code == 421
-            assert (await client.get("/metrics", headers={"host": host})).status_code == 200  # monitors ask by any name
+            for path in ("/", "/metrics", "/api/state"):
+                assert (await client.get(path, headers={"host": host})).status_code == 421
 
     @pytest.mark.parametrize(
         ("headers", "status_code"),
@@ -304,6 +306,7 @@ class TestGuard:
     async def test_other_sites_cannot_post(self, headers: dict[str, str], status_code: int) -> None:
         async with guarded() as client:
             assert (await client.post("/", headers=headers)).status_code == status_code
+            assert (await client.get("/", headers=headers)).status_code == status_code
 
     @pytest.mark.parametrize(
         ("path", "site", "mode", "status_code"),
@@ -315,7 +318,7 @@ class TestGuard:
             ("/api/state", "cross-site", "navigate", 403),
             ("/api/state", "cross-site", "no-cors", 403),
             ("/api/state", "same-origin", "cors", 200),
-            ("/metrics", "cross-site", "no-cors", 200),
+            ("/metrics", "cross-site", "no-cors", 403),
         ],
     )
     async def test_other_sites_may_link_to_a_page_and_ask_for_nothing(
@@ -460,6 +463,28 @@ class TestNodePage:
                 await anext(lines)
                 await page.stop()
                 assert [line async for line in lines if line.startswith("data")] == []
+
+    @pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"])
+    async def test_no_address_keeps_others_or_itself_from_events(self, source: str, tmp_path: Path) -> None:
+        """Programs of one machine share an address: one that holds all streams must not keep the operator's page out."""
+        page, _ = node_page(tmp_path)
+        here = httpx.AsyncHTTPTransport(local_address=source, limits=httpx.Limits(max_connections=1))
+        request = b"GET /api/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        async with asyncio.timeout(20), served(page) as url, httpx.AsyncClient(transport=here) as own:
+            address = httpx.URL(url)
+            held: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+            for _ in range(MAX_STREAMS):
+                reader, writer = await asyncio.open_connection(address.host, address.port, local_addr=("127.0.0.1", 0))
+                writer.write(request)
+                await reader.readuntil(b"retry: 2000\n\n")
+                held.append((reader, writer))
+            async with own.stream("GET", f"{url}api/events") as answer:
+                assert answer.status_code == 200
+                assert await anext(answer.aiter_lines()) == "retry: 2000"
+                assert await held[0][0].readuntil(b"0\r\n\r\n"), "the oldest ends in order"
+                assert page._feed.num_clients == MAX_STREAMS
+            for _, writer in held:
+                writer.close()
 
     async def test_a_client_that_stops_reading_is_dropped_and_the_node_goes_on(self, tmp_path: Path) -> None:
         page, _ = node_page(tmp_path)

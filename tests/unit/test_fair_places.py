@@ -34,6 +34,18 @@ def test_the_address_that_holds_most_gives_up_its_oldest() -> None:
     assert (left, places.num_taken) == (["m1"], 0)
 
 
+def test_addresses_of_one_ipv6_network_are_one_and_those_of_ipv4_are_not() -> None:
+    places, left = FairPlaces(4), list[str]()
+    with ExitStack() as stack:
+        for number in range(4):
+            hold(stack, places, f"2001:db8:7:{number}::1", left, f"m{number}")
+        with pytest.raises(NoPlace):
+            hold(stack, places, "2001:db8:7:5::1", left, "m5")
+        for address in ("2001:db8:8::1", "::ffff:192.0.2.1", "192.0.2.2"):
+            hold(stack, places, address, left, address)
+    assert left == ["m0", "m1", "m2"]
+
+
 def test_where_the_newest_wins_an_address_pushes_out_its_own_oldest() -> None:
     places, left = FairPlaces(2, newest_wins=True), list[str]()
     with ExitStack() as stack:

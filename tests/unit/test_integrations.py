@@ -211,11 +211,23 @@ def test_offline_run_of_weights_and_biases_is_on_disk(tmp_path: Path) -> None:
 def test_who_filled_the_current_folder_does_not_decide_where_the_key_of_the_user_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
-    (tmp_path / folder).mkdir()
-    (tmp_path / folder / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="must not take settings from the current folder"):
-        open_sinks(settings(wandb="online"), NodeFolder(tmp_path), ALICE)
+    """Neither before the start of a node nor between that and its first row, with which a run begins."""
+    import wandb
+
+    here, node = tmp_path / "here", NodeFolder(tmp_path / "node")
+    for path in (here / folder, node.path / folder):
+        path.mkdir(parents=True)
+        (path / "settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
+    monkeypatch.chdir(here)
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    begun: list[dict[str, Any]] = []
+    monkeypatch.setattr(wandb, "init", lambda **told: begun.append({**told, "to": wandb.setup().settings.base_url}))
+    (sink,) = open_sinks(settings(wandb="online"), node, ALICE)
+    sink.write(ROW)
+    sink.close()
+    wandb.teardown()
+    assert [one["to"].startswith("https://") for one in begun] == [True]
+    assert Path.cwd() == here
 
 
 # ── OpenTelemetry ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,16 +3,19 @@
 import ast
 import io
 import json
+import os
+import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from swarm.cli import doctor, evaluate, main, status
+from swarm.cli import doctor, evaluate, main, status, top
 from swarm.diagnostics.finding import ok
 from swarm.experiments.report import Table, write_report
+from swarm.observability.log_reader import parse
 from swarm.observability.plain_text import plain
 from swarm.observability.status_file import NodeStatus
 from swarm.observability.verdict import Verdict, Word
@@ -65,6 +68,20 @@ def test_the_terminal_shows_text_of_strangers_as_text(capsys: pytest.CaptureFixt
     assert (
         json.loads(json.dumps(asdict(node_status())))["last_round"]["merge/partner"] == HOSTILE
     )  # data stays as it is
+
+
+def test_the_terminal_shows_a_folder_of_somebody_else_as_text(tmp_path: Path) -> None:
+    """Its log, and names of folders in it."""
+    (record,) = parse([f"2026-01-31 12:00:00,123 INFO    {''.join(HOSTILE.split())}: {HOSTILE}"])
+    assert is_harmless(record.line()) and "[red]" in record.logger
+    folder = tmp_path / HOSTILE.replace("/", "").replace("\0", "")
+    folder.mkdir()
+    told = replace(node_status(), pid=os.getpid(), written_at=time.time(), contribution={"advice": ["mend it"]})
+    (folder / "status.json").write_text(json.dumps(asdict(told)))
+    out = io.StringIO()
+    console = Console(file=out, highlight=False, width=400)
+    console.print(top._screen([tmp_path], console))
+    assert "mend it" in out.getvalue() and is_harmless(out.getvalue())
 
 
 def test_reports_escape_what_they_quote(tmp_path: Path) -> None:

@@ -121,6 +121,8 @@ async def test_metrics_and_health_are_served_until_stop() -> None:
         assert (await client.get(f"{address}/health")).json() == {"round": 7}
         assert "swarm_network_peers 3.0" in (await client.get(f"{address}/metrics")).text
         assert (await client.get(f"{address}/elsewhere")).status_code == 404
+        for path in ("metrics", "health"):  # a name that a web page makes point here
+            assert (await client.get(f"{address}/{path}", headers={"host": "evil.example"})).status_code == 421
         await server.stop()
         with pytest.raises(httpx.ConnectError):
             await client.get(f"{address}/health")

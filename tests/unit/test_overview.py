@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import socket
+import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -115,6 +116,14 @@ async def test_a_name_with_several_addresses_is_several_nodes_and_is_looked_up_a
         assert len(watch.nodes) == node_watch.MAX_NODES
 
 
+ODD_PARTS = (
+    b'"curve": 5', b'"curve": {"start": "ab"}', b'"curve": {"start": [1]}', b'"curve": {"start": [-5], "reward": [1]}',
+    b'"curve": {"start": [1e999], "reward": [1]}', b'"curve": {"start": [1], "reward": ["1"]}', b'"round": "1"',
+    b'"reward": [1]', b'"tokens_per_s": true', b'"peers": {}', b'"started_at": "now"', b'"phase": null',
+)  # fmt: skip
+"""Of a node's summary: each would stop the page in the middle of drawing all nodes, or spoil their sums."""
+
+
 async def test_dead_silent_and_odd_nodes_are_shown_as_such_and_cost_the_others_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +138,7 @@ async def test_dead_silent_and_odd_nodes_are_shown_as_such_and_cost_the_others_n
                 for serve in (
                     silent, answering(b"x" * 200_000), answering(b"[1]"), answering(b"{\xff"), answering(b"[" * 60_000),
                     answering(b'{"name": ["<b>"]}'),
+                    *(answering(b'{"name": "x", ' + part + b"}") for part in ODD_PARTS),
                 )
             ]  # fmt: skip
             targets = [parse_target(url), refusing, *odd]
@@ -186,6 +196,22 @@ async def test_what_a_node_answers_is_data_never_a_page_of_its_own(tmp_path: Pat
         told = await client.get(f"{base}node/127.0.0.1-{odd.port}/api/state")
         assert told.headers["content-type"] == "application/json"
         assert told.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("value", [b"[]", b"1", b'{"a":0}', b"[[]]"])
+async def test_an_answer_of_millions_of_small_values_is_refused_before_it_is_parsed(value: bytes) -> None:
+    """Eight MiB of them would take 450 MiB, and four seconds in which the overview answers nobody."""
+    many = b'{"name": "x", "some": [' + b",".join([value] * ((7 << 20) // (len(value) + 1))) + b"]}"
+    few = b'{"name": "x", "some": [' + b",".join([value] * 1000) + b', "' + b"," * 200_000 + b'"]}'
+    async with contextlib.AsyncExitStack() as stack:
+        odd = await stack.enter_async_context(odd_server(answering(many)))
+        plain = await stack.enter_async_context(odd_server(answering(few)))
+        _, base = await stack.enter_async_context(overview_of(odd, plain))
+        client = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+        started = time.process_time()
+        assert (await client.get(f"{base}node/127.0.0.1-{odd.port}/api/state")).status_code == 502
+        assert (await client.get(f"{base}node/127.0.0.1-{plain.port}/api/state")).status_code == 200
+        assert time.process_time() - started < 1.5
 
 
 @pytest.mark.parametrize("kind", ["zstd", "gzip", "deflate", "br", "gzip, zstd"])

@@ -12,6 +12,7 @@ from transformers import BertConfig, BertForMaskedLM, MambaConfig, MambaForCausa
 
 from swarm.config import LoraSection, PolicySection
 from swarm.errors import PolicyError
+from swarm.policy import base_folder
 from swarm.policy.device import resolve_device, resolve_dtype
 from swarm.policy.lora import adapted_layers
 from swarm.policy.policy import Policy, load_policy
@@ -246,6 +247,28 @@ def test_a_tokenizer_without_an_end_token_is_refused(copied: Path):
         (copied / name).write_text(json.dumps({**data, key: None}))
     with pytest.raises(PolicyError, match="end-of-text token"):
         load(copied)
+
+
+def test_a_folder_here_takes_no_place_of_a_pinned_revision(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tiny_models: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    """Whoever can write in the folder in which a node is started could give it another base."""
+    import huggingface_hub
+
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "model").symlink_to(tiny_models["llama"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(base_folder, "download", lambda *_: tiny_models["llama"])
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tiny_models["llama"]))
+    for locate in (base_folder.locate_base, base_folder.base_at_hand):
+        assert locate("owner/model", "a" * 40) == tiny_models["llama"]
+        assert locate("./owner/model", "a" * 40) == Path("owner/model")
+    assert not caplog.messages
+    assert base_folder.locate_base("owner/model", None) == Path("owner/model")
+    assert "no model of the hub" in caplog.text
 
 
 @pytest.mark.parametrize("base", ["a b", "owner/"])

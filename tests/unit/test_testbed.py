@@ -2,12 +2,13 @@
 
 import io
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,7 @@ from swarm.node_folder import set_aside
 from swarm.testbed import tethered
 from swarm.testbed.comparison import ARMS, ArmResult, Comparison, comparison_table, plot_comparison
 from swarm.testbed.live_table import NodeView, sparkline
-from swarm.testbed.node_history import NodeHistory
+from swarm.testbed.node_history import MAX_REASONS, MAX_ROW_BYTES, NodeHistory
 from swarm.testbed.node_process import NodeProcess, stop_all
 from swarm.testbed.plot import plot_testbed, running_minutes
 from swarm.testbed.profiles import MERGING, NodePlan, PlanRequest, final_merge_time, plan_nodes
@@ -63,7 +64,7 @@ def wait_until(is_true: Callable[[], object], deadline_s: float = 20.0) -> None:
         time.sleep(0.02)  # between two looks at another process
 
 
-def history(folder: Path, *rows: dict[str, object]) -> NodeHistory:
+def history(folder: Path, *rows: Mapping[str, object]) -> NodeHistory:
     path = folder / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     read = NodeHistory(path)
@@ -148,6 +149,48 @@ class TestHistory:
         (tmp_path / "metrics.jsonl").write_text(json.dumps(round_row(1, 0.7)) + "\n")
         read.refresh()
         assert read.rewards == [0.7]
+
+    @pytest.mark.parametrize("kind", ["round", "evaluation"])
+    def test_time_is_linear_in_rows_whatever_they_say(self, kind: str, tmp_path: Path) -> None:
+        num_rows = 15_000
+        row = {"kind": kind, "phase": "interval", "accuracy_mean": 0.5, "accuracy": {}, "rollout/reward_mean": 0.5}
+        numbers = [*range(num_rows), *[num_rows] * num_rows]  # each of the latter half undoes the one before it
+        started = time.process_time()
+        read = history(tmp_path, *(row | {"round": number} for number in numbers))
+        assert len(read.rounds if kind == "round" else read.evaluations) == num_rows + 1
+        assert time.process_time() - started < 10, (
+            "a second or less, and minutes where every row copied those before it"
+        )
+
+    def test_of_rows_by_others_only_what_is_used_is_kept(self, tmp_path: Path) -> None:
+        odd = {f"odd/{number}": [[]] * 9 for number in range(20)}
+        reasons = {"exchange/rejected": {"replay": 2} | dict.fromkeys(map(str, range(2 * MAX_REASONS)), 1)}
+        infinite = round_row(4, 0.4, **{"exchange/bytes_sent": math.inf})
+        long = round_row(5, 0.5, more="x" * MAX_ROW_BYTES)
+        read = history(
+            tmp_path, round_row(1, 0.1) | odd | {"merge/partner": [[]]}, round_row(2, 0.2) | reasons | odd,
+            {**round_row(3, 0.3), "round": "3"}, {**round_row(3, 0.3), "round": math.nan}, infinite, long,
+            evaluation_row(2, "interval", 0.5) | odd, evaluation_row(2, "once more", 0.5),
+            evaluation_row(3, "interval", 0.75), {"kind": "end"},
+        )  # fmt: skip
+        assert [row["round"] for row in read.rounds] == [1, 2]
+        assert read.rounds[0] == {
+            key: value for key, value in round_row(1, 0.1).items() if key.startswith(("round", "rollout/", "time"))
+        }
+        assert read.last_round["odd/0"] == [[]] * 9, "the last one tells all"
+        assert [row.get("accuracy") for row in read.evaluations] == [None, {"gcd": 0.75}]
+        assert len(read.rejected) == MAX_REASONS
+        assert read.totals["exchange/bytes_sent"] == 20
+
+    def test_of_a_long_file_the_end_is_read_and_then_what_is_added(self, tmp_path: Path) -> None:
+        path, lines = tmp_path / "metrics.jsonl", [json.dumps(round_row(n, 0.5)) + "\n" for n in range(10, 60)]
+        path.write_text("".join(lines[:49]))
+        read = NodeHistory(path, max_bytes=sum(map(len, lines[38:49])) - 1)  # its first row lacks a byte
+        read.refresh()
+        assert [row["round"] for row in read.rounds] == [*range(49, 59)]
+        path.write_text("".join(lines))
+        read.refresh()
+        assert read.round == 59
 
     def test_missing_file_is_an_empty_history(self, tmp_path: Path) -> None:
         read = NodeHistory(tmp_path / "none.jsonl")

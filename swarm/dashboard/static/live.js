@@ -46,7 +46,7 @@ export class Live {
       tell("off");
       if (source.readyState === EventSource.CLOSED) this.lost();  // else the browser tries again by itself
     };
-    source.addEventListener("reset", () => this.start());
+    source.addEventListener("reset", () => this.later());  // not at once: a node may say so without end
     for (const [name, handle] of Object.entries(this.handlers)) {
       source.addEventListener(name, (event) => handle(JSON.parse(event.data)));
     }
@@ -54,6 +54,11 @@ export class Live {
 
   lost() {
     tell("off");
+    this.later();
+  }
+
+  later() {
+    if (this.source) this.source.close();
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.start(), this.pause);
     this.pause = Math.min(LONGEST_PAUSE_MS, this.pause * 2);

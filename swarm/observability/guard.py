@@ -1,7 +1,8 @@
-"""Who may speak to a page: no foreign site through a browser, by a name that it made point here, or by a form.
+"""Who may speak to a server of this software: no foreign site through a browser, by a name that it made point here, or by
+a form.
 
 Host    an address, localhost or a configured name   else 421: a page elsewhere cannot rename itself into this one
-Origin  of anything but GET: the same host            else 403
+Origin  the same host, where it is told               else 403
         where a browser says that another site asks:  links to a page are followed, all else is 403
 answers say to the browser: no foreign script, no frame, no guessing of types, no referrer
 """
@@ -28,20 +29,18 @@ _HEADERS = {
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
     "cache-control": "no-store",
 }
-FOR_MONITORS = ("/metrics", "/health")
-"""Asked for by any name; they hold numbers alone."""
 
 
 class Guard:
     """ASGI middleware; streams pass through as they are."""
 
     def __init__(self, app: ASGIApp, names: Collection[str] = ()) -> None:
-        """`names`: hosts by which the page may be asked for, beside addresses and localhost."""
+        """`names`: hosts by which the server may be asked, beside addresses and localhost."""
         self._app = app
         self._names = {name.lower().rstrip(".") for name in names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in FOR_MONITORS:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
 
@@ -57,8 +56,8 @@ class Guard:
         host = headers.get("host", "")
         if not self._is_own(host):
             return PlainTextResponse(
-                "a page must be asked for by an address or localhost, got another name; "
-                "add it to observability.http_names\n",
+                "this server must be asked by an address or localhost, got another name; "
+                "add it to observability.http_names (--name of `swarm dashboard`)\n",
                 status_code=421,
             )
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
@@ -66,7 +65,7 @@ class Guard:
         is_reading = method in ("GET", "HEAD")
         if site not in ("same-origin", "none") and not (is_reading and is_link):
             return PlainTextResponse("asked for by another site\n", status_code=403)
-        if not is_reading and origin is not None and origin.partition("://")[2] != host:
+        if origin is not None and origin.partition("://")[2] != host:
             return PlainTextResponse("asked for by another site\n", status_code=403)
         return None
 
