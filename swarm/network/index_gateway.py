@@ -71,7 +71,7 @@ class IndexGateway:
             case [0, str(key), str(subkey), bytes(value), float(expires_at)] if math.isfinite(expires_at):
                 try:
                     check_entry(key, subkey, value)
-                    if self._rule.judge(key, subkey, value, expires_at) is None:
+                    if self._rule.judge(key, subkey, value, expires_at, giver=peer_id) is None:
                         return _pack(False)
                     return _pack(await self._transport.store(key, subkey, value, expires_at))
                 except ValueError:
