@@ -33,7 +33,7 @@ from swarm.network.hivemind.parts import (
 from swarm.network.hivemind.relay_start import start_relay
 from swarm.network.hivemind.runtime_folder import RuntimeFolder, remove_abandoned
 from swarm.network.hivemind.short_calls import CallHandler, ShortCalls
-from swarm.network.reach.role import Role
+from swarm.network.reach.role import Role, told_by_daemon
 from swarm.network.tcp_address import TcpAddress
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class HivemindSession:
                 for protocol in protocols:
                     await session._p2p.add_binary_stream_handler(protocol, _adapted(protocol, handler))
                     await session.calls.serve(protocol, call_handler)
-                session.addresses = await session.control.addresses()
+                session.addresses = await session._own_addresses()
                 undo.pop_all()
                 return session
         except (P2PDaemonError, OSError, EOFError) as error:
@@ -230,9 +230,14 @@ class HivemindSession:
         """Relays' reservations come and go, and so do the machine's networks. Raises NetworkError where it hangs."""
         try:
             async with asyncio.timeout(_CONTROL_TIMEOUT_S):
-                self.addresses = await self.control.addresses()
+                self.addresses = await self._own_addresses()
         except TimeoutError:
             raise NetworkError(f"the libp2p daemon must answer within {_CONTROL_TIMEOUT_S:.0f} s") from None
+
+    async def _own_addresses(self) -> tuple[str, ...]:
+        told = await self.control.addresses()
+        connected = await self.control.peers() if self._role.relays else {}
+        return told_by_daemon(told, self._role.relays, connected)
 
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         """Whether any of the nodes nearest to `key` took the entry.

@@ -18,7 +18,7 @@ from typing import Self
 from swarm.config import NetworkSection
 from swarm.network.peers.peer_list import MAX_ADDRESSES_PER_PEER, Addresses
 from swarm.network.peers.surroundings import local_addresses
-from swarm.network.tcp_address import TcpAddress, parse_setting
+from swarm.network.tcp_address import TcpAddress, parse_setting, parsed
 
 MAX_CLAIMED = 64
 """Addresses of one peer that are looked at; the rest is ignored."""
@@ -273,13 +273,7 @@ def _bounds(address: TcpAddress) -> list[tuple[str, int, float]]:
 
 def _parsed(addresses: Iterable[str]) -> list[TcpAddress]:
     """At most MAX_CLAIMED of them; those of another kind or with an error are left out."""
-    parsed = []
-    for text in islice(addresses, MAX_CLAIMED):
-        try:
-            parsed.append(TcpAddress.parse(text))
-        except ValueError:
-            continue
-    return parsed
+    return parsed(islice(addresses, MAX_CLAIMED))
 
 
 def _reach_of_swarm(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from swarm.errors import RequestError
 from swarm.network.peers.dialling import Reach, may_be_named, reach_of
 from swarm.network.reach.dial_back import answers_as
-from swarm.network.tcp_address import TcpAddress
+from swarm.network.tcp_address import TcpAddress, parsed
 from swarm.network.transport import RequestRefused
 
 REACH_PROTOCOL = "swarm/reach/1"
@@ -143,11 +143,7 @@ def _parsed(request: bytes) -> tuple[int, int]:
 
 def _direct_host(addresses: Sequence[str]) -> str:
     """The IP address of the first direct connection; empty where all go through relays."""
-    for text in addresses:
-        try:
-            address = TcpAddress.parse(text)
-        except ValueError:
-            continue
+    for address in parsed(addresses):
         if address.relay_id is None and address.kind in ("ip4", "ip6"):
             return address.host
     return ""
