@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 StreamHandler = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """(peer id, protocol, reader, writer); closes the stream, raises nothing."""
-OnSeen = Callable[[str, tuple[str, ...]], None]
-"""(peer id, multiaddresses at which it has proven its identity)."""
+OnAnswered = Callable[[str, tuple[str, ...]], None]
+"""(peer id, multiaddresses that were dialled). The daemon's message also holds words of whoever listens there."""
 
 NUM_REPLICAS = 5
 _RPC_TIMEOUT_S = 3.0
@@ -71,8 +71,8 @@ class HivemindSession:
         self.calls = ShortCalls(p2p._client)
         self.addresses: tuple[str, ...] = ()
         """Multiaddresses of this node, without /p2p."""
-        self.on_seen: OnSeen = lambda peer_id, addresses: None
-        """Told who has answered a dial in place of the peer that was dialled: that address works, for that peer."""
+        self.on_answered: OnAnswered = lambda peer_id, addresses: None
+        """Told who is said to have answered a dial in place of the peer that was dialled: somebody is there."""
 
     @classmethod
     async def open(
@@ -308,7 +308,7 @@ class HivemindSession:
             logger.debug("peer %s does not answer at %s: %s", peer_id, addresses, error or "timeout")
             if isinstance(error, NetworkError):
                 for other, address in answered_instead(error, addresses):
-                    self.on_seen(other, (address,))
+                    self.on_answered(other, (address,))
             return False
         return True
 

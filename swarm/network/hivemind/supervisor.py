@@ -171,7 +171,7 @@ class SessionSupervisor:
             call_handler=self._server.answer_call,
             timeout_s=timeout_s,
         )
-        session.on_seen = self._peers.answered
+        session.on_answered = self._peers.answered
         return session
 
     async def _supervise(self) -> None:

@@ -127,6 +127,14 @@ class Dialling:
             if address.relay_id is None and reach_of(address.host) is Reach.PUBLIC:
                 self.reach = Reach.PUBLIC
 
+    def answered(self, peer_id: str, addresses: Iterable[str]) -> None:
+        """Note that somebody else than the peer that was dialled is said to have answered there: no dial failed.
+
+        That this was `peer_id` may be a lie of whoever listens there, so the peer does not count as seen.
+        """
+        for address in _parsed(addresses):
+            self._failures.answered(peer_id, address)
+
     def seen_at(self, peer_id: str) -> Addresses:
         """Multiaddresses with port 0 at which a peer was seen on connections; empty for a peer that was never connected."""
         return tuple(address.transport for address in self._seen.get(peer_id, ()))

@@ -91,7 +91,7 @@ class KnownPeers:
     def answered(self, peer_id: str, addresses: Iterable[str]) -> None:
         """Note that a peer was found where another one was looked for: its address must not count as one that is dead."""
         if self._dialling is not None:
-            self._dialling.see(peer_id, addresses)
+            self._dialling.answered(peer_id, addresses)
 
     def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
         """Remember the addresses that a peer announces for itself. A stranger never displaces a peer that was met."""
