@@ -89,7 +89,7 @@ def told_by_daemon(
     own = [address.transport for address in addresses if address.relay_id is None]
     reserved = {address.relay_id for address in addresses}
     for relay in map(TcpAddress.parse, relays):
-        if relay.peer_id in reserved:
+        if relay.peer_id is not None and relay.peer_id in reserved:
             ways = [relay]
             if relay.kind not in ("ip4", "ip6"):  # only those that are configured in the same way look the name up
                 ways += [way for way in parsed(connected.get(relay.peer_id, ())) if way.relay_id is None]
