@@ -81,9 +81,9 @@ class LightTransport:
         self._listen = parse_setting("listen", config.listen)
         self._announce = parse_setting("announce", config.announce)
         self._admits = admits
-        self._server = RequestServer.of(config, self.traffic, admits)
-        self._requests = StreamRequests(self._open_stream, self.traffic)
         self._dialling = Dialling.of(config)
+        self._server = RequestServer.of(config, self.traffic, admits, self._dialling.network_of)
+        self._requests = StreamRequests(self._open_stream, self.traffic)
         self._contacts: BoundedPeers[Contact] = BoundedPeers(_MAX_CONTACTS)
         self._configured: dict[str, Contact] = {}
         for address in parse_setting("initial_peers", config.initial_peers):

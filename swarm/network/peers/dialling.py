@@ -139,6 +139,14 @@ class Dialling:
         """Multiaddresses with port 0 at which a peer was seen on connections; empty for a peer that was never connected."""
         return tuple(address.transport for address in self._seen.get(peer_id, ()))
 
+    def network_of(self, peer_id: str) -> str:
+        """The public /24 or /48, the private host or the relay at which a peer was seen last; empty for one never connected."""
+        places = self._seen.get(peer_id)
+        if not places:
+            return ""
+        last = next(reversed(places))
+        return last.relay_id or (group_of(last.host) if reach_of(last.host) is Reach.PUBLIC else last.host)
+
     def believed(self, peer_id: str, claimed: Iterable[str]) -> Addresses:
         """Those of the claimed addresses that may be dialled, the most trustworthy first.
 
