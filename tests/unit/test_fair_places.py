@@ -45,3 +45,24 @@ def test_where_the_newest_wins_an_address_pushes_out_its_own_oldest() -> None:
         assert places.num_taken == 2
     assert left[:4] == ["m0", "m1", "m2", "m3"]
     assert places.num_taken == 0
+
+
+def test_the_addresses_of_one_ipv6_network_count_as_one() -> None:
+    places, left = FairPlaces(8), list[str]()
+    with ExitStack() as stack:
+        for number in range(8):
+            hold(stack, places, f"2a00:1:2:{number}::{number + 1}", left, f"m{number}")
+        hold(stack, places, "2a00:1:3::1", left, "alice")
+        hold(stack, places, "::ffff:11.0.0.1", left, "bob")
+        hold(stack, places, "11.0.0.1", left, "bob again")
+        assert left == ["m0", "m1", "m2"]
+
+
+def test_neighbours_at_home_have_places_of_their_own() -> None:
+    places, left = FairPlaces(2), list[str]()
+    with ExitStack() as stack:
+        hold(stack, places, "fe80::1%eth0", left, "a")
+        hold(stack, places, "fd00::1", left, "b")
+        with pytest.raises(NoPlace):
+            hold(stack, places, "fd00::2", left, "c")
+    assert left == []
