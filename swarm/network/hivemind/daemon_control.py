@@ -27,6 +27,7 @@ _OTHER_PEER = re.compile(
     r"\[(/ip[46]/[^]\s]+)] failed to negotiate security protocol: "
     r"peer id mismatch: expected \w+, but remote key matches (\w+)"
 )
+_PREFERRED_TAG, _PREFERRED_WEIGHT = "swarm", 100
 _NO_ANSWER = (OSError, EOFError, DecodeError, ValueError)
 """It is gone, or what it sent is no message: ValueError for a length out of bounds."""
 
@@ -69,6 +70,20 @@ class DaemonControl:
         """Close all connections to a peer."""
         disconnect = p2pd_pb2.DisconnectRequest(peer=base58.b58decode(peer_id))
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=disconnect))
+
+    async def prefer(self, peer_id: str) -> None:
+        """Where there are too many connections, close those of others first; until the last one to this peer has ended."""
+        await self._ask_manager(peer_id, p2pd_pb2.ConnManagerRequest.TAG_PEER)
+
+    async def prefer_no_more(self, peer_id: str) -> None:
+        """Undo `prefer`."""
+        await self._ask_manager(peer_id, p2pd_pb2.ConnManagerRequest.UNTAG_PEER)
+
+    async def _ask_manager(self, peer_id: str, kind: int) -> None:
+        order = p2pd_pb2.ConnManagerRequest(
+            type=kind, peer=base58.b58decode(peer_id), tag=_PREFERRED_TAG, weight=_PREFERRED_WEIGHT
+        )
+        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNMANAGER, connManager=order))
 
     async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Open a connection, at once if there is one already."""

@@ -52,6 +52,8 @@ _BAN_GROWTH = 1.5
 """A peer that did not answer is left alone for 2, 3, 4.5, ... seconds; hivemind's own growth soon reaches minutes."""
 _CONTROL_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 0.5
+MAX_PREFERRED = 128
+"""Connections that are kept before others: half of those that the daemon leaves when there are too many."""
 _NOBODY = PeerID(b"\x00")
 """Not a peer id."""
 
@@ -69,6 +71,7 @@ class HivemindSession:
         self._role = role
         self.control = control
         self.calls = ShortCalls(p2p._client)
+        self._preferred: tuple[str, ...] = ()  # peers whose connections the daemon keeps, the longest known first
         self.addresses: tuple[str, ...] = ()
         """Multiaddresses of this node, without /p2p."""
         self.on_answered: OnAnswered = lambda peer_id, addresses: None
@@ -212,6 +215,22 @@ class HivemindSession:
                 for peer_id in peer_ids:
                     found[peer_id] = await self.control.listening_addresses(peer_id)
         return found
+
+    async def keep(self, connected: Iterable[str]) -> None:
+        """Keep the connections to these peers where strangers take so many that the daemon closes some.
+
+        Else it would close the oldest ones, and whoever goes on connecting under new names would soon be all that is left.
+        At most MAX_PREFERRED of them count, and who has counted the time before does so again.
+        """
+        wanted = dict.fromkeys(connected)
+        known = [peer_id for peer_id in self._preferred if peer_id in wanted]
+        before, self._preferred = self._preferred, tuple(dict.fromkeys((*known, *wanted)))[:MAX_PREFERRED]
+        with contextlib.suppress(TimeoutError, NetworkError):
+            async with asyncio.timeout(_CONTROL_TIMEOUT_S):
+                for peer_id in set(before) - set(self._preferred):
+                    await self.control.prefer_no_more(peer_id)
+                for peer_id in self._preferred:  # the daemon forgets it with the connection
+                    await self.control.prefer(peer_id)
 
     async def drop_connections(self) -> None:
         """Close every connection: after a sleep or in another network they are dead, which TCP finds out late."""
