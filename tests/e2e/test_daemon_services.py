@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import base58
 import pytest
@@ -124,6 +125,7 @@ async def test_names_that_go_on_connecting_do_not_cut_a_node_off_from_its_neighb
         named = {one.peer_id for one in neighbors}
         from swarm.network.hivemind.parts import p2pd_pb2
 
+        messages: Any = p2pd_pb2  # protobuf makes its classes while it runs
         session = node._session
         assert session is not None
         async with asyncio.timeout(20):
@@ -135,8 +137,8 @@ async def test_names_that_go_on_connecting_do_not_cut_a_node_off_from_its_neighb
             stack.push_async_callback(host.close)
             await host.connect(node.peer_id, at)
         await asyncio.sleep(1.1)  # younger connections are left alone
-        now = p2pd_pb2.ConnManagerRequest(type=p2pd_pb2.ConnManagerRequest.TRIM)  # else it does so every ten seconds
-        await session.control._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNMANAGER, connManager=now))
+        now = messages.ConnManagerRequest(type=messages.ConnManagerRequest.TRIM)  # else it does so every ten seconds
+        await session.control._ask(messages.Request(type=messages.Request.CONNMANAGER, connManager=now))
         async with asyncio.timeout(10):
             while len(connected := set(await session.peers())) > 8:
                 await asyncio.sleep(0.05)

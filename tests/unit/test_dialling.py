@@ -288,6 +288,14 @@ def test_what_is_remembered_is_bounded() -> None:
     assert max(map(len, dialling._seen.values())) == 8
 
 
+def test_connections_from_one_network_make_a_node_forget_nobody_else() -> None:
+    dialling = made()
+    dialling.see(PEER, [PUBLIC])
+    for number in range(5000):
+        dialling.see(f"name {number}", [f"/ip4/11.0.99.9/tcp/{1024 + number}"])
+    assert dialling.seen_at(PEER) and len(dialling._seen) == 4096
+
+
 @given(st.text(max_size=120), st.lists(st.text(alphabet="/ip46dnstcp2-circuwQ:.0123456789", max_size=80), max_size=6))
 def test_no_text_raises(name: str, addresses: list[str]) -> None:
     dialling = made()
