@@ -60,6 +60,14 @@ class DaemonControl:
             peers[peer_id] = tuple(dict.fromkeys((*peers.get(peer_id, ()), *_decoded(peer.addrs))))
         return peers
 
+    async def seen_at(self, peer_id: str) -> tuple[str, ...]:
+        """Where one connected peer is seen. The others are not decoded, which takes longer than all the rest."""
+        response, wanted = (
+            await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)),
+            base58.b58decode(peer_id),
+        )
+        return tuple(text for peer in response.peers if peer.id == wanted for text in _decoded(peer.addrs))
+
     async def listening_addresses(self, peer_id: str) -> tuple[str, ...]:
         """Where a connected peer listens, as it told the daemon. For a peer that is not connected, a search in the DHT."""
         find = p2pd_pb2.DHTRequest(type=p2pd_pb2.DHTRequest.FIND_PEER, peer=base58.b58decode(peer_id))

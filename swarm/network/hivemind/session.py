@@ -241,8 +241,9 @@ class HivemindSession:
 
     async def observed(self, peer_id: str) -> tuple[str, ...]:
         """The addresses at which a connected peer is seen; none where there is no answer."""
-        with contextlib.suppress(NetworkError):
-            return (await self.peers()).get(peer_id, ())
+        with contextlib.suppress(TimeoutError, NetworkError):
+            async with asyncio.timeout(_CONTROL_TIMEOUT_S):
+                return await self.control.seen_at(peer_id)
         return ()
 
     async def refresh_addresses(self) -> None:
