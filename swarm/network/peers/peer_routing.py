@@ -173,6 +173,7 @@ class PeerRouting:
             is_found = await self._follow(session, source, peer_id)
         if is_found:
             self._looked_at.pop(peer_id, None)
+            self._listed_at = -math.inf
         else:
             self._looked_at[peer_id] = asyncio.get_running_loop().time()
         return is_found
