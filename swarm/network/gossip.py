@@ -81,7 +81,7 @@ class GossipAddressBook:
 
     def met(self, peer_id: str) -> None:
         """Note that a peer is connected."""
-        self._known.met(peer_id)
+        self._known.met(peer_id, self._dialling.network_of(peer_id))
 
     def forget(self, peer_id: str) -> None:
         self._known.forget(peer_id)

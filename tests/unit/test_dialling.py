@@ -318,6 +318,17 @@ def test_names_by_the_hundred_do_not_displace_a_peer_that_was_met() -> None:
     assert not peers.is_met("met 0") and len(peers) == 7
 
 
+def test_names_of_one_network_that_connect_displace_nobody_of_others() -> None:
+    peers: BoundedPeers[int] = BoundedPeers(8)
+    for number in range(3):
+        peers.put(f"honest {number}", number)
+        peers.met(f"honest {number}", f"network {number}")
+    for number in range(100):
+        peers.put(f"name {number}", number)
+        peers.met(f"name {number}", "one network")
+    assert {"honest 0", "honest 1", "honest 2"} <= set(peers)
+
+
 @settings(max_examples=20)
 @given(st.randoms(use_true_random=False))
 def test_there_is_always_room_for_a_newcomer(rng: random.Random) -> None:

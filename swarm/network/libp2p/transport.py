@@ -145,11 +145,11 @@ class LightTransport:
         if addresses and contact.peer_id != self.peer_id and contact.peer_id not in self._configured:
             self._contacts.put(contact.peer_id, replace(contact, addresses=addresses))
             if self._host is not None and contact.peer_id in self._host.peers():  # it called before it was heard of
-                self._contacts.met(contact.peer_id)
+                self._contacts.met(contact.peer_id, self._dialling.network_of(contact.peer_id))
 
     def _on_seen(self, peer_id: str, addresses: tuple[str, ...]) -> None:
         self._dialling.see(peer_id, addresses)
-        self._contacts.met(peer_id)
+        self._contacts.met(peer_id, self._dialling.network_of(peer_id))
 
     def seen_at(self, peer_id: str) -> tuple[str, ...]:
         return self._dialling.seen_at(peer_id)
