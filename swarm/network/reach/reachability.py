@@ -11,14 +11,15 @@ import asyncio
 import ipaddress
 import math
 import os
+import random
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import RequestError
-from swarm.network.peers.dialling import Reach, may_be_named, reach_of
+from swarm.network.peers.dialling import Reach, may_be_named, network_at, reach_of
 from swarm.network.reach.dial_back import answers_as
 from swarm.network.tcp_address import TcpAddress, parsed
 from swarm.network.transport import RequestRefused
@@ -174,6 +175,19 @@ class Finding:
 
     is_reachable: bool | None
     address: TcpAddress | None = None
+
+
+def in_turn_by_network(connected: Mapping[str, Sequence[str]], rng: random.Random) -> list[str]:
+    """Connected peers, {peer id: addresses they are seen at}, in the order in which to ask them: by chance, one of each
+    network first. Names cost nothing, and those of one machine shall not be all witnesses."""
+    num_before: Counter[str] = Counter()
+    ranks: dict[str, int] = {}
+    for peer_id in rng.sample(sorted(connected), len(connected)):
+        seen_at = parsed(connected[peer_id])
+        network = network_at(seen_at[0]) if seen_at else ""
+        ranks[peer_id] = num_before[network]
+        num_before[network] += 1
+    return sorted(ranks, key=lambda peer_id: ranks[peer_id])
 
 
 async def look_from_outside(ask: Ask, peer_ids: Sequence[str], ports: Sequence[int]) -> Finding:
