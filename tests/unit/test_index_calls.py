@@ -88,6 +88,18 @@ async def test_caller_that_asks_for_too_much_is_refused() -> None:
     assert limits.refused == {"oversize": 1, "rate": 1}
 
 
+async def test_each_key_that_a_call_names_counts_as_a_call() -> None:
+    limits, client, came = door()
+    find = client.control.unary_handlers[FIND]
+    request = messages.FindRequest(keys=[NODE_ID] * 350).SerializeToString()
+    with pytest.raises(CallRefused, match="rate"):
+        for _ in range(10):
+            await find(request, peer(1))
+    assert len(came) * 350 <= BURST_S * CALLS_PER_PEER_PER_S + 350
+    assert await find(request, peer(2)) == b"reply"
+    assert limits.refused == {"rate": 1}
+
+
 async def test_caller_with_a_false_node_id_is_refused() -> None:
     _, client, came = door()
     find = client.control.unary_handlers[FIND]

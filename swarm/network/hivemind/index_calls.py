@@ -4,7 +4,7 @@ Imports hivemind: only `index_guard` may import this module.
 
 hivemind 1.1.12 answers every call and decodes every reply as they come. So that a stranger cannot hold up the loop:
 - calls are counted per peer, by number and by bytes in both directions, before they are decoded;
-- a call asks for a bounded number of keys, each of which costs a sort of the routing table;
+- each key that a call names counts as a call, since each costs a sort of the routing table;
 - a reply names peers by ids of a sane length (base58 of a long one takes quadratic time);
 - a node has the place in the DHT that follows from its peer id: else a peer could be wherever it likes, and name others
   at the places of honest ones;
@@ -136,14 +136,15 @@ class CallLimits:
         if not self._admits(peer_id.to_base58(), "index"):
             raise self._refusal("stranger")
         caller, now = self._caller(peer_id), _now()
-        if not caller.calls.try_take(1, now) or caller.returned.wait_s(now) > 0:
+        if caller.calls.wait_s(now) > 0 or caller.returned.wait_s(now) > 0:
             raise self._refusal("rate")
         if not name.endswith("rpc_store") and len(request) > MAX_CALL_BYTES:
             raise self._refusal("oversize")
         if not caller.stored.try_take(len(request), now):
             raise self._refusal("rate")
-        sender = _REQUESTS[name].FromString(request).peer
-        if sender.node_id not in (b"", node_id_of(peer_id.to_bytes())):  # none: a client that hosts nothing
+        call = _REQUESTS[name].FromString(request)
+        caller.calls.take(1 if name.endswith("rpc_ping") else max(1, len(call.keys)), now)
+        if call.peer.node_id not in (b"", node_id_of(peer_id.to_bytes())):  # none: a client that hosts nothing
             raise self._refusal("malformed")
         return caller
 
