@@ -67,18 +67,37 @@ async def test_malformed_request_is_refused(request_bytes: bytes) -> None:
 
 
 async def test_each_peer_and_all_together_are_limited_per_minute() -> None:
+    async def observed(peer_id: str) -> Sequence[str]:
+        return [f"/ip4/11.0.0.{peer_id}/tcp/4001"]
+
     clock = Clock()
-    asked = service(clock=clock)
+    asked = ReachService(observed, clock, clock)
     for _ in range(4):
-        assert len(await asked.answer(PEER, bytes_request(10))) == 10
+        assert len(await asked.answer("0", bytes_request(10))) == 10
     with pytest.raises(RequestRefused, match="too many"):
-        await asked.answer(PEER, bytes_request(10))
-    for number in range(16):
-        await asked.answer(f"other {number}", bytes_request(1))
+        await asked.answer("0", bytes_request(10))
+    for number in range(1, 17):
+        await asked.answer(f"{number}", bytes_request(1))
     with pytest.raises(RequestRefused, match="too many"):
-        await asked.answer("one more", bytes_request(1))
+        await asked.answer("17", bytes_request(1))
     clock.now += 61
-    await asked.answer(PEER, bytes_request(10))
+    await asked.answer("0", bytes_request(10))
+
+
+@pytest.mark.parametrize("place", ["/ip4/11.0.99.9/tcp/{}", "/ip6/2a00:1:2:{0:x}::{0:x}/tcp/4001"])
+async def test_names_of_one_machine_do_not_use_up_the_answers_for_others(place: str) -> None:
+    async def observed(peer_id: str) -> Sequence[str]:
+        return ["/ip4/11.0.1.1/tcp/4001"] if peer_id == "honest" else [place.format(2000 + int(peer_id))]
+
+    async def dial(peer_id: str, host: str, port: int) -> bool:
+        return True
+
+    asked = ReachService(observed, Clock(), Clock(), dial)
+    for kind in (hello_request(), dial_request(4001), bytes_request(1)):
+        for number in range(700):
+            with contextlib.suppress(RequestRefused):
+                await asked.answer(f"{number % 64}", kind)
+        assert await asked.answer("honest", kind)
 
 
 @pytest.mark.parametrize("port", [1, 22, 25, 80, 442, 444, 1023])
