@@ -136,8 +136,18 @@ class ForwarderGuard:
         self._shared = TokenBucket(self.SHARED_PER_S, 2 * self.SHARED_PER_S, clock())
         self.rejected: Counter[str] = Counter()
 
-    def judge(self, peer_id: str, message: bytes, handler: GossipHandler | None) -> Verdict:
-        """The handler's verdict, or IGNORE or REJECT where the message does not reach it."""
+    def judge(
+        self,
+        peer_id: str,
+        message: bytes,
+        handler: GossipHandler | None,
+        pass_over: Callable[[], None] = lambda: None,
+    ) -> Verdict:
+        """The handler's verdict, or IGNORE or REJECT where the message does not reach it.
+
+        `pass_over` is called for a message for which there is no time: who asked its neighbours for it again would have
+        them blamed for all that they send.
+        """
         if not self._admits(peer_id, "gossip"):
             self.rejected["stranger"] += 1
             return Verdict.IGNORE
@@ -151,6 +161,7 @@ class ForwarderGuard:
             return Verdict.IGNORE
         if not (self._shared.try_take(1, now) or state.own_share.try_take(1, now)):
             self.rejected["crowded"] += 1  # nobody's fault; the index has the record
+            pass_over()
             return Verdict.IGNORE
         verdict = self._ask(handler, peer_id, message) if len(message) <= MAX_GOSSIP_BYTES else Verdict.REJECT
         if verdict is Verdict.REJECT:

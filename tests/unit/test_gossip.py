@@ -191,6 +191,15 @@ def test_messages_beyond_the_rate_are_not_looked_at() -> None:
     assert guard.rejected["flood"] == pytest.approx(800 - 2 * 200 - 2 * 200, abs=25)
 
 
+def test_a_message_for_which_there_is_no_time_is_not_asked_for_again() -> None:
+    guard, _ = make_guard()
+    passed_over: list[int] = []
+    for number in range(300):
+        verdict = guard.judge("a", b"m", accept, lambda number=number: passed_over.append(number))
+        assert (verdict is Verdict.ACCEPT) is (number not in passed_over)
+    assert len(passed_over) == guard.rejected["crowded"] > 0
+
+
 def test_strangers_below_their_limits_have_no_honest_node_shut_out_by_its_neighbours() -> None:
     guard, clock = make_guard()
     neighbour, accepted = ForwarderGuard(clock), Counter[str]()
