@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.network.gossip import MAX_KNOWN_PEERS, Addresses, ForwarderGuard, GossipAddressBook, GossipSlot
+from swarm.network.libp2p.recent_messages import MAX_WINDOW_IDS
 from swarm.network.peers.dialling import FIRST_PAUSE_S, Dialling
 from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, Verdict
 
@@ -189,6 +190,16 @@ def test_messages_beyond_the_rate_are_not_looked_at() -> None:
     assert passed[Verdict.ACCEPT] == pytest.approx(2 * 120 + 2 * 120, abs=25)  # the burst, then the rate
     assert guard.rejected["flood"] + guard.rejected["crowded"] == passed[Verdict.IGNORE]
     assert guard.rejected["flood"] == pytest.approx(800 - 2 * 200 - 2 * 200, abs=25)
+
+
+def test_what_who_joins_two_topics_is_sent_at_once_is_no_flood() -> None:
+    guard, clock = make_guard()
+    for _ in range(2 * MAX_WINDOW_IDS):
+        guard.judge("neighbour", b"m", accept)
+    for _ in range(500):  # strangers keep its neighbour busy
+        clock.now_s += 1 / 160
+        guard.judge("neighbour", b"m", accept)
+    assert not guard.is_shut_out("neighbour")
 
 
 def test_a_message_for_which_there_is_no_time_is_not_asked_for_again() -> None:
