@@ -4,6 +4,8 @@ import ipaddress
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+_IPV6_PREFIX = 48
+
 
 class NoPlace(Exception):
     """All places are taken, and nobody holds more than would be fair."""
@@ -12,10 +14,9 @@ class NoPlace(Exception):
 class FairPlaces:
     """At most `max_places`. Where all are taken, the address that holds most gives up its oldest one.
 
+    The addresses of one IPv6 network (/48) count as one: whoever rents a machine has 2^64 of them.
     It does so for an address that would still hold fewer; with `newest_wins` for any, itself included: for what an honest
     peer needs only for a moment, so that whoever stays long is most likely the one that means no good.
-
-    The addresses of an IPv6 /48 count as one: whoever has one of them usually has all.
     """
 
     def __init__(self, max_places: int, *, newest_wins: bool = False) -> None:
@@ -30,41 +31,41 @@ class FairPlaces:
 
         Raises NoPlace.
         """
-        address = network_of(address)
+        holder = network_of(address)
         if self.num_taken >= self._max_places:
-            self._evict_for(address)
+            self._evict_for(holder)
         mark = object()
-        self._holders.setdefault(address, {})[mark] = leave
+        self._holders.setdefault(holder, {})[mark] = leave
         self.num_taken += 1
         try:
             yield
         finally:
-            self._give_back(address, mark)
+            self._give_back(holder, mark)
 
-    def _evict_for(self, address: str) -> None:
+    def _evict_for(self, holder: str) -> None:
         largest = max(self._holders, key=lambda holder: len(self._holders[holder]))
-        num_own = len(self._holders.get(address, ()))
+        num_own = len(self._holders.get(holder, ()))
         if not self._newest_wins and len(self._holders[largest]) <= num_own + 1:
             raise NoPlace
         mark, leave = next(iter(self._holders[largest].items()))
         self._give_back(largest, mark)
         leave()
 
-    def _give_back(self, address: str, mark: object) -> None:
-        if mark not in self._holders.get(address, ()):
+    def _give_back(self, holder: str, mark: object) -> None:
+        if mark not in self._holders.get(holder, ()):
             return  # evicted before
-        del self._holders[address][mark]
+        del self._holders[holder][mark]
         self.num_taken -= 1
-        if not self._holders[address]:
-            del self._holders[address]
+        if not self._holders[holder]:
+            del self._holders[holder]
 
 
 def network_of(address: str) -> str:
-    """What counts as one address: an IPv4 address, or an IPv6 /48. Other text stands for itself."""
+    """What counts as one address: the address itself, or the /48 of a public IPv6 address. Other text stands for itself."""
     try:
-        ip = ipaddress.ip_address(address)
+        ip = ipaddress.IPv6Address(address.partition("%")[0])  # one with a scope is of the local network
     except ValueError:
         return address
-    if ip.version == 4 or ip.is_loopback:
-        return str(ip)
-    return str(ip.ipv4_mapped or ipaddress.ip_network((int(ip), 48), strict=False))
+    if ip.ipv4_mapped is not None:  # so a socket for both families shows IPv4
+        return str(ip.ipv4_mapped)
+    return str(ipaddress.ip_network((ip, _IPV6_PREFIX), strict=False)) if ip.is_global else str(ip)

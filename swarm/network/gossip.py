@@ -13,6 +13,7 @@ from typing import Protocol
 
 from swarm.network.peers.bounded_peers import BoundedPeers
 from swarm.network.peers.dialling import Dialling
+from swarm.network.token_bucket import TokenBucket
 from swarm.network.transport import MAX_GOSSIP_BYTES, Admits, GossipHandler, Verdict, everybody
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class GossipAddressBook:
 
     def met(self, peer_id: str) -> None:
         """Note that a peer is connected."""
-        self._known.met(peer_id)
+        self._known.met(peer_id, self._dialling.network_of(peer_id))
 
     def forget(self, peer_id: str) -> None:
         self._known.forget(peer_id)
@@ -102,6 +103,7 @@ class GossipAddressBook:
 class _Forwarder:
     allowance: float
     since: float
+    own_share: TokenBucket
     faults: float = 0.0
     shut_out_until: float = 0.0
 
@@ -109,12 +111,18 @@ class _Forwarder:
 class ForwarderGuard:
     """Decides, before a message is looked at, whether the peer that passed it here is still listened to.
 
-    A token bucket per forwarder bounds what a flood costs; each REJECT is a fault; too many shut the forwarder out for a
-    while. Faults fade, so that an honest peer that passed on something stale now and then is never shut out.
+    A token bucket per forwarder, and one for all, bound what a flood costs; each REJECT is a fault; too many shut the
+    forwarder out for a while. Faults fade, so that an honest peer that passed on something stale now and then is never
+    shut out.
     """
 
     RATE_PER_S = 200.0
     """Messages of one forwarder: more than a full shard of honest nodes sends through all its neighbours."""
+    SHARED_PER_S = 120.0
+    """Messages of all forwarders together. What this node passes on must stay below what its neighbours take from it: else
+    many strangers, each below its own limit, would have them shut this node out."""
+    OWN_SHARE_PER_S = 0.5
+    """Messages of one forwarder where the others use up all that is shared."""
     MAX_FAULTS = 20.0
     FAULTS_FADE_PER_S = 0.1
     SHUT_OUT_S = 300.0
@@ -125,10 +133,21 @@ class ForwarderGuard:
         self._clock = clock
         self._admits = admits
         self._forwarders: OrderedDict[str, _Forwarder] = OrderedDict()
+        self._shared = TokenBucket(self.SHARED_PER_S, 2 * self.SHARED_PER_S, clock())
         self.rejected: Counter[str] = Counter()
 
-    def judge(self, peer_id: str, message: bytes, handler: GossipHandler | None) -> Verdict:
-        """The handler's verdict, or IGNORE or REJECT where the message does not reach it."""
+    def judge(
+        self,
+        peer_id: str,
+        message: bytes,
+        handler: GossipHandler | None,
+        pass_over: Callable[[], None] = lambda: None,
+    ) -> Verdict:
+        """The handler's verdict, or IGNORE or REJECT where the message does not reach it.
+
+        `pass_over` is called for a message for which there is no time: who asked its neighbours for it again would have
+        them blamed for all that they send.
+        """
         if not self._admits(peer_id, "gossip"):
             self.rejected["stranger"] += 1
             return Verdict.IGNORE
@@ -139,6 +158,10 @@ class ForwarderGuard:
         if not self._spend(state, now, 1):
             return Verdict.IGNORE
         if handler is None:
+            return Verdict.IGNORE
+        if not (self._shared.try_take(1, now) or state.own_share.try_take(1, now)):
+            self.rejected["crowded"] += 1  # nobody's fault; the index has the record
+            pass_over()
             return Verdict.IGNORE
         verdict = self._ask(handler, peer_id, message) if len(message) <= MAX_GOSSIP_BYTES else Verdict.REJECT
         if verdict is Verdict.REJECT:
@@ -188,7 +211,10 @@ class ForwarderGuard:
     def _state(self, peer_id: str) -> _Forwarder:
         state = self._forwarders.get(peer_id)
         if state is None:
-            state = self._forwarders[peer_id] = _Forwarder(2 * self.RATE_PER_S, self._clock())
+            now = self._clock()
+            state = self._forwarders[peer_id] = _Forwarder(
+                2 * self.RATE_PER_S, now, TokenBucket(self.OWN_SHARE_PER_S, 2.0, now)
+            )
         self._forwarders.move_to_end(peer_id)
         while len(self._forwarders) > self.MAX_FORWARDERS:
             self._forwarders.popitem(last=False)

@@ -4,11 +4,16 @@
                ── [load, key] ───────────────────────────> full peer ── DHT          answer: {subkey: value}
 
 The full peer is not trusted: entries are signed by their owners, and the light node validates what it is told. It can
-only withhold, so a light node asks more than one.
+only withhold, so a light node asks more than one. Nor is the light node: one small request makes the full peer ask many
+others, which bound its calls, so what all light nodes together may have it do stays far below that bound.
 """
 
 import math
-from typing import Any
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -21,13 +26,23 @@ from swarm.network.index_entry import (
     IndexRule,
     check_entry,
 )
+from swarm.network.token_bucket import TokenBucket
 from swarm.network.transport import RequestRefused, Transport
 
 INDEX_PROTOCOL = "swarm/index/1"
 MAX_INDEX_REQUEST_BYTES = MAX_KEY_BYTES + MAX_SUBKEY_BYTES + MAX_VALUE_BYTES + 64
 MAX_INDEX_RESPONSE_BYTES = 1 << 20
+SEARCHES_PER_S = 20.0
+"""Searches in the DHT for all light nodes together, over time ..."""
+SEARCHES_PER_PEER_PER_S = 5.0
+"""... and for one of them."""
+BURST_S = 4.0
+MAX_SEARCHES = 16
+"""At the same time."""
+_MAX_REMEMBERED_PEERS = 1024
 _STORE, _LOAD = 0, 1
 _ENTRY_OVERHEAD_BYTES = 8
+T = TypeVar("T")
 
 
 def store_request(key: str, subkey: str, value: bytes, expires_at: float) -> bytes:
@@ -57,10 +72,14 @@ def read_loaded(response: bytes) -> dict[str, bytes]:
 class IndexGateway:
     """The full peer's side: a request handler over its own transport."""
 
-    def __init__(self, transport: Transport, rule: IndexRule) -> None:
+    def __init__(self, transport: Transport, rule: IndexRule, monotonic: Callable[[], float] = time.monotonic) -> None:
         """`rule`: which entries are passed on; replicas would hold others against this node."""
         self._transport = transport
         self._rule = rule
+        self._monotonic = monotonic
+        self._allowed = TokenBucket(SEARCHES_PER_S, BURST_S * SEARCHES_PER_S, monotonic())
+        self._allowed_to: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._num_searches = 0
 
     async def answer(self, peer_id: str, request: bytes) -> bytes:
         try:
@@ -71,14 +90,42 @@ class IndexGateway:
             case [0, str(key), str(subkey), bytes(value), float(expires_at)] if math.isfinite(expires_at):
                 try:
                     check_entry(key, subkey, value)
-                    if self._rule.judge(key, subkey, value, expires_at) is None:
-                        return _pack(False)
-                    return _pack(await self._transport.store(key, subkey, value, expires_at))
+                    store = partial(self._store, peer_id, key, subkey, value, expires_at)
+                    return _pack(await self._search(peer_id, store))
                 except ValueError:
                     raise RequestRefused("invalid entry") from None
             case [1, str(key)] if len(key.encode()) <= MAX_KEY_BYTES:
-                return _packed_within_bound(await self._transport.load(key))
+                return _packed_within_bound(await self._search(peer_id, partial(self._transport.load, key)))
         raise RequestRefused("malformed")
+
+    async def _store(self, peer_id: str, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+        if self._rule.judge(key, subkey, value, expires_at, giver=peer_id) is None:
+            return False
+        return await self._transport.store(key, subkey, value, expires_at)
+
+    async def _search(self, peer_id: str, search: Callable[[], Awaitable[T]]) -> T:
+        """Make a search for a peer. Raises RequestRefused."""
+        self._admit(peer_id)
+        self._num_searches += 1
+        try:
+            return await search()
+        finally:
+            self._num_searches -= 1
+
+    def _admit(self, peer_id: str) -> None:
+        """Count a search for a peer. Raises RequestRefused."""
+        now = self._monotonic()
+        allowed = self._allowed_to.get(peer_id)
+        if allowed is None:
+            allowed = TokenBucket(SEARCHES_PER_PEER_PER_S, BURST_S * SEARCHES_PER_PEER_PER_S, now)
+            self._allowed_to[peer_id] = allowed
+            if len(self._allowed_to) > _MAX_REMEMBERED_PEERS:
+                self._allowed_to.popitem(last=False)
+        self._allowed_to.move_to_end(peer_id)
+        if self._num_searches >= MAX_SEARCHES:
+            raise RequestRefused("busy")
+        if not (allowed.try_take(1, now) and self._allowed.try_take(1, now)):
+            raise RequestRefused("rate")
 
 
 def _packed_within_bound(entries: dict[str, bytes]) -> bytes:

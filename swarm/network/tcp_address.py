@@ -13,6 +13,7 @@ from typing import Literal, Self
 from swarm.errors import ConfigError
 from swarm.records.identity import is_peer_id
 
+CIRCUIT = "/p2p-circuit"
 _SHAPE = re.compile(
     r"/(ip4|ip6|dns|dns4|dns6)/([A-Za-z0-9._:-]{1,253})/tcp/([0-9]{1,5})"
     r"(?:/p2p/([A-Za-z0-9]{1,64})/p2p-circuit)?(?:/p2p/([A-Za-z0-9]{1,64}))?"
@@ -54,7 +55,7 @@ class TcpAddress:
     @property
     def transport(self) -> str:
         """The address without the peer id."""
-        circuit = "" if self.relay_id is None else f"/p2p/{self.relay_id}/p2p-circuit"
+        circuit = "" if self.relay_id is None else f"/p2p/{self.relay_id}{CIRCUIT}"
         return f"/{self.kind}/{self.host}/tcp/{self.port}{circuit}"
 
     @property
@@ -69,6 +70,17 @@ class TcpAddress:
 
     def __str__(self) -> str:
         return self.transport if self.peer_id is None else f"{self.transport}/p2p/{self.peer_id}"
+
+
+def parsed(texts: Iterable[str]) -> list[TcpAddress]:
+    """Those of what others say that are addresses of this form; the rest is left out."""
+    addresses = []
+    for text in texts:
+        try:
+            addresses.append(TcpAddress.parse(text))
+        except ValueError:
+            continue
+    return addresses
 
 
 def parse_setting(
@@ -105,7 +117,7 @@ def _parse_one(setting: str, text: str) -> TcpAddress:
 
 def with_actual_ports(wanted: Sequence[TcpAddress], actual: Iterable[str]) -> tuple[TcpAddress, ...]:
     """Fill in the ports that the system chose for port 0: a restart then listens where others know the node."""
-    found = [TcpAddress.parse(text) for text in actual if "/p2p-circuit" not in text]
+    found = [TcpAddress.parse(text) for text in actual if CIRCUIT not in text]
     return tuple(_with_port(address, found) if address.port == 0 else address for address in wanted)
 
 

@@ -4,20 +4,23 @@ import asyncio
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import base58
 import pytest
 
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError
+from swarm.network.hivemind import daemon as daemon_module
 from swarm.network.hivemind.daemon import Daemon
 from swarm.network.hivemind.daemon_control import DaemonControl
 from swarm.network.hivemind.transport import HivemindTransport
+from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.reach.role import Role
 from swarm.network.tcp_address import TcpAddress
-from swarm.records.identity import Identity
+from swarm.records.identity import Identity, create
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 KAD, IDENTIFY = "/ipfs/kad/1.0.0", "/ipfs/id/1.0.0"
@@ -99,6 +102,47 @@ async def test_a_daemon_that_takes_too_much_memory_is_replaced_and_its_node_goes
     finally:
         for node in nodes:
             await node.stop()
+
+
+async def test_names_that_go_on_connecting_do_not_cut_a_node_off_from_its_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon_module, "_MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(daemon_module, "_KEPT_CONNECTIONS", 4)
+    monkeypatch.setattr(daemon_module, "_NEW_CONNECTION_S", 1)
+    config = NetworkSection(gossip="off")
+    node = HivemindTransport(config, create(tmp_path / "node" / "key"), tmp_path / "node", health_interval_s=0.2)
+    async with AsyncExitStack() as stack:
+        await node.start()
+        stack.push_async_callback(node.stop)
+        neighbor_config = NetworkSection(gossip="off", initial_peers=node.addresses()[:1])
+        neighbors = [
+            HivemindTransport(neighbor_config, create(tmp_path / name / "key"), tmp_path / name) for name in ("a", "b")
+        ]
+        for one in neighbors:
+            stack.push_async_callback(one.stop)
+        await asyncio.gather(*(one.start() for one in neighbors))
+        named = {one.peer_id for one in neighbors}
+        from swarm.network.hivemind.parts import p2pd_pb2
+
+        messages: Any = p2pd_pb2  # protobuf makes its classes while it runs
+        session = node._session
+        assert session is not None
+        async with asyncio.timeout(20):
+            while not named <= set(session._preferred):
+                await asyncio.sleep(0.05)  # it sends no event
+        at = [address.rpartition("/p2p/")[0] for address in node.addresses()]
+        for number in range(8):
+            host = await Libp2pHost.open(Identity(bytes([number + 1]) * 32), [LOOPBACK], timeout_s=10)
+            stack.push_async_callback(host.close)
+            await host.connect(node.peer_id, at)
+        await asyncio.sleep(1.1)  # younger connections are left alone
+        now = messages.ConnManagerRequest(type=messages.ConnManagerRequest.TRIM)  # else it does so every ten seconds
+        await session.control._ask(messages.Request(type=messages.Request.CONNMANAGER, connManager=now))
+        async with asyncio.timeout(10):
+            while len(connected := set(await session.peers())) > 8:
+                await asyncio.sleep(0.05)
+        assert named <= connected
 
 
 async def test_the_memory_that_a_daemon_uses_is_seen() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError, RequestError
+from swarm.network.libp2p.frames import encode_frame
 from swarm.network.libp2p.gossip import Libp2pGossip
 from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.libp2p.parts import ID, Multiaddr
@@ -181,6 +182,37 @@ async def test_names_that_claim_the_address_of_an_honest_daemon_do_not_keep_othe
         assert await session.greet(peers.due({honest.peer_id: (address,)})) == 1
     finally:
         await asyncio.gather(honest.stop(), node.stop())
+
+
+async def test_words_of_a_listener_put_no_honest_peer_at_its_address(tmp_path: Path) -> None:
+    from swarm.network.hivemind.transport import HivemindTransport
+
+    made_up, honest = Identity(b"m" * 32).peer_id, Identity(b"h" * 32).peer_id
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        words = (
+            f"[{address}] failed to negotiate security protocol: "
+            f"peer id mismatch: expected {made_up}, but remote key matches {honest}\n"
+        )
+        for line in ("/multistream/1.0.0\n", words):
+            writer.write(encode_frame(line.encode()))
+        writer.close()
+
+    node = HivemindTransport(NetworkSection(gossip="off"), create(tmp_path / "key"), tmp_path)
+    await node.start()
+    try:
+        async with await asyncio.start_server(listen, "127.0.0.1", 0) as server:
+            address = f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}"
+            said: list[str] = []
+            assert node._session is not None
+            told = node._session.on_answered
+            node._session.on_answered = lambda peer_id, addresses: (said.append(peer_id), told(peer_id, addresses))[1]
+            assert not await node._session.connect(made_up, (address,))
+        assert said == [honest], "else the listener says it in another way by now"
+        assert node.seen_at(honest) == ()
+    finally:
+        await node.stop()
 
 
 async def test_a_node_of_a_public_swarm_does_not_dial_its_own_machine_for_strangers(tmp_path: Path) -> None:

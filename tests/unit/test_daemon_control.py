@@ -71,6 +71,14 @@ async def test_a_peer_that_tells_thousands_of_addresses_is_read_to_a_bound(daemo
         assert await control.listening_addresses(ALICE.peer_id) == ("/ip4/192.0.2.7/tcp/1",) * MAX_CLAIMED
 
 
+async def test_one_connected_peer_is_found_among_many(daemon: Daemon) -> None:
+    at = [bytes.fromhex(f"04c00002{number:02x}060001") for number in (7, 8)]
+    peers = [messages.PeerInfo(id=base58.b58decode(ALICE.peer_id), addrs=[one]) for one in at]
+    others = [messages.PeerInfo(id=b"x", addrs=[b"nonsense"])] * 500
+    async with daemon(framed(type=messages.Response.OK, peers=[*others, *peers])) as (control, _):
+        assert await control.seen_at(ALICE.peer_id) == ("/ip4/192.0.2.7/tcp/1", "/ip4/192.0.2.8/tcp/1")
+
+
 @pytest.mark.parametrize(
     "answer",
     [

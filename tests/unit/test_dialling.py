@@ -288,6 +288,14 @@ def test_what_is_remembered_is_bounded() -> None:
     assert max(map(len, dialling._seen.values())) == 8
 
 
+def test_connections_from_one_network_make_a_node_forget_nobody_else() -> None:
+    dialling = made()
+    dialling.see(PEER, [PUBLIC])
+    for number in range(5000):
+        dialling.see(f"name {number}", [f"/ip4/11.0.99.9/tcp/{1024 + number}"])
+    assert dialling.seen_at(PEER) and len(dialling._seen) == 4096
+
+
 @given(st.text(max_size=120), st.lists(st.text(alphabet="/ip46dnstcp2-circuwQ:.0123456789", max_size=80), max_size=6))
 def test_no_text_raises(name: str, addresses: list[str]) -> None:
     dialling = made()
@@ -308,6 +316,17 @@ def test_names_by_the_hundred_do_not_displace_a_peer_that_was_met() -> None:
     assert set(peers) == {"met 0", "met 1", "met 2", *(f"invented {number}" for number in range(95, 100))}
     peers.forget("met 0")
     assert not peers.is_met("met 0") and len(peers) == 7
+
+
+def test_names_of_one_network_that_connect_displace_nobody_of_others() -> None:
+    peers: BoundedPeers[int] = BoundedPeers(8)
+    for number in range(3):
+        peers.put(f"honest {number}", number)
+        peers.met(f"honest {number}", f"network {number}")
+    for number in range(100):
+        peers.put(f"name {number}", number)
+        peers.met(f"name {number}", "one network")
+    assert {"honest 0", "honest 1", "honest 2"} <= set(peers)
 
 
 @settings(max_examples=20)

@@ -38,10 +38,10 @@ def test_addresses_of_one_ipv6_network_are_one_and_those_of_ipv4_are_not() -> No
     places, left = FairPlaces(4), list[str]()
     with ExitStack() as stack:
         for number in range(4):
-            hold(stack, places, f"2001:db8:7:{number}::1", left, f"m{number}")
+            hold(stack, places, f"2a00:1:7:{number}::1", left, f"m{number}")
         with pytest.raises(NoPlace):
-            hold(stack, places, "2001:db8:7:5::1", left, "m5")
-        for address in ("2001:db8:8::1", "::ffff:192.0.2.1", "192.0.2.2"):
+            hold(stack, places, "2a00:1:7:5::1", left, "m5")
+        for address in ("2a00:1:8::1", "::ffff:192.0.2.1", "192.0.2.2"):
             hold(stack, places, address, left, address)
     assert left == ["m0", "m1", "m2"]
 
@@ -57,3 +57,13 @@ def test_where_the_newest_wins_an_address_pushes_out_its_own_oldest() -> None:
         assert places.num_taken == 2
     assert left[:4] == ["m0", "m1", "m2", "m3"]
     assert places.num_taken == 0
+
+
+def test_neighbours_at_home_have_places_of_their_own() -> None:
+    places, left = FairPlaces(2), list[str]()
+    with ExitStack() as stack:
+        hold(stack, places, "fe80::1%eth0", left, "a")
+        hold(stack, places, "fd00::1", left, "b")
+        with pytest.raises(NoPlace):
+            hold(stack, places, "fd00::2", left, "c")
+    assert left == []

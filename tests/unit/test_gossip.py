@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.network.gossip import MAX_KNOWN_PEERS, Addresses, ForwarderGuard, GossipAddressBook, GossipSlot
+from swarm.network.libp2p.recent_messages import MAX_WINDOW_IDS
 from swarm.network.peers.dialling import FIRST_PAUSE_S, Dialling
 from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, Verdict
 
@@ -179,15 +180,51 @@ def test_what_is_ignored_is_nobodys_fault() -> None:
     assert not guard.is_shut_out("honest") and not guard.rejected
 
 
-def test_two_hundred_messages_per_second_are_let_through_and_no_more() -> None:
+def test_messages_beyond_the_rate_are_not_looked_at() -> None:
     guard, clock = make_guard()
     passed = Counter[Verdict]()
-    for _ in range(20):  # at twice the rate for two seconds
+    for _ in range(20):  # 400 per second for two seconds
         clock.now_s += 0.1
         for _ in range(40):
             passed[guard.judge("busy", b"m", accept)] += 1
-    assert passed[Verdict.ACCEPT] == pytest.approx(2 * 200 + 2 * 200, abs=25)  # the burst, then the rate
-    assert guard.rejected["flood"] == passed[Verdict.IGNORE]
+    assert passed[Verdict.ACCEPT] == pytest.approx(2 * 120 + 2 * 120, abs=25)  # the burst, then the rate
+    assert guard.rejected["flood"] + guard.rejected["crowded"] == passed[Verdict.IGNORE]
+    assert guard.rejected["flood"] == pytest.approx(800 - 2 * 200 - 2 * 200, abs=25)
+
+
+def test_what_who_joins_two_topics_is_sent_at_once_is_no_flood() -> None:
+    guard, clock = make_guard()
+    for _ in range(2 * MAX_WINDOW_IDS):
+        guard.judge("neighbour", b"m", accept)
+    for _ in range(500):  # strangers keep its neighbour busy
+        clock.now_s += 1 / 160
+        guard.judge("neighbour", b"m", accept)
+    assert not guard.is_shut_out("neighbour")
+
+
+def test_a_message_for_which_there_is_no_time_is_not_asked_for_again() -> None:
+    guard, _ = make_guard()
+    passed_over: list[int] = []
+    for number in range(300):
+        verdict = guard.judge("a", b"m", accept, lambda number=number: passed_over.append(number))
+        assert (verdict is Verdict.ACCEPT) is (number not in passed_over)
+    assert len(passed_over) == guard.rejected["crowded"] > 0
+
+
+def test_strangers_below_their_limits_have_no_honest_node_shut_out_by_its_neighbours() -> None:
+    guard, clock = make_guard()
+    neighbour, accepted = ForwarderGuard(clock), Counter[str]()
+    for tick in range(3000):
+        clock.now_s += 0.01
+        for number in range(30):
+            if guard.judge(f"name {tick // 300} {number}", b"m", accept) is Verdict.ACCEPT:
+                accepted["stranger"] += 1
+                neighbour.judge("node", b"m", accept)
+        if tick % 200 == 0:
+            accepted["honest"] += guard.judge("honest", b"m", accept) is Verdict.ACCEPT
+        assert not neighbour.is_shut_out("node")
+    assert accepted["honest"] == 15, "its own share is for it"
+    assert accepted["stranger"] < 30 * 200
 
 
 def test_a_lasting_flood_shuts_out() -> None:
@@ -203,7 +240,9 @@ def test_an_honest_rate_never_shuts_out() -> None:
     guard, clock = make_guard()
     for _ in range(20_000):
         clock.now_s += 1 / 190
-        assert guard.judge("busy", b"m", accept) is Verdict.ACCEPT
+        guard.judge("busy", b"m", accept)
+        assert not guard.is_shut_out("busy")
+    assert not guard.rejected["flood"]
 
 
 def test_other_work_is_paid_from_the_same_purse() -> None:

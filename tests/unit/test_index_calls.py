@@ -88,6 +88,18 @@ async def test_caller_that_asks_for_too_much_is_refused() -> None:
     assert limits.refused == {"oversize": 1, "rate": 1}
 
 
+async def test_each_key_that_a_call_names_counts_as_a_call() -> None:
+    limits, client, came = door()
+    find = client.control.unary_handlers[FIND]
+    request = messages.FindRequest(keys=[NODE_ID] * 350).SerializeToString()
+    with pytest.raises(CallRefused, match="rate"):
+        for _ in range(10):
+            await find(request, peer(1))
+    assert len(came) * 350 <= BURST_S * CALLS_PER_PEER_PER_S + 350
+    assert await find(request, peer(2)) == b"reply"
+    assert limits.refused == {"rate": 1}
+
+
 async def test_caller_with_a_false_node_id_is_refused() -> None:
     _, client, came = door()
     find = client.control.unary_handlers[FIND]
@@ -150,6 +162,10 @@ async def unreachable() -> bool:
     return False
 
 
+async def at_once() -> None:
+    """Entries are checked without waiting."""
+
+
 def found(**fields: object) -> Any:
     return messages.FindResponse(results=[messages.FindResult(type=messages.NOT_FOUND, **fields)])
 
@@ -168,11 +184,11 @@ def found(**fields: object) -> Any:
 )
 async def test_reply_with_ids_out_of_bounds_is_an_error_before_it_is_decoded(hostile: Any) -> None:
     with pytest.raises(ValueError):
-        await CheckedStub(Stub(hostile), PeerID(PEER_ID), unreachable).rpc_find(None)
+        await CheckedStub(Stub(hostile), PeerID(PEER_ID), unreachable, at_once).rpc_find(None)
 
 
 def stub(reply: object) -> CheckedStub:
-    return CheckedStub(Stub(reply), PeerID(PEER_ID), unreachable)
+    return CheckedStub(Stub(reply), PeerID(PEER_ID), unreachable, at_once)
 
 
 async def test_honest_replies_pass() -> None:
@@ -204,7 +220,7 @@ def test_a_peer_that_is_nowhere_holds_up_a_call_for_its_time_out_and_no_longer()
     async def main() -> None:
         start = asyncio.get_running_loop().time()
         with pytest.raises(TimeoutError):
-            await CheckedStub(Nowhere(), PeerID(PEER_ID), find).rpc_find(None, timeout=3.0)
+            await CheckedStub(Nowhere(), PeerID(PEER_ID), find, at_once).rpc_find(None, timeout=3.0)
         assert asyncio.get_running_loop().time() - start == 3.0
 
     run(main())

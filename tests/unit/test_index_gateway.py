@@ -1,5 +1,7 @@
 """A full peer stores and looks up for others, who believe nothing but the form of what it says."""
 
+import asyncio
+import contextlib
 import math
 import random
 
@@ -10,6 +12,7 @@ from swarm.errors import RequestError
 from swarm.network.index_entry import MAX_ENTRIES_PER_KEY, MAX_VALUE_BYTES, IndexRule
 from swarm.network.index_gateway import (
     MAX_INDEX_RESPONSE_BYTES,
+    MAX_SEARCHES,
     IndexGateway,
     load_request,
     read_loaded,
@@ -17,6 +20,7 @@ from swarm.network.index_gateway import (
     store_request,
 )
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
+from swarm.network.memory.virtual_clock import run
 from swarm.network.transport import RequestRefused
 
 NOW = 1_000.0
@@ -87,3 +91,65 @@ def test_malformed_answer_is_a_request_error(answer: bytes) -> None:
 
 def test_entries_of_other_types_are_left_out() -> None:
     assert read_loaded(msgpack.packb({"a": b"1", "b": "2", b"c": b"3"}) or b"") == {"a": b"1"}
+
+
+class SlowIndex:
+    """The transport of a full peer, whose searches take as long as they may."""
+
+    def __init__(self) -> None:
+        self.num_searches = 0
+        self.num_open = 0
+        self.most_open = 0
+
+    async def load(self, key: str) -> dict[str, bytes]:
+        self.num_searches += 1
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        await asyncio.sleep(6.0 if key.startswith("made up") else 0.05)
+        self.num_open -= 1
+        return {"a/0": b"value"}
+
+    async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+        return bool(await self.load(key))
+
+
+def test_requests_of_strangers_start_a_bounded_number_of_searches() -> None:
+    async def main() -> None:
+        index, loop = SlowIndex(), asyncio.get_running_loop()
+        gateway = IndexGateway(index, IndexRule(None, lambda: NOW), loop.time)  # type: ignore[arg-type]
+
+        async def ask(name: str, number: int) -> None:
+            request = load_request(f"made up {number}")
+            if number % 2:
+                request = store_request(f"made up {number}", "a/0", b"value", NOW + 60)
+            with contextlib.suppress(RequestRefused):
+                await gateway.answer(name, request)
+
+        asking: set[asyncio.Future[None]] = set()
+        for turn in range(60):
+            for number in range(100):
+                asking.add(asyncio.ensure_future(ask(f"name {number}", 100 * turn + number)))
+            await asyncio.sleep(1.0)
+        assert index.most_open <= MAX_SEARCHES
+        assert index.num_searches <= 60 * MAX_SEARCHES / 6.0 + MAX_SEARCHES
+        await asyncio.sleep(7.0)
+        assert read_loaded(await gateway.answer("honest", load_request("key"))) == {"a/0": b"value"}
+
+    run(main())
+
+
+def test_one_light_node_does_not_use_up_the_searches_of_the_others() -> None:
+    async def main() -> None:
+        index, loop = SlowIndex(), asyncio.get_running_loop()
+        gateway = IndexGateway(index, IndexRule(None, lambda: NOW), loop.time)  # type: ignore[arg-type]
+        num_refused = 0
+        for number in range(600):
+            try:
+                await gateway.answer("greedy", load_request(f"key {number}"))
+            except RequestRefused:
+                num_refused += 1
+            if number % 20 == 0:
+                assert read_loaded(await gateway.answer("honest", load_request("key"))) == {"a/0": b"value"}
+        assert num_refused > 300
+
+    run(main())

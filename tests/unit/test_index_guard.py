@@ -12,6 +12,7 @@ from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from swarm.network.index_entry import CLOCK_SKEW_S, MAX_ENTRIES_PER_KEY, MAX_LIF
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 NOW = 1_000.0
 KEY = DHTID.generate(source="key")
+PEER = PeerID(b"\x00\x24" + bytes(36))
 packb = DHTProtocol.serializer.dumps
 
 
@@ -173,9 +175,9 @@ def test_reply_with_an_endless_life_does_not_end_a_search() -> None:
     honest, neighbors = ValueWithExpiration(dictionary({}), get_dht_time() + 60), {KEY: "peer"}
     endless = ValueWithExpiration(dictionary({}), math.inf)
     replies = {DHTID(1): (honest, neighbors), DHTID(2): (endless, neighbors), DHTID(3): (None, neighbors)}
-    assert asyncio.run(protected(replies).call_find(None, [])) == {
+    assert asyncio.run(protected(replies).call_find(PEER, [])) == {
         DHTID(1): (honest, neighbors),
         DHTID(2): (None, neighbors),
         DHTID(3): (None, neighbors),
     }
-    assert not asyncio.run(protected(None).call_find(None, []))
+    assert not asyncio.run(protected(None).call_find(PEER, []))

@@ -117,6 +117,21 @@ def test_strangers_displace_each_other_but_no_peer_that_was_met(clock: Clock) ->
     assert IDS[99] not in peers.stored()
 
 
+def test_names_of_one_network_do_not_replace_the_peers_that_were_met(clock: Clock) -> None:
+    peers = KnownPeers([], OWN_ID, clock=clock)
+    honest = {Identity(number.to_bytes(2, "big") * 16).peer_id: number for number in range(1, MAX_PEERS + 1)}
+    for peer_id, number in honest.items():
+        clock.now += 1
+        peers.see({peer_id: (at(4001, f"11.0.{number}.1"),)})
+    for number in range(1000, 1300):
+        clock.now += 60
+        name = Identity(number.to_bytes(2, "big") * 16).peer_id
+        peers.see({name: (at(number, f"12.0.0.{number % 256}"),)})
+        peers.learn(name, [at(4001, f"13.0.{number % 256}.1")])
+        peers.see({name: (at(number, f"12.0.0.{number % 256}"),)})
+    assert len(honest.keys() & peers.stored().keys()) >= MAX_PEERS - 2
+
+
 def test_configured_peers_that_are_no_neighbors_are_absent_and_one_of_the_others(clock: Clock) -> None:
     peers = KnownPeers([BOOT, SECOND], OWN_ID, clock=clock)
     assert peers.absent({SECOND_ID}, random.Random(1)) == {BOOT_ID: ("/ip4/1.2.3.4/tcp/2",)}

@@ -24,16 +24,22 @@ class FakeSession:
         self.connected = set(connected)
         self.works = works
         self.dialled: list[tuple[str, tuple[str, ...]]] = []
+        self.num_lists = 0
+        self.num_lookups = 0
 
     @property
     def neighbors(self) -> frozenset[str]:
         return frozenset(self.connected)
 
     async def peers(self) -> dict[str, tuple[str, ...]]:
+        self.num_lists += 1
+        await asyncio.sleep(0.01)
         return dict.fromkeys(self.connected, ())
 
     async def listening_addresses(self, peer_ids: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        return {peer_id: (self.works[peer_id],) for peer_id in peer_ids if peer_id in self.works}
+        wanted = list(peer_ids)
+        self.num_lookups += len(wanted)
+        return {peer_id: (self.works[peer_id],) for peer_id in wanted if peer_id in self.works}
 
     async def connect(self, peer_id: str, addresses: Sequence[str]) -> bool:
         self.dialled.append((peer_id, tuple(addresses)))
@@ -167,6 +173,26 @@ def test_a_node_tells_where_connected_and_announced_peers_are_and_of_no_others()
         node.routing.learn(EVE, [THERE])
         answer = msgpack.unpackb(await node.routing.answer(ANN, msgpack.packb([BEN, CARL, EVE]) or b""))
         assert answer == {BEN: [HERE], EVE: [THERE]}
+
+    run(main())
+
+
+def test_questions_by_the_thousand_cost_the_daemon_a_bounded_number_of_answers() -> None:
+    async def main() -> None:
+        silent = [Identity(number.to_bytes(2, "big") * 16).peer_id for number in range(300, 600)]
+        node = Node([BEN, *silent], {BEN: HERE})
+        for second in range(20):
+            asked = [[BEN, *silent[start : start + 10]] for start in range(0, 300, 10)]
+            questions = (node.routing.answer(f"name {second}", msgpack.packb(one) or b"") for one in asked)
+            answers = await asyncio.gather(*questions)
+            assert all(msgpack.unpackb(answer) == {BEN: [HERE]} for answer in answers)
+            await asyncio.sleep(1.0)
+        assert node.session.num_lists <= 20 * 4
+        assert node.session.num_lookups <= 20 * 40 + 80
+        node.session.connected.add(CARL)
+        node.session.works[CARL] = THERE
+        await asyncio.sleep(1.0)
+        assert msgpack.unpackb(await node.routing.answer(ANN, msgpack.packb([CARL]) or b"")) == {CARL: [THERE]}
 
     run(main())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 import struct
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from swarm.errors import RequestError
 from swarm.network.reach.dial_back import answers_as, is_signed_by
 from swarm.network.reach.reachability import (
     MAX_TEST_BYTES,
+    NUM_WITNESSES,
     Finding,
     ReachService,
     Sighting,
@@ -18,6 +20,7 @@ from swarm.network.reach.reachability import (
     conclude,
     dial_request,
     hello_request,
+    in_turn_by_network,
     read_greeting,
 )
 from swarm.network.reach.reachability_watch import PROBE_INTERVAL_S, ReachabilityWatch
@@ -64,18 +67,37 @@ async def test_malformed_request_is_refused(request_bytes: bytes) -> None:
 
 
 async def test_each_peer_and_all_together_are_limited_per_minute() -> None:
+    async def observed(peer_id: str) -> Sequence[str]:
+        return [f"/ip4/11.0.0.{peer_id}/tcp/4001"]
+
     clock = Clock()
-    asked = service(clock=clock)
+    asked = ReachService(observed, clock, clock)
     for _ in range(4):
-        assert len(await asked.answer(PEER, bytes_request(10))) == 10
+        assert len(await asked.answer("0", bytes_request(10))) == 10
     with pytest.raises(RequestRefused, match="too many"):
-        await asked.answer(PEER, bytes_request(10))
-    for number in range(16):
-        await asked.answer(f"other {number}", bytes_request(1))
+        await asked.answer("0", bytes_request(10))
+    for number in range(1, 17):
+        await asked.answer(f"{number}", bytes_request(1))
     with pytest.raises(RequestRefused, match="too many"):
-        await asked.answer("one more", bytes_request(1))
+        await asked.answer("17", bytes_request(1))
     clock.now += 61
-    await asked.answer(PEER, bytes_request(10))
+    await asked.answer("0", bytes_request(10))
+
+
+@pytest.mark.parametrize("place", ["/ip4/11.0.99.9/tcp/{}", "/ip6/2a00:1:2:{0:x}::{0:x}/tcp/4001"])
+async def test_names_of_one_machine_do_not_use_up_the_answers_for_others(place: str) -> None:
+    async def observed(peer_id: str) -> Sequence[str]:
+        return ["/ip4/11.0.1.1/tcp/4001"] if peer_id == "honest" else [place.format(2000 + int(peer_id))]
+
+    async def dial(peer_id: str, host: str, port: int) -> bool:
+        return True
+
+    asked = ReachService(observed, Clock(), Clock(), dial)
+    for kind in (hello_request(), dial_request(4001), bytes_request(1)):
+        for number in range(700):
+            with contextlib.suppress(RequestRefused):
+                await asked.answer(f"{number % 64}", kind)
+        assert await asked.answer("honest", kind)
 
 
 @pytest.mark.parametrize("port", [1, 22, 25, 80, 442, 444, 1023])
@@ -137,6 +159,21 @@ PUBLIC, OTHER, PRIVATE = Sighting("11.0.0.3", 4001), Sighting("11.0.0.3", None),
 )
 def test_who_is_believed(sightings: list[Sighting], is_reachable: bool | None) -> None:
     assert conclude(sightings).is_reachable is is_reachable
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_names_of_one_network_are_not_the_witnesses_of_a_node(seed: int) -> None:
+    honest = {f"honest {number}": (f"/ip4/11.0.{number}.1/tcp/4001",) for number in range(NUM_WITNESSES - 1)}
+    names = {f"name {number:03}": (f"/ip4/11.0.99.{number % 250}/tcp/{2000 + number}",) for number in range(300)}
+    order = in_turn_by_network({**names, **honest}, random.Random(seed))
+    assert set(order) == names.keys() | honest.keys()
+    assert sum(one in honest for one in order[:NUM_WITNESSES]) == NUM_WITNESSES - 1
+
+
+def test_neighbours_at_one_place_are_asked_in_any_order() -> None:
+    connected = {f"node {number}": ("/ip4/127.0.0.1/tcp/4001", "nonsense") for number in range(6)} | {"odd": ()}
+    orders = {tuple(in_turn_by_network(connected, random.Random(seed))) for seed in range(20)}
+    assert len(orders) > 10 and all(set(order) == connected.keys() for order in orders)
 
 
 def test_finding_names_the_address_that_was_reached() -> None:

@@ -5,11 +5,14 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from swarm.config import Config, NetworkSection, PipelineSection, PolicySection
+from swarm.network.memory.virtual_clock import run
 from swarm.network.requests.framing import (
     FrameError,
     Response,
@@ -348,19 +351,23 @@ async def test_reasons_are_counted(call: Caller) -> None:
     assert server.refused == {"oversize": 2, "unknown_protocol": 1, "cut": 1}
 
 
+def never() -> None:
+    raise AssertionError("nobody has to give way")
+
+
 def test_table_of_callers_forgets_the_idle_and_keeps_the_busy() -> None:
     table = CallerTable(RequestLimits(requests_per_peer_per_s=1), 8)
-    table.enter("busy", 0.0)
-    for number in range(2 * MAX_REMEMBERED_PEERS):
-        table.enter(f"peer{number}", 0.0)
-        table.leave(f"peer{number}")
-    assert table.num_peers == MAX_REMEMBERED_PEERS
-    table.leave("busy")
+    with table.conversation("busy", 0.0, never):
+        for number in range(2 * MAX_REMEMBERED_PEERS):
+            with table.conversation(f"peer{number}", 0.0, never):
+                pass
+        assert table.num_peers == MAX_REMEMBERED_PEERS
 
 
 def test_line_that_is_booked_out_refuses_instead_of_promising() -> None:
     table = CallerTable(RequestLimits(max_upload_bytes_per_s=1000), 8)
-    table.take_place("peer", 0.0)
+    with table.place("peer", 0.0, never):
+        pass
     assert table.charge("peer", 1000, 0.0) == 0.0
     assert table.charge("peer", 3000, 0.0) == 3.0
     table.begin_response("peer", 10, 0.0)
@@ -374,6 +381,63 @@ def test_limits_come_from_the_network_section() -> None:
     config = NetworkSection(requests_per_peer_per_s=3, max_upload_bytes_per_s=5, unlimited_peers=("friend",))
     bytes_per_s = config.upload_bytes_per_peer_per_s
     assert RequestLimits.of(config) == RequestLimits(3, bytes_per_s, 5, 67_108_864, frozenset({"friend"}))
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_silent_names_of_one_network_leave_room_for_callers_of_others(in_memory: bool) -> None:
+    async def main() -> None:
+        server = RequestServer(
+            max_concurrent=16,
+            timeout_s=20.0,
+            traffic=TrafficCounter(),
+            network_of=lambda peer_id: "11.0.0.0/24" if peer_id == "honest" else "11.0.99.0/24",
+        )
+
+        async def echo(peer_id: str, request: bytes) -> bytes:
+            await asyncio.sleep(0.0 if request else 20.0)
+            return request
+
+        server.serve("echo", echo, max_request_bytes=10)
+
+        async def stay_silent(number: int) -> None:
+            while True:
+                if in_memory:
+                    await server.answer_call(f"name {number}", "echo", b"")
+                else:
+                    await server.answer_stream(f"name {number}", "echo", asyncio.StreamReader(), Sink())  # type: ignore[arg-type]
+                await asyncio.sleep(0.1)
+
+        silent = [asyncio.create_task(stay_silent(number % 20)) for number in range(60)]
+        for _ in range(20):
+            await asyncio.sleep(1.0)
+            assert (await server.answer_call("honest", "echo", b"hi")).body == b"hi"
+        assert server.refused["busy"] >= 20
+        for task in silent:
+            task.cancel()
+        await asyncio.gather(*silent, return_exceptions=True)
+
+    run(main())
+
+
+class Sink:
+    """A writer that takes all that is written."""
+
+    def __init__(self) -> None:
+        self._is_closing = False
+
+    @property
+    def transport(self) -> Any:
+        return SimpleNamespace(abort=self.close)
+
+    def write(self, data: object) -> None: ...
+
+    async def drain(self) -> None: ...
+
+    def close(self) -> None:
+        self._is_closing = True
+
+    def is_closing(self) -> bool:
+        return self._is_closing
 
 
 async def test_strangers_are_refused_but_for_what_is_open_to_all(call: Caller) -> None:
@@ -401,9 +465,7 @@ def test_a_pipeline_lifts_the_rates_for_its_machines_and_for_nobody_else() -> No
     def num_served(peer_id: str, num_requests: int) -> int:
         served = 0
         for _ in range(num_requests):
-            with contextlib.suppress(RequestRefused):
-                table.take_place(peer_id, 0.0)
-                table.give_place_back(peer_id)
+            with contextlib.suppress(RequestRefused), table.place(peer_id, 0.0, never):
                 served += 1
         return served
 

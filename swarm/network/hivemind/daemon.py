@@ -141,10 +141,9 @@ class Daemon:
     async def outgrown(self, max_bytes: int = MAX_DAEMON_BYTES) -> int:
         """Wait until the process uses more than `max_bytes` of memory; how many bytes it uses then."""
         assert self._process is not None, "not started"
-        process = psutil.Process(self._process.pid)
         while True:
             with contextlib.suppress(psutil.NoSuchProcess):  # `wait` tells
-                if (num_bytes := process.memory_info().rss) > max_bytes:
+                if (num_bytes := psutil.Process(self._process.pid).memory_info().rss) > max_bytes:
                     return num_bytes
             await asyncio.sleep(_LOOK_INTERVAL_S)
 

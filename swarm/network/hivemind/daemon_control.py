@@ -27,6 +27,7 @@ _OTHER_PEER = re.compile(
     r"\[(/ip[46]/[^]\s]+)] failed to negotiate security protocol: "
     r"peer id mismatch: expected \w+, but remote key matches (\w+)"
 )
+_PREFERRED_TAG, _PREFERRED_WEIGHT = "swarm", 100
 _NO_ANSWER = (OSError, EOFError, DecodeError, ValueError)
 """It is gone, or what it sent is no message: ValueError for a length out of bounds."""
 
@@ -59,6 +60,14 @@ class DaemonControl:
             peers[peer_id] = tuple(dict.fromkeys((*peers.get(peer_id, ()), *_decoded(peer.addrs))))
         return peers
 
+    async def seen_at(self, peer_id: str) -> tuple[str, ...]:
+        """Where one connected peer is seen. The others are not decoded, which takes longer than all the rest."""
+        response, wanted = (
+            await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)),
+            base58.b58decode(peer_id),
+        )
+        return tuple(text for peer in response.peers if peer.id == wanted for text in _decoded(peer.addrs))
+
     async def listening_addresses(self, peer_id: str) -> tuple[str, ...]:
         """Where a connected peer listens, as it told the daemon. For a peer that is not connected, a search in the DHT."""
         find = p2pd_pb2.DHTRequest(type=p2pd_pb2.DHTRequest.FIND_PEER, peer=base58.b58decode(peer_id))
@@ -69,6 +78,20 @@ class DaemonControl:
         """Close all connections to a peer."""
         disconnect = p2pd_pb2.DisconnectRequest(peer=base58.b58decode(peer_id))
         await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=disconnect))
+
+    async def prefer(self, peer_id: str) -> None:
+        """Where there are too many connections, close those of others first; until the last one to this peer has ended."""
+        await self._ask_manager(peer_id, p2pd_pb2.ConnManagerRequest.TAG_PEER)
+
+    async def prefer_no_more(self, peer_id: str) -> None:
+        """Undo `prefer`."""
+        await self._ask_manager(peer_id, p2pd_pb2.ConnManagerRequest.UNTAG_PEER)
+
+    async def _ask_manager(self, peer_id: str, kind: int) -> None:
+        order = p2pd_pb2.ConnManagerRequest(
+            type=kind, peer=base58.b58decode(peer_id), tag=_PREFERRED_TAG, weight=_PREFERRED_WEIGHT
+        )
+        await self._ask(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNMANAGER, connManager=order))
 
     async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Open a connection, at once if there is one already."""

@@ -4,18 +4,21 @@ Imports hivemind: only `index_guard` may import this module.
 
 hivemind 1.1.12 answers every call and decodes every reply as they come. So that a stranger cannot hold up the loop:
 - calls are counted per peer, by number and by bytes in both directions, before they are decoded;
-- a call asks for a bounded number of keys, each of which costs a sort of the routing table;
+- each key that a call names counts as a call, since each costs a sort of the routing table;
 - a reply names peers by ids of a sane length (base58 of a long one takes quadratic time);
 - a node has the place in the DHT that follows from its peer id: else a peer could be wherever it likes, and name others
   at the places of honest ones;
-- a dictionary is decoded flat: 4 MiB of nested empty lists would take 240 MB.
+- a dictionary is decoded flat: 4 MiB of nested empty lists would take 240 MB;
+- entries wait before they are checked where the checks of others have taken too much time (`IndexRule`).
 """
 
 import asyncio
 import math
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import msgpack
 
@@ -30,7 +33,7 @@ from swarm.network.hivemind.parts import (
     PeerID,
     dht_pb2,
 )
-from swarm.network.index_entry import MAX_ENTRIES_PER_KEY
+from swarm.network.index_entry import MAX_ENTRIES_PER_KEY, IndexRule
 from swarm.network.token_bucket import TokenBucket
 from swarm.network.transport import Admits, everybody
 
@@ -41,6 +44,8 @@ BURST_S = 10.0
 """What a peer may do at once: its rates over this time; a node that joins is handed whole keys."""
 MAX_CALL_BYTES = 8 * 1024
 """Anything but a store: about 370 keys."""
+MAX_STORE_WAIT_S = 2.0
+"""A store that would wait longer for its turn to be checked is refused; its caller waits for 3 s."""
 MAX_REMEMBERED_CALLERS = 1024
 MAX_PEER_ID_BYTES = 64
 MAX_NEIGHBORS = 64
@@ -53,12 +58,25 @@ _REQUESTS: dict[str, Any] = {
     "DHTProtocol.rpc_find": _messages.FindRequest,
 }
 
+giver: ContextVar[str | None] = ContextVar("giver", default=None)
+"""The peer that sent the entries that hivemind has validated in this context; None where they are this node's own."""
+
+T = TypeVar("T")
 UnaryHandler = Callable[[bytes, PeerID], Awaitable[bytes]]
 
 
 def node_id_of(peer_id: bytes) -> bytes:
     """The one place in the DHT of a peer, by its id in binary; the same over restarts."""
     return DHTID.generate(source=peer_id).to_bytes()
+
+
+async def from_giver(peer: PeerID, work: Awaitable[T]) -> T:
+    """Await `work`, in which hivemind validates what `peer` has sent."""
+    name = giver.set(peer.to_base58())
+    try:
+        return await work
+    finally:
+        giver.reset(name)
 
 
 class CallRefused(Exception):
@@ -77,11 +95,12 @@ class _Caller:
 class CallLimits:
     """Limits on the calls that peers make of this node's DHT."""
 
-    def __init__(self, admits: Admits = everybody) -> None:
-        """`admits`: whose calls are answered."""
+    def __init__(self, admits: Admits = everybody, rule: IndexRule | None = None) -> None:
+        """`admits`: whose calls are answered. `rule`: by which the entries in them are checked."""
         self._admits = admits
+        self._rule = rule or IndexRule(None, time.time)
         self.refused: Counter[str] = Counter()
-        """Calls that were refused, by reason: rate, oversize, malformed, stranger."""
+        """Calls that were refused, by reason: rate, busy, oversize, malformed, stranger."""
         self._callers: OrderedDict[PeerID, _Caller] = OrderedDict()
 
     def install(self, client: Any) -> None:
@@ -103,7 +122,11 @@ class CallLimits:
         async def answer(request: bytes, peer_id: PeerID) -> bytes:
             forget_when_cancelled(client.control)
             caller = self._admit(name, request, peer_id)
-            response = await handler(request, peer_id)
+            if name.endswith("rpc_store"):
+                if self._rule.wait_s() > MAX_STORE_WAIT_S:
+                    raise self._refusal("busy")
+                await self._rule.turn()
+            response = await from_giver(peer_id, handler(request, peer_id))
             caller.returned.take(len(response), _now())
             return response
 
@@ -113,14 +136,15 @@ class CallLimits:
         if not self._admits(peer_id.to_base58(), "index"):
             raise self._refusal("stranger")
         caller, now = self._caller(peer_id), _now()
-        if not caller.calls.try_take(1, now) or caller.returned.wait_s(now) > 0:
+        if caller.calls.wait_s(now) > 0 or caller.returned.wait_s(now) > 0:
             raise self._refusal("rate")
         if not name.endswith("rpc_store") and len(request) > MAX_CALL_BYTES:
             raise self._refusal("oversize")
         if not caller.stored.try_take(len(request), now):
             raise self._refusal("rate")
-        sender = _REQUESTS[name].FromString(request).peer
-        if sender.node_id not in (b"", node_id_of(peer_id.to_bytes())):  # none: a client that hosts nothing
+        call = _REQUESTS[name].FromString(request)
+        caller.calls.take(1 if name.endswith("rpc_ping") else max(1, len(call.keys)), now)
+        if call.peer.node_id not in (b"", node_id_of(peer_id.to_bytes())):  # none: a client that hosts nothing
             raise self._refusal("malformed")
         return caller
 
@@ -141,9 +165,19 @@ class CallLimits:
 class CheckedStub:
     """Calls one peer's DHT and looks at the replies before hivemind does. Raises ValueError: hivemind expects errors."""
 
-    def __init__(self, stub: Any, peer_id: PeerID, reach: Callable[[], Awaitable[bool]]) -> None:
-        """`reach` connects to the peer where a call did not reach it, and says whether that has worked."""
+    def __init__(
+        self,
+        stub: Any,
+        peer_id: PeerID,
+        reach: Callable[[], Awaitable[bool]],
+        turn: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`reach` connects to the peer where a call did not reach it, and says whether that has worked.
+
+        `turn` waits until the entries of another reply may be checked.
+        """
         self._stub = stub
+        self._turn = turn
         self._node_id = node_id_of(peer_id.to_bytes())
         self._reach = reach
 
@@ -181,6 +215,8 @@ class CheckedStub:
             true = [(node_id, peer_id) for node_id, peer_id in named if node_id == node_id_of(peer_id)]
             result.nearest_node_ids[:] = [node_id for node_id, _ in true]
             result.nearest_peer_ids[:] = [peer_id for _, peer_id in true]
+        if any(result.value for result in response.results):
+            await self._turn()
         return response
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import msgpack
 
-from swarm.network.hivemind.index_calls import CallLimits, CheckedStub, FlatSerializer
+from swarm.network.hivemind.index_calls import CallLimits, CheckedStub, FlatSerializer, from_giver, giver
 from swarm.network.hivemind.index_storage import IndexStorage, JudgedValue
 from swarm.network.hivemind.parts import (
     DHTID,
@@ -101,7 +101,7 @@ class IndexGuard(RecordValidatorBase):
         self._rule = IndexRule(validator, now)
         self._now = now
         self._last: tuple[DHTRecord, Validity | None] | None = None  # that was validated last, and not stored yet
-        self.calls = CallLimits(admits)
+        self.calls = CallLimits(admits, self._rule)
         self.storage: IndexStorage | None = None
         """This node's share of the index, once there is a node."""
 
@@ -118,7 +118,9 @@ class IndexGuard(RecordValidatorBase):
     def _judge(self, record: DHTRecord) -> Validity | None:
         """The validity of a record; None where it does not count now."""
         entry = decode_entry(record)
-        return None if entry is None else self._rule.judge(entry.key, entry.subkey, entry.value, record.expiration_time)
+        if entry is None:
+            return None
+        return self._rule.judge(entry.key, entry.subkey, entry.value, record.expiration_time, giver.get())
 
     def _judge_once(self, record: DHTRecord) -> Validity | None:
         """As `_judge`. hivemind has a record validated and stores it at once: its signature need not be checked again."""
@@ -130,7 +132,7 @@ class IndexGuard(RecordValidatorBase):
         find, get_stub = protocol.call_find, protocol.get_stub
 
         async def find_sane(peer: PeerID, keys: Collection[DHTID]):
-            results = await find(peer, keys) or {}
+            results = await from_giver(peer, find(peer, keys)) or {}
             for key, (found, neighbors) in results.items():
                 if self._routing is not None:
                     self._routing.named(peer.to_base58(), (one.to_base58() for one in neighbors.values()))
@@ -144,7 +146,7 @@ class IndexGuard(RecordValidatorBase):
         protocol.serializer = FlatSerializer  # type: ignore[assignment]
         protocol._validate_dictionary = self.keep_valid
         protocol.call_find = find_sane
-        protocol.get_stub = lambda peer: CheckedStub(get_stub(peer), peer, self._reach(peer))  # type: ignore[assignment, return-value]
+        protocol.get_stub = lambda peer: CheckedStub(get_stub(peer), peer, self._reach(peer), self._rule.turn)  # type: ignore[assignment, return-value]
         self.calls.install(protocol.p2p._client)
 
     def _reach(self, peer: PeerID) -> Callable[[], Awaitable[bool]]:

@@ -7,8 +7,8 @@ the relay's id on is written and read here. Imports hivemind: only `daemon_contr
 import base58
 
 from swarm.network.hivemind.parts import Multiaddr
+from swarm.network.tcp_address import CIRCUIT
 
-CIRCUIT = "/p2p-circuit"
 _P2P_CODE = b"\xa5\x03"  # 421 as a varint
 _CIRCUIT_CODE = b"\xa2\x02"  # 290
 _MAX_PEER_ID_BYTES = 127  # so that its length is a varint of one byte

@@ -33,15 +33,15 @@ from swarm.network.hivemind.parts import (
 from swarm.network.hivemind.relay_start import start_relay
 from swarm.network.hivemind.runtime_folder import RuntimeFolder, remove_abandoned
 from swarm.network.hivemind.short_calls import CallHandler, ShortCalls
-from swarm.network.reach.role import Role
+from swarm.network.reach.role import Role, told_by_daemon
 from swarm.network.tcp_address import TcpAddress
 
 logger = logging.getLogger(__name__)
 
 StreamHandler = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """(peer id, protocol, reader, writer); closes the stream, raises nothing."""
-OnSeen = Callable[[str, tuple[str, ...]], None]
-"""(peer id, multiaddresses at which it has proven its identity)."""
+OnAnswered = Callable[[str, tuple[str, ...]], None]
+"""(peer id, multiaddresses that were dialled). The daemon's message also holds words of whoever listens there."""
 
 NUM_REPLICAS = 5
 _RPC_TIMEOUT_S = 3.0
@@ -52,6 +52,8 @@ _BAN_GROWTH = 1.5
 """A peer that did not answer is left alone for 2, 3, 4.5, ... seconds; hivemind's own growth soon reaches minutes."""
 _CONTROL_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 0.5
+MAX_PREFERRED = 128
+"""Connections that are kept before others: half of those that the daemon leaves when there are too many."""
 _NOBODY = PeerID(b"\x00")
 """Not a peer id."""
 
@@ -69,10 +71,11 @@ class HivemindSession:
         self._role = role
         self.control = control
         self.calls = ShortCalls(p2p._client)
+        self._preferred: tuple[str, ...] = ()  # peers whose connections the daemon keeps, the longest known first
         self.addresses: tuple[str, ...] = ()
         """Multiaddresses of this node, without /p2p."""
-        self.on_seen: OnSeen = lambda peer_id, addresses: None
-        """Told who has answered a dial in place of the peer that was dialled: that address works, for that peer."""
+        self.on_answered: OnAnswered = lambda peer_id, addresses: None
+        """Told who is said to have answered a dial in place of the peer that was dialled: somebody is there."""
 
     @classmethod
     async def open(
@@ -112,7 +115,7 @@ class HivemindSession:
                 for protocol in protocols:
                     await session._p2p.add_binary_stream_handler(protocol, _adapted(protocol, handler))
                     await session.calls.serve(protocol, call_handler)
-                session.addresses = await session.control.addresses()
+                session.addresses = await session._own_addresses()
                 undo.pop_all()
                 return session
         except (P2PDaemonError, OSError, EOFError) as error:
@@ -213,6 +216,22 @@ class HivemindSession:
                     found[peer_id] = await self.control.listening_addresses(peer_id)
         return found
 
+    async def keep(self, connected: Iterable[str]) -> None:
+        """Keep the connections to these peers where strangers take so many that the daemon closes some.
+
+        Else it would close the oldest ones, and whoever goes on connecting under new names would soon be all that is left.
+        At most MAX_PREFERRED of them count, and who has counted the time before does so again.
+        """
+        wanted = dict.fromkeys(connected)
+        known = [peer_id for peer_id in self._preferred if peer_id in wanted]
+        before, self._preferred = self._preferred, tuple(dict.fromkeys((*known, *wanted)))[:MAX_PREFERRED]
+        with contextlib.suppress(TimeoutError, NetworkError):
+            async with asyncio.timeout(_CONTROL_TIMEOUT_S):
+                for peer_id in set(before) - set(self._preferred):
+                    await self.control.prefer_no_more(peer_id)
+                for peer_id in self._preferred:  # the daemon forgets it with the connection
+                    await self.control.prefer(peer_id)
+
     async def drop_connections(self) -> None:
         """Close every connection: after a sleep or in another network they are dead, which TCP finds out late."""
         with contextlib.suppress(TimeoutError, NetworkError):
@@ -222,17 +241,23 @@ class HivemindSession:
 
     async def observed(self, peer_id: str) -> tuple[str, ...]:
         """The addresses at which a connected peer is seen; none where there is no answer."""
-        with contextlib.suppress(NetworkError):
-            return (await self.peers()).get(peer_id, ())
+        with contextlib.suppress(TimeoutError, NetworkError):
+            async with asyncio.timeout(_CONTROL_TIMEOUT_S):
+                return await self.control.seen_at(peer_id)
         return ()
 
     async def refresh_addresses(self) -> None:
         """Relays' reservations come and go, and so do the machine's networks. Raises NetworkError where it hangs."""
         try:
             async with asyncio.timeout(_CONTROL_TIMEOUT_S):
-                self.addresses = await self.control.addresses()
+                self.addresses = await self._own_addresses()
         except TimeoutError:
             raise NetworkError(f"the libp2p daemon must answer within {_CONTROL_TIMEOUT_S:.0f} s") from None
+
+    async def _own_addresses(self) -> tuple[str, ...]:
+        told = await self.control.addresses()
+        connected = await self.control.peers() if self._role.relays else {}
+        return told_by_daemon(told, self._role.relays, connected)
 
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         """Whether any of the nodes nearest to `key` took the entry.
@@ -303,7 +328,7 @@ class HivemindSession:
             logger.debug("peer %s does not answer at %s: %s", peer_id, addresses, error or "timeout")
             if isinstance(error, NetworkError):
                 for other, address in answered_instead(error, addresses):
-                    self.on_seen(other, (address,))
+                    self.on_answered(other, (address,))
             return False
         return True
 

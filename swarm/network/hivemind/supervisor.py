@@ -24,7 +24,7 @@ from swarm.network.own_ports import OwnPorts
 from swarm.network.peers.joining import Joining
 from swarm.network.peers.known_peers import KnownPeers
 from swarm.network.peers.peer_routing import PeerRouting
-from swarm.network.reach.reachability import Ask
+from swarm.network.reach.reachability import Ask, in_turn_by_network
 from swarm.network.reach.reachability_watch import ReachabilityWatch
 from swarm.network.reach.role import role_of
 from swarm.network.requests.server import RequestServer
@@ -171,7 +171,7 @@ class SessionSupervisor:
             call_handler=self._server.answer_call,
             timeout_s=timeout_s,
         )
-        session.on_seen = self._peers.answered
+        session.on_answered = self._peers.answered
         return session
 
     async def _supervise(self) -> None:
@@ -239,7 +239,7 @@ class SessionSupervisor:
             await session.refresh_addresses()
             if not self._watch.is_due(session.addresses):
                 return
-            peers = tuple(await session.peers())
+            peers = in_turn_by_network(await session.peers(), self._rng)
         except NetworkError:
             return  # the next look at the daemon's health says more
         if not self._announce and self._watch.proven is None:  # else they tell what was announced, not what is there

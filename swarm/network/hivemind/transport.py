@@ -80,7 +80,8 @@ class HivemindTransport:
         self._identity = identity
         self._old_key_file = state_dir / _OLD_KEY_FILE
         self._admits = admits
-        self._server = RequestServer.of(config, self.traffic, admits)
+        self._dialling = Dialling.of(config)
+        self._server = RequestServer.of(config, self.traffic, admits, self._dialling.network_of)
         self._ports = OwnPorts(state_dir / PORTS_FILE)
         self._heap = HeapTrimmer()
         self._requests = StreamRequests(self._open_stream, self.traffic, self._call)
@@ -89,7 +90,6 @@ class HivemindTransport:
         self._server.serve(INDEX_PROTOCOL, index.answer, max_request_bytes=MAX_INDEX_REQUEST_BYTES)
         self._server.serve(REACH_PROTOCOL, reach.answer, max_request_bytes=MAX_REACH_REQUEST_BYTES)
         initial = parse_setting("initial_peers", config.initial_peers)
-        self._dialling = Dialling.of(config)
         self._peers = KnownPeers(initial, self.peer_id, state_dir / PEERS_FILE, self.now, self._dialling)
         rng = random.Random(identity.peer_id)  # spreads the retries of nodes that lost the same peer
         self._routing = PeerRouting(lambda: self._session, self._ask_for_addresses, rng, self._dialling.take)

@@ -125,12 +125,15 @@ class GuardedPubsub(Pubsub):
             self._guard.admit(name, 1)  # one of each message is usual; the same again and again costs time here
             return
 
+        def remember() -> None:
+            self.seen_messages.add(known_as)
+
         def judge(peer: str, data: bytes) -> Verdict:
             assert handler is not None, "else the guard calls nobody"
-            self.seen_messages.add(known_as)
+            remember()
             return handler(peer, data)
 
-        if self._guard.judge(name, data, judge if handler is not None else None) is Verdict.ACCEPT:
+        if self._guard.judge(name, data, judge if handler is not None else None, remember) is Verdict.ACCEPT:
             # anew, since unknown fields of a stranger's message would travel on
             self.router.forward(forwarder, topic, known_as, rpc_pb2.Message(data=data, topicIDs=[topic]))
 

@@ -16,7 +16,8 @@ HISTORY_HEARTBEATS = 5
 """So long a message can be asked for."""
 WINDOW_HEARTBEATS = 3
 """So long its id is told."""
-MAX_WINDOW_IDS = 500
+MAX_WINDOW_IDS = 200
+"""Of a topic. Who joins is sent all of them at once, and in two topics must not take that for a flood."""
 
 
 def message_id(topic: str, data: bytes) -> bytes:

@@ -81,9 +81,9 @@ class LightTransport:
         self._listen = parse_setting("listen", config.listen)
         self._announce = parse_setting("announce", config.announce)
         self._admits = admits
-        self._server = RequestServer.of(config, self.traffic, admits)
-        self._requests = StreamRequests(self._open_stream, self.traffic)
         self._dialling = Dialling.of(config)
+        self._server = RequestServer.of(config, self.traffic, admits, self._dialling.network_of)
+        self._requests = StreamRequests(self._open_stream, self.traffic)
         self._contacts: BoundedPeers[Contact] = BoundedPeers(_MAX_CONTACTS)
         self._configured: dict[str, Contact] = {}
         for address in parse_setting("initial_peers", config.initial_peers):
@@ -145,11 +145,11 @@ class LightTransport:
         if addresses and contact.peer_id != self.peer_id and contact.peer_id not in self._configured:
             self._contacts.put(contact.peer_id, replace(contact, addresses=addresses))
             if self._host is not None and contact.peer_id in self._host.peers():  # it called before it was heard of
-                self._contacts.met(contact.peer_id)
+                self._contacts.met(contact.peer_id, self._dialling.network_of(contact.peer_id))
 
     def _on_seen(self, peer_id: str, addresses: tuple[str, ...]) -> None:
         self._dialling.see(peer_id, addresses)
-        self._contacts.met(peer_id)
+        self._contacts.met(peer_id, self._dialling.network_of(peer_id))
 
     def seen_at(self, peer_id: str) -> tuple[str, ...]:
         return self._dialling.seen_at(peer_id)
@@ -162,16 +162,17 @@ class LightTransport:
         expires_at = min(expires_at, self.now() + MAX_LIFETIME_S)
         request = store_request(key, subkey, value, expires_at)
         is_taken = False
-        for answer in await self._ask_index(request):
+        for answer in (await self._ask_index(request)).values():
             with contextlib.suppress(RequestError):  # this peer is broken; the others count
                 is_taken = read_stored(answer) or is_taken
         return is_taken
 
     async def load(self, key: str) -> dict[str, bytes]:
-        copies: list[tuple[str, bytes, None]] = []
-        for answer in await self._ask_index(load_request(key)):
+        copies: list[tuple[str, str, bytes, None]] = []
+        for peer_id, answer in (await self._ask_index(load_request(key))).items():
             with contextlib.suppress(RequestError):  # this peer is broken; the others count
-                copies += [(subkey, value, None) for subkey, value in read_loaded(answer).items()]
+                copies += [(peer_id, subkey, value, None) for subkey, value in read_loaded(answer).items()]
+        await self._rule.turn()
         return self._rule.newest(key, copies)
 
     def serve(self, protocol: str, handler: RequestHandler, *, max_request_bytes: int) -> None:
@@ -241,16 +242,15 @@ class LightTransport:
             await host.connect(peer_id, addresses)
         return await host.open_stream(peer_id, protocol)
 
-    async def _ask_index(self, request: bytes) -> list[bytes]:
-        """The answers of the full peers that are asked, as many as come."""
+    async def _ask_index(self, request: bytes) -> dict[str, bytes]:
+        """{full peer that was asked: its answer}, as many as come."""
         host = self._host
         connected = set(host.peers()) if host is not None else set()
         full = [contact.peer_id for contact in self._full_peers()]
         full.sort(key=lambda peer_id: peer_id not in connected)
-        answers = await asyncio.gather(
-            *(self._ask(peer_id, request) for peer_id in full[:NUM_INDEX_PEERS]), return_exceptions=False
-        )
-        return [answer for answer in answers if answer is not None]
+        asked = full[:NUM_INDEX_PEERS]
+        answers = await asyncio.gather(*(self._ask(peer_id, request) for peer_id in asked))
+        return {peer_id: answer for peer_id, answer in zip(asked, answers, strict=True) if answer is not None}
 
     async def _ask(self, peer_id: str, request: bytes) -> bytes | None:
         try:

@@ -100,7 +100,7 @@ class MemoryTransport:
     async def load(self, key: str) -> dict[str, bytes]:
         replicas = await self._find_replicas(key)
         answers = await asyncio.gather(*(self._load_from(replica, key) for replica in replicas))
-        return self._rule.newest(key, ((sub, *copy) for copies in answers for sub, copy in copies.items()))
+        return self._rule.newest(key, ((None, sub, *copy) for copies in answers for sub, copy in copies.items()))
 
     async def _find_replicas(self, key: str) -> "list[MemoryTransport]":
         """The nodes that hold a key, after as many hops, each there and back, as a lookup takes."""

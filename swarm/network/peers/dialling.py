@@ -18,7 +18,8 @@ from typing import Self
 from swarm.config import NetworkSection
 from swarm.network.peers.peer_list import MAX_ADDRESSES_PER_PEER, Addresses
 from swarm.network.peers.surroundings import local_addresses
-from swarm.network.tcp_address import TcpAddress, parse_setting
+from swarm.network.tcp_address import TcpAddress, parse_setting, parsed
+from swarm.records.fair_map import FairMap
 
 MAX_CLAIMED = 64
 """Addresses of one peer that are looked at; the rest is ignored."""
@@ -69,6 +70,11 @@ def reach_of(host: str) -> Reach | None:
     return Reach.PUBLIC if is_public else None
 
 
+def network_at(address: TcpAddress) -> str:
+    """Where a peer is that is seen there: a public /24 or /48, a private host, or a relay."""
+    return address.relay_id or (group_of(address.host) if reach_of(address.host) is Reach.PUBLIC else address.host)
+
+
 def group_of(host: str) -> str:
     """The /24 or /48 of an IP address."""
     return str(ipaddress.ip_network(f"{host}/{48 if ':' in host else 24}", strict=False))
@@ -95,8 +101,8 @@ class Dialling:
         self._own_hosts = own_hosts
         self.reach = _reach_of_swarm(listen, announce, configured, own_hosts)
         """How far the swarm extends, as far as this node can tell. It grows when a peer is seen farther away."""
-        self._seen: OrderedDict[str, OrderedDict[TcpAddress, None]] = OrderedDict()
-        """{peer id: addresses with port 0, the latest last}, the peer seen last is last."""
+        self._seen: FairMap[str, OrderedDict[TcpAddress, None]] = FairMap(_MAX_REMEMBERED)
+        """{peer id: addresses with port 0, the latest last}, of the network at which it was seen last."""
         self._failures = _Failures(clock)
 
     @classmethod
@@ -116,20 +122,31 @@ class Dialling:
                 continue
             self._failures.answered(peer_id, address)
             place = TcpAddress(address.kind, address.host, 0, relay_id=address.relay_id)
-            places = self._seen.setdefault(peer_id, OrderedDict())
+            places = self._seen.get(peer_id) or OrderedDict()
             places[place] = None
             places.move_to_end(place)
             if len(places) > _MAX_SEEN_PER_PEER:
                 places.popitem(last=False)
-            self._seen.move_to_end(peer_id)
-            if len(self._seen) > _MAX_REMEMBERED:
-                self._seen.popitem(last=False)
+            self._seen.add(network_at(place), peer_id, places)
             if address.relay_id is None and reach_of(address.host) is Reach.PUBLIC:
                 self.reach = Reach.PUBLIC
 
+    def answered(self, peer_id: str, addresses: Iterable[str]) -> None:
+        """Note that somebody else than the peer that was dialled is said to have answered there: no dial failed.
+
+        That this was `peer_id` may be a lie of whoever listens there, so the peer does not count as seen.
+        """
+        for address in _parsed(addresses):
+            self._failures.answered(peer_id, address)
+
     def seen_at(self, peer_id: str) -> Addresses:
         """Multiaddresses with port 0 at which a peer was seen on connections; empty for a peer that was never connected."""
-        return tuple(address.transport for address in self._seen.get(peer_id, ()))
+        return tuple(address.transport for address in self._seen.get(peer_id) or ())
+
+    def network_of(self, peer_id: str) -> str:
+        """The public /24 or /48, the private host or the relay at which a peer was seen last; empty for one never connected."""
+        places = self._seen.get(peer_id)
+        return network_at(next(reversed(places))) if places else ""
 
     def believed(self, peer_id: str, claimed: Iterable[str]) -> Addresses:
         """Those of the claimed addresses that may be dialled, the most trustworthy first.
@@ -193,8 +210,8 @@ class Dialling:
 
     def _was_seen(self, peer_id: str, address: TcpAddress) -> bool:
         """Whether this node had a connection to or from that host, on which the peer (or its relay) proved its identity."""
-        places = self._seen.get(address.relay_id or peer_id, ())
-        return TcpAddress(address.kind, address.host, 0) in places
+        places = self._seen.get(address.relay_id or peer_id)
+        return places is not None and TcpAddress(address.kind, address.host, 0) in places
 
 
 def may_be_named(port: int) -> bool:
@@ -273,13 +290,7 @@ def _bounds(address: TcpAddress) -> list[tuple[str, int, float]]:
 
 def _parsed(addresses: Iterable[str]) -> list[TcpAddress]:
     """At most MAX_CLAIMED of them; those of another kind or with an error are left out."""
-    parsed = []
-    for text in islice(addresses, MAX_CLAIMED):
-        try:
-            parsed.append(TcpAddress.parse(text))
-        except ValueError:
-            continue
-    return parsed
+    return parsed(islice(addresses, MAX_CLAIMED))
 
 
 def _reach_of_swarm(

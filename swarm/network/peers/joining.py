@@ -99,6 +99,8 @@ class Joining:
         with contextlib.suppress(NetworkError):  # the next health check tells
             connected = await session.peers()
             self._peers.see(connected)
+            kept = (*self._peers.configured(), *sorted(session.neighbors))
+            await session.keep(peer_id for peer_id in kept if peer_id in connected)
             asked = self._peers.unannounced(connected)[:_MAX_QUESTIONS]
             for peer_id, addresses in (await session.listening_addresses(asked)).items():
                 self._peers.learn(peer_id, addresses)

@@ -10,11 +10,12 @@ announced addresses replace those seen.
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from swarm.network.peers.dialling import Dialling
+from swarm.network.peers.dialling import Dialling, network_at
 from swarm.network.peers.peer_list import MAX_AGE_S, MAX_PEERS, Addresses, StoredPeer, dialable, read_peers, write_peers
 from swarm.network.tcp_address import TcpAddress
 
@@ -37,6 +38,8 @@ class _Peer:
     """Whether it was last seen at a host that it had not announced: it has moved, or is behind a router."""
     is_met: bool = False
     """Whether this node was connected to it, now or before."""
+    network: str = ""
+    """At which it was seen last, whatever it announces."""
 
 
 class KnownPeers:
@@ -64,7 +67,9 @@ class KnownPeers:
                 self._initial[address.peer_id] = (*self._initial.get(address.peer_id, ()), address.transport)
         stored = read_peers(path, clock()) if path is not None else {}
         self._peers: dict[str, _Peer] = {
-            peer_id: _Peer(peer.addresses, peer.last_seen, peer.last_seen, is_met=True)
+            peer_id: _Peer(
+                peer.addresses, peer.last_seen, peer.last_seen, is_met=True, network=_network(peer.addresses)
+            )
             for peer_id, peer in sorted(stored.items(), key=lambda item: item[1].last_seen)
             if peer_id != own_peer_id
         }
@@ -83,15 +88,16 @@ class KnownPeers:
             known = self._peers.get(peer_id)
             seen_at = dialable(peer_id, connected[peer_id])
             if known is None or known.announced_at == _NEVER:
-                self._remember(peer_id, _Peer(seen_at, now, is_met=True))
+                peer = _Peer(seen_at, now, is_met=True)
             else:
                 is_elsewhere = not _hosts(seen_at) <= _hosts(known.addresses)
-                self._remember(peer_id, replace(known, seen_at=now, is_elsewhere=is_elsewhere, is_met=True))
+                peer = replace(known, seen_at=now, is_elsewhere=is_elsewhere, is_met=True)
+            self._remember(peer_id, replace(peer, network=_network(seen_at)))
 
     def answered(self, peer_id: str, addresses: Iterable[str]) -> None:
         """Note that a peer was found where another one was looked for: its address must not count as one that is dead."""
         if self._dialling is not None:
-            self._dialling.see(peer_id, addresses)
+            self._dialling.answered(peer_id, addresses)
 
     def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
         """Remember the addresses that a peer announces for itself. A stranger never displaces a peer that was met."""
@@ -99,7 +105,10 @@ class KnownPeers:
         now, announced = self._clock(), dialable(peer_id, believed)
         known = self._peers.get(peer_id)
         if announced:
-            self._remember(peer_id, _Peer(announced, now, now, is_met=known is not None and known.is_met))
+            peer = _Peer(announced, now, now)
+            self._remember(
+                peer_id, peer if known is None else replace(peer, is_met=known.is_met, network=known.network)
+            )
 
     def unannounced(self, connected: Iterable[str]) -> list[str]:
         """Those of `connected` that are remembered, and whose announced addresses are not known, old or doubtful."""
@@ -174,21 +183,35 @@ class KnownPeers:
         self._peers[peer_id] = replace(peer, is_met=peer.is_met or (known is not None and known.is_met))
 
     def _make_room(self, newcomer: _Peer) -> bool:
-        """Drop who was not seen for a week; else a stranger; else, for a peer that is connected, the one longest gone."""
+        """Drop who was not seen for a week; else a stranger; else, for a peer that is connected, another that was met."""
         oldest = newcomer.seen_at - MAX_AGE_S
         for peer_id in [peer_id for peer_id, peer in self._peers.items() if peer.seen_at < oldest]:
             del self._peers[peer_id]
         if len(self._peers) < MAX_PEERS:
             return True
         leaving = next((peer_id for peer_id, peer in self._peers.items() if not peer.is_met), None)
-        if (
-            leaving is None and newcomer.is_met
-        ):  # peers seen in this very moment stay: they have proven themselves longer
-            leaving = next((peer_id for peer_id, peer in self._peers.items() if peer.seen_at < newcomer.seen_at), None)
+        if leaving is None and newcomer.is_met:
+            leaving = self._longest_gone(newcomer)
         if leaving is None:
             return False
         del self._peers[leaving]
         return True
+
+    def _longest_gone(self, newcomer: _Peer) -> str | None:
+        """Of the network of the newcomer, where no other has more peers here; else of those that have most.
+
+        Names cost nothing: else those of one machine would replace all others. Peers that are connected at this moment stay,
+        as they have proven themselves longer.
+        """
+        sizes = Counter(peer.network for peer in self._peers.values())
+        most = max(sizes.values())
+        shares = {newcomer.network} if sizes[newcomer.network] == most else {one for one in sizes if sizes[one] == most}
+        gone = (one for one, peer in self._peers.items() if peer.network in shares and peer.seen_at < newcomer.seen_at)
+        return next(gone, None)
+
+
+def _network(addresses: Addresses) -> str:
+    return network_at(TcpAddress.parse(addresses[0])) if addresses else ""
 
 
 def _hosts(addresses: Addresses) -> set[str]:

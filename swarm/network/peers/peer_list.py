@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from swarm.network.tcp_address import TcpAddress
+from swarm.network.tcp_address import parsed
 from swarm.records.identity import is_peer_id
 from swarm.safe_files import read_file, replace_file
 
@@ -43,11 +43,7 @@ class _PeerFile(BaseModel):
 def dialable(peer_id: str, addresses: Iterable[str]) -> Addresses:
     """Those of `addresses` at which to dial a peer, in order, without its id, at most MAX_ADDRESSES_PER_PEER."""
     kept: dict[str, None] = {}
-    for text in addresses:
-        try:
-            address = TcpAddress.parse(text)
-        except ValueError:
-            continue
+    for address in parsed(addresses):
         if address.port != 0 and not address.is_wildcard and address.peer_id in (None, peer_id):
             kept[address.transport] = None
     return tuple(kept)[:MAX_ADDRESSES_PER_PEER]

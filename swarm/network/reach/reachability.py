@@ -11,16 +11,18 @@ import asyncio
 import ipaddress
 import math
 import os
+import random
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from swarm.errors import RequestError
-from swarm.network.peers.dialling import Reach, may_be_named, reach_of
+from swarm.network.peers.dialling import Reach, group_of, may_be_named, network_at, reach_of
 from swarm.network.reach.dial_back import answers_as
-from swarm.network.tcp_address import TcpAddress
+from swarm.network.tcp_address import TcpAddress, parsed
 from swarm.network.transport import RequestRefused
 
 REACH_PROTOCOL = "swarm/reach/1"
@@ -34,8 +36,10 @@ NUM_WITNESSES = 5
 _HELLO, _DIAL, _BYTES = 0, 1, 2
 _WINDOW_S = 60.0
 _PER_PEER = {_HELLO: 20, _DIAL: 4, _BYTES: 4}
-_GLOBAL = {_HELLO: 600, _DIAL: 60, _BYTES: 20}
-"""Answers per minute by kind of request. A dial counts twice: for the peer and for the host that it is at."""
+_PER_PLACE = {_HELLO: 150, _DIAL: 4, _BYTES: 8}
+"""For the names at one host (of IPv6: in one /48) together: else those of one machine would use up what there is for all."""
+_GLOBAL = {_HELLO: 600, _DIAL: 30, _BYTES: 20}
+"""Answers per minute by kind of request."""
 
 ObservedAddresses = Callable[[str], Awaitable[Sequence[str]]]
 """peer id -> multiaddresses at which this node sees it."""
@@ -83,6 +87,13 @@ async def _dial_back(peer_id: str, host: str, port: int) -> bool:
     return await answers_as(peer_id, host, port, timeout_s=DIAL_TIMEOUT_S)
 
 
+class _Answered(NamedTuple):
+    at: float
+    kind: int
+    peer_id: str
+    place: str
+
+
 class ReachService:
     """Answers `swarm/reach/1`, within strict limits per peer and over all peers."""
 
@@ -101,33 +112,37 @@ class ReachService:
         self._clock = clock
         self._monotonic = monotonic
         self._dial = dial
-        self._answered: deque[tuple[float, str, int]] = deque()  # (time, peer id or host, kind), within the last minute
+        self._answered: deque[_Answered] = deque()  # within the last minute
 
     async def answer(self, peer_id: str, request: bytes) -> bytes:
         """The request handler. Raises RequestRefused."""
         kind, argument = _parsed(request)
-        self._admit(peer_id, kind)
+        self._check(kind, peer_id)
+        host = _direct_host(await self._observed(peer_id))
+        place = group_of(host) if ":" in host else host
+        self._check(kind, peer_id, place)
+        self._answered.append(_Answered(self._monotonic(), kind, peer_id, place))
         if kind == _BYTES:
             return os.urandom(argument)
-        host = _direct_host(await self._observed(peer_id))
         if kind == _HELLO:
             return struct.pack(">d", self._clock()) + host.encode()
         if not host or not _may_be_dialled(host):
             raise RequestRefused("your address is not known here")
         if not may_be_named(argument):
             raise RequestRefused("a port below 1024 is not dialled, except 443")
-        self._admit(host, kind)  # names cost nothing, and others may share the address
         return bytes([await self._dial(peer_id, host, argument)])
 
-    def _admit(self, caller: str, kind: int) -> None:
-        """Count an answer for a peer, or for the host that it is at. Raises RequestRefused."""
+    def _check(self, kind: int, peer_id: str, place: str | None = None) -> None:
+        """Raises RequestRefused where a peer, those at its place, or all have had their answers of this kind."""
         now = self._monotonic()
-        while self._answered and self._answered[0][0] <= now - _WINDOW_S:
+        while self._answered and self._answered[0].at <= now - _WINDOW_S:
             self._answered.popleft()
-        same_kind = [name for _, name, other in self._answered if other == kind]
-        if len(same_kind) >= _GLOBAL[kind] or same_kind.count(caller) >= _PER_PEER[kind]:
+        same_kind = [one for one in self._answered if one.kind == kind]
+        num_of_peer = sum(one.peer_id == peer_id for one in same_kind)
+        num_at_place = sum(one.place == place for one in same_kind)
+        is_too_many = num_of_peer >= _PER_PEER[kind] or num_at_place >= _PER_PLACE[kind]
+        if is_too_many or len(same_kind) >= _GLOBAL[kind]:
             raise RequestRefused("too many of these per minute")
-        self._answered.append((now, caller, kind))
 
 
 def _parsed(request: bytes) -> tuple[int, int]:
@@ -143,11 +158,7 @@ def _parsed(request: bytes) -> tuple[int, int]:
 
 def _direct_host(addresses: Sequence[str]) -> str:
     """The IP address of the first direct connection; empty where all go through relays."""
-    for text in addresses:
-        try:
-            address = TcpAddress.parse(text)
-        except ValueError:
-            continue
+    for address in parsed(addresses):
         if address.relay_id is None and address.kind in ("ip4", "ip6"):
             return address.host
     return ""
@@ -178,6 +189,19 @@ class Finding:
 
     is_reachable: bool | None
     address: TcpAddress | None = None
+
+
+def in_turn_by_network(connected: Mapping[str, Sequence[str]], rng: random.Random) -> list[str]:
+    """Connected peers, {peer id: addresses they are seen at}, in the order in which to ask them: by chance, one of each
+    network first. Names cost nothing, and those of one machine shall not be all witnesses."""
+    num_before: Counter[str] = Counter()
+    ranks: dict[str, int] = {}
+    for peer_id in rng.sample(sorted(connected), len(connected)):
+        seen_at = parsed(connected[peer_id])
+        network = network_at(seen_at[0]) if seen_at else ""
+        ranks[peer_id] = num_before[network]
+        num_before[network] += 1
+    return sorted(ranks, key=lambda peer_id: ranks[peer_id])
 
 
 async def look_from_outside(ask: Ask, peer_ids: Sequence[str], ports: Sequence[int]) -> Finding:

@@ -1,10 +1,10 @@
 """The part a node takes in the network: seen by everyone, behind a router, or alone on its machine."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swarm.config import NetworkSection
-from swarm.network.tcp_address import TcpAddress
+from swarm.network.tcp_address import CIRCUIT, TcpAddress, parsed
 
 _RELAY_MAX_RESERVATIONS = 256
 _RELAY_MAX_CIRCUITS_PER_PEER = 16
@@ -74,6 +74,27 @@ class Role:
         times, else 18. It relays 57 MB/s there.
         """
         return {"GOMAXPROCS": "1"} if self.is_relay else {}
+
+
+def told_by_daemon(
+    told: Iterable[str], relays: Iterable[str], connected: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
+    """The addresses of this node, of those that its daemon tells.
+
+    The daemon passes on whatever a relay says of its own addresses: those of bystanders, of kinds that no node uses, and so
+    many that no others find a place in the presence. So of a circuit only the relay's name counts; the address is one at
+    which this node itself reaches that relay. `relays`: as in `Role`. `connected`: {peer id: addresses it is seen at}.
+    """
+    addresses = parsed(told)
+    own = [address.transport for address in addresses if address.relay_id is None]
+    reserved = {address.relay_id for address in addresses}
+    for relay in map(TcpAddress.parse, relays):
+        if relay.peer_id is not None and relay.peer_id in reserved:
+            ways = [relay]
+            if relay.kind not in ("ip4", "ip6"):  # only those that are configured in the same way look the name up
+                ways += [way for way in parsed(connected.get(relay.peer_id, ())) if way.relay_id is None]
+            own += [f"{way.transport}/p2p/{relay.peer_id}{CIRCUIT}" for way in ways]
+    return tuple(dict.fromkeys(own))
 
 
 def role_of(

@@ -4,10 +4,13 @@ admit ── place ── charge (per peer, per node) ── leave
 """
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Self
 
 from swarm.config import NetworkSection
+from swarm.fair_places import FairPlaces, NoPlace
 from swarm.network.token_bucket import TokenBucket
 from swarm.network.transport import RequestRefused
 
@@ -59,15 +62,22 @@ class _Peer:
         self.upload = TokenBucket(upload, BURST_S * upload, now)
 
 
-class CallerTable:
-    """Places, rates and bytes of the callers of one node. Raises RequestRefused ("busy", "rate") for what is too much."""
+NetworkOf = Callable[[str], str]
+"""peer id -> the network at which it is seen; empty where that is not known."""
 
-    def __init__(self, limits: RequestLimits, max_concurrent: int) -> None:
+
+class CallerTable:
+    """Places, rates and bytes of the callers of one node. Raises RequestRefused ("busy", "rate") for what is too much.
+
+    Names cost nothing, so where all places are taken, the network of which most callers are gives one up for another network.
+    """
+
+    def __init__(self, limits: RequestLimits, max_concurrent: int, network_of: NetworkOf = lambda peer_id: "") -> None:
         self._limits = limits
-        self._max_places = max_concurrent
+        self._network_of = network_of
         self._max_places_per_peer = max(MIN_PLACES_PER_PEER, max_concurrent // PEER_SHARE)
-        self._num_places = 0
-        self._num_conversations = 0
+        self._places = FairPlaces(max_concurrent)
+        self._conversations = FairPlaces(2 * max_concurrent)
         self._bytes_in_flight = 0
         self._upload = TokenBucket(limits.max_upload_bytes_per_s, limits.max_upload_bytes_per_s, now=0.0)
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
@@ -76,32 +86,44 @@ class CallerTable:
     def num_peers(self) -> int:
         return len(self._peers)
 
-    def enter(self, peer_id: str, now: float) -> bool:
-        """A conversation begins: whether it is worth a word. Beyond twice the places even refusals cost too much."""
+    @contextmanager
+    def conversation(self, peer_id: str, now: float, leave: Callable[[], None]) -> Iterator[bool]:
+        """A conversation, and whether it is worth a word: beyond twice the places even refusals cost too much.
+
+        `leave` is called where it has to give way to another, and must end it soon; so in `place`.
+        """
         peer = self._peer(peer_id, now)
-        is_welcome = (
-            self._num_conversations < 2 * self._max_places and peer.num_conversations < 2 * self._max_places_per_peer
-        )
-        self._num_conversations += 1
         peer.num_conversations += 1
-        return is_welcome
+        try:
+            with ExitStack() as stack:
+                is_welcome = peer.num_conversations <= 2 * self._max_places_per_peer
+                try:
+                    if is_welcome:
+                        stack.enter_context(self._conversations.hold(self._network_of(peer_id), leave))
+                except NoPlace:
+                    is_welcome = False
+                yield is_welcome
+        finally:
+            peer.num_conversations -= 1
 
-    def leave(self, peer_id: str) -> None:
-        self._num_conversations -= 1
-        self._peers[peer_id].num_conversations -= 1
-
-    def take_place(self, peer_id: str, now: float) -> None:
+    @contextmanager
+    def place(self, peer_id: str, now: float, leave: Callable[[], None]) -> Iterator[None]:
+        """A place for one request. Raises RequestRefused."""
         peer = self._peer(peer_id, now)
-        if self._num_places >= self._max_places or peer.num_places >= self._max_places_per_peer:
+        if peer.num_places >= self._max_places_per_peer:
             raise RequestRefused("busy")
         if not peer.requests.try_take(1, now):
             raise RequestRefused("rate")
-        self._num_places += 1
-        peer.num_places += 1
-
-    def give_place_back(self, peer_id: str) -> None:
-        self._num_places -= 1
-        self._peers[peer_id].num_places -= 1
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._places.hold(self._network_of(peer_id), leave))
+            except NoPlace:
+                raise RequestRefused("busy") from None
+            peer.num_places += 1
+            try:
+                yield
+            finally:
+                peer.num_places -= 1
 
     def begin_response(self, peer_id: str, num_bytes: int, now: float) -> None:
         """Room in memory and on the line for a response; to be ended by `end_response`."""

@@ -8,8 +8,8 @@ The one place where handlers are registered and where what they raise is caught.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -24,7 +24,7 @@ from swarm.network.requests.framing import (
     read_request_length,
     write_response,
 )
-from swarm.network.requests.limits import CallerTable, RequestLimits
+from swarm.network.requests.limits import CallerTable, NetworkOf, RequestLimits
 from swarm.network.transport import Admits, RequestHandler, RequestRefused, TrafficCounter, everybody
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,23 @@ class _Service:
     max_request_bytes: int
 
 
+class _GaveWay(Exception):
+    """The place of a request was needed for a caller of another network."""
+
+
+@asynccontextmanager
+async def _giving_way() -> AsyncIterator[Callable[[], None]]:
+    """What happens here is cut off, with _GaveWay, when the function is called that is yielded."""
+    scope = asyncio.timeout(None)
+    try:
+        async with scope:
+            yield lambda: scope.reschedule(_now())
+    except TimeoutError:
+        if scope.expired():
+            raise _GaveWay from None
+        raise
+
+
 class RequestServer:
     """Handlers of one node by protocol name, with bounds on what callers may take."""
 
@@ -65,13 +82,17 @@ class RequestServer:
         traffic: TrafficCounter,
         limits: RequestLimits | None = None,
         admits: Admits = everybody,
+        network_of: NetworkOf = lambda peer_id: "",
     ) -> None:
-        """`timeout_s` bounds each of: reading a request, running its handler, sending a response of no size."""
+        """`timeout_s` bounds each of: reading a request, running its handler, sending a response of no size.
+
+        `network_of`: networks share the places, where all are taken.
+        """
         self._admits = admits
         self._timeout_s = timeout_s
         self._stall_timeout_s = min(STALL_TIMEOUT_S, timeout_s)
         self._traffic = traffic
-        self._callers = CallerTable(limits or RequestLimits(), max_concurrent)
+        self._callers = CallerTable(limits or RequestLimits(), max_concurrent, network_of)
         self._services: dict[str, _Service] = {}
         self._conversations: set[asyncio.Task[None]] = set()
         self._is_closing = False
@@ -79,7 +100,13 @@ class RequestServer:
         """Requests without an answer, by reason: busy, rate, flood, oversize, slow, cut, unknown_protocol, handler, stranger."""
 
     @classmethod
-    def of(cls, config: NetworkSection, traffic: TrafficCounter, admits: Admits = everybody) -> Self:
+    def of(
+        cls,
+        config: NetworkSection,
+        traffic: TrafficCounter,
+        admits: Admits = everybody,
+        network_of: NetworkOf = lambda peer_id: "",
+    ) -> Self:
         """With the limits of the settings."""
         return cls(
             max_concurrent=config.max_connections_inbound,
@@ -87,6 +114,7 @@ class RequestServer:
             traffic=traffic,
             limits=RequestLimits.of(config),
             admits=admits,
+            network_of=network_of,
         )
 
     @property
@@ -113,12 +141,14 @@ class RequestServer:
             reason = f"a request must be <= {service.max_request_bytes} bytes, got {len(request)}"
             return self._refusal(reason, "oversize")
         try:
-            with self._place(peer_id):
+            async with self._place(peer_id):
                 response = await self._handle(service, peer_id, protocol, request)
                 with self._room(peer_id, response):
                     wait_s = self._callers.charge(peer_id, len(response.body), _now())
                     if waits and wait_s > 0:
                         await asyncio.sleep(wait_s)
+        except _GaveWay:
+            return self._refusal("busy", "busy")
         except RequestRefused as refusal:
             return self._refusal(str(refusal), _word(refusal))
         self._count(request, response)
@@ -130,11 +160,13 @@ class RequestServer:
         assert task is not None
         self._conversations.add(task)
         try:
-            if not self._callers.enter(peer_id, _now()):
-                return self._refusal("busy", "flood")
-            return await self.answer(peer_id, protocol, request, waits=True)
+            async with self._conversation(peer_id) as is_welcome:
+                if not is_welcome:
+                    return self._refusal("busy", "flood")
+                return await self.answer(peer_id, protocol, request, waits=True)
+        except _GaveWay:
+            return self._refusal("busy", "flood")
         finally:
-            self._callers.leave(peer_id)
             self._conversations.discard(task)
 
     async def answer_stream(
@@ -144,13 +176,15 @@ class RequestServer:
         task = asyncio.current_task()
         assert task is not None
         self._conversations.add(task)
-        is_welcome = self._callers.enter(peer_id, _now())
         try:
-            if is_welcome:
-                await self._converse_or_refuse(peer_id, protocol, reader, writer)
-                writer.close()
-            else:  # too many even to refuse them all
-                self.refused["flood"] += 1
+            async with self._conversation(peer_id) as is_welcome:
+                if is_welcome:
+                    await self._converse_or_refuse(peer_id, protocol, reader, writer)
+                    writer.close()
+                else:  # too many even to refuse them all
+                    self.refused["flood"] += 1
+        except _GaveWay:  # a word of refusal might come in the middle of a response
+            self.refused["busy"] += 1
         except (FrameError, OSError) as error:  # OSError includes TimeoutError and a connection that was reset
             self._traffic.requests_failed += 1
             self.refused["slow" if isinstance(error, TimeoutError) else "cut"] += 1
@@ -159,7 +193,6 @@ class RequestServer:
             if not self._is_closing:  # else it is over anyway, and asyncio's stream server complains of cancelled tasks
                 raise
         finally:
-            self._callers.leave(peer_id)
             self._conversations.discard(task)
             if not writer.is_closing():
                 writer.transport.abort()  # no waiting for a peer to take what is buffered
@@ -179,7 +212,7 @@ class RequestServer:
         try:
             if not self._admits(peer_id, protocol):
                 raise RequestRefused(STRANGER)
-            with self._place(peer_id):
+            async with self._place(peer_id):
                 await self._converse(self._services[protocol], peer_id, protocol, reader, writer)
         except RequestRefused as refusal:
             response = self._refusal(str(refusal), _word(refusal))
@@ -246,13 +279,17 @@ class RequestServer:
         else:
             self._traffic.requests_served += 1
 
-    @contextmanager
-    def _place(self, peer_id: str) -> Iterator[None]:
-        self._callers.take_place(peer_id, _now())
-        try:
-            yield
-        finally:
-            self._callers.give_place_back(peer_id)
+    @asynccontextmanager
+    async def _conversation(self, peer_id: str) -> AsyncIterator[bool]:
+        async with _giving_way() as leave:
+            with self._callers.conversation(peer_id, _now(), leave) as is_welcome:
+                yield is_welcome
+
+    @asynccontextmanager
+    async def _place(self, peer_id: str) -> AsyncIterator[None]:
+        async with _giving_way() as leave:
+            with self._callers.place(peer_id, _now(), leave):
+                yield
 
     @contextmanager
     def _room(self, peer_id: str, response: Response) -> Iterator[None]:

@@ -1,0 +1,155 @@
+"""What strangers make a node check of index entries: false ones of one peer end soon, and all together take part of its time."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hivemind")
+
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.p2p import PeerID
+from hivemind.proto import dht_pb2
+
+from swarm.network import index_entry
+from swarm.network.hivemind.index_calls import CallRefused, FlatSerializer
+from swarm.network.hivemind.index_guard import IndexGuard, wrap
+from swarm.network.index_entry import CHECKING_BURST_S, CHECKING_SHARE, MAX_FALSE_ENTRIES, UNSIGNED, IndexRule, Validity
+from swarm.network.memory.virtual_clock import run
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+messages: Any = dht_pb2
+STORE = "DHTProtocol.rpc_store"
+KEY = "key"
+KEY_ID = DHTID.generate(source=KEY)
+CHECK_S = 0.25e-3
+NUM_ENTRIES = 1000
+FALSE, TRUE = b"false", b"true"
+
+
+class Checks:
+    """A validator that counts, and whose checks take time: on the clock that `IndexRule` reads, beside the loop's own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        monkeypatch.setattr(index_entry, "perf_counter", lambda: _loop_time() + self.count * CHECK_S)
+
+    def __call__(self, key: str, subkey: str, value: bytes) -> Validity | None:
+        self.count += 1
+        return UNSIGNED if value.startswith(TRUE) else None
+
+
+def _loop_time() -> float:
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:  # a rule is made before there is a loop
+        return 0.0
+
+
+class _Protocol(DHTProtocol):
+    """hivemind's own service, without a daemon."""
+
+    def __init__(self, guard: IndexGuard) -> None:
+        self.record_validator = guard
+        self.node_info = messages.NodeInfo()
+        self.p2p: Any = SimpleNamespace(
+            _client=SimpleNamespace(
+                control=SimpleNamespace(unary_handlers={STORE: self._serve}, _handler_tasks={}), add_unary_handler=None
+            )
+        )
+        guard.protect(self)
+
+    async def _serve(self, request: bytes, peer_id: PeerID) -> bytes:
+        context: Any = None
+        return (await self.rpc_store(messages.StoreRequest.FromString(request), context)).SerializeToString()
+
+
+class Host:
+    """A node that takes entries of others."""
+
+    def __init__(self, checks: Checks) -> None:
+        self.guard = IndexGuard(checks, time.time)
+        self.protocol = _Protocol(self.guard)
+        self._handle: Callable[[bytes, PeerID], Awaitable[bytes]] = self.protocol.p2p._client.control.unary_handlers[
+            STORE
+        ]
+
+    async def is_taken(self, caller: int, entries: dict[str, bytes]) -> bool:
+        expires_at, given = time.time() + 60, DictionaryDHTValue()
+        for subkey, value in entries.items():
+            given.store(subkey, DHTProtocol.serializer.dumps(wrap(KEY, value)), expires_at)
+        request = messages.StoreRequest(
+            keys=[KEY_ID.to_bytes()],
+            subkeys=[DHTProtocol.IS_DICTIONARY],
+            values=[FlatSerializer.dumps(given)],
+            expiration_time=[expires_at],
+            in_cache=[False],
+        )
+        answer = await self._handle(request.SerializeToString(), PeerID(b"\x00\x24" + caller.to_bytes(36, "big")))
+        return messages.StoreResponse.FromString(answer).store_ok[0]
+
+
+def made_up(start: int, value: bytes) -> dict[str, bytes]:
+    return {f"name {start + number}": value for number in range(NUM_ENTRIES)}
+
+
+def test_false_entries_of_one_peer_cost_few_checks_and_keep_out_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = Checks(monkeypatch)
+
+    async def main() -> None:
+        host = Host(checks)
+        for call in range(3):
+            assert not await host.is_taken(1, made_up(call * NUM_ENTRIES, FALSE))
+        assert checks.count == MAX_FALSE_ENTRIES
+        assert host.guard.refused["unheard"] == 3 * NUM_ENTRIES - MAX_FALSE_ENTRIES
+        assert await host.is_taken(2, {"honest": TRUE})
+        await asyncio.sleep(3600)
+        assert await host.is_taken(1, {"late": TRUE}), "it may have been an earlier release"
+
+    run(main())
+
+
+def test_entries_that_strangers_have_signed_take_no_more_than_a_part_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checks = Checks(monkeypatch)
+
+    async def main() -> None:
+        host, num_refused, num_calls = Host(checks), 0, 40
+
+        async def call(number: int) -> None:
+            nonlocal num_refused
+            try:
+                await host.is_taken(number, made_up(number * NUM_ENTRIES, TRUE))
+            except CallRefused:
+                num_refused += 1
+
+        start = asyncio.get_running_loop().time()
+        for number in range(num_calls):
+            await asyncio.gather(call(2 * number), call(2 * number + 1))
+            await asyncio.sleep(0.1)
+        took_s = asyncio.get_running_loop().time() - start + checks.count * CHECK_S
+        allowed_s = CHECKING_BURST_S + CHECKING_SHARE * took_s + NUM_ENTRIES * CHECK_S
+        assert checks.count * CHECK_S <= allowed_s
+        assert checks.count > 2 * NUM_ENTRIES
+
+    run(main())
+
+
+def test_a_light_node_hears_a_lying_host_for_a_few_entries_and_the_others_for_all() -> None:
+    checked: list[str] = []
+
+    def validator(key: str, subkey: str, value: bytes) -> Validity | None:
+        checked.append(subkey)
+        return UNSIGNED if value == TRUE else None
+
+    rule = IndexRule(validator, lambda: 0.0)
+    lies = [("liar", subkey, FALSE, None) for subkey in made_up(0, FALSE)]
+    truth = [("honest", subkey, TRUE, None) for subkey in made_up(NUM_ENTRIES, TRUE)]
+    assert rule.newest(KEY, [*lies, *truth]) == made_up(NUM_ENTRIES, TRUE)
+    assert len(checked) <= MAX_FALSE_ENTRIES + 1 + NUM_ENTRIES
