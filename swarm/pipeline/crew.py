@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from swarm.errors import NetworkError, PipelineError, StageLostError, StageReplyError
+from swarm.errors import NetworkError, PipelineError, StageLostError, StageRefusedError, StageReplyError
 from swarm.pipeline.batch_run import BatchRun, ScoredPart
 from swarm.pipeline.gathering import all_of, failed_stages, first_of
 from swarm.pipeline.order_bytes import StageState
@@ -39,6 +40,8 @@ _SECOND_CHANCE_S = 0.5
 """For a stage that gave no answer just now to hear that a batch or session is over: the fault may have been a short one."""
 _LARGEST_NORM_RATIO = 1000.0
 """Of one stage's gradient norm to that of all others together: a stage that claims more would scale theirs to nothing."""
+MAX_REFUSALS = 3
+"""In a row, of one kind of order: a stage that refuses so often is lost. Fewer may be for want of memory at that moment."""
 T = TypeVar("T")
 GradientOf = Callable[[int, TokenLogprobs], Tensor]
 """(micro-batch, its log-probs [B, T]) → gradient [B, T] of the loss of the whole batch with respect to them."""
@@ -76,6 +79,7 @@ class Crew:
         self._facts: list[StageFacts] = []
         self._silent: set[int] = set()  # stages that did not answer when they were asked last
         self._false: set[int] = set()
+        self._refusals: Counter[tuple[int, str]] = Counter()  # in a row, by stage and kind of order
         self._holders: dict[str, list[int]] = {}
         self._batch = 0
         self._settled: list[Settled] | None = None
@@ -140,6 +144,7 @@ class Crew:
             )
         self._links[stage], self._facts[stage] = link, facts
         self._silent.discard(stage)
+        self._refusals = Counter({key: count for key, count in self._refusals.items() if key[0] != stage})
         self._settled = None
 
     async def accumulate(self, parts: Sequence[ScoredPart], gradient_of: GradientOf) -> Gradient:
@@ -330,6 +335,7 @@ class Crew:
             async with asyncio.timeout(self._settings.action_timeout_s):
                 result = await order()
             self._silent.discard(stage)
+            self._refusals.pop((stage, what), None)
             return result
         except TimeoutError:
             reason = f"no answer within {self._settings.action_timeout_s:g} s"
@@ -338,6 +344,11 @@ class Crew:
         except StageReplyError as error:
             reason = str(error)
             self._false.add(stage)
+        except StageRefusedError as error:
+            reason = f"a refusal: {error}"
+            self._refusals[stage, what] += 1
+            if self._refusals[stage, what] < MAX_REFUSALS:
+                raise StageRefusedError(f"stage {stage} must carry out its orders, got to {what} {reason}") from None
         self._silent.add(stage)
         raise StageLostError(f"stage {stage} must answer to {what}, got {reason}; rebuild it elsewhere", (stage,))
 

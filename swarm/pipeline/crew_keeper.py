@@ -18,10 +18,10 @@ from torch import Tensor
 
 from swarm.adapters.adapter_state import is_finite_float
 from swarm.config import PipelineSection
-from swarm.errors import NetworkError, PipelineError, StageLostError
+from swarm.errors import NetworkError, PipelineError, StageLostError, StageRefusedError
 from swarm.pipeline.architecture import StagePart
 from swarm.pipeline.assignment import Machine, ModelCost
-from swarm.pipeline.crew import Crew, CrewSettings
+from swarm.pipeline.crew import MAX_REFUSALS, Crew, CrewSettings
 from swarm.pipeline.expected_stage import ExpectedStage, expected_stages
 from swarm.pipeline.gathering import all_of
 from swarm.pipeline.machines import CrewMembers, Member, places
@@ -118,12 +118,17 @@ class CrewKeeper:
             self._own.close()
 
     async def persist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """What `call` gives, once it succeeds: lost stages are rebuilt in between. For calls that change nothing."""
-        for _ in range(MAX_LOSSES):
+        """What `call` gives, once it succeeds: lost stages are rebuilt in between. For calls that change nothing.
+
+        A refusal is no loss yet: the order is repeated, until the crew takes a stage that goes on refusing for lost.
+        """
+        for _ in range(MAX_LOSSES * MAX_REFUSALS):
             try:
                 return await call()
             except StageLostError as lost:
                 await self.recover(lost)
+            except StageRefusedError as refusal:
+                logger.warning("%s", refusal)
         return await call()
 
     async def commit(self, lr: float, max_grad_norm: float) -> int:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +208,65 @@ async def test_a_stage_that_answers_what_no_honest_one_does_is_replaced_for_good
         assert crew.policy.version >= 3, "and the run goes on"
         found = await saved(crew)
         assert all(bool(torch.isfinite(tensor).all()) for group in found.values() for tensor in group.values())
+
+
+async def answered(crew: Driven) -> list[list[int]]:
+    """An answer of two tokens, as the engine asks for it."""
+    policy = crew.policy.pipelined
+    return await policy.generate([[5, 6, 7]], lambda logits, rows, step: torch.tensor([9]), max_new_tokens=2)
+
+
+REFUSED: dict[str, Callable[[Driven], Awaitable[Any]]] = {
+    "forward": step,
+    "settle": step,
+    "decode": lambda crew: crew.keeper.persist(lambda: answered(crew)),
+    "state": saved,
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+async def test_a_stage_that_goes_on_refusing_neither_ends_the_run_nor_holds_it_up(tmp_path: Path, kind: str) -> None:
+    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as crew:
+        await step(crew)
+        liar_of(crew).lie = lambda asked, reply: Bundle({"refused": "no"}) if asked == kind else reply
+        told: list[str] = []
+        for _ in range(4):
+            try:
+                await REFUSED[kind](crew)
+            except PipelineError as error:
+                told.append(str(error))
+        assert MEMBERS[LIAR] not in crew.keeper._peers, "a spare has its layers"
+        assert len(told) == (3 if REFUSED[kind] is step else 0)
+        assert all(line.startswith("stage 1 must") and "refusal: no" in line for line in told)
+        assert await step(crew) < float("inf")
+
+
+async def test_a_refusal_now_and_then_costs_no_stage(tmp_path: Path) -> None:
+    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as crew:
+        for _ in range(3):
+            liar_of(crew).lie = lambda asked, reply: Bundle({"refused": "no memory"}) if asked == "forward" else reply
+            for _ in range(2):
+                with pytest.raises(PipelineError, match="stage 1 must carry out its orders"):
+                    await step(crew)
+            liar_of(crew).lie = Liar.lie
+            await step(crew)
+        assert MEMBERS[LIAR] in crew.keeper._peers and not crew.keeper.recoveries_s
+
+
+@pytest.mark.parametrize("group", ["adapter", "optimizer", "lr_factors"])
+async def test_a_checkpoint_that_no_training_gives_is_held_against_no_stage(tmp_path: Path, group: str) -> None:
+    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as crew:
+        await step(crew)
+        found = await saved(crew)
+        steps = CrewSteps(TRAINING, crew.policy)
+        await asyncio.to_thread(steps.restore, found, 1)
+        name = next(iter(found["adapter"]))
+        odd = {"adapter": torch.full((1,), torch.nan), "optimizer": torch.zeros(0), "lr_factors": torch.zeros(2)}
+        key = f"exp_avg:{name}" if group == "optimizer" else name
+        with pytest.raises(CheckpointError, match="must fit the crew"):
+            await asyncio.to_thread(steps.restore, {**found, group: {**found.get(group, {}), key: odd[group]}}, 1)
+        assert not crew.keeper.crew.false_stages and not crew.keeper.recoveries_s
+        await step(crew)
 
 
 async def test_a_norm_that_dwarfs_all_others_moves_nothing(tmp_path: Path) -> None:
