@@ -25,11 +25,11 @@ def _is_number(value: Any) -> bool:
 
 def _generator(state: list[Any]) -> list[Any]:
     """What `random.getstate` gives, as a list. From a state of zeros alone nothing but zeros would follow."""
-    version, words, gauss = state if len(state) == 3 else (None, None, None)
-    is_whole = isinstance(words, list) and len(words) == _TWISTER_WORDS + 1 and (gauss is None or _is_number(gauss))
-    if version != 3 or not is_whole or not all(type(word) is int and 0 <= word < 2**32 for word in words):
+    version, words, gauss = state if len(state) == 3 else (None, [], None)
+    is_state = version == 3 and isinstance(words, list) and len(words) == _TWISTER_WORDS + 1
+    if not is_state or not all(type(word) is int and 0 <= word < 2**32 for word in words):
         raise ValueError("must be a state of Python's random numbers")
-    if words[-1] > _TWISTER_WORDS or not any(words[1:-1]):
+    if words[-1] > _TWISTER_WORDS or not any(words[1:-1]) or not (gauss is None or _is_number(gauss)):
         raise ValueError("must be a state of Python's random numbers that random numbers follow from")
     return state
 

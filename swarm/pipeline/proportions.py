@@ -9,7 +9,7 @@ computed from it. A stage that does so in one batch after the other is not belie
 """
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
@@ -29,8 +29,8 @@ class BatchSizes:
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
         self._tokens: dict[int, tuple[float, float]] = {}
-        self._given: Counter[int] = Counter()
-        self._passed_on: Counter[int] = Counter()
+        self._given: defaultdict[int, float] = defaultdict(float)
+        self._passed_on: defaultdict[int, float] = defaultdict(float)
 
     def forward(self, stage: int, states: Tensor) -> None:
         """Hidden states [B, L, W] that `stage` passes on."""

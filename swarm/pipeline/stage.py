@@ -83,7 +83,8 @@ class Stage:
     def forward(self, order: ForwardOrder) -> Tensor | TokenLogprobs:
         """Hidden states [B, L, W] for the next station, or log-probs of the answers. Raises PipelineError."""
         self._check_states(order.states)
-        mask_bytes = self._model.mask_bytes(*order.states.shape[:2], 0, is_padded=False)
+        num_rows, num_columns = order.states.shape[:2]
+        mask_bytes = self._model.mask_bytes(num_rows, num_columns, 0, is_padded=False)
         if mask_bytes > self._settings.max_session_bytes:
             raise PipelineError(
                 f"a mask of a stage must fit into {self._settings.max_session_bytes} bytes, got {mask_bytes}; send shorter rows"
