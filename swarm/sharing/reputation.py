@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from swarm.records.rejection import Rejection
 from swarm.safe_files import read_json, replace_file
@@ -253,7 +254,7 @@ def _load(path: Path) -> dict[str, _Standing]:
         return {}
 
 
-def _standing(fields: dict[str, float]) -> _Standing:
+def _standing(fields: dict[str, Any]) -> _Standing:
     """Raises ValueError or TypeError for what no process has written: it would fail wherever that author is judged."""
     standing = _Standing(**fields)
     numbers = astuple(standing)
