@@ -149,6 +149,10 @@ class StageReplyError(PipelineError):
     """A stage answered what no honest stage answers: it is treated as lost, and gets no layers again in this run."""
 
 
+class StageRefusedError(PipelineError):
+    """A stage is there and does not carry out an order; it may carry out the next one."""
+
+
 class StuckError(SwarmError):
     """A part of the node made no progress for long; the log and a crash report have its stack."""
 

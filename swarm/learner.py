@@ -28,6 +28,7 @@ from swarm.rollouts.rollout_round import RolloutRound
 from swarm.rollouts.signal_means import signal_means
 from swarm.rollouts.worker import RolloutBatch, RolloutWorker
 from swarm.round_seed import round_seed
+from swarm.run_state import check_run_state
 from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.difficulty import DifficultyTable
 from swarm.tasks.task_cursor import TaskCursor
@@ -187,10 +188,14 @@ class Learner:
         store.save(self.round, tensors, state)
 
     def resume(self, store: CheckpointStore) -> bool:
-        """Continue from the newest intact checkpoint; False where there is none. Raises CheckpointError if it is another's."""
+        """Continue from the newest intact checkpoint; False where there is none.
+
+        Raises CheckpointError if it is another's, or holds what no learner has written.
+        """
         checkpoint = store.load_newest()
         if checkpoint is None:
             return False
+        check_run_state(checkpoint, self.policy.vocab_size)
         state = checkpoint.state
         if not self.policy.lineage.has_name(state["lineage"]["policy"]):
             raise CheckpointError(

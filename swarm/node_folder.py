@@ -24,9 +24,11 @@ _OWN_FOLDERS = frozenset({"checkpoints", "logs", "final-adapter", "tensorboard"}
 class NodeFolder:
     """Paths of one node's state."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, key: Path | None = None) -> None:
+        """`key`: file of the identity where that is not in the folder. Whoever names it may name a link."""
         self.path = path
-        self.identity = path / "identity.key"
+        self.has_key_elsewhere = key is not None
+        self.identity = path / "identity.key" if key is None else key.resolve()
         self.config = path / "config.toml"
         self.manifest = path / "manifest.toml"
         self.pool = path / "pool.sqlite"
@@ -44,21 +46,18 @@ class NodeFolder:
         Raises ConfigError where that is not possible, where other users could exchange files in it, or where `check` does.
         """
         try:
-            is_own = (
-                self.identity.is_file() or not self.path.exists()
-            )  # else it is a folder that holds more than a node
+            # else it is a folder that holds more than a node
+            is_own = (self.path / "identity.key").is_file() or not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             if is_own and self.path.stat().st_mode & 0o077:
                 self.path.chmod(0o700)
             status = self.path.stat()
         except OSError as error:
             raise self._unwritable(error) from None
-        if status.st_mode & 0o002 or (os.geteuid() and status.st_uid not in (0, os.geteuid())):
-            raise ConfigError(
-                "node.dir must be a folder in which no other user can exchange files, got "
-                f"{self.path} of user {status.st_uid} with mode {status.st_mode & 0o7777:o}; name a new folder inside it"
-            )
+        _check_closed("node.dir must be", self.path, status)
         self.check()
+        if self.has_key_elsewhere:
+            self._check_key()
 
     def check(self) -> None:
         """Raise ConfigError where the folder holds a link, a pipe or a device: what is written to it would go elsewhere.
@@ -72,6 +71,18 @@ class NodeFolder:
                 f"a node's folder must hold files and folders only, got {error.filename}: {error.strerror}; "
                 "remove it, or keep the whole folder elsewhere and set node.dir"
             ) from None
+
+    def _check_key(self) -> None:
+        """A key that is not there is not made anew: a disk that is not mounted must not make another node of this one."""
+        try:
+            self.identity.stat()
+            status = self.identity.parent.stat()
+        except OSError as error:
+            raise ConfigError(
+                f"node.identity must be the file of a key, got {self.identity}: {error.strerror}; make one with `swarm init`, "
+                "or mount its disk"
+            ) from None
+        _check_closed("node.identity must be in", self.identity.parent, status)
 
     def check_writable(self) -> None:
         """Find out whether `create` would work, and leave nothing behind. Raises ConfigError.
@@ -96,6 +107,14 @@ class NodeFolder:
         if not (self.checkpoints.exists() or self.metrics.exists() or self.pool.exists()):
             return None
         return set_aside(self.path, _KEPT_ON_FRESH_START | {path.name for path in self.path.glob("identity.*")})
+
+
+def _check_closed(what: str, folder: Path, status: os.stat_result) -> None:
+    if status.st_mode & 0o002 or (os.geteuid() and status.st_uid not in (0, os.geteuid())):
+        raise ConfigError(
+            f"{what} a folder in which no other user can exchange files, got "
+            f"{folder} of user {status.st_uid} with mode {status.st_mode & 0o7777:o}; name a new folder inside it"
+        )
 
 
 def set_aside(folder: Path, kept: Container[str]) -> Path | None:

@@ -24,7 +24,7 @@ def run_node(
     """
     bound_arenas()
     close_to_others()
-    folder = NodeFolder(config.node.dir)
+    folder = NodeFolder(config.node.dir, config.node.identity)
     folder.create()
     with IdentityLock(folder.path) as lock:
         identity = identities.load_or_create(folder.identity, unlock)

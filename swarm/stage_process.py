@@ -47,7 +47,7 @@ def run_stage(config: Config, layers: Layers | None = None, unlock: Unlock | Non
     """
     bound_arenas()
     close_to_others()
-    folder = NodeFolder(config.node.dir)
+    folder = NodeFolder(config.node.dir, config.node.identity)
     folder.create()
     with IdentityLock(folder.path) as lock:
         identity = identities.load_or_create(folder.identity, unlock)

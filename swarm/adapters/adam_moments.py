@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from swarm.adapters.adapter_state import is_finite_float
+
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """Two of the parameter's shape, and a number."""
 
@@ -24,7 +26,7 @@ def moments_of(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]
         if kind not in MOMENTS or name not in shapes:
             raise ValueError(f"optimizer state must be of AdamW and of what is trained here, got {key[:80]!r}")
         shape = () if kind == "step" else tuple(shapes[name])
-        if not value.is_floating_point() or tuple(value.shape) != shape or not bool(torch.isfinite(value).all()):
+        if tuple(value.shape) != shape or not is_finite_float(value):
             raise ValueError(f"{key[:80]!r} must be finite numbers of shape {shape}, got another tensor")
         if kind != "exp_avg" and bool((value < 0).any()):
             raise ValueError(f"second moments and step counts must be at least 0, got less at {key[:80]!r}")

@@ -82,7 +82,7 @@ def join(
         return
     check_protocol(manifest, PROTOCOL_VERSION)
     config = _resolve(manifest, hardware, settings, task_file, source)
-    files = NodeFolder(config.node.dir)
+    files = NodeFolder(config.node.dir, config.node.identity)
     if not fresh:
         _check_no_other_run(files, _folder(manifest, Path(source)))
     changed = check_joined(files.manifest, manifest, accept_edition)
@@ -227,7 +227,7 @@ def _findings(
         yield Finding("settings", Verdict.PROBLEM, str(error))
         return
     yield Finding("settings", Verdict.OK, f"{config.policy.base} in {config.node.dir}")
-    files = NodeFolder(config.node.dir)
+    files = NodeFolder(config.node.dir, config.node.identity)
 
     def check_folder() -> None:
         files.check_writable()

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 def load_saved_policy(config: "Config", *, base_only: bool = False) -> tuple["Policy", int | None]:
     """(policy, round of its checkpoint), or the untrained base and None.
 
-    Raises CheckpointError where node.dir holds no checkpoint, or one of another lineage.
+    Raises CheckpointError where node.dir holds no checkpoint, or one of another lineage, or one that no learner has written.
     """
     settle_imports(config)
     from swarm.adapters.adapter_state import write_adapter
     from swarm.adapters.checkpoint import CheckpointStore
     from swarm.node_folder import NodeFolder
     from swarm.policy.policy import load_policy
+    from swarm.run_state import check_run_state
 
     print(f"loading policy {config.policy.base} …", file=sys.stderr)
     folder = NodeFolder(config.node.dir)
@@ -35,6 +36,7 @@ def load_saved_policy(config: "Config", *, base_only: bool = False) -> tuple["Po
             f"node.dir must hold a checkpoint, got none in {folder.path}; run the node first, set node.dir, or use --base"
         )
     policy = load_policy(config.policy, device=config.node.device, hash_cache=cache)
+    check_run_state(checkpoint, policy.vocab_size)
     if not policy.lineage.has_name(checkpoint.state["lineage"]["policy"]):
         raise CheckpointError(
             f"policy settings must be those of the run, got another lineage than {checkpoint.path}; "

@@ -31,6 +31,9 @@ app = typer.Typer(
 OWNER_KEY = "silo-owner.key"
 _FOLDER = typer.Option(Path("runs/silo"), "--dir", metavar="DIR", help="The node's folder.")
 _KEY = typer.Option(None, "--key", metavar="FILE", help=f"The owner's key. Default: {OWNER_KEY} in the folder.")
+_NODE_KEY = typer.Option(
+    None, "--key", metavar="FILE", help="The node's key, where node.identity names one outside DIR."
+)
 _DAY_S = 86_400.0
 _OPTIONS = ("--dir", "--key", "--address", "--base", "--description")
 
@@ -75,13 +78,13 @@ def init(
 
 
 @app.command()
-def request(folder: Path = _FOLDER) -> None:
+def request(folder: Path = _FOLDER, key: Path = _NODE_KEY) -> None:
     """Print the line that asks a silo's owner for a membership.
 
     It holds no secret.
 
-    Reads: the identity in DIR.
-    Writes: it, where there is none.
+    Reads: the identity in DIR, or --key.
+    Writes: it, where DIR has none.
 
     Examples:
       swarm silo request --dir runs/silo
@@ -92,7 +95,7 @@ def request(folder: Path = _FOLDER) -> None:
     from swarm.records.identity import load_or_create
     from swarm.silo.grant import make_request
 
-    files = NodeFolder(folder)
+    files = NodeFolder(folder, key)
     files.create()
     print(make_request(load_or_create(files.identity, unlock)))
 
@@ -142,13 +145,14 @@ def invite(
 def join(
     token: str = typer.Argument(..., metavar="INVITATION", help="The line that the owner sent you, or a file with it."),
     folder: Path = _FOLDER,
+    key: Path = _NODE_KEY,
     accept_edition: int = typer.Option(
         None, metavar="N", help="Agree to what edition N of the manifest changes, such as its tasks."
     ),
 ) -> None:
     """Become a member: check the invitation, and keep it in DIR.
 
-    Reads: INVITATION, the identity in DIR.
+    Reads: INVITATION, the identity in DIR, or --key.
     Writes: membership and manifest.toml in DIR.
 
     Examples:
@@ -167,7 +171,7 @@ def join(
     from swarm.silo.silo_files import SiloFiles
 
     line = _line(token)
-    opened, files = decode_token(line), NodeFolder(folder)
+    opened, files = decode_token(line), NodeFolder(folder, key)
     manifest = opened.manifest
     check_protocol(manifest, PROTOCOL_VERSION)
     check_joined(files.manifest, manifest, accept_edition)

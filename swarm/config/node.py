@@ -1,9 +1,9 @@
 """The process, the swarm it belongs to, what survives a crash, how it is measured, and what a person sees of it."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from swarm.config.section import PositiveInt, Section, SwarmName
 
@@ -13,6 +13,9 @@ class NodeSection(Section):
 
     dir: Path = Path("runs/node")
     """Folder of identity, pool, checkpoints, logs and metrics. One running node per folder."""
+    identity: Path | None = None
+    """File of the identity's key, which is there already, outside of `dir`; what the node has seen of a silo's rolls is kept
+    beside it. Unset: identity.key in `dir`, made at the first start."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seeds task choice, sampling and adapter training."""
     max_rounds: PositiveInt | None = None
@@ -23,6 +26,15 @@ class NodeSection(Section):
     """CPU threads for tensor work; unset leaves the choice to torch."""
     duty_cycle: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of time that the compute thread may work; 0.5 rests as long as it worked, which keeps a laptop usable."""
+
+    @model_validator(mode="after")
+    def _key_is_elsewhere(self) -> Self:
+        if self.identity is not None and self.identity.resolve().is_relative_to(self.dir.resolve()):
+            raise ValueError(
+                f"node.identity must be a file outside of node.dir, got {self.identity} in {self.dir}; leave it out for "
+                "identity.key in that folder"
+            )
+        return self
 
 
 class SwarmSection(Section):

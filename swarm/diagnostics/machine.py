@@ -36,7 +36,7 @@ _DAEMON_TIMEOUT_S = 10
 
 def check_machine(config: Config) -> Iterable[Finding]:
     """All of them, one after the other; a check that fails is a finding."""
-    folder = NodeFolder(config.node.dir)
+    folder = NodeFolder(config.node.dir, config.node.identity)
     checks: list[Callable[[], Finding]] = [
         check_python,
         check_packages,
@@ -91,7 +91,7 @@ def check_daemon() -> Finding:
 
 
 def check_identity(folder: NodeFolder) -> Finding:
-    if not folder.identity.exists():
+    if not folder.identity.exists() and not folder.has_key_elsewhere:
         return ok("identity", f"none in {folder.path} yet; the first start makes one")
     if identities.is_encrypted(folder.identity):
         return ok("identity", f"{folder.identity} is encrypted; starting the node takes its passphrase")

@@ -17,7 +17,7 @@ _WARN_DAYS = 7
 
 def check_membership(config: Config, clock: Callable[[], float] = time.time) -> Finding:
     """For a configuration with `swarm.silo_owner`. Raises nothing."""
-    folder = NodeFolder(config.node.dir)
+    folder = NodeFolder(config.node.dir, config.node.identity)
     request = f"`swarm silo request --dir {folder.path}` prints what the owner needs for an invitation"
     try:
         check_folder(folder)

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from swarm.adapters.adam_moments import moments_of, placed
+from swarm.adapters.adapter_state import check_adapter
+from swarm.errors import CheckpointError
 from swarm.policy.counter_noise import uniform
 
 _WIDTH = 16
@@ -63,17 +66,19 @@ class SuccessHead:
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Continue from what `state` gave; False, and nothing done, where it belongs to another size of hidden state."""
-        saved = {name: tensors.get(name) for name in self._parameters}
-        if any(value is None or value.shape != self._parameters[name].shape for name, value in saved.items()):
+        """Continue from what `state` gave; False, and nothing done, where it is none of this size of hidden state."""
+        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        moments = {key: value for key, value in tensors.items() if key not in shapes}
+        try:
+            check_adapter({name: tensors[name] for name in shapes if name in tensors}, shapes)
+            placed_moments = moments_of(moments, shapes)
+        except (CheckpointError, ValueError):
             return False
         self._optimizer.state.clear()
         for name, parameter in self._parameters.items():
             parameter.copy_(tensors[name])
-            for key, value in tensors.items():
-                kind, _, owner = key.rpartition(":")
-                if kind and owner == name:
-                    self._optimizer.state[parameter][kind] = value.clone()
+            if name in placed_moments:
+                self._optimizer.state[parameter] = placed(placed_moments[name], parameter)
         return True
 
     def _logits(self, states: Tensor) -> Tensor:

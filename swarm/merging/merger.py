@@ -222,7 +222,7 @@ class Merger:
         return tensors, rest
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        """Continue from what `state` gave. Raises MergeError if it belongs to another adapter shape."""
+        """Continue from what `state` gave. Raises CheckpointError if it belongs to another adapter shape."""
         self._outer.restore(tensors, state)
         self._inner_steps = int(state["inner_steps"])
         self._num_planned = self._inner_steps // self._config.inner_steps

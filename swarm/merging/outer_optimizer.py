@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swarm.adapters.adapter_state import check_adapter
 from swarm.config import largest_stable_beta
 from swarm.errors import ConfigError, MergeError
 
@@ -94,10 +95,11 @@ class OuterOptimizer:
         )
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        """Continue from what `state` gave. Raises MergeError if it belongs to another adapter shape."""
-        slow, momentum = tensors["slow_weights"], tensors["outer_momentum"]
-        self._check_all(slow)
-        self._check_all(momentum)
+        """Continue from what `state` gave. Raises CheckpointError if it belongs to another adapter shape."""
+        shapes = {name: tensor.shape for name, tensor in self._slow.items()}
+        slow, momentum = tensors.get("slow_weights", {}), tensors.get("outer_momentum", {})
+        check_adapter(slow, shapes)
+        check_adapter(momentum, shapes)
         self._slow, self._momentum = _copies(slow), _copies(momentum)
         self.num_steps = int(state["outer_steps"])
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from swarm.errors import PipelineError, StageReplyError
 from swarm.pipeline.orders import Answers, BackwardOrder, ForwardOrder
+from swarm.pipeline.proportions import BatchSizes
 from swarm.pipeline.schedule import Action, Schedule
 from swarm.pipeline.stage_link import StageLink
 from swarm.policy.logprobs import TokenLogprobs
@@ -53,6 +54,7 @@ class BatchRun:
         self._links = links
         self._call = call
         self._gradient_of = gradient_of
+        self.sizes = BatchSizes(len(links))
         self._waiting: dict[tuple[Action, int], asyncio.Future[Any]] = {}  # by action and stage that needs it
 
     async def run(self) -> None:
@@ -83,6 +85,7 @@ class BatchRun:
             gradient = await asyncio.to_thread(self._gradient_of, action.micro_batch, result)
             self._give(action._replace(kind="backward"), stage, gradient)
         else:
+            await asyncio.to_thread(self.sizes.forward, stage, result)
             self._give(action, route[station + 1], result)
 
     async def _backward(self, stage: int, station: int, action: Action) -> None:
@@ -90,6 +93,7 @@ class BatchRun:
         order = BackwardOrder(self._batch, action.micro_batch, gradient)
         if station == 0:
             await self._call(stage, "backward", partial(self._links[stage].backward, order))
+            await asyncio.to_thread(self.sizes.backward, stage, gradient, None)
             return
 
         async def passed_on() -> Tensor:
@@ -99,6 +103,7 @@ class BatchRun:
             return result
 
         result = await self._call(stage, "backward", passed_on)
+        await asyncio.to_thread(self.sizes.backward, stage, gradient, result)
         self._give(action, self._schedule.routes[action.micro_batch][station - 1], result)
 
     def _place(self, action: Action, stage: int) -> "asyncio.Future[Any]":

@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +24,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from swarm.errors import NetworkError, PipelineError, StageLostError, StageReplyError
+from swarm.errors import NetworkError, PipelineError, StageLostError, StageRefusedError, StageReplyError
 from swarm.pipeline.batch_run import BatchRun, ScoredPart
 from swarm.pipeline.gathering import all_of, failed_stages, first_of
 from swarm.pipeline.order_bytes import StageState
 from swarm.pipeline.orders import CommitOrder, DecodeOrder, ForwardOrder, Settled, SettleOrder, StageFacts
+from swarm.pipeline.proportions import BatchSizes, Proportions
 from swarm.pipeline.schedule import one_forward_one_backward
 from swarm.pipeline.stage_link import StageLink
 from swarm.pipeline.state_bounds import StateBounds
@@ -39,6 +41,8 @@ _SECOND_CHANCE_S = 0.5
 """For a stage that gave no answer just now to hear that a batch or session is over: the fault may have been a short one."""
 _LARGEST_NORM_RATIO = 1000.0
 """Of one stage's gradient norm to that of all others together: a stage that claims more would scale theirs to nothing."""
+MAX_REFUSALS = 3
+"""In a row, of one kind of order: a stage that refuses so often is lost. Fewer may be for want of memory at that moment."""
 T = TypeVar("T")
 GradientOf = Callable[[int, TokenLogprobs], Tensor]
 """(micro-batch, its log-probs [B, T]) → gradient [B, T] of the loss of the whole batch with respect to them."""
@@ -76,6 +80,8 @@ class Crew:
         self._facts: list[StageFacts] = []
         self._silent: set[int] = set()  # stages that did not answer when they were asked last
         self._false: set[int] = set()
+        self._proportions = Proportions()
+        self._refusals: Counter[tuple[int, str]] = Counter()  # in a row, by stage and kind of order
         self._holders: dict[str, list[int]] = {}
         self._batch = 0
         self._settled: list[Settled] | None = None
@@ -140,6 +146,8 @@ class Crew:
             )
         self._links[stage], self._facts[stage] = link, facts
         self._silent.discard(stage)
+        self._proportions.forget(stage)
+        self._refusals = Counter({key: count for key, count in self._refusals.items() if key[0] != stage})
         self._settled = None
 
     async def accumulate(self, parts: Sequence[ScoredPart], gradient_of: GradientOf) -> Gradient:
@@ -153,16 +161,20 @@ class Crew:
         batch = self._batch
         try:
             schedule = one_forward_one_backward(self.num_stages, len(parts), swap_edges=self._settings.swap_edges)
-            await BatchRun(batch, parts, schedule, self._links, self._call, gradient_of).run()
+            run = BatchRun(batch, parts, schedule, self._links, self._call, gradient_of)
+            await run.run()
             settled = await all_of(self._settle(stage, len(parts)) for stage in range(self.num_stages))
             self._norm = self._total_norm(settled)
         except BaseExceptionGroup as failures:
             raise await self._given_up(batch, first_of(failures)) from None
         except PipelineError as failure:
             raise await self._given_up(batch, failure) from None
-        self._check_norms(settled)
-        self._settled = settled
         norms = tuple(math.sqrt(one.own_norm_squared) for one in settled)
+        try:
+            self._check_norms(norms, run.sizes)
+        except StageLostError as failure:
+            raise await self._given_up(batch, failure) from None
+        self._settled = settled
         if all(map(math.isfinite, norms)):
             self.stage_norms = norms
         return Gradient(self._norm, norms)
@@ -330,6 +342,7 @@ class Crew:
             async with asyncio.timeout(self._settings.action_timeout_s):
                 result = await order()
             self._silent.discard(stage)
+            self._refusals.pop((stage, what), None)
             return result
         except TimeoutError:
             reason = f"no answer within {self._settings.action_timeout_s:g} s"
@@ -338,6 +351,11 @@ class Crew:
         except StageReplyError as error:
             reason = str(error)
             self._false.add(stage)
+        except StageRefusedError as error:
+            reason = f"a refusal: {error}"
+            self._refusals[stage, what] += 1
+            if self._refusals[stage, what] < MAX_REFUSALS:
+                raise StageRefusedError(f"stage {stage} must carry out its orders, got to {what} {reason}") from None
         self._silent.add(stage)
         raise StageLostError(f"stage {stage} must answer to {what}, got {reason}; rebuild it elsewhere", (stage,))
 
@@ -380,17 +398,25 @@ class Crew:
         shared = sum(self._total(name, settled).float().norm().double().square().item() for name in self._holders)
         return math.sqrt(sum(one.own_norm_squared for one in settled) + shared)
 
-    def _check_norms(self, settled: Sequence[Settled]) -> None:
-        """A batch in which one stage's norm dwarfs all others counts as not finite, and so is not applied."""
-        squares = [one.own_norm_squared for one in settled]
-        for stage, square in enumerate(squares):
-            others = sum(squares[:stage]) + sum(squares[stage + 1 :])
-            if others > 0 and square > others * _LARGEST_NORM_RATIO**2:
-                logger.warning(
-                    "stage %d reports a gradient norm of %.3g, the others %.3g together; the batch is not applied",
-                    stage, math.sqrt(square), math.sqrt(others),
-                )  # fmt: skip
-                self._norm = math.inf
+    def _check_norms(self, norms: Sequence[float], sizes: BatchSizes) -> None:
+        """A batch in which one stage's norm dwarfs all others counts as not finite, and so is not applied.
+
+        Raises StageLostError for a stage that has ruined several batches in a row. The last stage is the driver's own.
+        """
+        stage = max(range(len(norms)), key=lambda one: norms[one])
+        others = math.sqrt(sum(norm * norm for one, norm in enumerate(norms) if one != stage))
+        if others > 0 and norms[stage] > others * _LARGEST_NORM_RATIO:
+            self._norm = math.inf
+        if math.isfinite(self._norm):
+            self._proportions.observe(sizes, norms)
+            return
+        odd, is_to_go = self._proportions.ruined(sizes, norms)
+        told = "no stage is out of proportion" if odd is None else f"stage {odd} is out of proportion"
+        logger.warning("the batch is not applied, with gradient norms of %s: %s", norms, told)
+        if odd is not None and is_to_go and odd < self.num_stages - 1:
+            self._false.add(odd)
+            self._silent.add(odd)
+            raise StageLostError(f"stage {odd} must not ruin one batch after the other; rebuild it elsewhere", (odd,))
 
 
 def _tensor(states: Tensor | TokenLogprobs) -> Tensor:

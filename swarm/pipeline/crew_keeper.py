@@ -16,11 +16,12 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from swarm.adapters.adapter_state import is_finite_float
 from swarm.config import PipelineSection
-from swarm.errors import NetworkError, PipelineError, StageLostError
+from swarm.errors import NetworkError, PipelineError, StageLostError, StageRefusedError
 from swarm.pipeline.architecture import StagePart
 from swarm.pipeline.assignment import Machine, ModelCost
-from swarm.pipeline.crew import Crew, CrewSettings
+from swarm.pipeline.crew import MAX_REFUSALS, Crew, CrewSettings
 from swarm.pipeline.expected_stage import ExpectedStage, expected_stages
 from swarm.pipeline.gathering import all_of
 from swarm.pipeline.machines import CrewMembers, Member, places
@@ -117,12 +118,17 @@ class CrewKeeper:
             self._own.close()
 
     async def persist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """What `call` gives, once it succeeds: lost stages are rebuilt in between. For calls that change nothing."""
-        for _ in range(MAX_LOSSES):
+        """What `call` gives, once it succeeds: lost stages are rebuilt in between. For calls that change nothing.
+
+        A refusal is no loss yet: the order is repeated, until the crew takes a stage that goes on refusing for lost.
+        """
+        for _ in range(MAX_LOSSES * MAX_REFUSALS):
             try:
                 return await call()
             except StageLostError as lost:
                 await self.recover(lost)
+            except StageRefusedError as refusal:
+                logger.warning("%s", refusal)
         return await call()
 
     async def commit(self, lr: float, max_grad_norm: float) -> int:
@@ -154,7 +160,8 @@ class CrewKeeper:
     async def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], version: int) -> None:
         """Continue all stages from one adapter and optimizer, and the `lr_factors` of tensors where there are any.
 
-        Raises PipelineError where they are of another policy, StageLostError where a stage does not take them.
+        Raises PipelineError where they are of another policy or of no training, StageLostError where a stage does not take
+        them.
         """
         names = {name for facts in self.crew.facts for name in facts.shapes}
         odd = sorted(set(tensors["adapter"]).symmetric_difference(names))
@@ -163,13 +170,19 @@ class CrewKeeper:
                 f"a checkpoint must hold exactly the adapter of all stages, got a difference at {odd[0]}"
             )
         factors = tensors.get("lr_factors", {})
-        for stage, facts in enumerate(self.crew.facts):
-            adapter = {name: tensors["adapter"][name] for name in facts.shapes}
-            moments = {key: t for key, t in tensors["optimizer"].items() if key.partition(":")[2] in facts.shapes}
-            state = {"adapter": adapter, "optimizer": moments}
+        if any(factor.shape or not is_finite_float(factor) for factor in factors.values()):
+            raise PipelineError("the learning rate factors of a checkpoint must be single numbers, got others")
+        states: list[StageState] = []
+        for expected in self._expected:
+            adapter = {name: tensors["adapter"][name] for name in expected.shapes}
+            moments = {key: t for key, t in tensors["optimizer"].items() if key.partition(":")[2] in expected.shapes}
             # layers may be cut otherwise than before: the stage that holds rebuilt ones has their factor
-            factor = max((factors[name].item() for name in facts.shapes if name in factors), default=1.0)
-            await self.crew.restore(stage, (state, {"policy_version": version, "lr_factor": factor}))
+            factor = max((factors[name].item() for name in expected.shapes if name in factors), default=1.0)
+            expected.check_state({"adapter": adapter, "optimizer": moments}, factor)
+            state = {"adapter": adapter, "optimizer": moments}, {"policy_version": version, "lr_factor": factor}
+            states.append(state)
+        for stage, state in enumerate(states):
+            await self.crew.restore(stage, state)
         await self.crew.start()
 
     async def recover(self, lost: StageLostError) -> None:

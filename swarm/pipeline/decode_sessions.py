@@ -50,7 +50,7 @@ class DecodeSessions:
         num_rows, num_new = order.states.shape[:2]
         if num_rows != len(session.left_padding):
             raise PipelineError(f"a session must keep its {len(session.left_padding)} rows, got {num_rows}")
-        self._check_room(order.session, num_rows, session.num_columns + num_new)
+        self._check_room(order.session, num_rows, session.num_columns + num_new, self._work_bytes(order, session))
         del self._sessions[order.session]
         hidden = self._model.run(order.states, session.left_padding, session.cache)
         result = self._model.logits(hidden[:, -1]).float() if order.is_last else hidden
@@ -109,12 +109,19 @@ class DecodeSessions:
             raise PipelineError(f"a session must be begun before it is continued, got {number}; begin it anew")
         return self._sessions[number]
 
-    def _check_room(self, number: int, num_rows: int, num_columns: int) -> None:
-        """Before anything is computed: whether the session may become this large."""
+    def _work_bytes(self, order: DecodeOrder, session: _Session) -> int:
+        """What an order takes while it is carried out, in what grows faster than its states: a mask, and logits."""
+        num_rows, num_new = order.states.shape[:2]
+        is_padded = bool(session.left_padding.any())
+        logits_bytes = 4 * num_rows * self._model.vocab_size if order.is_last else 0
+        return logits_bytes + self._model.mask_bytes(num_rows, num_new, session.num_columns, is_padded=is_padded)
+
+    def _check_room(self, number: int, num_rows: int, num_columns: int, work_bytes: int = 0) -> None:
+        """Before anything is computed: whether the session may become this large, and its order take so much."""
         others = sum(len(s.left_padding) * s.num_columns for n, s in self._sessions.items() if n != number)
-        needed = (others + num_rows * num_columns) * self._model.cache_token_bytes
+        needed = (others + num_rows * num_columns) * self._model.cache_token_bytes + work_bytes
         if needed > self._settings.max_session_bytes:
             raise PipelineError(
                 f"sessions of a stage must fit into {self._settings.max_session_bytes} bytes, got {needed}; sample fewer "
-                "answers at a time"
+                "or shorter answers at a time"
             )

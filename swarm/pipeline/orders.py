@@ -119,6 +119,6 @@ class StageSettings:
     max_sessions: int = 64
     """At least the number of stages: a crew decodes in as many sessions. What bounds memory is the next line."""
     max_session_bytes: int = 1 << 30
-    """Keys and values of all sessions together."""
+    """Keys and values of all sessions together, and what one order takes beside its states: a mask, and logits."""
     session_idle_s: float = 600.0
     """A session that nobody continued for so long makes room for a new one."""

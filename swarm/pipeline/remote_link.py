@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from swarm.errors import PipelineError, RequestError, StageReplyError
+from swarm.errors import PipelineError, RequestError, StageRefusedError, StageReplyError
 from swarm.pipeline import order_bytes
 from swarm.pipeline.activation_wire import WirePrecision
 from swarm.pipeline.expected_stage import FRAME_BYTES, ExpectedStage
@@ -48,7 +48,7 @@ async def ask(
     max_reply_bytes: int = FRAME_BYTES,
     precision: WirePrecision | None = None,
 ) -> Fields:
-    """One order and its reply. Raises NetworkError, PipelineError where the peer refuses, StageReplyError for odd bytes."""
+    """One order and its reply. Raises NetworkError, StageRefusedError where the peer refuses, StageReplyError for odd bytes."""
     precisions: dict[str, WirePrecision] = {} if precision is None else {"states": precision}
     payload = await asyncio.to_thread(encode_bundle, bundle, precisions)
     reply = await give(peer_id, kind, payload, max_reply_bytes=max_reply_bytes)
@@ -59,7 +59,7 @@ async def ask(
     if gone:  # its process ended, and another one answers in its name
         raise RequestError(_printable(gone), "refused")
     if refused:
-        raise PipelineError(_printable(refused))
+        raise StageRefusedError(_printable(refused))
     return fields
 
 

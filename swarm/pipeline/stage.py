@@ -83,6 +83,12 @@ class Stage:
     def forward(self, order: ForwardOrder) -> Tensor | TokenLogprobs:
         """Hidden states [B, L, W] for the next station, or log-probs of the answers. Raises PipelineError."""
         self._check_states(order.states)
+        num_rows, num_columns = order.states.shape[:2]
+        mask_bytes = self._model.mask_bytes(num_rows, num_columns, 0, is_padded=False)
+        if mask_bytes > self._settings.max_session_bytes:
+            raise PipelineError(
+                f"a mask of a stage must fit into {self._settings.max_session_bytes} bytes, got {mask_bytes}; send shorter rows"
+            )
         if order.answers is not None:
             _check_answers(order.answers, order.states, self._model.vocab_size)
         if order.batch == 0:

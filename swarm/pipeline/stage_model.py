@@ -72,6 +72,17 @@ class StageModel:
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 2 * heads * head_size * self.part.num_layers * self.dtype.itemsize
 
+    def mask_bytes(self, num_rows: int, num_new: int, num_past: int, *, is_padded: bool) -> int:
+        """What `run` takes for a mask over so many new and past columns, in float32; 0 where it needs none.
+
+        It grows with the square of the columns: of rows with padding, of several columns that follow others, and in models
+        with a sliding window.
+        """
+        config = self._shell.config
+        window = getattr(config, "sliding_window", None) if getattr(config, "layer_types", None) else None
+        is_masked = is_padded or num_past > 0 or (window is not None and num_new >= window)
+        return 4 * num_rows * num_new * (num_past + num_new) if is_masked and num_new > 1 else 0
+
     def new_cache(self) -> transformers.DynamicCache:
         """Empty keys and values for the layers of the slice."""
         return transformers.DynamicCache(config=self._shell.config)

@@ -41,7 +41,8 @@ def compute_lineage(
 ) -> Lineage:
     """Lineage of the base in `folder` with an adapter on the layers `adapted`: (name, inputs, outputs).
 
-    `cache` is a JSON file that keeps hashes of large weight files by path, size and modification time.
+    `cache` is a JSON file that keeps hashes of large weight files by path, size and times. One of them is the time of the last
+    change as the system notes it, which nobody can set: the cache of a folder from somebody else says nothing about files here.
     Raises PolicyError for unreadable weights and settings.
     """
     tokenizer_hash, weights = _digest(_tokenizer_facts(tokenizer)), hash_weights(folder, cache)
@@ -61,9 +62,9 @@ def hash_weights(folder: Path, cache: Path | None = None) -> str:
     for path in weight_files(folder):
         resolved = path.resolve()  # hub files are links into a content store
         status = resolved.stat()
-        stamp = [status.st_size, status.st_mtime_ns]
+        stamp = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         entry = known.get(str(resolved))
-        if not entry or entry["stamp"] != stamp:
+        if not isinstance(entry, dict) or entry.get("stamp") != stamp:
             entry = {"stamp": stamp, "tensors": _tensor_digests(resolved)}
             known[str(resolved)] = entry
         tensors += entry["tensors"]

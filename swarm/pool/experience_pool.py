@@ -20,7 +20,7 @@ from pathlib import Path
 from swarm.config import SharingSection
 from swarm.pool.success_levels import ANY_REWARD, SuccessLevel, has_success
 from swarm.records.codec import decode_body, encode_body
-from swarm.records.rejection import InvalidRecord
+from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.safe_files import open_to_read
 from swarm.types import Lineage, RolloutGroup
 from swarm.weighted_sample import weighted_order
@@ -52,6 +52,8 @@ DELETE FROM groups WHERE id IN (
     WHERE newer_bytes > ?)
 """
 """The oldest groups, as far as they do not fit beside the newer ones."""
+_ODD_COUNTER = "SELECT 1 FROM counters WHERE typeof(value) <> 'integer' OR value NOT BETWEEN 0 AND ?"
+_MAX_COUNTER = 1 << 53
 _BESIDE = ("-wal", "-shm", "-journal")
 _NO_BOUND = 1 << 60
 _MAX_PAYLOAD_BYTES = 128 << 20
@@ -256,6 +258,8 @@ def _row(group: RolloutGroup, created_at: float) -> tuple[str, str, str, int, fl
 
 def _decode(author: str, policy: str, tokenizer: str, version: int, payload: bytes) -> RolloutGroup | None:
     try:
+        if not isinstance(payload, bytes):
+            raise InvalidRecord(Rejection.MALFORMED, "expected bytes")
         return decode_body(payload, author, Lineage(policy, tokenizer), version)[0]
     except InvalidRecord as error:
         logger.warning("dropped a damaged group from the pool: %s", error)
@@ -309,9 +313,7 @@ def _open(path: Path) -> sqlite3.Connection:
 def _connect(path: str) -> sqlite3.Connection:
     db = sqlite3.connect(path, check_same_thread=False)
     try:
-        db.execute("PRAGMA trusted_schema = OFF")  # a file of somebody else may bring views and triggers
-        if db.execute("SELECT 1 FROM sqlite_master WHERE type NOT IN ('table', 'index')").fetchone():
-            raise sqlite3.DatabaseError("it holds a trigger or a view, which could run without end")
+        _check_schema(db)
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         (page_bytes,) = db.execute("PRAGMA page_size").fetchone()
@@ -322,9 +324,34 @@ def _connect(path: str) -> sqlite3.Connection:
             if column not in known:  # a pool of an older version
                 db.execute(f"ALTER TABLE groups ADD COLUMN {column} {kind}")
         db.execute(_AGED)
+        if db.execute(_ODD_COUNTER, (_MAX_COUNTER,)).fetchone():
+            raise sqlite3.DatabaseError("its counters are no counts")
         if db.execute("PRAGMA quick_check").fetchone() != ("ok",):
             raise sqlite3.DatabaseError("quick_check failed")
     except sqlite3.DatabaseError:
         db.close()
         raise
     return db
+
+
+def _check_schema(db: sqlite3.Connection) -> None:
+    """Raise DatabaseError for all that no pool of this or an earlier version has.
+
+    A file of somebody else may bring triggers, views, and columns, indices and constraints that compute: SQLite would run
+    these wherever their table is looked at, and they may take hours and gigabytes.
+    """
+    db.execute("PRAGMA trusted_schema = OFF")
+    with contextlib.closing(sqlite3.connect(":memory:")) as fresh:
+        fresh.executescript(_SCHEMA)
+        known = {_one_line(sql) for (sql,) in fresh.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
+    table = next(sql for sql in known if sql.startswith("CREATE TABLE groups"))
+    for column, kind in reversed(_LATER_COLUMNS.items()):  # of earlier versions
+        table = table.replace(f", {column} {kind}", "")
+        known.add(table)
+    for name, sql in db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"):
+        if _one_line(str(sql)) not in known:
+            raise sqlite3.DatabaseError(f"it holds {str(name)[:40]!r}, which no pool has")
+
+
+def _one_line(sql: str) -> str:
+    return " ".join(sql.split()).replace("( ", "(")

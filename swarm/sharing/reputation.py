@@ -14,8 +14,9 @@ import json
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from swarm.records.rejection import Rejection
 from swarm.safe_files import read_json, replace_file
@@ -29,6 +30,7 @@ MAX_BAN_S = 6 * 3600.0
 BAN_BELOW = 0.2
 MAX_AUTHORS = 1024
 _MAX_FILE_BYTES = 4 << 20
+_MAX_NUMBER = 1e12
 _MAX_EVIDENCE = 100.0
 """That counts of one author: what was long ago fades, for the better and for the worse."""
 _NEWCOMERS_HALF_LIFE_S = 900.0
@@ -244,9 +246,18 @@ def _load(path: Path) -> dict[str, _Standing]:
     """What an earlier process knew; nothing where it left no file or a damaged one: strangers can earn it again."""
     try:
         stored = read_json(path, _MAX_FILE_BYTES)
-        return {str(author): _Standing(**fields) for author, fields in stored.items()}
+        return {str(author): _standing(fields) for author, fields in stored.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         logger.warning("the reputation of others in %s is damaged (%s); starting without", path, error)
         return {}
+
+
+def _standing(fields: dict[str, Any]) -> _Standing:
+    """Raises ValueError or TypeError for what no process has written: it would fail wherever that author is judged."""
+    standing = _Standing(**fields)
+    numbers = astuple(standing)
+    if not all(type(number) in (int, float) and 0 <= number <= _MAX_NUMBER for number in numbers):
+        raise ValueError(f"expected numbers from 0 to {_MAX_NUMBER:g}, got {str(fields)[:80]!r}")
+    return _bounded(replace(standing, banned_until=min(standing.banned_until, standing.at + MAX_BAN_S)))

@@ -39,7 +39,7 @@ class SeenRolls:
     def __init__(self, swarm_id: str, key: Path | None = None) -> None:
         """Raises SiloError for a file that cannot be read."""
         self._swarm_id = swarm_id
-        self._path = None if key is None else key.with_suffix(SUFFIX)
+        self._path = None if key is None else _beside(key)
         self._all = {} if self._path is None else _read(self._path)
         self.newest = self._all.get(swarm_id, SeenRoll())
 
@@ -76,6 +76,11 @@ class SeenRolls:
             )
         except OSError as error:
             logger.warning("what was seen of the silo's roll could not be written to %s: %s", self._path, error)
+
+
+def _beside(key: Path) -> Path:
+    """Of every key another file, and never the key itself, whatever its operator calls it."""
+    return key.with_suffix(SUFFIX) if key.suffix == ".key" else key.with_name(key.name + SUFFIX)
 
 
 def _digest(data: bytes) -> str:

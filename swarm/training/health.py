@@ -61,7 +61,8 @@ class HealthWatch:
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._rows = deque(state["rows"], maxlen=_WINDOW_ROWS)
+        columns = (*_COLUMNS, _REWARD_AT_START)
+        self._rows = deque(({name: row.get(name) for name in columns} for row in state["rows"]), maxlen=_WINDOW_ROWS)
         self._quiet_rows = dict(state["quiet_rows"])
         self._first_rewards = list(state.get("first_rewards", ()))  # not in what 0.1.0 wrote
 

@@ -222,3 +222,58 @@ def test_a_pool_with_code_of_its_own_is_moved_aside(tmp_path: Path, kind: str) -
     with contextlib.closing(experience_pool._open(path)) as db:
         assert not db.execute("SELECT name FROM sqlite_master WHERE name = 'odd'").fetchone()
     assert path.with_name("pool.sqlite.damaged").is_file()
+
+
+SLOW = "length(hex(zeroblob(200000000)))"
+"""About a second and 800 MB for each row that is looked at."""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        f"ALTER TABLE counters ADD COLUMN odd TEXT AS ({SLOW})",
+        f"DROP TABLE counters; CREATE TABLE counters (name TEXT AS ({SLOW}), value INTEGER NOT NULL)",
+        f"DROP TABLE counters; CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER CHECK ({SLOW} > value))",
+        f"DROP TABLE bodies; CREATE TABLE bodies (hash BLOB PRIMARY KEY, expires_at REAL DEFAULT ({SLOW}))",
+        f"CREATE INDEX odd ON groups ({SLOW}, author)",
+        "CREATE TABLE odd (x)",
+        "INSERT INTO counters VALUES ('headers', -1)",
+        "INSERT INTO counters VALUES ('headers', 9223372036854775807)",
+        "INSERT INTO counters VALUES ('headers', 'x')",
+    ],
+)
+def test_a_pool_that_computes_or_counts_as_no_pool_does_is_moved_aside(tmp_path: Path, script: str) -> None:
+    path = tmp_path / "pool.sqlite"
+    experience_pool._open(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.executescript(script)
+        db.commit()
+    experience_pool._open(path).close()
+    assert path.with_name("pool.sqlite.damaged").is_file()
+
+
+@pytest.mark.parametrize("missing", [["mean_reward"], ["mean_reward", "source"]])
+def test_pools_of_earlier_versions_stay_where_they_are(tmp_path: Path, missing: list[str]) -> None:
+    path = tmp_path / "pool.sqlite"
+    for _ in range(2):  # as it was, and after it was given the later columns
+        experience_pool._open(path).close()
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            for column in missing:
+                db.execute(f"ALTER TABLE groups DROP COLUMN {column}")
+            db.commit()
+    experience_pool._open(path).close()
+    experience_pool._open(path).close()
+    assert not path.with_name("pool.sqlite.damaged").exists()
+
+
+def test_a_group_that_is_no_bytes_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "pool.sqlite"
+    pool = make_pool(path)
+    pool.add(b"\1" * 32, NOW + 60, NOW, [group()])
+    pool.close()
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE groups SET payload = 'text'")
+        db.commit()
+    pool = make_pool(path)
+    assert pool.draw(1, random.Random(0)) == []
+    pool.close()

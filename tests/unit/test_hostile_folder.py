@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from swarm.cli import main
-from swarm.config import load
+from swarm.config import load, parse
 from swarm.dashboard.page_token import make_token
 from swarm.errors import ConfigError, NodeNotRunningError
 from swarm.node_folder import NodeFolder
 from swarm.observability.log_reader import last_records
 from swarm.observability.logging_setup import logs_of_runs, set_up_logging
 from swarm.observability.status_file import NodeStatus
+from swarm.records import identity as identities
 from swarm.records.identity import Identity, IdentityLock
 
 COMMANDS: dict[str, tuple[list[str], tuple[str, ...]]] = {
@@ -238,6 +239,27 @@ def test_a_node_lives_in_no_folder_where_others_can_exchange_its_files(tmp_path:
     assert not list(folder.iterdir())
     NodeFolder(folder / "own").create()
     assert (folder / "own").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_key_elsewhere_must_be_there_and_where_nobody_can_exchange_it(tmp_path: Path) -> None:
+    keys, node = tmp_path / "keys", tmp_path / "node"
+    with pytest.raises(ConfigError, match=r"node\.identity must be the file of a key, got .*keys/one.*mount its disk"):
+        NodeFolder(node, keys / "one").create()
+    assert not keys.exists() and not (node / "identity.key").exists(), "no new key in place of one that is not mounted"
+    own = identities.create(keys / "one")
+    NodeFolder(node, keys / "one").create()
+    assert identities.load(NodeFolder(node, keys / "one").identity).peer_id == own.peer_id
+    keys.chmod(0o777)
+    with pytest.raises(
+        ConfigError, match=r"node\.identity must be in a folder in which no other user can exchange files"
+    ):
+        NodeFolder(node, keys / "one").create()
+
+
+def test_a_key_elsewhere_is_not_in_the_nodes_folder() -> None:
+    with pytest.raises(ConfigError, match=r"node\.identity must be a file outside of node\.dir"):
+        parse({"node": {"dir": "runs/a", "identity": "runs/b/../a/my.key"}})
+    assert parse({"node": {"dir": "runs/a", "identity": "runs/b/my.key"}}).node.identity == Path("runs/b/my.key")
 
 
 def test_a_node_lives_in_no_folder_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

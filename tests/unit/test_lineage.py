@@ -139,6 +139,20 @@ def test_unchanged_files_are_not_read_again(copied: Path, tmp_path: Path):
     assert hash_weights(copied, cache) == first  # a new modification time: read again
 
 
+@pytest.mark.parametrize("entry", ["x", 7, [], {"tensors": []}, "of somebody else"])
+def test_a_cache_of_somebody_else_says_nothing_about_files_here(copied: Path, tmp_path: Path, entry: Any):
+    cache = tmp_path / "hashes.json"
+    true = hash_weights(copied, cache)
+    known = json.loads(cache.read_text())
+    for path, stored in known.items():  # whoever packs a folder chooses sizes and modification times in it
+        status = Path(path).stat()
+        stamp = [status.st_size, status.st_mtime_ns, status.st_mtime_ns][: len(stored["stamp"])]
+        forged = {"stamp": stamp, "tensors": [["a", "b", [], "c"]]}
+        known[path] = forged if entry == "of somebody else" else entry
+    cache.write_text(json.dumps(known))
+    assert hash_weights(copied, cache) == true
+
+
 def test_a_damaged_cache_is_ignored(copied: Path, tmp_path: Path):
     cache = tmp_path / "hashes.json"
     cache.write_text("{")

@@ -173,6 +173,33 @@ def test_sessions_are_bounded_in_bytes(pipeline_models: dict[str, Path]) -> None
     assert stage.decode(begin(2, 1, 13)).shape == (1, 13, 32)
 
 
+def test_what_an_order_takes_beside_its_states_is_bounded_before_it_is_made(pipeline_models: dict[str, Path]) -> None:
+    stage = make_stage(pipeline_models, max_session_bytes=100_000)  # 384 bytes of keys and values for each column
+    plain, padded = ((0,), (1,))
+    assert stage.decode(DecodeOrder(1, torch.ones(1, 150, 32), plain)).shape == (1, 150, 32)
+    stage.end(1)
+    with pytest.raises(PipelineError, match=f"got {150 * 384 + 4 * 150**2}"):
+        stage.decode(DecodeOrder(2, torch.ones(1, 150, 32), padded))
+    stage.end(2)
+    stage.decode(DecodeOrder(3, torch.ones(1, 1, 32), plain))
+    with pytest.raises(PipelineError, match=f"got {150 * 384 + 4 * 149 * 150}"):
+        stage.decode(DecodeOrder(3, torch.ones(1, 149, 32)))
+    stage.end(3)
+    head = Stage(load_stages(pipeline_models["llama"], [4, 1], LORA)[1], StageSettings(max_session_bytes=100_000))
+    with pytest.raises(PipelineError, match=f"got {300 * 128 + 4 * 300 * 90}"):
+        head.decode(DecodeOrder(1, torch.ones(300, 1, 32), plain * 300, is_last=True))
+
+
+def test_a_sliding_window_needs_a_mask_in_training_too(pipeline_models: dict[str, Path]) -> None:
+    model = load_stages(pipeline_models["llama"], [5], LORA)[0]
+    assert model.mask_bytes(2, 64, 0, is_padded=False) == 0
+    model._shell.config.layer_types, model._shell.config.sliding_window = ["sliding_attention"] * 5, 16
+    assert model.mask_bytes(2, 64, 0, is_padded=False) == 4 * 2 * 64**2
+    stage = Stage(model, StageSettings(max_session_bytes=4 * 2 * 64**2 - 1))
+    with pytest.raises(PipelineError, match="a mask of a stage"):
+        stage.forward(ForwardOrder(1, 0, torch.ones(2, 64, dtype=torch.long)))
+
+
 def test_the_bytes_counted_are_those_of_the_cache(pipeline_models: dict[str, Path]) -> None:
     for name in ("llama", "gpt_neox"):
         model = load_stages(pipeline_models[name], [1, 3, 1], LORA)[1]

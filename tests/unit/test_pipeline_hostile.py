@@ -3,7 +3,7 @@
 import asyncio
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from swarm.pipeline.expected_stage import expected_stages
 from swarm.pipeline.machines import CrewMembers
 from swarm.pipeline.order_bytes import part_fields
 from swarm.pipeline.orders import SettleOrder, StageSettings
+from swarm.pipeline.proportions import BatchSizes, Proportions
 from swarm.pipeline.remote_link import Give, RemoteLink
 from swarm.pipeline.stage_host import BaseModel, StageHost, base_model, part_by_hand
 from swarm.pipeline.state_bounds import StateBounds
@@ -208,6 +209,129 @@ async def test_a_stage_that_answers_what_no_honest_one_does_is_replaced_for_good
         assert crew.policy.version >= 3, "and the run goes on"
         found = await saved(crew)
         assert all(bool(torch.isfinite(tensor).all()) for group in found.values() for tensor in group.values())
+
+
+def times(factor: float) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda found: found.update(states=found["states"] * factor)
+
+
+RUINS: dict[str, Lie] = {
+    "a norm that dwarfs all others": fields("settle", own_norm_squared=1e300),
+    "a norm that is no number": fields("settle", own_norm_squared=float("nan")),
+    "a gradient that makes the stage before it look bad": tensors("backward", times(1e12)),
+}
+
+
+@pytest.mark.parametrize("begins_with", ["a true batch", "the lie"])
+@pytest.mark.parametrize("what", RUINS)
+async def test_a_stage_that_ruins_batch_after_batch_is_replaced_and_nobody_else(
+    tmp_path: Path, what: str, begins_with: str
+) -> None:
+    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as crew:
+        others = [one for one in crew.keeper._peers if one != MEMBERS[LIAR]]
+        if begins_with == "a true batch":
+            await step(crew)
+        liar_of(crew).lie = RUINS[what]
+        for _ in range(2):
+            assert not await step(crew) < float("inf")
+        with pytest.raises(StageLostError, match=r"stage 1 must not ruin one batch after the other"):
+            await step(crew)
+        assert MEMBERS[LIAR] not in crew.keeper._peers and crew.keeper._barred == {MEMBERS[LIAR]}
+        assert set(others) <= set(crew.keeper._peers)
+        assert await step(crew) < float("inf")
+
+
+async def test_a_ruined_batch_now_and_then_costs_no_stage(tmp_path: Path) -> None:
+    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as crew:
+        for _ in range(2):
+            await step(crew)
+            liar_of(crew).lie = RUINS["a norm that dwarfs all others"]
+            for _ in range(2):
+                assert not await step(crew) < float("inf")
+            liar_of(crew).lie = Liar.lie
+        await step(crew)
+        assert MEMBERS[LIAR] in crew.keeper._peers
+
+
+@pytest.mark.parametrize("factor", [1e-9, 1e9])
+def test_who_passes_on_odd_states_is_named_and_not_the_stage_whose_gradient_explodes(factor: float) -> None:
+    """One token of states that are nearly zero is enough: a norm layer multiplies its gradient."""
+
+    def batch(token: float, gain: float) -> BatchSizes:
+        sizes, states, gradient = BatchSizes(4), torch.ones(2, 3, 8), torch.ones(2, 3, 8)
+        for stage in range(3):
+            odd = states.clone()
+            odd[1, 2] *= token if stage == 1 else 1.0
+            sizes.forward(stage, odd)
+        for stage in (3, 2, 1):
+            sizes.backward(stage, gradient, gradient * (gain if stage == 2 else 2.0))
+        sizes.backward(0, gradient, None)
+        return sizes
+
+    proportions, norms, ruined = Proportions(), [1.0] * 4, [1.0, 1.0, 1e30, 1.0]
+    proportions.observe(batch(1.0, 2.0), norms)
+    assert [proportions.ruined(batch(factor, 1e20), ruined) for _ in range(3)] == [(1, False), (1, False), (1, True)]
+    assert proportions.ruined(batch(1.0, 1e20), ruined) == (2, False), "of its own accord"
+    assert proportions.ruined(batch(1.0, 2.0), norms) == (None, False)
+
+
+async def answered(crew: Driven) -> list[list[int]]:
+    """An answer of two tokens, as the engine asks for it."""
+    policy = crew.policy.pipelined
+    return await policy.generate([[5, 6, 7]], lambda logits, rows, step: torch.tensor([9]), max_new_tokens=2)
+
+
+REFUSED: dict[str, Callable[[Driven], Awaitable[Any]]] = {
+    "forward": step,
+    "settle": step,
+    "decode": lambda crew: crew.keeper.persist(lambda: answered(crew)),
+    "state": saved,
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+async def test_a_stage_that_goes_on_refusing_neither_ends_the_run_nor_holds_it_up(tmp_path: Path, kind: str) -> None:
+    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as crew:
+        await step(crew)
+        liar_of(crew).lie = lambda asked, reply: Bundle({"refused": "no"}) if asked == kind else reply
+        told: list[str] = []
+        for _ in range(4):
+            try:
+                await REFUSED[kind](crew)
+            except PipelineError as error:
+                told.append(str(error))
+        assert MEMBERS[LIAR] not in crew.keeper._peers, "a spare has its layers"
+        assert len(told) == (3 if REFUSED[kind] is step else 0)
+        assert all(line.startswith("stage 1 must") and "refusal: no" in line for line in told)
+        assert await step(crew) < float("inf")
+
+
+async def test_a_refusal_now_and_then_costs_no_stage(tmp_path: Path) -> None:
+    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as crew:
+        for _ in range(3):
+            liar_of(crew).lie = lambda asked, reply: Bundle({"refused": "no memory"}) if asked == "forward" else reply
+            for _ in range(2):
+                with pytest.raises(PipelineError, match="stage 1 must carry out its orders"):
+                    await step(crew)
+            liar_of(crew).lie = Liar.lie
+            await step(crew)
+        assert MEMBERS[LIAR] in crew.keeper._peers and not crew.keeper.recoveries_s
+
+
+@pytest.mark.parametrize("group", ["adapter", "optimizer", "lr_factors"])
+async def test_a_checkpoint_that_no_training_gives_is_held_against_no_stage(tmp_path: Path, group: str) -> None:
+    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as crew:
+        await step(crew)
+        found = await saved(crew)
+        steps = CrewSteps(TRAINING, crew.policy)
+        await asyncio.to_thread(steps.restore, found, 1)
+        name = next(iter(found["adapter"]))
+        odd = {"adapter": torch.full((1,), torch.nan), "optimizer": torch.zeros(0), "lr_factors": torch.zeros(2)}
+        key = f"exp_avg:{name}" if group == "optimizer" else name
+        with pytest.raises(CheckpointError, match="must fit the crew"):
+            await asyncio.to_thread(steps.restore, {**found, group: {**found.get(group, {}), key: odd[group]}}, 1)
+        assert not crew.keeper.crew.false_stages and not crew.keeper.recoveries_s
+        await step(crew)
 
 
 async def test_a_norm_that_dwarfs_all_others_moves_nothing(tmp_path: Path) -> None:

@@ -118,6 +118,23 @@ def test_strangers_do_not_displace_whom_we_know() -> None:
     assert reputation.is_known(ALICE.peer_id)
 
 
+@pytest.mark.parametrize("field", ["good", "bad", "at", "banned_until", "num_bans"])
+@pytest.mark.parametrize("value", ['"x"', "null", "-2", "NaN", "1e400", "[]", "true"])
+def test_a_number_that_is_none_fails_no_later_judgement(tmp_path: Path, field: str, value: str) -> None:
+    path = tmp_path / "reputation.json"
+    path.write_text(f'{{"mallory": {{"{field}": {value}}}}}')
+    reputation = Reputation(3600, Clock(), path)
+    assert reputation.weight("mallory") == 0.5 and not reputation.is_banned("mallory")
+
+
+def test_a_ban_of_a_file_lasts_no_longer_than_one_that_this_node_gives(tmp_path: Path) -> None:
+    path, clock = tmp_path / "reputation.json", Clock()
+    path.write_text(f'{{"alice": {{"at": {clock()}, "banned_until": 1e11, "good": 1e9}}}}')
+    reputation = Reputation(3600, clock, path)
+    assert reputation.banned_until("alice") == clock() + MAX_BAN_S
+    assert reputation.weight("alice") < 0.995, "and evidence is bounded as ever"
+
+
 def test_reputation_outlives_the_process_and_a_damaged_file_does_not_stop_the_next(tmp_path: Path) -> None:
     path, clock = tmp_path / "reputation.json", Clock()
     first = known(made(clock, path), ALICE.peer_id)

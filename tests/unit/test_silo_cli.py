@@ -1,6 +1,7 @@
 """The commands of a silo, from founding to rotation, and the one line that each mistake ends in."""
 
 import json
+import shutil
 import stat
 import time
 from datetime import UTC, datetime
@@ -38,8 +39,8 @@ def invited(lab: Path, folder: Path, *options: str | Path) -> str:
     return swarm("silo", "invite", swarm("silo", "request", "--dir", folder), "--dir", lab, *options)
 
 
-def epoch_in(folder: Path) -> int:
-    manifest, files = read_manifest(str(folder / "manifest.toml")), NodeFolder(folder)
+def epoch_in(folder: Path, key: Path | None = None) -> int:
+    manifest, files = read_manifest(str(folder / "manifest.toml")), NodeFolder(folder, key)
     membership = open_membership(manifest.founder, manifest.id, load(files.identity), files)
     membership.seen.save()  # as the node does once it runs
     return membership.keys.epoch
@@ -146,6 +147,35 @@ def test_a_restored_backup_does_not_bring_the_revoked_back(lab: Path, tmp_path: 
     SiloFiles(node).write_roll(backup)
     swarm("silo", "join", invited(lab, node), "--dir", node)
     assert epoch_in(node) == 2, "with a new invitation the old roll is passed over"
+
+
+def test_a_restored_folder_does_not_bring_the_revoked_back_where_the_key_is_elsewhere(
+    lab: Path, tmp_path: Path
+) -> None:
+    node, backup, keys = tmp_path / "b", tmp_path / "backup", tmp_path / "keys"
+    keys.mkdir(mode=0o700)
+    create(keys / "node")
+    key = tmp_path / "link"
+    key.symlink_to(keys / "node")
+    swarm("silo", "join", swarm("silo", "invite", swarm("silo", "request", "--dir", node, "--key", key), "--dir", lab),
+          "--dir", node, "--key", key)  # fmt: skip
+    assert not (node / "identity.key").exists()
+    assert epoch_in(node, key) == 1
+    shutil.copytree(node, backup)
+    swarm("silo", "rotate", "--dir", lab)
+    SiloFiles(node).write_roll(SiloFiles(lab).read_roll() or b"")
+    assert epoch_in(node, key) == 2
+    with pytest.raises(SiloError, match="from before epoch 2"):
+        epoch_in(backup, key)
+    assert stat.S_IMODE((keys / "node.silo").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("name", ["owner.silo", "owner", "silo-owner.key"])
+def test_what_is_seen_of_rolls_is_never_written_over_a_key(lab: Path, name: str) -> None:
+    key = (lab / "silo-owner.key").rename(lab / name)
+    for _ in range(2):
+        swarm("silo", "rotate", "--dir", lab, "--key", key)
+    assert len(key.read_bytes()) == 32
 
 
 def test_an_owner_who_works_on_a_restored_roll_is_told_before_there_are_two(lab: Path, tmp_path: Path) -> None:
