@@ -290,7 +290,7 @@ async def test_daemon_that_hangs_is_noticed_and_replaced(tmp_path: Path) -> None
     async with swarm(tmp_path, 2) as (first, other):
         old_pid = daemon_pid(first)
         os.kill(old_pid, signal.SIGSTOP)
-        await until(lambda: first._session is not None and daemon_pid(first) != old_pid, 20)
+        await until(lambda: first._session is not None and daemon_pid(first) != old_pid, 60)
         assert is_gone(old_pid)
         await until(lambda: num_neighbors(first) == num_neighbors(other) == 1)
         assert await ask(other, first.peer_id, "echo") == other.peer_id.encode() + b":hi"
