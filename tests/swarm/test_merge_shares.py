@@ -7,16 +7,17 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from swarm.experiments.merging.hostile_names import HostilePartner
+from swarm.experiments.merging.hostile_names import HostileDonor, HostilePartner
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
-from swarm.network.memory.virtual_clock import virtual_now
+from swarm.network.memory.virtual_clock import run, virtual_now
 from swarm.pairing.merge_exchange import MergeExchange
+from swarm.pairing.ready_list import ReadyList
 from swarm.records.identity import Identity
 from swarm.records.rejection import Rejection
 from swarm.sharing.author_shares import AddressGroups, AuthorShares
 from swarm.sharing.reputation import PROBATION_BODIES, Reputation
 from swarm.types import Snapshot
-from tests.swarm.merge_swarm import SMALL, MergeNode, in_merge_swarm, tell
+from tests.swarm.merge_swarm import SMALL, MergeNode, in_merge_swarm, network_of, tell
 from tests.unit.experience_factory import LINEAGE, SWARM_ID
 
 NUM_OFFERS = 8
@@ -125,3 +126,31 @@ def test_exchange_takes_what_is_known_of_peers_when_it_is_made() -> None:
         assert exchange.is_known("someone")
 
     in_merge_swarm(1, scenario)
+
+
+def test_hostile_donors_are_listed_where_newcomers_look_and_take_the_places_of_others() -> None:
+    """Else the experiment with hostile names would measure newcomers that nobody attacks."""
+
+    async def main() -> None:
+        network = network_of()
+        donors = [
+            HostileDonor(network, SWARM_ID, Identity(bytes([220 + number]) * 32), snapshot)
+            for number, snapshot in enumerate(
+                Snapshot(LINEAGE.policy, "bf16", 0, 0, bytes([number]) * SMALL) for number in range(2)
+            )
+        ]
+        for one in donors:
+            await one.transport.start()
+        for one in donors:
+            await one.enlist()
+        first, second = donors
+        reader = ReadyList(SWARM_ID, first.transport, random.Random(0), kind="donors")
+        listed = {offer.peer_id for offer in await reader.widest(LINEAGE.policy)}
+        assert listed == {second.identity.peer_id}, "all but the reader itself"
+        before = second.transport.traffic.bytes_sent
+        await first.take_places({first.identity.peer_id})
+        assert second.transport.traffic.bytes_sent - before >= SMALL
+        for one in donors:
+            await one.transport.stop()
+
+    run(main())

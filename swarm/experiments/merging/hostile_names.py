@@ -85,7 +85,7 @@ class HostileDonor:
     async def enlist(self) -> None:
         """In the list that newcomers read."""
         key, now = _key(self._swarm_id, "donors", self._snapshot.lineage), self.transport.now()
-        record = sign_offer(self.identity, self._swarm_id, _offer(self.identity, self._snapshot, now))
+        record = sign_offer(self.identity, self._swarm_id, _offer(self.identity, self._snapshot, now), "donors")
         await self.transport.store(key, self.identity.peer_id, record, now + _LIFETIME_S)
 
     async def take_places(self, hostile: Iterable[str]) -> None:
@@ -94,7 +94,7 @@ class HostileDonor:
         for peer_id, record in (await self.transport.load(key)).items():
             if peer_id in hostile:
                 continue
-            offer = verify_offer(record, self._swarm_id)
+            offer = verify_offer(record, self._swarm_id, "donors")
             wanted = BlobRequest(offer.sha256, 0, min(offer.num_bytes, PIECE_BYTES)).encode()
             with contextlib.suppress(NetworkError):
                 await self.transport.request(
