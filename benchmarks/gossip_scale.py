@@ -93,7 +93,7 @@ def show(title: str, rows: Sequence[RealRow | SwarmRow | TopicRow]) -> None:
 
 
 def plot(real: Sequence[RealRow], swarms: Sequence[SwarmRow], topics: Sequence[TopicRow], path: Path) -> None:
-    from swarm.testbed.plot import new_figure
+    from swarm.report.plot import new_figure
 
     figure, (cost, speed) = new_figure(2, 9.0, 3.6)
     cost.plot([r.nodes for r in swarms], [r.bytes / 1e3 for r in swarms], "o-", label="simulated, all")

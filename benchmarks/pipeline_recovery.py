@@ -22,15 +22,14 @@ import torch
 from torch import Tensor
 
 from swarm.config import LoraSection
-from swarm.pipeline.architecture import stage_parts
-from swarm.pipeline.crew import Crew, CrewSettings
-from swarm.pipeline.orders import StageSettings
-from swarm.pipeline.pipelined_policy import LossOf, PipelinedPolicy
-from swarm.pipeline.rebuild import rebuild_stage, take_copies
-from swarm.pipeline.recovery import NeighbourCopy, Recovery, Strategy
-from swarm.pipeline.stage import Stage
+from swarm.pipeline.commands import StageSettings
+from swarm.pipeline.driver.pipelined_policy import LossOf, PipelinedPolicy
+from swarm.pipeline.driver.recovery import NeighbourCopy, Recovery, Strategy, rebuild_stage, take_copies
+from swarm.pipeline.driver.stage_group import Crew, CrewSettings
+from swarm.pipeline.model_shape import stage_parts
+from swarm.pipeline.stage.stage import Stage
+from swarm.pipeline.stage.stage_model import load_stage
 from swarm.pipeline.stage_link import InProcessLink
-from swarm.pipeline.stage_model import load_stage
 from swarm.policy.base_folder import BUNDLED_FOLDER
 from swarm.policy.base_model import load_tokenizer
 from swarm.policy.logprobs import TokenLogprobs, TokenSequence

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 import torch
 
 from swarm.config import Config
-from swarm.learner import Learner
-from swarm.means import local_means
+from swarm.node.learner import Learner
+from swarm.node.policy_backend import local_means
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.tasks.task_mixture import TaskMixture

@@ -3,7 +3,7 @@
 import sys
 from importlib import import_module
 
-from swarm.cli.heavy_imports import settle_imports
+from swarm.cli.arguments import settle_imports
 from swarm.config import Config
 
 settle_imports(Config())
@@ -13,8 +13,8 @@ for module in (
     "transformers.models.auto.modeling_auto",
     "swarm.cli.main",
     "swarm.network.libp2p.transport",
-    "swarm.node_process",
-    "swarm.stage_process",
+    "swarm.node.process",
+    "swarm.node.stage_process",
 ):
     import_module(module)
 sys.modules.pop("bitsandbytes", None)  # each command settles it anew

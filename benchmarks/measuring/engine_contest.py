@@ -16,9 +16,8 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from swarm.engine.engine import AnswerRequest
-from swarm.engine.merged_layers import MergedLayers
 from swarm.engine.sampling import Sampling
-from swarm.engine.slot_engine import SlotEngine
+from swarm.engine.slot_engine import MergedLayers, SlotEngine
 from swarm.policy.policy import Policy
 
 GENERATE, FOLDED, ENGINE = "generate", "generate, adapter folded", "engine"

@@ -10,8 +10,7 @@ import torch
 from swarm.adapters.product_merge import LowRank, average_factors, drift, merge_products
 from swarm.config import PolicySection, TasksSection
 from swarm.experiments.merging.arms import NUM_REPLICAS
-from swarm.experiments.merging.population import Adapter
-from swarm.experiments.merging.replicas import Example, Replicas
+from swarm.experiments.merging.replicas import Adapter, Example, Replicas
 from swarm.experiments.merging.supervised import LORA, LR, TASKS, make_examples
 from swarm.policy.policy import load_policy
 from swarm.tasks.task_mixture import TaskMixture

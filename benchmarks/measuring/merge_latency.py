@@ -19,11 +19,10 @@ from pathlib import Path
 import torch
 
 from swarm.config import MergingSection, NetworkSection
-from swarm.merging.merger import Merger
-from swarm.merging.schedule import MergeSchedule
+from swarm.merging.exchange.merge_exchange import MergeExchange
+from swarm.merging.exchange.recent_partners import Patience
+from swarm.merging.merger import Merger, MergeSchedule
 from swarm.network.make_transport import make_transport
-from swarm.pairing.merge_exchange import MergeExchange
-from swarm.pairing.patience import Patience
 from swarm.records.identity import load_or_create
 from swarm.sharing.index import EntryValidator
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from measuring.loopback import loopback_bytes
 from measuring.node_processes import NodeProcess, Reply, all_of
-from swarm.simulation.spread_log import SpreadLog, quantile
+from swarm.simulation.simulation import SpreadLog, quantile
 
 _BENCHMARKS = Path(__file__).resolve().parent.parent
 _STARTED_AT_ONCE = 4

@@ -11,12 +11,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm.network.memory.message import GossipMessage
+from swarm.network.memory.mesh import GossipMessage
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
 from swarm.network.transport import TrafficCounter, Verdict
-from swarm.simulation.simulation import INTERNET, Simulation, SimulationSettings
-from swarm.simulation.spread_log import quantile
+from swarm.simulation.simulation import INTERNET, Simulation, SimulationSettings, quantile
 
 _NUM_MESSAGES = 10
 _SETTLE_S = 30.0

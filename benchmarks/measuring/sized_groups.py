@@ -7,7 +7,7 @@ text, an id and a log-prob take 6 to 7 bytes of the body.
 import random
 from functools import cache
 
-from swarm.records.admission import Vocabulary
+from swarm.admission.admission import Vocabulary
 from swarm.records.codec import encode_body
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.tasks.task_source import FIRST_TRAINING_SEED

@@ -19,17 +19,17 @@ from typing import Any, TextIO
 
 from measuring.command_loop import reply, take_over_stdout
 from measuring.sized_groups import GROUPS_PER_BODY, SizedJudge, sized_groups, vocabulary
+from swarm.admission.admission import Admission
 from swarm.config import NetworkSection, SharingSection
-from swarm.network.heap import bound_arenas
+from swarm.machine.memory import bound_arenas
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.transport import TrafficCounter
 from swarm.pool.experience_pool import ExperiencePool
-from swarm.records.admission import Admission
 from swarm.records.identity import load_or_create
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
-from swarm.sharing.known_authors import KnownAuthors
+from swarm.sharing.peer_tracker import KnownAuthors
 from swarm.types import RolloutGroup
 
 SWARM_ID = "5e" * 16
@@ -102,7 +102,7 @@ class WatchedPool(ExperiencePool):
 
 
 class ExchangeNode:
-    """Wired as `swarm.node.Node` wires it, less the policy."""
+    """Wired as `swarm.node.node.Node` wires it, less the policy."""
 
     def __init__(self, folder: Path, num_nodes: int, settings: dict[str, Any]) -> None:
         self._num_others = num_nodes - 1

@@ -15,8 +15,8 @@ from swarm.engine.make_engine import make_engine
 from swarm.policy.logprobs import token_logprobs
 from swarm.policy.policy import load_policy
 from swarm.rollouts.worker import RolloutWorker
-from swarm.training.adapter_steps import AdapterSteps
 from swarm.training.experience import ExperienceTranslator
+from swarm.training.policy_optimizer import AdapterSteps
 from swarm.training.trainer import Trainer
 from swarm.types import Task, TaskRef
 

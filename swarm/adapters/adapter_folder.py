@@ -17,7 +17,7 @@ from swarm.adapters.adapter_state import is_finite_float
 from swarm.adapters.export import BASE_FACTS, TOKENIZER_FILES, keep_known_settings, prepare_folder
 from swarm.adapters.product_merge import LowRank, check_layers
 from swarm.errors import MergeError, PolicyError
-from swarm.safe_files import SHARED, check_no_links, read_file, read_json, replace_file
+from swarm.machine.safe_files import SHARED, check_no_links, read_file, read_json, replace_file
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _HASH = re.compile(r"[0-9a-f]{64}")

@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from swarm.errors import CheckpointError
-from swarm.safe_files import is_bare_name, new_file, parse_json, read_file, read_json, sync_folder
+from swarm.machine.safe_files import is_bare_name, new_file, parse_json, read_file, read_json, sync_folder
 
 logger = logging.getLogger(__name__)
 

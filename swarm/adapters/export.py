@@ -1,16 +1,22 @@
-"""Take a trained adapter out of the node, in the formats that everyone reads."""
+"""Take a trained adapter out of the node, in the formats that everyone reads.
+
+The adapter of a checkpoint in peft format, without its model: a file is read and two are written, on any thread.
+"""
 
 import json
 import warnings
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 
 from swarm.adapters.adapter_state import read_adapter, write_adapter
+from swarm.adapters.checkpoint import Checkpoint
 from swarm.adapters.load_pretrained import load_pretrained
+from swarm.config import LoraSection
 from swarm.errors import PolicyError
-from swarm.safe_files import SHARED, read_json, replace_file
+from swarm.machine.safe_files import SHARED, read_json, replace_file
 
 BASE_FACTS = "swarm_base.json"
 """Beside an exported adapter: {"weights": hash of the base's weights}, which holds wherever the base lies."""
@@ -111,3 +117,31 @@ def prepare_folder(folder: Path) -> None:
 
 def _unwritable(folder: Path, error: OSError) -> PolicyError:
     return PolicyError(f"an export must go to a writable folder, got {folder}: {error}; choose another one")
+
+
+def export_checkpoint(checkpoint: Checkpoint, base: str, revision: str | None, lora: LoraSection, folder: Path) -> None:
+    """For `PeftModel.from_pretrained(base, folder)`. `base`: what to call it in the adapter's configuration.
+
+    Raises PolicyError if `folder` holds something already or cannot be written.
+    """
+    from peft import LoraConfig
+
+    adapter = checkpoint.tensors["adapter"]
+    layers = sorted({name.rpartition(".")[0] for name in adapter})
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only divides it by r
+        lora_dropout=lora.dropout,
+        target_modules=layers,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        revision=revision,
+        inference_mode=True,
+    )
+    prepare_folder(folder)
+    try:
+        config.save_pretrained(str(folder))
+        named = {f"base_model.model.{name}.weight": tensor for name, tensor in adapter.items()}
+        safetensors.torch.save_file(named, folder / "adapter_model.safetensors")
+    except OSError as error:
+        raise PolicyError(f"an adapter must be writable, got {error} in {folder}; free some space") from None

@@ -1,14 +1,55 @@
-"""Configuration files and `--section.key value` overrides as the commands take them."""
+"""Configuration files and `--section.key value` overrides as the commands take them.
+
+Errors in the words of the command: a setting that was given with a flag is told by the name of that flag.
+
+What a command settles before anything imports torch and its friends.
+"""
 
 import difflib
-from collections.abc import Iterable, Sequence
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm.errors import ConfigError
+from swarm.errors import ConfigError, NetworkError
 
 if TYPE_CHECKING:
     from swarm.config import Config
+
+
+@contextmanager
+def told_by_flags(flags: Mapping[str, str]) -> Iterator[None]:
+    """Errors of the block name `flags`, {setting: flag}: `set observability.http_port = 0` becomes `set --port 0`."""
+    try:
+        yield
+    except (ConfigError, NetworkError) as error:
+        text = str(error)
+        for setting, flag in flags.items():
+            name = rf"(?<![\w.]){re.escape(setting)}(?:\.\d+)?(?![\w.]*\w)"  # with the place in a list, never a longer name
+            text = re.sub(name, flag, re.sub(rf"{name} = ", f"{flag} ", text))
+        error.args = (text,)
+        raise
+
+
+def settle_imports(config: "Config") -> None:
+    """For a process that loads the policy of `config` and no other.
+
+    peft imports bitsandbytes wherever it is installed, and that the whole compiler of torch: a third of the time until a
+    policy is there, and 45 MiB. A base that is not quantised has no use for either.
+    """
+    stay_off_hubs(config)
+    if config.policy.quantization == "none":
+        sys.modules.setdefault("bitsandbytes", None)  # type: ignore[arg-type] - the documented way to make an import fail
+
+
+def stay_off_hubs(config: "Config") -> None:
+    """A silo's node contacts nobody but its peers. The hub's libraries are told so before anything imports them."""
+    if config.swarm.silo_owner:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
 
 CONFIG_METAVAR = "CONFIG|--section.key VALUE"
 CONFIG_HELP = "TOML files, later ones win, and overrides such as --training.lr 1e-5."

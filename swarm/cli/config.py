@@ -5,7 +5,7 @@ import json
 import typer
 
 from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config
-from swarm.cli.run import OVERRIDES
+from swarm.cli.node.run import OVERRIDES
 
 app = typer.Typer(help="Show the resolved configuration, or every setting there is.", no_args_is_help=True)
 

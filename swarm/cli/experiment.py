@@ -1,14 +1,20 @@
-"""`swarm experiment`: what sharing and merging are worth, old data, unlike models, hostile peers, lost stages."""
+"""`swarm experiment`: what sharing and merging are worth, old data, unlike models, hostile peers, lost stages.
 
+What all experiments do with their cells: compute what is missing, report what there is, once per folder.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from swarm.cli.arguments import seed_list
-from swarm.cli.experiment_run import console, finish, one_run, run_cells, write_one
 from swarm.errors import ConfigError, SwarmError
-from swarm.experiments.cells import CellStore, compute
+from swarm.experiments.cells import Cell, CellStore, Result, compute
+from swarm.machine.safe_files import SHARED, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,9 +22,76 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from swarm.experiments.cells import Result
-    from swarm.experiments.report import Table
-    from swarm.experiments.sapo import SapoPlan
-    from swarm.experiments.sapo_tasks import Mix
+    from swarm.experiments.sapo.sapo import SapoPlan
+    from swarm.experiments.sapo.tasks import Mix
+    from swarm.report.tables import Curves, Table
+
+
+def run_cells(
+    folder: Path,
+    cells: Sequence[Cell],
+    write: Callable[[Sequence[Result]], "tuple[Path, list[Table]]"],
+    figures: Callable[[Sequence[Result]], Mapping[str, Any]],
+    *,
+    workers: int,
+    as_json: bool,
+    report_only: bool = False,
+    first: Sequence[Cell] = (),
+) -> None:
+    """`write`: the report of what there is. `first`: cells that the others need, one at a time. Raises SwarmError where a
+    report finds nothing."""
+    with contextlib.nullcontext(console()) if report_only else one_run(folder) as screen:
+        store = CellStore(folder / "cells")
+        if not report_only:
+            compute(first, store, 1, screen.print)
+            compute(cells, store, workers, screen.print)
+        results = store.read_all(cells)
+        if not results:
+            raise SwarmError(f"a report needs finished cells, got none in {folder}; leave --report out")
+        report, tables = write(results)
+        screen.print(*(table.rich() for table in tables), f"report: {report}")
+    finish(folder, figures(results), as_json)
+
+
+def write_one(
+    folder: Path, title: str, told: str, table: "Table", lines: "Sequence[Curves]"
+) -> "tuple[Path, list[Table]]":
+    """report.html and table.md of an experiment with one table."""
+    from swarm.report.tables import plot, write_report
+
+    report = folder / "report.html"
+    write_report(report, title, [told], [table], plot(lines))
+    replace_file(folder / "table.md", table.markdown() + "\n", SHARED)
+    return report, [table]
+
+
+@contextlib.contextmanager
+def one_run(folder: Path) -> "Iterator[Console]":
+    """One run per folder; says how to go on when it is interrupted."""
+    from swarm.testbed.testbed import exclusive
+
+    screen = console()
+    with exclusive(folder):
+        try:
+            yield screen
+        except KeyboardInterrupt:
+            screen.print(f"stopped; the same command goes on in {folder}")
+            raise
+
+
+def console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True)
+
+
+def finish(folder: Path, figures: Mapping[str, Any], as_json: bool) -> None:
+    from swarm.machine.safe_files import SHARED, replace_file
+
+    replace_file(folder / "figures.json", json.dumps(figures, indent=1) + "\n", SHARED)
+    if as_json:
+        print(json.dumps(figures))
+
 
 app = typer.Typer(
     help="Controlled experiments on this machine: sharing, merging, old data, unlike models, attacks, lost stages; resumable.",
@@ -64,8 +137,7 @@ def sapo(
 
     Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted.
     """
-    from swarm.experiments.arms import CONTROL, DEFAULT_ARMS, SHARING, chosen_arms
-    from swarm.experiments.sapo import SapoPlan, affordable_rounds
+    from swarm.experiments.sapo.sapo import CONTROL, DEFAULT_ARMS, SHARING, SapoPlan, affordable_rounds, chosen_arms
 
     if mix not in _MIXES:
         raise ConfigError(f"mix must be one of {', '.join(_MIXES)}, got {mix}; set --mix")
@@ -86,8 +158,8 @@ def sapo(
 
 def _report_sapo(folder: Path, plan: "SapoPlan", rounds: int, screen: "Console", as_json: bool) -> None:
     """Of the cells that are there."""
-    from swarm.experiments.sapo import figures, summarize
-    from swarm.experiments.sapo_report import tables_of, write_all
+    from swarm.experiments.sapo.report import tables_of, write_all
+    from swarm.experiments.sapo.sapo import figures, summarize
 
     results = CellStore(folder / "cells").read_all(plan.cells(rounds))
     if not results:
@@ -163,7 +235,7 @@ def heterogeneous(
 
     Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted.
     """
-    from swarm.experiments import heterogeneous as experiment
+    from swarm.experiments.heterogeneous import heterogeneous as experiment
 
     base = (folder / "second_policy").resolve()
     plan = experiment.HeterogeneousPlan(base, tuple(seed_list(seeds)), rounds)
@@ -210,10 +282,8 @@ def merging(
     Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted.
     """
     from swarm.experiments.merging.arms import DILOCO, NOLOCO
-    from swarm.experiments.merging.figures import figures
-    from swarm.experiments.merging.hostile_arms import KNOWN
-    from swarm.experiments.merging.merging_report import write_all
-    from swarm.experiments.merging.plan import MergingPlan, chosen_parts
+    from swarm.experiments.merging.figures import figures, write_all
+    from swarm.experiments.merging.plan import KNOWN, MergingPlan, chosen_parts
 
     chosen = chosen_parts(f"{parts},attacks" if attacks else parts)
     plan = MergingPlan(chosen, tuple(seed_list(seeds)), num_steps=steps, num_rounds=rounds)
@@ -258,9 +328,8 @@ def recovery(
 
     Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted.
     """
-    from swarm.experiments.recovery.figures import Runs, figures
+    from swarm.experiments.recovery.figures import Runs, figures, write_all
     from swarm.experiments.recovery.plan import ADAPTER_RATE, CHECKFREE_PLUS, NONE, OWN_COPY, RecoveryPlan
-    from swarm.experiments.recovery.recovery_report import write_all
 
     base = str((folder / "base").resolve())
     plan = RecoveryPlan(base, tuple(seed_list(seeds)), num_steps=steps, adapter_steps=steps // 2)

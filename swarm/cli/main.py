@@ -14,34 +14,14 @@ import typer
 import typer.exceptions
 
 from swarm import __version__
-from swarm.child_python import keep_current_folder_off_the_path
-from swarm.cli import (
-    bootstrap,
-    config,
-    create,
-    dashboard,
-    doctor,
-    evaluate,
-    experiment,
-    export,
-    identity,
-    init,
-    join,
-    logs,
-    merge,
-    peers,
-    report,
-    run,
-    sample,
-    silo,
-    stage,
-    status,
-    testbed,
-    top,
-)
+from swarm.cli import config, experiment, testbed
+from swarm.cli.node import dashboard, doctor, init, logs, peers, report, run, stage, status, top
+from swarm.cli.policy import evaluate, export, merge, sample
+from swarm.cli.swarm import bootstrap, create, identity, join, silo
 from swarm.errors import ConfigError, SwarmError
+from swarm.machine.child_python import keep_current_folder_off_the_path
+from swarm.machine.safe_files import keep_others_from_writing
 from swarm.observability.plain_text import plain
-from swarm.safe_files import keep_others_from_writing
 
 INTERRUPTED = 130
 _REFUSALS = frozenset(

@@ -9,7 +9,7 @@ import typer
 
 from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, seed_list, split_arguments
 from swarm.errors import SwarmError
-from swarm.observability.units import counted
+from swarm.observability.plain_text import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,7 +54,7 @@ def testbed(
     """
     from rich.console import Console
 
-    from swarm.node_folder import set_aside
+    from swarm.config.node_folder import set_aside
     from swarm.testbed.profiles import MERGING, PlanRequest, final_merge_time
     from swarm.testbed.testbed import LOCK_FILE, exclusive
 
@@ -81,9 +81,9 @@ def testbed(
 
 
 def _run(folder: Path, request: "PlanRequest", minutes: float | None, console: "Console") -> None:
-    from swarm.testbed.plot import plot_testbed
+    from swarm.report.plot import plot_testbed
+    from swarm.report.summary import conclusion, exchange_table, learning_table, source_table, summarize, write_summary
     from swarm.testbed.profiles import plan_nodes
-    from swarm.testbed.summary import conclusion, exchange_table, learning_table, source_table, summarize, write_summary
     from swarm.testbed.testbed import Testbed
 
     swarm = Testbed(plan_nodes(folder, request), console)

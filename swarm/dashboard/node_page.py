@@ -19,17 +19,12 @@ from starlette.routing import BaseRoute, Route
 
 from swarm import __version__
 from swarm.config import Config
-from swarm.dashboard.event_response import EventPlaces, EventResponse
-from swarm.dashboard.feed import Feed
-from swarm.dashboard.history import last_rows
-from swarm.dashboard.merge_log import MergeLog
-from swarm.dashboard.page_token import is_token, make_token
+from swarm.dashboard.feed import EventPlaces, EventResponse, Feed
 from swarm.dashboard.recent_rollouts import RecentRollouts
-from swarm.dashboard.rejection_words import WORDS
-from swarm.dashboard.series import Series
-from swarm.dashboard.shown import shown
-from swarm.dashboard.static_files import StaticFiles
-from swarm.node_controls import ACTIONS, NodeControls
+from swarm.dashboard.series import MergeLog, Series, last_rows
+from swarm.dashboard.shown import WORDS, shown
+from swarm.dashboard.static_files import StaticFiles, is_token, make_token
+from swarm.node.controls import ACTIONS, NodeControls
 
 logger = logging.getLogger(__name__)
 

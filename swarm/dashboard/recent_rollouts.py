@@ -14,7 +14,7 @@ from typing import Any
 
 from swarm.dashboard.shown import shown_text
 from swarm.records.codec import decode_body
-from swarm.records.peer_name import peer_name
+from swarm.records.identity import peer_name
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.types import Header, RolloutGroup, TaskRef
 

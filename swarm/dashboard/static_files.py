@@ -1,12 +1,67 @@
-"""The files of the pages as they are in the package, read once; no path that comes in is ever opened."""
+"""The files of the pages as they are in the package, read once; no path that comes in is ever opened.
 
+The secret that lets a page control its node: random per folder, in a file that only its owner can read.
+"""
+
+import contextlib
+import hmac
+import re
+import secrets
 from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 from types import MappingProxyType
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+
+from swarm.errors import NodeNotRunningError
+from swarm.machine.safe_files import read_file, replace_file
+
+_FILE = "page.token"
+_MAX_BYTES = 1024
+_FORM = re.compile(r"[A-Za-z0-9_-]{43}")
+
+
+def token_path(folder: Path) -> Path:
+    return folder / _FILE
+
+
+def make_token(folder: Path) -> str:
+    """The folder's token; a new one where there is none, or where others could have read it. Raises OSError."""
+    path = token_path(folder)
+    with contextlib.suppress(OSError, ValueError):  # none, or a link: what is there is replaced
+        is_private = path.lstat().st_mode & 0o077 == 0
+        if (kept := _read(path)) and is_private:
+            return kept
+    token = secrets.token_urlsafe(32)
+    replace_file(path, token + "\n")
+    return token
+
+
+def read_token(folder: Path) -> str:
+    """Raises NodeNotRunningError where no node has made one."""
+    try:
+        return _read(token_path(folder))
+    except (OSError, ValueError) as error:
+        raise NodeNotRunningError(
+            f"a node's folder must hold {_FILE}, got none that can be read in {folder} ({error}); start it with `swarm run`"
+        ) from None
+
+
+def is_token(given: str, token: str) -> bool:
+    """In a time that says nothing about how much of it was right."""
+    return hmac.compare_digest(given.encode(), token.encode())
+
+
+def _read(path: Path) -> str:
+    """Raises OSError, and ValueError for what is no token: it is printed, and becomes a part of an address."""
+    token = read_file(path, _MAX_BYTES).decode("ascii").strip()
+    if not _FORM.fullmatch(token):
+        raise ValueError("it must hold 43 letters, digits, - or _")
+    return token
+
 
 _TYPES = {"css": "text/css", "js": "text/javascript", "html": "text/html", "svg": "image/svg+xml"}
 

@@ -4,10 +4,10 @@ import json
 import subprocess
 from collections.abc import Sequence
 
-from swarm.child_python import module_command, pip_install
 from swarm.config import Config
-from swarm.diagnostics.finding import Finding, ok, problem, warning
-from swarm.hardware import detect
+from swarm.diagnostics.machine import Finding, ok, problem, warning
+from swarm.machine.child_python import module_command, pip_install
+from swarm.machine.hardware import detect
 
 PROBE = tuple(module_command("swarm.diagnostics.accelerator_probe"))
 _TIMEOUT_S = 120.0

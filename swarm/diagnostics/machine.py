@@ -1,4 +1,9 @@
-"""Checks of this machine that need no network: software, identity, disk, memory, descriptors, clock."""
+"""Checks of this machine that need no network: software, identity, disk, memory, descriptors, clock.
+
+The result of one check.
+
+Whether the folder of a silo's node makes it a member, and for how long.
+"""
 
 import errno
 import importlib.metadata
@@ -9,19 +14,89 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
-from swarm.child_python import install_from_clone, pip_install
 from swarm.config import Config
-from swarm.diagnostics.finding import Finding, ok, problem, warning
+from swarm.config.node_folder import NodeFolder
 from swarm.errors import SwarmError
-from swarm.machine_memory import machine_memory
+from swarm.machine.child_python import install_from_clone, pip_install
+from swarm.machine.memory import machine_memory
 from swarm.network.own_ports import try_port
 from swarm.network.tcp_address import TcpAddress
-from swarm.node_folder import NodeFolder
 from swarm.observability.status_file import read_status
 from swarm.records import identity as identities
+from swarm.silo.membership import Membership
+from swarm.silo.open_silo import check_folder, open_membership
+
+
+class Level(Enum):
+    OK = "ok"
+    WARNING = "warning"
+    """Works, but worse than it could."""
+    PROBLEM = "problem"
+    """Something that was asked for cannot work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    name: str
+    level: Level
+    text: str
+    """One line: what was measured."""
+    fix: str = ""
+    """The command or setting that mends it; empty only where the level is OK."""
+
+
+def ok(name: str, text: str) -> Finding:
+    return Finding(name, Level.OK, text)
+
+
+def warning(name: str, text: str, fix: str) -> Finding:
+    return Finding(name, Level.WARNING, text, fix)
+
+
+def problem(name: str, text: str, fix: str) -> Finding:
+    return Finding(name, Level.PROBLEM, text, fix)
+
+
+_DAY_S = 86_400.0
+_WARN_DAYS = 7
+
+
+def check_membership(config: Config, clock: Callable[[], float] = time.time) -> Finding:
+    """For a configuration with `swarm.silo_owner`. Raises nothing."""
+    folder = NodeFolder(config.node.dir, config.node.identity)
+    request = f"`swarm silo request --dir {folder.path}` prints what the owner needs for an invitation"
+    try:
+        check_folder(folder)
+        if identities.is_encrypted(folder.identity):
+            return ok(
+                "silo", f"{folder.path} has a membership; starting the node opens it with the identity's passphrase"
+            )
+        identity = identities.load(folder.identity)
+        membership = open_membership(config.swarm.silo_owner, config.swarm_id, identity, folder, clock)
+    except SwarmError as error:
+        return problem("silo", str(error), request)
+    return _told(membership, identity.peer_id, clock(), request)
+
+
+def _told(membership: Membership, peer_id: str, now: float, request: str) -> Finding:
+    members = membership.roll.members if membership.roll else ()
+    entries = [member for member in members if member.peer_id == peer_id]
+    ends = [entry.until for entry in (*entries, membership.own_grant) if entry is not None]
+    days = (max(ends) - now) / _DAY_S
+    roll = (
+        f"{len(members)} on the roll of epoch {membership.keys.epoch}" if members else "no roll yet: members bring it"
+    )
+    said = f"member for {days:.0f} more days; {roll}"
+    return (
+        ok("silo", said) if days > _WARN_DAYS else warning("silo", said, f"ask the owner for a longer one; {request}")
+    )
+
 
 _PACKAGES = ("hivemind", "torch", "transformers", "peft", "bitsandbytes", "cryptography")
 _OLDEST_PYTHON = (3, 11)

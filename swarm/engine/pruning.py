@@ -7,6 +7,14 @@
 After ARRoL (2603.24840), but with no look at siblings: a decision depends on prompt, own tokens, seed and head alone, so it
 is the same whatever else is in the slots and in whatever order. Who is safe is drawn by lot before anything is sampled,
 therefore every answer has a known chance to survive: 1, or once doomed (safe ones) / G. Its inverse is the answer's weight.
+
+How far predicted chances can be trusted: each was made before its outcome was known, and is compared with it.
+
+Will an unfinished answer succeed? A small head on the policy's last hidden state that learns as answers end.
+
+    hidden state [D] ─▶ divided by its root mean square ─▶ tanh layer [16] ─▶ logit ─▶ chance of success
+
+It is this node's own: never shared, part of its checkpoint. All of it is float32 on the CPU, whatever the policy runs on.
 """
 
 import math
@@ -17,11 +25,140 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from swarm.adapters.adapter_state import check_adapter, moments_of, placed
 from swarm.config import RolloutsSection
-from swarm.engine.reliability import Reliability
-from swarm.engine.success_head import SuccessHead
+from swarm.errors import CheckpointError
 from swarm.policy.counter_noise import uniform
+
+_NUM_BINS = 10
+_MEMORY = 0.9
+"""What one round leaves of the sums before it."""
+
+
+class Reliability:
+    """Fading sums over predictions, by tenths of the predicted chance."""
+
+    def __init__(self) -> None:
+        self._bins = [[0.0, 0.0, 0.0] for _ in range(_NUM_BINS)]  # weight, weighted chances, weighted successes
+        self._squares = 0.0
+
+    def observe(self, chances: Sequence[float], successes: Sequence[float], weights: Sequence[float]) -> None:
+        """The predictions of one round."""
+        self._bins = [[_MEMORY * value for value in sums] for sums in self._bins]
+        self._squares *= _MEMORY
+        for chance, success, weight in zip(chances, successes, weights, strict=True):
+            sums = self._bins[min(int(chance * _NUM_BINS), _NUM_BINS - 1)]
+            sums[0] += weight
+            sums[1] += weight * chance
+            sums[2] += weight * success
+            self._squares += weight * (chance - success) ** 2
+
+    @property
+    def calibration_error(self) -> float:
+        """Mean distance of predicted and observed rate over the tenths (expected calibration error); 1 before any."""
+        if not self._weight:
+            return 1.0
+        return sum(abs(chances - successes) for _, chances, successes in self._bins) / self._weight
+
+    @property
+    def brier(self) -> float:
+        """Mean squared error of the chances; 1 before any."""
+        return self._squares / self._weight if self._weight else 1.0
+
+    @property
+    def skill(self) -> float:
+        """1 − Brier score / that of always saying the mean rate: 0 knows nothing, 1 everything."""
+        if not self._weight:
+            return 0.0
+        rate = sum(successes for _, _, successes in self._bins) / self._weight
+        spread = rate * (1 - rate)
+        return 1 - self.brier / spread if spread > 0 else 0.0
+
+    def state(self) -> dict[str, Any]:
+        return {"bins": [list(sums) for sums in self._bins], "squares": self._squares}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._bins = [list(sums) for sums in state["bins"]]
+        self._squares = state["squares"]
+
+    @property
+    def _weight(self) -> float:
+        return sum(weight for weight, _, _ in self._bins)
+
+
+_WIDTH = 16
+_LR = 1e-2
+_WEIGHT_DECAY = 1e-2
+_PASSES = 4
+"""Steps over the states of one round: they come once, and nothing of them is kept."""
+_ROWS_PER_STEP = 1024
+
+
+class SuccessHead:
+    """P(success) of hidden states; a half for every state until it has learned."""
+
+    def __init__(self, hidden_size: int, seed: int) -> None:
+        noise = torch.from_numpy(uniform(_WIDTH * hidden_size, "success head", seed)).view(_WIDTH, hidden_size)
+        self._parameters = {
+            "inner.weight": (2 * noise - 1) / hidden_size**0.5,
+            "inner.bias": torch.zeros(_WIDTH),
+            "outer.weight": torch.zeros(1, _WIDTH),
+            "outer.bias": torch.zeros(1),
+        }
+        for parameter in self._parameters.values():
+            parameter.requires_grad_()
+        self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=_LR, weight_decay=_WEIGHT_DECAY)
+
+    @torch.no_grad()
+    def chances(self, states: Tensor) -> Tensor:
+        """[N, D] -> [N] in (0, 1)."""
+        return self._logits(states).sigmoid()
+
+    def learn(self, states: Tensor, successes: Tensor, weights: Tensor) -> None:
+        """A few steps of weighted cross entropy on states [N, D] whose answers have ended; successes [N] are 0 or 1."""
+        for _ in range(_PASSES):
+            for start in range(0, len(states), _ROWS_PER_STEP):
+                part = slice(start, start + _ROWS_PER_STEP)
+                loss = functional.binary_cross_entropy_with_logits(
+                    self._logits(states[part]), successes[part], weights[part], reduction="sum"
+                )
+                self._optimizer.zero_grad(set_to_none=True)
+                (loss / weights[part].sum()).backward()
+                self._optimizer.step()
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and moments of the optimizer: all of it."""
+        tensors = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                tensors[f"{key}:{name}"] = value.detach().clone()
+        return tensors
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Continue from what `state` gave; False, and nothing done, where it is none of this size of hidden state."""
+        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        moments = {key: value for key, value in tensors.items() if key not in shapes}
+        try:
+            check_adapter({name: tensors[name] for name in shapes if name in tensors}, shapes)
+            placed_moments = moments_of(moments, shapes)
+        except (CheckpointError, ValueError):
+            return False
+        self._optimizer.state.clear()
+        for name, parameter in self._parameters.items():
+            parameter.copy_(tensors[name])
+            if name in placed_moments:
+                self._optimizer.state[parameter] = placed(placed_moments[name], parameter)
+        return True
+
+    def _logits(self, states: Tensor) -> Tensor:
+        own = self._parameters
+        scaled = functional.rms_norm(states, states.shape[-1:])
+        inner = functional.linear(scaled, own["inner.weight"], own["inner.bias"]).tanh()
+        return functional.linear(inner, own["outer.weight"], own["outer.bias"])[:, 0]
+
 
 AnswerKey = tuple[int, int]
 """(prompt, sample)."""

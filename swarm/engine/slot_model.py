@@ -1,4 +1,12 @@
-"""The two passes of continuous batching over a transformers model: whole prompts, and one token of every active slot."""
+"""The two passes of continuous batching over a transformers model: whole prompts, and one token of every active slot.
+
+Keys and values of answers that start and end at different times, in buffers that are allocated once.
+
+    slot s   [ prompt | answer so far | free ]        the column of a token is its position, so no row needs padding
+
+Slots 0 to n - 1 are active. When one ends, the next answer is put in its place, or the last active slot is moved there:
+a forward pass then always sees the first n rows of each buffer, without gathering and without growing anything.
+"""
 
 import inspect
 from collections.abc import Sequence
@@ -6,11 +14,108 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from swarm.engine.slot_cache import SlotCache, is_plain
-from swarm.policy.cached_forward import logits_at
+from swarm.policy.logprobs import is_plain_layer, logits_at
 from swarm.policy.policy import Policy
+
+
+class SlotCache(Cache):
+    """A transformers cache whose rows stand at different positions."""
+
+    def __init__(self, prepared: DynamicCache, num_slots: int, capacity: int) -> None:
+        """Buffers for `num_slots` rows of `capacity` tokens, layers shaped as those of `prepared`."""
+        self.slot_layers = [_SlotLayer(self, layer, num_slots * capacity) for layer in prepared.layers]
+        super().__init__(layers=list[Any](self.slot_layers))
+        self.device = self.slot_layers[0].keys.device
+        self.dtype = self.slot_layers[0].keys.dtype
+        self._num_places = num_slots * capacity
+        self.resize(num_slots, capacity)
+
+    def resize(self, num_slots: int, capacity: int) -> bool:
+        """Cut the same buffers into other slots, all of them free; False, and nothing done, where they are too small."""
+        if num_slots * capacity > self._num_places:
+            return False
+        for layer in self.slot_layers:
+            layer.cut(num_slots, capacity)
+        self.slots = torch.arange(num_slots, device=self.device)
+        self.positions = torch.zeros(num_slots, dtype=torch.long, device=self.device)
+        """[S] column that the next token of a slot goes to."""
+        self.width = 0
+        """Columns that the active slots use, the next token's included."""
+        return True
+
+    def put(self, slot: int, prepared: DynamicCache, row: int, length: int) -> None:
+        """Let a slot continue the first `length` tokens of a row of `prepared`."""
+        for layer, source in zip(self.slot_layers, prepared.layers, strict=True):
+            layer.keys[slot, :, :length] = source.keys[row, :, :length]  # type: ignore[index]
+            layer.values[slot, :, :length] = source.values[row, :, :length]  # type: ignore[index]
+        self.positions[slot] = length
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Continue in slot `target` what stood in `source`, whose first `length` columns are in use."""
+        for layer in self.slot_layers:
+            layer.keys[target, :, :length] = layer.keys[source, :, :length]
+            layer.values[target, :, :length] = layer.values[source, :, :length]
+        self.positions[target] = self.positions[source]
+
+    def num_bytes(self) -> int:
+        """Memory of the buffers."""
+        return sum(layer.num_bytes() for layer in self.slot_layers)
+
+
+class _SlotLayer(CacheLayerMixin):
+    """One layer's buffers [S, heads, capacity, head size]; `update` writes one token per active slot."""
+
+    is_sliding = False
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, cache: SlotCache, like: Any, num_places: int) -> None:
+        super().__init__()
+        self._cache = cache
+        self._like = [(states.shape[1], states.shape[3]) for states in (like.keys, like.values)]  # heads, head size
+        # zeros, as what no mask lets through is still multiplied by 0, and that must not be NaN
+        self._buffers = [
+            states.new_zeros(num_places * heads * size)
+            for states, (heads, size) in zip((like.keys, like.values), self._like, strict=True)
+        ]
+        self.cut(num_places, 1)
+        self.is_initialized = True
+
+    def cut(self, num_slots: int, capacity: int) -> None:
+        self.keys, self.values = (
+            buffer[: num_slots * capacity * heads * size].view(num_slots, heads, capacity, size)
+            for buffer, (heads, size) in zip(self._buffers, self._like, strict=True)
+        )
+
+    def num_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is left to do."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        cache, num_rows = self._cache, key_states.shape[0]
+        rows, columns = cache.slots[:num_rows], cache.positions[:num_rows]
+        self.keys[rows, :, columns] = key_states[:, :, 0]
+        self.values[rows, :, columns] = value_states[:, :, 0]
+        return self.keys[:num_rows, :, : cache.width], self.values[:num_rows, :, : cache.width]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.width, 0
+
+    def get_seq_length(self) -> int:
+        return self._cache.width - 1
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def is_plain(cache: DynamicCache) -> bool:
+    """Whether every layer keeps keys and values of all tokens, and nothing else."""
+    return all(is_plain_layer(layer) for layer in cache.layers)
+
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 

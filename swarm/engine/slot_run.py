@@ -2,23 +2,82 @@
 
 queue ─▶ prompts computed once each, their keys and values copied to the slots of their answers
       ─▶ one token per active slot and step ─▶ ended? the last active slot moves in, and waiting answers follow
+
+Between the slots and the rule that prunes them: hands it the hidden states of the last pass.
 """
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from swarm.engine.engine import AnswerRequest, Completion, End, Row
-from swarm.engine.sampling import Sampling, sample_tokens
-from swarm.engine.slot_cache import SlotCache
-from swarm.engine.slot_model import SlotModel
-from swarm.engine.slot_pruning import SlotPruning
-from swarm.engine.stop_strings import StopStrings
+from swarm.engine.pruning import PruneCall
+from swarm.engine.sampling import Sampling, StopStrings, sample_tokens
+from swarm.engine.slot_model import SlotCache, SlotModel
+from swarm.errors import ConfigError
 from swarm.policy.counter_noise import uniform
+from swarm.policy.policy import Policy
+
+
+class SlotPruning:
+    """Context manager: inside, it sees what goes into the output head of `policy.model`."""
+
+    def __init__(self, policy: Policy, call: PruneCall, prompt_lengths: Sequence[int]) -> None:
+        self._policy = policy
+        self._call = call
+        self._lengths = prompt_lengths
+        self._hidden: Tensor | None = None
+        self._hook: Any = None
+
+    def __enter__(self) -> Self:
+        head = self._policy.model.get_base_model().get_output_embeddings()
+        self._hook = head.register_forward_pre_hook(self._keep)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._hook.remove()
+        self._hidden = None
+
+    def saw_prompts(self, starts: Sequence[tuple[int, int]]) -> None:
+        """After a pass over whole prompts [D, P, hidden], right-padded."""
+        prompts = [prompt for prompt, _ in starts]
+        last = [self._lengths[prompt] - 1 for prompt in prompts]
+        self._call.saw_prompts(prompts, self._states(list(range(len(prompts))), last))
+
+    def slots_to_drop(self, rows: Sequence[Row | None], lengths: Sequence[int]) -> list[int]:
+        """After a pass over one token of every slot [n, 1, hidden]; `lengths` of prompt and answer so far. Ascending."""
+        due = [
+            (slot, (row.prompt, row.sample))
+            for slot, (row, length) in enumerate(zip(rows, lengths, strict=True))
+            if row is not None and self._call.is_due(length - self._lengths[row.prompt])
+        ]
+        if not due:
+            return []
+        slots, keys = zip(*due, strict=True)
+        decisions = self._call.dropped(keys, self._states(list(slots), [0] * len(slots)))
+        return [slot for slot, is_dropped in zip(slots, decisions, strict=True) if is_dropped]
+
+    def _states(self, rows: list[int], columns: list[int]) -> Tensor:
+        if self._hidden is None:
+            raise ConfigError(
+                "rollouts.prune needs a base that calls its output head on the last hidden state, got "
+                f"{type(self._policy.model.get_base_model()).__name__}; set rollouts.prune = false"
+            )
+        return self._hidden[rows, columns].float().cpu()
+
+    def _keep(self, _: Any, arguments: tuple[Tensor, ...]) -> None:
+        self._hidden = arguments[0]
+
+
+def hidden_size(policy: Policy) -> int:
+    """Width of what goes into the output head."""
+    return policy.model.get_base_model().get_output_embeddings().in_features
+
 
 _REFILL_SHARE = 8
 """Slots are refilled once 1/8 of them is free: computing prompts costs about as much for one as for several."""

@@ -23,10 +23,9 @@ from swarm.engine.engine import (
     open_rows,
     refuse_nan,
 )
-from swarm.engine.sampling import Sampling, sample_tokens
-from swarm.engine.stop_strings import StopStrings
-from swarm.policy.cached_forward import PromptCache
+from swarm.engine.sampling import Sampling, StopStrings, sample_tokens
 from swarm.policy.counter_noise import uniform
+from swarm.policy.logprobs import PromptCache
 from swarm.policy.memory_probe import fitting_answers
 from swarm.policy.policy import Policy
 

@@ -19,10 +19,10 @@ import torch
 
 from swarm.adapters.adapter_state import read_adapter
 from swarm.adapters.export import export_adapter
-from swarm.child_python import install_from_clone
 from swarm.engine.engine import AnswerRequest, Completion, End, refuse_nan
 from swarm.engine.sampling import Sampling
 from swarm.errors import ConfigError, PolicyError
+from swarm.machine.child_python import install_from_clone
 from swarm.policy.counter_noise import derive_seed
 from swarm.policy.logprobs import token_logprobs
 from swarm.policy.policy import Policy

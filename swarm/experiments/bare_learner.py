@@ -10,10 +10,9 @@ from swarm.policy.policy import Policy, load_policy
 from swarm.rollouts.worker import RolloutBatch, RolloutWorker
 from swarm.tasks.task_cursor import TaskCursor
 from swarm.tasks.task_mixture import TaskMixture, training_seed
-from swarm.training.adapter_steps import AdapterSteps
-from swarm.training.experience import ExperienceTranslator
+from swarm.training.experience import ExperienceTranslator, TrainingGroup
+from swarm.training.policy_optimizer import AdapterSteps
 from swarm.training.trainer import Trainer
-from swarm.training.training_group import TrainingGroup
 from swarm.types import Task
 
 

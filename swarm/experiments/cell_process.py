@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from swarm.experiments.cells import Cell, CellStore, Result
-from swarm.safe_files import read_json
+from swarm.machine.safe_files import read_json
 
 _MAX_SPEC_BYTES = 1 << 20
 KINDS: Mapping[str, str] = {
-    "sapo": "swarm.experiments.sapo_cell",
+    "sapo": "swarm.experiments.sapo.cell",
     "offpolicy": "swarm.experiments.offpolicy_cell",
-    "heterogeneous": "swarm.experiments.heterogeneous_cell",
+    "heterogeneous": "swarm.experiments.heterogeneous.cell",
     "merging": "swarm.experiments.merging.merging_cell",
     "hostile_merging": "swarm.experiments.merging.hostile_cell",
     "recovery": "swarm.experiments.recovery.recovery_cell",
     "attacks": "swarm.experiments.attacks.attacks_cell",
-    "second_policy": "swarm.experiments.second_policy",
+    "second_policy": "swarm.experiments.heterogeneous.second_policy",
 }
 """Modules with a function `run(settings) -> Result`; imported only where wanted, as they need torch."""
 

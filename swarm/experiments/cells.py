@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swarm.child_python import module_command
 from swarm.errors import SwarmError
-from swarm.safe_files import SHARED, open_to_append, read_file, read_json, replace_file
-from swarm.testbed import tethered
+from swarm.machine import tethered
+from swarm.machine.child_python import module_command
+from swarm.machine.safe_files import SHARED, open_to_append, read_file, read_json, replace_file
 
 Result = dict[str, Any]
 Say = Callable[[str], None]

@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol
 
+from swarm.admission.admission import Admission, Vocabulary
+from swarm.admission.reward_verifier import MixtureJudge
 from swarm.config import Config, PolicySection
 from swarm.experiments.memory_exchange import MemoryExchange, MemoryReader
-from swarm.learner import Learner
-from swarm.means import local_means
+from swarm.node.learner import Learner
+from swarm.node.policy_backend import local_means
 from swarm.policy.policy import Policy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
-from swarm.records.admission import Admission, Vocabulary
 from swarm.records.identity import Identity
-from swarm.sharing.choice import READ_AHEAD_BATCHES, make_choice
-from swarm.sharing.judge import MixtureJudge
-from swarm.sharing.usefulness import Usefulness
+from swarm.sharing.usefulness import READ_AHEAD_BATCHES, Usefulness, make_choice
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.types import RolloutGroup
 

@@ -9,9 +9,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from swarm.admission.admission import Admission
 from swarm.config import SharingSection
 from swarm.pool.experience_pool import ExperiencePool
-from swarm.records.admission import Admission
 from swarm.records.codec import (
     MAX_BODY_BYTES,
     MAX_GROUPS_PER_BODY,
@@ -25,7 +25,7 @@ from swarm.records.codec import (
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord
 from swarm.records.signing import sign_record
-from swarm.sharing.choice import HeaderChoice
+from swarm.sharing.usefulness import HeaderChoice
 from swarm.types import GroupSummary, Header, RolloutGroup
 
 _OFFERS_PER_AUTHOR = 16

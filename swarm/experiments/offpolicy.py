@@ -10,8 +10,7 @@ from typing import Any, get_args
 
 from swarm.config import TrainingSection
 from swarm.experiments.cells import Cell, Result
-from swarm.experiments.report import Curves, Table
-from swarm.experiments.spread import Spread
+from swarm.report.tables import Curves, Spread, Table
 
 FOREIGN = "foreign"
 DATA = ("0", "8", "32", "128", FOREIGN)

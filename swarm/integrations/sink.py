@@ -1,12 +1,40 @@
-"""Where metrics rows go besides the node's own files, each on a thread of its own."""
+"""Where metrics rows go besides the node's own files, each on a thread of its own.
+
+The numbers of a metrics row, under flat names, for tools that draw curves.
+"""
 
 import logging
+import math
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
+
+
+def scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """(name, value) of every finite number: `area/name` as it is, counts by reason as `area/name/reason`.
+
+    Evaluations become `evaluation/…`, so that they stand beside the curves of rounds.
+    """
+    is_evaluation = row.get("kind") == "evaluation"
+    for name, value in row.items():
+        for full_name, number in _numbers(name, value):
+            if is_evaluation and name not in ("round", "policy_version"):
+                full_name = f"evaluation/{full_name}"
+            if "/" in full_name and math.isfinite(number):
+                yield full_name, number
+
+
+def _numbers(name: str, value: object) -> Iterator[tuple[str, float]]:
+    if isinstance(value, int | float):
+        yield name, float(value)
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            if isinstance(part, int | float):
+                yield f"{name}/{key}", float(part)
+
 
 _MAX_ROWS = 256
 """That may wait; a node of quick rounds makes some ten of them in a second."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from swarm.integrations.scalars import scalars
+from swarm.integrations.sink import scalars
 
 _FLUSH_S = 10
 

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from swarm.integrations.scalars import scalars
+from swarm.integrations.sink import scalars
 
 
 def read_settings() -> None:

@@ -6,38 +6,131 @@
 
 No partner, a partner that fails, and one whose adapter is of no use cost the same: an outer step alone. Runs on the compute
 thread and knows neither network nor model: whoever trains writes the weights of an `OuterStep` into the policy.
+
+What one outer step with one partner would give, for any share of it, so that the gate can try before anything is taken.
+
+layers whose factors are near ──▶ the outer step, factor by factor
+layers that drifted apart ──────▶ the product of both, back in the own rank; slow weights and momentum begin anew there
+
+When a node takes an outer step, and looks for a partner for it.
+
+Merging late recovers most of what merging often would give (arXiv 2507.06542): early on, replicas gain from going their own
+ways, and a merge near the end averages them all the same. What is left out early is the whole outer step: taken alone it would
+drive replicas apart by its momentum. `late` needs to know where the end is: the planned rounds, over
+which a decaying learning rate would fall too. Where they are unknown it is `fixed`.
 """
 
 import logging
+import math
+import random
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor
 
+from swarm.adapters.product_merge import LowRank, Merged, drift, merge_products
 from swarm.config import MergingSection
 from swarm.errors import MergeError
 from swarm.merging.adapter_wire import decode_adapter, encode_adapter, encoded_bytes
-from swarm.merging.blend import Blend
-from swarm.merging.gate import Scores, choose_share, is_clearly_better
 from swarm.merging.outer_optimizer import Adapter, OuterOptimizer, carry_over, partner_weight
 from swarm.merging.pairer import Donate, Pairer
 from swarm.merging.robust import (
     FEWEST_FOR_MEDIAN,
     NormClip,
+    Scores,
     StrangerBudget,
+    choose_share,
     cut_to_median_norm,
+    is_clearly_better,
     median_adapter,
     refuse_unusable,
 )
-from swarm.merging.schedule import MergeSchedule
 from swarm.observability.tracing import traced
 from swarm.types import MAX_ADAPTER_BYTES, Alone, Outcome, Partner, Snapshot
 
 logger = logging.getLogger(__name__)
+
+
+_A = ".lora_A"
+
+
+class Blend:
+    """Of the own snapshot and one partner's weights, clipped already. `of` changes nothing, `take` takes the step."""
+
+    def __init__(
+        self,
+        outer: OuterOptimizer,
+        fast: Mapping[str, Tensor],
+        partner: Mapping[str, Tensor],
+        lag: int,
+        scaling: float,
+        drift_threshold: float,
+    ) -> None:
+        """`scaling`: alpha / rank of the adapter."""
+        self._outer = outer
+        self._fast = fast
+        self._partner = partner
+        self._lag = lag
+        self._scaling = scaling
+        by_layer = drift(fast, partner)
+        self.apart = [layer for layer, value in by_layer.items() if value > drift_threshold]
+        """Layers that are merged as products."""
+        finite = [value for value in by_layer.values() if math.isfinite(value)]
+        self.drift = fmean(finite) if finite else 0.0
+        """Mean over layers; those whose products cancel are left out."""
+
+    def weight(self, share: float) -> float:
+        """Part of the partner in the mean of both."""
+        return share * partner_weight(self._lag)
+
+    def of(self, share: float) -> Merged:
+        """The weights after the step, and the layers that were merged as products."""
+        stepped = self._outer.preview(self._fast, self._partner, self._lag, share)
+        return self._with_products(stepped, share)
+
+    def take(self, share: float) -> Merged:
+        """As `of`, and the outer step is taken."""
+        merged = self._with_products(self._outer.step(self._fast, self._partner, self._lag, share), share)
+        self._outer.adopt({name: merged.tensors[name] for name in merged.reset_names})
+        return merged
+
+    def _with_products(self, stepped: dict[str, Tensor], share: float) -> Merged:
+        weight = self.weight(share)
+        if not self.apart or weight == 0:
+            return Merged(stepped)
+        both = [LowRank(self._fast, self._scaling), LowRank(self._partner, self._scaling)]
+        rank = len(self._fast[self.apart[0] + _A])
+        products = merge_products(both, [1 - weight, weight], rank, self._scaling, like=self._fast, layers=self.apart)
+        return Merged({**stepped, **products.tensors}, products.truncation)
+
+
+EARLY_MERGE_PROBABILITY = 0.2
+LATE_FRACTION = 0.25
+"""Last part of the planned rounds, in which no outer step is left out."""
+
+
+class MergeSchedule:
+    """Whether an outer step is due. The same seed gives the same plan: replicas that share it merge at the same steps."""
+
+    def __init__(self, config: MergingSection, seed: int) -> None:
+        self._inner_steps = config.inner_steps
+        self._is_late = config.schedule == "late"
+        self._seed = seed
+
+    def is_due(self, inner_step: int, progress: float | None) -> bool:
+        """`inner_step` counts from 1, the first step taken; `progress` in [0, 1] is None where nobody knows the end."""
+        if inner_step % self._inner_steps:
+            return False
+        if not self._is_late or progress is None or progress > 1 - LATE_FRACTION:
+            return True
+        draw = random.Random(f"merge/{self._seed}/{inner_step // self._inner_steps}").random()
+        return draw < EARLY_MERGE_PROBABILITY
+
 
 Score = Callable[[Adapter], Scores]
 """How well an adapter does on private tasks, one by one."""

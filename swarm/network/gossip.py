@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarm.network.peers.bounded_peers import BoundedPeers
+from swarm.limits.bounded_maps import BoundedPeers
+from swarm.limits.token_bucket import TokenBucket
 from swarm.network.peers.dialling import Dialling
-from swarm.network.token_bucket import TokenBucket
 from swarm.network.transport import MAX_GOSSIP_BYTES, Admits, GossipHandler, Verdict, everybody
 
 logger = logging.getLogger(__name__)

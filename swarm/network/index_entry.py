@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from time import perf_counter
 
-from swarm.network.token_bucket import TokenBucket
+from swarm.limits.token_bucket import TokenBucket
 
 MAX_VALUE_BYTES = 1024 + 192
 """A signed record; in a silo sealed, with its key. Over 4 MiB under one key a replica cannot build its reply and readers ban

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgpack
 
 from swarm.errors import RequestError
+from swarm.limits.token_bucket import TokenBucket
 from swarm.network.index_entry import (
     MAX_ENTRIES_PER_KEY,
     MAX_KEY_BYTES,
@@ -26,7 +27,6 @@ from swarm.network.index_entry import (
     IndexRule,
     check_entry,
 )
-from swarm.network.token_bucket import TokenBucket
 from swarm.network.transport import RequestRefused, Transport
 
 INDEX_PROTOCOL = "swarm/index/1"

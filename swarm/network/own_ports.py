@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from swarm.machine.safe_files import read_file, replace_file
 from swarm.network.tcp_address import TcpAddress
-from swarm.safe_files import read_file, replace_file
 
 logger = logging.getLogger(__name__)
 

@@ -1,30 +1,204 @@
-"""GET /metrics (Prometheus), GET /health (JSON) and whatever pages it is given, inside the event loop of a running node."""
+"""GET /metrics (Prometheus), GET /health (JSON) and whatever pages it is given, inside the event loop of a running node.
+
+HTTP within bounds: uvicorn takes any number of connections, waits for ever for those that send nothing, and answers as
+fast as it is asked.
+
+Each connection is a file descriptor, and with none left a node cannot open its own files. Each answer takes time of the
+loop on which the node hears its peers, and of the processor.
+
+Who may speak to a server of this software: no foreign site through a browser, by a name that it made point here, or by
+a form.
+
+Host    an address, localhost or a configured name   else 421: a page elsewhere cannot rename itself into this one
+Origin  the same host, where it is told               else 403
+        where a browser says that another site asks:  links to a page are followed, all else is 403
+answers say to the browser: no foreign script, no frame, no guessing of types, no referrer
+"""
 
 import asyncio
 import contextlib
 import ipaddress
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from swarm.config import ObservabilitySection
 from swarm.errors import ConfigError
-from swarm.fair_places import FairPlaces
-from swarm.observability.bounded_http import ANSWERS_PER_S, BACKLOG, BURST_ANSWERS, MAX_CONNECTIONS, BoundedHttp
-from swarm.observability.guard import Guard
+from swarm.limits.connection_slots import FairPlaces, network_of
+from swarm.limits.turn_queue import Turns
 from swarm.observability.metrics import Metrics
-from swarm.observability.turns import Turns
 
 logger = logging.getLogger(__name__)
+
+
+MAX_CONNECTIONS = 128
+"""At a time. Beyond that a new one is taken in place of the oldest one of the address that has most: programs of one machine
+share its address, and one that holds connections must not keep the others out."""
+HEAD_TIMEOUT_S = 10.0
+"""For the head of a request, from the connection or from its first bytes on."""
+BACKLOG = 32
+"""Connections that wait to be accepted, which asyncio does all at once."""
+ANSWERS_PER_S = 50.0
+BURST_ANSWERS = 200
+"""A page and all that it loads, several times over."""
+
+
+class BoundedHttp(H11Protocol):
+    """One connection. Made by `uvicorn.Config(http=...)`, with places and turns of its server before uvicorn's own arguments.
+
+    The newest wins a place: else a connection may find none.
+    """
+
+    def __init__(self, places: FairPlaces, turns: Turns, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._places = places
+        self._place = ExitStack()
+        self._turns = turns
+        self._address = ""
+        self._held: bytes | None = None  # what was read and has to wait for its turn
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        self._address = network_of((transport.get_extra_info("peername") or [""])[0])
+        self._place.enter_context(self._places.hold(self._address, transport.abort))
+        super().connection_made(transport)
+        self._expect_a_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._place.close()
+        for what in ("read", "answer"):
+            self._turns.leave(self._address, (self, what))
+        self._forget_deadline()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._held is not None:
+            self._held += data
+        else:
+            self._held = data
+            self._turns.take(self._address, (self, "read"), self._go_on)
+        if self._held is not None:
+            self.transport.pause_reading()  # again, where uvicorn has resumed it meanwhile
+
+    def _go_on(self) -> None:
+        data, self._held = self._held or b"", None
+        if not self.flow.read_paused:  # else uvicorn waits for something
+            self.transport.resume_reading()
+        super().data_received(data)
+        if self._is_answering:
+            self._forget_deadline()
+        elif self._deadline is None:
+            self._expect_a_head()
+
+    def on_response_complete(self) -> None:
+        """The next request, where it has come with this one, waits for a turn, too."""
+        if self.conn.trailing_data[0]:
+            self._turns.take(self._address, (self, "answer"), super().on_response_complete)
+        else:
+            super().on_response_complete()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _expect_a_head(self) -> None:
+        self._deadline = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up)
+
+    def _give_up(self) -> None:
+        self._deadline = None
+        if not self._is_answering:
+            self.transport.abort()
+
+    def _forget_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+"""Its last part has the browser itself refuse text where markup is meant, such as for innerHTML."""
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+    "cache-control": "no-store",
+}
+
+
+class Guard:
+    """ASGI middleware; streams pass through as they are."""
+
+    def __init__(self, app: ASGIApp, names: Collection[str] = ()) -> None:
+        """`names`: hosts by which the server may be asked, beside addresses and localhost."""
+        self._app = app
+        self._names = {name.lower().rstrip(".") for name in names}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        refusal = self._refusal(scope["method"], scope["path"], Headers(scope=scope))
+        await (refusal or self._app)(scope, receive, send_guarded)
+
+    def _refusal(self, method: str, path: str, headers: Headers) -> PlainTextResponse | None:
+        host = headers.get("host", "")
+        if not self._is_own(host):
+            return PlainTextResponse(
+                "this server must be asked by an address or localhost, got another name; "
+                "add it to observability.http_names (--name of `swarm dashboard`)\n",
+                status_code=421,
+            )
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
+        is_link = headers.get("sec-fetch-mode") == "navigate" and "/api/" not in path
+        is_reading = method in ("GET", "HEAD")
+        if site not in ("same-origin", "none") and not (is_reading and is_link):
+            return PlainTextResponse("asked for by another site\n", status_code=403)
+        if origin is not None and origin.partition("://")[2] != host:
+            return PlainTextResponse("asked for by another site\n", status_code=403)
+        return None
+
+    def _is_own(self, host: str) -> bool:
+        name = host_name(host)
+        if name == "localhost" or name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+def host_name(host: str) -> str:
+    """Of a Host header, without port and brackets, in lower case."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower().rstrip(".")
 
 
 def http_address(host: str, port: int) -> str:

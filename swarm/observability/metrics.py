@@ -1,9 +1,106 @@
-"""Counters and gauges of one node in Prometheus form. Names are `area/name` with the unit last: `rollout/tokens_per_s`."""
+"""Counters and gauges of one node in Prometheus form. Names are `area/name` with the unit last: `rollout/tokens_per_s`.
 
+`metrics.jsonl`: one JSON object per line, appended while the node runs, readable at any time.
+"""
+
+import contextlib
+import json
+import logging
+import os
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from swarm.machine.safe_files import open_to_append, open_to_read, parse_json, read_file
+
+logger = logging.getLogger(__name__)
+
+
+MAX_BYTES = 1 << 30
+"""Of a file that is read as a whole. A node begins a new one at 64 MiB, unless its settings say more."""
+_BLOCK_BYTES = 1 << 16
+
+
+class MetricsLog:
+    """Appends rows; a line that an earlier process, or a full disk, left torn is cut off.
+
+    At `max_bytes` (0: never) the file becomes the older one, ending in `.1`, and begins anew. Rows that the disk does not take
+    are counted and lost: a node learns on without them.
+    """
+
+    def __init__(self, path: Path, max_bytes: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(path)
+        self._path = path
+        self._max_bytes = max_bytes
+        self._file = open_to_append(path)
+        self._num_bytes = path.stat().st_size
+        """Of whole lines."""
+        self.num_lost = 0
+
+    def write(self, row: dict[str, Any]) -> None:
+        """One line, handed to the operating system at once: it survives the death of this process."""
+        line = (json.dumps(row, allow_nan=True) + "\n").encode()
+        try:
+            if self._max_bytes and self._num_bytes and self._num_bytes + len(line) > self._max_bytes:
+                self._begin_anew()
+            if self._file.write(line) != len(line):
+                raise OSError("the disk took a part of a row")
+            self._num_bytes += len(line)
+        except OSError as error:
+            if not self.num_lost:
+                logger.error("metrics are not written (%s): free disk space; the node goes on without them", error)
+            self.num_lost += 1
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._num_bytes)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _begin_anew(self) -> None:
+        self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+        self._file.close()
+        self._file = open_to_append(self._path)
+        self._num_bytes = 0
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """All complete rows; nothing where the file does not exist yet. A torn last line is left out. Raises OSError."""
+    try:
+        content = read_file(path, MAX_BYTES)
+    except FileNotFoundError:
+        return
+    for line in content.split(b"\n")[:-1]:
+        try:
+            row = parse_json(line)
+        except ValueError:
+            logger.warning("%s holds a damaged line", path)
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Read backwards, as the rows before the last one may be many."""
+    with open_to_append(path):  # refuses a link, and makes a file where there is none
+        pass
+    with open_to_read(path) as file:
+        num_bytes = end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _BLOCK_BYTES)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n") + 1
+            if found:
+                end = start + found
+                break
+            end = start
+    if end < num_bytes:
+        os.truncate(path, end)
+
 
 _MAX_LABEL_SETS = 64
 _OVERFLOW = "other"

@@ -1,4 +1,31 @@
-"""Text of strangers for a terminal or a log: characters that would move a cursor, colour, hide or forge are written out."""
+"""Text of strangers for a terminal or a log: characters that would move a cursor, colour, hide or forge are written out.
+
+Times and sizes as people write them.
+"""
+
+_STEPS = ((86400, "d"), (3600, "h"), (60, "min"))
+
+
+def for_how_long(seconds: float) -> str:
+    """Such as `42 s`, `7 min`, `3 h` or `2 d`: the largest unit of which there are one and a half."""
+    for length, unit in _STEPS:
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def counted(count: int, noun: str) -> str:
+    """Such as `1 peer` or `3 peers`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def size(num_bytes: float) -> str:
+    """Such as `812 KiB` or `1.4 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"
 
 
 def plain(text: str, keep: str = "") -> str:

@@ -1,27 +1,197 @@
-"""How a crew reaches a stage. `InProcessLink` is the one for stages in this process; one over the network does the same."""
+"""How a crew reaches a stage. `InProcessLink` is the one for stages in this process; one over the network does the same.
+
+A stage on another machine: `StageLink` over orders as bytes, whatever carries them.
+
+Nothing that a stage answers is used before it was compared with what the driver expects; the driver also decides how many
+bytes it reads. An answer that no honest stage gives raises StageReplyError.
+"""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from swarm.pipeline.activation_wire import WirePrecision, decode_activation, encode_activation
-from swarm.pipeline.orders import (
+from swarm.errors import PipelineError, RequestError, StageRefusedError, StageReplyError
+from swarm.pipeline import commands as order_bytes
+from swarm.pipeline.commands import (
     BackwardOrder,
     CommitOrder,
     DecodeOrder,
+    Fields,
     ForwardOrder,
     Settled,
     SettleOrder,
     StageFacts,
+    StageState,
 )
-from swarm.pipeline.stage import Stage
+from swarm.pipeline.driver.expected_stage import FRAME_BYTES, ExpectedStage
+from swarm.pipeline.stage.stage import Stage
+from swarm.pipeline.tensor_bundle import (
+    Bundle,
+    WirePrecision,
+    decode_activation,
+    decode_bundle,
+    encode_activation,
+    encode_bundle,
+)
 from swarm.policy.logprobs import TokenLogprobs
 
 T = TypeVar("T")
+Limit = int
+"""Most bytes of a reply."""
+
+
+class Give(Protocol):
+    """Give an order to one peer. Raises NetworkError."""
+
+    async def __call__(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes: ...
+
+
+async def ask(
+    give: Give,
+    peer_id: str,
+    kind: str,
+    bundle: Bundle,
+    *,
+    max_reply_bytes: int = FRAME_BYTES,
+    precision: WirePrecision | None = None,
+) -> Fields:
+    """One order and its reply. Raises NetworkError, StageRefusedError where the peer refuses, StageReplyError for odd bytes."""
+    precisions: dict[str, WirePrecision] = {} if precision is None else {"states": precision}
+    payload = await asyncio.to_thread(encode_bundle, bundle, precisions)
+    reply = await give(peer_id, kind, payload, max_reply_bytes=max_reply_bytes)
+    with replies_of(peer_id):
+        fields = Fields(await asyncio.to_thread(decode_bundle, reply))
+        gone = fields.text("gone") if fields.has("gone") else ""
+        refused = fields.text("refused") if fields.has("refused") else ""
+    if gone:  # its process ended, and another one answers in its name
+        raise RequestError(_printable(gone), "refused")
+    if refused:
+        raise StageRefusedError(_printable(refused))
+    return fields
+
+
+@contextmanager
+def replies_of(peer_id: str) -> Iterator[None]:
+    """Inside, a PipelineError about a reply becomes a StageReplyError that names the peer."""
+    try:
+        yield
+    except PipelineError as error:
+        raise StageReplyError(f"{peer_id} gave an answer that no honest stage gives: {error}") from None
+
+
+class RemoteLink:
+    """See `StageLink`; the stage is the one on `peer_id` that begins with the first layer of `expected`."""
+
+    def __init__(self, give: Give, peer_id: str, expected: ExpectedStage, precision: WirePrecision) -> None:
+        self.peer_id = peer_id
+        self._give = give
+        self._expected = expected
+        self._precision: WirePrecision = precision
+        self._batch = 0
+        self._sizes: dict[int, tuple[int, int]] = {}  # rows and columns of the micro-batches of the batch
+
+    async def describe(self) -> StageFacts:
+        def read(fields: Fields) -> StageFacts:
+            facts = order_bytes.facts_of(fields)
+            self._expected.check_facts(facts)
+            return facts
+
+        return await self._ask("describe", Bundle(), self._expected.facts_bytes, read)
+
+    async def forward(self, order: ForwardOrder) -> Tensor | TokenLogprobs:
+        num_rows, num_columns = order.states.shape[:2]
+        if order.batch not in (0, self._batch):
+            self._batch = order.batch
+            self._sizes.clear()
+        if order.batch:
+            self._sizes[order.micro_batch] = (num_rows, num_columns)
+        limit = FRAME_BYTES + 4 * num_rows * num_columns * max(self._expected.hidden, 2)
+        width = self._expected.hidden
+        return await self._ask_states(
+            "forward", order_bytes.forward_bundle(order), limit,
+            lambda fields: order_bytes.forward_result(fields, order, width),
+        )  # fmt: skip
+
+    async def backward(self, order: BackwardOrder) -> Tensor | None:
+        # of a micro-batch that was never sent forward nothing is expected but a refusal
+        shape = (*self._sizes.get(order.micro_batch, (0, 0)), self._expected.hidden)
+        return await self._ask_states(
+            "backward", order_bytes.backward_bundle(order), FRAME_BYTES + 4 * shape[0] * shape[1] * shape[2],
+            lambda fields: order_bytes.backward_result(fields, shape),
+        )  # fmt: skip
+
+    async def settle(self, order: SettleOrder) -> Settled:
+        shapes = {name: self._expected.shapes[name] for name in order.shared}
+        return await self._ask(
+            "settle", order_bytes.settle_bundle(order), self._expected.tensor_bytes(order.shared),
+            lambda fields: order_bytes.settled_result(fields, shapes),
+        )  # fmt: skip
+
+    async def commit(self, order: CommitOrder) -> int:
+        return await self._ask(
+            "commit", order_bytes.commit_bundle(order), FRAME_BYTES, lambda fields: fields.integer("version")
+        )
+
+    async def drop(self, batch: int) -> None:
+        await self._tell("drop", Bundle({"batch": batch}))
+
+    async def decode(self, order: DecodeOrder) -> Tensor:
+        num_rows, num_new = order.states.shape[:2]
+        hidden, vocab = self._expected.hidden, self._expected.vocab
+        shape = (num_rows, vocab) if order.is_last else (num_rows, num_new, hidden)
+        return await self._ask_states(
+            "decode", order_bytes.decode_order_bundle(order), FRAME_BYTES + 4 * num_rows * max(num_new * hidden, vocab),
+            lambda fields: order_bytes.shaped(fields.tensor("states"), shape),
+        )  # fmt: skip
+
+    async def select(self, session: int, rows: Sequence[int]) -> None:
+        await self._tell("select", Bundle({"session": session, "rows": list(rows)}))
+
+    async def end(self, session: int) -> None:
+        await self._tell("end", Bundle({"session": session}))
+
+    async def state(self) -> StageState:
+        def read(fields: Fields) -> StageState:
+            tensors, rest = order_bytes.state_of(fields)
+            self._expected.check_state(tensors, rest["lr_factor"])
+            return tensors, rest
+
+        return await self._ask("state", Bundle(), self._expected.state_bytes, read)
+
+    async def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: Mapping[str, int | float]) -> None:
+        await self._tell("restore", order_bytes.state_bundle((tensors, rest)))
+
+    async def recover(self, weights: Mapping[str, Tensor], version: int, moments: Mapping[str, Tensor]) -> None:
+        await self._tell("recover", order_bytes.recover_bundle(weights, version, moments))
+
+    async def _tell(self, kind: str, bundle: Bundle) -> None:
+        await self._ask(kind, bundle, FRAME_BYTES, lambda fields: None)
+
+    async def _ask(self, kind: str, bundle: Bundle, limit: Limit, read: Callable[[Fields], T]) -> T:
+        addressed = Bundle({**bundle.fields, "slot": self._expected.part.start}, bundle.tensors)
+        fields = await ask(self._give, self.peer_id, kind, addressed, max_reply_bytes=limit)
+        with replies_of(self.peer_id):
+            return read(fields)
+
+    async def _ask_states(self, kind: str, bundle: Bundle, limit: Limit, read: Callable[[Fields], T]) -> T:
+        """As `_ask`, hidden states in the wire's precision; ids and log-prob gradients exactly."""
+        states = bundle.tensors["states"]
+        precision = self._precision if states.is_floating_point() and states.dim() == 3 else None
+        place = {"slot": self._expected.part.start, "precision": self._precision}
+        addressed = Bundle({**bundle.fields, **place}, bundle.tensors)
+        fields = await ask(self._give, self.peer_id, kind, addressed, max_reply_bytes=limit, precision=precision)
+        with replies_of(self.peer_id):
+            return read(fields)
+
+
+def _printable(text: str) -> str:
+    """One line, whatever a peer put there."""
+    return "".join(c if c.isprintable() else "?" for c in text)[:500]
 
 
 class StageLink(Protocol):

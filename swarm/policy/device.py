@@ -1,8 +1,20 @@
-"""Which device and which number format the policy runs in."""
+"""Which device and which number format the policy runs in.
+
+What is left of the memory of a device.
+"""
 
 import torch
 
 from swarm.errors import PolicyError
+from swarm.machine.memory import machine_memory
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that can be allocated on `device` now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return machine_memory().available
+
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

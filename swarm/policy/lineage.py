@@ -22,8 +22,8 @@ from typing import Any
 
 from swarm.config import LoraSection
 from swarm.errors import PolicyError
+from swarm.machine.safe_files import read_json, replace_file
 from swarm.policy.base_folder import read_base_json, weight_files
-from swarm.safe_files import read_json, replace_file
 from swarm.types import Lineage
 
 _READ_BYTES = 1 << 22

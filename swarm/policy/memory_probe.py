@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swarm.config import RolloutsSection, TrainingSection
 from swarm.errors import MemoryBudgetError
-from swarm.policy.free_memory import available_bytes as free_bytes
+from swarm.policy.device import available_bytes as free_bytes
 from swarm.policy.logprobs import TokenSequence, token_logprobs
 from swarm.policy.policy import Policy
 

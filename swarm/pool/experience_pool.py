@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm.config import SharingSection
+from swarm.limits.weighted_sample import weighted_order
+from swarm.machine.safe_files import open_to_read
 from swarm.pool.success_levels import ANY_REWARD, SuccessLevel, has_success
 from swarm.records.codec import decode_body, encode_body
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.safe_files import open_to_read
 from swarm.types import Lineage, RolloutGroup
-from swarm.weighted_sample import weighted_order
 
 logger = logging.getLogger(__name__)
 

@@ -11,20 +11,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swarm.records.codec import decode_record, encode_record
-from swarm.records.fields import (
+from swarm.records.identity import Identity
+from swarm.records.presence import MAX_SHARD_LEVEL
+from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.records.signing import (
     PROTOCOL_VERSION,
+    Purpose,
     check_bytes,
     check_float,
     check_int,
     check_text,
     check_versioned,
     pack,
+    sign_record,
+    signature_is_valid,
     unpack,
 )
-from swarm.records.identity import Identity
-from swarm.records.presence import MAX_SHARD_LEVEL
-from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.records.signing import Purpose, sign_record, signature_is_valid
 from swarm.types import MAX_ADAPTER_BYTES, MAX_PRECISION_CHARS
 
 AdapterList = Literal["merge", "donors", "final"]

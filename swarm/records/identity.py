@@ -3,10 +3,13 @@
     identity.key (32-byte seed) → key pair → peer id (12D3KooW…) → signatures that anyone checks with the peer id alone
 
 The same key signs records and authenticates every libp2p connection, so an author on the wire is an author in a record.
+
+Names that people can tell apart, for peer ids that they cannot.
 """
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import stat
@@ -22,10 +25,34 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from swarm.errors import IdentityError
-from swarm.records.peer_name import peer_name
-from swarm.safe_files import open_to_read, remove_leftovers, replace_file
+from swarm.machine.safe_files import open_to_read, remove_leftovers, replace_file
 
 logger = logging.getLogger(__name__)
+
+
+_ADJECTIVES = (
+    "amber", "bold", "brave", "breezy", "bright", "brisk", "calm", "candid", "cheerful", "clever", "cosmic", "cosy",
+    "curious", "daring", "dapper", "eager", "early", "earnest", "fabled", "fair", "fearless", "festive", "fleet",
+    "fond", "frank", "gentle", "gifted", "glad", "golden", "graceful", "happy", "hardy", "honest", "humble", "jolly",
+    "keen", "kind", "lively", "loyal", "lucid", "lucky", "mellow", "merry", "mighty", "modest", "neat", "nimble",
+    "noble", "patient", "placid", "plucky", "polite", "proud", "quick", "quiet", "ready", "serene", "silver",
+    "sincere", "spry", "steady", "sunny", "swift", "wise",
+)  # fmt: skip
+_ANIMALS = (
+    "alpaca", "badger", "beaver", "bee", "bison", "bobcat", "camel", "caribou", "cheetah", "condor", "coyote", "crane",
+    "cricket", "dolphin", "dove", "eagle", "egret", "elk", "falcon", "ferret", "finch", "firefly", "fox", "gazelle",
+    "gecko", "gibbon", "hare", "hawk", "heron", "hummingbird", "ibex", "ibis", "jackdaw", "jaguar", "kestrel", "kiwi",
+    "koala", "lark", "lemur", "lynx", "magpie", "manatee", "marmot", "marten", "meerkat", "mole", "moose", "newt",
+    "octopus", "osprey", "otter", "owl", "panda", "pelican", "penguin", "puffin", "quail", "raven", "robin", "salmon",
+    "seal", "sparrow", "turtle", "walrus",
+)  # fmt: skip
+
+
+def peer_name(peer_id: str) -> str:
+    """Such as `brave-otter-3f`: one of 2**20 names, the same for a peer id everywhere. For the eye, never for trust."""
+    digest = hashlib.sha256(b"peer-name:" + peer_id.encode()).digest()
+    return f"{_ADJECTIVES[digest[0] % len(_ADJECTIVES)]}-{_ANIMALS[digest[1] % len(_ANIMALS)]}-{digest[2]:02x}"
+
 
 SEED_BYTES = 32
 SIGNATURE_BYTES = 64

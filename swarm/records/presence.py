@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarm.records.codec import decode_record, encode_record
-from swarm.records.fields import (
+from swarm.records.identity import Identity
+from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.records.signing import (
     PROTOCOL_VERSION,
+    Purpose,
     check_bool,
     check_bytes,
     check_float,
@@ -17,11 +20,10 @@ from swarm.records.fields import (
     check_text,
     check_versioned,
     pack,
+    sign_record,
+    signature_is_valid,
     unpack,
 )
-from swarm.records.identity import Identity
-from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.records.signing import Purpose, sign_record, signature_is_valid
 
 MAX_ADDRESSES = 4
 MAX_ADDRESS_CHARS = 96

@@ -15,21 +15,18 @@ from typing import Any
 import tomli_w
 
 from swarm import __version__
+from swarm.config.node_folder import MAX_CONFIG_BYTES, NodeFolder
 from swarm.config.shareable import shareable
-from swarm.dashboard.merge_log import MergeLog
-from swarm.dashboard.rejection_words import WORDS
-from swarm.dashboard.series import METRICS, Series
-from swarm.dashboard.shown import shown, shown_text
+from swarm.dashboard.series import METRICS, MergeLog, Series
+from swarm.dashboard.shown import WORDS, shown, shown_text
 from swarm.errors import ConfigError, NodeNotRunningError
-from swarm.experiments.report import Table
-from swarm.node_folder import MAX_CONFIG_BYTES, NodeFolder
-from swarm.records.peer_name import peer_name
-from swarm.report.style import STYLE
-from swarm.report.svg_curves import Curve, smooth, svg_curves
-from swarm.safe_files import SHARED, read_file, read_json, replace_file
-from swarm.testbed.live_table import NodeView
-from swarm.testbed.node_history import MAX_BYTES, NodeHistory
-from swarm.testbed.summary import NodeSummary, summarize
+from swarm.machine.safe_files import SHARED, read_file, read_json, replace_file
+from swarm.records.identity import peer_name
+from swarm.report.live_table import NodeView
+from swarm.report.node_history import MAX_BYTES, NodeHistory
+from swarm.report.summary import NodeSummary, summarize
+from swarm.report.svg_curves import STYLE, Curve, smooth, svg_curves
+from swarm.report.tables import Table
 
 _MAX_NODES = 64
 _MAX_METRICS_BYTES = 512 << 20

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from swarm.safe_files import parse_json_text
+from swarm.machine.safe_files import parse_json_text
 
 _START_BUDGET_S = 60.0
 _MAX_REPLY_BYTES = 1 << 20

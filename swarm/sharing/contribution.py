@@ -5,14 +5,60 @@ Acquaintances ─ what was admitted, recomputed here ───┼─▶ Contribu
 Reputation ─── weight, bans ──────────────────────────┘
 
 Nobody tells what became of a body that was handed out, so it counts as taken, never as admitted.
+
+Sharing that a person has paused: steps of an exchange that are under way are broken off, and none begins.
 """
 
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from swarm.records.peer_name import peer_name
-from swarm.sharing.acquaintances import MAX_PEERS, Acquaintance, Acquaintances
+from swarm.records.identity import peer_name
 from swarm.sharing.body_store import BodyStore
+from swarm.sharing.peer_tracker import MAX_PEERS, Acquaintance, Acquaintances
 from swarm.sharing.reputation import Reputation
+
+
+class SharingPause:
+    """Of one exchange; on its loop."""
+
+    def __init__(self) -> None:
+        self._is_on = asyncio.Event()
+        self._is_paused = asyncio.Event()
+        self._is_on.set()
+
+    @property
+    def is_paused(self) -> bool:
+        return self._is_paused.is_set()
+
+    def pause(self) -> None:
+        self._is_on.clear()
+        self._is_paused.set()
+
+    def resume(self) -> None:
+        self._is_paused.clear()
+        self._is_on.set()
+
+    def held(self, step: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+        """`step`, which waits while sharing is paused, and is cancelled when that begins."""
+
+        @functools.wraps(step)
+        async def run() -> None:
+            await self._is_on.wait()
+            working = asyncio.ensure_future(step())
+            pausing = asyncio.ensure_future(self._is_paused.wait())
+            try:
+                await asyncio.wait({working, pausing}, return_when=asyncio.FIRST_COMPLETED)
+                if working.done():
+                    working.result()
+            finally:
+                for task in (working, pausing):
+                    task.cancel()
+                await asyncio.gather(working, pausing, return_exceptions=True)
+
+        return run
+
 
 _LEAST_RANKED_GROUPS = 4
 """Of which a mean reward says anything."""

@@ -20,8 +20,7 @@ from swarm.network.transport import Contact, Transport
 from swarm.records.identity import Identity
 from swarm.records.presence import MAX_ADDRESSES, Presence, sign_presence, verify_presence
 from swarm.records.rejection import InvalidRecord
-from swarm.sharing.index import presence_key
-from swarm.sharing.shard import EPOCH_S, Shard, next_level, shard_of, thinning_depth
+from swarm.sharing.index import EPOCH_S, Shard, next_level, presence_key, shard_of, thinning_depth
 
 logger = logging.getLogger(__name__)
 

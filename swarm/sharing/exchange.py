@@ -10,20 +10,19 @@ import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from swarm.admission.admission import Admission
 from swarm.config import NetworkSection, SharingSection
 from swarm.network.transport import Transport
 from swarm.observability.repeat import repeat
 from swarm.pool.experience_pool import ExperiencePool
-from swarm.records.admission import Admission
 from swarm.records.identity import Identity
 from swarm.sharing.body_store import BodyStore
-from swarm.sharing.contribution import Contribution, PeerStanding, contribution, peer_standings
+from swarm.sharing.contribution import Contribution, PeerStanding, SharingPause, contribution, peer_standings
 from swarm.sharing.directory import Directory
-from swarm.sharing.known_authors import KnownAuthors
-from swarm.sharing.pause import SharingPause
+from swarm.sharing.index import Shard
+from swarm.sharing.peer_tracker import KnownAuthors
 from swarm.sharing.publisher import HEAD_START_S, Publisher
 from swarm.sharing.reader import Reader
-from swarm.sharing.shard import Shard
 from swarm.types import RolloutGroup
 
 _OUTBOX_ROUNDS = 8

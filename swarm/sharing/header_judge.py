@@ -6,12 +6,12 @@ Nodes and carriers use the same: what a carrier passes on, no node holds against
 from collections import Counter
 from collections.abc import Callable
 
+from swarm.admission.admission import MAX_CLOCK_SKEW_S, HeaderAdmission
+from swarm.limits.bounded_maps import ExpiringKeys
 from swarm.network.transport import Verdict
 from swarm.records.codec import body_hash
-from swarm.records.expiring_keys import ExpiringKeys
-from swarm.records.header_admission import MAX_CLOCK_SKEW_S, HeaderAdmission
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.sharing.shard import Shard, shard_of
+from swarm.sharing.index import Shard, shard_of
 from swarm.types import Header
 
 _MAX_REMEMBERED_RECORDS = 16_384

@@ -6,6 +6,14 @@
 Nothing of this waits for anything else: a holder that stays silent costs a place for a while, and nobody else's body; a
 header is pulled when it comes in.
 A node pulls what it is going to train on, not all that is offered: cost per node stays flat as the swarm grows.
+
+The bytes of one body: from its author, else from a few others who may have read it.
+
+When the index is read: as seldom as gossip allows.
+
+gossip is silent, or there is none:  every poll; up to every MAX_LONELY_PAUSE_S where the index says nothing new either
+gossip is alive:                     once per window; twice, four, at last eight times as long where that finds nothing
+a sweep finds what gossip did not bring, or gossip falls silent:  back to the start
 """
 
 import asyncio
@@ -16,23 +24,142 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
+from swarm.admission.admission import Admission
 from swarm.config import NetworkSection, SharingSection
+from swarm.errors import RequestError
+from swarm.network.requests.blob_protocol import sha256
+from swarm.network.requests.server import transfer_timeout_s
 from swarm.network.transport import Transport, Verdict
+from swarm.observability.tracing import traced
 from swarm.pool.experience_pool import ExperiencePool
-from swarm.records.admission import Admission
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.sharing.absences import UNREACHED_PAUSE_S
-from swarm.sharing.body_fetcher import BodyFetcher, TryLater
-from swarm.sharing.body_store import BodyStore
-from swarm.sharing.choice import READ_AHEAD_BATCHES
+from swarm.sharing.body_store import BODY_PROTOCOL, BodyStore
 from swarm.sharing.inbox import Inbox
-from swarm.sharing.index import WINDOW_S, experience_key, experience_topic
-from swarm.sharing.known_authors import KnownAuthors
-from swarm.sharing.shard import Shard
-from swarm.sharing.sweep_pace import SweepPace
+from swarm.sharing.index import WINDOW_S, Shard, experience_key, experience_topic
+from swarm.sharing.peer_backoff import BUSY_PAUSE_S, UNREACHED_PAUSE_S
+from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.sharing.usefulness import READ_AHEAD_BATCHES
 from swarm.types import Header, RolloutGroup
 
 logger = logging.getLogger(__name__)
+
+
+_MAX_OTHER_HOLDERS = 2
+
+
+class TryLater(InvalidRecord):
+    """The author has no place now, or there is no way to it yet."""
+
+    def __init__(self, pause_s: float, detail: str) -> None:
+        super().__init__(Rejection.UNAVAILABLE, detail)
+        self.pause_s = pause_s
+
+
+_PAUSES_S = {"busy": BUSY_PAUSE_S, "unreachable": UNREACHED_PAUSE_S}
+"""Before another try, by the reason of the failure. For any other reason there is none."""
+
+
+class BodyFetcher:
+    """Of one node. Runs on its loop."""
+
+    def __init__(
+        self, network: NetworkSection, transport: Transport, rng: random.Random, answered: Callable[[str], None]
+    ) -> None:
+        """`answered`: told of every author that handed out a body of its own."""
+        self._network = network
+        self._transport = transport
+        self._rng = rng
+        self._answered = answered
+
+    @traced("pull", lambda body, _, header: {"author": header.author, "bytes": len(body)})
+    async def fetch(self, header: Header) -> bytes:
+        """The body from its author, else from a few other peers, who may have read it."""
+        try:
+            body = await self._ask(header.author, header)
+            self._answered(header.author)
+            return body
+        except InvalidRecord:
+            for holder in await self._other_holders(header.author):
+                with contextlib.suppress(InvalidRecord):
+                    return await self._ask(holder, header)
+            raise
+
+    async def _ask(self, holder: str, header: Header) -> bytes:
+        """Raises InvalidRecord with UNAVAILABLE, TryLater where it may be had then, or WRONG_HASH."""
+        try:
+            # In one piece, as a body may not be longer than that: `transfer` has nothing to add.
+            body = await self._transport.request(
+                holder,
+                BODY_PROTOCOL,
+                header.body_hash,
+                max_response_bytes=header.body_bytes,
+                deadline_s=transfer_timeout_s(self._network.request_timeout_s, header.body_bytes),
+            )
+        except RequestError as error:
+            if error.reason in _PAUSES_S:
+                raise TryLater(_PAUSES_S[error.reason], f"at {holder}: {error}") from None
+            raise InvalidRecord(Rejection.UNAVAILABLE, f"at {holder}: {error}") from None
+        if await sha256(body) != header.body_hash:
+            raise InvalidRecord(Rejection.WRONG_HASH, f"at {holder}")
+        return body
+
+    async def _other_holders(self, author: str) -> list[str]:
+        own = self._transport.peer_id
+        others = [peer_id for peer_id in await self._transport.connected_peers() if peer_id not in (author, own)]
+        return self._rng.sample(others, min(len(others), _MAX_OTHER_HOLDERS))
+
+
+GOSSIP_IS_ALIVE_FOR_S = 30.0
+"""After a gossiped header."""
+MAX_LONELY_PAUSE_S = 5.0
+"""An idle swarm costs next to nothing."""
+MAX_DOUBLINGS = 3
+_FRUITLESS_BEFORE_LONGER = 2
+
+
+class SweepPace:
+    """Of one reader."""
+
+    def __init__(self, poll_interval_s: float, clock: Callable[[], float]) -> None:
+        self._poll_interval_s = poll_interval_s
+        self._clock = clock
+        self._lonely_pause_s = poll_interval_s
+        self._num_fruitless = 0  # sweeps in a row, while gossip was alive
+        self._gossip_at = -math.inf
+        self.swept_at = -math.inf
+
+    @property
+    def gossip_is_alive(self) -> bool:
+        return self._clock() - self._gossip_at < GOSSIP_IS_ALIVE_FOR_S
+
+    @property
+    def interval_s(self) -> float:
+        if not self.gossip_is_alive:
+            return self._lonely_pause_s
+        return WINDOW_S * 2.0 ** min(max(0, self._num_fruitless + 1 - _FRUITLESS_BEFORE_LONGER), MAX_DOUBLINGS)
+
+    @property
+    def is_due(self) -> bool:
+        return self._clock() - self.swept_at >= self.interval_s
+
+    def heard(self) -> None:
+        """A header came by gossip."""
+        if not self.gossip_is_alive:
+            self._num_fruitless = 0
+        self._gossip_at = self._clock()
+
+    def swept(self, at: float, num_new: int) -> None:
+        """A sweep that began `at` brought `num_new` headers that gossip had not."""
+        self.swept_at = at
+        self._num_fruitless = 0 if num_new or not self.gossip_is_alive else self._num_fruitless + 1
+        longer_s = min(2 * self._lonely_pause_s, max(MAX_LONELY_PAUSE_S, self._poll_interval_s))
+        self._lonely_pause_s = self._poll_interval_s if num_new else longer_s
+
+    def start_anew(self) -> None:
+        """The node listens elsewhere now."""
+        self.swept_at = -math.inf
+        self._num_fruitless = 0
+
 
 _MAX_PULLS_AT_ONCE = 4
 _MAX_WINDOWS_BACK = 8

@@ -22,13 +22,12 @@ from collections.abc import Sequence
 from swarm.errors import RequestError, SiloError
 from swarm.network.transport import RequestRefused, Transport
 from swarm.observability.repeat import repeat
-from swarm.records.fields import check_array, check_bytes, check_int, check_list, pack
 from swarm.records.identity import Identity
+from swarm.records.signing import check_array, check_bytes, check_int, check_list, pack
 from swarm.silo.grant import MAX_GRANT_BYTES
 from swarm.silo.membership import MAX_GRANTS, Membership
-from swarm.silo.roll import MAX_MEMBERS, MAX_ROLL_BYTES
+from swarm.silo.roll import FORMAT, MAX_MEMBERS, MAX_ROLL_BYTES, one_error, unpacked
 from swarm.silo.sealing import BOX_OVERHEAD_BYTES, box, box_key, open_box
-from swarm.silo.signed import FORMAT, one_error, unpacked
 from swarm.silo.silo_files import SiloFiles
 
 logger = logging.getLogger(__name__)

@@ -17,14 +17,23 @@ from dataclasses import dataclass, field
 import zstandard
 
 from swarm.errors import ManifestError, SiloError
-from swarm.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
-from swarm.manifest import Manifest, parse
-from swarm.records.fields import check_array, check_bytes, check_float, check_int, check_text, pack
+from swarm.manifest.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
+from swarm.manifest.manifest import Manifest, parse
 from swarm.records.identity import Identity, is_peer_id
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.silo.roll import WRAPPED_BYTES
+from swarm.records.signing import check_array, check_bytes, check_float, check_int, check_text, pack
+from swarm.silo.roll import (
+    FORMAT,
+    MAX_TIME_S,
+    WRAPPED_BYTES,
+    check_signed,
+    fields_of,
+    one_error,
+    open_envelope,
+    sign,
+    unpacked,
+)
 from swarm.silo.sealing import KEY_BYTES, MAX_EPOCH, box_key
-from swarm.silo.signed import FORMAT, MAX_TIME_S, check_signed, fields_of, one_error, open_envelope, sign, unpacked
 
 MAX_GRANT_BYTES = 512
 MAX_TOKEN_BYTES = 96 << 10

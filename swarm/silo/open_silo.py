@@ -5,19 +5,17 @@ import time
 from collections.abc import Callable
 
 from swarm.config import Config
+from swarm.config.node_folder import NodeFolder
 from swarm.errors import SiloError
 from swarm.network.index_entry import IndexValidator
 from swarm.network.make_transport import make_transport
 from swarm.network.transport import Admits, Transport
-from swarm.node_folder import NodeFolder
 from swarm.records.identity import Identity
 from swarm.silo.bulletin import Bulletin
 from swarm.silo.grant import decode_token
 from swarm.silo.membership import Membership
-from swarm.silo.sealed_index import SealedIndex
-from swarm.silo.seen_rolls import SeenRolls
-from swarm.silo.silo_files import SiloFiles
-from swarm.silo.silo_transport import SiloTransport, admits
+from swarm.silo.silo_files import SeenRolls, SiloFiles
+from swarm.silo.silo_transport import SealedIndex, SiloTransport, admits
 
 MakeInner = Callable[[IndexValidator, Admits], Transport | None]
 """(validator of sealed entries, whom to answer) -> the transport beneath, not started; None with the network off."""

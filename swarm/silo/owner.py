@@ -10,9 +10,8 @@ from dataclasses import replace
 from swarm.errors import SiloError
 from swarm.records.identity import Identity
 from swarm.silo.grant import MembershipRequest, encode_grant, encode_token
-from swarm.silo.roll import MAX_MEMBERS, Member, Roll, encode_roll, wrap_context
+from swarm.silo.roll import MAX_MEMBERS, MAX_TIME_S, Member, Roll, encode_roll, wrap_context
 from swarm.silo.sealing import KEY_BYTES, EpochKey, box_key, open_epoch_key
-from swarm.silo.signed import MAX_TIME_S
 
 
 class Owner:

@@ -2,19 +2,81 @@
 
     payload = msgpack [1, swarm id (16), version, epoch, issued at, key for the owner (80), [member, …]]
     member  = [peer id, X25519 key (32), until, key for the member (80)]
-    roll    = msgpack [payload, signature]       the owner's, over "swarm/silo-roll/1\\0" + payload
+    roll    = msgpack [payload, signature]       the owner's, over "swarm/silo-roll/1\0" + payload
 
 Versions only grow: who knows one takes no older. A new epoch means a new key, and nobody leaves the roll without one; so
 within an epoch members are only added, and are members no longer than `until`.
+
+msgpack of a silo's owner or of somebody who wants to be a member: [payload, signature], bounded and checked.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
 
-from swarm.records.fields import check_array, check_bytes, check_float, check_int, check_list, check_text
-from swarm.records.identity import Identity, is_peer_id
+import msgpack
+
+from swarm.errors import SiloError
+from swarm.records.identity import SIGNATURE_BYTES, Identity, is_peer_id, verify
 from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.records.signing import check_array, check_bytes, check_float, check_int, check_list, check_text, pack
 from swarm.silo.sealing import BOX_OVERHEAD_BYTES, KEY_BYTES, MAX_EPOCH
-from swarm.silo.signed import MAX_TIME_S, check_signed, fields_of, one_error, open_envelope, sign
+
+FORMAT = 1
+MAX_TIME_S = 1e11
+"""Latest time that anything of a silo names, in seconds since the epoch."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def sign(identity: Identity, domain: bytes, fields: list[Any]) -> bytes:
+    payload = pack([FORMAT, *fields])
+    return pack([payload, identity.sign(domain + payload)])
+
+
+def open_envelope(data: bytes, max_bytes: int) -> tuple[bytes, bytes]:
+    """(payload, signature) of what `sign` made. Raises SiloError or InvalidRecord; says nothing about the signature."""
+    if len(data) > max_bytes:
+        raise SiloError(f"it must have <= {max_bytes} bytes, got {len(data)}", "malformed")
+    payload, signature = check_array(unpacked(data, 2), 2)
+    return check_bytes(payload), check_bytes(signature, SIGNATURE_BYTES)
+
+
+def fields_of(payload: bytes, count: int, max_items: int) -> list[Any]:
+    """The fields after the format number. Arrays in it have at most `max_items`."""
+    fields = check_list(unpacked(payload, max_items), 1, max_items)
+    check_int(fields[0], FORMAT, FORMAT)
+    return check_array(fields, count + 1)[1:]
+
+
+def unpacked(data: bytes, max_items: int) -> Any:
+    try:
+        return msgpack.unpackb(data, raw=False, max_array_len=max(max_items, 16), max_map_len=0, max_ext_len=0)
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise SiloError(f"it must be msgpack, got {type(error).__name__}", "malformed") from None
+
+
+def check_signed(peer_id: str, domain: bytes, payload: bytes, signature: bytes) -> None:
+    if not verify(peer_id, domain + payload, signature):
+        raise SiloError(f"it must carry the signature of {ascii(peer_id)[:80]}, got another", "forged")
+
+
+def one_error(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decoder that raises SiloError for `what` and nothing else, whatever it was given."""
+
+    def decorate(decode: Callable[P, T]) -> Callable[P, T]:
+        def decoded(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return decode(*args, **kwargs)
+            except InvalidRecord as error:
+                raise SiloError(f"{what} must be valid, got {error}; ask for another copy", "malformed") from None
+            except SiloError as error:
+                raise SiloError(f"{what}: {error}", error.fault) from None
+
+        return decoded
+
+    return decorate
+
 
 MAX_MEMBERS = 1024
 MAX_ROLL_BYTES = 256 << 10

@@ -5,9 +5,27 @@ Without a path the functions are made up (`list_functions`). A file has one line
     {"prompt": "...", "entry": "add", "tests": [{"args": [1, 2], "expected": 3}, ...], "answer": "def add(a, b): ..."}
 
 `answer` is optional. As with JSONL tasks every tenth line is held out, and the file's content is the config digest.
+
+Short Python functions over a list of integers, made up from a seed: a chain of steps, and what to return in the end.
+
+Every step is known twice, as a function for the expected results and as source text for a right answer.
+
+Runs an answer's code in the sandbox and compares what it returns, here, with what it should.
+
+Processor time differs from machine to machine, so that no node may blame another for what the clock decided:
+
+    up to a quarter of the limit, and ended by itself   its results decide
+    beyond a quarter, ended by itself, or waiting       TaskFailure: the group is dropped, nobody is blamed
+    stopped at the limit                                wrong
 """
 
 import hashlib
+import json
+import random
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -15,14 +33,190 @@ from pydantic import Field, ValidationError
 
 from swarm.config import Section, TaskSourceSection
 from swarm.errors import TaskError
-from swarm.safe_files import parse_json_text
+from swarm.machine.safe_files import parse_json_text
 from swarm.sandbox.runner import RunLimits, Sandbox, SandboxError
-from swarm.tasks.code_problems import CodeProblem, list_function
-from swarm.tasks.code_verifier import CodeVerifier
 from swarm.tasks.jsonl_source import held_out_and_training, numbered_lines, shuffled_position
-from swarm.tasks.signals import explain
-from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, MAX_TEXT_CHARS
+from swarm.tasks.signalled_source import explain
+from swarm.tasks.task_source import CORRECT, EVALUATION_SEED, INDEX_SPAN, MAX_TEXT_CHARS, TaskFailure
 from swarm.types import Task, TaskRef
+
+ENTRY = "solve"
+_MAX_ITEMS = 8
+_ITEMS = range(-20, 21)
+_FACTORS = range(2, 6)
+_MIN_DIFFERENT = 3
+"""Expected results that differ, so that no constant passes many tests."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeProblem:
+    """A function to write. `tests` stay with the node: the sandbox sees the arguments alone."""
+
+    prompt: str
+    entry: str
+    tests: tuple[tuple[list[Any], Any], ...]
+    """(arguments, expected result)"""
+    answer: str
+    """Source text of a right answer; empty where none is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """`k` stands for a small number, drawn anew for every problem."""
+
+    words: str
+    source: str
+    apply: Callable[[list[int], int], Any]
+
+
+_STEPS = (
+    _Step("keep the even numbers only", "xs = [x for x in xs if x % 2 == 0]", lambda xs, k: [x for x in xs if x % 2 == 0]),
+    _Step("keep the odd numbers only", "xs = [x for x in xs if x % 2 == 1]", lambda xs, k: [x for x in xs if x % 2 == 1]),
+    _Step("keep the numbers greater than {k}", "xs = [x for x in xs if x > {k}]", lambda xs, k: [x for x in xs if x > k]),
+    _Step("multiply each number by {k}", "xs = [x * {k} for x in xs]", lambda xs, k: [x * k for x in xs]),
+    _Step("add {k} to each number", "xs = [x + {k} for x in xs]", lambda xs, k: [x + k for x in xs]),
+    _Step("take the absolute value of each number", "xs = [abs(x) for x in xs]", lambda xs, k: [abs(x) for x in xs]),
+    _Step("reverse the order", "xs = xs[::-1]", lambda xs, k: xs[::-1]),
+    _Step("sort in ascending order", "xs = sorted(xs)", lambda xs, k: sorted(xs)),
+    _Step("drop the first {k} numbers", "xs = xs[{k}:]", lambda xs, k: xs[k:]),
+    _Step("drop repeated numbers but the first of each", "xs = list(dict.fromkeys(xs))", lambda xs, k: list(dict.fromkeys(xs))),
+)  # fmt: skip
+_ENDS = (
+    _Step("return the list", "return xs", lambda xs, k: xs),
+    _Step("return the sum", "return sum(xs)", lambda xs, k: sum(xs)),
+    _Step("return how many numbers are left", "return len(xs)", lambda xs, k: len(xs)),
+    _Step("return the largest number, or 0 if none is left", "return max(xs, default=0)", lambda xs, k: max(xs, default=0)),
+)  # fmt: skip
+
+
+def list_function(seed: int, *, num_steps: int, num_tests: int) -> CodeProblem:
+    """The problem of that number; the same on every node."""
+    rng = random.Random(seed)
+    while True:
+        chain = [(step, rng.choice(_FACTORS)) for step in [*rng.sample(_STEPS, num_steps), rng.choice(_ENDS)]]
+        inputs: list[list[int]] = [[]] + [_numbers(rng) for _ in range(num_tests - 1)]
+        tests = tuple(([xs], _apply(chain, xs)) for xs in inputs)
+        if len({repr(expected) for _, expected in tests}) >= min(
+            num_tests, _MIN_DIFFERENT
+        ):  # odd, then even: always []
+            break
+    words = "; ".join(step.words.format(k=k) for step, k in chain)
+    body = "".join(f"    {step.source.format(k=k)}\n" for step, k in chain)
+    example = tests[-1]
+    prompt = (
+        f"Write a Python function {ENTRY}(xs) that takes a list of integers. In this order: {words}. "
+        f"For example, {ENTRY}({example[0][0]}) is {example[1]}. Answer with the code alone."
+    )
+    return CodeProblem(prompt, ENTRY, tests, f"def {ENTRY}(xs):\n{body}")
+
+
+def _numbers(rng: random.Random) -> list[int]:
+    return [rng.choice(_ITEMS) for _ in range(rng.randint(1, _MAX_ITEMS))]
+
+
+def _apply(chain: list[tuple[_Step, int]], xs: list[int]) -> Any:
+    value: Any = xs
+    for step, k in chain:
+        value = step.apply(value, k)
+    return value
+
+
+MAX_CODE_CHARS = 16_384
+"""Longer code is wrong."""
+SURE_FRACTION = 0.25
+_MAX_KNOWN = 4096
+_RELATIVE_TOLERANCE = 1e-6
+_FENCE = "```"
+
+
+class CodeVerifier:
+    """Verifier of one source, used by several threads; remembers verdicts, since answers of others are looked at twice."""
+
+    def __init__(self, source: str, sandbox: Sandbox, limits: RunLimits) -> None:
+        self._source = source
+        self._sandbox = sandbox
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, float] = OrderedDict()
+
+    def verify(self, problem: CodeProblem, text: str) -> dict[str, float]:
+        """`tests`: share of the tests passed; `correct`: 1 if all are. Raises TaskFailure where that is not sure."""
+        code = code_of(text)
+        if len(code) > MAX_CODE_CHARS or problem.entry not in code:
+            return _signals(0.0)
+        key = hashlib.sha256(json.dumps([problem.entry, problem.tests, code]).encode()).digest()
+        with self._lock:
+            share = self._known.get(key)
+        if share is None:
+            share = self._share_passed(problem, code)
+            with self._lock:
+                self._known[key] = share
+                if len(self._known) > _MAX_KNOWN:
+                    self._known.popitem(last=False)
+        return _signals(share)
+
+    def _share_passed(self, problem: CodeProblem, code: str) -> float:
+        try:
+            result = self._sandbox.run(code, problem.entry, [arguments for arguments, _ in problem.tests])
+        except SandboxError as error:
+            raise TaskFailure(self._source, f"sandbox: {error}") from None
+        if result.end == "wall":
+            raise TaskFailure(self._source, f"the program had not ended after {self._limits.wall_s:g} s")
+        sure_s = SURE_FRACTION * self._limits.cpu_s
+        if result.end == "exit" and result.cpu_s > sure_s:
+            raise TaskFailure(self._source, f"the program took {result.cpu_s:.2f} s; only up to {sure_s:g} s is sure")
+        if result.end != "exit" or len(result.lines) != len(problem.tests):
+            return 0.0
+        passed = [
+            _is_equal(expected, _parsed(line))
+            for (_, expected), line in zip(problem.tests, result.lines, strict=True)
+        ]  # fmt: skip
+        return sum(passed) / len(passed)
+
+
+def code_of(text: str) -> str:
+    """The last block between fences, else the whole text."""
+    parts = text.split(_FENCE)
+    if len(parts) < 3:
+        return text
+    block = parts[len(parts) - 2 - (len(parts) + 1) % 2]  # of an odd number of fences the last one is left open
+    first, newline, rest = block.partition("\n")
+    return rest if newline and first.strip().isalnum() else block
+
+
+def _signals(share: float) -> dict[str, float]:
+    return {CORRECT: float(share == 1), "tests": share}
+
+
+_NOTHING = object()
+
+
+def _parsed(line: bytes) -> Any:
+    """Anything that a stranger wrote there."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return _NOTHING
+
+
+def _is_equal(expected: Any, got: Any) -> bool:
+    """Of the same kind and value; as deep as `expected`. Numbers with a fraction are equal within 1e-6 relative."""
+    if isinstance(expected, bool) or isinstance(got, bool) or not isinstance(expected, list | dict | int | float):
+        return type(expected) is type(got) and expected == got
+    if isinstance(expected, list):
+        return isinstance(got, list) and len(expected) == len(got) and all(map(_is_equal, expected, got))
+    if isinstance(expected, dict):
+        is_same_shape = isinstance(got, dict) and expected.keys() == got.keys()
+        return is_same_shape and all(_is_equal(value, got[key]) for key, value in expected.items())
+    if not isinstance(got, int | float):
+        return False
+    if isinstance(expected, int) and isinstance(got, int):
+        return expected == got
+    try:
+        return abs(expected - got) <= _RELATIVE_TOLERANCE * max(1.0, abs(expected))
+    except OverflowError:
+        return False
+
 
 MADE_UP = "list_functions"
 _WALL_PER_CPU = 5

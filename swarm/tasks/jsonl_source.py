@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from swarm.config import TaskSourceSection
 from swarm.errors import TaskError
-from swarm.safe_files import parse_json_text
+from swarm.machine.safe_files import parse_json_text
 from swarm.tasks.task_source import EVALUATION_SEED, MAX_TEXT_CHARS
 from swarm.tasks.verifiers import VERIFIERS, check_expected
 from swarm.types import Task, TaskRef

@@ -3,20 +3,162 @@
 Task `index` of stream `seed` is item 0 of the data set built with seed `seed * INDEX_SPAN + index` and size 1. Nearly all
 data sets generate item i from `Random(seed + i)`, so one object serves every stream at no cost per stream; whether that
 holds is checked when the source is built, and a data set of which it does not hold is built anew for every task.
+
+Which reasoning-gym data sets a swarm may use, and which answers their verifiers may see.
+
+Rewards of other nodes are recomputed here, so a verifier meets text that a stranger wrote. Some of the library's verifiers
+run an answer as Python code (`eval`, `sympy.parse_expr`), and one hangs on `1e999999999`. An answer reaches those only if
+every character belongs to an alphabet in which nothing but the expected literals can be written.
+
+Other verifiers are too kind: they find the answer anywhere in a text, or read numbers as Python's `int` and `float` do (`5_7`,
+digits of other scripts, `007`). A policy would learn to write all possible answers at once. `score_once` takes that back.
+Reviewed against reasoning-gym 0.1.25.
 """
 
 import difflib
 import hashlib
 import json
+import re
+import unicodedata
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from swarm.config import TaskSourceSection
 from swarm.errors import TaskError
-from swarm.tasks.answer_guard import REFUSED, score_once
 from swarm.tasks.parameter_rules import check_declared, declared_by_class
 from swarm.tasks.task_source import INDEX_SPAN, TaskFailure
 from swarm.types import Task, TaskRef
+
+MAX_ANSWER_CHARS = 16_384
+"""Longer answers are wrong, whatever the data set. Most verifiers take time in proportion to the text."""
+
+_NUMBER_LISTS = re.compile(r"[\d\s,\[\]-]{0,16384}", re.ASCII)
+_ARITHMETIC = re.compile(r"(?!.*\*\s*\*)(?!.*//)[\d\s+\-*/().]{0,256}", re.ASCII | re.DOTALL)
+
+ALPHABETS: dict[str, re.Pattern[str]] = {
+    "binary_matrix": _NUMBER_LISTS,
+    "spiral_matrix": _NUMBER_LISTS,
+    "n_queens": re.compile(r"[\sQ_,'\"\[\]]{0,16384}", re.ASCII),
+    "string_insertion": re.compile(r"[\sA-E,'\"\[\]]{0,4096}", re.ASCII),
+    "countdown": _ARITHMETIC,
+    "puzzle24": _ARITHMETIC,
+    "coin_flip": re.compile(r"[\d\s,./+-]{0,256}", re.ASCII),
+}
+"""Full patterns of the answers that these verifiers may see; powers, known names and calls are outside all of them."""
+
+_RUNS_ANSWERS = "its verifier runs answers as Python code, also those of strangers"
+_VARIES = "its tasks differ from process to process, so no other node could rebuild them"
+
+REFUSED: dict[str, str] = {
+    "simple_integration": _RUNS_ANSWERS,
+    "intermediate_integration": _RUNS_ANSWERS,
+    "polynomial_multiplication": _RUNS_ANSWERS,
+    "codeio": _VARIES,
+    "isomorphic_strings": _VARIES,
+    "knight_swap": _VARIES,
+    "ransom_note": _VARIES,
+    "composite": "a mixture is made of several sources",
+}
+"""Data sets that cannot be a source, with the reason."""
+
+
+Form = Callable[[str, str], bool]
+"""Whether a text (first) is nothing but an answer, of the form that the expected answer (second) has."""
+
+
+def _matches(pattern: str) -> Form:
+    compiled = re.compile(pattern, re.ASCII)
+    return lambda text, answer: compiled.fullmatch(text) is not None
+
+
+def _has_same_words(text: str, answer: str) -> bool:
+    is_plain = re.fullmatch(r"[A-Za-z\s.,'-]*", text) is not None
+    return is_plain and sorted(re.findall(r"\w+", text.lower())) == sorted(re.findall(r"\w+", answer.lower()))
+
+
+def _has_same_parts(text: str, answer: str) -> bool:
+    return len(re.split(r"[\s,;]+", text)) == len(re.split(r"[\s,;]+", answer))
+
+
+def _has_same_marks(text: str, answer: str) -> bool:
+    """As many parts, and all is the same but for letters, white space and the length of numbers."""
+    return _has_same_parts(text, answer) and _marks(text) == _marks(answer)
+
+
+def _marks(text: str) -> str:
+    return re.sub(r"\d+", "0", re.sub(r"[A-Za-z\s]+", "", text))
+
+
+def _is_no_longer(text: str, answer: str) -> bool:
+    return len(text) <= len(answer)
+
+
+_ANYWHERE = "its verifier finds the answer anywhere in a text"
+_FIRST_PARTS = "its verifier ignores what comes after the answer"
+FORMS: dict[str, tuple[Form, str]] = {
+    "advanced_geometry": (_has_same_parts, _FIRST_PARTS),
+    "complex_arithmetic": (_has_same_parts, "its verifier ignores a number before the answer"),
+    "cryptarithm": (_has_same_parts, "of two digits for one letter its verifier takes the last"),
+    "fraction_simplification": (_matches(r"\$?-?(?:\\d?frac\{-?\d+\}\{-?\d+\}|\d+ ?/ ?\d+)\$?"), _FIRST_PARTS),
+    "game_of_life_halting": (
+        _matches(r"(?i)true|false"),
+        "its verifier looks for one of the two words and not for the other",
+    ),
+    "gsm_symbolic": (_matches(r"\$?-?\d+(?:\.\d+)?"), "its verifier takes the first number of a text"),
+    "kakurasu": (_matches(r"[01\s]*"), _ANYWHERE),
+    "knights_knaves": (_has_same_words, _ANYWHERE),
+    "letter_jumble": (_has_same_parts, _FIRST_PARTS),
+    "polynomial_equations": (_has_same_parts, "its verifier ignores solutions that are given twice"),
+    "quantum_lock": (_matches(r"[A-C\s\u2192>,-]*"), "its verifier takes the letters A, B and C out of a text"),
+    "sokoban": (_matches(r"[UDLR]*"), "its verifier ignores what is no move"),
+    "spell_backward": (_is_no_longer, _FIRST_PARTS),
+    "survo": (_matches(r"[\d\s]*"), _ANYWHERE),
+    "time_intervals": (_has_same_marks, _FIRST_PARTS),
+    "word_sorting": (_has_same_parts, _FIRST_PARTS),
+}
+"""Data sets whose verifiers give the full reward to a text that merely contains the answer: what is an answer, and the reason."""
+_FULL = 0.999
+"""Sums of floating-point shares of 1 end a little below it."""
+_UNUSUAL_NUMBERS = {
+    "underscore": re.compile(r"\d_|_\d", re.ASCII),
+    "zero": re.compile(r"(?<![\w.,])0\d", re.ASCII),
+}
+
+
+def score_once(data_set: str, score: Callable[[str, Any], float], entry: dict[str, Any], text: str) -> float:
+    """The reward that the library's verifier `score` gives to a text, without the full reward for what only contains an answer.
+
+    Such a text gets half of the share of it that the answer is. Numbers in unusual forms, which Python reads and nobody writes,
+    are no answer; what the verifier gives to an empty text is then the reward.
+    """
+    answer = str(entry["answer"])
+    text = admissible(data_set, text)
+    if not _unusual_numbers(text) <= _unusual_numbers(answer):
+        text = ""
+    reward = score(text, entry)
+    form = FORMS.get(data_set)
+    stripped = text.strip()
+    if form is None or not reward > _FULL or form[0](stripped, answer.strip()):
+        return reward
+    return 0.5 * len(answer) / max(len(answer), len(stripped))
+
+
+def _unusual_numbers(text: str) -> set[str]:
+    """Which of these a text has: digits beside an underscore, numbers with a superfluous 0, digits of other scripts."""
+    kinds = {name for name, pattern in _UNUSUAL_NUMBERS.items() if pattern.search(text)}
+    if any(unicodedata.category(character)[0] == "N" for character in text if not character.isascii()):
+        kinds.add("script")
+    return kinds
+
+
+def admissible(data_set: str, text: str) -> str:
+    """The text if the data set's verifier may see it, else the empty text, which the verifier scores as it likes."""
+    alphabet = ALPHABETS.get(data_set)
+    if len(text) > MAX_ANSWER_CHARS or (alphabet is not None and alphabet.fullmatch(text) is None):
+        return ""
+    return text
+
 
 _RULES = "reasoning_gym-2"
 """Changes whenever answers are judged differently, so that nodes with other rules do not share these tasks."""

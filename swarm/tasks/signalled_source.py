@@ -5,6 +5,11 @@
           └▶ plug-ins ─────────────────▶ their names ─────────┘
 
 Names, weights, parameters and the versions of plug-ins are part of the config digest: nodes with others do not share tasks.
+
+Reward signals that every node has: the form of an answer, and its length.
+
+All of them are functions of the answer's text alone, so that every receiver computes the same: length is counted in
+characters, since another tokenizer counts other tokens. All take time in proportion to the text, or refuse it.
 """
 
 import hashlib
@@ -12,13 +17,121 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Annotated, Any
 
-from swarm.config import SignalSection, TaskSourceSection, TasksSection
+from pydantic import Field, ValidationError, model_validator
+
+from swarm.config import (
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    SignalSection,
+    TaskSourceFacts,
+    TaskSourceSection,
+    TasksSection,
+)
 from swarm.errors import TaskError
 from swarm.tasks.reward_plugin import TIME_BUDGET_S, RewardPlugin, installed_rewards
-from swarm.tasks.signals import BUILT_IN, Signal, build_signal
 from swarm.tasks.task_source import CORRECT, TaskSource, named_signals
+from swarm.tasks.verifiers import check_expected, regex
 from swarm.types import Task
+
+Signal = Callable[[str], float]
+"""Value in [0, 1] of an answer's text."""
+
+
+class FormatParameters(Section):
+    """Either of the two."""
+
+    pattern: str = ""
+    """Regular expression (RE2) that the whole text must match, except for white space at both ends."""
+    tags: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")], ...] = ()
+    """Names of tags: the text must be <a>...</a> <b>...</b> in this order, each once, and nothing else."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> "FormatParameters":
+        if bool(self.pattern) == bool(self.tags):
+            raise ValueError("format needs a pattern or tags, and not both")
+        if self.pattern:
+            check_expected("regex", self.pattern)
+        return self
+
+
+class LengthParameters(Section):
+    """Soft penalty for answers that are too long."""
+
+    max_chars: PositiveInt
+    """Answers of so many characters or more have the value 0."""
+    buffer_chars: NonNegativeInt = 0
+    """The value falls from 1 to 0 over the last so many characters before that."""
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> "LengthParameters":
+        if self.buffer_chars > self.max_chars:
+            raise ValueError(f"buffer_chars must be at most max_chars, got {self.buffer_chars} > {self.max_chars}")
+        return self
+
+
+def tagged(tags: tuple[str, ...], text: str) -> float:
+    """1 where the text is the tagged parts in order, with white space between them."""
+    position = 0
+    for tag in tags:
+        opening, closing = f"<{tag}>", f"</{tag}>"
+        if text.count(opening) != 1 or text.count(closing) != 1:
+            return 0.0
+        begin, end = text.find(opening), text.find(closing)
+        if begin < position or end < begin or text[position:begin].strip():
+            return 0.0
+        position = end + len(closing)
+    return float(not text[position:].strip())
+
+
+def brevity(max_chars: int, buffer_chars: int, text: str) -> float:
+    """1 + R of DAPO's overlong shaping (2503.14476), in characters: 1, then linearly down to 0 at `max_chars`."""
+    left = max_chars - len(text)
+    if left <= 0:
+        return 0.0
+    return min(1.0, left / buffer_chars) if buffer_chars else 1.0
+
+
+def make_format(parameters: dict[str, Any]) -> Signal:
+    chosen = FormatParameters.model_validate(parameters)
+    return partial(regex, chosen.pattern) if chosen.pattern else partial(tagged, chosen.tags)
+
+
+def make_length(parameters: dict[str, Any]) -> Signal:
+    chosen = LengthParameters.model_validate(parameters)
+    return partial(brevity, chosen.max_chars, chosen.buffer_chars)
+
+
+BUILT_IN: dict[str, Callable[[dict[str, Any]], Signal]] = {"format": make_format, "length": make_length}
+
+
+def package_signals(source: TaskSourceFacts) -> list[str]:
+    """Names of the signals of a source that reward functions of packages compute, each in a process of its own."""
+    return [signal.name for signal in source.signals if signal.name not in {CORRECT, "tests", *BUILT_IN}]
+
+
+def build_signal(name: str, parameters: dict[str, Any], source: str) -> Signal:
+    """A built-in signal. Raises TaskError for parameters that it does not accept."""
+    try:
+        return BUILT_IN[name](parameters)
+    except ValidationError as error:
+        raise TaskError(
+            f"parameters of signal {name} must be valid, got {parameters}: {explain(error)}; "
+            f"set tasks.sources.signals of {source!r}"
+        ) from None
+
+
+def explain(error: Exception) -> str:
+    """The first mistake, in one line."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    rule = first["msg"].removeprefix("Value error, ")
+    return f"{key}: {rule}" if key else rule
+
 
 _OF_VERIFIER = {"code": (CORRECT, "tests")}
 """What the verifier of a kind of source tells; others tell `correct`."""

@@ -13,12 +13,10 @@ from functools import lru_cache
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.tasks.code_source import CodeSource
-from swarm.tasks.fenced_source import FencedSource
-from swarm.tasks.fenced_verifier import FencedVerifier, is_bounded
 from swarm.tasks.jsonl_source import JsonlSource
 from swarm.tasks.reasoning_gym_source import ReasoningGymSource
-from swarm.tasks.signalled_source import SignalledSource
-from swarm.tasks.signals import package_signals
+from swarm.tasks.sandboxed_verifier import FencedSource, FencedVerifier, is_bounded
+from swarm.tasks.signalled_source import SignalledSource, package_signals
 from swarm.tasks.task_source import (
     CORRECT,
     EVALUATION_SEED,

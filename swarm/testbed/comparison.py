@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from swarm.config import dump_toml
+from swarm.config.node_folder import NodeFolder
 from swarm.errors import SwarmError
-from swarm.node_folder import NodeFolder
+from swarm.machine.safe_files import SHARED, read_file, read_json, replace_file
 from swarm.records.identity import MAX_KEY_FILE_BYTES
-from swarm.safe_files import SHARED, read_file, read_json, replace_file
-from swarm.testbed.live_table import NodeView
-from swarm.testbed.plot import new_figure
+from swarm.report.live_table import NodeView
+from swarm.report.plot import new_figure
+from swarm.report.summary import summarize
 from swarm.testbed.profiles import NodePlan, PlanRequest, plan_nodes
-from swarm.testbed.summary import summarize
 from swarm.testbed.testbed import CommandOf, Testbed, run_command
 
 ARMS: Mapping[str, Mapping[str, str]] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from swarm.config import Config, dump_toml, load
 from swarm.errors import ConfigError
-from swarm.safe_files import replace_file
+from swarm.machine.safe_files import replace_file
 
 _COMMON = """# What all nodes of this testbed share. Written anew at each start.
 

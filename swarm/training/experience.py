@@ -10,17 +10,43 @@ other            the text is encoded again: no log-probs
 The prompt is always this node's own: rebuilt from the task's reference, through the own chat template. EOS on text that
 is encoded again is the own one, where the author's answer had ended with its EOS. An answer that was cut gets none and is
 masked by the trainer; so does one that ended by a stop string, which is whole because its text holds the string.
+
+A rollout group made ready for the trainer.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from swarm.policy.policy import TextPolicy
-from swarm.training.training_group import TrainingGroup
 from swarm.types import Rollout, RolloutGroup
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingGroup:
+    """One group as the trainer takes it."""
+
+    prompt_ids: tuple[int, ...]
+    """The prompt as our policy encodes it."""
+    group: RolloutGroup
+    """Token ids are valid for our tokenizer; a rollout without token ids is left out of the loss."""
+    usable_logprobs: bool
+    """Whether `logprobs` belong to the token ids and may correct for the policy that sampled them."""
+    is_own: bool
+    """Whether this node sampled it."""
+    known_logprobs: bool = False
+    """Whether `logprobs` belong to the token ids, of whatever policy; those of another lineage only tell its distance."""
+    signal_weights: tuple[tuple[str, float], ...] = ()
+    """(name, weight) of the task's reward signals; empty where its reward is one number."""
+    success_level: float = 0.0
+    """Answers with a lower reward get no positive advantage; 0 for own groups. See `pool.success_levels`."""
+    weight: float = 1.0
+    """In (0, 1]: as how many answers each of its answers counts. Below 1 for a group of others that is larger than own ones."""
+    is_replay: bool = False
+    """Whether it is an own group of an earlier round that is trained on once more."""
+
 
 _FLOOR_WINDOW = 512
 _FLOOR_MIN_ANSWERS = 32

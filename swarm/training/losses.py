@@ -2,14 +2,133 @@
 
 Every aggregation is a sum of token terms times one scale per sequence. So a batch may be cut into micro-batches
 anywhere: their losses add up to the loss of the whole, and so do their gradients.
+
+How many answers a step really learns from, and how far it should go on so many (VCPO, 2602.17616).
+
+Differences of log-probabilities that stay finite, whatever stands at masked places.
+
+Importance corrections for tokens that another policy sampled: factors of the loss, from w = π_old / μ per token.
+
+μ is the policy that sampled (its log-probs came with the rollout), π_old the own policy at the start of the step.
+Own answers that waited, or that several policy versions sampled, are treated as those of others. Factors carry no
+gradient.
+
+The ratio r of the policy loss, from log r per token; by name of `training.ratio`.
+
+All levels are equal where the policy has not moved: r = 1.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from swarm.training.log_ratio import masked_log_ratio
+
+def sequence_log_weights(log_weights: Tensor, factors: Tensor, mask: Tensor, cap: float) -> Tensor:
+    """log of each answer's weight [B]: min(Π_t w_t, C), and 0 (-inf) for an answer of which the correction keeps nothing.
+
+    Cut at C, because one outlier, which no correction lets through in full, would otherwise hide all other answers.
+    `log_weights` and `factors` (of the correction) are [B, T]; log w is 0 where the sampler's log-probs are unknown.
+    """
+    total = log_weights.sum(-1).clamp(max=math.log(cap))
+    is_dropped = torch.where(mask > 0, factors, 0.0).sum(-1) == 0
+    return total.masked_fill(is_dropped, -torch.inf)
+
+
+def ess_fraction(log_weights: Tensor) -> float:
+    """ESS / B = (Σ w_i)² / (B Σ w_i²) over log w_i [B]; 1 for no answers, 0 if all were dropped.
+
+    1 means fresh data; near 1/B a single answer makes the step.
+    """
+    if log_weights.numel() == 0:
+        return 1.0
+    largest = log_weights.double().max()
+    if largest == -torch.inf:
+        return 0.0
+    weights = (log_weights.double() - largest).exp()  # the largest is 1: no overflow
+    return (weights.sum().square() / weights.square().sum() / weights.numel()).item()
+
+
+def lr_factor(ess: float, num_answers: int) -> float:
+    """sqrt(min(1, ESS/B)): with fewer effective answers the gradient is noisier and the step shorter. Never below 1/√B."""
+    return math.sqrt(min(1.0, max(ess, 1.0 / max(num_answers, 1))))
+
+
+_LOG_LIMIT = 20.0
+"""|log ratio| beyond it is cut: e^20 is far outside every clip range and cap, and stays finite in float32."""
+
+
+def masked_log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
+    """log numerator - log denominator [B, T], within ±20; 0 without gradient where `mask` is 0, even at inf and nan."""
+    return torch.where(mask > 0, numerator - denominator, 0.0).clamp(-_LOG_LIMIT, _LOG_LIMIT)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over tokens [B, 1] of values [B, T] that are 0 where masked; 0 for a row without tokens."""
+    return values.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def correction_weights(log_weights: Tensor, mask: Tensor, kind: str, cap: float) -> Tensor:
+    """Factor [B, T] from log w, which is 0 where masked; by name of `training.correction`."""
+    if kind.startswith("tis"):
+        return truncated_weights(log_weights, cap)
+    if kind == "icepop":
+        return banded_weights(log_weights, cap)
+    if kind.startswith("sequence_mask"):
+        return sequence_mask(log_weights, mask, cap)
+    return torch.ones_like(log_weights)
+
+
+def truncated_weights(log_weights: Tensor, cap: float) -> Tensor:
+    """tis: min(w, C) per token (truncated importance sampling)."""
+    return log_weights.exp().clamp(max=cap)
+
+
+def banded_weights(log_weights: Tensor, cap: float) -> Tensor:
+    """icepop: w where 1/C <= w <= C, 0 for tokens outside (2510.18855)."""
+    return torch.where(log_weights.abs() <= math.log(cap), log_weights.exp(), 0.0)
+
+
+def sequence_mask(log_weights: Tensor, mask: Tensor, cap: float) -> Tensor:
+    """1 for answers with exp(mean_t log w) in [1/C, C], 0 for the others."""
+    inside = masked_mean(log_weights, mask).abs() <= math.log(cap)
+    return inside.to(log_weights.dtype).expand_as(log_weights)
+
+
+def opsm(log_ratio: Tensor, mask: Tensor, advantages: Tensor, limit_nats: float) -> Tensor:
+    """0 for answers with A < 0 and mean_t(log μ - log π) > limit, 1 for the others (2512.02556); [B, T].
+
+    A bad answer that the policy would hardly write teaches it nothing, and pushing it down further has no bottom.
+    `log_ratio` [B, T] is log π - log μ with the policy as it is now, 0 where μ is unknown; `advantages` [B, 1].
+    """
+    is_far = -masked_mean(log_ratio, mask) > limit_nats
+    return (~((advantages < 0) & is_far)).to(log_ratio.dtype).expand_as(log_ratio)
+
+
+def policy_ratio(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
+    """[B, T] -> [B, T]. `log_ratio` is 0 where masked (see `masked_log_ratio`)."""
+    if level == "sequence":
+        return sequence_ratio(log_ratio, mask)
+    if level == "minpro":
+        return minpro_ratio(log_ratio, mask)
+    return log_ratio.exp()
+
+
+def sequence_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """s = exp(mean_t log r), the same for every token of an answer (GSPO, 2507.18071)."""
+    return masked_mean(log_ratio, mask).exp().expand_as(log_ratio)
+
+
+def minpro_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """r_t · min_{j<t} r_j, the smallest ratio of the prefix in place of its product (MinPRO, 2601.22718).
+
+    The prefix is a weight without gradient: otherwise one early token would be pushed once for every later one.
+    """
+    none = torch.full_like(log_ratio[:, :1], torch.inf)
+    before = torch.where(mask > 0, log_ratio.detach(), torch.inf)[:, :-1]
+    lowest = torch.cat([none, before], dim=1).cummin(dim=1).values  # inf: no token before
+    return (log_ratio + torch.where(lowest.isinf(), 0.0, lowest)).exp()
 
 
 class ClippedLoss(NamedTuple):

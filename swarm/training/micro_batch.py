@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from swarm.config import TrainingSection
-from swarm.training.batch_advantages import batch_advantages
+from swarm.training.advantages import batch_advantages
+from swarm.training.experience import TrainingGroup
 from swarm.training.losses import sequence_scales
-from swarm.training.training_group import TrainingGroup
 from swarm.types import Rollout
 
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swarm.config import TrainingSection
+from swarm.limits.weighted_sample import weighted_order
 from swarm.types import Lineage, Rollout, RolloutGroup, TaskRef
-from swarm.weighted_sample import weighted_order
 
 _KEPT_BATCHES = 16
 

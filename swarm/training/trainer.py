@@ -20,14 +20,12 @@ from swarm.errors import CheckpointError, PipelineError
 from swarm.observability.tracing import traced
 from swarm.policy.logprobs import TokenLogprobs, TokenSequence
 from swarm.policy.policy import TextPolicy
-from swarm.training.adaptive_clip import AdaptiveClip
-from swarm.training.effective_sample_size import lr_factor
+from swarm.training.experience import TrainingGroup
+from swarm.training.losses import lr_factor
 from swarm.training.micro_batch import MicroBatch, micro_batches, training_sequences
-from swarm.training.policy_loss import ClipRange, Logprobs, policy_loss
-from swarm.training.policy_steps import AdapterTensors, PolicySteps
-from swarm.training.staleness import token_staleness
-from swarm.training.step_report import StepReport, StepSums
-from swarm.training.training_group import TrainingGroup
+from swarm.training.policy_loss import AdaptiveClip, ClipRange, Logprobs, policy_loss
+from swarm.training.policy_optimizer import AdapterTensors, PolicySteps
+from swarm.training.step_report import StepReport, StepSums, token_staleness
 
 _KL_SAMPLE_STRIDE = 16
 _KL_SAMPLE_STEPS = 4

@@ -17,17 +17,17 @@ from typing import Any, Self
 
 import psutil
 
+from swarm.admission.admission import Admission, Vocabulary
 from swarm.config import NetworkSection, SharingSection
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.libp2p.transport import LightTransport
 from swarm.network.make_transport import make_transport
 from swarm.pool.experience_pool import ExperiencePool
-from swarm.records.admission import Admission, Vocabulary
 from swarm.records.identity import load_or_create
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
-from swarm.sharing.known_authors import KnownAuthors
+from swarm.sharing.peer_tracker import KnownAuthors
 from tests.unit.experience_factory import EOS, LINEAGE, SWARM_ID, SpellingJudge, decode, group
 
 ANSWER_TIMEOUT_S = 30.0

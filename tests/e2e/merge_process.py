@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from swarm.config import NetworkSection
+from swarm.merging.exchange.merge_exchange import MergeExchange
+from swarm.merging.exchange.recent_partners import Patience
 from swarm.network.make_transport import make_transport
 from swarm.network.transport import Transport
-from swarm.pairing.merge_exchange import MergeExchange
-from swarm.pairing.patience import Patience
 from swarm.records.identity import load_or_create
 from swarm.sharing.index import EntryValidator
 from swarm.types import Outcome, Partner, Snapshot

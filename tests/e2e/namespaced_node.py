@@ -26,8 +26,7 @@ from swarm.network.requests.transfer import Download, fetch
 from swarm.network.transport import Verdict
 from swarm.records.identity import Identity, create
 from swarm.sharing.directory import Directory
-from swarm.sharing.index import WINDOW_S, EntryValidator, experience_key, experience_topic, subkey
-from swarm.sharing.shard import Shard, shard_of
+from swarm.sharing.index import WINDOW_S, EntryValidator, Shard, experience_key, experience_topic, shard_of, subkey
 from tests.e2e.namespaces import Host
 from tests.unit.experience_factory import SWARM_ID, Clock, admission, body_and_header, group, signed
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from swarm.config import dump_toml, parse
 from swarm.errors import NodeNotRunningError
-from swarm.observability.metrics_log import read_rows
+from swarm.observability.metrics import read_rows
 from swarm.observability.status_file import NodeStatus, read_status
 from tests.swarm_process import SwarmProcess
 

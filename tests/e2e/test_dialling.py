@@ -12,10 +12,10 @@ import pytest
 
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError, RequestError
-from swarm.network.libp2p.frames import encode_frame
 from swarm.network.libp2p.gossip import Libp2pGossip
 from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.libp2p.parts import ID, Multiaddr
+from swarm.network.libp2p.pubsub import encode_frame
 from swarm.network.libp2p.transport import LightTransport
 from swarm.network.make_transport import make_transport
 from swarm.network.tcp_address import TcpAddress
@@ -23,8 +23,7 @@ from swarm.network.transport import Contact, Transport
 from swarm.records.identity import Identity, create
 from swarm.records.presence import Presence, sign_presence
 from swarm.sharing.directory import Directory
-from swarm.sharing.index import EntryValidator, presence_key
-from swarm.sharing.shard import Shard
+from swarm.sharing.index import EntryValidator, Shard, presence_key
 from tests.unit.experience_factory import SWARM_ID
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::DeprecationWarning")]

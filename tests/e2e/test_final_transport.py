@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import pytest
 
-from swarm.merging.hypercube import meetings_of
-from swarm.pairing.final_meeting import FinalMeeting
+from swarm.merging.exchange.final_meeting import FinalMeeting
+from swarm.merging.final_merge import meetings_of
 from swarm.records.identity import load_or_create
 from swarm.types import Appointment, Seats, Snapshot
 from tests.e2e.merge_process import MergeNode

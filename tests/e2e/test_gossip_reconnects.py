@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from swarm.config import NetworkSection
-from swarm.network.libp2p.dead_lines import SILENCE_S
 from swarm.network.libp2p.gossip import Libp2pGossip
+from swarm.network.libp2p.restraint import SILENCE_S
 from swarm.network.transport import TrafficCounter, Verdict
 from swarm.records.identity import Identity
 

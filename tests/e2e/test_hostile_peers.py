@@ -19,17 +19,16 @@ from swarm.config import NetworkSection
 from swarm.network.hivemind.index_guard import wrap
 from swarm.network.hivemind.parts import DHTID, DHTProtocol, PeerID, StreamInfo
 from swarm.network.hivemind.transport import HivemindTransport
-from swarm.network.libp2p.frames import encode_frame
 from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.libp2p.parts import rpc_pb2
+from swarm.network.libp2p.pubsub import encode_frame
 from swarm.network.requests.framing import Response, Status, read_request, write_response
 from swarm.network.tcp_address import TcpAddress
 from swarm.records.adapter_offer import AdapterOffer, sign_offer
 from swarm.records.codec import MAX_BODY_BYTES, body_hash, encode_body
 from swarm.records.identity import Identity
 from swarm.sharing.body_store import BODY_PROTOCOL
-from swarm.sharing.index import adapter_key, experience_topic
-from swarm.sharing.shard import Shard
+from swarm.sharing.index import Shard, adapter_key, experience_topic
 from tests.e2e.exchange_process import ExchangeProcess
 from tests.unit.experience_factory import MALLORY, SWARM_ID, group, header_of, signed
 

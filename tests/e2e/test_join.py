@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import tomli_w
 
-from swarm.manifest_file import read_manifest
+from swarm.manifest.files import read_manifest
 from tests.e2e.node_process import NodeProcess, Process, node_settings, wait_for
 from tests.swarm_process import SwarmProcess, swarm
 
@@ -99,7 +99,7 @@ def test_what_a_bootstrap_peer_warns_of_is_in_the_log_of_its_folder(tmp_path: Pa
         address = entry.address()
         said = "none of 1 known peers answers"
         log = wait_for(lambda: (tmp_path / "b/logs/run-0001.log").read_text(), "the log", entry)
-        assert f"WARNING swarm.network.peers.joining: {said}" in log
+        assert f"WARNING swarm.network.peers.known_peers: {said}" in log
         printed = entry.output.read_text()
         assert f"WARNING {said}" in printed and "WARNING:" not in printed
     with Command(tmp_path / "b", "bootstrap", "--dir", str(tmp_path / "b"), "--no-gossip") as again:

@@ -23,7 +23,7 @@ from swarm.records.identity import Identity, create
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
-from swarm.sharing.known_authors import KnownAuthors
+from swarm.sharing.peer_tracker import KnownAuthors
 from swarm.types import RolloutGroup
 from tests.unit.experience_factory import LINEAGE, SWARM_ID, admission, group
 

@@ -22,8 +22,7 @@ from swarm.records.codec import body_hash, encode_body, encode_header, encode_re
 from swarm.records.identity import Identity
 from swarm.records.signing import sign_record
 from swarm.sharing.body_store import BODY_PROTOCOL
-from swarm.sharing.index import experience_key, subkey
-from swarm.sharing.shard import Shard
+from swarm.sharing.index import Shard, experience_key, subkey
 from swarm.tasks.task_mixture import TaskMixture, score
 from swarm.tasks.task_source import prompt_digest
 from swarm.types import GroupSummary, Header, Rollout, RolloutGroup, SignedRecord, Task

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swarm.dashboard.page_token import read_token
+from swarm.dashboard.static_files import read_token
 from swarm.records.rejection import InvalidRecord, Rejection
 from tests.chromium import Chromium
 from tests.unit.experience_factory import body_and_header, group

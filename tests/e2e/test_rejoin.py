@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swarm.network.hivemind.runtime_folder import OWNER_FILE, PREFIX
+from swarm.network.hivemind.daemon import OWNER_FILE, PREFIX
 from swarm.network.tcp_address import TcpAddress
 from tests.e2e.namespaced_node import NamespacedNode
 from tests.e2e.namespaces import Network

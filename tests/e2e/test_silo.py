@@ -16,12 +16,11 @@ import tomli_w
 
 from swarm.config import NetworkSection
 from swarm.errors import RequestError
-from swarm.manifest_file import read_manifest
+from swarm.manifest.files import read_manifest
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.records.identity import Identity, load
 from swarm.sharing.body_store import BODY_PROTOCOL
-from swarm.sharing.index import presence_key
-from swarm.sharing.shard import Shard
+from swarm.sharing.index import Shard, presence_key
 from swarm.silo.bulletin import BULLETIN_PROTOCOL, encode_question
 from tests.e2e.node_process import NodeProcess, node_settings, wait_for
 from tests.unit.silo_factory import swarm

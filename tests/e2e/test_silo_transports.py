@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from swarm.config import Config, parse
+from swarm.config.node_folder import NodeFolder
 from swarm.errors import RequestError
 from swarm.network.index_entry import UNSIGNED, IndexValidator
 from swarm.network.transport import Contact, Transport, Verdict
-from swarm.node_folder import NodeFolder
 from swarm.records.codec import encode_record
 from swarm.records.identity import Identity
 from swarm.records.signing import sign_record

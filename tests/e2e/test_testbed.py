@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from swarm.observability.metrics_log import read_rows
+from swarm.observability.metrics import read_rows
 
 DEADLINE_S = 120.0
 QUICK = [

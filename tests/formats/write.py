@@ -10,12 +10,12 @@ import tempfile
 from pathlib import Path
 
 from swarm.config import SharingSection, load
-from swarm.manifest import create, dump
-from swarm.node_process import run_node
+from swarm.manifest.manifest import create, dump
+from swarm.node.process import run_node
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import PROTOCOL_VERSION
 from swarm.records.identity import Identity, write_seed
-from swarm.records.identity_export import write_export
+from swarm.records.identity_moves import write_export
 from swarm.sharing.reputation import Reputation
 from tests.unit.experience_factory import ALICE, NOW, READER, group
 

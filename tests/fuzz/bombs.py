@@ -6,14 +6,13 @@ from collections.abc import Callable
 import msgpack
 import zstandard
 
-from swarm.manifest import MAX_BYTES as MANIFEST_BYTES
+from swarm.manifest.manifest import MAX_BYTES as MANIFEST_BYTES
+from swarm.merging.exchange.final_list import MAX_MESSAGE_BYTES as FINAL_MESSAGE_BYTES
+from swarm.merging.exchange.proposal import MAX_MESSAGE_BYTES
 from swarm.network.index_gateway import MAX_INDEX_RESPONSE_BYTES
-from swarm.network.libp2p.frames import encode_frame
 from swarm.network.libp2p.parts import rpc_pb2
-from swarm.network.libp2p.pubsub import MAX_CALL_BYTES
-from swarm.network.peers.peer_list import MAX_FILE_BYTES as PEERS_BYTES
-from swarm.pairing.final_message import MAX_MESSAGE_BYTES as FINAL_MESSAGE_BYTES
-from swarm.pairing.proposal import MAX_MESSAGE_BYTES
+from swarm.network.libp2p.pubsub import MAX_CALL_BYTES, encode_frame
+from swarm.network.peers.dialling import MAX_FILE_BYTES as PEERS_BYTES
 from swarm.pipeline.tensor_bundle import MAX_HEAD_BYTES
 from swarm.records.codec import MAX_RECORD_BYTES, MAX_UNPACKED_BODY_BYTES
 from swarm.silo.grant import MAX_GRANT_BYTES, MAX_TOKEN_BYTES

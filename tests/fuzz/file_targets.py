@@ -7,11 +7,17 @@ from pathlib import Path
 
 from swarm.errors import IdentityError, NetworkError
 from swarm.network.hivemind.daemon_control import DaemonControl
+from swarm.network.peers.dialling import MAX_PEERS, read_peers, write_peers
 from swarm.network.peers.known_peers import KnownPeers
-from swarm.network.peers.peer_list import MAX_PEERS, read_peers, write_peers
 from swarm.records.identity import Identity, is_peer_id
-from swarm.records.identity_export import is_sealed, open_export, read_export
-from swarm.records.rotation import ROTATION_FILE, read_statements, statement_is_valid
+from swarm.records.identity_moves import (
+    ROTATION_FILE,
+    is_sealed,
+    open_export,
+    read_export,
+    read_statements,
+    statement_is_valid,
+)
 from tests.fuzz.dht_targets import run_on_loop
 from tests.unit.experience_factory import ALICE, NOW
 

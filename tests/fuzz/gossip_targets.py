@@ -4,7 +4,6 @@ import time
 from types import SimpleNamespace
 
 from swarm.network.gossip import ForwarderGuard
-from swarm.network.libp2p.frames import FrameReader, OversizeFrame, encode_frame
 from swarm.network.libp2p.parts import (
     ID,
     IHost,
@@ -14,7 +13,7 @@ from swarm.network.libp2p.parts import (
     new_host,
     trio,
 )
-from swarm.network.libp2p.pubsub import MAX_TOPICS_PER_PEER, GuardedPubsub
+from swarm.network.libp2p.pubsub import MAX_TOPICS_PER_PEER, FrameReader, GuardedPubsub, OversizeFrame, encode_frame
 from swarm.network.libp2p.router import BoundedGossipSub
 from swarm.network.transport import MAX_GOSSIP_BYTES, TrafficCounter, Verdict
 from swarm.records.identity import Identity

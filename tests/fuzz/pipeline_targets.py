@@ -8,9 +8,13 @@ import torch
 
 from swarm.config import PolicySection
 from swarm.errors import PipelineError, RequestError
-from swarm.pipeline.architecture import StagePart
-from swarm.pipeline.expected_stage import ExpectedStage, expected_stages
-from swarm.pipeline.order_bytes import (
+from swarm.pipeline.commands import (
+    BackwardOrder,
+    CommitOrder,
+    DecodeOrder,
+    ForwardOrder,
+    SettleOrder,
+    StageSettings,
     backward_bundle,
     commit_bundle,
     decode_order_bundle,
@@ -20,10 +24,10 @@ from swarm.pipeline.order_bytes import (
     settle_bundle,
     state_bundle,
 )
-from swarm.pipeline.orders import BackwardOrder, CommitOrder, DecodeOrder, ForwardOrder, SettleOrder, StageSettings
-from swarm.pipeline.remote_link import RemoteLink
-from swarm.pipeline.stage_host import StageHost, base_model
-from swarm.pipeline.stage_orders import PLAIN_KINDS, STATES_KINDS, WEIGHTS_KINDS
+from swarm.pipeline.driver.expected_stage import ExpectedStage, expected_stages
+from swarm.pipeline.model_shape import StagePart
+from swarm.pipeline.stage.stage_host import PLAIN_KINDS, STATES_KINDS, WEIGHTS_KINDS, StageHost, base_model
+from swarm.pipeline.stage_link import RemoteLink
 from swarm.pipeline.tensor_bundle import Bundle, decode_bundle, encode_bundle
 
 KINDS = (*PLAIN_KINDS, *STATES_KINDS, *WEIGHTS_KINDS, "machine", "load", "unload", "copy", "keep", "kept")

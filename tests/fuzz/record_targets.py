@@ -7,16 +7,15 @@ from dataclasses import replace
 import tomli_w
 import zstandard
 
-from swarm import manifest as manifests
 from swarm.errors import ManifestError
+from swarm.manifest import manifest as manifests
 from swarm.records.adapter_offer import sign_offer, verify_offer
 from swarm.records.codec import decode_body, decode_header, encode_body, encode_header
 from swarm.records.presence import verify_presence
 from swarm.records.rejection import InvalidRecord
 from swarm.records.signing import verified_by
-from swarm.sharing.index import EntryValidator, adapter_key, experience_key, presence_key
-from swarm.sharing.shard import Shard
-from swarm.tasks.answer_guard import ALPHABETS, admissible
+from swarm.sharing.index import EntryValidator, Shard, adapter_key, experience_key, presence_key
+from swarm.tasks.reasoning_gym_source import ALPHABETS, admissible
 from swarm.tasks.verifiers import VERIFIERS
 from tests.unit.experience_factory import ALICE, LINEAGE, NOW, SWARM_ID, admission, group, header_of
 

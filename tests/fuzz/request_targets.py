@@ -9,23 +9,21 @@ from dataclasses import replace
 from typing import Any
 
 from swarm.errors import RequestError
-from swarm.network.hivemind.daemon_control import encoded
-from swarm.network.hivemind.relay_address import address_text
+from swarm.merging.exchange import final_list as final_message
+from swarm.merging.exchange.offered_adapter import OfferedAdapter
+from swarm.merging.exchange.proposal import MAX_MESSAGE_BYTES, ProposalDoor, Taken, decode_answer
+from swarm.merging.exchange.recent_partners import RecentPartners
+from swarm.network.commands.envelope import decode_order, encode_order
+from swarm.network.hivemind.daemon_control import address_text, encoded
 from swarm.network.index_entry import IndexRule, check_entry
 from swarm.network.index_gateway import MAX_INDEX_RESPONSE_BYTES, IndexGateway, read_loaded, read_stored
-from swarm.network.orders.envelope import decode_order, encode_order
-from swarm.network.peers.peer_list import dialable
+from swarm.network.peers.dialling import dialable
 from swarm.network.reach.dial_back import is_signed_by
 from swarm.network.reach.reachability import MAX_TEST_BYTES, ReachService, read_greeting
 from swarm.network.requests.blob_protocol import BlobRequest
 from swarm.network.requests.framing import FrameError, parse_response, read_acknowledgement, read_request, read_response
 from swarm.network.tcp_address import TcpAddress
 from swarm.network.transport import RequestRefused
-from swarm.pairing import final_message
-from swarm.pairing.offered_adapter import OfferedAdapter
-from swarm.pairing.proposal import MAX_MESSAGE_BYTES, Taken, decode_answer
-from swarm.pairing.proposal_door import ProposalDoor
-from swarm.pairing.recent_partners import RecentPartners
 from swarm.records.adapter_offer import AdapterOffer, sign_offer
 from swarm.records.identity import is_peer_id, verify
 from swarm.records.rejection import InvalidRecord

@@ -15,24 +15,24 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from swarm.manifest import create, dump
+from swarm.manifest.manifest import create, dump
+from swarm.merging.exchange.final_list import Here, Mine, Thanks
+from swarm.merging.exchange.proposal import Declined, Fetched, Proposal, Taken
+from swarm.network.commands.envelope import MAX_INLINE_BYTES, OrderHead, digest_of, encode_order
+from swarm.network.hivemind.daemon_control import address_bytes
 from swarm.network.hivemind.index_calls import node_id_of
 from swarm.network.hivemind.index_guard import wrap
 from swarm.network.hivemind.parts import DHTID, DHTProtocol, DictionaryDHTValue, dht_pb2, p2pd_pb2
-from swarm.network.hivemind.relay_address import address_bytes
 from swarm.network.index_gateway import load_request, store_request
-from swarm.network.libp2p.frames import encode_frame
 from swarm.network.libp2p.parts import rpc_pb2
-from swarm.network.orders.envelope import MAX_INLINE_BYTES, OrderHead, digest_of, encode_order
+from swarm.network.libp2p.pubsub import encode_frame
 from swarm.network.reach.reachability import bytes_request, dial_request, hello_request
 from swarm.network.requests.blob_protocol import BlobRequest
 from swarm.network.requests.framing import Response, Status, write_acknowledgement, write_request, write_response
-from swarm.pairing.final_message import Here, Mine, Thanks
-from swarm.pairing.proposal import Declined, Fetched, Proposal, Taken
 from swarm.records.adapter_offer import sign_offer
 from swarm.records.codec import encode_header
+from swarm.records.identity_moves import make_statement
 from swarm.records.presence import Presence, sign_presence
-from swarm.records.rotation import make_statement
 from swarm.sharing.index import subkey
 from tests.fuzz.dht_targets import CALLER, DHT_KEY, DHT_NOW
 from tests.fuzz.gossip_targets import TOPIC

@@ -6,16 +6,15 @@ The `…_content` ones are what somebody makes who has the key to sign or to sea
 import base64
 
 from swarm.errors import SiloError
-from swarm.records.fields import pack
 from swarm.records.identity import is_peer_id
+from swarm.records.signing import pack
 from swarm.silo import grant as grants
 from swarm.silo import roll as rolls
 from swarm.silo.bulletin import decode_bulletin, decode_question, encode_bulletin, encode_question
 from swarm.silo.grant import INVITE_PREFIX, REQUEST_PREFIX, decode_grant, decode_token, read_request
-from swarm.silo.roll import MAX_MEMBERS, decode_roll, encode_roll
-from swarm.silo.sealed_index import SealedIndex
+from swarm.silo.roll import MAX_MEMBERS, decode_roll, encode_roll, unpacked
 from swarm.silo.sealing import EpochKey, box, box_key, open_box
-from swarm.silo.signed import unpacked
+from swarm.silo.silo_transport import SealedIndex
 from tests.unit.silo_factory import OWNER, SILO_ID, found, identity_of, invite, make_request, membership_of
 
 ANN = identity_of(0)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from swarm.network.libp2p.frames import encode_frame
 from swarm.network.libp2p.parts import rpc_pb2, trio
+from swarm.network.libp2p.pubsub import encode_frame
 from tests.fuzz.gossip_targets import SENDER, TOPIC, converse
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

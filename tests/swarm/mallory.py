@@ -8,7 +8,7 @@ from dataclasses import replace
 import zstandard
 
 from swarm.network.memory.gossip import GossipRouter
-from swarm.network.memory.message import GossipMessage
+from swarm.network.memory.mesh import GossipMessage
 from swarm.network.memory.transport import MemoryTransport
 from swarm.network.memory.virtual_clock import virtual_now
 from swarm.network.transport import MAX_GOSSIP_BYTES
@@ -17,9 +17,8 @@ from swarm.records.codec import MAX_UNPACKED_BODY_BYTES, body_hash, encode_body,
 from swarm.records.identity import Identity
 from swarm.records.signing import sign_record
 from swarm.sharing.body_store import BODY_PROTOCOL
-from swarm.sharing.index import adapter_key, experience_topic
-from swarm.sharing.shard import Shard
-from swarm.simulation.light_rollouts import LINEAGE, light_group
+from swarm.sharing.index import Shard, adapter_key, experience_topic
+from swarm.simulation.light_node import LINEAGE, light_group
 from swarm.simulation.simulation import SWARM_ID, Simulation
 from swarm.types import GroupSummary, Header, RolloutGroup
 

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
+from swarm.merging.exchange.merge_exchange import MergeExchange
+from swarm.merging.exchange.recent_partners import Patience
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
-from swarm.pairing.merge_exchange import MergeExchange
-from swarm.pairing.patience import Patience
 from swarm.records.identity import Identity
 from swarm.records.signing import verified_by
 from swarm.sharing.index import EntryValidator

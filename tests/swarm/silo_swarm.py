@@ -17,9 +17,8 @@ from swarm.silo.bulletin import Bulletin
 from swarm.silo.grant import decode_token
 from swarm.silo.membership import Membership
 from swarm.silo.owner import Owner
-from swarm.silo.sealed_index import SealedIndex
 from swarm.silo.silo_files import SiloFiles
-from swarm.silo.silo_transport import SiloTransport
+from swarm.silo.silo_transport import SealedIndex, SiloTransport
 from swarm.simulation.light_node import LightNode, LightRounds
 from swarm.simulation.simulation import INTERNET
 from tests.unit.silo_factory import OWNER, SILO_ID, folder_of

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from swarm.network.memory.gossip import MAX_NEW_PER_HEARTBEAT
-from swarm.network.memory.index_share import MAX_ENTRIES_PER_AUTHOR
-from swarm.network.memory.transport import Faults, MemoryTransport
+from swarm.network.memory.transport import MAX_ENTRIES_PER_AUTHOR, Faults, MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
 from swarm.simulation.light_node import LightNode
 from swarm.simulation.simulation import Simulation, SimulationSettings

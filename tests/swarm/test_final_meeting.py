@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from swarm.errors import RequestError
-from swarm.merging.hypercube import meetings_of, num_windows, parts_of
+from swarm.merging.exchange.final_list import FINAL_PROTOCOL, MAX_MESSAGE_BYTES, Here, decode_answer, next_boundary
+from swarm.merging.exchange.final_meeting import FinalMeeting
+from swarm.merging.exchange.proposal import Declined
+from swarm.merging.final_merge import meetings_of, num_windows, parts_of
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import run
-from swarm.pairing.final_list import next_boundary
-from swarm.pairing.final_meeting import FinalMeeting
-from swarm.pairing.final_message import FINAL_PROTOCOL, MAX_MESSAGE_BYTES, Here, decode_answer
-from swarm.pairing.proposal import Declined
 from swarm.records.identity import Identity
 from swarm.records.signing import verified_by
 from swarm.sharing.index import EntryValidator

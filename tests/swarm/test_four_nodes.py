@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from swarm.config import Config, parse
+from swarm.config.node_folder import NodeFolder
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
 from swarm.network.transport import Transport
-from swarm.node import Node
-from swarm.node_folder import NodeFolder
-from swarm.observability.metrics_log import read_rows
+from swarm.node.node import Node
+from swarm.observability.metrics import read_rows
 from swarm.records.identity import Identity
 from swarm.sharing.index import EntryValidator
 

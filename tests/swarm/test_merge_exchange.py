@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from swarm.merging.exchange.proposal import MAX_LAG_ROUNDS
+from swarm.merging.exchange.ready_list import CATCH_UP_TO
 from swarm.network.memory.network import MemoryNetwork
 from swarm.network.memory.transport import Faults
-from swarm.pairing.proposal import MAX_LAG_ROUNDS
-from swarm.pairing.ready_list import CATCH_UP_TO
 from swarm.types import Alone, Outcome, Partner, Snapshot
 from tests.swarm.merge_swarm import PATIENCE, PIECES, SMALL, MergeNode, in_merge_swarm, named, tell
 from tests.unit.experience_factory import LINEAGE

@@ -11,17 +11,22 @@ from typing import Any
 import pytest
 
 from swarm.errors import NetworkError
+from swarm.merging.exchange.proposal import (
+    ADAPTER_PROTOCOL,
+    MAX_MESSAGE_BYTES,
+    MERGE_PROTOCOL,
+    Fetched,
+    Proposal,
+    Taken,
+)
 from swarm.network.memory.network import MemoryNetwork
 from swarm.network.memory.transport import Faults, MemoryTransport
 from swarm.network.memory.virtual_clock import virtual_now
 from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, BlobRequest, manifest_of, serve_blobs
-from swarm.network.requests.client import Stream, StreamRequests
-from swarm.network.requests.framing import Response
-from swarm.pairing.proposal import ADAPTER_PROTOCOL, MAX_MESSAGE_BYTES, MERGE_PROTOCOL, Fetched, Proposal, Taken
+from swarm.network.requests.framing import Response, Stream, StreamRequests
 from swarm.records.adapter_offer import AdapterOffer, sign_offer
 from swarm.records.identity import Identity
-from swarm.sharing.index import adapter_key
-from swarm.sharing.shard import Shard
+from swarm.sharing.index import Shard, adapter_key
 from swarm.types import Alone, Partner
 from tests.swarm.merge_swarm import PIECES, SMALL, MergeNode, in_merge_swarm, tell
 from tests.unit.experience_factory import LINEAGE, SWARM_ID

@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from swarm.experiments.merging.hostile_names import HostileDonor, HostilePartner
+from swarm.merging.exchange.merge_exchange import MergeExchange
+from swarm.merging.exchange.ready_list import ReadyList
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
-from swarm.pairing.merge_exchange import MergeExchange
-from swarm.pairing.ready_list import ReadyList
 from swarm.records.identity import Identity
 from swarm.records.rejection import Rejection
-from swarm.sharing.author_shares import AddressGroups, AuthorShares
-from swarm.sharing.reputation import PROBATION_BODIES, Reputation
+from swarm.sharing.reputation import PROBATION_BODIES, AddressGroups, AuthorShares, Reputation
 from swarm.types import Snapshot
 from tests.swarm.merge_swarm import SMALL, MergeNode, in_merge_swarm, network_of, tell
 from tests.unit.experience_factory import LINEAGE, SWARM_ID

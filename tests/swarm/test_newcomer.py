@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from swarm.errors import RequestError
+from swarm.merging.exchange.adapter_donor import PAUSE_S, PLACES, RELIST_S, STARTER_PROTOCOL, AdapterDonor
+from swarm.merging.exchange.newcomer import COUNT, LEAST, Newcomer, WantedAdapter
+from swarm.merging.exchange.proposal import MAX_LAG_ROUNDS
 from swarm.network.memory.network import MemoryNetwork
 from swarm.network.memory.transport import MemoryTransport
 from swarm.network.memory.virtual_clock import run
 from swarm.network.requests.blob_protocol import BlobRequest, sha256
 from swarm.observability.repeat import repeat
-from swarm.pairing.adapter_donor import PAUSE_S, PLACES, RELIST_S, STARTER_PROTOCOL, AdapterDonor
-from swarm.pairing.newcomer import COUNT, LEAST, Newcomer, WantedAdapter
-from swarm.pairing.proposal import MAX_LAG_ROUNDS
 from swarm.records.adapter_offer import AdapterOffer
 from swarm.records.identity import Identity
 from swarm.sharing.index import EntryValidator

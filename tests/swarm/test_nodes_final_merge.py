@@ -14,10 +14,9 @@ from torch import Tensor
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config
 from swarm.network.memory.transport import MemoryNetwork
-from swarm.node import Node
-from swarm.observability.metrics_log import read_rows
-from swarm.sharing.index import adapter_key
-from swarm.sharing.shard import Shard
+from swarm.node.node import Node
+from swarm.observability.metrics import read_rows
+from swarm.sharing.index import Shard, adapter_key
 from tests.swarm.test_four_nodes import make_node, run_all
 from tests.swarm.test_nodes_merge import flat, merging_config, saved
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, parse
 from swarm.network.memory.transport import MemoryNetwork
-from swarm.node import Node
-from swarm.observability.metrics_log import read_rows
+from swarm.node.node import Node
+from swarm.observability.metrics import read_rows
 from tests.swarm.test_four_nodes import make_node, run_all
 
 SILO = {"swarm_groups": 0, "publish": False}

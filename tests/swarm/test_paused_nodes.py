@@ -13,9 +13,9 @@ import torch
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config
+from swarm.merging.node_merging import WhileSharing
 from swarm.network.memory.transport import MemoryNetwork
-from swarm.node import Node
-from swarm.node_merging import WhileSharing
+from swarm.node.node import Node
 from swarm.observability.status_file import read_status
 from swarm.types import Alone, Outcome, Snapshot
 from tests.swarm.test_four_nodes import make_node, node_config

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from swarm.config import SharingSection
+from swarm.config.node_folder import NodeFolder
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
-from swarm.node import Node
-from swarm.node_folder import NodeFolder
-from swarm.observability.metrics_log import read_rows
+from swarm.node.node import Node
+from swarm.observability.metrics import read_rows
 from swarm.pool.experience_pool import ExperiencePool, PooledGroup
 from swarm.records.identity import Identity
 from swarm.types import RolloutGroup

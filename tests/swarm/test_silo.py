@@ -8,27 +8,25 @@ from pathlib import Path
 import pytest
 
 from swarm.errors import RequestError
+from swarm.network.commands.caller import OrderCaller
+from swarm.network.commands.service import OrderService
 from swarm.network.index_entry import check_entry
 from swarm.network.memory.transport import MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
-from swarm.network.orders.caller import OrderCaller
-from swarm.network.orders.service import OrderService
 from swarm.network.transport import Verdict
 from swarm.records.codec import encode_record
 from swarm.records.identity import Identity
 from swarm.records.signing import sign_record
 from swarm.sharing.body_store import BODY_PROTOCOL
-from swarm.sharing.index import EntryValidator, experience_key, experience_topic, presence_key
-from swarm.sharing.shard import Shard
+from swarm.sharing.index import EntryValidator, Shard, experience_key, experience_topic, presence_key
 from swarm.silo.bulletin import BULLETIN_PROTOCOL, decode_bulletin, encode_question
 from swarm.silo.grant import decode_token
-from swarm.silo.key_ring import GRACE_S
+from swarm.silo.membership import GRACE_S
 from swarm.silo.owner import Owner
-from swarm.silo.sealed_index import SealedIndex
 from swarm.silo.sealing import EpochKey, box_key, open_box
 from swarm.silo.silo_files import SiloFiles
-from swarm.silo.silo_transport import SiloTransport
-from swarm.simulation.light_rollouts import SOURCE
+from swarm.silo.silo_transport import SealedIndex, SiloTransport
+from swarm.simulation.light_node import SOURCE
 from tests.swarm.silo_swarm import SiloSwarm
 from tests.unit.silo_factory import DAY_S, NAME, OWNER, SILO_ID, found, identity_of, invite
 

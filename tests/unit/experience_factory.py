@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from swarm.admission.admission import Admission, Vocabulary
 from swarm.config import SharingSection
-from swarm.records.admission import Admission, Vocabulary
 from swarm.records.codec import body_hash, encode_body, encode_header, encode_record
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection

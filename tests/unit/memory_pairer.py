@@ -10,9 +10,8 @@ import torch
 
 from swarm.config import MergingSection
 from swarm.merging.adapter_wire import encode_adapter
-from swarm.merging.merger import Merger, OuterStep
+from swarm.merging.merger import Merger, MergeSchedule, OuterStep
 from swarm.merging.outer_optimizer import Adapter
-from swarm.merging.schedule import MergeSchedule
 from swarm.types import Alone, Appointment, Met, Outcome, Partner, Seats, Snapshot
 
 LINEAGE = "ab" * 16

@@ -12,10 +12,10 @@ from typing import Any
 
 from swarm.config import Config, ObservabilitySection
 from swarm.dashboard.node_page import NodePage
-from swarm.node_controls import NodeControls
+from swarm.node.controls import NodeControls
 from swarm.observability.http_server import HttpServer
 from swarm.observability.metrics import Metrics
-from swarm.records.peer_name import peer_name
+from swarm.records.identity import peer_name
 from tests.unit.experience_factory import group
 
 REASONS = {"replay": 812, "stale": 96, "no_signal": 431, "reward_mismatch": 3, "unavailable": 17, "tokens": 1}

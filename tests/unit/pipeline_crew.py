@@ -23,14 +23,14 @@ from transformers import (
 
 from swarm.adapters.adapter_state import adapter_parameters
 from swarm.config import LoraSection
-from swarm.pipeline.activation_wire import WirePrecision
-from swarm.pipeline.architecture import stage_parts
-from swarm.pipeline.crew import Crew, CrewSettings
-from swarm.pipeline.orders import StageSettings
-from swarm.pipeline.pipelined_policy import PipelinedPolicy
-from swarm.pipeline.stage import Stage
+from swarm.pipeline.commands import StageSettings
+from swarm.pipeline.driver.pipelined_policy import PipelinedPolicy
+from swarm.pipeline.driver.stage_group import Crew, CrewSettings
+from swarm.pipeline.model_shape import stage_parts
+from swarm.pipeline.stage.stage import Stage
+from swarm.pipeline.stage.stage_model import StageModel, load_stage
 from swarm.pipeline.stage_link import InProcessLink
-from swarm.pipeline.stage_model import StageModel, load_stage
+from swarm.pipeline.tensor_bundle import WirePrecision
 from swarm.policy.logprobs import TokenLogprobs, TokenSequence, token_logprobs
 from swarm.policy.lora import attach_adapter
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from swarm import manifest as manifests
 from swarm.cli.main import app
 from swarm.errors import SwarmError
+from swarm.manifest import manifest as manifests
 from swarm.records.identity import Identity
 from swarm.silo.grant import make_request, read_request
 from swarm.silo.membership import Membership

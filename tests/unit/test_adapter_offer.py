@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from swarm.network.index_entry import MAX_KEY_BYTES
 from swarm.records.adapter_offer import MAX_LIFETIME_S, AdapterList, AdapterOffer, sign_offer, verify_offer
 from swarm.records.codec import decode_record, encode_record
-from swarm.records.fields import pack
 from swarm.records.presence import MAX_SHARD_LEVEL
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.records.signing import Purpose, sign_record
-from swarm.sharing.index import EntryValidator, adapter_key
-from swarm.sharing.shard import Shard, shard_of, thinning_depth
+from swarm.records.signing import Purpose, pack, sign_record
+from swarm.sharing.index import EntryValidator, Shard, adapter_key, shard_of, thinning_depth
 from swarm.types import MAX_ADAPTER_BYTES
 from tests.unit.experience_factory import ALICE, LINEAGE, MALLORY, NOW, SWARM_ID
 

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.records.admission import Admission
+from swarm.admission.admission import MAX_CLOCK_SKEW_S, Admission
 from swarm.records.codec import body_hash, encode_body
-from swarm.records.header_admission import MAX_CLOCK_SKEW_S
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.types import Header, Lineage, RolloutGroup, TaskRef
 from tests.unit.experience_factory import (

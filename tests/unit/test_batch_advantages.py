@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from swarm.config import TrainingSection, load
 from swarm.errors import ConfigError
-from swarm.training.advantages import advantages, gdpo
-from swarm.training.batch_advantages import batch_advantages
+from swarm.training.advantages import advantages, batch_advantages, gdpo
+from swarm.training.experience import TrainingGroup
 from swarm.training.micro_batch import training_sequences
-from swarm.training.training_group import TrainingGroup
 from swarm.types import Rollout
 from tests.unit.experience_factory import group
 

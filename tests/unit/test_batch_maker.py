@@ -12,8 +12,8 @@ import torch
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, TrainingSection, parse
-from swarm.learner import Learner
-from swarm.means import local_means
+from swarm.node.learner import Learner
+from swarm.node.policy_backend import local_means
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.sharing.usefulness import Usefulness

@@ -12,10 +12,11 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from swarm.config import ObservabilitySection
-from swarm.observability import bounded_http, http_server
+from swarm.limits.turn_queue import Turns
+from swarm.observability import http_server
+from swarm.observability import http_server as bounded_http
 from swarm.observability.http_server import HttpServer
 from swarm.observability.metrics import Metrics
-from swarm.observability.turns import Turns
 
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"
 REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"

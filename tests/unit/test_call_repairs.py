@@ -8,7 +8,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import ControlClient, DaemonConnec
 from hivemind.p2p.p2p_daemon_bindings.utils import write_pbmsg
 from hivemind.proto import p2pd_pb2
 
-from swarm.network.hivemind import call_repairs
+from swarm.network.hivemind import daemon_control as call_repairs
 
 messages: Any = p2pd_pb2
 

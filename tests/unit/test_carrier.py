@@ -13,10 +13,9 @@ from swarm.network.transport import Contact, Verdict
 from swarm.records.codec import encode_body
 from swarm.records.identity import Identity
 from swarm.records.presence import Presence, sign_presence
-from swarm.sharing.carrier import MAX_SHARDS, Carrier, shards_to_carry
 from swarm.sharing.directory import PRESENCE_INTERVAL_S, Directory
-from swarm.sharing.index import experience_topic, presence_key
-from swarm.sharing.shard import Shard, shard_of, thinning_depth
+from swarm.sharing.header_relay import MAX_SHARDS, Carrier, shards_to_carry
+from swarm.sharing.index import Shard, experience_topic, presence_key, shard_of, thinning_depth
 from tests.unit.experience_factory import ALICE, MALLORY, READER, SWARM_ID, group, header_of, signed
 
 EVERYBODY = Shard(0, 0)

@@ -3,14 +3,14 @@
 import asyncio
 import random
 
+from swarm.admission.checking_turns import BUSY, HALF_LIFE_S, CheckingTurns
 from swarm.config import SharingSection
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import encode_body
 from swarm.records.identity import Identity
-from swarm.sharing.checking_turns import BUSY, HALF_LIFE_S, CheckingTurns
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import subkey
-from swarm.sharing.known_authors import KnownAuthors
+from swarm.sharing.peer_tracker import KnownAuthors
 from tests.unit.experience_factory import READER, SWARM_ID, Clock, admission, group, header_of, signed
 
 SLOW, FAST, OTHER = Identity(b"s" * 32), Identity(b"f" * 32), Identity(b"o" * 32)

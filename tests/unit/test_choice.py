@@ -12,10 +12,9 @@ from swarm.pool.experience_pool import ExperiencePool, PooledGroup
 from swarm.records.codec import encode_body
 from swarm.records.identity import Identity
 from swarm.records.rejection import Rejection
-from swarm.sharing.choice import InformativeChoice, UniformChoice
-from swarm.sharing.newest_versions import NewestVersions
+from swarm.sharing.inbox import NewestVersions
 from swarm.sharing.reputation import Reputation
-from swarm.sharing.usefulness import Beliefs, Usefulness
+from swarm.sharing.usefulness import Beliefs, InformativeChoice, UniformChoice, Usefulness
 from swarm.types import GroupSummary, Header, Lineage, RolloutGroup, TaskRef
 from tests.unit.experience_factory import ALICE, LINEAGE, MALLORY, NOW, Clock, group, header_of
 

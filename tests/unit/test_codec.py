@@ -8,11 +8,12 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.records.body_reader import MAX_ROLLOUTS_PER_BODY, MAX_TOKENS_PER_BODY
 from swarm.records.codec import (
     MAX_GROUPS_PER_BODY,
     MAX_RECORD_BYTES,
+    MAX_ROLLOUTS_PER_BODY,
     MAX_TEXT_CHARS,
+    MAX_TOKENS_PER_BODY,
     MAX_UNPACKED_BODY_BYTES,
     decode_body,
     decode_header,

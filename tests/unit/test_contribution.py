@@ -9,21 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from swarm.advice import ALONE_AFTER_S, LEAST_FREE_BYTES, Adviser
 from swarm.config import NetworkSection, SharingSection
 from swarm.network.memory.network import MemoryNetwork
 from swarm.network.memory.transport import MemoryTransport
+from swarm.node.advice import ALONE_AFTER_S, LEAST_FREE_BYTES, Adviser
 from swarm.observability.status_file import NodeStatus, read_status
 from swarm.pool.experience_pool import ExperiencePool
-from swarm.records.identity import Identity
-from swarm.records.peer_name import peer_name
+from swarm.records.identity import Identity, peer_name
 from swarm.records.rejection import Rejection
-from swarm.sharing.acquaintances import MAX_PEERS, REWARD_WINDOW_S, Acquaintances
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.contribution import contribution, peer_standings
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
-from swarm.sharing.known_authors import KnownAuthors
+from swarm.sharing.peer_tracker import MAX_PEERS, REWARD_WINDOW_S, Acquaintances, KnownAuthors
 from swarm.sharing.reputation import Reputation
 from swarm.types import RolloutGroup
 from tests.unit.experience_factory import (

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from swarm.admission.admission import Admission, Vocabulary
+from swarm.admission.copies import MIN_SURPRISE_NATS, CopyWatch
 from swarm.config import SharingSection
-from swarm.records.admission import Admission, Vocabulary
 from swarm.records.codec import encode_body
-from swarm.records.copies import MIN_SURPRISE_NATS, CopyWatch
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.reputation import Reputation

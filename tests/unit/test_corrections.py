@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from swarm.training.corrections import correction_weights, opsm
-from swarm.training.log_ratio import masked_log_ratio
+from swarm.training.losses import correction_weights, masked_log_ratio, opsm
 
 # two answers of 3 and 2 tokens; the last column of the second is padding
 OLD = torch.tensor([[-1.0, -2.0, -0.5], [-1.0, -3.0, 0.0]], dtype=torch.float64)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from swarm import __version__
-from swarm.crash_report import CrashReports, crash_reports
+from swarm.config.node_folder import NodeFolder
 from swarm.errors import ConfigError, UnexpectedError
-from swarm.node_folder import NodeFolder
+from swarm.node.crash_report import CrashReports, crash_reports
 
 
 @pytest.fixture

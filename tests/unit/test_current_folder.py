@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from swarm.child_python import module_command, pip_install, swarm_command
 from swarm.cli.main import app
 from swarm.diagnostics.accelerator import PROBE
-from swarm.testbed import tethered
+from swarm.machine import tethered
+from swarm.machine.child_python import module_command, pip_install, swarm_command
 from tests.swarm_process import swarm
 
 SOURCE = Path(__file__).parents[2] / "swarm"
@@ -101,7 +101,7 @@ def test_no_command_runs_code_of_the_current_folder(folder: Path, command: str) 
         tethered.command(os.getpid(), swarm_command("--version")),
         module_command("swarm.experiments.cell_process", "absent", "absent"),
         module_command("swarm.tasks.verifier_process"),
-        [*PROBE[:-1], "swarm.diagnostics.finding"],  # without torch, which takes seconds
+        [*PROBE[:-1], "swarm.diagnostics.machine"],  # without torch, which takes seconds
         [*pip_install("--help").split()],
     ],
 )
@@ -112,16 +112,16 @@ def test_no_start_of_ourselves_takes_a_module_of_the_current_folder(folder: Path
 
 def test_interpreters_that_libraries_start_leave_the_current_folder_out(folder: Path) -> None:
     """As the processes of multiprocessing, which begin with `python -c`."""
-    script = (
-        "import os, subprocess, sys; from swarm.child_python import keep_current_folder_off_the_path as keep; keep(); "
-    )
+    script = "import os, subprocess, sys; from swarm.machine.child_python import keep_current_folder_off_the_path; "
+    script += "keep_current_folder_off_the_path(); "
     script += "sys.exit(subprocess.run([sys.executable, '-c', 'import multiprocessing.spawn']).returncode)"
     ended = subprocess.run([sys.executable, "-P", "-c", script], cwd=folder, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0 and not (folder / MARK).exists(), ended.stderr
 
 
 def test_drawing_reads_no_settings_of_the_current_folder(folder: Path) -> None:
-    script = "import swarm.testbed.plot as plot; plot.new_figure(1); import matplotlib; print(matplotlib.rcParams['font.size'])"
+    script = "from swarm.report import plot; plot.new_figure(1); import matplotlib; "
+    script += "print(matplotlib.rcParams['font.size'])"
     command = [sys.executable, "-P", "-c", script]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
     assert ended.stdout.strip() == "10.0", ended.stderr
@@ -130,14 +130,22 @@ def test_drawing_reads_no_settings_of_the_current_folder(folder: Path) -> None:
 def test_only_one_place_starts_python() -> None:
     """Beside the sandbox and the helper that ends a stuck process, which isolate more, and the processes that answer lines."""
     known = {
-        SOURCE / name for name in ("child_python.py", "sandbox/runner.py", "stop_signals.py", "sandbox/line_process.py")
+        SOURCE / name
+        for name in (
+            "machine/child_python.py",
+            "sandbox/runner.py",
+            "machine/stop_signals.py",
+            "sandbox/line_process.py",
+        )
     }
     for path in SOURCE.rglob("*.py"):
         tree = ast.parse(path.read_text())
         names = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert path in known or "sys.executable" not in names, f"{path} must start Python with swarm.child_python"
+        assert path in known or "sys.executable" not in names, (
+            f"{path} must start Python with swarm.machine.child_python"
+        )
         assert not {name for name in imported if name.startswith(("multiprocessing", "concurrent.futures.process"))}, (
             path
         )

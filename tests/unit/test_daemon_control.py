@@ -13,7 +13,7 @@ from swarm.errors import NetworkError
 from swarm.network.hivemind.daemon import _inherited_environment
 from swarm.network.hivemind.daemon_control import DaemonControl, answered_instead
 from swarm.network.hivemind.parts import p2pd_pb2, read_pbmsg_safe
-from swarm.network.libp2p.frames import encode_frame
+from swarm.network.libp2p.pubsub import encode_frame
 from swarm.network.peers.dialling import MAX_CLAIMED
 from tests.unit.experience_factory import ALICE
 

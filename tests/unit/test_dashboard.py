@@ -20,19 +20,15 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from swarm.config import Config
-from swarm.dashboard.event_response import MAX_STREAMS, EventPlaces, EventResponse
-from swarm.dashboard.feed import MAX_WAITING, Feed
-from swarm.dashboard.history import last_rows
-from swarm.dashboard.merge_log import MAX_MERGES, MergeLog
+from swarm.dashboard.feed import MAX_STREAMS, MAX_WAITING, EventPlaces, EventResponse, Feed
 from swarm.dashboard.node_page import TOKEN_HEADER, NodePage
-from swarm.dashboard.page_token import is_token, make_token, read_token
 from swarm.dashboard.recent_rollouts import MAX_GROUPS, RecentRollouts
-from swarm.dashboard.rejection_words import WORDS
-from swarm.dashboard.series import Series
-from swarm.dashboard.shown import shown
+from swarm.dashboard.series import MAX_MERGES, MergeLog, Series, last_rows
+from swarm.dashboard.shown import WORDS, shown
+from swarm.dashboard.static_files import is_token, make_token, read_token
 from swarm.errors import NodeNotRunningError
-from swarm.node_controls import ACTIONS, NodeControls
-from swarm.observability.guard import Guard
+from swarm.node.controls import ACTIONS, NodeControls
+from swarm.observability.http_server import Guard
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.types import TaskRef
 from tests.unit.experience_factory import Clock, body_and_header, group

@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.config import NetworkSection
-from swarm.network.peers.bounded_peers import BoundedPeers
+from swarm.limits.bounded_maps import BoundedPeers
 from swarm.network.peers.dialling import (
     FAILURES_WINDOW_S,
     FIRST_PROVEN_PAUSE_S,
+    MAX_ADDRESSES_PER_PEER,
     MAX_CLAIMED,
     MAX_FAILURES,
     MAX_FAILURES_PER_GROUP,
@@ -22,7 +23,6 @@ from swarm.network.peers.dialling import (
     reach_of,
 )
 from swarm.network.peers.known_peers import KnownPeers
-from swarm.network.peers.peer_list import MAX_ADDRESSES_PER_PEER
 from swarm.network.tcp_address import TcpAddress
 from swarm.records.identity import Identity
 

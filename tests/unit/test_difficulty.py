@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.tasks.difficulty import DifficultyTable
+from swarm.tasks.task_cursor import DifficultyTable
 
 SOURCES = ("solved", "open", "hopeless")
 

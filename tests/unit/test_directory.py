@@ -19,8 +19,16 @@ from swarm.sharing.directory import (
     SETTLE_S,
     Directory,
 )
-from swarm.sharing.index import EntryValidator, presence_key
-from swarm.sharing.shard import EPOCH_S, MERGE_BELOW, SPLIT_ABOVE, Shard, shard_of, thinning_depth
+from swarm.sharing.index import (
+    EPOCH_S,
+    MERGE_BELOW,
+    SPLIT_ABOVE,
+    EntryValidator,
+    Shard,
+    presence_key,
+    shard_of,
+    thinning_depth,
+)
 from tests.unit.experience_factory import ALICE, MALLORY, NOW, READER, SWARM_ID, Clock
 
 EVERYBODY = Shard(0, 0)

@@ -11,25 +11,25 @@ from pathlib import Path
 import pytest
 
 from swarm.config import NetworkSection, parse
+from swarm.config.node_folder import NodeFolder
 from swarm.diagnostics.accelerator import check_accelerator
-from swarm.diagnostics.finding import Finding, Level
 from swarm.diagnostics.machine import (
+    Finding,
+    Level,
     check_daemon,
     check_descriptors,
     check_disk,
     check_identity,
     check_machine,
+    check_membership,
     check_ports,
 )
-from swarm.diagnostics.silo import check_membership
-from swarm.diagnostics.swarm_view import PeerView, check_swarm, judge_views
-from swarm.diagnostics.unanswered import check_unanswered
+from swarm.diagnostics.swarm_view import PeerView, check_swarm, check_unanswered, judge_views
 from swarm.network.hivemind.transport import HivemindTransport
-from swarm.network.peers.peer_list import StoredPeer, write_peers
+from swarm.network.peers.dialling import StoredPeer, write_peers
 from swarm.network.tcp_address import TcpAddress
-from swarm.node_folder import NodeFolder
 from swarm.records.identity import create, write_seed
-from swarm.records.identity_export import write_sealed
+from swarm.records.identity_moves import write_sealed
 from tests.swarm_process import swarm
 from tests.unit.silo_factory import DAY_S, NOW, OWNER, SILO_ID, folder_of, found, identity_of
 

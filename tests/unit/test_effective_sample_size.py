@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from swarm.training.effective_sample_size import ess_fraction, lr_factor, sequence_log_weights
+from swarm.training.losses import ess_fraction, lr_factor, sequence_log_weights
 
 
 def test_ess_of_uneven_weights():

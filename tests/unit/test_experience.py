@@ -19,9 +19,9 @@ from swarm.config import PolicySection, TrainingSection
 from swarm.policy.logprobs import TokenLogprobs, TokenSequence, token_logprobs
 from swarm.policy.policy import Policy, load_policy
 from swarm.sharing.reputation import Reputation
-from swarm.training.adapter_steps import AdapterSteps
 from swarm.training.experience import ExperienceTranslator
 from swarm.training.micro_batch import TrainingSequence, training_sequences
+from swarm.training.policy_optimizer import AdapterSteps
 from swarm.training.trainer import Trainer
 from swarm.types import Lineage, Rollout, RolloutGroup, TaskRef
 from tests.unit.experience_factory import Clock

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from swarm.experiments.report import Table
+from swarm.report.tables import Table
 
 TABLE = Table(
     "Arms",

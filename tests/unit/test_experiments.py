@@ -7,12 +7,22 @@ from typing import Any
 import pytest
 
 from swarm.errors import ConfigError, SwarmError
-from swarm.experiments.arms import ARMS, CONTROL, PUBLISHED, SHARING, chosen_arms
 from swarm.experiments.cells import Cell, CellStore, compute
-from swarm.experiments.sapo import SapoPlan, affordable_rounds, figures, reward_at_equal_training, summarize
-from swarm.experiments.sapo_report import sampling_table, task_table, training_table, write_all
-from swarm.experiments.sapo_tasks import SAPO_TASKS, node_sources
-from swarm.experiments.spread import Spread
+from swarm.experiments.sapo.report import sampling_table, task_table, training_table, write_all
+from swarm.experiments.sapo.sapo import (
+    ARMS,
+    CONTROL,
+    PUBLISHED,
+    SHARING,
+    SapoPlan,
+    affordable_rounds,
+    chosen_arms,
+    figures,
+    reward_at_equal_training,
+    summarize,
+)
+from swarm.experiments.sapo.tasks import SAPO_TASKS, node_sources
+from swarm.report.tables import Spread
 
 NINE = {
     "base_conversion", "basic_arithmetic", "arc_1d", "bf", "propositional_logic", "fraction_simplification",
@@ -85,7 +95,7 @@ def test_a_forged_reward_is_turned_away_in_memory_as_on_the_wire() -> None:
     from dataclasses import replace
 
     from swarm.experiments.learner_swarm import LearnerSwarm
-    from swarm.experiments.sapo_cell import node_config
+    from swarm.experiments.sapo.cell import node_config
 
     swarm = LearnerSwarm([node_config({**SETTINGS, "arm": SHARING}, number) for number in range(2)], seed=0)
     publish = swarm.exchange.publish
@@ -179,7 +189,7 @@ def test_report_holds_tables_and_picture_in_one_file(tmp_path: Path) -> None:
 
 
 def test_arms_differ_in_nothing_but_where_groups_come_from() -> None:
-    from swarm.experiments.sapo_cell import node_config
+    from swarm.experiments.sapo.cell import node_config
 
     configs = {name: node_config({**SETTINGS, "arm": name}, 0) for name in ARMS}
     same = {"filter_groups": True, "replay_groups": 0}

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from swarm.experiments.heterogeneous import MIXED, MODELS, SILOS, HeterogeneousPlan, model_table
-from swarm.experiments.heterogeneous import figures as model_figures
+from swarm.experiments.heterogeneous.heterogeneous import MIXED, MODELS, SILOS, HeterogeneousPlan, model_table
+from swarm.experiments.heterogeneous.heterogeneous import figures as model_figures
 from swarm.experiments.offpolicy import CORRECTIONS, FOREIGN, OffPolicyPlan, figures, has_collapsed, reward_table
 
 SETTINGS = {
@@ -108,7 +108,7 @@ def test_arms_with_unlike_models_differ_in_sharing_only(tmp_path: Any) -> None:
 
 
 def test_second_tokenizer_spells_numbers_by_digit_and_words_in_pieces() -> None:
-    from swarm.experiments.second_policy import make_model, make_tokenizer
+    from swarm.experiments.heterogeneous.second_policy import make_model, make_tokenizer
 
     tokenizer = make_tokenizer(["State the final answer to the following: 12 + 7 ="] * 50)
     text = "State the answer: 4711 über"

@@ -1,6 +1,6 @@
 """What was seen is remembered until it expires, in bounds."""
 
-from swarm.records.expiring_keys import ExpiringKeys
+from swarm.limits.bounded_maps import ExpiringKeys
 from tests.unit.experience_factory import Clock
 
 

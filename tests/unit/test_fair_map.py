@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.records.fair_map import FairMap
+from swarm.limits.bounded_maps import FairMap
 
 
 def filled(entries: str, **bounds: int) -> FairMap[int, str]:

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from swarm.fair_places import FairPlaces, NoPlace
+from swarm.limits.connection_slots import FairPlaces, NoPlace
 
 
 def hold(stack: ExitStack, places: FairPlaces, address: str, left: list[str], name: str) -> None:

@@ -12,12 +12,12 @@ from queue import Queue
 import psutil
 import pytest
 
+from swarm.admission.reward_verifier import MixtureJudge
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.sharing.judge import MixtureJudge
-from swarm.tasks import fenced_verifier
-from swarm.tasks.fenced_verifier import FencedVerifier, Overrun
+from swarm.tasks import sandboxed_verifier as fenced_verifier
+from swarm.tasks.sandboxed_verifier import FencedVerifier, Overrun
 from swarm.tasks.task_mixture import TaskMixture, score, training_seed
 from swarm.tasks.task_source import TaskFailure, UnknownTask, prompt_digest
 from swarm.types import Lineage, Rollout, RolloutGroup, TaskRef

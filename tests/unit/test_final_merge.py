@@ -9,11 +9,10 @@ import torch
 
 from swarm.config import MergingSection
 from swarm.merging.final_merge import FinalMerge, FinalResult, Wire
-from swarm.merging.gate import Scores
-from swarm.merging.merger import Merger
+from swarm.merging.merger import Merger, MergeSchedule
 from swarm.merging.outer_optimizer import Adapter
 from swarm.merging.pairer import BoundOnStrangers
-from swarm.merging.schedule import MergeSchedule
+from swarm.merging.robust import Scores
 from swarm.types import Met, Partner
 from tests.unit.memory_pairer import LINEAGE, SHAPES, MemoryFinal, snapshot_of, start
 

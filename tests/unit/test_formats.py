@@ -9,15 +9,15 @@ import pytest
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import SharingSection, load
-from swarm.manifest_file import read_manifest
-from swarm.means import local_means
-from swarm.node_folder import NodeFolder
-from swarm.node_process import run_node
+from swarm.config.node_folder import NodeFolder
+from swarm.manifest.files import read_manifest
+from swarm.node.policy_backend import local_means
+from swarm.node.process import run_node
 from swarm.observability.status_file import read_status
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import load as load_identity
-from swarm.records.identity_export import open_export, read_export
+from swarm.records.identity_moves import open_export, read_export
 from swarm.sharing.reputation import Reputation
 from tests.formats.write import PASSPHRASE
 from tests.unit.experience_factory import ALICE, NOW, READER, group

@@ -16,17 +16,17 @@ import pytest
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import SharingSection, parse
+from swarm.config.node_folder import NodeFolder
 from swarm.errors import CheckpointError
-from swarm.node_folder import NodeFolder
-from swarm.node_report import NodeReport
+from swarm.node.report import NodeReport
+from swarm.node.training_loop import TrainingRun
 from swarm.observability.logging_setup import set_up_logging
-from swarm.observability.metrics_log import MetricsLog, read_rows
+from swarm.observability.metrics import MetricsLog, read_rows
 from swarm.pool import experience_pool
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity
 from swarm.sharing.index import EntryValidator
 from swarm.sharing.reputation import Reputation
-from swarm.training_run import TrainingRun
 from tests.unit.experience_factory import NOW, Clock, group
 
 

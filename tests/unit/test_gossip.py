@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.network.gossip import MAX_KNOWN_PEERS, Addresses, ForwarderGuard, GossipAddressBook, GossipSlot
-from swarm.network.libp2p.recent_messages import MAX_WINDOW_IDS
+from swarm.network.libp2p.router import MAX_WINDOW_IDS
 from swarm.network.peers.dialling import FIRST_PAUSE_S, Dialling
 from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, Verdict
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.network.libp2p.frames import FrameReader, OversizeFrame, encode_frame
-from swarm.network.libp2p.recent_messages import (
+from swarm.network.libp2p.pubsub import FrameReader, OversizeFrame, encode_frame
+from swarm.network.libp2p.router import (
     HISTORY_HEARTBEATS,
     MAX_RECENT,
     MAX_SEEN,

@@ -14,11 +14,10 @@ from swarm.records.codec import (
 )
 from swarm.records.identity import Identity
 from swarm.records.signing import SignedRecord
-from swarm.sharing.author_shares import BURST_GROUPS, KNOWN_ARE_HEARD_FOR_S
 from swarm.sharing.inbox import MAX_CANDIDATES, MAX_CANDIDATES_PER_AUTHOR, SAFE_PER_KNOWN, Inbox
-from swarm.sharing.known_authors import KnownAuthors
-from swarm.sharing.reputation import PROBATION_BODIES
-from swarm.sharing.shard import Shard
+from swarm.sharing.index import Shard
+from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.sharing.reputation import BURST_GROUPS, KNOWN_ARE_HEARD_FOR_S, PROBATION_BODIES
 from swarm.types import Header
 from tests.unit.experience_factory import READER, SWARM_ID, Clock, group, header_of
 

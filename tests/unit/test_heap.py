@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 
-from swarm.network.heap import HeapTrimmer
+from swarm.machine.memory import HeapTrimmer
 
 
 async def test_one_trim_follows_a_burst_of_large_data_and_none_follows_small() -> None:
@@ -29,7 +29,7 @@ async def test_stopped_trimmer_does_nothing_more() -> None:
 def test_holes_in_the_heap_are_given_back() -> None:
     script = """
 import asyncio
-from swarm.network import heap
+from swarm.machine import memory as heap
 heap.bound_arenas()
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

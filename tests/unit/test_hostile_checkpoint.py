@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from swarm.adapters.checkpoint import Checkpoint, CheckpointStore
-from swarm.cli.saved_policy import load_saved_policy
+from swarm.cli.policy.saved_policy import load_saved_policy
 from swarm.config import Config, parse
-from swarm.engine.success_head import SuccessHead
+from swarm.engine.pruning import SuccessHead
 from swarm.errors import CheckpointError
-from swarm.learner import Learner
-from swarm.means import local_means
+from swarm.merging.policy_merging import MergeLinks
+from swarm.node.learner import Learner
+from swarm.node.policy_backend import local_means
 from swarm.policy.policy import Policy, load_policy
-from swarm.policy_merging import MergeLinks
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.tasks.task_mixture import TaskMixture
 from tests.unit.memory_pairer import MemoryPairer

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from swarm import manifest as manifests
 from swarm.config import TaskSourceSection, TasksSection, parse
 from swarm.errors import ConfigError, ManifestError, TaskError
-from swarm.joining import compose
-from swarm.manifest import Manifest, changed, changes, create, dump
-from swarm.manifest_file import check_joined, fetch
+from swarm.manifest import manifest as manifests
+from swarm.manifest.files import check_joined, fetch
+from swarm.manifest.joining import compose
+from swarm.manifest.manifest import Manifest, changed, changes, create, dump
 from swarm.records.codec import PROTOCOL_VERSION
 from swarm.records.identity import Identity
-from swarm.tasks.fenced_verifier import FencedVerifier
 from swarm.tasks.reasoning_gym_source import ReasoningGymSource, base_digest
+from swarm.tasks.sandboxed_verifier import FencedVerifier
 from swarm.tasks.task_mixture import TaskMixture, assess, score
 from swarm.types import TaskRef
 from tests import swarm_process

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from swarm.cli.dial import hub_findings
-from swarm.cli.preflight import Verdict
+from swarm.cli.swarm.preflight import Verdict, hub_findings
 from swarm.config import PolicySection
 from swarm.errors import PolicyError
 from swarm.policy.base_folder import base_at_hand, locate_base

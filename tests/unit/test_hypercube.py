@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.merging.hypercube import MAX_PLACES, Meeting, core_size, meetings_of, num_windows, parts_of
+from swarm.merging.final_merge import MAX_PLACES, Meeting, core_size, meetings_of, num_windows, parts_of
 
 Failed = set[tuple[int, int, int]]
 """(window, giver, taker) of adapters that did not come through."""

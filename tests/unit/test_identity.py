@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import IdentityError
-from swarm.records.identity import Identity, IdentityLock, create, is_peer_id, load, verify, write_libp2p_key
-from swarm.records.peer_name import peer_name
+from swarm.records.identity import Identity, IdentityLock, create, is_peer_id, load, peer_name, verify, write_libp2p_key
 
 # libp2p specification, peer-ids.md, "Test vectors", Ed25519.
 SPEC_PRIVATE_KEY = bytes.fromhex(

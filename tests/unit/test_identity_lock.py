@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from swarm.cli.passphrase import FILE_VARIABLE, VARIABLE, ask_passphrase, unlock
+from swarm.cli.swarm.passphrase import FILE_VARIABLE, VARIABLE, ask_passphrase, unlock
 from swarm.errors import IdentityError
 from swarm.records.identity import Identity, create, is_encrypted, load, load_or_create
-from swarm.records.identity_export import write_sealed
-from swarm.records.rotation import set_aside
+from swarm.records.identity_moves import set_aside, write_sealed
 from tests.unit.silo_factory import swarm
 
 PHRASE = "correct horse battery"

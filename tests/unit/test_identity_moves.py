@@ -13,11 +13,22 @@ from typing import Any
 
 import pytest
 
+from swarm.config.node_folder import NodeFolder
 from swarm.errors import IdentityError
-from swarm.node_folder import NodeFolder
 from swarm.records.identity import KEY_FILE, Identity, IdentityLock, create, load, write_seed
-from swarm.records.identity_export import MAX_FILE_BYTES, is_sealed, open_export, read_export, write_export
-from swarm.records.rotation import NEXT_KEY_FILE, ROTATION_FILE, read_statements, rotate, set_aside, statement_is_valid
+from swarm.records.identity_moves import (
+    MAX_FILE_BYTES,
+    NEXT_KEY_FILE,
+    ROTATION_FILE,
+    is_sealed,
+    open_export,
+    read_export,
+    read_statements,
+    rotate,
+    set_aside,
+    statement_is_valid,
+    write_export,
+)
 from tests import swarm_process
 
 PHRASE = "four words of mine"

@@ -14,9 +14,8 @@ from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import decode_record, encode_body, encode_record
 from swarm.records.identity import Identity
 from swarm.sharing.inbox import Inbox
-from swarm.sharing.index import experience_topic, subkey
-from swarm.sharing.known_authors import KnownAuthors
-from swarm.sharing.shard import Shard, shard_of
+from swarm.sharing.index import Shard, experience_topic, shard_of, subkey
+from swarm.sharing.peer_tracker import KnownAuthors
 from swarm.types import Header
 from tests.unit.experience_factory import (
     ALICE,

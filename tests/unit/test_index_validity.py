@@ -19,8 +19,16 @@ from swarm.records.adapter_offer import AdapterOffer, sign_offer
 from swarm.records.identity import verify
 from swarm.records.presence import Presence, sign_presence
 from swarm.records.signing import verified_by
-from swarm.sharing.index import WINDOW_S, EntryValidator, adapter_key, experience_key, presence_key, subkey
-from swarm.sharing.shard import Shard, shard_of
+from swarm.sharing.index import (
+    WINDOW_S,
+    EntryValidator,
+    Shard,
+    adapter_key,
+    experience_key,
+    presence_key,
+    shard_of,
+    subkey,
+)
 from tests.unit.experience_factory import ALICE, LINEAGE, MALLORY, NOW, SWARM_ID, Clock, group, header_of, signed
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

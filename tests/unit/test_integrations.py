@@ -17,13 +17,11 @@ import yaml
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, load
+from swarm.config.node_folder import NodeFolder
 from swarm.errors import ConfigError
-from swarm.integrations.hub import FIRST_PAUSE_S, LONGEST_PAUSE_S, HubPush
-from swarm.integrations.model_card import model_card
+from swarm.integrations.hub import FIRST_PAUSE_S, LONGEST_PAUSE_S, HubPush, model_card
 from swarm.integrations.open_sinks import open_sinks
-from swarm.integrations.scalars import scalars
-from swarm.integrations.sink import QueuedSink
-from swarm.node_folder import NodeFolder
+from swarm.integrations.sink import QueuedSink, scalars
 from swarm.observability.tracing import Facts, traced, watch
 from tests.unit.experience_factory import ALICE, READER, Clock
 from tests.unit.local_http import local_http
@@ -289,7 +287,7 @@ async def test_unwatched_functions_are_called_as_they_are() -> None:
 def test_collector_gets_spans_of_a_node_with_their_facts(tmp_path: Path) -> None:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    from swarm.node_process import run_node
+    from swarm.node.process import run_node
 
     with local_http(lambda *_: (200, b""), "application/x-protobuf") as collector:
         overrides = {

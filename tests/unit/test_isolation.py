@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from swarm.cli import doctor, evaluate, main, status, top
-from swarm.diagnostics.finding import ok
-from swarm.experiments.report import Table, write_report
-from swarm.observability.log_reader import parse
+from swarm.cli import main
+from swarm.cli.node import doctor, status, top
+from swarm.cli.policy import evaluate
+from swarm.diagnostics.machine import ok
+from swarm.observability.logging_setup import parse
 from swarm.observability.plain_text import plain
-from swarm.observability.status_file import NodeStatus
-from swarm.observability.verdict import Verdict, Word
+from swarm.observability.status_file import NodeStatus, Verdict, Word
+from swarm.report.tables import Table, write_report
 
 SOURCE = Path(__file__).parents[2] / "swarm"
 HOSTILE = "[red]x[/red][link=file:///etc/passwd]y\x1b[2J\x1b]0;title\x07\x9b31m‮olleh\r\n<script>alert(1)</script>&\x00"
@@ -113,11 +114,11 @@ def test_nothing_is_unpickled_evaluated_or_given_to_a_shell() -> None:
         assert "shell=True" not in source and "allow_pickle=True" not in source, path
 
 
-@pytest.mark.parametrize("package", ["records", "sharing", "pairing"])
+@pytest.mark.parametrize("package", ["records", "admission", "sharing", "merging/exchange"])
 def test_no_path_is_made_where_records_are_read(package: str) -> None:
     """Files are opened by names that the node's folder gives, in a few modules, none of which sees a record."""
     opens = {"open", "Path"}
-    keepers = {"identity.py", "identity_export.py", "rotation.py", "reputation.py"}  # own key, own memory
+    keepers = {"identity.py", "identity_moves.py", "reputation.py"}  # own key, own memory
     for path in (SOURCE / package).rglob("*.py"):
         if path.name not in keepers:
             assert not {name.rpartition(".")[2] for name in calls_in(path)} & opens, path

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from swarm.cli.bootstrap import join_through
-from swarm.cli.preflight import machine_findings
+from swarm.cli.swarm.bootstrap import join_through
+from swarm.cli.swarm.preflight import machine_findings
 from swarm.config import DEMO_TASKS, load, parse
 from swarm.errors import ConfigError, ManifestError, TaskError
-from swarm.hardware import Hardware, choose_policy
-from swarm.joining import choose, compose, file_sha256, needs_lineage
-from swarm.manifest import Manifest, create
-from swarm.manifest_file import read_manifest
+from swarm.machine.hardware import Hardware, choose_policy
+from swarm.manifest.files import read_manifest
+from swarm.manifest.joining import choose, compose, file_sha256, needs_lineage
+from swarm.manifest.manifest import Manifest, create
 from swarm.records.codec import PROTOCOL_VERSION
 from swarm.records.identity import Identity
 from tests import swarm_process

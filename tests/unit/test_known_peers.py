@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.network.peers.known_peers import SAVE_INTERVAL_S, KnownPeers
-from swarm.network.peers.peer_list import (
+from swarm.network.peers.dialling import (
     MAX_ADDRESSES_PER_PEER,
     MAX_AGE_S,
     MAX_FILE_BYTES,
@@ -18,6 +17,7 @@ from swarm.network.peers.peer_list import (
     dialable,
     read_peers,
 )
+from swarm.network.peers.known_peers import SAVE_INTERVAL_S, KnownPeers
 from swarm.network.tcp_address import TcpAddress
 from swarm.records.identity import Identity
 

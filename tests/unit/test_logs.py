@@ -12,7 +12,7 @@ from typing import IO
 
 import pytest
 
-from swarm.observability.log_reader import follow, last_records, newest_log
+from swarm.observability.logging_setup import follow, last_records, newest_log
 from tests.swarm_process import swarm
 
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"

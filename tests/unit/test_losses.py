@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from swarm.training.log_ratio import masked_log_ratio
-from swarm.training.losses import clipped_loss, kl_to_reference, sequence_scales
+from swarm.training.losses import clipped_loss, kl_to_reference, masked_log_ratio, sequence_scales
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28, "clip_delta": 4.0}
 

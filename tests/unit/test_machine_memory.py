@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swarm.machine_memory import machine_memory
+from swarm.machine.memory import machine_memory
 
 GIB = 1 << 30
 

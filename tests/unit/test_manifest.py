@@ -9,10 +9,11 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm import manifest as manifests
 from swarm.config import DEMO_TASKS, SharingSection
 from swarm.errors import ManifestError
-from swarm.manifest import (
+from swarm.manifest import manifest as manifests
+from swarm.manifest.files import check_joined, read_manifest
+from swarm.manifest.manifest import (
     MAX_BYTES,
     Manifest,
     ManifestLimits,
@@ -23,7 +24,6 @@ from swarm.manifest import (
     manifest_id,
     parse,
 )
-from swarm.manifest_file import check_joined, read_manifest
 from swarm.records.identity import Identity
 
 FOUNDER, MALLORY = Identity(b"f" * 32), Identity(b"m" * 32)

@@ -12,8 +12,7 @@ from swarm.network.memory.gossip import (
     PRUNE_SCORE,
     GossipRouter,
 )
-from swarm.network.memory.mesh import D_HIGH, D_LOW, MAX_TOPIC_PEERS
-from swarm.network.memory.message import GossipMessage
+from swarm.network.memory.mesh import D_HIGH, D_LOW, MAX_TOPIC_PEERS, GossipMessage
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
 from swarm.network.transport import MAX_GOSSIP_BYTES, Verdict

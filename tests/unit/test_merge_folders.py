@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from swarm.adapters.adapter_folder import check_one_base, read_adapter_folder
 from swarm.adapters.adapter_state import check_adapter, read_adapter, write_adapter
 from swarm.adapters.export import BASE_FACTS, export_adapter
-from swarm.adapters.soup import greedy_soup
+from swarm.adapters.product_merge import greedy_soup
 from swarm.cli import main as cli
 from swarm.errors import CheckpointError, MergeError
 from swarm.policy.lineage import hash_weights

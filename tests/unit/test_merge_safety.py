@@ -8,10 +8,18 @@ from torch import Tensor
 
 from swarm.config import MergingSection
 from swarm.errors import MergeError
-from swarm.merging.gate import SHARES, choose_share, is_clearly_better
+from swarm.merging.merger import MergeSchedule
 from swarm.merging.outer_optimizer import OuterOptimizer
-from swarm.merging.robust import HISTORY_LEN, NormClip, centered_clip, refuse_unusable, trimmed_mean
-from swarm.merging.schedule import MergeSchedule
+from swarm.merging.robust import (
+    HISTORY_LEN,
+    SHARES,
+    NormClip,
+    centered_clip,
+    choose_share,
+    is_clearly_better,
+    refuse_unusable,
+    trimmed_mean,
+)
 
 SLOW = {"w": torch.zeros(4)}
 

@@ -25,14 +25,12 @@ from swarm.experiments.merging.arms import (
     Arm,
     attack_name,
 )
-from swarm.experiments.merging.figures import attack_table, figures, part_tables
-from swarm.experiments.merging.hostile_arms import COMPANIES, QUIET, STAGES
-from swarm.experiments.merging.lies import lie
+from swarm.experiments.merging.backdoor import lie
+from swarm.experiments.merging.figures import attack_table, figures, part_tables, write_all
 from swarm.experiments.merging.memory_pairing import MemoryPairing, Terms
 from swarm.experiments.merging.merge_run import MergeRun, Scale, hypercube_mean
-from swarm.experiments.merging.merging_report import write_all
-from swarm.experiments.merging.plan import MergingPlan, chosen_parts
-from swarm.experiments.merging.population import Adapter
+from swarm.experiments.merging.plan import COMPANIES, QUIET, STAGES, MergingPlan, chosen_parts
+from swarm.experiments.merging.replicas import Adapter
 from swarm.merging.adapter_wire import decode_adapter, encode_adapter
 from swarm.types import Alone, Partner, Snapshot
 
@@ -340,7 +338,7 @@ def test_replicas_side_by_side_learn_as_one_alone_would() -> None:
 
 
 def test_learners_under_rl_merge_and_keep_their_own_weights_while_others_are_measured() -> None:
-    from swarm.experiments.merging.learners import LearnerReplicas
+    from swarm.experiments.merging.supervised import LearnerReplicas
 
     torch.set_num_threads(1)
     population = LearnerReplicas(Arm("pairs", gate_tasks=2), seed=0, groups_per_round=2, group_size=4, held_out_tasks=1)

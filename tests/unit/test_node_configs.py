@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from swarm.config import Config, load
-from swarm.hardware import Hardware, choose_policy
+from swarm.machine.hardware import Hardware, choose_policy
 
 ROOT = Path(__file__).parents[2] / "node_configs"
 

@@ -16,8 +16,7 @@ from swarm.config import ObservabilitySection
 from swarm.errors import ConfigError, NodeNotRunningError
 from swarm.observability.http_server import HttpServer
 from swarm.observability.logging_setup import set_up_logging
-from swarm.observability.metrics import Metrics
-from swarm.observability.metrics_log import MetricsLog, read_rows
+from swarm.observability.metrics import Metrics, MetricsLog, read_rows
 from swarm.observability.status_file import NodeStatus, read_status
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from swarm.errors import RequestError
-from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
-from swarm.network.orders.caller import OrderCaller
-from swarm.network.orders.envelope import (
+from swarm.network.commands.caller import OrderCaller
+from swarm.network.commands.envelope import (
+    ALIVE_PROTOCOL,
     MAX_INLINE_BYTES,
     ORDER_PROTOCOL,
     PAYLOAD_PROTOCOL,
@@ -24,8 +24,8 @@ from swarm.network.orders.envelope import (
     digest_of,
     encode_order,
 )
-from swarm.network.orders.service import OrderBounds, OrderService
-from swarm.network.orders.watch import ALIVE_PROTOCOL
+from swarm.network.commands.service import OrderBounds, OrderService
+from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.requests.blob_protocol import BlobRequest
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord

@@ -15,13 +15,12 @@ import pytest
 import zstandard
 
 from swarm.config import Config, ObservabilitySection
-from swarm.dashboard import node_watch
+from swarm.dashboard import overview as node_watch
 from swarm.dashboard.node_page import TOKEN_HEADER, NodePage
-from swarm.dashboard.node_watch import NodeWatch, Target, parse_target
-from swarm.dashboard.overview import Overview
-from swarm.dashboard.page_token import read_token
+from swarm.dashboard.overview import NodeWatch, Overview, Target, parse_target
+from swarm.dashboard.static_files import read_token
 from swarm.errors import ConfigError
-from swarm.node_controls import NodeControls
+from swarm.node.controls import NodeControls
 from tests.unit.experience_factory import group
 from tests.unit.page_factory import round_row, served, status
 

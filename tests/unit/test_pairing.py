@@ -10,13 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm.merging.exchange.offered_adapter import AdapterServer, OfferedAdapter
+from swarm.merging.exchange.proposal import (
+    ALL_BURST,
+    MAX_LAG_ROUNDS,
+    MAX_REMEMBERED_PEERS,
+    PEER_BURST,
+    Declined,
+    Fetched,
+    Proposal,
+    ProposalDoor,
+    Taken,
+    decode_answer,
+    decode_request,
+)
+from swarm.merging.exchange.recent_partners import MAX_REMEMBERED, MAX_WAIT_OFFERS, RecentPartners
 from swarm.network.requests.blob_protocol import PIECE_BYTES, BlobRequest
 from swarm.network.transport import RequestRefused
-from swarm.pairing.adapter_server import AdapterServer
-from swarm.pairing.offered_adapter import OfferedAdapter
-from swarm.pairing.proposal import MAX_LAG_ROUNDS, Declined, Fetched, Proposal, Taken, decode_answer, decode_request
-from swarm.pairing.proposal_door import ALL_BURST, MAX_REMEMBERED_PEERS, PEER_BURST, ProposalDoor
-from swarm.pairing.recent_partners import MAX_REMEMBERED, MAX_WAIT_OFFERS, RecentPartners
 from swarm.records.adapter_offer import AdapterOffer, sign_offer
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord

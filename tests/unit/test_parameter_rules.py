@@ -9,7 +9,6 @@ import pytest
 
 from swarm.config import TaskSourceSection
 from swarm.errors import TaskError
-from swarm.tasks.answer_guard import REFUSED
 from swarm.tasks.parameter_rules import (
     MAX_ITEMS,
     MAX_NUMBER,
@@ -18,7 +17,7 @@ from swarm.tasks.parameter_rules import (
     declared_by_class,
     declared_by_function,
 )
-from swarm.tasks.reasoning_gym_source import ReasoningGymSource
+from swarm.tasks.reasoning_gym_source import REFUSED, ReasoningGymSource
 
 WORDS = {
     "advanced_geometry.task_types", "aiw.female_names", "aiw.male_names", "arc_agi.mirrors", "arc_agi.rotations",

@@ -15,8 +15,7 @@ from swarm.policy.policy import Policy
 from swarm.rollouts.open_group import OpenGroup
 from swarm.rollouts.rollout_round import RolloutRound
 from swarm.rollouts.worker import RolloutWorker
-from swarm.tasks.difficulty import DifficultyTable
-from swarm.tasks.task_cursor import TaskCursor
+from swarm.tasks.task_cursor import DifficultyTable, TaskCursor
 from swarm.tasks.task_source import UnknownTask
 from swarm.types import Task, TaskRef
 from tests.unit.test_engine_contract import full_pass

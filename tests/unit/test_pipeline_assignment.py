@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import MemoryBudgetError, PipelineError
-from swarm.pipeline.assignment import Machine, ModelCost, assign_layers, stage_times
+from swarm.pipeline.driver.assignment import Machine, ModelCost, assign_layers, stage_times
 
 MACHINES = st.lists(
     st.builds(Machine, st.sampled_from([0.5, 1.0, 2.0, 3.0, 10.0]), st.integers(0, 40)), min_size=1, max_size=4

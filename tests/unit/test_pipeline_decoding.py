@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from swarm.errors import NetworkError, PipelineError, StageLostError
-from swarm.pipeline.orders import CommitOrder, DecodeOrder, ForwardOrder, SettleOrder, StageSettings
-from swarm.pipeline.pipelined_policy import greedy
-from swarm.pipeline.stage import Stage
+from swarm.pipeline.commands import CommitOrder, DecodeOrder, ForwardOrder, SettleOrder, StageSettings
+from swarm.pipeline.driver.pipelined_policy import greedy
+from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage_link import InProcessLink
 from tests.unit.pipeline_crew import (
     ARCHITECTURES,

@@ -18,21 +18,21 @@ from swarm.engine.engine import AnswerRequest
 from swarm.engine.sampling import Sampling
 from swarm.engine.transformers_engine import TransformersEngine
 from swarm.errors import PipelineError, StageLostError
+from swarm.network.commands.caller import OrderCaller
+from swarm.network.commands.service import OrderService
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
-from swarm.network.orders.caller import OrderCaller
-from swarm.network.orders.service import OrderService
-from swarm.pipeline.assignment import Machine, ModelCost
-from swarm.pipeline.crew_engine import CrewEngine
-from swarm.pipeline.crew_keeper import CrewKeeper
-from swarm.pipeline.crew_policy import CrewPolicy, CrewSteps, crew_policy
-from swarm.pipeline.machines import Member, places
-from swarm.pipeline.model_cost import model_cost
-from swarm.pipeline.orders import StageSettings
-from swarm.pipeline.stage_host import BaseModel, StageHost, base_model, part_by_hand
+from swarm.pipeline.commands import StageSettings
+from swarm.pipeline.driver.assignment import Machine, ModelCost
+from swarm.pipeline.driver.machines import Member, places
+from swarm.pipeline.driver.pipeline_engine import CrewEngine
+from swarm.pipeline.driver.pipeline_supervisor import CrewKeeper
+from swarm.pipeline.driver.pipelined_policy import CrewPolicy, CrewSteps, crew_policy
+from swarm.pipeline.model_shape import model_cost
+from swarm.pipeline.stage.stage_host import BaseModel, StageHost, base_model, part_by_hand
 from swarm.policy.logprobs import TokenLogprobs
 from swarm.policy.policy import load_policy
 from swarm.records.identity import Identity
-from swarm.training.adapter_steps import AdapterSteps
+from swarm.training.policy_optimizer import AdapterSteps
 from swarm.training.trainer import Trainer
 from tests.unit.tiny_models import sampled_groups
 

@@ -12,21 +12,18 @@ import torch
 
 from swarm.config import PipelineSection
 from swarm.errors import CheckpointError, PipelineError, StageLostError, StageReplyError
-from swarm.pipeline.architecture import stage_parts
-from swarm.pipeline.crew import Crew, CrewSettings
-from swarm.pipeline.crew_policy import CrewSteps
-from swarm.pipeline.expected_stage import expected_stages
-from swarm.pipeline.machines import CrewMembers
-from swarm.pipeline.order_bytes import part_fields
-from swarm.pipeline.orders import SettleOrder, StageSettings
-from swarm.pipeline.proportions import BatchSizes, Proportions
-from swarm.pipeline.remote_link import Give, RemoteLink
-from swarm.pipeline.stage_host import BaseModel, StageHost, base_model, part_by_hand
-from swarm.pipeline.state_bounds import StateBounds
+from swarm.pipeline.commands import SettleOrder, StageSettings, part_fields
+from swarm.pipeline.driver.expected_stage import BatchSizes, Proportions, StateBounds, expected_stages
+from swarm.pipeline.driver.machines import CrewMembers
+from swarm.pipeline.driver.pipelined_policy import CrewSteps
+from swarm.pipeline.driver.stage_group import Crew, CrewSettings
+from swarm.pipeline.model_shape import stage_parts
+from swarm.pipeline.stage.stage_host import BaseModel, StageHost, base_model, part_by_hand
+from swarm.pipeline.stage_link import Give, RemoteLink
 from swarm.pipeline.tensor_bundle import Bundle, decode_bundle, encode_bundle
 from swarm.policy.logprobs import TokenLogprobs
 from swarm.policy.policy import load_policy
-from swarm.training.adapter_steps import AdapterSteps
+from swarm.training.policy_optimizer import AdapterSteps
 from tests.unit.test_pipeline_driver import DRIVER, MEMBERS, POLICY, TRAINING, Driven, driven
 
 Lie = Callable[[str, Bundle], Bundle]
@@ -408,8 +405,8 @@ async def test_what_is_not_finite_is_not_written_even_if_the_door_let_it_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:2], spares=0) as crew:
-        monkeypatch.setattr("swarm.pipeline.state_bounds.StateBounds.check", lambda self, state: None)
-        monkeypatch.setattr("swarm.pipeline.expected_stage.ExpectedStage.check_state", lambda *state: None)
+        monkeypatch.setattr("swarm.pipeline.driver.expected_stage.StateBounds.check", lambda self, state: None)
+        monkeypatch.setattr("swarm.pipeline.driver.expected_stage.ExpectedStage.check_state", lambda *state: None)
         liar_of(crew).lie = STATES["NaN"]
         with pytest.raises(CheckpointError, match="finite"):
             await saved(crew)
@@ -491,7 +488,7 @@ def test_a_machine_holds_every_layer_once() -> None:
 
 def test_a_machine_loads_no_layers_that_its_memory_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     host = machine()
-    monkeypatch.setattr("swarm.pipeline.stage_host.available_bytes", lambda device: 1000)
+    monkeypatch.setattr("swarm.pipeline.stage.stage_host.available_bytes", lambda device: 1000)
     assert "must fit into memory" in load(host, 0, 1).fields["refused"]
     assert not host.status().parts
 

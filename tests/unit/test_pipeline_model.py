@@ -10,10 +10,8 @@ from safetensors.torch import load_file, save_file
 from swarm.adapters.adapter_state import read_adapter
 from swarm.config import LoraSection
 from swarm.errors import PipelineError, PolicyError
-from swarm.pipeline.architecture import StagePart, stage_parts
-from swarm.pipeline.model_shape import adapter_targets
-from swarm.pipeline.stage_model import load_stage
-from swarm.pipeline.weight_reader import WeightReader
+from swarm.pipeline.model_shape import StagePart, adapter_targets, stage_parts
+from swarm.pipeline.stage.stage_model import WeightReader, load_stage
 from swarm.policy.lora import adapter_shape, attach_adapter
 from tests.unit.pipeline_crew import (
     ARCHITECTURES,

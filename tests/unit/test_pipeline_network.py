@@ -11,19 +11,17 @@ import torch
 from torch import Tensor
 
 from swarm.errors import PipelineError, RequestError
+from swarm.network.commands.caller import OrderCaller
+from swarm.network.commands.service import OrderService
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
-from swarm.network.orders.caller import OrderCaller
-from swarm.network.orders.service import OrderService
-from swarm.pipeline.activation_wire import WirePrecision
-from swarm.pipeline.architecture import stage_parts
-from swarm.pipeline.crew import Crew, CrewSettings
-from swarm.pipeline.expected_stage import expected_stages
-from swarm.pipeline.order_bytes import part_fields
-from swarm.pipeline.orders import StageSettings
-from swarm.pipeline.pipelined_policy import PipelinedPolicy, greedy
-from swarm.pipeline.remote_link import RemoteLink, ask
-from swarm.pipeline.stage_host import BaseModel, StageHost
-from swarm.pipeline.tensor_bundle import Bundle, decode_bundle, encode_bundle
+from swarm.pipeline.commands import StageSettings, part_fields
+from swarm.pipeline.driver.expected_stage import expected_stages
+from swarm.pipeline.driver.pipelined_policy import PipelinedPolicy, greedy
+from swarm.pipeline.driver.stage_group import Crew, CrewSettings
+from swarm.pipeline.model_shape import stage_parts
+from swarm.pipeline.stage.stage_host import BaseModel, StageHost
+from swarm.pipeline.stage_link import RemoteLink, ask
+from swarm.pipeline.tensor_bundle import Bundle, WirePrecision, decode_bundle, encode_bundle
 from swarm.records.identity import Identity
 from tests.unit.pipeline_crew import CPU, LORA, PAD, loss_of, made_up_parts, open_crew, write_models
 

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from swarm.config import LoraSection
 from swarm.errors import PipelineError
-from swarm.pipeline.crew import CrewSettings
-from swarm.pipeline.orders import StageSettings
-from swarm.pipeline.rebuild import rebuild_stage, take_copies
-from swarm.pipeline.recovery import Situation, average_weights, plan_recovery
-from swarm.pipeline.stage import Stage
+from swarm.pipeline.commands import StageSettings
+from swarm.pipeline.driver.recovery import Situation, average_weights, plan_recovery, rebuild_stage, take_copies
+from swarm.pipeline.driver.stage_group import CrewSettings
+from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage_link import InProcessLink
 from tests.unit.pipeline_crew import (
     LORA,

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swarm.errors import PipelineError
-from swarm.pipeline.adapter_average import average_products
-from swarm.pipeline.recovery import (
+from swarm.pipeline.driver.recovery import (
     NeighbourCopy,
     Recovery,
     Situation,
+    average_products,
     average_weights,
     checkfree_average,
     plan_recovery,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import PipelineError
-from swarm.pipeline.schedule import (
+from swarm.pipeline.driver.schedule import (
     Action,
     Schedule,
     ideal_bubble_fraction,

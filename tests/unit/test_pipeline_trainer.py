@@ -9,12 +9,12 @@ from torch import Tensor
 
 from swarm.adapters.adapter_state import read_adapter
 from swarm.config import TrainingSection
-from swarm.pipeline.orders import StageSettings
+from swarm.pipeline.commands import StageSettings
 from swarm.policy.logprobs import TokenLogprobs
 from swarm.policy.policy import Policy
-from swarm.training.adapter_steps import AdapterSteps
 from swarm.training.micro_batch import micro_batches, training_sequences
 from swarm.training.policy_loss import ClipRange, Logprobs, policy_loss
+from swarm.training.policy_optimizer import AdapterSteps
 from swarm.training.trainer import Trainer
 from tests.unit.pipeline_crew import open_crew
 from tests.unit.tiny_models import sampled_groups

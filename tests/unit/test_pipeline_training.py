@@ -11,9 +11,9 @@ from torch import Tensor
 
 from swarm.config import LoraSection
 from swarm.errors import NetworkError, PipelineError, StageLostError
-from swarm.pipeline.crew import CrewSettings
-from swarm.pipeline.orders import BackwardOrder, CommitOrder, ForwardOrder, SettleOrder, StageSettings
-from swarm.pipeline.stage import Stage
+from swarm.pipeline.commands import BackwardOrder, CommitOrder, ForwardOrder, SettleOrder, StageSettings
+from swarm.pipeline.driver.stage_group import CrewSettings
+from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage_link import InProcessLink
 from swarm.policy.logprobs import TokenLogprobs, token_logprobs
 from tests.unit.pipeline_crew import (

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from swarm.errors import PipelineError
-from swarm.pipeline.activation_wire import WirePrecision, decode_activation, encode_activation, encoded_bytes
+from swarm.pipeline.tensor_bundle import WirePrecision, decode_activation, encode_activation, encoded_bytes
 
 PRECISIONS: tuple[WirePrecision, ...] = ("fp32", "bf16", "int8")
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=5)

@@ -13,11 +13,11 @@ from swarm.adapters.adapter_state import read_adapter
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.adapters.product_merge import layers_of
 from swarm.config import parse
-from swarm.learner import Learner
-from swarm.means import local_means
 from swarm.merging.adapter_wire import encode_adapter
+from swarm.merging.policy_merging import MergeLinks
+from swarm.node.learner import Learner
+from swarm.node.policy_backend import local_means
 from swarm.policy.policy import load_policy
-from swarm.policy_merging import MergeLinks
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.types import Met, Partner, Snapshot

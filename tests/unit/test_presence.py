@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.records.codec import MAX_RECORD_BYTES, decode_record, encode_record
-from swarm.records.fields import pack
 from swarm.records.presence import (
     MAX_ADDRESS_CHARS,
     MAX_ADDRESSES,
@@ -18,7 +17,7 @@ from swarm.records.presence import (
     verify_presence,
 )
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.records.signing import Purpose, sign_record
+from swarm.records.signing import Purpose, pack, sign_record
 from tests.unit.experience_factory import ALICE, MALLORY, NOW, SWARM_ID
 
 SAID = Presence(

@@ -11,9 +11,9 @@ import torch
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config
-from swarm.engine.reliability import Reliability
-from swarm.learner import Learner
-from swarm.means import local_means
+from swarm.engine.pruning import Reliability
+from swarm.node.learner import Learner
+from swarm.node.policy_backend import local_means
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.tasks.task_mixture import TaskMixture

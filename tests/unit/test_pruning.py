@@ -12,16 +12,13 @@ from torch import Tensor
 from swarm.config import Config, LoraSection, RolloutsSection, parse
 from swarm.engine.engine import Completion
 from swarm.engine.make_engine import make_engine
-from swarm.engine.pruning import PruneCall, Pruning
-from swarm.engine.reliability import Reliability
+from swarm.engine.pruning import PruneCall, Pruning, Reliability, SuccessHead
 from swarm.engine.sampling import Sampling
 from swarm.engine.slot_engine import SlotEngine
-from swarm.engine.slot_pruning import hidden_size
-from swarm.engine.success_head import SuccessHead
+from swarm.engine.slot_run import hidden_size
 from swarm.errors import ConfigError
 from swarm.policy.policy import Policy
-from swarm.rollouts.prune_report import prune_report
-from swarm.rollouts.worker import RolloutWorker
+from swarm.rollouts.worker import RolloutWorker, prune_report
 from tests.unit.test_rollout_worker import task
 from tests.unit.tiny_models import ARCHITECTURES, RAGGED_PROMPTS, requests
 

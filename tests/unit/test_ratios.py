@@ -6,9 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from swarm.training.adaptive_clip import BOUNDS, AdaptiveClip, bound_pulls
-from swarm.training.losses import clipped_loss
-from swarm.training.ratios import policy_ratio
+from swarm.training.losses import clipped_loss, policy_ratio
+from swarm.training.policy_loss import BOUNDS, AdaptiveClip, bound_pulls
 
 LOG_R = torch.tensor([[0.3, -0.2, 0.5, -0.4], [0.1, 0.4, 0.0, 0.0]], dtype=torch.float64)
 MASK = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]], dtype=torch.float64)

@@ -13,7 +13,9 @@ from swarm.network.reach.dial_back import answers_as, is_signed_by
 from swarm.network.reach.reachability import (
     MAX_TEST_BYTES,
     NUM_WITNESSES,
+    PROBE_INTERVAL_S,
     Finding,
+    ReachabilityWatch,
     ReachService,
     Sighting,
     bytes_request,
@@ -23,7 +25,6 @@ from swarm.network.reach.reachability import (
     in_turn_by_network,
     read_greeting,
 )
-from swarm.network.reach.reachability_watch import PROBE_INTERVAL_S, ReachabilityWatch
 from swarm.network.tcp_address import TcpAddress
 from swarm.network.transport import RequestRefused
 from tests.unit.experience_factory import Clock

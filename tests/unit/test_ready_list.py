@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from swarm.merging.exchange.proposal import MAX_LAG_ROUNDS
+from swarm.merging.exchange.ready_list import MAX_READ, ReadyList
 from swarm.network.index_entry import UNSIGNED, IndexRule
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
-from swarm.pairing.proposal import MAX_LAG_ROUNDS
-from swarm.pairing.ready_list import MAX_READ, ReadyList
 from swarm.records.adapter_offer import AdapterOffer, sign_offer
 from swarm.records.identity import Identity
 from swarm.records.signing import verified_by
-from swarm.sharing.index import EntryValidator, adapter_key
-from swarm.sharing.shard import MERGE_BELOW, SPLIT_ABOVE, Shard, shard_of, thinning_depth
+from swarm.sharing.index import MERGE_BELOW, SPLIT_ABOVE, EntryValidator, Shard, adapter_key, shard_of, thinning_depth
 from swarm.simulation.signature_cache import SignatureCache
 from tests.unit.experience_factory import LINEAGE, NOW, READER, SWARM_ID, Clock
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from swarm.experiments.recovery import clocks
-from swarm.experiments.recovery.figures import Runs, figures, hours_to_target, step_reaching
-from swarm.experiments.recovery.made_text import ALPHABET, language, token_ids
+from swarm.experiments.recovery.figures import Runs, figures, hours_to_target, step_reaching, write_all
 from swarm.experiments.recovery.plan import (
     ADAPTER,
     CHECKFREE,
@@ -28,9 +27,8 @@ from swarm.experiments.recovery.plan import (
     RecoveryPlan,
 )
 from swarm.experiments.recovery.recovery_cell import run
-from swarm.experiments.recovery.recovery_report import write_all
-from swarm.experiments.recovery.toy import Toy
-from swarm.pipeline.recovery import average_weights
+from swarm.experiments.recovery.toy import ALPHABET, Toy, language, token_ids
+from swarm.pipeline.driver.recovery import average_weights
 
 
 def made_run(arm: str, curve: list[float], rate: float = 0.0, seed: int = 0, training: str = "full") -> dict[str, Any]:

@@ -11,11 +11,11 @@ import torch
 
 from swarm.config import TrainingSection
 from swarm.policy.policy import Policy
-from swarm.training.adapter_steps import AdapterSteps
+from swarm.training.experience import TrainingGroup
 from swarm.training.policy_loss import ClipRange, Logprobs, policy_loss
+from swarm.training.policy_optimizer import AdapterSteps
 from swarm.training.replay import ReplayStore
 from swarm.training.trainer import Trainer
-from swarm.training.training_group import TrainingGroup
 from swarm.types import RolloutGroup
 from tests.unit.experience_factory import group, rollout
 from tests.unit.test_policy_loss import batch_of

@@ -7,19 +7,27 @@ from pathlib import Path
 
 import pytest
 
+from swarm.admission.reward_verifier import STRANGERS_BURST_S, STRANGERS_PER_S, VerificationBudget
 from swarm.config import NetworkSection, SharingSection
 from swarm.network.make_transport import make_transport
 from swarm.network.transport import Contact, Verdict
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.sharing.author_shares import AddressGroups, AuthorShares, SeenAt
-from swarm.sharing.choice import UniformChoice
 from swarm.sharing.inbox import Inbox
-from swarm.sharing.known_authors import KnownAuthors
-from swarm.sharing.reputation import FIRST_BAN_S, MAX_AUTHORS, MAX_BAN_S, PROBATION_BODIES, Reputation
-from swarm.sharing.shard import Shard
-from swarm.sharing.verification_budget import STRANGERS_BURST_S, STRANGERS_PER_S, VerificationBudget
+from swarm.sharing.index import Shard
+from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.sharing.reputation import (
+    FIRST_BAN_S,
+    MAX_AUTHORS,
+    MAX_BAN_S,
+    PROBATION_BODIES,
+    AddressGroups,
+    AuthorShares,
+    Reputation,
+    SeenAt,
+)
+from swarm.sharing.usefulness import UniformChoice
 from swarm.types import Header
 from tests.unit.experience_factory import (
     ALICE,

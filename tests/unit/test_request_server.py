@@ -24,8 +24,8 @@ from swarm.network.requests.framing import (
 from swarm.network.requests.limits import MAX_REMEMBERED_PEERS, MAX_WAIT_S, CallerTable, RequestLimits
 from swarm.network.requests.server import RequestServer, transfer_timeout_s
 from swarm.network.transport import RequestRefused, TrafficCounter
+from swarm.node.stage_process import crew_network
 from swarm.records.identity import Identity
-from swarm.stage_process import crew_network
 
 CALLER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 

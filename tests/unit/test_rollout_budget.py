@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.rollouts.budget import second_round_size, sizes_by_variance
+from swarm.rollouts.rollout_round import second_round_size, sizes_by_variance
 
 rates = st.floats(0.001, 0.999)
 lengths = st.floats(1, 5000)

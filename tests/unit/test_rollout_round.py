@@ -12,8 +12,7 @@ from swarm.errors import ConfigError
 from swarm.policy.policy import Policy
 from swarm.rollouts.rollout_round import RolloutRound
 from swarm.rollouts.worker import RolloutBatch, RolloutWorker
-from swarm.tasks.difficulty import DifficultyTable
-from swarm.tasks.task_cursor import TaskCursor
+from swarm.tasks.task_cursor import DifficultyTable, TaskCursor
 from swarm.types import Task, TaskRef
 
 MakePolicy = Callable[..., Policy]

@@ -10,25 +10,12 @@ from typing import Any
 
 import pytest
 
-from swarm import safe_files
 from swarm.config import parse
-from swarm.crash_report import CrashReports
-from swarm.dashboard.page_token import make_token, read_token
+from swarm.config.node_folder import NodeFolder
+from swarm.dashboard.static_files import make_token, read_token
 from swarm.errors import ConfigError, IdentityError, NodeNotRunningError
-from swarm.experiments.report import write_report as write_experiment
-from swarm.manifest_file import write_text
-from swarm.network.own_ports import OwnPorts
-from swarm.network.peers.peer_list import read_peers, write_peers
-from swarm.network.tcp_address import TcpAddress
-from swarm.node_folder import NodeFolder
-from swarm.observability.log_reader import last_records
-from swarm.observability.metrics_log import MetricsLog, read_rows
-from swarm.observability.status_file import NodeStatus, read_status
-from swarm.pool.experience_pool import ExperiencePool
-from swarm.records import identity
-from swarm.records.identity import Identity
-from swarm.report.run_report import write_report
-from swarm.safe_files import (
+from swarm.machine import safe_files
+from swarm.machine.safe_files import (
     MAX_JSON_DEPTH,
     check_no_links,
     keep_others_from_writing,
@@ -41,8 +28,21 @@ from swarm.safe_files import (
     remove_leftovers,
     replace_file,
 )
+from swarm.manifest.files import write_text
+from swarm.network.own_ports import OwnPorts
+from swarm.network.peers.dialling import read_peers, write_peers
+from swarm.network.tcp_address import TcpAddress
+from swarm.node.crash_report import CrashReports
+from swarm.observability.logging_setup import last_records
+from swarm.observability.metrics import MetricsLog, read_rows
+from swarm.observability.status_file import NodeStatus, read_status
+from swarm.pool.experience_pool import ExperiencePool
+from swarm.records import identity
+from swarm.records.identity import Identity
+from swarm.report.node_history import NodeHistory
+from swarm.report.run_report import write_report
+from swarm.report.tables import write_report as write_experiment
 from swarm.sharing.reputation import Reputation
-from swarm.testbed.node_history import NodeHistory
 from swarm.testbed.testbed import exclusive
 from tests.swarm_process import swarm
 
@@ -292,9 +292,10 @@ def test_links_deep_in_a_folder_are_found(folder: Path, victim: Path) -> None:
 def test_files_are_written_in_one_way_only() -> None:
     """Those that may write otherwise do it in folders that they have made themselves, or are told to fill."""
     known = {
-        "safe_files.py", "sandbox/inside/fence.py", "sandbox/inside/launcher.py", "assets/schooling.py", "adapters/checkpoint.py",
-        "adapters/export.py", "adapters/adapter_folder.py", "integrations/hub.py", "network/requests/piece_store.py",
-        "records/identity.py", "network/hivemind/runtime_folder.py",
+        "machine/safe_files.py", "sandbox/inside/fence.py", "sandbox/inside/launcher.py", "assets/schooling.py",
+        "adapters/checkpoint.py",
+        "adapters/export.py", "adapters/adapter_folder.py", "integrations/hub.py", "network/requests/transfer.py",
+        "records/identity.py", "network/hivemind/daemon.py",
     }  # fmt: skip
     for path in SOURCE.rglob("*.py"):
         if str(path.relative_to(SOURCE)) in known:
@@ -311,4 +312,4 @@ def test_files_are_written_in_one_way_only() -> None:
             is_opened = (
                 "os.open" in told.split("(")[0] and "O_PATH" not in told
             )  # such a handle reads and writes nothing
-            assert not is_write and not is_opened, f"{path}: {told} must use swarm.safe_files"
+            assert not is_write and not is_opened, f"{path}: {told} must use swarm.machine.safe_files"

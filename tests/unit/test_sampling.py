@@ -9,8 +9,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from swarm.engine.sampling import Sampling, sample_tokens
-from swarm.engine.stop_strings import StopStrings
+from swarm.engine.sampling import Sampling, StopStrings, sample_tokens
 from swarm.policy.counter_noise import uniform
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.sharing.shard import (
+from swarm.sharing.index import (
     EPOCH_S,
     MAX_LEVEL,
     MERGE_BELOW,

@@ -14,13 +14,12 @@ from swarm.network.transport import RequestRefused
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import body_hash, encode_body
 from swarm.records.identity import Identity
-from swarm.sharing.absences import BUSY_PAUSE_S, UNREACHED_PAUSE_S
 from swarm.sharing.body_store import BODY_PROTOCOL, BodyStore
-from swarm.sharing.index import SLOTS_PER_WINDOW, WINDOW_S, EntryValidator, experience_key, subkey
-from swarm.sharing.known_authors import KnownAuthors
+from swarm.sharing.index import SLOTS_PER_WINDOW, WINDOW_S, EntryValidator, Shard, experience_key, subkey
+from swarm.sharing.peer_backoff import BUSY_PAUSE_S, UNREACHED_PAUSE_S
+from swarm.sharing.peer_tracker import KnownAuthors
 from swarm.sharing.publisher import Publisher
 from swarm.sharing.reader import Reader
-from swarm.sharing.shard import Shard
 from swarm.types import RolloutGroup
 from tests.unit.experience_factory import (
     ALICE,

@@ -9,23 +9,22 @@ from typing import Any
 
 import pytest
 
+from swarm.admission.reward_verifier import BURST_S, PER_S, MixtureJudge, VerificationBudget
 from swarm.config import Config, TaskSourceSection, TasksSection, TrainingSection, parse
 from swarm.errors import ConfigError, TaskError
-from swarm.learner import Learner
-from swarm.manifest import create, dump
-from swarm.manifest import parse as parse_manifest
-from swarm.means import local_means
+from swarm.manifest.manifest import create, dump
+from swarm.manifest.manifest import parse as parse_manifest
+from swarm.node.learner import Learner
+from swarm.node.policy_backend import local_means
 from swarm.policy.policy import Policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.sharing.judge import MixtureJudge
-from swarm.sharing.verification_budget import BURST_S, PER_S, VerificationBudget
-from swarm.tasks.signals import brevity, build_signal, tagged
+from swarm.tasks.signalled_source import brevity, build_signal, tagged
 from swarm.tasks.task_mixture import TaskMixture, assess
 from swarm.tasks.task_source import TaskFailure, prompt_digest
-from swarm.training.batch_advantages import batch_advantages
-from swarm.training.training_group import TrainingGroup
+from swarm.training.advantages import batch_advantages
+from swarm.training.experience import TrainingGroup
 from swarm.types import Lineage, Rollout, RolloutGroup, Task, TaskRef
 
 MakePolicy = Callable[..., Policy]

@@ -12,13 +12,12 @@ from typer.testing import CliRunner
 
 from swarm.cli.main import app
 from swarm.config import parse
+from swarm.config.node_folder import NodeFolder
 from swarm.errors import ConfigError, IdentityError, ManifestError, PolicyError, SiloError
-from swarm.joining import check_base_at_hand, compose
-from swarm.manifest_file import read_manifest
+from swarm.manifest.files import read_manifest
+from swarm.manifest.joining import check_base_at_hand, compose
 from swarm.network.index_entry import UNSIGNED
-from swarm.node_folder import NodeFolder
-from swarm.records.identity import create, load
-from swarm.records.peer_name import peer_name
+from swarm.records.identity import create, load, peer_name
 from swarm.silo.open_silo import node_transport, open_membership
 from swarm.silo.silo_files import SiloFiles
 from swarm.silo.silo_transport import SiloTransport

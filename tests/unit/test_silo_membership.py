@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm import manifest as manifests
 from swarm.errors import SiloError
+from swarm.manifest import manifest as manifests
 from swarm.records.identity import Identity
 from swarm.silo.grant import (
     MembershipRequest,
@@ -22,7 +22,7 @@ from swarm.silo.membership import Membership
 from swarm.silo.owner import Owner
 from swarm.silo.roll import MAX_MEMBERS, Member, decode_roll, encode_roll
 from swarm.silo.sealing import box_key
-from swarm.silo.seen_rolls import SeenRolls
+from swarm.silo.silo_files import SeenRolls
 from tests.unit.silo_factory import (
     DAY_S,
     MANIFEST,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import SiloError
-from swarm.silo.key_ring import KeyRing
+from swarm.silo.membership import KeyRing
 from swarm.silo.sealing import (
     BOX_OVERHEAD_BYTES,
     MAX_EPOCH,

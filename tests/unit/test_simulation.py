@@ -9,8 +9,7 @@ from swarm.network.memory.virtual_clock import run
 from swarm.records.identity import Identity
 from swarm.records.signing import sign_record, signature_is_valid, verified_by
 from swarm.simulation.signature_cache import SignatureCache
-from swarm.simulation.simulation import SWARM_ID, Simulation, SimulationSettings
-from swarm.simulation.spread_log import SpreadLog, quantile
+from swarm.simulation.simulation import SWARM_ID, Simulation, SimulationSettings, SpreadLog, quantile
 
 
 async def trace_of(settings: SimulationSettings) -> list[tuple[str, str, str, int]]:

@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from swarm.observability.status_file import NodeStatus
-from swarm.observability.units import counted, for_how_long, size
-from swarm.observability.verdict import Word, judge
+from swarm.observability.plain_text import counted, for_how_long, size
+from swarm.observability.status_file import NodeStatus, Word, judge
 from tests import swarm_process
 
 NOW = time.time()

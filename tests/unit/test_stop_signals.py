@@ -14,7 +14,7 @@ import pytest
 
 SCRIPT = """
 import asyncio, re, sys, threading
-from swarm.stop_signals import obey_stop_signals
+from swarm.machine.stop_signals import obey_stop_signals
 kind, deadline_s = sys.argv[1], float(sys.argv[2])
 
 def hold():

@@ -7,9 +7,9 @@ import pytest
 from swarm.config import SharingSection, TrainingSection
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.pool.success_levels import ANY_REWARD, SuccessLevel, SuccessLevels, has_success
-from swarm.sharing.known_authors import KnownAuthors
-from swarm.training.batch_advantages import batch_advantages
-from swarm.training.training_group import TrainingGroup
+from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.training.advantages import batch_advantages
+from swarm.training.experience import TrainingGroup
 from swarm.types import Rollout, RolloutGroup
 from tests.unit.experience_factory import ALICE, MALLORY, NOW, READER, Clock, group
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from swarm.errors import NEEDS_A_PERSON, ConfigError, NetworkError, StuckError, SwarmError
-from swarm.supervisor import BackOff, Supervisor
+from swarm.node.supervisor import BackOff, Supervisor
 
 CHILD = """
 import os, signal, sys, time
@@ -72,7 +72,7 @@ def test_what_a_person_must_mend_is_what_the_same_start_would_meet_again() -> No
 
 SUPERVISOR = """
 import random, sys
-from swarm.supervisor import BackOff, Supervisor
+from swarm.node.supervisor import BackOff, Supervisor
 pause_s = float(sys.argv[1])
 print("up", flush=True)
 say = lambda line: print(line, flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.network.hivemind.runtime_folder import OWNER_FILE, RuntimeFolder, remove_abandoned
+from swarm.network.hivemind.daemon import OWNER_FILE, RuntimeFolder, remove_abandoned
 from swarm.network.peers.surroundings import Change, Surroundings, local_addresses, told_to_others
 
 
@@ -58,7 +58,7 @@ def test_wildcards_are_told_as_what_they_stand_for_the_public_address_first() ->
 def test_folder_of_a_killed_owner_is_removed_and_no_other(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib\n"
-        "from swarm.network.hivemind.runtime_folder import RuntimeFolder\n"
+        "from swarm.network.hivemind.daemon import RuntimeFolder\n"
         "print(RuntimeFolder(pathlib.Path(sys.argv[1])).path, flush=True); sys.stdin.read()\n"
     )
     mine = RuntimeFolder(tmp_path)

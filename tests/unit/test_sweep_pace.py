@@ -1,7 +1,7 @@
 """The index is read as seldom as gossip allows, and at once again when gossip fails."""
 
 from swarm.sharing.index import WINDOW_S
-from swarm.sharing.sweep_pace import GOSSIP_IS_ALIVE_FOR_S, MAX_LONELY_PAUSE_S, SweepPace
+from swarm.sharing.reader import GOSSIP_IS_ALIVE_FOR_S, MAX_LONELY_PAUSE_S, SweepPace
 from tests.unit.experience_factory import Clock
 
 POLL_S = 1.0

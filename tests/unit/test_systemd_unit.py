@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from swarm.errors import NEEDS_A_PERSON, StuckError
-from swarm.node import _STOP_GRACE_S
+from swarm.node.node import _STOP_GRACE_S
 
 UNIT = (Path(__file__).parents[2] / "packaging" / "systemd" / "swarm-node.service").read_text()
 SETTINGS = dict(re.findall(r"^(\w+)=(.*)$", UNIT, re.M))

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
+from swarm.admission.reward_verifier import MixtureJudge
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.sandbox.runner import RunLimits, RunResult, Sandbox, SandboxError
-from swarm.sharing.judge import MixtureJudge
-from swarm.tasks.code_problems import CodeProblem, list_function
-from swarm.tasks.code_source import CodeSource
-from swarm.tasks.code_verifier import CodeVerifier, code_of
+from swarm.tasks.code_source import CodeProblem, CodeSource, CodeVerifier, code_of, list_function
 from swarm.tasks.task_mixture import TaskMixture, assess, score
 from swarm.tasks.task_source import EVALUATION_SEED, TaskFailure, prompt_digest
 from swarm.types import Lineage, Rollout, RolloutGroup

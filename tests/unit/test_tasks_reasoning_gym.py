@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from swarm.config import DEMO_TASKS, TaskSourceSection
 from swarm.errors import TaskError
-from swarm.tasks.answer_guard import ALPHABETS, REFUSED, admissible, score_once
-from swarm.tasks.reasoning_gym_source import ReasoningGymSource
+from swarm.tasks.reasoning_gym_source import ALPHABETS, REFUSED, ReasoningGymSource, admissible, score_once
 from swarm.tasks.task_mixture import score
 from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, MAX_SEED, SUPERVISED_SEED, TaskFailure
 

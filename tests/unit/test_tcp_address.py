@@ -4,7 +4,7 @@ import base58
 import pytest
 
 from swarm.errors import ConfigError
-from swarm.network.hivemind.relay_address import address_bytes, address_text
+from swarm.network.hivemind.daemon_control import address_bytes, address_text
 from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
 
 PEER_ID = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"

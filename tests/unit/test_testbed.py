@@ -16,17 +16,16 @@ import pytest
 from rich.console import Console
 
 from swarm.config import load
+from swarm.config.node_folder import set_aside
 from swarm.errors import ConfigError, SwarmError
-from swarm.node_folder import set_aside
-from swarm.testbed import tethered
+from swarm.machine import tethered
+from swarm.report.live_table import NodeView, sparkline
+from swarm.report.node_history import MAX_REASONS, MAX_ROW_BYTES, NodeHistory
+from swarm.report.plot import plot_testbed, running_minutes
+from swarm.report.summary import conclusion, exchange_table, learning_table, source_table, summarize
 from swarm.testbed.comparison import ARMS, ArmResult, Comparison, comparison_table, plot_comparison
-from swarm.testbed.live_table import NodeView, sparkline
-from swarm.testbed.node_history import MAX_REASONS, MAX_ROW_BYTES, NodeHistory
-from swarm.testbed.node_process import NodeProcess, stop_all
-from swarm.testbed.plot import plot_testbed, running_minutes
 from swarm.testbed.profiles import MERGING, NodePlan, PlanRequest, final_merge_time, plan_nodes
-from swarm.testbed.summary import conclusion, exchange_table, learning_table, source_table, summarize
-from swarm.testbed.testbed import LOCK_FILE, exclusive
+from swarm.testbed.testbed import LOCK_FILE, NodeProcess, exclusive, stop_all
 from swarm.testbed.testbed import Testbed as LocalSwarm
 from tests.unit.fake_node import end_row, evaluation_row, round_row
 
@@ -209,7 +208,7 @@ class TestProcesses:
         """The parent is killed with SIGKILL and can clean up nothing."""
         sleeper = [sys.executable, str(FAKE_NODE), str(tmp_path), "1", "wait"]
         script = (
-            "import os, subprocess, sys\nfrom swarm.testbed import tethered\n"
+            "import os, subprocess, sys\nfrom swarm.machine import tethered\n"
             f"subprocess.Popen(tethered.command(os.getpid(), {sleeper!r}), start_new_session=True).wait()"
         )
         parent = subprocess.Popen([sys.executable, "-c", script])

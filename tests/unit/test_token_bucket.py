@@ -1,6 +1,6 @@
 """A rate with a burst: golden values worked by hand."""
 
-from swarm.network.token_bucket import TokenBucket
+from swarm.limits.token_bucket import TokenBucket
 
 
 def test_burst_is_there_at_once_and_the_rate_fills_it_again() -> None:

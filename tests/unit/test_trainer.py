@@ -16,9 +16,9 @@ from swarm.engine.sampling import Sampling
 from swarm.engine.slot_engine import SlotEngine
 from swarm.errors import CheckpointError, TrainingError
 from swarm.policy.policy import Policy, load_policy
-from swarm.training.adapter_steps import AdapterSteps
+from swarm.training.experience import TrainingGroup
+from swarm.training.policy_optimizer import AdapterSteps
 from swarm.training.trainer import Trainer
-from swarm.training.training_group import TrainingGroup
 from swarm.types import Rollout
 from tests.unit.tiny_models import ARCHITECTURES, requests, sampled_groups
 

@@ -9,13 +9,13 @@ import pytest
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import parse
-from swarm.node_folder import NodeFolder
-from swarm.node_report import NodeReport
+from swarm.config.node_folder import NodeFolder
+from swarm.node.report import NodeReport
+from swarm.node.training_loop import TrainingRun
+from swarm.node.watchdog import Watchdog
 from swarm.observability.status_file import read_status
 from swarm.records.identity import Identity
 from swarm.sharing.index import EntryValidator
-from swarm.training_run import TrainingRun
-from swarm.watchdog import Watchdog
 
 
 class Machine:

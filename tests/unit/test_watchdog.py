@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.watchdog import END_AFTER_S, Watchdog
+from swarm.node.watchdog import END_AFTER_S, Watchdog
 
 
 class Clock:
@@ -102,9 +102,9 @@ def test_time_in_which_the_whole_process_stood_still_is_nobodys_fault() -> None:
 HANGS = """
 import sys, time
 from pathlib import Path
-import swarm.watchdog as watchdog
-from swarm.crash_report import crash_reports
-from swarm.node_folder import NodeFolder
+from swarm.node import watchdog as watchdog
+from swarm.node.crash_report import crash_reports
+from swarm.config.node_folder import NodeFolder
 watchdog.END_AFTER_S = watchdog._FROZEN_AFTER_S = 0.3
 
 def round_without_end():

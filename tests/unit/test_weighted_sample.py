@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 
-from swarm.weighted_sample import weighted_order
+from swarm.limits.weighted_sample import weighted_order
 
 WEIGHTS = [1.0, 2.0, 5.0]
 

@@ -27,7 +27,7 @@ from swarm.engine.engine import AnswerRequest
 from swarm.engine.sampling import Sampling
 from swarm.engine.slot_engine import SlotEngine
 from swarm.policy.policy import Policy, load_policy
-from swarm.training.training_group import TrainingGroup
+from swarm.training.experience import TrainingGroup
 from swarm.types import Rollout, RolloutGroup, TaskRef
 
 ARCHITECTURES = ("llama", "qwen2", "gpt_neox")

@@ -11,9 +11,8 @@ from typing import Any
 
 from swarm.experiments.attacks.plan import ABSENT, ALL, ATTACKS, DEFENCES, DEFENDED, OPEN
 from swarm.experiments.cells import Result
-from swarm.experiments.report import Curves, Table, plot, smooth, write_report
-from swarm.experiments.spread import Spread
-from swarm.safe_files import SHARED, replace_file
+from swarm.machine.safe_files import SHARED, replace_file
+from swarm.report.tables import Curves, Spread, Table, plot, smooth, write_report
 
 _WINDOW_ROUNDS = 5
 

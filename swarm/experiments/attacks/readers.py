@@ -7,17 +7,17 @@ open      whatever can be decoded, as it is claimed; every offer alike
 import random
 from collections import Counter
 
+from swarm.admission.admission import Admission
+from swarm.admission.copies import CopyWatch
+from swarm.admission.reward_verifier import MixtureJudge
 from swarm.experiments.learner_swarm import Door
 from swarm.experiments.memory_exchange import MemoryExchange, Offer
 from swarm.pool.experience_pool import ExperiencePool
-from swarm.records.admission import Admission
 from swarm.records.codec import decode_body, decode_header, decode_record
-from swarm.records.copies import CopyWatch
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import subkey
-from swarm.sharing.judge import MixtureJudge
-from swarm.sharing.known_authors import KnownAuthors
+from swarm.sharing.peer_tracker import KnownAuthors
 from swarm.tasks.task_mixture import owns_stream
 from swarm.types import Header
 

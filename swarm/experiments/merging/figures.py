@@ -1,6 +1,12 @@
-"""What the merging experiment found: figures for a program, tables and curves for people."""
+"""What the merging experiment found: figures for a program, tables and curves for people.
+
+What hostile names, half of all, make of honest adapters: a table and figures of the part `hostile`.
+
+The merging experiment as a page, a picture and tables in a folder.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -18,9 +24,46 @@ from swarm.experiments.merging.arms import (
     Part,
     attack_name,
 )  # fmt: skip
-from swarm.experiments.merging.hostile_figures import hostile_figures, hostile_table
-from swarm.experiments.report import Curves, Table, smooth
-from swarm.experiments.spread import Spread
+from swarm.experiments.merging.plan import COMPANIES, STAGES
+from swarm.machine.safe_files import SHARED, replace_file
+from swarm.report.tables import Curves, Spread, Table, plot, smooth, write_report
+
+_COLUMNS = {
+    "hostile_part": "hostile part",
+    "trigger_rate": "trigger rate",
+    "worst_trigger_rate": "worst",
+    "held_out_reward": "held-out reward",
+    "held_out_loss": "held-out loss",
+    "merges_per_offer": "merges per offer",
+    "hostile_merges": "hostile of these",
+}
+
+
+def hostile_table(results: Sequence[Result]) -> Table:
+    """By stage and company; mean ± standard deviation over seeds."""
+    rows = [
+        [f"{stage}: {company}", *(_over_seeds(results, stage, company, key).text(3) for key in _COLUMNS)]
+        for stage in STAGES
+        for company in COMPANIES
+        if _over_seeds(results, stage, company, "hostile_part").values
+    ]
+    return Table("Half of the names hostile, with a backdoor in their adapter", ["nodes", *_COLUMNS.values()], rows)
+
+
+def hostile_figures(results: Sequence[Result]) -> dict[str, Any]:
+    """What a program reads."""
+    return {
+        f"{stage}: {company}": {key: _over_seeds(results, stage, company, key).rounded() for key in _COLUMNS}
+        for stage in STAGES
+        for company in COMPANIES
+        if _over_seeds(results, stage, company, "hostile_part").values
+    }
+
+
+def _over_seeds(results: Sequence[Result], stage: str, company: str, key: str) -> Spread:
+    wanted = ("hostile", stage, company)
+    return Spread.of(one[key] for one in results if (one["learning"], one.get("stage"), one["arm"]) == wanted)
+
 
 _WINDOW_ROUNDS = 5
 _TITLES: Mapping[Part, str] = {
@@ -247,3 +290,19 @@ def told() -> list[str]:
         "in all arms.",
         "Mean ± standard deviation over seeds; ratios are paired by seed.",
     ]
+
+
+def write_all(folder: Path, parts: Sequence[Part], results: Sequence[Result]) -> tuple[Path, list[Table]]:
+    """report.html, table.md and, where anything was measured on the way, curves.png in `folder`. Returns the report and its
+    tables.
+    """
+    tables = [table for part in parts for table in part_tables(results, part)]
+    drawn = curves(results)
+    picture = plot(drawn) if drawn else b""
+    if picture:
+        replace_file(folder / "curves.png", picture, SHARED)
+    text = "\n\n".join(f"{table.title}\n\n{table.markdown()}" for table in tables) + "\n"
+    replace_file(folder / "table.md", text, SHARED)
+    report = folder / "report.html"
+    write_report(report, "What merging without an all-reduce gives", told(), tables, picture)
+    return report, tables

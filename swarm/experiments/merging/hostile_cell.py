@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from swarm.experiments.cells import Result
-from swarm.experiments.merging.hostile_arms import COMPANIES
 from swarm.experiments.merging.hostile_run import HostileRun, HostileScale
+from swarm.experiments.merging.plan import COMPANIES
 
 
 def run(settings: Mapping[str, Any]) -> Result:

@@ -12,14 +12,13 @@ import hashlib
 from collections.abc import Iterable
 
 from swarm.errors import NetworkError
+from swarm.merging.exchange.adapter_donor import STARTER_PROTOCOL
+from swarm.merging.exchange.proposal import ADAPTER_PROTOCOL, MAX_MESSAGE_BYTES, MERGE_PROTOCOL, Proposal, Taken
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, PIECE_BYTES, BlobRequest, serve_blobs
-from swarm.pairing.adapter_donor import STARTER_PROTOCOL
-from swarm.pairing.proposal import ADAPTER_PROTOCOL, MAX_MESSAGE_BYTES, MERGE_PROTOCOL, Proposal, Taken
 from swarm.records.adapter_offer import AdapterOffer, sign_offer, verify_offer
 from swarm.records.identity import Identity
-from swarm.sharing.index import AdapterList, adapter_key
-from swarm.sharing.shard import Shard
+from swarm.sharing.index import AdapterList, Shard, adapter_key
 from swarm.types import Snapshot
 
 _COURT_INTERVAL_S = 1.0

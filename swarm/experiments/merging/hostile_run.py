@@ -22,27 +22,24 @@ import torch
 from swarm.config import MergingSection
 from swarm.experiments.merging.arms import NUM_REPLICAS, OFF, Arm
 from swarm.experiments.merging.backdoor import Backdoor, train_backdoor
-from swarm.experiments.merging.hostile_arms import Company, Stage
 from swarm.experiments.merging.hostile_names import HostileDonor, HostilePartner
-from swarm.experiments.merging.population import Adapter
+from swarm.experiments.merging.plan import Company, Stage
+from swarm.experiments.merging.replicas import Adapter
 from swarm.experiments.merging.supervised import SupervisedReplicas, supervised
-from swarm.merging.final_merge import FinalMerge, Wire
-from swarm.merging.hypercube import meetings_of
-from swarm.merging.merger import Merger
+from swarm.merging.exchange.adapter_donor import AdapterDonor
+from swarm.merging.exchange.merge_exchange import MergeExchange
+from swarm.merging.exchange.newcomer import Newcomer, WantedAdapter
+from swarm.merging.exchange.recent_partners import Patience
+from swarm.merging.final_merge import FinalMerge, Wire, meetings_of
+from swarm.merging.merger import Merger, MergeSchedule
 from swarm.merging.pairer import Pairer
-from swarm.merging.schedule import MergeSchedule
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
 from swarm.observability.repeat import repeat
-from swarm.pairing.adapter_donor import AdapterDonor
-from swarm.pairing.merge_exchange import MergeExchange
-from swarm.pairing.newcomer import Newcomer, WantedAdapter
-from swarm.pairing.patience import Patience
 from swarm.records.identity import Identity
 from swarm.records.signing import verified_by
-from swarm.sharing.author_shares import AddressGroups, AuthorShares
 from swarm.sharing.index import EntryValidator
-from swarm.sharing.reputation import PROBATION_BODIES, Reputation
+from swarm.sharing.reputation import PROBATION_BODIES, AddressGroups, AuthorShares, Reputation
 from swarm.simulation.signature_cache import SignatureCache
 from swarm.simulation.simulation import INTERNET, SWARM_ID
 from swarm.types import Appointment, Met, Partner, Seats, Snapshot

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from swarm.merging.exchange.recent_partners import RecentPartners
 from swarm.merging.outer_optimizer import MAX_LAG
-from swarm.pairing.recent_partners import RecentPartners
 from swarm.types import Alone, Outcome, Partner, Snapshot
 
 Tamper = Callable[[int, Snapshot], Snapshot | None]

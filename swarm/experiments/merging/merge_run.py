@@ -16,13 +16,12 @@ import torch
 
 from swarm.config import MergingSection
 from swarm.experiments.merging.arms import OFF, Arm
-from swarm.experiments.merging.lies import lie
+from swarm.experiments.merging.backdoor import lie
 from swarm.experiments.merging.memory_pairing import MemoryPairing, Terms
-from swarm.experiments.merging.population import Adapter, Population
+from swarm.experiments.merging.replicas import Adapter, Population
 from swarm.merging.adapter_wire import encoded_bytes
-from swarm.merging.merger import Merger
+from swarm.merging.merger import Merger, MergeSchedule
 from swarm.merging.outer_optimizer import OuterOptimizer
-from swarm.merging.schedule import MergeSchedule
 from swarm.types import Snapshot
 
 _LINEAGE = "experiment"

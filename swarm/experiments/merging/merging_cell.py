@@ -7,7 +7,7 @@ from typing import Any
 from swarm.experiments.cells import Result
 from swarm.experiments.merging.arms import Arm
 from swarm.experiments.merging.merge_run import MergeRun, Scale
-from swarm.experiments.merging.population import Population
+from swarm.experiments.merging.replicas import Population
 
 
 def run(settings: Mapping[str, Any]) -> Result:
@@ -30,7 +30,7 @@ def _population(settings: Mapping[str, Any], arm: Arm) -> Population:
             num_examples=settings["num_examples"],
             held_out_tasks=settings["held_out_tasks"],
         )
-    from swarm.experiments.merging.learners import LearnerReplicas
+    from swarm.experiments.merging.supervised import LearnerReplicas
 
     return LearnerReplicas(
         arm,

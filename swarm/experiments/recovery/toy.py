@@ -2,10 +2,15 @@
 
 What a crew computes over its stages is what the whole model computes (the tests of `swarm.pipeline` hold that), so the toy
 runs without links and threads. Weights of a lost stage come from the very functions that a crew uses.
+
+Text made on the spot: a language of made-up words, each of which is followed by one of a few. One character is one token.
+
+To foresee a character takes the word so far and, at its beginning, the word before: something to learn at every depth.
 """
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +21,46 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from swarm.adapters.adapter_state import adapter_parameters
 from swarm.adapters.load_pretrained import load_pretrained
 from swarm.config import LoraSection
-from swarm.experiments.recovery.made_text import ALPHABET, Language, language, token_ids
 from swarm.experiments.recovery.plan import NUM_STAGES
-from swarm.pipeline.recovery import checkfree_average, twin_copy
-from swarm.pipeline.schedule import swapped_route
-from swarm.pipeline.stage_optimizer import RECOVERED_LR_FACTOR
+from swarm.pipeline.driver.recovery import checkfree_average, twin_copy
+from swarm.pipeline.driver.schedule import swapped_route
+from swarm.pipeline.stage.stage_optimizer import RECOVERED_LR_FACTOR
 from swarm.policy.lora import attach_adapter
+
+ALPHABET = " abcdefghijklmnop"
+NUM_WORDS = 96
+_FOLLOWERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """Words, and which may come after each."""
+
+    words: Sequence[str]
+    followers: Mapping[str, Sequence[str]]
+
+    def text(self, rng: random.Random, num_chars: int) -> str:
+        """A stretch of it, which begins with a whole word."""
+        word = rng.choice(self.words)
+        text = word
+        while len(text) < num_chars:
+            word = rng.choice(self.followers[word])
+            text += f" {word}"
+        return text[:num_chars]
+
+
+def language(name: str) -> Language:
+    """The same for the same name."""
+    rng = random.Random(f"language/{name}")
+    letters = ALPHABET.strip()
+    words = sorted({"".join(rng.choices(letters, k=rng.randint(3, 7))) for _ in range(NUM_WORDS)})
+    return Language(words, {word: rng.sample(words, _FOLLOWERS) for word in words})
+
+
+def token_ids(text: str) -> list[int]:
+    """Places in `ALPHABET`."""
+    return [ALPHABET.index(character) for character in text]
+
 
 PREFIX = "model.layers."
 _LORA = LoraSection(rank=4, alpha=8.0)

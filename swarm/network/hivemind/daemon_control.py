@@ -1,25 +1,150 @@
 """Questions to the libp2p daemon over its control socket, each on a connection of its own that is closed for certain.
 
 Imports hivemind: only `hivemind_session` may import this module.
-"""
 
-# pyright: reportAttributeAccessIssue=false
-# (the classes of hivemind's generated protobuf module are made at run time)
+Two things that hivemind 1.1.12 leaves behind when a call over the daemon's connection is cancelled.
+
+It goes by hivemind's names alone and imports nothing of it.
+
+Circuit addresses (`.../p2p/RELAY/p2p-circuit`: to a peer through a relay) as the libp2p daemon wants and gives them.
+
+hivemind's own multiaddr codec writes a peer id inside an address in a way that the daemon cannot read, so the part from
+the relay's id on is written and read here. Imports hivemind: only `daemon_control` may import this module.
+
+Short requests as one message each way, over the connection to the daemon that is open anyway.
+
+A stream takes two new sockets and three round trips between four processes, for 8 KiB 1.9 ms of their time; this 0.7.
+
+Imports hivemind: only `session` may import this module.
+"""
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
+from uuid import UUID
 
 import base58
 from google.protobuf.message import DecodeError
 
 from swarm.errors import NetworkError
-from swarm.network.hivemind.parts import p2pd_pb2, read_pbmsg_safe, write_pbmsg
-from swarm.network.hivemind.relay_address import address_bytes, address_text
+from swarm.network.hivemind.parts import (
+    Multiaddr,
+    P2PDaemonError,
+    P2PHandlerError,
+    PeerID,
+    p2pd_pb2,
+    read_pbmsg_safe,
+    write_pbmsg,
+)
 from swarm.network.peers.dialling import MAX_CLAIMED
+from swarm.network.requests.framing import Response, response_frame
+from swarm.network.tcp_address import CIRCUIT
 from swarm.records.identity import is_peer_id
+
+
+class OpenCalls(dict[UUID, asyncio.Future[Any]]):
+    """Calls that wait for an answer; one that was cancelled waits no more.
+
+    hivemind sets the result of any call that is in its table. Where an answer comes in between the cancellation and the
+    caller's clearing up, that raises in the task which reads the connection, and every later call of the process hangs.
+    """
+
+    def __contains__(self, call_id: object) -> bool:
+        call = self.get(call_id)  # type: ignore[call-overload]
+        return call is not None and not call.done()
+
+
+def install(control: Any) -> None:
+    """Into hivemind's client of the daemon, once."""
+    control._pending_calls = OpenCalls(control._pending_calls)
+
+
+def forget_when_cancelled(control: Any) -> None:
+    """To be called by a handler: hivemind keeps the task of a call for ever that its caller cancelled."""
+
+    def forget(task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            for call_id in [call_id for call_id, known in control._handler_tasks.items() if known is task]:
+                del control._handler_tasks[call_id]
+
+    task = asyncio.current_task()
+    assert task is not None, "handlers run in tasks"
+    task.add_done_callback(forget)
+
+
+_P2P_CODE = b"\xa5\x03"  # 421 as a varint
+_CIRCUIT_CODE = b"\xa2\x02"  # 290
+_MAX_PEER_ID_BYTES = 127  # so that its length is a varint of one byte
+
+
+def address_bytes(text: str) -> bytes:
+    """The binary form of an address, circuits included. Raises ValueError or LookupError for what is no multiaddress."""
+    if not text.endswith(CIRCUIT):
+        return Multiaddr(text).to_bytes()
+    way, separator, relay_id = text.removesuffix(CIRCUIT).partition("/p2p/")
+    peer_id = base58.b58decode(relay_id)
+    if not separator or not 0 < len(peer_id) <= _MAX_PEER_ID_BYTES:
+        raise ValueError(f"a circuit address must name its relay, got {text!r}")
+    return Multiaddr(way).to_bytes() + _P2P_CODE + bytes([len(peer_id)]) + peer_id + _CIRCUIT_CODE
+
+
+def address_text(data: bytes) -> str:
+    """The opposite. Raises ValueError or LookupError for a kind of address that hivemind does not know."""
+    if not data.endswith(_CIRCUIT_CODE):
+        return _text(data)
+    for start in range(
+        len(data)
+    ):  # the peer id is the last part before the circuit, and its length says where it begins
+        head, rest = data[:start], data[start : -len(_CIRCUIT_CODE)]
+        if rest.startswith(_P2P_CODE) and len(rest) > 3 and rest[2] == len(rest) - 3:
+            return f"{_text(head)}/p2p/{base58.b58encode(rest[3:]).decode()}{CIRCUIT}"
+    raise ValueError("a circuit address without a relay")
+
+
+def _text(data: bytes) -> str:
+    try:
+        return str(Multiaddr(data))
+    except (TypeError, OverflowError):  # hivemind's words for a number that ends too early, or never
+        raise ValueError("an address with a broken number") from None
+
+
+CallHandler = Callable[[str, str, bytes], Awaitable[Response]]
+"""(peer id, protocol, request) -> response; raises nothing."""
+
+_SUFFIX = "/call"
+"""After the protocol's name: a node that serves only streams does not know these."""
+
+
+class ShortCalls:
+    """Calls of one session. A deadline is the caller's business."""
+
+    def __init__(self, client: Any) -> None:
+        """`client`: hivemind's, of the daemon."""
+        self._client = client
+
+    async def serve(self, protocol: str, handler: CallHandler) -> None:
+        """Raises P2PDaemonError."""
+
+        async def answer(request: bytes, peer_id: PeerID) -> bytes:
+            forget_when_cancelled(self._client.control)
+            return response_frame(await handler(peer_id.to_base58(), protocol, request))
+
+        await self._client.add_unary_handler(protocol + _SUFFIX, answer)
+
+    async def ask(self, peer_id: str, protocol: str, request: bytes) -> bytes:
+        """The frame of the response. Raises NetworkError: no such peer, not reachable, or it serves only streams."""
+        try:
+            return await self._client.call_unary_handler(PeerID.from_base58(peer_id), protocol + _SUFFIX, request)
+        except (P2PDaemonError, P2PHandlerError) as error:
+            raise NetworkError(str(error)) from None
+
+
+# pyright: reportAttributeAccessIssue=false
+# (the classes of hivemind's generated protobuf module are made at run time)
+
 
 _MAX_CAUSE_CHARACTERS = 1000
 """Who answered at each address that was dialled is among them."""

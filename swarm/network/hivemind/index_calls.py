@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 import msgpack
 
-from swarm.network.hivemind.call_repairs import forget_when_cancelled
+from swarm.limits.token_bucket import TokenBucket
+from swarm.network.hivemind.daemon_control import forget_when_cancelled
 from swarm.network.hivemind.index_storage import IndexEntries
 from swarm.network.hivemind.parts import (
     DHTID,
@@ -34,7 +35,6 @@ from swarm.network.hivemind.parts import (
     dht_pb2,
 )
 from swarm.network.index_entry import MAX_ENTRIES_PER_KEY, IndexRule
-from swarm.network.token_bucket import TokenBucket
 from swarm.network.transport import Admits, everybody
 
 CALLS_PER_PEER_PER_S = 100.0

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from swarm.errors import NetworkError
-from swarm.network.hivemind import call_repairs
-from swarm.network.hivemind.daemon import MAX_DAEMON_BYTES, Daemon
-from swarm.network.hivemind.daemon_control import DaemonControl, answered_instead
+from swarm.network.hivemind import daemon_control as call_repairs
+from swarm.network.hivemind.daemon import MAX_DAEMON_BYTES, Daemon, RuntimeFolder, remove_abandoned
+from swarm.network.hivemind.daemon_control import CallHandler, DaemonControl, ShortCalls, answered_instead
 from swarm.network.hivemind.index_guard import IndexGuard, unwrap, wrap
 from swarm.network.hivemind.index_search import IndexSearch
 from swarm.network.hivemind.parts import (
@@ -31,8 +31,6 @@ from swarm.network.hivemind.parts import (
     use_hivemind_log_handler,
 )
 from swarm.network.hivemind.relay_start import start_relay
-from swarm.network.hivemind.runtime_folder import RuntimeFolder, remove_abandoned
-from swarm.network.hivemind.short_calls import CallHandler, ShortCalls
 from swarm.network.reach.role import Role, told_by_daemon
 from swarm.network.tcp_address import TcpAddress
 

@@ -21,11 +21,9 @@ from swarm.config import NetworkSection
 from swarm.errors import NetworkError
 from swarm.network.index_entry import IndexValidator
 from swarm.network.own_ports import OwnPorts
-from swarm.network.peers.joining import Joining
-from swarm.network.peers.known_peers import KnownPeers
+from swarm.network.peers.known_peers import Joining, KnownPeers
 from swarm.network.peers.peer_routing import PeerRouting
-from swarm.network.reach.reachability import Ask, in_turn_by_network
-from swarm.network.reach.reachability_watch import ReachabilityWatch
+from swarm.network.reach.reachability import Ask, ReachabilityWatch, in_turn_by_network
 from swarm.network.reach.role import role_of
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports

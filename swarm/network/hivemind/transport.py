@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError
+from swarm.machine.memory import HeapTrimmer
 from swarm.network.gossip import Gossip, GossipSlot
-from swarm.network.heap import HeapTrimmer
 from swarm.network.hivemind.supervisor import HEALTH_INTERVAL_S, SessionSupervisor
 from swarm.network.index_entry import MAX_LIFETIME_S, IndexRule, IndexValidator, check_entry
 from swarm.network.index_gateway import INDEX_PROTOCOL, MAX_INDEX_REQUEST_BYTES, IndexGateway
 from swarm.network.own_ports import PORTS_FILE, OwnPorts
-from swarm.network.peers.dialling import Dialling
+from swarm.network.peers.dialling import PEERS_FILE, Dialling
 from swarm.network.peers.known_peers import KnownPeers
-from swarm.network.peers.peer_list import PEERS_FILE
 from swarm.network.peers.peer_routing import (
     ADDRESSES_PROTOCOL,
     MAX_ADDRESSES_REQUEST_BYTES,
@@ -33,7 +32,7 @@ from swarm.network.peers.peer_routing import (
 )
 from swarm.network.peers.peer_routing import ASK_TIMEOUT_S as ADDRESSES_TIMEOUT_S
 from swarm.network.reach.reachability import ASK_TIMEOUT_S, MAX_REACH_REQUEST_BYTES, REACH_PROTOCOL, ReachService
-from swarm.network.requests.client import Stream, StreamRequests
+from swarm.network.requests.framing import Stream, StreamRequests
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import parse_setting
 from swarm.network.transport import (

@@ -16,7 +16,6 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from swarm.errors import NetworkError
-from swarm.network.libp2p.dead_lines import DeadLines
 from swarm.network.libp2p.inbound_door import HANDSHAKE_TIMEOUT_S, MAX_CONNECTIONS, InboundDoor, security_of
 from swarm.network.libp2p.parts import (
     ID,
@@ -32,9 +31,15 @@ from swarm.network.libp2p.parts import (
     new_host,
     trio,
 )
-from swarm.network.libp2p.ports import CLOSE_TIMEOUT_S, check_free, take_leave
-from swarm.network.libp2p.restraint import restrain
-from swarm.network.libp2p.sightings import OnSeen, Sightings
+from swarm.network.libp2p.restraint import (
+    CLOSE_TIMEOUT_S,
+    DeadLines,
+    OnSeen,
+    Sightings,
+    check_free,
+    restrain,
+    take_leave,
+)
 from swarm.network.libp2p.trio_guest import TrioGuest
 from swarm.network.requests.framing import PIECE_BYTES
 from swarm.network.tcp_address import TcpAddress

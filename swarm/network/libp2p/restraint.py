@@ -1,10 +1,24 @@
-"""Takes two habits from a py-libp2p host: to dial whom it likes, and to remember everybody it has ever met."""
+"""Takes two habits from a py-libp2p host: to dial whom it likes, and to remember everybody it has ever met.
+
+Has the system close TCP connections on which nothing comes back any more.
+
+After a sleep, a change of network, or in a router that forgot it, a connection is dead and neither end is told: Linux
+tries for a quarter of an hour. A gossip plane would take its neighbours for present all that time and look for no others.
+
+The ports of a host: free before it opens them, closed after it has ended. py-libp2p itself sees to neither.
+
+Tells where peers of a py-libp2p host are seen: the remote address of a connection, which nobody can invent.
+"""
 
 import contextlib
+import ipaddress
+import logging
+import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from swarm.errors import NetworkError
 from swarm.network.libp2p.parts import (
     ID,
     AutoConnector,
@@ -12,9 +26,155 @@ from swarm.network.libp2p.parts import (
     INetConn,
     INetwork,
     INotifee,
+    PeerIDMismatchesPubkey,
     PeerStoreError,
     RetryConfig,
+    trio,
 )
+from swarm.network.own_ports import try_port
+from swarm.network.tcp_address import TcpAddress
+
+logger = logging.getLogger(__name__)
+
+
+SILENCE_S = 30
+"""Longest time without an answer of the other end's system to data or to the question whether it is there."""
+_FIRST_QUESTION_S = 10
+_QUESTION_INTERVAL_S = 5
+_INNER = ("conn", "stream", "socket")
+"""Under these names py-libp2p's layers hold the next one: security, framing, raw connection, trio's stream, socket."""
+_MAX_LAYERS = 8
+
+
+class DeadLines(INotifee):
+    """To be registered with a host's network."""
+
+    async def connected(self, network: INetwork, conn: INetConn) -> None:
+        secured: Any = conn.muxed_conn  # the interface does not tell what is beneath
+        line = _socket_of(secured.secured_conn)
+        if line is None:
+            logger.warning("a connection has no socket that is known: it is noticed late when it dies")
+            return
+        try:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _options():
+                line.setsockopt(socket.IPPROTO_TCP, option, value)
+        except OSError as error:  # it is closed already, or this system does not know the option
+            logger.debug("a connection keeps the system's own patience: %s", error)
+
+    async def disconnected(self, network: INetwork, conn: INetConn) -> None: ...
+
+    async def opened_stream(self, network: INetwork, stream: object) -> None: ...
+
+    async def closed_stream(self, network: INetwork, stream: object) -> None: ...
+
+    async def listen(self, network: INetwork, multiaddr: object) -> None: ...
+
+    async def listen_close(self, network: INetwork, multiaddr: object) -> None: ...
+
+
+def _options() -> list[tuple[int, int]]:
+    """(TCP option, value) of those that this system has: Linux all, others some."""
+    num_questions = (SILENCE_S - _FIRST_QUESTION_S) // _QUESTION_INTERVAL_S
+    wanted = {
+        "TCP_KEEPIDLE": _FIRST_QUESTION_S,
+        "TCP_KEEPINTVL": _QUESTION_INTERVAL_S,
+        "TCP_KEEPCNT": num_questions,
+        "TCP_USER_TIMEOUT": SILENCE_S * 1000,  # for data that was sent
+    }
+    return [(getattr(socket, name), value) for name, value in wanted.items() if hasattr(socket, name)]
+
+
+def _socket_of(layer: Any) -> Any:
+    """What has `setsockopt`, beneath the layers of a connection; None where py-libp2p is built otherwise."""
+    for _ in range(_MAX_LAYERS):
+        if layer is None or hasattr(layer, "setsockopt"):
+            return layer
+        layer = next((getattr(layer, name) for name in _INNER if hasattr(layer, name)), None)
+    return None
+
+
+CLOSE_TIMEOUT_S = 1.0
+
+
+def check_free(address: TcpAddress) -> None:
+    """Raises NetworkError for a port that another program has: py-libp2p would share it, and lose connections to it."""
+    try:
+        try_port(address)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise NetworkError(f"py-libp2p must start on {address}, got {reason}; choose another port") from None
+
+
+async def take_leave(host: IHost) -> None:
+    """Close ports and connections. In trio; py-libp2p, when cancelled, leaves its ports open and accepting for good."""
+    network: Any = host.get_network()  # a Swarm; the interface does not tell of its parts
+    with trio.move_on_after(CLOSE_TIMEOUT_S) as scope:
+        scope.shield = True
+        async with trio.open_nursery() as nursery:
+            for part in (*network.listeners.values(), *network.get_connections()):
+                nursery.start_soon(_close, part)
+
+
+async def _close(part: Any) -> None:
+    connection = getattr(part, "muxed_conn", None)
+    try:
+        await part.close()  # of a connection that was cancelled, this does not reach the socket
+        if connection is not None:
+            await connection.secured_conn.close()
+    except Exception as error:  # it is broken already
+        logger.debug("a part of the host did not close: %s: %s", type(error).__name__, error)
+
+
+OnSeen = Callable[[str, tuple[str, ...]], None]
+"""(peer id, multiaddresses of the far end of its connection). It runs on the node's thread and raises nothing."""
+
+
+class Sightings(INotifee):
+    """Reports the peers of inbound and outbound connections, and whoever answers in place of the peer that was dialled.
+
+    A stranger that names the address of an honest peer would otherwise make this node believe that nobody answers there.
+    """
+
+    def __init__(self, on_seen: OnSeen) -> None:
+        self._on_seen = on_seen
+
+    def install(self, host: IHost) -> None:
+        """Watch a host that does not run yet."""
+        network: Any = host.get_network()  # a Swarm; the interface does not tell of its parts
+        network.register_notifee(self)
+        self._secure: Callable[..., Any] = network.upgrader.security_multistream.secure_outbound
+        network.upgrader.security_multistream.secure_outbound = self._secure_outbound
+
+    async def _secure_outbound(self, raw: Any, peer_id: ID) -> Any:
+        """The handshake of a dial. It is completed with anybody, and then refused to all but the peer that was dialled."""
+        session = await self._secure(raw, None)
+        actual = session.get_remote_peer()
+        self._tell(actual, session.get_remote_address())
+        if actual != peer_id:
+            raise PeerIDMismatchesPubkey(f"dialled {peer_id}, and {actual} is there")
+        return session
+
+    async def connected(self, network: INetwork, conn: INetConn) -> None:
+        secured: Any = conn.muxed_conn  # the interface does not tell what is beneath
+        self._tell(secured.peer_id, secured.secured_conn.get_remote_address())
+
+    def _tell(self, peer_id: ID, remote: tuple[str, int] | None) -> None:
+        if remote is None:
+            return
+        ip = ipaddress.ip_address(remote[0].partition("%")[0])
+        ip = getattr(ip, "ipv4_mapped", None) or ip  # a socket for both families shows IPv4 peers so
+        self._on_seen(str(peer_id), (TcpAddress(f"ip{ip.version}", str(ip), remote[1]).transport,))
+
+    async def disconnected(self, network: INetwork, conn: INetConn) -> None: ...
+
+    async def opened_stream(self, network: INetwork, stream: object) -> None: ...
+
+    async def closed_stream(self, network: INetwork, stream: object) -> None: ...
+
+    async def listen(self, network: INetwork, multiaddr: object) -> None: ...
+
+    async def listen_close(self, network: INetwork, multiaddr: object) -> None: ...
 
 
 class DialGate:

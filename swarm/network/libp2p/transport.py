@@ -18,6 +18,7 @@ from pathlib import Path
 
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError, RequestError
+from swarm.limits.bounded_maps import BoundedPeers
 from swarm.network.gossip import Gossip, GossipSlot
 from swarm.network.index_entry import MAX_LIFETIME_S, IndexRule, IndexValidator, check_entry
 from swarm.network.index_gateway import (
@@ -30,10 +31,9 @@ from swarm.network.index_gateway import (
 )
 from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.own_ports import PORTS_FILE, OwnPorts
-from swarm.network.peers.bounded_peers import BoundedPeers
 from swarm.network.peers.dialling import Dialling
 from swarm.network.peers.surroundings import told_to_others
-from swarm.network.requests.client import Stream, StreamRequests
+from swarm.network.requests.framing import Stream, StreamRequests
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import parse_setting, with_actual_ports
 from swarm.network.transport import (

@@ -17,8 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from swarm.network.memory.mesh import D_LOW, Control, D, TopicMesh, find_in_topic
-from swarm.network.memory.message import FRAME_BYTES, ID_BYTES, GossipMessage
+from swarm.network.memory.mesh import D_LOW, FRAME_BYTES, ID_BYTES, Control, D, GossipMessage, TopicMesh, find_in_topic
 from swarm.network.memory.network import MemoryNetwork
 from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, TrafficCounter, Verdict
 

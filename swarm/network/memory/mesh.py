@@ -1,10 +1,36 @@
-"""The peers of one node in one gossip topic: whom it knows there, and the few of them it passes messages on to."""
+"""The peers of one node in one gossip topic: whom it knows there, and the few of them it passes messages on to.
 
+A message of the in-memory gossip, and what it weighs on the way.
+"""
+
+import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 
 from swarm.network.memory.network import LOOKUP_REQUEST_BYTES, LOOKUP_RESPONSE_BYTES, MemoryNetwork
 from swarm.network.transport import TrafficCounter
+
+ID_BYTES = 20
+FRAME_BYTES = 8
+"""Around every message and control message, about as in libp2p's protobuf."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GossipMessage:
+    topic: str
+    data: bytes
+    id: bytes
+    """Hash of topic and data."""
+
+    @classmethod
+    def of(cls, topic: str, data: bytes) -> "GossipMessage":
+        return cls(topic, data, hashlib.sha256(topic.encode() + b"\x00" + data).digest()[:ID_BYTES])
+
+    @property
+    def num_bytes(self) -> int:
+        return FRAME_BYTES + len(self.topic) + len(self.data)
+
 
 D, D_LOW, D_HIGH = 6, 4, 12
 """Peers in a mesh: wanted, least, most."""

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import msgpack
 
 from swarm.errors import NetworkError, RequestError
-from swarm.network.peers.peer_list import MAX_ADDRESSES_PER_PEER, Addresses, dialable
-from swarm.network.token_bucket import TokenBucket
+from swarm.limits.token_bucket import TokenBucket
+from swarm.network.peers.dialling import MAX_ADDRESSES_PER_PEER, Addresses, dialable
 from swarm.network.transport import RequestRefused
 from swarm.records.identity import is_peer_id
 

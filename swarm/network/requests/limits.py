@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from swarm.config import NetworkSection
-from swarm.fair_places import FairPlaces, NoPlace
-from swarm.network.token_bucket import TokenBucket
+from swarm.limits.connection_slots import FairPlaces, NoPlace
+from swarm.limits.token_bucket import TokenBucket
 from swarm.network.transport import RequestRefused
 
 PEER_SHARE = 4

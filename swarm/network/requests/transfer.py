@@ -7,14 +7,20 @@ holder also sends a manifest, the SHA-256 of every piece, so that a bad piece is
 piece is fetched again. A manifest may itself be a lie; then the whole does not match although every piece did, its
 giver is dropped, and of the next holder's manifest only those pieces are missing that differ. So a liar costs at most
 the pieces it lied about, an interrupted transfer goes on where it stopped, and who sent wrong bytes is known in the end.
+
+Where the pieces of a download wait for each other: in memory, or in a file where the blob is large.
 """
 
 import asyncio
+import hashlib
+import os
 import random
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from swarm.errors import RequestError, RequestFailure
 from swarm.network.requests.blob_protocol import (
@@ -26,9 +32,76 @@ from swarm.network.requests.blob_protocol import (
     piece_length,
     sha256,
 )
-from swarm.network.requests.piece_store import FilePieces, MemoryPieces, PieceStore
 from swarm.network.requests.server import transfer_timeout_s
 from swarm.network.transport import Transport
+
+
+class PieceStore(Protocol):
+    """Keeps pieces by index, in any order; a later piece replaces an earlier one of the same index."""
+
+    async def put(self, index: int, piece: bytes) -> None: ...
+
+    def sha256(self, num_bytes: int) -> bytes:
+        """Over all pieces in order. Slow: for a thread."""
+        ...
+
+
+class MemoryPieces:
+    """Grows with what arrives, not with what is announced."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, bytes] = {}
+
+    async def put(self, index: int, piece: bytes) -> None:
+        self._pieces[index] = piece
+
+    def sha256(self, num_bytes: int) -> bytes:
+        digest = hashlib.sha256()
+        for index in sorted(self._pieces):
+            digest.update(self._pieces[index])
+        return digest.digest()
+
+    def blob(self) -> bytes:
+        """All pieces, joined; in memory twice for a moment."""
+        if len(self._pieces) == 1:
+            return self._pieces[0]
+        return b"".join(self._pieces[index] for index in sorted(self._pieces))
+
+
+class FilePieces:
+    """A new file, readable by the owner alone, that grows as pieces arrive."""
+
+    def __init__(self, path: Path) -> None:
+        """What is there is replaced. Raises OSError."""
+        path.unlink(missing_ok=True)
+        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w+b")
+        self._lock = threading.Lock()  # a cancelled download leaves a thread behind for a moment
+
+    async def put(self, index: int, piece: bytes) -> None:
+        await asyncio.to_thread(self._write, index * PIECE_BYTES, piece)
+
+    def sha256(self, num_bytes: int) -> bytes:
+        digest = hashlib.sha256()
+        for start in range(0, num_bytes, PIECE_BYTES):
+            with self._lock:
+                if self._file.closed:
+                    break
+                self._file.seek(start)
+                piece = self._file.read(min(PIECE_BYTES, num_bytes - start))
+            digest.update(piece)
+        return digest.digest()
+
+    def close(self) -> None:
+        """Raises OSError where what is left cannot be written."""
+        with self._lock:
+            self._file.close()
+
+    def _write(self, offset: int, piece: bytes) -> None:
+        with self._lock:
+            if not self._file.closed:
+                self._file.seek(offset)
+                self._file.write(piece)
+
 
 Blame = Callable[[str], None]
 """Told each peer, once per download, that certainly sent bytes that are not of the blob."""

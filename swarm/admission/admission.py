@@ -1,0 +1,194 @@
+"""The one door into the experience pool.
+
+    index entry → header checks → (pull the body) → body checks → groups with recomputed rewards
+
+Checks run cheap ones first, each with a reason of its own. Nothing a peer sends raises anything but InvalidRecord here,
+and what is remembered about peers is bounded.
+
+Checks of a header that need neither tasks nor a model: who only passes headers on makes these and no more.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from swarm.admission.copies import CopyWatch
+from swarm.config import SharingSection
+from swarm.limits.bounded_maps import ExpiringKeys
+from swarm.observability.tracing import traced
+from swarm.records.codec import body_hash, decode_body, decode_header, decode_record
+from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.records.signing import signature_is_valid
+from swarm.types import Header, Lineage, RolloutGroup, TaskRef
+
+MAX_CLOCK_SKEW_S = 10.0
+"""A header from further in the future than this is refused; hivemind asks for clocks within 3 s anyway."""
+MAX_TIME_TO_LIVE_S = 3600.0
+_MAX_REMEMBERED_BODIES = 65_536
+_MAX_REMEMBERED_PEERS = 4_096
+
+
+class HeaderAdmission:
+    """Header checks of one peer, cheap ones first, each with a reason of its own. Raises nothing but InvalidRecord."""
+
+    def __init__(
+        self,
+        config: SharingSection,
+        swarm_id: str,
+        own_peer_id: str,
+        check_task: Callable[[TaskRef], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`check_task` raises InvalidRecord with UNKNOWN_TASK or HELD_OUT_TASK."""
+        self._config = config
+        self._swarm_id = swarm_id
+        self._own_peer_id = own_peer_id
+        self._check_task = check_task
+        self._clock = clock
+        self._announced: ExpiringKeys[tuple[str, bytes]] = ExpiringKeys(clock, _MAX_REMEMBERED_BODIES)
+        """(author, body hash)"""
+        self._allowance: OrderedDict[str, tuple[float, float]] = OrderedDict()  # author -> (headers left, since)
+
+    def admit_header(self, data: bytes) -> Header:
+        """A header that is authentic, fresh, new, within its author's rate and about tasks that `check_task` takes."""
+        record = decode_record(data)
+        header = decode_header(record.payload, record.author)
+        if header.swarm_id != self._swarm_id:
+            raise InvalidRecord(Rejection.FOREIGN_SWARM)
+        if not signature_is_valid(record, self._swarm_id):
+            raise InvalidRecord(Rejection.BAD_SIGNATURE, record.author)
+        if header.author == self._own_peer_id:
+            raise InvalidRecord(Rejection.OWN_RECORD)
+        self._check_time(header)
+        self._check_new(header)
+        self._check_rate(header.author)
+        for group in header.groups:
+            self._check_task(group.task)
+        return header
+
+    def _check_time(self, header: Header) -> None:
+        now = self._clock()
+        if header.expires_at <= now:
+            raise InvalidRecord(Rejection.EXPIRED, f"{now - header.expires_at:.0f} s ago")
+        if header.created_at > now + MAX_CLOCK_SKEW_S:
+            raise InvalidRecord(Rejection.CLOCK_SKEW, f"created {header.created_at - now:.0f} s in the future")
+        if header.expires_at - header.created_at > MAX_TIME_TO_LIVE_S:
+            raise InvalidRecord(Rejection.CLOCK_SKEW, f"lives longer than {MAX_TIME_TO_LIVE_S:.0f} s")
+
+    def _check_new(self, header: Header) -> None:
+        """Remembered by author, so that announcing another's body first does not shut its author out.
+
+        An expired one need not be remembered: it would be turned away for that.
+        """
+        key = (header.author, header.body_hash)
+        if key in self._announced:
+            raise InvalidRecord(Rejection.REPLAY)
+        self._announced.add(key, header.expires_at)
+
+    def _check_rate(self, author: str) -> None:
+        """Token bucket: one minute's allowance at once, refilled evenly."""
+        per_minute, now = float(self._config.max_records_per_peer_per_minute), self._clock()
+        left, since = self._allowance.pop(author, (per_minute, now))
+        left = min(per_minute, left + max(0.0, now - since) * per_minute / 60.0)
+        self._allowance[author] = (max(0.0, left - 1.0), now)
+        while len(self._allowance) > _MAX_REMEMBERED_PEERS:
+            self._allowance.popitem(last=False)
+        if left < 1.0:
+            raise InvalidRecord(Rejection.RATE, f"more than {per_minute:.0f} headers per minute")
+
+
+REWARD_TOLERANCE = 1e-4
+
+
+class TaskJudge(Protocol):
+    """Rebuilds tasks from references and recomputes rewards; both raise InvalidRecord."""
+
+    def check_known(self, ref: TaskRef) -> None:
+        """Raises InvalidRecord with UNKNOWN_TASK or HELD_OUT_TASK."""
+        ...
+
+    def rewards(self, group: RolloutGroup) -> tuple[float, ...]:
+        """[G] recomputed rewards. Raises InvalidRecord with TASK_MISMATCH, TASK_FAILED or TOO_SLOW."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What admission needs of the own tokenizer to check token ids of the same tokenizer."""
+
+    lineage: Lineage
+    size: int
+    eos_token_ids: frozenset[int]
+    decode: Callable[[tuple[int, ...]], str]
+
+
+class Admission(HeaderAdmission):
+    """Header and body checks of one node."""
+
+    def __init__(
+        self,
+        config: SharingSection,
+        swarm_id: str,
+        own_peer_id: str,
+        judge: TaskJudge,
+        vocabulary: Vocabulary,
+        clock: Callable[[], float],
+        copies: CopyWatch | None = None,
+    ) -> None:
+        """`copies`: knows the groups of others by their answers, and the own ones; without it nothing is a copy."""
+        super().__init__(config, swarm_id, own_peer_id, judge.check_known, clock)
+        self._judge = judge
+        self._vocabulary = vocabulary
+        self._copies = copies
+
+    @traced("admit", lambda groups, _, header, *__: {"author": header.author, "groups": len(groups)})
+    def admit_body(self, header: Header, body: bytes) -> tuple[RolloutGroup, ...]:
+        """The groups of the body with recomputed rewards, without those that others have sent before.
+
+        One false claim turns the whole body away.
+        """
+        if len(body) != header.body_bytes:
+            raise InvalidRecord(Rejection.WRONG_HASH, f"{len(body)} bytes, announced {header.body_bytes}")
+        if body_hash(body) != header.body_hash:
+            raise InvalidRecord(Rejection.WRONG_HASH)
+        groups = decode_body(body, header.author, header.lineage, header.policy_version)
+        self._check_matches_header(header, groups)
+        admitted = tuple(self._admit_group(group) for group in groups)
+        return admitted if self._copies is None else self._copies.take(admitted)
+
+    def _admit_group(self, group: RolloutGroup) -> RolloutGroup:
+        if len(group.rollouts) > self._config.max_group_size:
+            raise InvalidRecord(Rejection.OVERSIZE, f"{len(group.rollouts)} rollouts > {self._config.max_group_size}")
+        for rollout in group.rollouts:
+            self._check_tokens(group.lineage, rollout.token_ids, rollout.text, rollout.finished)
+        rewards = self._judge.rewards(group)
+        for rollout, reward in zip(group.rollouts, rewards, strict=True):
+            if abs(rollout.reward - reward) > REWARD_TOLERANCE:
+                raise InvalidRecord(Rejection.REWARD_MISMATCH, f"claims {rollout.reward:.4f}, is {reward:.4f}")
+        rollouts = tuple(replace(r, reward=reward) for r, reward in zip(group.rollouts, rewards, strict=True))
+        return replace(group, rollouts=rollouts)
+
+    @staticmethod
+    def _check_matches_header(header: Header, groups: tuple[RolloutGroup, ...]) -> None:
+        if len(groups) != len(header.groups):
+            raise InvalidRecord(Rejection.HEADER_MISMATCH, f"{len(groups)} groups, announced {len(header.groups)}")
+        for summary, group in zip(header.groups, groups, strict=True):
+            announced = (summary.task, summary.num_rollouts)
+            if announced != (group.task, len(group.rollouts)) or abs(summary.mean_reward - group.mean_reward) > 1e-3:
+                raise InvalidRecord(Rejection.HEADER_MISMATCH, "task, count or mean reward differ")
+
+    def _check_tokens(self, lineage: Lineage, ids: tuple[int, ...], text: str, finished: bool) -> None:
+        """Same tokenizer: the ids must spell the text, else a right answer could carry poisoned tokens."""
+        if not 1 <= len(ids) <= self._config.max_answer_tokens:
+            raise InvalidRecord(Rejection.TOKENS, f"{len(ids)} tokens, bound {self._config.max_answer_tokens}")
+        own = self._vocabulary
+        if lineage.tokenizer != own.lineage.tokenizer:
+            return  # only the text is used
+        if max(ids) >= own.size:
+            raise InvalidRecord(Rejection.TOKENS, f"id {max(ids)} outside a vocabulary of {own.size}")
+        ends = [position for position, token in enumerate(ids) if token in own.eos_token_ids]
+        if ends != ([len(ids) - 1] if finished else []):
+            raise InvalidRecord(Rejection.TOKENS, "EOS is not exactly where the answer ends")
+        if own.decode(ids) != text:
+            raise InvalidRecord(Rejection.TOKENS, "the ids do not spell the text")

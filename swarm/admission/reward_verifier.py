@@ -1,0 +1,133 @@
+"""Recomputes what a peer claims: the task from its reference, the reward from the answer's text.
+
+How much of this node's time the answers of others may take to check: of one author, and of all strangers together.
+
+Most verifiers take microseconds. One that runs code takes as long as a stranger likes, up to its limit, for every answer. Names
+cost nothing, so strangers share one budget beside their own; a stranger that the others use it up for can only wait.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from swarm.limits.token_bucket import TokenBucket
+from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.tasks.sandboxed_verifier import FencedVerifier, Overrun
+from swarm.tasks.task_mixture import TaskMixture, score
+from swarm.tasks.task_source import FIRST_TRAINING_SEED, TaskFailure, UnknownTask, prompt_digest
+from swarm.types import RolloutGroup, Task, TaskRef
+
+BURST_S = 30.0
+"""At once: hundreds of honest code answers."""
+PER_S = 0.25
+"""Over time."""
+STRANGERS_BURST_S = 60.0
+STRANGERS_PER_S = 0.5
+"""Of one processor, for all whose probation is not over."""
+_MAX_AUTHORS = 1024
+
+
+class VerificationBudget:
+    """A token bucket of seconds per author, the latest 1024 of them, and one for all strangers."""
+
+    def __init__(self, clock: Callable[[], float], is_known: Callable[[str], bool] = lambda author: False) -> None:
+        """`clock`: seconds, never backwards. `is_known`: whether an author's probation is over."""
+        self._clock = clock
+        self._is_known = is_known
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._strangers = TokenBucket(STRANGERS_PER_S, STRANGERS_BURST_S, clock())
+
+    def check(self, author: str) -> None:
+        """Raises InvalidRecord: TOO_SLOW while the author has taken more than it gets, STRANGERS_BUSY while strangers have."""
+        now, bucket = self._clock(), self._buckets.get(author)
+        wait_s = bucket.wait_s(now) if bucket is not None else 0.0
+        if wait_s > 0:
+            raise InvalidRecord(Rejection.TOO_SLOW, f"its answers took too long to check; again in {wait_s:.0f} s")
+        wait_s = 0.0 if self._is_known(author) else self._strangers.wait_s(now)
+        if wait_s > 0:
+            raise InvalidRecord(Rejection.STRANGERS_BUSY, f"again in {wait_s:.0f} s")
+
+    def spend(self, author: str, duration_s: float) -> None:
+        now = self._clock()
+        bucket = self._buckets.pop(author, None) or TokenBucket(PER_S, BURST_S, now)
+        bucket.take(duration_s, now)
+        self._buckets[author] = bucket
+        if not self._is_known(author):
+            self._strangers.take(duration_s, now)
+        while len(self._buckets) > _MAX_AUTHORS:
+            self._buckets.popitem(last=False)
+
+
+class MixtureJudge:
+    """The TaskJudge of admission, over the node's own task sources."""
+
+    def __init__(
+        self,
+        mixture: TaskMixture,
+        clock: Callable[[], float] = time.monotonic,
+        is_known: Callable[[str], bool] = lambda author: False,
+        *,
+        fence: FencedVerifier | None,
+    ) -> None:
+        """`clock`: seconds, never backwards; times the verifiers. `is_known`: whether an author is no stranger.
+
+        `fence`: scores the sources that it holds, which are all whose verifiers have no bounds of their own. None is for
+        experiments whose authors are all in this process: all answers are then scored on the calling thread.
+        """
+        self._fence = fence
+        self._mixture = mixture
+        self._clock = clock
+        self._budget = VerificationBudget(clock, is_known)
+
+    def check_known(self, ref: TaskRef) -> None:
+        source = self._mixture.sources.get(ref.source)
+        if source is None or source.config_digest != ref.config_digest:
+            raise InvalidRecord(Rejection.UNKNOWN_TASK, f"{ref.source[:40]!r}")
+        if ref.seed < FIRST_TRAINING_SEED:
+            raise InvalidRecord(Rejection.HELD_OUT_TASK, f"stream {ref.seed}")
+
+    def rewards(self, group: RolloutGroup) -> tuple[float, ...]:
+        if self._fence is not None and self._fence.holds(group.task.source):
+            return self._fenced(self._fence, group)
+        task = self._rebuild(group.task)
+        if prompt_digest(task.prompt) != group.prompt_digest:
+            raise InvalidRecord(Rejection.TASK_MISMATCH, group.task.source)
+        try:
+            return tuple(self._score(task, rollout.text, group.author) for rollout in group.rollouts)
+        except TaskFailure as failure:
+            raise InvalidRecord(Rejection.TASK_FAILED, str(failure)) from None
+
+    def _fenced(self, fence: FencedVerifier, group: RolloutGroup) -> tuple[float, ...]:
+        self.check_known(group.task)
+        self._budget.check(group.author)
+        started_at = self._clock()
+        try:
+            digest, rewards = fence.rewards(group.task, [rollout.text for rollout in group.rollouts])
+        except Overrun as error:
+            raise InvalidRecord(Rejection.TOO_SLOW, str(error)) from None
+        except UnknownTask:
+            raise InvalidRecord(Rejection.UNKNOWN_TASK, group.task.source) from None
+        except TaskFailure as failure:
+            raise InvalidRecord(Rejection.TASK_FAILED, str(failure)) from None
+        finally:
+            self._budget.spend(group.author, self._clock() - started_at)
+        if digest != group.prompt_digest:
+            raise InvalidRecord(Rejection.TASK_MISMATCH, group.task.source)
+        return rewards
+
+    def _score(self, task: Task, text: str, author: str) -> float:
+        self._budget.check(author)
+        started_at = self._clock()
+        try:
+            return score(task, text)
+        finally:
+            self._budget.spend(author, self._clock() - started_at)
+
+    def _rebuild(self, ref: TaskRef) -> Task:
+        self.check_known(ref)
+        try:
+            return self._mixture.rebuild(ref)
+        except UnknownTask:
+            raise InvalidRecord(Rejection.UNKNOWN_TASK, ref.source) from None
+        except TaskFailure as failure:
+            raise InvalidRecord(Rejection.TASK_FAILED, str(failure)) from None

@@ -1,0 +1,1 @@
+"""Commands about one node: start it, watch it, examine it."""

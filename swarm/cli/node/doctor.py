@@ -1,0 +1,77 @@
+"""`swarm doctor`: what works on this machine and in its network, and the command that mends what does not."""
+
+import json
+import logging
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import typer
+
+from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config
+from swarm.errors import DoctorError
+from swarm.observability.plain_text import plain
+
+if TYPE_CHECKING:
+    from swarm.diagnostics.machine import Finding
+
+_SIGNS = {"ok": "ok     ", "warning": "warning", "problem": "problem"}
+
+
+def doctor(
+    config: list[str] = typer.Argument(None, metavar=CONFIG_METAVAR, help=CONFIG_HELP),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    network: bool = typer.Option(True, help="Join the swarm for a moment, where peers are configured or stored."),
+) -> None:
+    """Check this machine, its software and its way to the swarm.
+
+    Reads: CONFIG; the peers and ports stored in its node.dir; the network as a
+    stranger with a key thrown away after.
+    Writes: nothing.
+
+    Examples:
+      swarm doctor
+      swarm doctor runs/mine/config.toml --json
+
+    Exit codes: 0 no problem, 3 configuration, 14 a problem.
+    """
+    import asyncio  # here, as `swarm --help` is to be quick
+
+    from swarm.diagnostics.accelerator import check_accelerator
+    from swarm.diagnostics.machine import Level, check_machine, check_membership
+    from swarm.diagnostics.swarm_view import check_swarm
+
+    resolved = load_config(config or [], ("--json", "--network", "--no-network"))
+    logging.getLogger("swarm").setLevel(logging.CRITICAL)  # what the network has to say becomes a finding
+    findings: list[Finding] = []
+
+    def report(found: "Finding") -> None:
+        findings.append(found)
+        if not as_json:
+            _print(found)
+
+    for found in check_machine(resolved):
+        report(found)
+    for found in check_accelerator(resolved):
+        report(found)
+    if resolved.swarm.silo_owner:
+        report(check_membership(resolved))
+    if network and resolved.network.backend != "off":
+        for found in asyncio.run(check_swarm(resolved.network, resolved.node.dir)):
+            report(found)
+    if as_json:
+        print(json.dumps({"findings": [asdict(found) | {"level": found.level.value} for found in findings]}))
+    else:
+        count = Counter(found.level for found in findings)
+        print(f"{count[Level.OK]} ok, {count[Level.WARNING]} to look at, {count[Level.PROBLEM]} to mend")
+    problems = [found.name for found in findings if found.level is Level.PROBLEM]
+    if problems:
+        raise DoctorError(
+            f"a node needs all of these to work, got problems with {', '.join(problems)}; mend them as said"
+        )
+
+
+def _print(found: "Finding") -> None:
+    print(f"{_SIGNS[found.level.value]}  {found.name}: {plain(found.text)}", flush=True)
+    if found.fix:
+        print(f"           mend it: {found.fix}", flush=True)

@@ -1,0 +1,70 @@
+"""`swarm run`: one node, until interrupted or done."""
+
+import sys
+import time
+
+import typer
+
+from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config, settle_imports
+from swarm.machine.child_python import swarm_command
+
+OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Lets `--section.key value` through to `load_config`."""
+_OPTIONS = ("--fresh", "--resume", "--dry-run", "--supervised", "--end-when-stuck")
+
+
+def run(
+    config: list[str] = typer.Argument(None, metavar=CONFIG_METAVAR, help=CONFIG_HELP),
+    fresh: bool = typer.Option(
+        False, "--fresh/--resume", help="Start anew; the earlier run is moved aside. Default: resume what is there."
+    ),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print the resolved configuration and exit."),
+    supervised: bool = typer.Option(
+        False, "--supervised", help="Start the node again when it has crashed or is stuck, with growing pauses."
+    ),
+    end_when_stuck: bool = typer.Option(
+        False, "--end-when-stuck", help="End with code 18 when nothing has moved for long, for whoever starts it again."
+    ),
+) -> None:
+    """Run one node: roll out, share, learn.
+
+    With no CONFIG the bundled tiny policy and its tasks are used. Ctrl-C ends
+    after the round in flight, a second one at once.
+
+    Reads: CONFIG; in node.dir the identity and the newest checkpoint.
+    Writes: all of node.dir: config.toml, checkpoints/, logs/, metrics.jsonl,
+    status.json, pool.sqlite.
+
+    Examples:
+      swarm run node_configs/laptop-cpu.toml --node.max_rounds 100
+      swarm run runs/mine/node.toml --training.lr 1e-5 --dry-run
+
+    Exit codes: 0 done, 3 configuration, 4 identity, 5 policy, 6 tasks, 7 network,
+    8 checkpoint, 10 memory, 11 training, 17 silo, 130 interrupted.
+    """
+    resolved = load_config(config or [], _OPTIONS)
+    if dry_run:
+        from swarm.config import dump_toml
+
+        print(dump_toml(resolved), end="")
+        return
+    if supervised:
+        raise typer.Exit(_supervise(config or [], fresh=fresh))
+    settle_imports(resolved)
+    from swarm.cli.swarm.passphrase import unlock
+    from swarm.node.process import run_node
+
+    run_node(resolved, fresh=fresh, unlock=unlock, end_when_stuck=end_when_stuck)
+
+
+def _supervise(config: list[str], *, fresh: bool) -> int:
+    """The exit code to end with. An identity that is locked needs its passphrase in a file or in the environment."""
+    import random
+
+    from swarm.node.supervisor import BackOff, Supervisor
+
+    def say(line: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} supervisor: {line}", file=sys.stderr, flush=True)
+
+    command = swarm_command("run", *config, "--end-when-stuck")
+    return Supervisor(command, BackOff(), random.Random(), say).run(["--fresh"] if fresh else [])

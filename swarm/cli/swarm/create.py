@@ -1,0 +1,148 @@
+"""`swarm create`: the manifest of a new swarm, signed by its founder."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from swarm.cli.arguments import split_arguments, take_first, told_by_flags
+from swarm.cli.swarm.passphrase import unlock
+from swarm.errors import ConfigError, IdentityError, ManifestError
+
+if TYPE_CHECKING:
+    from swarm.config import Config
+    from swarm.manifest.manifest import Manifest
+    from swarm.records.identity import Identity
+
+_OPTIONS = ("--key", "--bootstrap", "--base", "--any-base", "--lineage", "--description", "--update", "--force")
+_FLAGS = {"network.initial_peers": "--bootstrap"}
+
+
+def create(
+    arguments: list[str] = typer.Argument(
+        None,
+        metavar="NAME [CONFIG|--section.key VALUE]",
+        help="Name of the swarm; then settings as `swarm run` takes them, for tasks, base and limits.",
+    ),
+    key: Path = typer.Option(
+        Path("runs/founder.key"),
+        metavar="FILE",
+        help="The founder's key, made if there is none. Whoever has it speaks for the swarm.",
+    ),
+    bootstrap: list[str] = typer.Option([], metavar="ADDRESS", help="Address to join through, ending in /p2p/PEER_ID."),
+    base: list[str] = typer.Option(
+        [], metavar="BASE", help="Base that nodes may train, or BASE@REVISION. Default: policy.base."
+    ),
+    any_base: bool = typer.Option(False, "--any-base", help="Nodes may train any base; unlike ones share text only."),
+    lineage: list[str] = typer.Option(
+        [], metavar="HEX", help="Policy lineage that is welcome whatever its base is called."
+    ),
+    description: str = typer.Option(None, help="One line about the swarm."),
+    update: Path = typer.Option(
+        None, metavar="FILE", help="Sign a manifest of yours anew with these bootstrap addresses; its id stays."
+    ),
+    force: bool = typer.Option(False, "--force", help="Overwrite the file."),
+) -> None:
+    """Found a swarm: write NAME.swarm.toml, which others join with.
+
+    Reads: settings for tasks, base and limits; with --update the manifest.
+    Writes: NAME.swarm.toml, and the founder's key where there is none.
+
+    Examples:
+      swarm create friends --description "sums and spelling"
+      swarm create --update friends.swarm.toml --bootstrap ADDRESS
+
+    Exit codes: 0 done, 3 settings, 4 key, 6 tasks, 12 manifest.
+    """
+    from swarm.records import identity as identities
+
+    name, settings = take_first(arguments or [])
+    if (name is None) == (update is None) or (update and (settings or base or any_base or lineage)):
+        raise ConfigError(
+            "swarm create needs a name, or --update FILE with --bootstrap and --description only; see --help"
+        )
+    if update is not None:
+        if not key.exists():
+            raise IdentityError(
+                f"only its founder can sign a manifest anew, got no key at {key}; name the founder's key with --key"
+            )
+        manifest = _updated(update, identities.load(key, unlock), bootstrap, description)
+        print(f"signed edition {manifest.edition} of {manifest.name} in {update}; send it to those who join")
+        return
+    assert name is not None
+    path = Path(f"{name}.swarm.toml")
+    if path.exists() and not force:
+        raise ManifestError(f"a manifest must not be overwritten, got {path}; use --force, or --update {path}")
+    config = checked_config(name, settings, bootstrap)
+    bases = [] if any_base else base or ([] if lineage else [config.policy.base + pinned_revision(config)])
+    content = manifest_content(config) | {"bases": bases, "lineages": lineage, "bootstrap": bootstrap}
+    _write_new(path, key, name, content | {"description": description or ""})
+
+
+def checked_config(
+    name: str, settings: list[str], bootstrap: list[str], options: tuple[str, ...] = _OPTIONS
+) -> "Config":
+    """Checked as the node of somebody who joins would check it. `options`: of the command, for the hint at a misspelt one.
+
+    Raises ConfigError, TaskError.
+    """
+    from swarm.config import merge, parse, read
+    from swarm.manifest.joining import check_tasks
+    from swarm.network.tcp_address import parse_setting
+
+    with told_by_flags(_FLAGS):
+        parse_setting("initial_peers", bootstrap)
+    config = parse(
+        merge(read(*split_arguments(settings, options)), {"swarm": {"name": name}, "tasks": {"fenced": True}})
+    )
+    check_tasks(config)
+    return config
+
+
+def manifest_content(config: "Config") -> dict[str, Any]:
+    """Tasks, limits and gossip of a manifest, in its shape."""
+    from swarm.manifest.joining import file_sha256
+    from swarm.manifest.manifest import ManifestLimits
+
+    tasks = [
+        source.model_dump(exclude={"path"}) | ({"sha256": file_sha256(source.path)} if source.path else {})
+        for source in config.tasks.sources
+    ]
+    limits = {name: getattr(config.sharing, name) for name in ManifestLimits.model_fields}
+    return {"tasks": tasks, "limits": limits, "gossip": config.network.gossip}
+
+
+def pinned_revision(config: "Config") -> str:
+    return f"@{config.policy.revision}" if config.policy.revision else ""
+
+
+def _write_new(path: Path, key: Path, name: str, content: dict[str, Any]) -> None:
+    from swarm.manifest import manifest as manifests
+    from swarm.manifest.files import write_text
+    from swarm.records import identity as identities
+    from swarm.records.codec import PROTOCOL_VERSION
+
+    is_new = not key.exists()
+    founder = identities.load_or_create(key, unlock)
+    manifest = manifests.create(founder, name, PROTOCOL_VERSION, time.time(), **content)
+    write_text(path, manifests.dump(manifest, founder))
+    print(f"{'made' if is_new else 'used'} founder key {key}: back it up, whoever has it speaks for the swarm")
+    print(f"wrote {path}: swarm {name}, id {manifest.id}, founder {founder.peer_name} ({founder.peer_id})\nnext:")
+    if not manifest.bootstrap:
+        print(f"  swarm bootstrap --manifest {path} --listen /ip4/0.0.0.0/tcp/38000   # on a machine others can reach")
+        print(f"  swarm create --update {path} --key {key} --bootstrap ADDRESS   # the address that it prints")
+    print(f"  send {path} to those who join, and tell them your id; they run: swarm join {path}")
+
+
+def _updated(path: Path, founder: "Identity", bootstrap: list[str], description: str | None) -> "Manifest":
+    from swarm.manifest import manifest as manifests
+    from swarm.manifest.files import read_manifest, write_text
+    from swarm.network.tcp_address import parse_setting
+
+    with told_by_flags(_FLAGS):
+        parse_setting("initial_peers", bootstrap)
+    told = {} if description is None else {"description": description}
+    manifest = manifests.changed(read_manifest(str(path)), **({"bootstrap": bootstrap} if bootstrap else {}), **told)
+    write_text(path, manifests.dump(manifest, founder))
+    return manifest

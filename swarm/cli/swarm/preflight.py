@@ -1,0 +1,238 @@
+"""What stands between this machine and a swarm, found out without torch and without opening a connection.
+
+What only others can tell before a node joins: whether the peers to join through answer, and how large the base is.
+"""
+
+import asyncio
+import importlib.util
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+
+from swarm.config import Config, NetworkSection, PolicySection
+from swarm.errors import SwarmError
+from swarm.machine.hardware import Hardware
+from swarm.machine.memory import machine_memory
+from swarm.observability.plain_text import counted, size
+
+_NODE_GIB = 1.0
+"""Checkpoints, pool and logs of a node."""
+_WORKING_ROOM = 1.5
+"""Memory in use over the weights alone: activations, caches, adapter and its optimizer."""
+_BYTES_PER_PARAMETER = {"8bit": 1.1, "4bit": 0.65}
+_MAX_HEADER_BYTES = 100 << 20
+
+
+class Verdict(StrEnum):
+    """What a finding means for taking part."""
+
+    OK = "ok"
+    NOTE = "note"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    about: str
+    verdict: Verdict
+    text: str
+    """What was found, and for a problem what mends it."""
+
+
+def machine_findings(config: Config, hardware: Hardware) -> Iterator[Finding]:
+    """Findings about this machine for a node of `config`, the cheap ones first."""
+    yield Finding("hardware", Verdict.OK, hardware.summary)
+    yield from _base(config, hardware)
+    yield from _quantization(config.policy, hardware)
+    yield _disk("disk", config.node.dir, _NODE_GIB)
+    yield from _network(config.network)
+    yield Finding(
+        "clock", Verdict.NOTE, f"it is {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC here; keep it within a few seconds"
+    )
+
+
+def tried(about: str, done: str, step: Callable[[], object]) -> Finding:
+    """`done` where the step returns; its SwarmError as a problem."""
+    try:
+        step()
+    except SwarmError as error:
+        return Finding(about, Verdict.PROBLEM, str(error))
+    return Finding(about, Verdict.OK, done)
+
+
+def _base(config: Config, hardware: Hardware) -> Iterator[Finding]:
+    from swarm.policy.base_folder import base_at_hand, cache_folder
+
+    policy = config.policy
+    folder = base_at_hand(policy.base, policy.revision)
+    num_parameters = _count_parameters(folder) if folder else _parameters_by_name(policy.base)
+    if folder is not None:
+        yield Finding("base", Verdict.OK, f"{policy.base} is here: {folder}")
+    else:
+        size = f"about {num_parameters * 2 / 2**30:.1f} GiB by its name, " if num_parameters else ""
+        bound = f"at most {policy.max_download_gib:g} GiB (policy.max_download_gib)"
+        yield Finding("base", Verdict.NOTE, f"{policy.base} is not here and is downloaded at the start, {size}{bound}")
+        if num_parameters:
+            yield _disk("download", cache_folder(), num_parameters * 2 / 2**30)
+    yield _memory(policy, num_parameters, hardware, has_gpu=bool(hardware.gpu_name) and config.node.device != "cpu")
+
+
+def _memory(policy: PolicySection, num_parameters: float | None, hardware: Hardware, *, has_gpu: bool) -> Finding:
+    if not num_parameters:
+        return Finding("memory", Verdict.NOTE, f"the size of {policy.base} is not known before it is here")
+    is_half = policy.dtype in ("bfloat16", "float16") or (policy.dtype == "auto" and has_gpu)
+    bytes_each = _BYTES_PER_PARAMETER.get(policy.quantization, 2.0 if is_half else 4.0)
+    need_gib = num_parameters * bytes_each * _WORKING_ROOM / 2**30
+    have_gib = hardware.gpu_memory_gib if has_gpu else machine_memory().available / 2**30
+    text = f"about {size(need_gib * 2**30)} for {_parameters(num_parameters)}, {have_gib:.0f} GiB on the " + (
+        "GPU" if has_gpu else "machine, free"
+    )
+    if need_gib <= have_gib:
+        return Finding("memory", Verdict.OK, text)
+    return Finding("memory", Verdict.PROBLEM, f"{text}; set policy.quantization = 4bit or a smaller policy.base")
+
+
+def _parameters(count: float) -> str:
+    """Such as `0.87 M parameters` or `1.5 B parameters`."""
+    return f"{count / 1e9:.2g} B parameters" if count >= 1e8 else f"{count / 1e6:.2g} M parameters"
+
+
+def _quantization(policy: PolicySection, hardware: Hardware) -> Iterator[Finding]:
+    if policy.quantization == "none":
+        return
+    if importlib.util.find_spec("bitsandbytes") is None:
+        text = f"policy.quantization = {policy.quantization} needs bitsandbytes; pip install bitsandbytes, or set none"
+        yield Finding("bitsandbytes", Verdict.PROBLEM, text)
+    elif not hardware.gpu_name:
+        yield Finding("bitsandbytes", Verdict.NOTE, f"{policy.quantization} without a GPU is slow")
+    else:
+        yield Finding("bitsandbytes", Verdict.OK, f"{policy.quantization} on {hardware.gpu_name}")
+
+
+def _network(network: NetworkSection) -> Iterator[Finding]:
+    from swarm.network.hivemind.daemon import check_port_is_free
+    from swarm.network.tcp_address import parse_setting
+
+    for package in dict.fromkeys((network.backend, network.gossip)):
+        if package in ("hivemind", "libp2p"):
+            yield _package(package)
+    if network.backend == "hivemind" and (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        text = (
+            f'the libp2p daemon is for Linux on x86-64, this is {platform.platform()}; set network.backend = "libp2p"'
+        )
+        yield Finding("daemon", Verdict.PROBLEM, text)
+
+    def check_listen() -> None:
+        for address in parse_setting("listen", network.listen):
+            check_port_is_free(address)
+
+    yield tried("listen", ", ".join(network.listen), check_listen)
+    peers = tried(
+        "bootstrap", f"{counted(len(network.initial_peers), 'peer')} to join through", lambda: _parse_peers(network)
+    )
+    no_peers = Finding("bootstrap", Verdict.NOTE, "no peer to join through: this node would wait until others find it")
+    yield peers if network.initial_peers else no_peers
+
+
+def _package(name: str) -> Finding:
+    if importlib.util.find_spec(name) is not None:
+        return Finding(name, Verdict.OK, "the network library is installed")
+    return Finding(name, Verdict.PROBLEM, f"the network needs the package {name}; pip install {name}")
+
+
+def _parse_peers(network: NetworkSection) -> None:
+    from swarm.network.tcp_address import parse_setting
+
+    parse_setting("initial_peers", network.initial_peers)
+
+
+def _disk(about: str, folder: Path, need_gib: float) -> Finding:
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free_gib = shutil.disk_usage(existing).free / 2**30
+    text = f"{free_gib:.1f} GiB free in {existing}, {need_gib:.1f} needed"
+    return Finding(about, Verdict.OK if free_gib >= need_gib else Verdict.PROBLEM, text)
+
+
+def _count_parameters(folder: Path) -> float | None:
+    """From the headers of the weight files; None for files that are not safetensors."""
+    from swarm.policy.base_folder import weight_files
+
+    total = 0
+    try:
+        for path in weight_files(folder):
+            total += sum(math.prod(shape) for shape in _tensor_shapes(path))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return float(total)
+
+
+def _tensor_shapes(path: Path) -> Iterable[list[int]]:
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > _MAX_HEADER_BYTES:
+            raise ValueError("no safetensors file")
+        header = json.loads(file.read(header_bytes))
+    return [facts["shape"] for name, facts in header.items() if name != "__metadata__"]
+
+
+def _parameters_by_name(base: str) -> float | None:
+    """`Qwen2.5-1.5B-Instruct` says 1.5e9; None where the name says nothing."""
+    match = re.search(r"(?<![A-Za-z0-9.])(\d{1,4}(?:\.\d{1,3})?)([BbMm])(?![A-Za-z0-9])", base)
+    return float(match[1]) * (1e9 if match[2] in "Bb" else 1e6) if match else None
+
+
+def dial_findings(network: NetworkSection) -> Iterator[Finding]:
+    """One finding per peer; silent ones are a problem only where no one answers."""
+    try:
+        answered = asyncio.run(_connected(network))
+    except SwarmError as error:
+        yield Finding("dial", Verdict.PROBLEM, str(error))
+        return
+    silent = Verdict.NOTE if answered else Verdict.PROBLEM
+    for address in network.initial_peers:
+        has_answered = address.rpartition("/p2p/")[2] in answered
+        text = f"{address} {'answers' if has_answered else 'does not answer'}"
+        yield Finding("dial", Verdict.OK if has_answered else silent, text)
+
+
+def hub_findings(policy: PolicySection) -> Iterator[Finding]:
+    """How large the base is by the list of the hub, unless it is here. Asks the hub."""
+    from swarm.policy.base_folder import base_at_hand, check_size, download_bytes
+
+    if base_at_hand(policy.base, policy.revision) is not None:
+        return
+    try:
+        num_bytes = download_bytes(policy.base, policy.revision)
+        check_size(policy.base, num_bytes, policy.max_download_gib)
+    except SwarmError as error:
+        yield Finding("hub", Verdict.PROBLEM, str(error))
+    else:
+        yield Finding("hub", Verdict.OK, f"{policy.base} is a download of {size(num_bytes)}")
+
+
+async def _connected(network: NetworkSection) -> set[str]:
+    """Peer ids that proved to be who the addresses name."""
+    from swarm.network.make_transport import make_transport
+    from swarm.records.identity import SEED_BYTES, Identity
+
+    wanted = {address.rpartition("/p2p/")[2] for address in network.initial_peers}
+    quiet = network.model_copy(
+        update={"listen": ("/ip4/127.0.0.1/tcp/0",), "announce": (), "reachability": "private", "gossip": "off"}
+    )
+    with tempfile.TemporaryDirectory(prefix="swarm-dial-") as folder:
+        transport = make_transport(quiet, Identity(os.urandom(SEED_BYTES)), Path(folder))
+        assert transport is not None, "a node that joins has a network"
+        try:
+            await transport.start()
+            return wanted & set(await transport.connected_peers())
+        finally:
+            await transport.stop()

@@ -1,0 +1,1 @@
+"""Whether unlike models help each other."""

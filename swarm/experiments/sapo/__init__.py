@@ -1,0 +1,1 @@
+"""The sharing experiment of SAPO, with the control that the paper lacks."""

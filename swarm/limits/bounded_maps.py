@@ -1,0 +1,189 @@
+"""A bounded map for what strangers announce: whoever holds most of it loses the oldest entry first.
+
+What was seen of strangers, for as long as it could come again.
+
+A bounded table of peers in which strangers cannot displace the peers that this node has met.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+_MIN_CLEANED_KEYS = 256
+
+
+class ExpiringKeys(Generic[K]):
+    """Keys until they expire, at most `max_keys`: the ones that came first go first.
+
+    Expired ones are dropped when there are twice as many keys as were alive at the last look, so that a key costs the same
+    however many there are.
+    """
+
+    def __init__(self, clock: Callable[[], float], max_keys: int) -> None:
+        self._clock = clock
+        self._max_keys = max_keys
+        self._expires_at: OrderedDict[K, float] = OrderedDict()
+        self._clean_above = _MIN_CLEANED_KEYS
+
+    def __len__(self) -> int:
+        """Expired ones that are still there included."""
+        return len(self._expires_at)
+
+    def __contains__(self, key: K) -> bool:
+        return self._expires_at.get(key, 0.0) > self._clock()
+
+    def add(self, key: K, expires_at: float) -> None:
+        self._expires_at.pop(key, None)
+        self._expires_at[key] = expires_at
+        while len(self._expires_at) > self._max_keys or next(iter(self._expires_at.values())) <= self._clock():
+            self._expires_at.popitem(last=False)
+            if not self._expires_at:
+                return
+        if len(self._expires_at) > self._clean_above:
+            now = self._clock()
+            self._expires_at = OrderedDict((key, until) for key, until in self._expires_at.items() if until > now)
+            self._clean_above = max(_MIN_CLEANED_KEYS, 2 * len(self._expires_at))
+
+
+V = TypeVar("V")
+
+
+class FairMap(Generic[K, V]):
+    """A map of at most `max_items` entries, each of which belongs to an owner, such as the author of a header.
+
+    An entry too many costs the owner that holds most its oldest entry. Owners for whom `is_known` is true give way only where
+    nobody else is left, or where one of them holds more than `safe_per_known` entries, and more than any other owner does: else
+    many known owners would leave no room for those that nobody knows yet. No owner holds more than `max_per_owner`. An
+    insertion costs about the same however many entries there are.
+    """
+
+    def __init__(
+        self,
+        max_items: int,
+        max_per_owner: int | None = None,
+        is_known: Callable[[str], bool] = lambda owner: False,
+        safe_per_known: int | None = None,
+    ) -> None:
+        self._max_items = max_items
+        self._safe_per_known = max_items if safe_per_known is None else safe_per_known
+        self._max_per_owner = max_items if max_per_owner is None else max_per_owner
+        self._is_known = is_known
+        self._entries: OrderedDict[K, tuple[str, V]] = OrderedDict()
+        self._owners: dict[str, OrderedDict[K, None]] = {}
+        self._by_count: dict[int, OrderedDict[str, None]] = {}
+        """Owners by the number of their entries."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[K]:
+        """Keys, the one that was added first at first."""
+        return iter(self._entries)
+
+    def get(self, key: K) -> V | None:
+        entry = self._entries.get(key)
+        return None if entry is None else entry[1]
+
+    def values(self) -> list[V]:
+        """In the order in which they were added."""
+        return [value for _, value in self._entries.values()]
+
+    def add(self, owner: str, key: K, value: V) -> None:
+        """Put the entry at the end, in place of an earlier one of the same key."""
+        self.pop(key)
+        self._entries[key] = (owner, value)
+        keys = self._owners.setdefault(owner, OrderedDict())
+        keys[key] = None
+        self._moved(owner, len(keys) - 1, len(keys))
+        if len(keys) > self._max_per_owner:
+            self.pop(next(iter(keys)))
+        while len(self._entries) > self._max_items:
+            self.pop(next(iter(self._owners[self._largest()])))
+
+    def pop(self, key: K) -> V | None:
+        """Remove an entry; None where there is none."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return None
+        owner, value = entry
+        keys = self._owners[owner]
+        del keys[key]
+        self._moved(owner, len(keys) + 1, len(keys))
+        if not keys:
+            del self._owners[owner]
+        return value
+
+    def _largest(self) -> str:
+        """The owner that gives way next."""
+        owners = ((count, owner) for count in sorted(self._by_count, reverse=True) for owner in self._by_count[count])
+        largest_count, largest_known = 0, ""
+        for count, owner in owners:
+            if self._is_known(owner):
+                if not largest_count:
+                    largest_count, largest_known = count, owner
+            elif largest_count > max(count, self._safe_per_known):
+                return largest_known
+            else:
+                return owner
+        return largest_known
+
+    def _moved(self, owner: str, before: int, now: int) -> None:
+        """Note that `owner` held `before` entries and holds `now`."""
+        if before:
+            del self._by_count[before][owner]
+            if not self._by_count[before]:
+                del self._by_count[before]
+        if now:
+            self._by_count.setdefault(now, OrderedDict())[owner] = None
+
+
+Value = TypeVar("Value")
+
+
+class BoundedPeers(Generic[Value]):
+    """Keeps one value for each of at most `max_peers` peers.
+
+    A full table forgets the stranger of whom it has not heard for the longest time. A peer counts as met once `met` was
+    called for it. At most half of the peers count as met, so that there is always room for new ones. Names cost nothing:
+    beyond that the network of which most peers were met gives up the one that was met first.
+    """
+
+    def __init__(self, max_peers: int) -> None:
+        self._max_peers = max_peers
+        self._values: OrderedDict[str, Value] = OrderedDict()
+        """The peer heard of last is last."""
+        self._met: FairMap[str, None] = FairMap(max_peers // 2)
+        """A subset of the keys above, by the network at which each was met."""
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def get(self, peer_id: str) -> Value | None:
+        return self._values.get(peer_id)
+
+    def put(self, peer_id: str, value: Value) -> None:
+        """Enter or replace a value. A stranger that finds no room takes the place of another stranger."""
+        self._values[peer_id] = value
+        self._values.move_to_end(peer_id)
+        while len(self._values) > self._max_peers:
+            self.forget(next(one for one in self._values if one not in self._met))
+
+    def met(self, peer_id: str, network: str = "") -> None:
+        """Note that this node is connected to a peer, which it sees at `network`. Does nothing for one not in the table."""
+        if peer_id in self._values:
+            self._met.add(network, peer_id, None)
+
+    def is_met(self, peer_id: str) -> bool:
+        return peer_id in self._met
+
+    def forget(self, peer_id: str) -> None:
+        self._values.pop(peer_id, None)
+        self._met.pop(peer_id)

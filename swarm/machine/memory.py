@@ -1,0 +1,125 @@
+"""The memory that this process may use: of the machine, or less where a control group bounds it.
+
+A container, a systemd service with MemoryMax= or a job of a cluster is such a group. All of those that a process is in
+count, from its own up to the root (https://docs.kernel.org/admin-guide/cgroup-v2.html#memory); version 1 as well.
+
+Gives memory that this process has freed back to the system, where its C library is glibc; elsewhere nothing happens.
+
+A body of half a megabyte becomes a few megabytes of text and numbers for a moment, on several threads. glibc keeps a heap
+per thread and gives back only what lies at the end of one, so the holes stay with the process. Fewer heaps share their
+holes, and a trim after a burst of bodies returns them in 2 ms. Its threshold for memory that is mapped and unmapped by itself
+would do the same, but every tensor of the compute thread would have to pay for it.
+"""
+
+import asyncio
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+TRIM_DELAY_S = 1.0
+_LARGE_BYTES = 64 * 1024
+_ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
+_NUM_ARENAS = 2
+
+
+class HeapTrimmer:
+    """Trims the heap a moment after large data came in, however much of it came."""
+
+    def __init__(self, delay_s: float = TRIM_DELAY_S) -> None:
+        self._delay_s = delay_s
+        self._glibc = _glibc()
+        self._timer: asyncio.TimerHandle | None = None
+        self.num_trims = 0
+
+    def note(self, num_bytes: int) -> None:
+        """So much came in. To be called on the loop."""
+        if self._glibc is not None and self._timer is None and num_bytes > _LARGE_BYTES:
+            self._timer = asyncio.get_running_loop().call_later(self._delay_s, self._trim, self._glibc)
+
+    def stop(self) -> None:
+        """Forget what was noted."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _trim(self, glibc: ctypes.CDLL) -> None:
+        self._timer = None
+        glibc.malloc_trim(0)
+        self.num_trims += 1
+
+
+def bound_arenas() -> None:
+    """At most two heaps in this process in place of eight per core. To be called before there are threads."""
+    glibc = _glibc()
+    if glibc is not None:
+        glibc.mallopt(_ARENA_MAX, _NUM_ARENAS)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(None)
+    except (OSError, TypeError):  # TypeError: what Windows says to None
+        return None
+    return library if hasattr(library, "malloc_trim") and hasattr(library, "mallopt") else None
+
+
+_ROOT = Path("/")
+_NO_LIMIT = 1 << 60
+"""Version 1 writes a number beyond this where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """In bytes."""
+
+    total: int
+    available: int
+
+
+def machine_memory(root: Path = _ROOT) -> Memory:
+    """As it is now. `root`: of the file system that is asked for control groups."""
+    machine = psutil.virtual_memory()
+    total, available = machine.total, machine.available
+    for limit, used in _bounds(root):
+        total, available = min(total, limit), min(available, max(limit - used, 0))
+    return Memory(total, available)
+
+
+def _bounds(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, used) of every group that has a limit; what only caches files is not in use."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    groups = root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _walk(groups, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            yield from _walk(
+                groups / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            )
+
+
+def _walk(mount: Path, path: str, limit_file: str, used_file: str, cache_name: str) -> Iterator[tuple[int, int]]:
+    """From the group at `path` up to the root. In a container the path is that of outside, and its own group the root."""
+    leaf = mount / path.lstrip("/")
+    for group in (leaf, *leaf.parents):
+        if group == mount.parent:
+            return
+        try:
+            limit = int((group / limit_file).read_text())  # ValueError: "max"
+            used = int((group / used_file).read_text())
+            cached = next(
+                int(value)
+                for name, value in map(str.split, (group / "memory.stat").read_text().splitlines())
+                if name == cache_name
+            )
+        except (OSError, ValueError, StopIteration):
+            continue
+        if limit < _NO_LIMIT:
+            yield limit, used - cached

@@ -1,0 +1,1 @@
+"""A swarm in one signed file, and the configuration with which a machine takes part in it."""

@@ -1,0 +1,241 @@
+"""The configuration with which this machine takes part in a swarm, and what has to hold before it does.
+
+    hardware ─ what fits this machine ─┐
+    user ───── files and overrides ────┼─ later wins ─→ Config
+    manifest ─ tasks, id, limits ──────┘
+
+What the manifest decides cannot be set otherwise: a contradiction is an error, never silently one or the other.
+"""
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from swarm.config import Config, Origin, TaskSourceSection, merge, parse
+from swarm.errors import ConfigError, ManifestError, PolicyError, TaskError
+from swarm.machine.hardware import Hardware, PolicyChoice, choose_policy
+from swarm.manifest.manifest import Manifest, ManifestTask
+from swarm.network.peers.dialling import may_be_named, reach_of
+from swarm.network.tcp_address import TcpAddress, parse_setting
+
+logger = logging.getLogger(__name__)
+
+Settings = Mapping[str, Any]
+"""Plain data in the shape of a configuration file."""
+
+_READ_BYTES = 1 << 20
+_BOUNDS = (
+    ("group_size", "max_group_size"),
+    ("largest_group", "max_group_size"),
+    ("max_new_tokens", "max_answer_tokens"),
+)
+"""What a node produces, and the limit beyond which the others refuse it."""
+
+
+def choose(manifest: Manifest, user: Settings, hardware: Hardware) -> PolicyChoice:
+    """The policy that fits `hardware`: of the user's base where they set one, else among those of the manifest."""
+    wanted = _get(user, "policy", "base")
+    return choose_policy(hardware, [str(wanted)] if wanted else list(_revisions_by_base(manifest)))
+
+
+def compose(
+    manifest: Manifest,
+    defaults: Settings,
+    user: Settings,
+    task_files: Mapping[str, Path],
+    origin: Origin = lambda location: None,
+) -> Config:
+    """The Config of a node: `defaults` of the hardware, `user` settings over them, the manifest's over both.
+
+    `task_files`: paths of JSONL files by the name of their task. `origin`: of the user's settings.
+    Raises ConfigError where the user contradicts the manifest, TaskError where a file is missing or another one.
+    """
+    decided = _decided(manifest, task_files)
+    own_peers = _get(user, "network", "initial_peers")
+    peers = [*bootstrap_addresses(manifest), *(own_peers if isinstance(own_peers, list | tuple) else ())]
+    settings = merge(merge(merge(defaults, user), decided), {"network": {"initial_peers": list(dict.fromkeys(peers))}})
+    config = parse(settings, origin)
+    _check_agreement(manifest, decided, user, config)
+    config = _within_limits(manifest, user, config)
+    if config.network.backend == "off":
+        raise ConfigError('network.backend must not be "off" to join a swarm, got "off"; remove it')
+    return _with_base(manifest, user, config)
+
+
+def bootstrap_addresses(manifest: Manifest) -> tuple[str, ...]:
+    """The bootstrap addresses of a manifest that a founder may have others dial: at ports and at places where nodes are.
+
+    Every joiner dials them, and again after every later edition, which needs no consent for addresses. So none is at a
+    port of another service, such as mail or shells, nor at an address where no node can be, such as 169.254.169.254.
+    Raises ConfigError for one that is malformed.
+    """
+    addresses = parse_setting("initial_peers", manifest.bootstrap)
+    kept = tuple(str(address) for address in addresses if _may_be_dialled(address))
+    if left_out := [str(address) for address in addresses if str(address) not in kept]:
+        logger.warning(
+            "bootstrap addresses must have a port of 1024 or more or 443, at a host where a node can be; left out of the "
+            "manifest of %s: %s. Add those that you trust to network.initial_peers", manifest.name, ", ".join(left_out)
+        )  # fmt: skip
+    return kept
+
+
+def _may_be_dialled(address: TcpAddress) -> bool:
+    is_number = address.kind in ("ip4", "ip6")
+    return may_be_named(address.port) and not (is_number and reach_of(address.host) is None)
+
+
+def needs_lineage(manifest: Manifest, config: Config) -> bool:
+    """Whether the base is allowed only if its lineage is: it is not among the named ones, but lineages are listed."""
+    return bool(manifest.lineages) and config.policy.base not in _revisions_by_base(manifest)
+
+
+def check_lineage(manifest: Manifest, config: Config, hash_cache: Path | None = None) -> None:
+    """Load the policy and compare its lineage. Takes as long as starting a node. Raises PolicyError or ManifestError."""
+    from swarm.policy.policy import load_policy  # torch
+
+    lineage = load_policy(config.policy, device=config.node.device, hash_cache=hash_cache).lineage
+    if not any(map(lineage.has_name, manifest.lineages)):
+        raise ManifestError(
+            f"the policy must be of a lineage that {manifest.name} allows, got {lineage.policy} of {config.policy.base}; "
+            f"set policy.base to one of {', '.join(manifest.bases) or 'its lineages'}, and policy.lora as the founder says"
+        )
+
+
+def check_base_at_hand(config: Config) -> None:
+    """A silo's node contacts nobody but its peers, no model hub either. Raises PolicyError for a base to download."""
+    from swarm.policy.base_folder import base_at_hand
+
+    if base_at_hand(config.policy.base, config.policy.revision) is None:
+        raise PolicyError(
+            f"policy.base must be at hand in a silo, which downloads nothing, got {config.policy.base}; fetch it first "
+            f"with `hf download {config.policy.base}`, or set policy.base to a folder"
+        )
+
+
+def check_tasks(config: Config) -> None:
+    """Build every task source. Raises TaskError where one does not work here: others would see its records as unknown."""
+    from swarm.tasks.task_mixture import TaskMixture
+
+    mixture = TaskMixture(config.tasks)
+    mixture.close()
+    if mixture.broken:
+        raise TaskError("every task of the swarm must work here, got " + "; ".join(mixture.broken.values()))
+
+
+def file_sha256(path: Path) -> str:
+    """64 hex digits over a task file. Raises TaskError."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                digest.update(block)
+    except OSError as error:
+        raise TaskError(f"a task file must be readable, got {path}: {error.strerror}; set its path") from None
+    return digest.hexdigest()
+
+
+def _decided(manifest: Manifest, task_files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """{section: {setting: value}} that the manifest decides."""
+    unknown = sorted(task_files.keys() - {task.source_name for task in manifest.tasks if task.sha256 is not None})
+    if unknown:
+        raise ConfigError(
+            f"--task-file must name a jsonl task of {manifest.name}, got {unknown[0]!r}; see the manifest"
+        )
+    owner = {"silo_owner": manifest.founder} if manifest.silo else {}
+    return {
+        "swarm": {"name": manifest.name, "id": manifest.id} | owner,
+        "tasks": {
+            "fenced": True,
+            "sources": [_source(task, task_files.get(task.source_name)) for task in manifest.tasks],
+        },
+        "network": {"gossip": manifest.gossip} if manifest.gossip else {},
+        "sharing": manifest.limits.model_dump(exclude_none=True),
+    }
+
+
+def _source(task: ManifestTask, path: Path | None) -> dict[str, Any]:
+    source = task.model_dump(exclude={"sha256"})
+    if task.sha256 is None:
+        return source
+    name = task.source_name
+    if path is None:
+        raise TaskError(f"task {name} needs a file with SHA-256 {task.sha256}; give --task-file {name}=PATH")
+    if (found := file_sha256(path)) != task.sha256:
+        raise TaskError(
+            f"the file of task {name} must have SHA-256 {task.sha256}, got {found} of {path}; ask the founder"
+        )
+    return source | {"path": str(path.resolve())}
+
+
+def _check_agreement(manifest: Manifest, decided: Settings, user: Settings, config: Config) -> None:
+    wanted = parse(merge(user, {"network": {"backend": "hivemind"}}))
+    for section, settings in decided.items():
+        for key in settings:
+            if _get(user, section, key) is None:
+                continue
+            mine, theirs = (getattr(getattr(side, section), key) for side in (wanted, config))
+            if mine != theirs:
+                told = (_names(value) if key == "sources" else value for value in (theirs, mine))
+                raise _contradiction(manifest, f"{section}.{key}", *told)
+
+
+def _within_limits(manifest: Manifest, user: Settings, config: Config) -> Config:
+    """What hardware and defaults suggest is lowered to the limits; what the user sets beyond them is an error."""
+    lowered: dict[str, int] = {}
+    for key, bound in _BOUNDS:
+        value, limit = getattr(config.rollouts, key), getattr(config.sharing, bound)
+        if value > limit and _get(user, "rollouts", key) is not None:
+            raise _contradiction(manifest, f"rollouts.{key}", f"<= {limit} (sharing.{bound})", value)
+        if value > limit:
+            lowered[key] = limit
+    return config.model_copy(update={"rollouts": config.rollouts.model_copy(update=lowered)})
+
+
+def _with_base(manifest: Manifest, user: Settings, config: Config) -> Config:
+    """The same with the revision that the manifest pins. Raises ConfigError for a base that it does not allow."""
+    allowed = _revisions_by_base(manifest)
+    is_folder = config.policy.base != "bundled" and Path(config.policy.base).is_dir()
+    if is_folder and _get(user, "policy", "base") is None:
+        raise ConfigError(
+            f"a base of the manifest of {manifest.name} must come from the hub, got {config.policy.base}, which is a folder "
+            "here; set policy.base yourself to use that, or start from another folder"
+        )
+    if not allowed or config.policy.base not in allowed:
+        if allowed and not manifest.lineages:
+            raise _contradiction(manifest, "policy.base", "one of " + ", ".join(manifest.bases), config.policy.base)
+        return config
+    revisions = allowed[config.policy.base]
+    if not revisions or config.policy.revision in revisions:
+        return config
+    if _get(user, "policy", "revision") is not None:
+        raise _contradiction(manifest, "policy.revision", "one of " + ", ".join(revisions), config.policy.revision)
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"revision": revisions[0]})})
+
+
+def _revisions_by_base(manifest: Manifest) -> dict[str, Sequence[str]]:
+    """{base: pinned revisions}, empty where any will do."""
+    found: dict[str, list[str]] = {}
+    free: set[str] = set()
+    for entry in manifest.bases:
+        base, _, revision = entry.partition("@")
+        found.setdefault(base, []).append(revision)
+        if not revision:
+            free.add(base)
+    return {base: () if base in free else revisions for base, revisions in found.items()}
+
+
+def _contradiction(manifest: Manifest, key: str, theirs: object, mine: object) -> ConfigError:
+    return ConfigError(
+        f"{key} is decided by the manifest of {manifest.name}: must be {theirs}, got {mine}; remove your setting"
+    )
+
+
+def _names(sources: Sequence[TaskSourceSection]) -> str:
+    return " + ".join(f"{source.source_name} {source.parameters or ''}".strip() for source in sources)
+
+
+def _get(settings: Settings, section: str, key: str) -> Any:
+    table = settings.get(section)
+    return table.get(key) if isinstance(table, Mapping) else None

@@ -1,0 +1,327 @@
+"""What a swarm is, in one signed file: who founded it, what is trained on, on which bases, and through whom to join.
+
+    founder: content ─ canonical bytes ─ Ed25519 → TOML file → joiner: size, TOML, signature, id, types → Manifest
+
+The signature is over
+
+    "swarm/manifest/1\\0" + msgpack of the content, tables with their keys in order, `signature` left out
+
+and the content is the values as they were parsed, so comments, layout and the order of keys do not matter, and any changed,
+added or removed value does. The id is a hash over founder and name: nobody else can make a manifest of the same id.
+"""
+
+import hashlib
+import math
+import tomllib
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any, Literal, Self
+
+import msgpack
+import tomli_w
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from swarm.config import Section, SignalSection, SwarmName, TaskSourceFacts
+from swarm.errors import ManifestError
+from swarm.records.codec import MAX_TOKENS_PER_BODY
+from swarm.records.identity import Identity, is_peer_id, peer_name, verify
+from swarm.tasks.parameter_rules import check_shape
+from swarm.tasks.signalled_source import BUILT_IN, package_signals
+
+FORMAT = 1
+MAX_BYTES = 64 * 1024
+_MAX_LINE_BYTES = 4096  # a dotted key costs the parser time in the square of its parts
+_MAX_DEPTH = 7
+_MAX_SHOWN = 80
+_MAX_REWARD_PROCESSES = 16
+_DOMAIN = b"swarm/manifest/1\0"
+_HEADER = """# Manifest of the swarm {name}. Take part: swarm join FILE; look first: swarm join FILE --check
+# Signed by its founder: a changed value breaks the signature, comments and layout do not.
+
+"""
+
+Count = Annotated[int, Field(ge=1, le=2**31)]
+_NAME = "[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"  # a path that leads out of the hub's cache cannot be written with it
+BaseName = Annotated[str, Field(pattern=f"^{_NAME}(/{_NAME})?(@{_NAME})?$")]
+"""`bundled` or a hub id, with @REVISION where the founder pins one."""
+LineageHash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class ManifestTask(TaskSourceFacts):
+    """One source of tasks. A file is named by its content; every node has it where it likes."""
+
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """SHA-256 of a JSONL file, also one of code tasks."""
+    signals: Annotated[tuple[SignalSection, ...], Field(max_length=8)] = ()
+    """As of a source; a reward function of a package takes a process of its own for each."""
+
+    @model_validator(mode="after")
+    def _content_matches_kind(self) -> Self:
+        if self.kind != "code" and (self.kind == "jsonl") != (self.sha256 is not None):
+            raise ValueError(f"sha256 belongs to jsonl tasks and to all of them, got {self.kind} {self.source_name!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _parameters_are_plain(self) -> Self:
+        """What else holds for them is checked where the source is built, which needs the library."""
+        if self.kind == "jsonl" and self.parameters:
+            raise ValueError(f"a jsonl task has no parameters, got {', '.join(self.parameters)}; remove them")
+        check_shape(self.parameters, with_words=self.kind == "reasoning_gym")
+        for signal in self.signals:
+            if signal.name not in BUILT_IN:
+                check_shape(signal.parameters)
+        return self
+
+    @property
+    def settings(self) -> str:
+        """All that decides what the task is, in one line for people."""
+        facts = [f"{self.kind} {self.name}", *_assigned(self.parameters)]
+        facts += [f"sha256 {self.sha256}"] if self.sha256 else []
+        facts += [f"verifier {self.verifier}"] if self.kind == "jsonl" else []
+        facts += [
+            " ".join(["signal", one.name, f"×{one.weight:g}", *_assigned(one.parameters)]) for one in self.signals
+        ]
+        return ", ".join([*facts, f"weight {self.weight:g}"])
+
+
+class ManifestLimits(Section):
+    """Bounds that all nodes share: settings of the same names in [sharing]. What is left out is each node's choice."""
+
+    time_to_live_s: Annotated[float, Field(gt=0, le=3600)] | None = None
+    max_group_size: Annotated[int, Field(ge=2, le=1024)] | None = None
+    max_answer_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS_PER_BODY)] | None = None
+    max_records_per_peer_per_minute: Annotated[int, Field(ge=1, le=6000)] | None = None
+
+
+class Manifest(Section):
+    """A manifest whose signature has been checked, or was just made."""
+
+    format: Literal[1]
+    """Of this file."""
+    protocol: Annotated[int, Field(ge=1, le=2**31)]
+    """Version of the wire protocol that the swarm speaks."""
+    name: SwarmName
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    """`manifest_id` of founder and name."""
+    founder: str
+    """Peer id of the key that signs."""
+    created_at: datetime
+    """UTC."""
+    edition: Count = 1
+    """Counts the founder's changes. A node that knows an edition refuses earlier ones."""
+    description: Annotated[str, Field(max_length=500)] = ""
+    bases: Annotated[tuple[BaseName, ...], Field(max_length=64)] = ()
+    """Bases that nodes may train. With no lineages either: any."""
+    lineages: Annotated[tuple[LineageHash, ...], Field(max_length=64)] = ()
+    """Policy lineages that are welcome whatever their base is called, such as one in a local folder."""
+    bootstrap: Annotated[tuple[Annotated[str, Field(max_length=512)], ...], Field(max_length=64)] = ()
+    """Addresses to join through."""
+    gossip: Literal["libp2p", "daemon", "off"] | None = None
+    """How all nodes spread headers: network.gossip."""
+    silo: Literal[True] | None = None
+    """For members only: the founder is the owner, who decides who they are. Software that knows no silos refuses it."""
+    limits: ManifestLimits = ManifestLimits()
+    tasks: Annotated[tuple[ManifestTask, ...], Field(min_length=1, max_length=64)]
+
+    @field_validator("founder")
+    @classmethod
+    def _founder_is_a_peer(cls, founder: str) -> str:
+        if not is_peer_id(founder):
+            raise ValueError("founder must be a peer id (12D3KooW...)")
+        return founder
+
+    @field_validator("description")
+    @classmethod
+    def _description_is_one_printable_line(cls, text: str) -> str:
+        if not text.isprintable():
+            raise ValueError("description must be one line of printable text")
+        return text
+
+    @field_validator("bootstrap")
+    @classmethod
+    def _addresses_name_peers(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        for address in addresses:
+            head, _, peer_id = address.rpartition("/p2p/")
+            if not (head.startswith("/") and head.isascii() and head.isprintable() and is_peer_id(peer_id)):
+                raise ValueError(f"bootstrap addresses must end in /p2p/PEER_ID, got {shown(address)}")
+        return addresses
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if self.id != manifest_id(self.founder, self.name):
+            raise ValueError("id must be the hash of founder and name: this is another founder's swarm")
+        names = [task.source_name for task in self.tasks]
+        if len(set(names)) < len(names):
+            raise ValueError("tasks must have different names; set a different label")
+        processes = sum(len(package_signals(task)) for task in self.tasks)
+        if processes > _MAX_REWARD_PROCESSES:
+            raise ValueError(
+                f"tasks must have at most {_MAX_REWARD_PROCESSES} signals of packages together, which take a process each, "
+                f"got {processes}"
+            )
+        return self
+
+    @property
+    def founder_name(self) -> str:
+        """Readable, for the eye only: compare peer ids to be sure."""
+        return peer_name(self.founder)
+
+
+def manifest_id(founder: str, name: str) -> str:
+    """Swarm id: the first 16 bytes, in hex, of SHA-256 over "swarm-id:" + founder + "/" + name."""
+    return hashlib.sha256(f"swarm-id:{founder}/{name}".encode()).hexdigest()[:32]
+
+
+def create(identity: Identity, name: str, protocol: int, now: float, **content: Any) -> Manifest:
+    """A new manifest of `identity`. `now`: seconds since the epoch. Raises ManifestError where the content is invalid."""
+    facts = {
+        "format": FORMAT,
+        "protocol": protocol,
+        "name": name,
+        "id": manifest_id(identity.peer_id, name),
+        "founder": identity.peer_id,
+        "created_at": datetime.fromtimestamp(int(now), UTC),
+    }
+    return _validated(facts | content)
+
+
+def changed(manifest: Manifest, **content: Any) -> Manifest:
+    """The next edition. Raises ManifestError where the content is invalid."""
+    return _validated(_content(manifest) | content | {"edition": manifest.edition + 1})
+
+
+def dump(manifest: Manifest, identity: Identity) -> str:
+    """The signed file. Raises ManifestError unless `identity` is the founder's and the file is within MAX_BYTES."""
+    if identity.peer_id != manifest.founder:
+        raise ManifestError(
+            f"a manifest must be signed by its founder {manifest.founder}, got the key of {identity.peer_id}; set --key"
+        )
+    content = _content(manifest)
+    signature = identity.sign(_signed_bytes(content)).hex()
+    text = _HEADER.format(name=manifest.name) + tomli_w.dumps({"signature": signature, **content})
+    parse(text.encode())
+    return text
+
+
+def parse(data: bytes, expected_founder: str | None = None) -> Manifest:
+    """The manifest in a file's bytes, which may be anybody's. Raises ManifestError and nothing else."""
+    content = dict(_table(data))
+    signature, founder = content.pop("signature", None), content.get("founder")
+    if not isinstance(founder, str) or not isinstance(signature, str) or len(signature) != 128:
+        raise ManifestError(
+            "a manifest must have a founder and a signature of 128 hex digits; ask its founder for the file"
+        )
+    if expected_founder is not None and founder != expected_founder:
+        raise ManifestError(
+            f"the manifest must be of founder {expected_founder}, got {shown(founder)}; ask the founder for the file"
+        )
+    if not _is_signed(founder, _signed_bytes(content), signature):
+        raise ManifestError(
+            f"a manifest must carry the signature of its founder, got another for {shown(founder)}: "
+            "the file was changed after it was signed; fetch it again"
+        )
+    return _validated(content)
+
+
+def check_protocol(manifest: Manifest, protocol: int) -> None:
+    """Raises ManifestError where the swarm speaks another version than this software."""
+    if manifest.protocol != protocol:
+        older = "update this software" if manifest.protocol > protocol else "ask the founder for a newer manifest"
+        raise ManifestError(f"the swarm must speak protocol version {protocol}, got {manifest.protocol}; {older}")
+
+
+def changes(known: Manifest, later: Manifest) -> list[str]:
+    """What a later edition sets otherwise, one line each.
+
+    Left out is what keeps a swarm alive and reads, runs or trains nothing: bootstrap addresses and the description.
+    """
+    old, new = ({task.source_name: task.settings for task in one.tasks} for one in (known, later))
+    told = [f"task {name} is new: {new[name]}" for name in new if name not in old]
+    told += [f"task {name} is removed" for name in old if name not in new]
+    told += [f"task {name}: {old[name]} → {new[name]}" for name in new if name in old and old[name] != new[name]]
+    for name in ("bases", "lineages", "gossip", "silo", "limits"):
+        before, after = (getattr(one, name) for one in (known, later))
+        if before != after:
+            told.append(f"{name}: {_told(before)} → {_told(after)}")
+    return told
+
+
+def _assigned(parameters: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={value!r}" for key, value in sorted(parameters.items())]
+
+
+def _told(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(value) or "any"
+    return str(value.model_dump(exclude_none=True)) if isinstance(value, Section) else str(value)
+
+
+def _content(manifest: Manifest) -> dict[str, Any]:
+    """As plain values in the file's shape; what is empty is left out."""
+    content = manifest.model_dump(exclude_none=True)
+    content["tasks"] = [
+        {key: value for key, value in task.items() if value not in ("", {}, ())} for task in content["tasks"]
+    ]
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in content.items() if value != {}}
+
+
+def _table(data: bytes) -> Mapping[str, Any]:
+    """The TOML in `data`, bounded in size, nesting and kinds of values before anything looks at it."""
+    if len(data) > MAX_BYTES:
+        raise ManifestError(f"a manifest must be <= {MAX_BYTES} bytes, got {len(data)} or more; this is another file")
+    if max(map(len, data.split(b"\n"))) > _MAX_LINE_BYTES:
+        raise ManifestError(f"a manifest must have lines of <= {_MAX_LINE_BYTES} bytes, got a longer one; break it")
+    try:
+        table = tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, numbers or nesting beyond the parser's bounds
+        raise ManifestError(f"a manifest must be TOML in UTF-8, got {shown(error)}; this is another file") from None
+    return _canonical(table)
+
+
+def _signed_bytes(content: Mapping[str, Any]) -> bytes:
+    return _DOMAIN + bytes(msgpack.packb(_canonical(content), datetime=True) or b"")
+
+
+def _is_signed(founder: str, data: bytes, signature: str) -> bool:
+    try:
+        return verify(founder, data, bytes.fromhex(signature))
+    except ValueError:
+        return False
+
+
+def _canonical(value: Any, depth: int = 0) -> Any:
+    """The same value with the keys of all tables in order. Raises ManifestError for what has no business in a manifest."""
+    if depth > _MAX_DEPTH:
+        raise ManifestError(f"a manifest must nest at most {_MAX_DEPTH} levels, got more; this is another file")
+    if isinstance(value, Mapping):
+        return {key: _canonical(value[key], depth + 1) for key in sorted(value)}
+    if isinstance(value, list | tuple):
+        return [_canonical(item, depth + 1) for item in value]
+    if isinstance(value, datetime) and value.utcoffset() == timedelta(0):
+        return value
+    is_number = isinstance(value, int) and -(2**63) <= value < 2**63
+    if is_number or isinstance(value, str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise ManifestError(
+        f"a manifest must hold texts, 64-bit and finite numbers, and times in UTC, got {shown(value)}; mend it"
+    )
+
+
+def _validated(content: Mapping[str, Any]) -> Manifest:
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        rule = first["msg"].removeprefix("Value error, ")
+        where = f"{shown(key)}: " if key else ""
+        raise ManifestError(f"a manifest must be valid, got {where}{rule}; ask its founder to mend it") from None
+
+
+def shown(value: object) -> str:
+    """Text of strangers, short and without control characters."""
+    try:
+        text = ascii(str(value))
+    except ValueError:  # an integer too long to print
+        return "a giant number"
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"

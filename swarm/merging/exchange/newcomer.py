@@ -1,0 +1,133 @@
+"""Adapters for a node that joins a lineage late: those of several donors, drawn at random.
+
+    list of donors ─ random sample ─ right lineage, precision, length; one per identity, network and content
+                   ─ fetch until there are `count` ─ drop those far from the median round ─→ robust mean of all, elsewhere
+
+One address group has one adapter among them, also where the group is known only once the donor is connected.
+
+Replicas differ, so there is no hash that donors could agree on, and no single adapter to be believed. What is promised: as
+long as fewer than half of those that came are false, their robust mean lies near the true ones. An attacker with more
+than half of the list gets more than half of the draws, and nothing is promised.
+"""
+
+import asyncio
+import random
+import statistics
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from swarm.errors import RequestError
+from swarm.merging.exchange.adapter_donor import STARTER_PROTOCOL
+from swarm.merging.exchange.proposal import MAX_LAG_ROUNDS
+from swarm.merging.exchange.ready_list import ReadyList
+from swarm.merging.exchange.recent_partners import Patience
+from swarm.network.requests.transfer import Download, fetch
+from swarm.network.transport import Transport
+from swarm.records.adapter_offer import AdapterOffer
+from swarm.types import Partner, Snapshot
+
+COUNT = 5
+"""Donors of a newcomer: two of them may lie."""
+LEAST = 3
+"""Fewer are as good as none: of two, nobody knows which one lies."""
+_TRIES_PER_ADAPTER = 3
+"""Donors asked in all, for each that is wanted: some are busy, and the silent ones must not hold a newcomer up for long."""
+
+_READINGS = 2
+"""Of the list: a donor that takes an outer step in between no longer has the adapter that it had listed."""
+
+NetworkOf = Callable[[str], str | None]
+"""Peer id -> the network it is in, such as the first three bytes of its address; None where that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedAdapter:
+    """What a newcomer's own adapter would be."""
+
+    lineage: str
+    precision: str
+    num_bytes: int
+
+
+class Newcomer:
+    """Runs on the node's loop, once, before the first offer."""
+
+    def __init__(
+        self,
+        patience: Patience,
+        swarm_id: str,
+        transport: Transport,
+        rng: random.Random,
+        network_of: NetworkOf = lambda peer_id: None,
+    ) -> None:
+        self._patience = patience
+        self._transport = transport
+        self._rng = rng
+        self._network_of = network_of
+        self._lists = ReadyList(swarm_id, transport, rng, kind="donors")
+
+    async def fetch(self, wanted: WantedAdapter, count: int = COUNT) -> list[Partner]:
+        """At most `count` adapters of different donors, one after the other; none where fewer than LEAST came.
+
+        In memory are all of them, one twice for a moment.
+        """
+        found: list[Partner] = []
+        tries = _TRIES_PER_ADAPTER * count
+        for _ in range(_READINGS):
+            donors = await self._donors(wanted, {one.peer_id for one in found})
+            if len(found) + len(donors) < LEAST:
+                break
+            for donor in donors[:tries]:
+                if len(found) == count:
+                    break
+                tries -= 1
+                payload = None if self._is_represented(donor.peer_id, found) else await self._fetch_from(donor)
+                if payload is not None and not self._is_represented(donor.peer_id, found):
+                    snapshot = Snapshot(
+                        donor.lineage, donor.precision, donor.outer_round, donor.policy_version, payload
+                    )
+                    found.append(Partner(donor.peer_id, snapshot))
+            if len(found) >= LEAST:
+                break
+        return _of_one_time(found)
+
+    async def _donors(self, wanted: WantedAdapter, known: Collection[str]) -> list[AdapterOffer]:
+        """Listed donors of such an adapter but those in `known`, in random order."""
+        listed = await self._lists.widest(wanted.lineage)
+        fitting = [one for one in listed if (one.precision, one.num_bytes) == (wanted.precision, wanted.num_bytes)]
+        return self._different(one for one in fitting if one.peer_id not in known)
+
+    def _is_represented(self, peer_id: str, found: Iterable[Partner]) -> bool:
+        """Whether there is an adapter of its network already. Asked again after the transfer: a connection tells the network."""
+        network = self._network_of(peer_id)
+        return network is not None and any(self._network_of(one.peer_id) == network for one in found)
+
+    def _different(self, donors: Iterable[AdapterOffer]) -> list[AdapterOffer]:
+        """One of each content and of each network, as far as those are known: copies are no further witnesses."""
+        chosen, seen = [], set[bytes | str]()
+        for donor in donors:
+            network = self._network_of(donor.peer_id)
+            marks = {donor.sha256} | ({network} if network is not None else set())
+            if not marks & seen:
+                chosen.append(donor)
+                seen |= marks
+        return chosen
+
+    async def _fetch_from(self, donor: AdapterOffer) -> bytes | None:
+        wanted = Download(
+            donor.sha256, donor.num_bytes, STARTER_PROTOCOL, base_timeout_s=self._patience.request_timeout_s
+        )
+        try:
+            async with asyncio.timeout(self._patience.transfer_s(donor.num_bytes)):
+                return await fetch(self._transport, [donor.peer_id], wanted, self._rng)
+        except (RequestError, TimeoutError):
+            return None
+
+
+def _of_one_time(found: list[Partner]) -> list[Partner]:
+    """Those within MAX_LAG_ROUNDS of the median, if that is enough of them."""
+    if not found:
+        return []
+    median = statistics.median_low(partner.snapshot.outer_round for partner in found)
+    near = [partner for partner in found if abs(partner.snapshot.outer_round - median) <= MAX_LAG_ROUNDS]
+    return near if len(near) >= LEAST else []

@@ -1,0 +1,200 @@
+"""Merging as it happens to a node's policy: outer steps written into it, and the private tasks that a merge is tried on.
+
+    trainer.step ─▶ Merger.after ─▶ OuterStep ─▶ weights into the policy, moments of turned factors forgotten ─▶ canary
+                        └─ gate: each candidate into the policy ─▶ answers to private tasks ─▶ mean reward
+
+A merge happens between a training step and the next rollouts, and only after a step that was applied: so each policy version
+samples from one set of weights, and the version needs no step of its own for a merge. Runs on the compute thread.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from swarm.config import Config
+from swarm.errors import TrainingError
+from swarm.merging.final_merge import FinalMerge, Wire
+from swarm.merging.merger import Merger, MergeSchedule
+from swarm.merging.outer_optimizer import Adapter
+from swarm.merging.pairer import BoundOnStrangers, Donate, FinalPairer, Pairer
+from swarm.merging.robust import Scores
+from swarm.policy.policy import TextPolicy
+from swarm.rollouts.worker import RolloutWorker
+from swarm.tasks.task_mixture import TaskMixture
+from swarm.tasks.task_source import INDEX_SPAN, TaskFailure
+from swarm.training.policy_optimizer import PolicySteps
+from swarm.types import Partner, Task
+
+
+@dataclass(frozen=True, slots=True)
+class MergeLinks:
+    """What merging needs of whoever connects replicas."""
+
+    pairer: Pairer
+    donate: Donate | None
+    """Takes the adapter for newcomers after each outer step."""
+    clock: Callable[[], float]
+    """Swarm time in seconds."""
+    gate_seed: int
+    """Stream of the tasks that merges are tried on. No partner may know it, or it could prepare for them."""
+    final: FinalPairer | None = None
+    """Where there is to be a final merge."""
+    bound: BoundOnStrangers = lambda peer_ids: (peer_ids, 1.0)
+    """Who of the nodes in a final merge is a stranger, and what part all of them may have; by default nobody is known."""
+
+
+class PolicyMerging:
+    """Of one learner."""
+
+    def __init__(
+        self,
+        config: Config,
+        policy: TextPolicy,
+        steps: PolicySteps,
+        worker: RolloutWorker,
+        mixture: TaskMixture,
+        links: MergeLinks | None,
+    ) -> None:
+        """To be made before anything is trained or restored. Without `links` every outer step is taken alone."""
+        self._config = config
+        self._policy = policy
+        self._steps = steps
+        self._worker = worker
+        self._mixture = mixture
+        self._links = links
+        schedule = MergeSchedule(config.merging, int(config.swarm_id[:8], 16))  # the same in all of the swarm
+        self._merger = Merger(
+            config.merging,
+            policy.lineage.policy,
+            config.policy.lora.alpha / config.policy.lora.rank,
+            steps.read(),
+            schedule,
+            links.pairer if links else None,
+            self._gate,
+            links.donate if links else None,
+        )
+        self._final_version = -1  # policy version that the last final merge ended with
+        self._seen_version = policy.version
+        self._seen_position = self._aligned(0)
+        self._gate_tasks: tuple[int, list[Task]] = (-1, [])
+        self._last_s = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of every adapter that is sent or taken."""
+        return self._merger.num_bytes
+
+    def after_step(self, progress: float | None = None) -> None:
+        """After each training step, before anything is sampled: an outer step where one is due or a partner has come.
+
+        `progress` in [0, 1]: how much of all training is done, None where nobody knows.
+        """
+        if self._policy.version == self._seen_version:
+            return
+        self._seen_version, position = self._policy.version, self._position()
+        num_steps, self._seen_position = position - self._seen_position, position
+        started = time.monotonic()
+        step = self._merger.after(num_steps, self._steps.read, self._policy.version, progress)
+        if step is not None:
+            self._steps.write(step.weights, step.reset_names)
+            self._last_s = time.monotonic() - started
+
+    def join(self, found: Sequence[Partner]) -> bool:
+        """Begin where the donors of an untrained policy are. Says whether it does."""
+        has_joined = self._merger.join(found)
+        self._steps.write(self._merger.slow)
+        return has_joined
+
+    def finish(self) -> dict[str, Any] | None:
+        """The final merge, once for the weights there are if anybody came. Its metrics; None where there is none to be. Blocks.
+
+        Slow weights are those it ends with, without momentum: should training go on, it begins anew there.
+        """
+        links = self._links
+        if links is None or links.final is None or self._final_version == self._policy.version:
+            return None
+        merger, lora = self._merger, self._config.policy.lora
+        wire = Wire(merger.snapshot, merger.opened)
+        one = FinalMerge(
+            self._config.merging, wire, merger.origin, lora.alpha / lora.rank, links.final, self._gate, links.bound
+        )
+        own = self._steps.read()
+        result = one.run(own, self._policy.version)
+        self._steps.write(result.weights, sorted(result.reset_names) if result.is_merged else ())
+        if result.is_merged:
+            merger.begin(result.weights)
+        if result.num_places > 1:
+            self._final_version = self._policy.version
+        return result.row
+
+    def row(self) -> dict[str, Any]:
+        """Metrics of a round."""
+        return {**self._merger.row(), "merge/last_step_s": self._last_s}
+
+    def state(self) -> tuple[dict[str, Adapter], dict[str, Any]]:
+        """(tensors, JSON-able rest) for a checkpoint."""
+        tensors, rest = self._merger.state()
+        return tensors, {**rest, "final_version": self._final_version}
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any] | None) -> None:
+        """Continue with a restored policy. `state` None: nothing was merged before, the policy's weights are the slow ones."""
+        if state is None:
+            self._merger.begin(self._steps.read())
+        else:
+            self._merger.restore(tensors, state)
+            self._final_version = int(state.get("final_version", -1))
+        self._seen_version = self._policy.version
+        self._seen_position = self._aligned(self._merger.inner_steps)
+
+    def _position(self) -> int:
+        """What the merger counts: inner steps, or with `interval_s` the swarm's time in parts of which H make an interval."""
+        merging = self._config.merging
+        if self._links is None or not merging.interval_s:
+            return self._policy.version
+        return int(self._links.clock() * merging.inner_steps / merging.interval_s)
+
+    def _aligned(self, num_counted: int) -> int:
+        """The last position at which the merger's count is a multiple of H where the swarm's time is one of the interval."""
+        position = self._position()
+        if self._links is None or not self._config.merging.interval_s:
+            return position
+        return position - (position - num_counted) % self._config.merging.inner_steps
+
+    @property
+    def _gate(self) -> Callable[[Adapter], Scores] | None:
+        return self._score if self._links and self._config.merging.gate_tasks else None
+
+    def _score(self, weights: Adapter) -> Scores:
+        """Reward of one answer per private task; the same tasks and the same seed for all candidates of a merge.
+
+        −∞ for weights that give no finite probabilities: a partner's numbers may be finite and what they compute not.
+        """
+        self._steps.write(weights)
+        assert self._links is not None
+        temperature = self._config.evaluation.temperature
+        try:
+            rewards = self._worker.evaluate(self._tasks(), temperature=temperature, seed=self._links.gate_seed)
+        except TrainingError:
+            return [-math.inf]
+        return [reward for source in sorted(rewards) for reward in rewards[source]]
+
+    def _tasks(self) -> list[Task]:
+        """Other ones for each policy version, hence for each merge; all sources in turn."""
+        version = self._policy.version
+        if self._gate_tasks[0] == version:
+            return self._gate_tasks[1]
+        assert self._links is not None
+        names, count = sorted(self._mixture.sources), self._config.merging.gate_tasks
+        tasks: list[Task] = []
+        for number in range(version * count, (version + 1) * count):
+            source = self._mixture.sources[names[number % len(names)]]
+            try:
+                tasks.append(source.task(self._links.gate_seed, number // len(names) % INDEX_SPAN))
+            except TaskFailure:
+                continue  # one task fewer to try on
+        self._gate_tasks = version, tasks
+        return tasks

@@ -1,0 +1,39 @@
+"""One node as a process: a locked folder, an identity, logs, crash reports, a watchdog, and the node until it ends."""
+
+import asyncio
+import time
+
+from swarm.config import Config, dump_toml
+from swarm.config.node_folder import NodeFolder
+from swarm.machine.memory import bound_arenas
+from swarm.machine.safe_files import close_to_others, replace_file
+from swarm.node.crash_report import crash_reports
+from swarm.node.node import Node
+from swarm.node.watchdog import Watchdog
+from swarm.observability.logging_setup import set_up_logging
+from swarm.records import identity as identities
+from swarm.records.identity import IdentityLock, Unlock
+
+
+def run_node(
+    config: Config, *, fresh: bool = False, unlock: Unlock | None = None, end_when_stuck: bool = False
+) -> None:
+    """Run one node until `max_rounds` or a signal. Blocks. Raises SwarmError for whatever the user can mend.
+
+    `unlock`: opens an identity that is encrypted on disk. `end_when_stuck`: end the process, as somebody will start it again.
+    """
+    bound_arenas()
+    close_to_others()
+    folder = NodeFolder(config.node.dir, config.node.identity)
+    folder.create()
+    with IdentityLock(folder.path) as lock:
+        identity = identities.load_or_create(folder.identity, unlock)
+        lock.claim(identity)
+        if fresh and (aside := folder.set_aside()):
+            print(f"earlier run moved to {aside}")
+        set_up_logging(folder.logs, config.observability.log_level, config.observability.max_log_mib * 2**20)
+        replace_file(folder.config, dump_toml(config))
+        with crash_reports(folder) as crashes:
+            end = crashes.end_stuck if end_when_stuck else None
+            watchdog = Watchdog(time.monotonic, stacks=crashes.stacks, end=end)
+            asyncio.run(Node(config, folder, identity, watchdog=watchdog).run_until_signal())

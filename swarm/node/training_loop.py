@@ -1,0 +1,155 @@
+"""What the compute thread does from a node's first round to its last: rounds, checkpoints, evaluations, the last merge."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from swarm.adapters.checkpoint import CheckpointStore
+from swarm.config import Config
+from swarm.config.node_folder import NodeFolder
+from swarm.errors import CheckpointError
+from swarm.node.controls import NodeControls
+from swarm.node.learner import Learner
+from swarm.node.report import NodeReport
+from swarm.node.watchdog import Watchdog
+from swarm.policy.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+_LEAST_PATIENCE_S = 600.0
+_PATIENCE_ROUNDS = 20
+"""Times the longest round so far: only then is a round that goes on taken for stuck."""
+_FIRST_PATIENCE_S = 1800.0
+"""For what nothing is known of yet: the first round, and evaluations."""
+_CHECKPOINT_PATIENCE_S = 300.0
+_BETWEEN_ROUNDS = "nothing: between two rounds, or paused"
+
+
+class TrainingRun:
+    """Of one learner that has been built and resumed. `run` blocks its thread; all else is safe from any other."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: NodeFolder,
+        learner: Learner,
+        report: NodeReport,
+        clock: Callable[[], float],
+        stop: threading.Event,
+        watchdog: Watchdog | None = None,
+        controls: NodeControls | None = None,
+    ) -> None:
+        """`clock`: seconds since the epoch, the swarm's. `stop`: asked for by a person; seen after the round in flight.
+
+        `watchdog`: told what the thread is at. `controls`: heeded between two rounds; whoever sets `stop` also ends them, or a
+        paused run would wait on.
+        """
+        self.learner = learner
+        self._config = config
+        self._folder = folder
+        self._report = report
+        self._clock = clock
+        self._stop = stop
+        self._watchdog = watchdog
+        self._longest_round_s = 0.0
+        self._controls = controls or NodeControls()
+        self._store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
+
+    def run(self) -> None:
+        """Until a setting ends it or a stop is asked for. Raises what ended it otherwise."""
+        learner = self.learner
+        if learner.round == 0 and not self._stop.is_set():
+            self._evaluate("start")
+        self._report.phase = "learning"
+        while not self._stop.is_set() and not self._why_done():
+            self._begin(_BETWEEN_ROUNDS, None)
+            self._controls.between_rounds(self._save)
+            if not self._stop.is_set():
+                self._round()
+        self._begin("writing the last checkpoint", _CHECKPOINT_PATIENCE_S)
+        learner.save(self._store)
+        done = self._why_done()
+        if done and not self._stop.is_set():
+            self._merge_finally()
+        if done and not self._stop.is_set():
+            self._evaluate("end")
+        self._report.record({"kind": "end", "reason": done or "interrupted", "round": learner.round})
+        self._report.phase = "ended"
+        self._begin("nothing", None)
+
+    def _round(self) -> None:
+        learner = self.learner
+        self._begin(f"round {learner.round + 1}", self._round_patience_s())
+        row = learner.run_round()
+        self._longest_round_s = max(self._longest_round_s, row["time/round_s"])
+        self._report.record(row)
+        if learner.round % self._config.checkpoint.interval_rounds == 0:
+            self._save()
+        interval = self._config.evaluation.interval_rounds
+        if interval and learner.round % interval == 0:
+            self._evaluate("interval")
+            self._report.phase = "learning"
+        self._rest(row["time/round_s"])
+
+    def _save(self) -> int | None:
+        """The round that was saved. In the middle of a run a disk that refuses costs a checkpoint and not the node."""
+        self._begin("writing a checkpoint", _CHECKPOINT_PATIENCE_S)
+        try:
+            self.learner.save(self._store)
+            return self.learner.round
+        except CheckpointError as error:
+            self._report.count_failed_step()
+            logger.error("round %d was not saved, and training goes on: %s", self.learner.round, error)
+            return None
+        finally:
+            self._begin(_BETWEEN_ROUNDS, None)
+
+    def _why_done(self) -> str:
+        """The setting that ends training here; empty while it goes on."""
+        max_rounds, final_at = self._config.node.max_rounds, self._config.merging.final_at
+        if max_rounds is not None and self.learner.round >= max_rounds:
+            return "max_rounds"
+        is_time_up = self.learner.merging is not None and self._config.merging.final and 0 < final_at <= self._clock()
+        return "final_at" if is_time_up else ""
+
+    def _merge_finally(self) -> None:
+        """With all that have ended, too; the result is the last checkpoint."""
+        if self.learner.merging is None or not self._config.merging.final:
+            return
+        self._report.phase = "merging"
+        self._begin("waiting for the last merge", None)  # until a time that others know as well
+        row = self.learner.merging.finish()
+        if row is None or self._stop.is_set():  # what was saved before stands, and is merged after a restart
+            return
+        self._report.record({"kind": "final_merge", "round": self.learner.round, **row})
+        self.learner.save(self._store)
+        if self._config.merging.final_export:
+            from swarm.adapters.export import export_adapter
+            from swarm.policy.lineage import hash_weights
+
+            policy = self.learner.policy
+            assert isinstance(policy, Policy), "the configuration refuses an export of what no machine holds whole"
+            base_hash = hash_weights(policy.base_folder, self._folder.hash_cache)
+            out = self._folder.final_adapters / f"round-{self.learner.round:06d}"
+            export_adapter(policy.model, policy.tokenizer, out, base_hash)
+
+    def _evaluate(self, phase: str) -> None:
+        if self._config.evaluation.tasks_per_source:
+            self._report.phase = "evaluating"
+            self._begin("an evaluation", max(_FIRST_PATIENCE_S, self._round_patience_s()))
+            self._report.record(self.learner.evaluate(phase))
+
+    def _rest(self, worked_s: float) -> None:
+        duty = self._config.node.duty_cycle
+        if duty < 1:
+            self._begin("resting", None)
+            self._stop.wait(worked_s * (1 / duty - 1))
+
+    def _round_patience_s(self) -> float:
+        if not self._longest_round_s:
+            return _FIRST_PATIENCE_S
+        return max(_LEAST_PATIENCE_S, _PATIENCE_ROUNDS * self._longest_round_s)
+
+    def _begin(self, doing: str, patience_s: float | None) -> None:
+        if self._watchdog is not None:
+            self._watchdog.mark("compute thread", doing, patience_s)

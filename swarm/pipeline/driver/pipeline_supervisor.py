@@ -1,0 +1,300 @@
+"""Keeps a crew going: brings it up, drives it, and rebuilds the stages of machines that are lost.
+
+    call ─▶ crew ─▶ StageLostError ─▶ a plan (`recovery`) ─▶ a machine: spare, or a member with room ─▶ load, weights ─▶ on
+                                          ▲
+    commit ─▶ every few steps a copy of each stage's adapter goes to the stage behind it
+
+The driver holds the last stage itself: log-probs and logits never cross the line, and the copy of the stage before it stays here.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import TypeVar
+
+from torch import Tensor
+
+from swarm.adapters.adapter_state import is_finite_float
+from swarm.config import PipelineSection
+from swarm.errors import NetworkError, PipelineError, StageLostError, StageRefusedError
+from swarm.pipeline.commands import StageSettings, StageState
+from swarm.pipeline.driver.assignment import Machine, ModelCost
+from swarm.pipeline.driver.expected_stage import ExpectedStage, StateBounds, expected_stages
+from swarm.pipeline.driver.machines import CrewMembers, Member, places
+from swarm.pipeline.driver.recovery import NeighbourCopies, Recovery, Situation, plan_recovery, rebuild_stage
+from swarm.pipeline.driver.schedule import all_of
+from swarm.pipeline.driver.stage_group import MAX_REFUSALS, Crew, CrewSettings
+from swarm.pipeline.model_shape import StagePart
+from swarm.pipeline.stage.stage import Stage
+from swarm.pipeline.stage.stage_host import BaseModel
+from swarm.pipeline.stage.stage_model import load_stage
+from swarm.pipeline.stage_link import Give, InProcessLink, RemoteLink, StageLink
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_LOSSES = 5
+"""Of one call; beyond that something else is wrong than a machine."""
+_PAUSE_S = 1.0
+
+
+class CrewKeeper:
+    """The crew of one driver. `start` first."""
+
+    def __init__(
+        self,
+        config: PipelineSection,
+        base: BaseModel,
+        cost: ModelCost,
+        settings: StageSettings,
+        give: Give,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._base = base
+        self._cost = cost
+        self._settings = settings
+        self._give = give
+        self._clock = clock
+        self._expected: list[ExpectedStage] = []  # of all stages
+        self._members = CrewMembers(config, base, give, clock)
+        self._peers: list[str] = []  # of all stages but the last
+        self._gone: set[str] = set()
+        self._barred: set[str] = set()  # gave an answer that no honest stage gives
+        self._own: InProcessLink | None = None
+        self.crew: Crew = Crew((), CrewSettings())
+        self._copies = NeighbourCopies(give)
+        self.recoveries_s: list[float] = []
+        """How long each rebuilding took."""
+
+    async def start(self, own: Machine) -> None:
+        """Wait for the members, assign layers, load them. Raises PipelineError, MemoryBudgetError, NetworkError."""
+        members = await self._members.gather()
+        parts, self._peers = places(members, own, self._cost, self._config)
+        held = {member.peer_id: [start for start, _ in member.ranges] for member in members}
+        loading = [
+            self._patiently(partial(self._members.load, peer_id, part, None, held[peer_id]))
+            for peer_id, part in zip(self._peers, parts[:-1], strict=True)
+        ]
+        own_stage = asyncio.create_task(asyncio.to_thread(self._load_own, parts[-1]))
+        await asyncio.gather(own_stage, *loading)
+        self._own = InProcessLink(own_stage.result(), precision=self._config.precision)
+        self._expected = expected_stages(self._base.folder, self._base.lora, parts)
+        links: list[StageLink] = [self._link(peer_id, stage) for stage, peer_id in enumerate(self._peers)]
+        bounds = StateBounds({name: shape for one in self._expected for name, shape in one.shapes.items()})
+        self.crew = Crew([*links, self._own], CrewSettings(action_timeout_s=self._config.action_timeout_s), bounds)
+        await self._patiently(self.crew.start)
+        for peer_id, part in zip((*self._peers, "this node"), parts, strict=True):
+            logger.info("layers [%d, %d) are held by %s", part.start, part.stop, peer_id)
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        """At the start, where there is nothing to lose yet, a machine that cannot be reached is tried again."""
+        until_s = self._clock() + self._config.startup_timeout_s
+        while True:
+            try:
+                return await call()
+            except (NetworkError, StageLostError):
+                if self._clock() >= until_s or self.crew.false_stages:
+                    raise
+            await asyncio.sleep(_PAUSE_S)
+
+    def places(self) -> list[tuple[StagePart, str]]:
+        """(layers, peer id of who holds them) of every stage; the last one is this node's. Empty before the start."""
+        holders = (*self._peers, "this node")
+        return [(facts.part, holder) for facts, holder in zip(self.crew.facts, holders, strict=False)]
+
+    def close(self) -> None:
+        """End the thread of the own stage."""
+        if self._own is not None:
+            self._own.close()
+
+    async def persist(self, call: Callable[[], Awaitable[T]]) -> T:
+        """What `call` gives, once it succeeds: lost stages are rebuilt in between. For calls that change nothing.
+
+        A refusal is no loss yet: the order is repeated, until the crew takes a stage that goes on refusing for lost.
+        """
+        for _ in range(MAX_LOSSES * MAX_REFUSALS):
+            try:
+                return await call()
+            except StageLostError as lost:
+                await self.recover(lost)
+            except StageRefusedError as refusal:
+                logger.warning("%s", refusal)
+        return await call()
+
+    async def commit(self, lr: float, max_grad_norm: float) -> int:
+        """Apply the settled batch; returns the new version. A stage lost at that is rebuilt at this version."""
+        try:
+            await self.crew.commit(lr=lr, max_grad_norm=max_grad_norm)
+        except StageLostError as lost:
+            await self.recover(lost)
+        interval = self._config.copy_interval_steps
+        if interval and self.crew.version % interval == 0:
+            await self._copies.take(self.crew, self._peers, self._expected, self._config.action_timeout_s)
+        return self.crew.version
+
+    async def states(self) -> list[StageState]:
+        """Weights and optimizer of every stage."""
+        return await self.persist(lambda: all_of(map(self.crew.state, range(self.crew.num_stages))))
+
+    async def rewrite(self, change: Callable[[StageState], StageState]) -> None:
+        """Put what `change` makes of every stage's state in its place; the version must stay.
+
+        It begins anew where a stage is lost, so changing twice must be as good as once.
+        """
+
+        async def of(stage: int) -> None:
+            await self.crew.restore(stage, change(await self.crew.state(stage)))
+
+        await self.persist(lambda: all_of(map(of, range(self.crew.num_stages))))
+
+    async def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], version: int) -> None:
+        """Continue all stages from one adapter and optimizer, and the `lr_factors` of tensors where there are any.
+
+        Raises PipelineError where they are of another policy or of no training, StageLostError where a stage does not take
+        them.
+        """
+        names = {name for facts in self.crew.facts for name in facts.shapes}
+        odd = sorted(set(tensors["adapter"]).symmetric_difference(names))
+        if odd:
+            raise PipelineError(
+                f"a checkpoint must hold exactly the adapter of all stages, got a difference at {odd[0]}"
+            )
+        factors = tensors.get("lr_factors", {})
+        if any(factor.shape or not is_finite_float(factor) for factor in factors.values()):
+            raise PipelineError("the learning rate factors of a checkpoint must be single numbers, got others")
+        states: list[StageState] = []
+        for expected in self._expected:
+            adapter = {name: tensors["adapter"][name] for name in expected.shapes}
+            moments = {key: t for key, t in tensors["optimizer"].items() if key.partition(":")[2] in expected.shapes}
+            # layers may be cut otherwise than before: the stage that holds rebuilt ones has their factor
+            factor = max((factors[name].item() for name in expected.shapes if name in factors), default=1.0)
+            expected.check_state({"adapter": adapter, "optimizer": moments}, factor)
+            state = {"adapter": adapter, "optimizer": moments}, {"policy_version": version, "lr_factor": factor}
+            states.append(state)
+        for stage, state in enumerate(states):
+            await self.crew.restore(stage, state)
+        await self.crew.start()
+
+    async def recover(self, lost: StageLostError) -> None:
+        """Rebuild what is lost, whatever else is lost meanwhile. Raises PipelineError where nothing is left to do it with."""
+        started_s = self._clock()
+        logger.warning("%s", lost)
+        stages = set(lost.stages)
+        until_s = started_s + self._config.startup_timeout_s
+        while stages:
+            if len(self._peers) in stages:
+                raise PipelineError(
+                    f"the driver's own layers must be done within {self._config.action_timeout_s:g} s, got longer; lower "
+                    "policy.pipeline.driver_layers or raise policy.pipeline.action_timeout_s"
+                )
+            self._gone |= {self._peers[stage] for stage in stages}
+            self._barred |= {self._peers[stage] for stage in stages & self.crew.false_stages}
+            stages = {stage for stage, peer_id in enumerate(self._peers) if peer_id in self._gone}
+            plan = plan_recovery(self._situation(frozenset(stages)))[0]
+            try:
+                if await self._rebuild(plan):
+                    stages.discard(plan.stage)
+                    continue
+                answering = {member.peer_id for member in await self._members.answering(set(self._peers))}
+                stages |= {stage for stage, peer_id in enumerate(self._peers) if peer_id not in answering}
+                await asyncio.sleep(_PAUSE_S)
+            except StageLostError as more:  # another one; this one is in place
+                stages = (stages - {plan.stage}) | set(more.stages)
+            if self._clock() > until_s:
+                raise PipelineError(
+                    f"a lost stage must find another machine, got none for layers of stage {plan.stage} within "
+                    f"{self._config.startup_timeout_s:g} s; start `swarm stage` again there, then resume"
+                )
+        self.recoveries_s.append(self._clock() - started_s)
+        logger.warning("the crew is whole again after %.1f s", self.recoveries_s[-1])
+
+    async def _rebuild(self, plan: Recovery) -> bool:
+        """Whether a machine took the stage over. Raises StageLostError where the crew then lacks another."""
+        facts = self.crew.facts[plan.stage]
+        for member in await self._candidates(facts.part):
+            held = [start for start, _ in member.ranges if not self._uses(member.peer_id, start)]
+            link = self._link(member.peer_id, plan.stage)
+            try:
+                await self._members.load(member.peer_id, facts.part, facts.content_hash, held)
+            except (NetworkError, PipelineError, TimeoutError) as error:
+                _say_refused(plan, member.peer_id, error)
+                continue
+            try:
+                async with asyncio.timeout(self._config.action_timeout_s):
+                    copies = await self._copies.fetch(plan, self._peers, self._expected[plan.stage])
+            except (NetworkError, PipelineError, TimeoutError) as error:
+                logger.info("no copy of stage %d: %s", plan.stage, error or "it takes too long")
+                self._copies.forget(plan.stage)
+                return False  # plan anew without it
+            before = self._peers[plan.stage]
+            self._peers[plan.stage] = member.peer_id
+            self._gone.discard(member.peer_id)
+            try:
+                await rebuild_stage(self.crew, plan, link, copies)
+            except StageLostError as more:  # this one gave a false answer, or is in place and another one is lost
+                if plan.stage not in more.stages:
+                    _say_where(plan, member.peer_id)
+                raise
+            except (NetworkError, PipelineError, TimeoutError) as error:
+                _say_refused(plan, member.peer_id, error)
+                self._peers[plan.stage] = before
+                continue
+            _say_where(plan, member.peer_id)
+            return True
+        return False
+
+    async def _candidates(self, part: StagePart) -> list[Member]:
+        """Machines with room that answer now, none that gave a false answer: those without layers first, then by memory."""
+        need_bytes = sum(self._cost.layer_bytes[part.start : part.stop])
+        need_bytes += self._cost.embedding_bytes if part.has_embedding else 0
+        members = [one for one in self._config.members if one not in self._barred]
+        found = await self._members.first_answering([one for one in members if one not in self._gone])
+        if all(member.peer_id in self._peers for member in found):  # no spare: perhaps one that was lost is back
+            found += await self._members.first_answering([one for one in members if one in self._gone])
+        return sorted(
+            (one for one in found if one.machine.memory_bytes >= need_bytes and self._may_hold(one, part)),
+            key=lambda member: (bool(member.ranges), -member.machine.memory_bytes),
+        )
+
+    def _may_hold(self, member: Member, part: StagePart) -> bool:
+        """Whether neither the layers that it was given by hand nor the bound on its layers speak against it."""
+        if member.is_fixed:
+            return (part.start, part.stop) in member.ranges
+        others = [one.part for one, peer in zip(self._expected, self._peers, strict=False) if peer == member.peer_id]
+        num_layers = sum(one.num_layers for one in others if one != part) + part.num_layers
+        return num_layers <= member.machine.max_layers
+
+    def _situation(self, lost: frozenset[int]) -> Situation:
+        return Situation(
+            num_stages=len(self._peers) + 1,
+            lost=lost,
+            version=self.crew.version,
+            copies=self._copies.known,
+            max_copy_age=self._config.max_copy_age,
+            is_frozen=True,
+        )
+
+    def _uses(self, peer_id: str, start: int) -> bool:
+        facts = self.crew.facts
+        return any(peer == peer_id and facts[i].part.start == start for i, peer in enumerate(self._peers))
+
+    def _link(self, peer_id: str, stage: int) -> RemoteLink:
+        return RemoteLink(self._give, peer_id, self._expected[stage], self._config.precision)
+
+    def _load_own(self, part: StagePart) -> Stage:
+        base = self._base
+        model = load_stage(base.folder, part, lora=base.lora, device=base.device, dtype=base.dtype)
+        return Stage(model, self._settings)
+
+
+def _say_where(plan: Recovery, peer_id: str) -> None:
+    logger.warning("stage %d goes on at %s by %s: %s", plan.stage, peer_id, plan.strategy, plan.reason)
+
+
+def _say_refused(plan: Recovery, peer_id: str, error: Exception) -> None:
+    logger.info("stage %d: %s cannot take it: %s", plan.stage, peer_id, error or "it takes too long")

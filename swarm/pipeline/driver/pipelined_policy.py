@@ -1,0 +1,303 @@
+"""The crew as a policy: log-probs of answers, gradients of them, and sampled answers, as from a single model.
+
+The loss stays with the caller. It gets the log-probs of one micro-batch and returns the gradient with respect to them, a
+[B, T] tensor; everything before that, back to the embedding, is the crew's. So any loss of `swarm.training` works on a
+pipelined policy as it is.
+
+A crew as the policy of a learner: what the compute thread calls, and waits for while the loop drives the stages.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from swarm.adapters.adapter_state import check_adapter
+from swarm.config import PolicySection, TrainingSection
+from swarm.errors import CheckpointError, PipelineError, StageLostError, TrainingError
+from swarm.pipeline.commands import Answers, StageState
+from swarm.pipeline.driver.pipeline_supervisor import CrewKeeper
+from swarm.pipeline.driver.schedule import ScoredPart, all_of
+from swarm.pipeline.driver.stage_group import Crew, Gradient
+from swarm.pipeline.model_shape import adapter_targets, model_shape
+from swarm.pipeline.stage.stage_host import BaseModel
+from swarm.policy.base_model import folder_eos_ids, load_tokenizer
+from swarm.policy.lineage import compute_lineage
+from swarm.policy.logprobs import TokenLogprobs, TokenSequence
+from swarm.policy.policy import TextPolicy
+
+LossOf = Callable[[int, TokenLogprobs], Tensor]
+"""(micro-batch, log-probs that require grad) → its share of the loss of the batch, a scalar."""
+HasEnded = Callable[[int, Sequence[int]], bool]
+"""(number of the prompt, answer so far) → whether it is complete."""
+Choose = Callable[[Tensor, Sequence[int], int], Tensor]
+"""(logits [n, V], number [n] of the prompt of each row, step) → token ids [n]."""
+
+
+class PipelinedPolicy:
+    """What rollouts and training need of a policy, over the stages of `crew`."""
+
+    def __init__(self, crew: Crew, pad_token_id: int) -> None:
+        self._crew = crew
+        self._pad_token_id = pad_token_id
+
+    async def token_logprobs(
+        self,
+        parts: Sequence[Sequence[TokenSequence]],
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        *,
+        without_adapter: bool = False,
+    ) -> list[TokenLogprobs]:
+        """As `swarm.policy.logprobs.token_logprobs`, for several micro-batches at once, without gradients.
+
+        `without_adapter`: of the frozen base.
+        """
+        scored = [self._scored(part, temperature, with_entropy) for part in parts]
+        return await self._crew.logprobs(scored, without_adapter=without_adapter)
+
+    async def accumulate(
+        self,
+        parts: Sequence[Sequence[TokenSequence]],
+        loss_of: LossOf,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> Gradient:
+        """Gradient of the sum of losses of all parts, gathered in the stages until `commit` or `drop` of the crew.
+
+        Raises StageLostError and PipelineError; the batch is then dropped.
+        """
+
+        def gradient_of(micro_batch: int, result: TokenLogprobs) -> Tensor:
+            leaf = result.logprobs.detach().requires_grad_()
+            loss = loss_of(micro_batch, TokenLogprobs(leaf, result.mask, result.entropy))
+            (gradient,) = torch.autograd.grad(loss, leaf)
+            return gradient
+
+        scored = [self._scored(part, temperature, with_entropy) for part in parts]
+        return await self._crew.accumulate(scored, gradient_of)
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        choose: Choose,
+        *,
+        max_new_tokens: int,
+        eos_token_ids: Collection[int] = (),
+        has_ended: HasEnded | None = None,
+        num_sessions: int | None = None,
+    ) -> list[list[int]]:
+        """One answer for each prompt, EOS included where it was chosen; rows that ended are taken out of the batch.
+
+        Equal prompts of one session are computed once. `has_ended`: what ends an answer, in place of `eos_token_ids`.
+
+        While one session is in one stage, another can be in the next: prompts are dealt to `num_sessions` sessions, as many
+        as there are stages by default. Raises StageLostError and PipelineError; all sessions are then ended.
+        """
+        ended = has_ended or (lambda row, answer: answer[-1] in eos_token_ids)
+        count = min(num_sessions or self._crew.num_stages, len(prompts))
+        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # like lengths together: less padding
+        share = -(-len(prompts) // max(count, 1))
+        chunks = [by_length[i : i + share] for i in range(0, len(prompts), max(share, 1))]
+        answers: list[list[int]] = [[] for _ in prompts]
+        sessions = [self._crew.new_session() for _ in chunks]
+        try:
+            await all_of(
+                self._session(session, prompts, chunk, answers, choose, max_new_tokens, ended)
+                for session, chunk in zip(sessions, chunks, strict=True)
+            )
+        finally:  # here and not in the sessions, which a failure of another may cut off at any point
+            await all_of(self._crew.end(session) for session in sessions)
+        return answers
+
+    async def _session(
+        self,
+        session: int,
+        prompts: Sequence[Sequence[int]],
+        rows: list[int],
+        answers: list[list[int]],
+        choose: Choose,
+        max_new_tokens: int,
+        has_ended: HasEnded,
+    ) -> None:
+        distinct = list(dict.fromkeys(tuple(prompts[row]) for row in rows))
+        longest = max(map(len, distinct))
+        padding = tuple(longest - len(prompt) for prompt in distinct)
+        padded = [[self._pad_token_id] * pad + list(prompt) for prompt, pad in zip(distinct, padding, strict=True)]
+        logits = await self._crew.begin(session, torch.tensor(padded), padding)
+        if len(distinct) < len(rows):
+            prompt_of = [distinct.index(tuple(prompts[row])) for row in rows]
+            await self._crew.select(session, prompt_of)
+            logits = logits[prompt_of]
+        for step in range(max_new_tokens):
+            tokens = choose(logits, rows, step).tolist()
+            for row, token in zip(rows, tokens, strict=True):
+                answers[row].append(token)
+            going = [i for i, row in enumerate(rows) if not has_ended(row, answers[row])]
+            if not going or step + 1 == max_new_tokens:
+                return
+            if len(going) < len(rows):
+                await self._crew.select(session, going)
+                rows = [rows[i] for i in going]
+            logits = await self._crew.extend(session, torch.tensor([[tokens[i]] for i in going]))
+
+    def _scored(self, sequences: Sequence[TokenSequence], temperature: float, with_entropy: bool) -> ScoredPart:
+        """Rows of prompt and answer; the last token of an answer predicts nothing and is left out."""
+        full = [[*prompt, *answer[:-1]] for prompt, answer in sequences]
+        longest = max(len(row) for row in full)
+        token_ids = torch.tensor([row + [self._pad_token_id] * (longest - len(row)) for row in full])
+        starts = tuple(len(prompt) - 1 for prompt, _ in sequences)
+        answers = tuple(tuple(answer) for _, answer in sequences)
+        return ScoredPart(token_ids, Answers(starts, answers, temperature, with_entropy))
+
+
+def greedy(logits: Tensor, rows: Sequence[int], step: int) -> Tensor:
+    """The likeliest token of each row."""
+    return logits.argmax(-1)
+
+
+T = TypeVar("T")
+Tensors = dict[str, dict[str, torch.Tensor]]
+
+
+@dataclass(slots=True, kw_only=True)
+class CrewPolicy(TextPolicy):
+    """Its weights are in the stages. `token_logprobs` gives no gradients: `CrewSteps` has them."""
+
+    keeper: CrewKeeper
+    loop: asyncio.AbstractEventLoop
+    """Where the crew is driven; to be called from other threads only."""
+
+    def token_logprobs(
+        self,
+        sequences: Sequence[TokenSequence],
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        *,
+        without_adapter: bool = False,
+    ) -> TokenLogprobs:
+        """See `TextPolicy`."""
+
+        async def score(pipelined: PipelinedPolicy) -> TokenLogprobs:
+            (result,) = await pipelined.token_logprobs(
+                [sequences], temperature, with_entropy, without_adapter=without_adapter
+            )
+            return result
+
+        return self.through_crew(score)
+
+    def through_crew(self, call: Callable[[PipelinedPolicy], Awaitable[T]]) -> T:
+        """What `call` gives, which changes nothing: it is repeated when a stage was lost and rebuilt."""
+        return self.wait_for(self.keeper.persist(lambda: call(self.pipelined)))
+
+    @property
+    def pipelined(self) -> PipelinedPolicy:
+        """Over the crew as it is now."""
+        return PipelinedPolicy(self.keeper.crew, self.pad_token_id)
+
+    def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        """Let the loop do it."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+
+class CrewSteps:
+    """See `PolicySteps`. A batch during which a stage is lost is forgotten; the crew is whole again when that is told."""
+
+    def __init__(self, config: TrainingSection, policy: CrewPolicy) -> None:
+        self._max_grad_norm = config.max_grad_norm
+        self._policy = policy
+        self._norm: float | None = None  # of a batch that is neither applied nor dropped
+
+    def accumulate(self, parts: Sequence[Sequence[TokenSequence]], loss_of: LossOf, temperature: float) -> float:
+        """See `PolicySteps`."""
+
+        async def work() -> float:
+            try:
+                gradient = await self._policy.pipelined.accumulate(parts, loss_of, temperature, with_entropy=True)
+                return gradient.norm
+            except StageLostError as lost:
+                await self._policy.keeper.recover(lost)
+                raise
+
+        self._norm = self._policy.wait_for(work())
+        return self._norm
+
+    def apply(self, lr: float) -> None:
+        """See `PolicySteps`."""
+        norm, self._norm = self._norm, None
+        if not norm:
+            raise TrainingError(
+                f"a step with advantages and lr > 0 must move the adapter, got no gradient at lr {lr:g}; "
+                "check that nothing froze or detached the adapter"
+            )
+        self._policy.version = self._policy.wait_for(self._policy.keeper.commit(lr, self._max_grad_norm))
+
+    def drop(self) -> None:
+        """See `PolicySteps`."""
+        if self._norm is not None:
+            self._norm = None
+            self._policy.wait_for(self._policy.keeper.crew.drop())
+
+    def adapter_norm(self) -> None:
+        """See `PolicySteps`: it would cost as much as a checkpoint."""
+        return
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """See `PolicySteps`. Moments travel too, so it costs as much as a checkpoint."""
+        return self.state()["adapter"]
+
+    def write(self, weights: Mapping[str, torch.Tensor], turned: Iterable[str] = ()) -> None:
+        """See `PolicySteps`. Moments travel there and back."""
+        odd = set(turned)
+
+        def change(state: StageState) -> StageState:
+            tensors, rest = state
+            adapter = {name: weights[name] for name in tensors["adapter"]}
+            moments = {key: t for key, t in tensors["optimizer"].items() if key.partition(":")[2] not in odd}
+            return {"adapter": adapter, "optimizer": moments}, rest
+
+        self._policy.wait_for(self._policy.keeper.rewrite(change))
+
+    def state(self) -> Tensors:
+        """See `PolicySteps`: as a single process would save it, with `lr_factors` where a rebuilt stage has another one.
+
+        Raises CheckpointError rather than to give out an adapter that is not whole and finite.
+        """
+        merged: Tensors = {"adapter": {}, "optimizer": {}}
+        factors: dict[str, torch.Tensor] = {}
+        for tensors, rest in self._policy.wait_for(self._policy.keeper.states()):
+            for kind, group in tensors.items():
+                merged[kind] |= group
+            if rest["lr_factor"] != 1:
+                factors |= {name: torch.tensor(float(rest["lr_factor"])) for name in tensors["adapter"]}
+        shapes = {name: torch.Size(s) for facts in self._policy.keeper.crew.facts for name, s in facts.shapes.items()}
+        check_adapter(merged["adapter"], shapes)  # once more: what is written to disk is what the next start depends on
+        return {**merged, "lr_factors": factors} if factors else merged
+
+    def restore(self, tensors: Tensors, version: int) -> None:
+        """See `PolicySteps`."""
+        try:
+            self._policy.wait_for(self._policy.keeper.restore(tensors, version))
+        except StageLostError:
+            raise
+        except PipelineError as error:
+            raise CheckpointError(f"a checkpoint must fit the crew, got: {error}") from None
+        self._policy.version = version
+
+
+def crew_policy(
+    config: PolicySection, base: BaseModel, keeper: CrewKeeper, loop: asyncio.AbstractEventLoop, hash_cache: Any
+) -> CrewPolicy:
+    """Tokenizer, lineage and ends of answers of the base; no weights. Raises PolicyError."""
+    tokenizer = load_tokenizer(base.folder)
+    lineage = compute_lineage(
+        base.folder, tokenizer, config.lora, adapter_targets(base.folder, config.lora), hash_cache
+    )
+    return CrewPolicy(
+        tokenizer=tokenizer, config=config, device=torch.device("cpu"), dtype=base.dtype, lineage=lineage,
+        base_folder=base.folder, eos_token_ids=folder_eos_ids(base.folder, tokenizer),
+        vocab_size=model_shape(base.folder).vocab, keeper=keeper, loop=loop,
+    )  # fmt: skip

@@ -1,0 +1,388 @@
+"""A stage is lost: how its weights are rebuilt from what is left, without rolling the others back.
+
+    fresh neighbour copy ─▶ twin copy (swapped edges) ─▶ average of both neighbours ─▶ base alone ─▶ checkpoint
+
+Each step is taken where the one before is not possible. With a frozen base only the adapter can be lost: the base is
+read again from files with the same content hash. A rebuilt stage gets a fresh optimizer and a learning rate a tenth higher
+(`Stage.recover`).
+
+CheckFree (2506.15461): W_i = (ω₋·W₋ + ω₊·W₊) / (ω₋ + ω₊), ω the gradient norm of a neighbour before clipping. Layers of a
+stage are matched with those of its neighbours by their place in the stage. Of an adapter it is the products B·A that are
+averaged, see `adapter_average`.
+
+Averaging LoRA adapters of different layers: by what they add to the base, B·A, and not factor by factor.
+
+Factors of two layers start from different A, so their averages multiply to something that neither layer does: half of the
+product would be cross terms. The average of the products has twice the rank; its best approximation of the old rank comes
+from the QR of the stacked factors and the SVD of a small core, without ever forming an output × input matrix.
+
+Copies of stages' adapters with their neighbours: taken every few steps, fetched when a stage is lost.
+
+A stage's copy is with the machine of the stage behind it; that of the last but one is with the driver, which holds the last.
+The driver checks a copy, passes it on in its own words, and remembers its SHA-256: a holder can give back what it was given,
+or nothing.
+
+Carrying out a recovery plan: weights from where the plan says, into the stage that takes the lost one's place.
+"""
+
+import asyncio
+import hashlib
+import logging
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from swarm.errors import NetworkError, PipelineError, StageReplyError
+from swarm.pipeline.commands import Fields
+from swarm.pipeline.driver.expected_stage import FRAME_BYTES, ExpectedStage
+from swarm.pipeline.driver.stage_group import Crew
+from swarm.pipeline.stage_link import Give, StageLink, ask, replies_of
+from swarm.pipeline.tensor_bundle import Bundle, decode_bundle, encode_bundle
+
+logger = logging.getLogger(__name__)
+
+
+_START_ROW_NORM = 1 / math.sqrt(3)
+"""Norm of a row of A at the start of a lineage: uniform in ±1/√inputs."""
+
+
+def average_products(pairs: Sequence[tuple[Tensor, Tensor]], shares: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """(B [d, r], A [r, k]) with B·A the nearest of rank r to Σ share · B·A of `pairs`; in float64.
+
+    Rows of A are orthogonal and as long as at the start of a lineage, and the rest is in B. So a direction without content
+    has B zero and A not, as a fresh adapter has, and can still be learnt.
+    """
+    rank = pairs[0][1].shape[0]
+    stacked_b = torch.cat([b.double() * share for (b, _), share in zip(pairs, shares, strict=True)], dim=1)  # [d, 2r]
+    stacked_a = torch.cat([a.double() for _, a in pairs], dim=0)  # [2r, k]
+    left, core_b = torch.linalg.qr(stacked_b)
+    right, core_a = torch.linalg.qr(stacked_a.T)
+    u, values, v = torch.linalg.svd(core_b @ core_a.T, full_matrices=False)
+    kept = min(rank, len(values))
+    b = stacked_b.new_zeros(stacked_b.shape[0], rank)
+    a = stacked_a.new_zeros(rank, stacked_a.shape[1])
+    b[:, :kept] = left @ u[:, :kept] * values[:kept] / _START_ROW_NORM
+    a[:kept] = (right @ v[:kept].T).T * _START_ROW_NORM
+    return b.to(pairs[0][0].dtype), a.to(pairs[0][1].dtype)
+
+
+LARGEST_RATIO = 3.0
+"""Of the weights of two neighbours: a first stage with eight times the norm of the other would drown it out."""
+
+Strategy = Literal["neighbour_copy", "twin_copy", "average", "base", "checkpoint"]
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class NeighbourCopy:
+    """Weights of a stage that its neighbour holds, as of a version."""
+
+    stage: int
+    holder: int
+    version: int
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What there is to rebuild from."""
+
+    num_stages: int
+    lost: frozenset[int]
+    version: int
+    """Of the stages that are left."""
+    copies: tuple[NeighbourCopy, ...] = ()
+    max_copy_age: int = 10
+    """Versions that a neighbour's copy may be behind."""
+    swaps_edges: bool = False
+    """Whether the edge stages were trained in swapped order too, so that each has a twin."""
+    is_frozen: bool = False
+    """Whether the base is frozen, so that an adapter of zero effect is a start."""
+    has_checkpoint: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """How one stage is to be rebuilt, and why not better."""
+
+    stage: int
+    strategy: Strategy
+    sources: tuple[int, ...]
+    """Stages that are asked: the holder of a copy, the twin, both neighbours."""
+    reason: str
+
+
+def plan_recovery(situation: Situation) -> list[Recovery]:
+    """A plan for every lost stage, in order.
+
+    A plan `checkpoint` means that *all* stages go back to it, as there is nothing that fits the others' version. Raises
+    PipelineError where even that is missing: then the run cannot go on, and the message says which stages are to blame.
+    """
+    plans = [_plan(situation, stage) for stage in sorted(situation.lost)]
+    hopeless = [plan for plan in plans if plan.strategy == "checkpoint" and not situation.has_checkpoint]
+    if hopeless:
+        raise PipelineError(
+            f"a lost stage must have something to be rebuilt from, got nothing for stage {hopeless[0].stage}: "
+            f"{hopeless[0].reason}; keep checkpoints or neighbour copies"
+        )
+    return plans
+
+
+def _plan(situation: Situation, stage: int) -> Recovery:
+    lost, last = situation.lost, situation.num_stages - 1
+    copy = freshest_copy(situation, stage)
+    if copy is not None:
+        age = situation.version - copy.version
+        return Recovery(stage, "neighbour_copy", (copy.holder,), f"stage {copy.holder} holds a copy {age} versions old")
+    neighbours = [other for other in (stage - 1, stage + 1) if 0 <= other <= last]
+    gone = [other for other in neighbours if other in lost]
+    twin = {0: 1, last: last - 1}.get(stage) if situation.swaps_edges else None
+    if twin is not None and twin not in lost:
+        return Recovery(stage, "twin_copy", (twin,), f"stage {twin} was trained in its place too")
+    if gone:
+        reason = f"stages {sorted([stage, *gone])} are adjacent and lost together, which no average can rebuild"
+    elif len(neighbours) < 2:
+        reason = f"stage {stage} is at an edge and has one neighbour only"
+    else:
+        return Recovery(stage, "average", (stage - 1, stage + 1), "both neighbours are there")
+    if situation.is_frozen:
+        return Recovery(stage, "base", (), f"{reason}; it starts from the base alone")
+    return Recovery(stage, "checkpoint", (), f"{reason}; all stages go back to the checkpoint")
+
+
+def freshest_copy(situation: Situation, stage: int) -> NeighbourCopy | None:
+    """The newest copy of `stage` that is young enough and whose holder is there."""
+    usable = [
+        copy
+        for copy in situation.copies
+        if copy.stage == stage
+        and copy.holder not in situation.lost
+        and 0 <= situation.version - copy.version <= situation.max_copy_age
+    ]
+    return max(usable, key=lambda copy: copy.version, default=None)
+
+
+def average_weights(norm_before: float, norm_after: float) -> tuple[float, float]:
+    """Shares of the two neighbours, sum 1, by their gradient norms before clipping, at most 3 : 1.
+
+    Two norms of zero count alike. Raises PipelineError for norms that are negative or not finite.
+    """
+    if not (0 <= norm_before < float("inf") and 0 <= norm_after < float("inf")):
+        raise PipelineError(f"gradient norms must be finite and not negative, got {norm_before} and {norm_after}")
+    if norm_before == norm_after:
+        return 0.5, 0.5
+    low, high = sorted((norm_before, norm_after))
+    share = LARGEST_RATIO / (1 + LARGEST_RATIO) if high > LARGEST_RATIO * low else high / (high + low)
+    return (share, 1 - share) if norm_before > norm_after else (1 - share, share)
+
+
+def checkfree_average(
+    shapes: Mapping[str, Sequence[int]],
+    before: Weights,
+    after: Weights,
+    *,
+    norm_before: float,
+    norm_after: float,
+    layer_prefix: str,
+) -> dict[str, Tensor]:
+    """Weights of a lost stage with tensors of `shapes`, from its two neighbours; computed in float64.
+
+    An end of the model that the stage held a replica of is copied from the neighbour that has it. Raises PipelineError for
+    tensors that the neighbours lack or that differ in shape, and for values that are not finite.
+    """
+    shares = average_weights(norm_before, norm_after)
+    ends = {name: shape for name, shape in shapes.items() if _layer_number(name, layer_prefix) is None}
+    layers = {name: shape for name, shape in shapes.items() if name not in ends}
+    rebuilt = _checked(ends, {name: before.get(name, after.get(name)) for name in ends})
+    one, other = _matched(layers, before, layer_prefix), _matched(layers, after, layer_prefix)
+    for name in layers:
+        if name.endswith(".lora_A"):
+            b_name = name.removesuffix("A") + "B"
+            pairs = [(source[b_name], source[name]) for source in (one, other)]
+            rebuilt[b_name], rebuilt[name] = average_products(pairs, shares)
+        elif not name.endswith(".lora_B"):
+            mean = one[name].double() * shares[0] + other[name].double() * shares[1]
+            rebuilt[name] = mean.to(one[name].dtype)
+    return {name: rebuilt[name] for name in shapes}
+
+
+def twin_copy(shapes: Mapping[str, Sequence[int]], twin: Weights, *, layer_prefix: str) -> dict[str, Tensor]:
+    """Weights of a lost edge stage from the stage that swaps places with it (CheckFree+).
+
+    Embedding, norm and head are replicated there, so they come back exactly. Both stages must have as many layers. Raises
+    PipelineError as `checkfree_average`.
+    """
+    own, others = _layer_numbers(shapes, layer_prefix), _layer_numbers(twin, layer_prefix)
+    if len(own) != len(others):
+        raise PipelineError(
+            f"stages that swap places must have as many layers, got {len(own)} and {len(others)}; assign them alike"
+        )
+    return {name: value.clone() for name, value in _matched(shapes, twin, layer_prefix).items()}
+
+
+def _matched(shapes: Mapping[str, Sequence[int]], source: Weights, prefix: str) -> dict[str, Tensor]:
+    """The source's tensors under the names of the lost stage, each layer by its place in the stage."""
+    own, others = _layer_numbers(shapes, prefix), _layer_numbers(source, prefix)
+    if own and not others:
+        raise PipelineError("a stage must be rebuilt from one with layers that train, got one without; restore it")
+    found: dict[str, Tensor | None] = {}
+    for name in shapes:
+        number = _layer_number(name, prefix)
+        if number is None:
+            found[name] = source.get(name)  # replicated ends have the same name in both
+            continue
+        place = _spread(own.index(number), len(own), len(others))
+        found[name] = source.get(f"{prefix}{others[place]}.{name[len(f'{prefix}{number}.') :]}")
+    return _checked(shapes, found)
+
+
+def _checked(shapes: Mapping[str, Sequence[int]], found: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    checked: dict[str, Tensor] = {}
+    for name, value in found.items():
+        if value is None:
+            raise PipelineError(f"a stage must be rebuilt from one with the same kinds of tensors, got none for {name}")
+        if tuple(value.shape) != tuple(shapes[name]) or not bool(torch.isfinite(value).all()):
+            raise PipelineError(f"tensors to rebuild from must be finite and of equal shape, got others for {name}")
+        checked[name] = value
+    return checked
+
+
+def _spread(place: int, count: int, other_count: int) -> int:
+    """The place among `other_count` layers that lies as far along as `place` among `count`."""
+    return round(place * (other_count - 1) / (count - 1)) if count > 1 else (other_count - 1) // 2
+
+
+def _layer_numbers(names: Collection[str], prefix: str) -> list[int]:
+    return sorted({number for number in (_layer_number(name, prefix) for name in names) if number is not None})
+
+
+def _layer_number(name: str, prefix: str) -> int | None:
+    match = re.match(rf"{re.escape(prefix)}(\d+)\.", name)
+    return int(match[1]) if match else None
+
+
+class NeighbourCopies:
+    """Which copies there are, their digests, and the driver's own."""
+
+    def __init__(self, give: Give) -> None:
+        self._give = give
+        self._known: dict[int, NeighbourCopy] = {}
+        self._digests: dict[int, bytes] = {}  # SHA-256 of what the holder was given
+        self._own: dict[int, bytes] = {}
+
+    @property
+    def known(self) -> tuple[NeighbourCopy, ...]:
+        """Without their weights, which are where the copies are."""
+        return tuple(self._known.values())
+
+    def forget(self, stage: int) -> None:
+        """A copy that was not to be had."""
+        self._known.pop(stage, None)
+
+    async def take(self, crew: Crew, peers: Sequence[str], expected: Sequence[ExpectedStage], timeout_s: float) -> None:
+        """Renew all copies; one that fails is left as it is: a machine that is lost shows with the next order."""
+        await asyncio.gather(
+            *(self._take_one(crew, peers, stage, expected[stage], timeout_s) for stage in range(len(peers)))
+        )
+
+    async def fetch(self, plan: Recovery, peers: Sequence[str], expected: ExpectedStage) -> tuple[NeighbourCopy, ...]:
+        """The copy that the plan asks for, weights included; none where it asks for none.
+
+        Raises NetworkError, and PipelineError where it is not to be had as it was given.
+        """
+        if plan.strategy != "neighbour_copy":
+            return ()
+        known = self._known[plan.stage]
+        if known.holder == len(peers):
+            copy = self._own[plan.stage]
+        else:
+            order = encode_bundle(Bundle({"of": expected.part.start}))
+            copy = await self._give(peers[known.holder], "kept", order, max_reply_bytes=expected.tensor_bytes())
+        digest = await asyncio.to_thread(_digest_of, copy)
+        if digest != self._digests[plan.stage]:
+            raise StageReplyError("a copy must be what its holder was given, got something else; it is left out")
+        return (replace(known, weights=Fields(decode_bundle(copy)).under("adapter/")),)
+
+    async def _take_one(
+        self, crew: Crew, peers: Sequence[str], stage: int, expected: ExpectedStage, timeout_s: float
+    ) -> None:
+        slot, holder, version = expected.part.start, stage + 1, crew.version
+        try:
+            async with asyncio.timeout(timeout_s):
+                limit = expected.tensor_bytes()
+                fields = await ask(self._give, peers[stage], "copy", Bundle({"slot": slot}), max_reply_bytes=limit)
+                with replies_of(peers[stage]):
+                    weights = fields.under("adapter/")
+                    expected.check_weights(weights)
+                    crew.check_weights(weights)
+                    if fields.integer("version") != version:
+                        raise StageReplyError(f"a copy must be of version {version}, got {fields.integer('version')}")
+                named = {f"adapter/{name}": value for name, value in weights.items()}
+                copy = await asyncio.to_thread(encode_bundle, Bundle({"of": slot, "version": version}, named))
+                if holder == len(peers):
+                    self._own[stage] = copy
+                else:
+                    reply = await self._give(peers[holder], "keep", copy, max_reply_bytes=FRAME_BYTES)
+                    if decode_bundle(reply).fields:
+                        raise PipelineError("the copy was refused")
+        except (NetworkError, PipelineError, TimeoutError) as error:
+            logger.info("no new copy of stage %d: %s", stage, error or "it takes too long")
+            return
+        self._digests[stage] = await asyncio.to_thread(_digest_of, copy)
+        self._known[stage] = NeighbourCopy(stage, holder, version, {})
+
+
+def _digest_of(copy: bytes) -> bytes:
+    return hashlib.sha256(copy).digest()
+
+
+async def take_copies(crew: Crew) -> tuple[NeighbourCopy, ...]:
+    """A copy of every stage's weights, each meant for the stage behind it; the last one's for the stage before it.
+
+    With a frozen base that is the adapter alone, small enough to be sent every few batches. Raises as the links do.
+    """
+    last = crew.num_stages - 1
+    copies: list[NeighbourCopy] = []
+    for stage in range(crew.num_stages):
+        tensors, rest = await crew.state(stage)
+        holder = stage + 1 if stage < last else last - 1
+        copies.append(NeighbourCopy(stage, holder, int(rest["policy_version"]), tensors["adapter"]))
+    return tuple(copies)
+
+
+async def rebuild_stage(crew: Crew, plan: Recovery, link: StageLink, copies: tuple[NeighbourCopy, ...] = ()) -> None:
+    """Fill the stage behind `link`, which has just loaded its part of the base, and let the crew go on with it.
+
+    The other stages keep their weights, moments and version. Raises PipelineError where the plan is to go back to a
+    checkpoint, which all stages must do together, and where sources do not fit; the crew is then as it was.
+    """
+    shapes = crew.facts[plan.stage].shapes
+    weights: Mapping[str, Tensor]
+    if plan.strategy == "checkpoint":
+        raise PipelineError(f"all stages must go back to a checkpoint, got only stage {plan.stage}; restore every one")
+    if plan.strategy == "base":
+        tensors, _ = await link.state()
+        weights = tensors["adapter"]
+        crew.check_weights(weights)  # the machine has chosen them: they are to be as small as fresh ones
+    elif plan.strategy == "neighbour_copy":
+        usable = [copy for copy in copies if copy.stage == plan.stage and copy.holder in plan.sources]
+        if not usable:
+            raise PipelineError(f"a copy of stage {plan.stage} must be given, got none; pass those of the plan")
+        weights = max(usable, key=lambda copy: copy.version).weights
+    else:
+        weights = await _from_neighbours(crew, plan, shapes)
+    await crew.recover(plan.stage, link, weights)
+
+
+async def _from_neighbours(crew: Crew, plan: Recovery, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    sources = [(await crew.state(source))[0]["adapter"] for source in plan.sources]
+    prefix = crew.facts[plan.stage].layer_prefix
+    if plan.strategy == "twin_copy":
+        return twin_copy(shapes, sources[0], layer_prefix=prefix)
+    norms = [crew.stage_norms[source] if crew.stage_norms else 1.0 for source in plan.sources]
+    return checkfree_average(shapes, *sources, norm_before=norms[0], norm_after=norms[1], layer_prefix=prefix)

@@ -1,0 +1,442 @@
+"""The crew: all stages of one policy, driven by one node.
+
+    accumulate ─ 1F1B over the links ─▶ settle: every stage whole? ─▶ gradient norm over all stages
+         │                                                                   │
+         └── a stage lost or refusing ─▶ drop on all others        commit (every stage, once) or drop
+
+Settling comes before committing, so a batch is applied by all stages or by none; a stage that is lost between the two has to
+be rebuilt anyway. The node that drives should host the last stage: log-probs and logits then stay at home.
+
+A stage is not believed: what it says is compared with what the driver ordered. A stage whose answer no honest stage gives is
+lost, and is named in `false_stages`.
+"""
+
+import asyncio
+import itertools
+import logging
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from swarm.errors import NetworkError, PipelineError, StageLostError, StageRefusedError, StageReplyError
+from swarm.pipeline.commands import CommitOrder, DecodeOrder, ForwardOrder, Settled, SettleOrder, StageFacts, StageState
+from swarm.pipeline.driver.expected_stage import BatchSizes, Proportions, StateBounds
+from swarm.pipeline.driver.schedule import (
+    BatchRun,
+    ScoredPart,
+    all_of,
+    failed_stages,
+    first_of,
+    one_forward_one_backward,
+)
+from swarm.pipeline.stage_link import StageLink
+from swarm.policy.logprobs import TokenLogprobs
+
+logger = logging.getLogger(__name__)
+
+_SECOND_CHANCE_S = 0.5
+"""For a stage that gave no answer just now to hear that a batch or session is over: the fault may have been a short one."""
+_LARGEST_NORM_RATIO = 1000.0
+"""Of one stage's gradient norm to that of all others together: a stage that claims more would scale theirs to nothing."""
+MAX_REFUSALS = 3
+"""In a row, of one kind of order: a stage that refuses so often is lost. Fewer may be for want of memory at that moment."""
+T = TypeVar("T")
+GradientOf = Callable[[int, TokenLogprobs], Tensor]
+"""(micro-batch, its log-probs [B, T]) → gradient [B, T] of the loss of the whole batch with respect to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrewSettings:
+    """How a crew works."""
+
+    action_timeout_s: float = 120.0
+    """A stage that takes longer for one forward or backward pass, or one step of decoding, is lost."""
+    commit_attempts: int = 3
+    """Orders to apply a settled batch are repeated: a stage that applied it already does nothing more."""
+    swap_edges: bool = False
+    """Every other micro-batch takes the swapped route (CheckFree+); only for bases that are trained so from the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What a settled batch amounts to."""
+
+    norm: float
+    """Over all stages, every parameter once, before clipping; not finite where some gradient is not."""
+    stage_norms: tuple[float, ...]
+
+
+class Crew:
+    """Stages in order. One batch at a time; `start` first."""
+
+    def __init__(self, links: Sequence[StageLink], settings: CrewSettings, bounds: StateBounds | None = None) -> None:
+        """`bounds`: of the weights and moments that stages hand out; without it any that fit are taken."""
+        self._links = list(links)
+        self._settings = settings
+        self._bounds = bounds
+        self._facts: list[StageFacts] = []
+        self._silent: set[int] = set()  # stages that did not answer when they were asked last
+        self._false: set[int] = set()
+        self._proportions = Proportions()
+        self._refusals: Counter[tuple[int, str]] = Counter()  # in a row, by stage and kind of order
+        self._holders: dict[str, list[int]] = {}
+        self._batch = 0
+        self._settled: list[Settled] | None = None
+        self._norm = 0.0
+        self._sessions = itertools.count(1)
+        self.stage_norms: tuple[float, ...] = ()
+        """Gradient norm of each stage in the last settled batch with finite ones, before clipping: the weights of CheckFree."""
+        self.version = 0
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the crew."""
+        return len(self._links)
+
+    @property
+    def links(self) -> tuple[StageLink, ...]:
+        """To the stages, in order."""
+        return tuple(self._links)
+
+    @property
+    def facts(self) -> tuple[StageFacts, ...]:
+        """What each stage said of itself."""
+        return tuple(self._facts)
+
+    @property
+    def false_stages(self) -> frozenset[int]:
+        """Stages whose machine gave an answer that no honest one gives."""
+        return frozenset(self._false)
+
+    @property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Stages that hold a parameter, where several do."""
+        return {name: tuple(stages) for name, stages in self._holders.items()}
+
+    async def start(self) -> None:
+        """Ask all stages what they are. Raises StageLostError, and PipelineError unless they make up one whole model."""
+        self._facts = await all_of(self._described(stage, link) for stage, link in enumerate(self._links))
+        _check_whole(self._facts)
+        holders: dict[str, list[int]] = {}
+        for stage, facts in enumerate(self._facts):
+            for name in facts.shapes:
+                holders.setdefault(name, []).append(stage)
+        self._holders = {name: stages for name, stages in holders.items() if len(stages) > 1}
+        self.version = self._facts[-1].version  # the driver's own stage, where it has one
+        self._settled = None
+
+    async def replace(self, stage: int, link: StageLink) -> None:
+        """Go on with another machine for `stage`; its weights must be rebuilt and at the crew's version before.
+
+        Raises PipelineError, and leaves the crew as it was, unless it holds the same layers of the same base.
+        """
+        self._false.discard(stage)
+        facts, wanted = await self._described(stage, link), self._facts[stage]
+        if (facts.part, facts.content_hash) != (wanted.part, wanted.content_hash):
+            raise PipelineError(
+                f"stage {stage} must hold {wanted.part} of the base {wanted.content_hash[:16]}, got {facts.part} of "
+                f"{facts.content_hash[:16]}; fetch the same model"
+            )
+        if (facts.shapes, facts.version) != (wanted.shapes, self.version):
+            raise PipelineError(
+                f"stage {stage} must be at version {self.version}, got {facts.version}; rebuild it first"
+            )
+        self._links[stage], self._facts[stage] = link, facts
+        self._silent.discard(stage)
+        self._proportions.forget(stage)
+        self._refusals = Counter({key: count for key, count in self._refusals.items() if key[0] != stage})
+        self._settled = None
+
+    async def accumulate(self, parts: Sequence[ScoredPart], gradient_of: GradientOf) -> Gradient:
+        """Send a batch of micro-batches forward and back; `gradient_of` runs on another thread, one call at a time.
+
+        Afterwards `commit` or `drop`. Raises StageLostError for stages that are lost, PipelineError if one refuses, and
+        what `gradient_of` raises; the batch is then dropped on all that answer.
+        """
+        self._batch += 1
+        self._settled = None
+        batch = self._batch
+        try:
+            schedule = one_forward_one_backward(self.num_stages, len(parts), swap_edges=self._settings.swap_edges)
+            run = BatchRun(batch, parts, schedule, self._links, self._call, gradient_of)
+            await run.run()
+            settled = await all_of(self._settle(stage, len(parts)) for stage in range(self.num_stages))
+            self._norm = self._total_norm(settled)
+        except BaseExceptionGroup as failures:
+            raise await self._given_up(batch, first_of(failures)) from None
+        except PipelineError as failure:
+            raise await self._given_up(batch, failure) from None
+        norms = tuple(math.sqrt(one.own_norm_squared) for one in settled)
+        try:
+            self._check_norms(norms, run.sizes)
+        except StageLostError as failure:
+            raise await self._given_up(batch, failure) from None
+        self._settled = settled
+        if all(map(math.isfinite, norms)):
+            self.stage_norms = norms
+        return Gradient(self._norm, norms)
+
+    async def commit(self, *, lr: float, max_grad_norm: float) -> int:
+        """Apply the settled batch on all stages; returns the new version.
+
+        Raises StageLostError with `applied` for stages that do not confirm: the others have applied it, and a lost one is
+        rebuilt for the new version. Raises PipelineError without a settled batch or with a norm that is not finite.
+        """
+        settled, self._settled = self._settled, None
+        if settled is None or not self._norm < float("inf"):
+            raise PipelineError(f"a batch must be settled and finite to be applied, got norm {self._norm}; drop it")
+        scale = min(1.0, max_grad_norm / (self._norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        totals = {name: self._total(name, settled) for name in self._holders}
+        calls: list[Awaitable[int]] = []
+        if self._bounds is not None:
+            self._bounds.stepped(lr, max_grad_norm)
+        for stage in range(self.num_stages):
+            own = {name: totals[name] for name, stages in self._holders.items() if stage in stages}
+            calls.append(self._commit_on(stage, CommitOrder(self._batch, lr, scale, own)))
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        lost = failed_stages(results)
+        self.version += 1
+        if lost:
+            raise StageLostError(
+                f"stages {lost} must confirm a batch that the others have applied, got {results[lost[0]]}; rebuild them "
+                f"for version {self.version}",
+                tuple(lost),
+                applied=True,
+            )
+        return self.version
+
+    async def drop(self) -> None:
+        """Forget the batch; nothing of it stays. Stages that do not answer forget it with the next batch."""
+        self._settled = None
+        await self._drop_everywhere(self._batch)
+
+    async def logprobs(self, parts: Sequence[ScoredPart], *, without_adapter: bool = False) -> list[TokenLogprobs]:
+        """Log-probs [B, T] of each part without gradients, several parts under way at once. Raises as `accumulate`."""
+        places = asyncio.Semaphore(self.num_stages)
+
+        async def one(part: ScoredPart) -> TokenLogprobs:
+            async with places:
+                states: Tensor | TokenLogprobs = part.token_ids
+                for stage, link in enumerate(self._links):
+                    answers = part.answers if stage == self.num_stages - 1 else None
+                    order = ForwardOrder(0, 0, _tensor(states), answers, without_adapter)
+                    states = await self._call(stage, "compute", partial(link.forward, order))
+                assert isinstance(states, TokenLogprobs), "its link answers as ordered"
+                return states
+
+        return await all_of(one(part) for part in parts)
+
+    def new_session(self) -> int:
+        """A number for `begin`; `end` it whatever happens in between."""
+        return next(self._sessions)
+
+    async def begin(self, session: int, token_ids: Tensor, left_padding: tuple[int, ...]) -> Tensor:
+        """Logits [B, V] after the last column of prompts [B, P] that are padded on the left."""
+        return await self._decode(session, token_ids, left_padding)
+
+    async def extend(self, session: int, token_ids: Tensor) -> Tensor:
+        """Logits [B, V] after one more column [B, 1]; row i belongs to row i of the session."""
+        return await self._decode(session, token_ids, None)
+
+    async def select(self, session: int, rows: Sequence[int]) -> None:
+        """Keep, repeat and reorder rows of a session in all stages."""
+        await all_of(self._call(i, "select", partial(link.select, session, rows)) for i, link in enumerate(self._links))
+
+    async def end(self, session: int) -> None:
+        """Forget a session; stages that do not answer forget it in time."""
+        calls = [self._call(i, "end", self._brief(i, partial(link.end, session))) for i, link in enumerate(self._links)]
+        failed_stages(await asyncio.gather(*calls, return_exceptions=True))
+
+    async def state(self, stage: int) -> StageState:
+        """Weights and optimizer of a stage. Raises StageLostError."""
+
+        async def checked() -> StageState:
+            state = await self._links[stage].state()
+            if state[1]["policy_version"] != self.version:
+                raise StageReplyError(
+                    f"the state of stage {stage} must be of version {self.version}, got {state[1]['policy_version']}"
+                )
+            if self._bounds is not None:
+                self._bounds.check(state)
+            return state
+
+        return await self._call(stage, "state", checked)
+
+    def check_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Raises StageReplyError for weights that the steps so far cannot have given."""
+        if self._bounds is not None:
+            self._bounds.check(({"adapter": dict(weights), "optimizer": {}}, {}))
+
+    async def restore(self, stage: int, state: StageState) -> None:
+        """Put weights and optimizer into a stage; `start` when all have theirs. Raises StageLostError, PipelineError."""
+        if self._bounds is not None:
+            self._bounds.given(state)
+        await self._call(stage, "restore", partial(self._links[stage].restore, *state))
+
+    async def recover(self, stage: int, link: StageLink, weights: Mapping[str, Tensor]) -> None:
+        """Fill the machine behind `link`, which takes the place of `stage`, and go on with it.
+
+        Raises what the link raises, and as `replace`.
+        """
+        moments = await self._shared_moments(stage)
+        if self._bounds is not None:
+            self._bounds.given(({"adapter": dict(weights), "optimizer": moments}, {}))
+        async with asyncio.timeout(self._settings.action_timeout_s):
+            await link.recover(weights, self.version, moments)
+        await self.replace(stage, link)
+
+    async def _shared_moments(self, stage: int) -> dict[str, Tensor]:
+        """Optimizer state of the parameters that a lost stage had in common with others, from the first of these."""
+        found: dict[str, Tensor] = {}
+        for name, stages in self._holders.items():
+            others = [other for other in stages if other != stage]
+            if stage in stages:
+                tensors, _ = await self.state(others[0])
+                found |= {key: value for key, value in tensors["optimizer"].items() if key.partition(":")[2] == name}
+        return found
+
+    async def _described(self, stage: int, link: StageLink) -> StageFacts:
+        async def checked() -> StageFacts:
+            facts = await link.describe()
+            if facts.last_batch > self._batch:
+                raise StageReplyError(
+                    f"stage {stage} must know batches up to {self._batch}, the last one begun, got {facts.last_batch}"
+                )
+            return facts
+
+        return await self._call(stage, "describe", checked)
+
+    async def _decode(self, session: int, states: Tensor, left_padding: tuple[int, ...] | None) -> Tensor:
+        for stage, link in enumerate(self._links):
+            order = DecodeOrder(session, states, left_padding, is_last=stage == self.num_stages - 1)
+            states = await self._call(stage, "decode", partial(link.decode, order))
+        return states
+
+    async def _settle(self, stage: int, num_micro_batches: int) -> Settled:
+        shared = tuple(sorted(name for name, stages in self._holders.items() if stage in stages))
+        order = SettleOrder(self._batch, num_micro_batches, shared)
+        return await self._call(stage, "settle", partial(self._links[stage].settle, order))
+
+    async def _commit_on(self, stage: int, order: CommitOrder) -> int:
+        wanted = self.version + 1
+
+        async def checked() -> int:
+            version = await self._links[stage].commit(order)
+            if version != wanted:
+                raise StageReplyError(f"stage {stage} must be at version {wanted} after the batch, got {version}")
+            return version
+
+        for attempt in range(self._settings.commit_attempts):
+            try:
+                return await self._call(stage, "commit", checked)
+            except StageLostError:
+                if attempt + 1 == self._settings.commit_attempts:
+                    raise
+        raise PipelineError("commit_attempts must be at least 1; raise it")
+
+    async def _call(self, stage: int, what: str, order: Callable[[], Awaitable[T]]) -> T:
+        try:
+            async with asyncio.timeout(self._settings.action_timeout_s):
+                result = await order()
+            self._silent.discard(stage)
+            self._refusals.pop((stage, what), None)
+            return result
+        except TimeoutError:
+            reason = f"no answer within {self._settings.action_timeout_s:g} s"
+        except NetworkError as error:
+            reason = str(error)
+        except StageReplyError as error:
+            reason = str(error)
+            self._false.add(stage)
+        except StageRefusedError as error:
+            reason = f"a refusal: {error}"
+            self._refusals[stage, what] += 1
+            if self._refusals[stage, what] < MAX_REFUSALS:
+                raise StageRefusedError(f"stage {stage} must carry out its orders, got to {what} {reason}") from None
+        self._silent.add(stage)
+        raise StageLostError(f"stage {stage} must answer to {what}, got {reason}; rebuild it elsewhere", (stage,))
+
+    async def _given_up(self, batch: int, failure: BaseException) -> BaseException:
+        """Drop the batch on all stages; returns what to raise, with all lost stages in it."""
+        also = await self._drop_everywhere(batch)
+        if isinstance(failure, StageLostError):
+            lost = tuple(sorted({*failure.stages, *also}))
+            return StageLostError(str(failure), lost)
+        return failure
+
+    async def _drop_everywhere(self, batch: int) -> list[int]:
+        calls = [
+            self._call(stage, "drop", self._brief(stage, partial(link.drop, batch)))
+            for stage, link in enumerate(self._links)
+        ]
+        lost = failed_stages(await asyncio.gather(*calls, return_exceptions=True))
+        if lost:
+            logger.warning(
+                "stages %s did not hear that batch %d is dropped; they forget it with the next one", lost, batch
+            )
+        return lost
+
+    def _brief(self, stage: int, order: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
+        """The order as it is, or for a stage that gave no answer last with a short deadline: its loss is known already."""
+        if stage not in self._silent:
+            return order
+
+        async def hurried() -> T:
+            async with asyncio.timeout(_SECOND_CHANCE_S):
+                return await order()
+
+        return hurried
+
+    def _total(self, name: str, settled: Sequence[Settled]) -> Tensor:
+        """Gradient of a shared parameter, summed in the order of the stages."""
+        return torch.stack([settled[stage].shared_gradients[name] for stage in self._holders[name]]).sum(0)
+
+    def _total_norm(self, settled: Sequence[Settled]) -> float:
+        shared = sum(self._total(name, settled).float().norm().double().square().item() for name in self._holders)
+        return math.sqrt(sum(one.own_norm_squared for one in settled) + shared)
+
+    def _check_norms(self, norms: Sequence[float], sizes: BatchSizes) -> None:
+        """A batch in which one stage's norm dwarfs all others counts as not finite, and so is not applied.
+
+        Raises StageLostError for a stage that has ruined several batches in a row. The last stage is the driver's own.
+        """
+        stage = max(range(len(norms)), key=lambda one: norms[one])
+        others = math.sqrt(sum(norm * norm for one, norm in enumerate(norms) if one != stage))
+        if others > 0 and norms[stage] > others * _LARGEST_NORM_RATIO:
+            self._norm = math.inf
+        if math.isfinite(self._norm):
+            self._proportions.observe(sizes, norms)
+            return
+        odd, is_to_go = self._proportions.ruined(sizes, norms)
+        told = "no stage is out of proportion" if odd is None else f"stage {odd} is out of proportion"
+        logger.warning("the batch is not applied, with gradient norms of %s: %s", norms, told)
+        if odd is not None and is_to_go and odd < self.num_stages - 1:
+            self._false.add(odd)
+            self._silent.add(odd)
+            raise StageLostError(f"stage {odd} must not ruin one batch after the other; rebuild it elsewhere", (odd,))
+
+
+def _tensor(states: Tensor | TokenLogprobs) -> Tensor:
+    if isinstance(states, TokenLogprobs):
+        raise PipelineError("only the last stage may answer with log-probs, got them earlier; replace that stage")
+    return states
+
+
+def _check_whole(facts: Sequence[StageFacts]) -> None:
+    ends = [(one.part.start, one.part.stop) for one in facts]
+    wanted_starts = [0, *(stop for _, stop in ends[:-1])]
+    if [start for start, _ in ends] != wanted_starts or ends[-1][1] != facts[0].num_model_layers:
+        raise PipelineError(f"stages must hold all layers in order, got {ends}; assign them anew")
+    if not facts[0].part.has_embedding or not facts[-1].part.has_head:
+        raise PipelineError(
+            "the first stage must hold the embedding and the last the head, got others; assign them anew"
+        )
+    versions = [one.version for one in facts]
+    if len(set(versions)) > 1:
+        raise PipelineError(f"stages must be at one version, got {versions}; restore one checkpoint or rebuild them")

@@ -1,0 +1,1 @@
+"""What runs on a machine that holds layers: its slice of the model, its optimizer, and the commands it obeys."""

@@ -1,0 +1,415 @@
+"""One stage: a slice of the model, the micro-batches in flight through it, and its share of the optimizer.
+
+    nothing open ─forward─▶ open: gradients add up ─settle─▶ settled ─commit─▶ applied once, nothing open
+                                    └──────────────drop──────────┴─────────▶ forgotten, nothing open
+
+A batch is applied as a whole or leaves no trace. Batch numbers only grow: an order of a newer batch forgets an older one
+that is still open (its crew gave it up), and orders of older ones are refused. Not thread-safe: one order at a time.
+
+Keys and values of answers in the making in one stage, bounded in number and in bytes.
+
+A crew that vanished leaves its sessions behind: those that nobody continues make room once they are idle for long. A commit
+ends all of them, since keys and values of two policy versions do not mix.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from swarm.errors import PipelineError
+from swarm.pipeline.commands import (
+    Answers,
+    BackwardOrder,
+    CommitOrder,
+    DecodeOrder,
+    ForwardOrder,
+    Settled,
+    SettleOrder,
+    StageFacts,
+    StageSettings,
+)
+from swarm.pipeline.stage.stage_model import StageModel
+from swarm.pipeline.stage.stage_optimizer import StageOptimizer
+from swarm.policy.logprobs import TokenLogprobs, scored_answers
+
+_REMEMBERED = 256
+"""Numbers of sessions that ended."""
+
+
+@dataclass(slots=True)
+class _Session:
+    cache: DynamicCache
+    left_padding: Tensor  # [B]
+    num_columns: int
+    last_used_s: float
+
+
+class DecodeSessions:
+    """The sessions of one stage."""
+
+    def __init__(self, model: StageModel, settings: StageSettings, clock: Callable[[], float]) -> None:
+        self._model = model
+        self._settings = settings
+        self._clock = clock
+        self._sessions: dict[int, _Session] = {}
+        self._ended: deque[int] = deque(maxlen=_REMEMBERED)
+
+    @torch.no_grad()
+    def decode(self, order: DecodeOrder) -> Tensor:
+        """Hidden states [B, n, W] of the new columns, or logits [B, V] of the last. Raises PipelineError.
+
+        A failed order ends its session: nothing half-extended is continued.
+        """
+        if order.left_padding is not None:
+            self._begin(order, order.left_padding)
+        session = self._get(order.session)
+        num_rows, num_new = order.states.shape[:2]
+        if num_rows != len(session.left_padding):
+            raise PipelineError(f"a session must keep its {len(session.left_padding)} rows, got {num_rows}")
+        self._check_room(order.session, num_rows, session.num_columns + num_new, self._work_bytes(order, session))
+        del self._sessions[order.session]
+        hidden = self._model.run(order.states, session.left_padding, session.cache)
+        result = self._model.logits(hidden[:, -1]).float() if order.is_last else hidden
+        session.num_columns += num_new
+        session.last_used_s = self._clock()
+        self._sessions[order.session] = session
+        return result
+
+    def select(self, number: int, rows: Sequence[int]) -> None:
+        """Keep, repeat and reorder rows: row i continues row `rows[i]`. Raises PipelineError."""
+        session = self._get(number)
+        if not rows or min(rows) < 0 or max(rows) >= len(session.left_padding):
+            raise PipelineError(
+                f"rows must be among the {len(session.left_padding)} of the session, got {list(rows)[:8]}"
+            )
+        self._check_room(number, len(rows), session.num_columns)
+        index = torch.tensor(rows, device=self._model.device)
+        session.cache.reorder_cache(index)  # type: ignore[arg-type]  # any tensor of indices will do
+        session.left_padding = session.left_padding[index]
+
+    def end(self, number: int) -> None:
+        """Forget a session; one that is not there is no error. Its number is used up.
+
+        An order that was given up may come after the end: it must not leave a session behind that nobody knows of.
+        """
+        self._sessions.pop(number, None)
+        self._ended.append(number)
+
+    def end_all(self) -> None:
+        """Forget all of them."""
+        self._sessions.clear()
+
+    def num_bytes(self) -> int:
+        """Keys and values held."""
+        return sum(len(s.left_padding) * s.num_columns for s in self._sessions.values()) * self._model.cache_token_bytes
+
+    def _begin(self, order: DecodeOrder, left_padding: tuple[int, ...]) -> None:
+        num_new = order.states.shape[1]
+        if len(left_padding) != order.states.shape[0] or not all(0 <= pad < num_new for pad in left_padding):
+            raise PipelineError(f"left padding must be in [0, {num_new}) for every row, got {list(left_padding)[:8]}")
+        if order.session in self._ended:
+            raise PipelineError(
+                f"a session that has ended must not begin again, got {order.session}; take a new number"
+            )
+        self._sessions.pop(order.session, None)
+        oldest_s = self._clock() - self._settings.session_idle_s
+        self._sessions = {number: s for number, s in self._sessions.items() if s.last_used_s >= oldest_s}
+        if len(self._sessions) >= self._settings.max_sessions:
+            raise PipelineError(f"a stage must hold at most {self._settings.max_sessions} sessions; end one first")
+        self._check_room(order.session, len(left_padding), num_new)
+        padding = torch.tensor(left_padding, device=self._model.device)
+        self._sessions[order.session] = _Session(self._model.new_cache(), padding, 0, self._clock())
+
+    def _get(self, number: int) -> _Session:
+        if number not in self._sessions:
+            raise PipelineError(f"a session must be begun before it is continued, got {number}; begin it anew")
+        return self._sessions[number]
+
+    def _work_bytes(self, order: DecodeOrder, session: _Session) -> int:
+        """What an order takes while it is carried out, in what grows faster than its states: a mask, and logits."""
+        num_rows, num_new = order.states.shape[:2]
+        is_padded = bool(session.left_padding.any())
+        logits_bytes = 4 * num_rows * self._model.vocab_size if order.is_last else 0
+        return logits_bytes + self._model.mask_bytes(num_rows, num_new, session.num_columns, is_padded=is_padded)
+
+    def _check_room(self, number: int, num_rows: int, num_columns: int, work_bytes: int = 0) -> None:
+        """Before anything is computed: whether the session may become this large, and its order take so much."""
+        others = sum(len(s.left_padding) * s.num_columns for n, s in self._sessions.items() if n != number)
+        needed = (others + num_rows * num_columns) * self._model.cache_token_bytes + work_bytes
+        if needed > self._settings.max_session_bytes:
+            raise PipelineError(
+                f"sessions of a stage must fit into {self._settings.max_session_bytes} bytes, got {needed}; sample fewer "
+                "or shorter answers at a time"
+            )
+
+
+class _Kept(NamedTuple):
+    """What the backward pass of a micro-batch starts from."""
+
+    states: Tensor  # a leaf of the graph where it is floating
+    answers: Answers | None
+    result: Tensor | None  # None where it is to be recomputed
+
+
+class Stage:
+    """Carries out the orders of one crew."""
+
+    def __init__(
+        self, model: StageModel, settings: StageSettings, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._model = model
+        self._settings = settings
+        self._optimizer = StageOptimizer(
+            model.trainable, model.layer_prefix, settings.weight_decay, fused=model.device.type != "mps"
+        )
+        self._sessions = DecodeSessions(model, settings, clock)
+        self._kept: dict[int, _Kept] = {}
+        self._batch: int | None = None  # open or settled
+        self._done: set[int] = set()  # micro-batches of it whose backward pass is complete
+        self._shared: frozenset[str] | None = None  # once it is settled
+        self._last_batch = 0
+        self._committed: int | None = None
+
+    @property
+    def version(self) -> int:
+        """Batches applied."""
+        return self._optimizer.version
+
+    @property
+    def num_in_flight(self) -> int:
+        """Micro-batches kept for their backward pass."""
+        return len(self._kept)
+
+    def describe(self) -> StageFacts:
+        """What the crew must know."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._model.trainable.items()}
+        last = max(self._last_batch, self._batch or 0)
+        model = self._model
+        return StageFacts(
+            model.part, model.num_model_layers, model.layer_prefix, shapes, self.version, last, model.content_hash
+        )
+
+    def forward(self, order: ForwardOrder) -> Tensor | TokenLogprobs:
+        """Hidden states [B, L, W] for the next station, or log-probs of the answers. Raises PipelineError."""
+        self._check_states(order.states)
+        num_rows, num_columns = order.states.shape[:2]
+        mask_bytes = self._model.mask_bytes(num_rows, num_columns, 0, is_padded=False)
+        if mask_bytes > self._settings.max_session_bytes:
+            raise PipelineError(
+                f"a mask of a stage must fit into {self._settings.max_session_bytes} bytes, got {mask_bytes}; send shorter rows"
+            )
+        if order.answers is not None:
+            _check_answers(order.answers, order.states, self._model.vocab_size)
+        if order.batch == 0:
+            adapter = self._model.adapter_off() if order.without_adapter else nullcontext()
+            with torch.no_grad(), _refused_without_memory(), adapter:
+                return _detached(self._compute(order.states, order.answers))
+        if not 0 <= order.micro_batch < self._settings.max_micro_batches:
+            raise PipelineError(
+                f"a micro-batch must be in [0, {self._settings.max_micro_batches}), got {order.micro_batch}; use fewer"
+            )
+        self._open(order.batch)
+        if order.micro_batch in self._kept or order.micro_batch in self._done:
+            raise PipelineError(f"a micro-batch must be computed once, got {order.micro_batch} again; drop the batch")
+        if len(self._kept) >= self._settings.max_in_flight:
+            raise PipelineError(f"at most {self._settings.max_in_flight} micro-batches may be in flight; use fewer")
+        states = order.states.to(self._model.device).detach()
+        if states.is_floating_point():
+            states.requires_grad_()
+        with torch.set_grad_enabled(not self._settings.recompute), _refused_without_memory():
+            result = self._compute(states, order.answers)
+        output = _differentiable(result)
+        self._kept[order.micro_batch] = _Kept(states, order.answers, None if self._settings.recompute else output)
+        return _detached(result)
+
+    def backward(self, order: BackwardOrder) -> Tensor | None:
+        """Gradient [B, L, W] for the station before; None where the micro-batch began. Raises PipelineError.
+
+        Parameters gather their gradient until the batch is committed or dropped.
+        """
+        self._check_open(order.batch)
+        kept = self._kept.get(order.micro_batch)
+        if kept is None:
+            raise PipelineError(f"a micro-batch must be computed before its backward pass, got {order.micro_batch}")
+        output = kept.result
+        if output is None:
+            with _refused_without_memory():
+                output = _differentiable(self._compute(kept.states, kept.answers))
+        if order.gradient.shape != output.shape:
+            raise PipelineError(f"a gradient must have shape {tuple(output.shape)}, got {tuple(order.gradient.shape)}")
+        del self._kept[order.micro_batch]
+        if output.requires_grad:  # not so in a stage without adapted layers where the micro-batch begins
+            with _refused_without_memory():
+                output.backward(order.gradient.to(output))
+        self._done.add(order.micro_batch)
+        return kept.states.grad
+
+    def settle(self, order: SettleOrder) -> Settled:
+        """Close the batch for further micro-batches and report its gradient.
+
+        Raises PipelineError unless exactly the expected micro-batches went forward and backward.
+        """
+        self._check_open(order.batch)
+        # counted first: the number in the order may be any, and the set is as large as it says
+        is_whole = len(self._done) == order.num_micro_batches and self._done == set(range(order.num_micro_batches))
+        if self._kept or not is_whole:
+            raise PipelineError(
+                f"a batch must be whole before it is applied, got {len(self._done)} of {order.num_micro_batches} "
+                f"micro-batches and {len(self._kept)} in flight; drop it"
+            )
+        settled = Settled(*self._optimizer.gradient(order.shared))
+        self._shared = frozenset(order.shared)
+        return settled
+
+    def commit(self, order: CommitOrder) -> int:
+        """Apply the settled batch, once however often it is ordered; returns the version. Raises PipelineError."""
+        if order.batch == self._committed:
+            return self.version
+        self._check_open(order.batch)
+        if self._shared is None:
+            raise PipelineError("a batch must be settled before it is committed; settle it first")
+        if self._shared != set(order.shared_gradients):
+            raise PipelineError(
+                f"the sums of all {len(self._shared)} shared gradients must come with the commit, got "
+                f"{len(order.shared_gradients)}; drop the batch"
+            )
+        if not (math.isfinite(order.scale) and 0 <= order.scale <= 1 and math.isfinite(order.lr) and order.lr >= 0):
+            raise PipelineError(
+                f"scale must be in [0, 1] and lr finite, got {order.scale} and {order.lr}; drop the batch"
+            )
+        self._optimizer.apply(order)
+        self._sessions.end_all()
+        self._committed = order.batch
+        self._close(order.batch)
+        return self.version
+
+    def drop(self, batch: int) -> None:
+        """Forget a batch; nothing of it stays, and orders of it that come late are refused.
+
+        One that was applied stays applied.
+        """
+        if self._batch is None or self._batch <= batch:
+            self._close(batch)
+
+    def decode(self, order: DecodeOrder) -> Tensor:
+        """See `DecodeSessions.decode`."""
+        self._check_states(order.states)
+        with _refused_without_memory():
+            return self._sessions.decode(order)
+
+    def select(self, session: int, rows: Sequence[int]) -> None:
+        """See `DecodeSessions.select`."""
+        if len(rows) > self._settings.max_states:
+            raise PipelineError(f"a session must have at most {self._settings.max_states} rows, got {len(rows)}")
+        self._sessions.select(session, rows)
+
+    def end(self, session: int) -> None:
+        """See `DecodeSessions.end`."""
+        self._sessions.end(session)
+
+    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int | float]]:
+        """Weights and optimizer as tensors on the CPU, and JSON-able rest; as in a single process's checkpoint."""
+        return self._optimizer.state()
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: Mapping[str, int | float]) -> None:
+        """Continue from what `state` gave. Raises PipelineError where names, shapes or values misfit."""
+        self._optimizer.restore(tensors, rest)
+        self._forget()
+
+    def recover(self, weights: Mapping[str, Tensor], version: int, moments: Mapping[str, Tensor]) -> None:
+        """Take rebuilt weights, with a fresh optimizer and a raised learning rate. Raises PipelineError.
+
+        `moments`, named as in `state`, are those of what other stages hold too: all copies must go on taking equal steps.
+        """
+        self._optimizer.recover(weights, version, moments)
+        self._forget()
+
+    def _compute(self, states: Tensor, answers: Answers | None) -> Tensor | TokenLogprobs:
+        hidden = self._model.run(states)
+        if answers is None:
+            return hidden
+        device = hidden.device
+        lengths = torch.tensor([len(row) for row in answers.token_ids], device=device)
+        mask = (torch.arange(int(lengths.max()), device=device) < lengths[:, None]).float()
+        rows, steps = mask.nonzero(as_tuple=True)
+        columns = torch.tensor(answers.starts, device=device)[rows] + steps
+        targets = torch.tensor([token for row in answers.token_ids for token in row], device=device)
+        logits = self._model.logits(hidden[rows, columns])  # [N, V] of answer tokens alone
+        return scored_answers(logits, targets, mask, answers.temperature, answers.with_entropy)
+
+    def _check_states(self, states: Tensor) -> None:
+        width, limit = self._model.width, self._settings.max_states
+        is_ids = states.dtype == torch.long and states.dim() == 2
+        is_hidden = states.is_floating_point() and states.dim() == 3 and states.shape[2] == width
+        if not (is_ids or is_hidden) or not 0 < states.shape[0] * states.shape[1] <= limit:
+            raise PipelineError(
+                f"states must be ids [B, L] or hidden [B, L, {width}] with B·L in [1, {limit}], got "
+                f"{tuple(states.shape)} of {states.dtype}; send smaller micro-batches"
+            )
+        if is_ids and not (int(states.min()) >= 0 and int(states.max()) < self._model.vocab_size):
+            raise PipelineError(f"token ids must be in [0, {self._model.vocab_size}), got others")
+
+    def _open(self, batch: int) -> None:
+        if batch == self._batch and self._shared is None:
+            return
+        if batch <= max(self._last_batch, self._batch or 0):
+            raise PipelineError(f"a batch must be newer than the last one, got {batch}; begin a new batch")
+        if self._batch is not None:
+            self._close(self._batch)
+        self._batch = batch
+
+    def _check_open(self, batch: int) -> None:
+        if batch != self._batch:
+            raise PipelineError(f"a batch must be open to go on, got {batch} with {self._batch} open; begin a new one")
+
+    def _close(self, batch: int) -> None:
+        self._last_batch = max(self._last_batch, batch)
+        self._batch, self._shared = None, None
+        self._kept.clear()
+        self._done.clear()
+        self._optimizer.clear()
+
+    def _forget(self) -> None:
+        self._sessions.end_all()
+        self._close(self._batch or self._last_batch)
+
+
+@contextmanager
+def _refused_without_memory() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise PipelineError(
+            "a micro-batch must fit into the stage's memory, got too large a one; send smaller ones"
+        ) from None
+
+
+def _check_answers(answers: Answers, states: Tensor, vocab_size: int) -> None:
+    num_rows, num_columns = states.shape[:2]
+    ends = [start + len(row) for start, row in zip(answers.starts, answers.token_ids, strict=False)]
+    if len(answers.starts) != num_rows or len(answers.token_ids) != num_rows or not all(answers.token_ids):
+        raise PipelineError(f"every one of {num_rows} rows must have a start and an answer, got others")
+    if min(answers.starts) < 0 or max(ends) > num_columns or not answers.temperature > 0:
+        raise PipelineError(f"answers must lie within {num_columns} columns at a temperature above 0, got others")
+    if not all(0 <= token < vocab_size for row in answers.token_ids for token in row):
+        raise PipelineError(f"answer tokens must be in [0, {vocab_size}), got others")
+
+
+def _differentiable(result: Tensor | TokenLogprobs) -> Tensor:
+    return result.logprobs if isinstance(result, TokenLogprobs) else result
+
+
+def _detached(result: Tensor | TokenLogprobs) -> Tensor | TokenLogprobs:
+    if isinstance(result, TokenLogprobs):
+        # to where the loss is computed, which need not be the device of this stage
+        entropy = None if result.entropy is None else result.entropy.cpu()
+        return TokenLogprobs(result.logprobs.detach().cpu(), result.mask.cpu(), entropy)
+    return result.detach()

@@ -1,0 +1,320 @@
+"""One machine of a crew: the stages it holds, copies of its neighbours' adapters, and what it says of itself.
+
+    (kind, payload bytes) ─▶ machine, load, unload, copy, keep, kept: this host   ─▶ reply bytes
+                         └─▶ everything else: the stage that begins with layer `slot`
+
+Orders come one at a time, on one thread. Refusals are replies; what `carry_out` raises is a bug.
+
+How fast this machine passes micro-batches through a layer: what layers are assigned by.
+
+A stage behind bytes: what a machine does with an order that came over the network.
+"""
+
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from swarm.config import LoraSection, PolicySection
+from swarm.errors import MemoryBudgetError, PipelineError, PolicyError
+from swarm.pipeline import commands as order_bytes
+from swarm.pipeline.commands import Fields, StageSettings, part_fields, part_of
+from swarm.pipeline.driver.expected_stage import STATE_TENSORS
+from swarm.pipeline.model_shape import StagePart, adapter_targets, least_bytes, model_cost, model_shape
+from swarm.pipeline.stage.stage import Stage
+from swarm.pipeline.stage.stage_model import load_stage
+from swarm.pipeline.tensor_bundle import MAX_HEAD_BYTES, Bundle, WirePrecision, decode_bundle, encode_bundle
+from swarm.policy.base_folder import locate_base
+from swarm.policy.device import available_bytes, resolve_device, resolve_dtype
+
+logger = logging.getLogger(__name__)
+
+
+_ROWS, _COLUMNS = 8, 64
+_PASSES = 3
+
+
+def layers_per_s(folder: Path, lora: LoraSection, device: torch.device, dtype: torch.dtype) -> float:
+    """Forward and backward passes of one layer per second, the fastest of three after one to warm up."""
+    model = load_stage(folder, StagePart(0, 1, False, False), lora=lora, device=device, dtype=dtype)
+    states = torch.zeros(_ROWS, _COLUMNS, model.width, device=device)
+    fastest_s = float("inf")
+    for _ in range(1 + _PASSES):
+        started_s = time.perf_counter()
+        leaf = states.clone().requires_grad_()
+        model.run(leaf).float().sum().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        fastest_s = min(fastest_s, time.perf_counter() - started_s)
+    return 1 / fastest_s
+
+
+STATES_KINDS = ("forward", "backward", "decode")
+"""Orders that carry hidden states."""
+WEIGHTS_KINDS = ("commit", "restore", "recover")
+"""Orders that carry weights, moments or gradients of them."""
+PLAIN_KINDS = ("describe", "settle", "drop", "select", "end", "state")
+
+
+def stage_reply(stage: Stage, kind: str, fields: Fields, precision: WirePrecision) -> tuple[Bundle, bool]:
+    """(reply, whether its `states` are hidden states or gradients of them, to be sent in `precision`).
+
+    `kind` is one of those above. Raises PipelineError.
+    """
+    if kind == "forward":
+        order = order_bytes.forward_order(fields)
+        return order_bytes.forward_reply(stage.forward(order)), order.answers is None
+    if kind == "decode":
+        decoding = order_bytes.decode_order(fields)
+        return Bundle({}, {"states": stage.decode(decoding)}), not decoding.is_last
+    if kind == "backward":
+        reply = order_bytes.backward_reply(stage.backward(order_bytes.backward_order(fields)))
+        return reply, bool(reply.tensors)
+    return _PLAIN[kind](stage, fields), False
+
+
+def _recover(stage: Stage, fields: Fields) -> Bundle:
+    tensors, rest = order_bytes.state_of(fields)
+    stage.recover(tensors["adapter"], int(rest["policy_version"]), tensors["optimizer"])
+    return Bundle()
+
+
+def _done(_: None) -> Bundle:
+    return Bundle()
+
+
+_PLAIN: dict[str, Callable[[Stage, Fields], Bundle]] = {
+    "describe": lambda stage, _: order_bytes.facts_bundle(stage.describe()),
+    "settle": lambda stage, fields: order_bytes.settled_reply(stage.settle(order_bytes.settle_order(fields))),
+    "commit": lambda stage, fields: Bundle({"version": stage.commit(order_bytes.commit_order(fields))}),
+    "drop": lambda stage, fields: _done(stage.drop(fields.integer("batch"))),
+    "select": lambda stage, fields: _done(stage.select(fields.integer("session"), fields.integers("rows"))),
+    "end": lambda stage, fields: _done(stage.end(fields.integer("session"))),
+    "state": lambda stage, _: order_bytes.state_bundle(stage.state()),
+    "restore": lambda stage, fields: _done(stage.restore(*order_bytes.state_of(fields))),
+    "recover": _recover,
+}
+
+
+MAX_COPIES = 4
+"""Stages whose adapters one machine keeps a copy of; together they are no larger than the adapter of the whole model."""
+_PRECISIONS: dict[str, WirePrecision] = {"fp32": "fp32", "bf16": "bf16", "int8": "int8"}
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """What all machines of a crew must have alike."""
+
+    folder: Path
+    lora: LoraSection
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def fingerprint(self) -> str:
+        """Over configuration, adapter and type of the weights; the weights themselves have `content_hash`."""
+        config = (self.folder / "config.json").read_bytes()
+        return hashlib.sha256(config + self.lora.model_dump_json().encode() + str(self.dtype).encode()).hexdigest()[:32]
+
+
+def base_model(policy: PolicySection, device: str) -> BaseModel:
+    """Of the settings; a base that is not here is downloaded. Raises PolicyError."""
+    target = resolve_device(device)
+    folder = locate_base(policy.base, policy.revision, policy.max_download_gib)
+    return BaseModel(folder, policy.lora, target, resolve_dtype(policy.dtype, target))
+
+
+def part_by_hand(base: BaseModel, start: int, stop: int) -> StagePart:
+    """The part of layers [start, stop), with the ends of the model that belong to it. Raises PipelineError."""
+    num_layers = model_shape(base.folder).num_layers
+    if stop > num_layers:
+        raise PipelineError(f"--layers must lie within {num_layers} layers, got {start}:{stop}; lower STOP")
+    return StagePart(start, stop, start == 0, stop == num_layers)
+
+
+class _NotHeld(PipelineError):
+    """An order for layers that are not here."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class HostStatus:
+    """For the terminal."""
+
+    parts: tuple[StagePart, ...]
+    versions: tuple[int, ...]
+    num_copies: int
+
+
+class StageHost:
+    """Carries out the orders of one crew on this machine."""
+
+    def __init__(self, base: BaseModel, settings: StageSettings, *, fixed: StagePart | None = None) -> None:
+        """With `fixed` it holds these layers from the start, and refuses to load others.
+
+        Raises PipelineError and PolicyError where they cannot be loaded.
+        """
+        self._base = base
+        self._settings = settings
+        self._fixed = fixed
+        self._cost = model_cost(base)
+        self._num_adapter_bytes = 4 * sum(
+            base.lora.rank * (inputs + outputs) for _, inputs, outputs in adapter_targets(base.folder, base.lora)
+        )
+        self._stages: dict[int, Stage] = {}
+        self._copies: dict[int, _Copy] = {}
+        self._width = 0
+        self._trainable_bytes = 0
+        self._speed = 0.0
+        if fixed is not None:
+            self._load(fixed)
+
+    def status(self) -> HostStatus:
+        """Safe from any thread."""
+        stages = [stage for _, stage in sorted(self._stages.items())]
+        parts = tuple(stage.describe().part for stage in stages)
+        return HostStatus(parts, tuple(stage.version for stage in stages), len(self._copies))
+
+    def max_payload_bytes(self, kind: str) -> int:
+        """0 for a kind that is not known. Safe from any thread."""
+        if kind in STATES_KINDS:
+            return MAX_HEAD_BYTES + 4 * self._settings.max_states * max(self._width, 2)
+        if kind in WEIGHTS_KINDS:
+            return MAX_HEAD_BYTES + STATE_TENSORS * self._trainable_bytes
+        if kind == "keep":
+            return MAX_HEAD_BYTES + self._num_adapter_bytes
+        return MAX_HEAD_BYTES if kind in (*PLAIN_KINDS, "machine", "load", "unload", "copy", "kept") else 0
+
+    def carry_out(self, kind: str, payload: bytes) -> bytes:
+        """The reply, which says where an order is refused."""
+        try:
+            return self._reply(kind, payload)
+        except _NotHeld as refusal:  # this process is another than the one that held it
+            return encode_bundle(Bundle({"gone": str(refusal)}))
+        except (PipelineError, PolicyError, MemoryBudgetError) as refusal:
+            logger.info("refused to %s: %s", kind, refusal)
+            return encode_bundle(Bundle({"refused": str(refusal)[:500]}))
+
+    def _reply(self, kind: str, payload: bytes) -> bytes:
+        if kind == "keep":
+            return self._keep(payload)
+        fields = Fields(decode_bundle(payload))
+        own: dict[str, Callable[[Fields], Bundle]] = {
+            "machine": self._machine, "load": self._load_ordered, "unload": self._unload
+        }  # fmt: skip
+        if kind in own:
+            return encode_bundle(own[kind](fields))
+        if kind == "kept":
+            return self._kept(fields)
+        stage = self._stage(fields.integer("slot"))
+        if kind == "copy":
+            return _copy_of(stage)
+        precision = _PRECISIONS.get(fields.text("precision"), "fp32") if kind in STATES_KINDS else "fp32"
+        bundle, is_states = stage_reply(stage, kind, fields, precision)
+        return encode_bundle(bundle, {"states": precision} if is_states else None)
+
+    def _stage(self, slot: int) -> Stage:
+        if slot not in self._stages:
+            raise _NotHeld(f"a stage must be loaded before it gets orders, got none at layer {slot}; load it")
+        return self._stages[slot]
+
+    def _machine(self, fields: Fields) -> Bundle:
+        """What the driver assigns layers by; the first time it is measured, which takes a second or two."""
+        if fields.flag("measure") and not self._speed and self._fixed is None:
+            self._speed = layers_per_s(self._base.folder, self._base.lora, self._base.device, self._base.dtype)
+        return Bundle(
+            {
+                "fingerprint": self._base.fingerprint,
+                "layers_per_s": self._speed,
+                "memory_bytes": available_bytes(self._base.device),
+                "is_fixed": self._fixed is not None,
+                "slots": sorted(self._stages),
+                "stops": [self._stages[slot].describe().part.stop for slot in sorted(self._stages)],
+            }
+        )
+
+    def _load_ordered(self, fields: Fields) -> Bundle:
+        part = part_of(fields)
+        content_hash = fields.text("content_hash") if fields.has("content_hash") else None
+        if self._fixed is not None and part != self._fixed:
+            raise PipelineError(
+                f"this machine was given layers [{self._fixed.start}, {self._fixed.stop}) by hand, got an order to load "
+                f"[{part.start}, {part.stop}); start `swarm stage` without --layers"
+            )
+        num_layers = len(self._cost.layer_bytes)
+        if not 0 <= part.start < part.stop <= num_layers:
+            raise PipelineError(f"a stage must hold some of {num_layers} layers, got [{part.start}, {part.stop})")
+        given_up = {part.start, *fields.integers("instead_of")}
+        for slot, stage in self._stages.items():
+            held = stage.describe().part
+            if slot not in given_up and held.start < part.stop and part.start < held.stop:
+                raise PipelineError(
+                    f"layers must be held once, got [{part.start}, {part.stop}) beside [{held.start}, {held.stop}); unload one"
+                )
+        for slot in given_up:
+            self._drop_stage(slot)
+        self._load(part, content_hash)
+        return Bundle(part_fields(part))
+
+    def _load(self, part: StagePart, content_hash: str | None = None) -> None:
+        """Fresh weights and optimizer."""
+        base = self._base
+        needed, room = least_bytes(self._cost, part), available_bytes(base.device)
+        if needed > room:
+            raise PipelineError(
+                f"layers [{part.start}, {part.stop}) must fit into memory, got {needed} bytes for {room} that are free"
+            )
+        try:
+            model = load_stage(
+                base.folder, part, lora=base.lora, device=base.device, dtype=base.dtype, content_hash=content_hash
+            )
+        except torch.OutOfMemoryError:
+            raise PipelineError(f"layers [{part.start}, {part.stop}) must fit into memory, got too little") from None
+        self._stages[part.start] = Stage(model, self._settings)
+        self._width = model.width
+        self._recount()
+
+    def _unload(self, fields: Fields) -> Bundle:
+        self._drop_stage(fields.integer("slot"))
+        return Bundle()
+
+    def _drop_stage(self, slot: int) -> None:
+        self._stages.pop(slot, None)
+        self._recount()
+
+    def _recount(self) -> None:
+        sizes = [math.prod(shape) for stage in self._stages.values() for shape in stage.describe().shapes.values()]
+        self._trainable_bytes = 4 * sum(sizes)
+
+    def _keep(self, payload: bytes) -> bytes:
+        """Kept as it came: whether it fits the stage is the business of whoever is rebuilt from it."""
+        fields = Fields(decode_bundle(payload))
+        slot = fields.integer("of")
+        self._copies.pop(slot, None)
+        most = self.max_payload_bytes("keep") - len(payload)
+        while len(self._copies) >= MAX_COPIES or sum(len(copy.payload) for copy in self._copies.values()) > most:
+            del self._copies[next(iter(self._copies))]  # the one renewed longest ago
+        self._copies[slot] = _Copy(payload)
+        return encode_bundle(Bundle())
+
+    def _kept(self, fields: Fields) -> bytes:
+        copy = self._copies.get(fields.integer("of"))
+        if copy is None:
+            raise PipelineError(f"a copy must have been given to be had back, got none of {fields.integer('of')}")
+        return copy.payload
+
+
+def _copy_of(stage: Stage) -> bytes:
+    """What a neighbour is to keep of a stage."""
+    tensors, rest = stage.state()
+    fields = {"of": stage.describe().part.start, "version": int(rest["policy_version"])}
+    return encode_bundle(Bundle(fields, {f"adapter/{name}": value for name, value in tensors["adapter"].items()}))

@@ -1,0 +1,316 @@
+"""A slice of a causal language model: layers [a, b) and, at the ends, embedding, final norm and head.
+
+The slice *is* the transformers model, built on `meta` from a configuration of b − a layers, its layers named by their
+place in the whole model. Masks, rotary embeddings, sliding windows and caches are the library's own; only the tensors of
+the slice are ever read.
+
+    token ids [B, L] ─embed─▶ hidden [B, L, W] ─layers a … b−1─▶ hidden [B, L, W] ─norm, head─▶ logits [.., V]
+
+Single tensors out of a folder of safetensors files: what a stage does not hold is never read.
+"""
+
+import copy
+import hashlib
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from swarm.adapters.adapter_state import adapter_parameters
+from swarm.config import LoraSection
+from swarm.errors import PipelineError
+from swarm.pipeline.model_shape import Layout, StagePart, adapter_targets, layout_of, on_meta, read_config
+from swarm.policy.base_folder import weight_files
+from swarm.policy.base_model import switch_dropout_off
+from swarm.policy.lora import attach_adapter
+from swarm.policy.quiet import quiet_libraries
+
+
+class WeightReader:
+    """Names are those in the files. Files with other tensors may be absent: a stage needs only its own."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the headers. Raises PolicyError without weight files, PipelineError for others than safetensors."""
+        self.num_bytes = 0
+        """Bytes of the tensors read so far."""
+        self._files: dict[str, Path] = {}
+        for path in weight_files(folder):
+            if path.suffix != ".safetensors":
+                raise PipelineError(
+                    f"a pipelined base must hold safetensors, got {path.name} in {folder}; convert it first"
+                )
+            try:
+                with safe_open(path, "pt") as file:
+                    self._files |= dict.fromkeys(file.keys(), path)
+            except (OSError, SafetensorError) as error:
+                raise _unreadable(path, error) from None
+
+    def names(self) -> set[str]:
+        """All that the files hold."""
+        return set(self._files)
+
+    def read(self, names: Iterable[str]) -> tuple[dict[str, Tensor], str]:
+        """(tensors by name, SHA-256 over names, types, shapes and contents). Raises PipelineError for what is absent.
+
+        Two folders give the same hash for the same tensors, however they are split into files.
+        """
+        tensors: dict[str, Tensor] = {}
+        digest = hashlib.sha256()
+        for name in sorted(set(names)):
+            path = self._files.get(name)
+            if path is None:
+                raise PipelineError(f"a stage's weights must be in the base's files, got no {name}; fetch it again")
+            try:
+                with safe_open(path, "pt") as file:
+                    tensor = file.get_tensor(name)
+            except (OSError, SafetensorError) as error:
+                raise _unreadable(path, error) from None
+            digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+            self.num_bytes += tensor.nbytes
+            tensors[name] = tensor
+        return tensors, digest.hexdigest()
+
+
+def _unreadable(path: Path, error: Exception) -> PipelineError:
+    return PipelineError(
+        f"a stage's weights must be readable, got {path}: {' '.join(str(error).split())[:200]}; fetch the model again"
+    )
+
+
+class StageModel:
+    """What `load_stage` returns: frozen with a LoRA adapter, or trainable as a whole."""
+
+    def __init__(
+        self,
+        part: StagePart,
+        config: Any,
+        shell: Any,
+        ends: Mapping[str, nn.Module],
+        trainable: dict[str, nn.Parameter],
+        content_hash: str,
+        adapted: Any = None,
+    ) -> None:
+        """`adapted` is the peft model around `shell`, the model of the slice's layers."""
+        self.part = part
+        self.trainable = trainable
+        """By the names of the whole model, or of its adapter, so that the stages' together are the single process's."""
+        self.content_hash = content_hash
+        """SHA-256 of the weights as read."""
+        self.width: int = config.hidden_size
+        self.num_model_layers: int = config.num_hidden_layers
+        self.vocab_size: int = config.vocab_size
+        self._config = config
+        self._layout = layout_of(config)
+        self._shell = shell
+        self._adapted = adapted
+        self._embedding, self._norm, self._head = (ends.get(name) for name in ("embedding", "norm", "head"))
+        self._decoder = getattr(shell, self._layout.decoder)
+        first = next(shell.parameters())
+        self.device, self.dtype = first.device, first.dtype
+
+    @property
+    def layer_prefix(self) -> str:
+        """What stands before the number of a layer in a name of `trainable`."""
+        return self._layout.layer_prefix
+
+    @property
+    def cache_token_bytes(self) -> int:
+        """Keys and values of one token in all layers of the slice."""
+        config = self._config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return 2 * heads * head_size * self.part.num_layers * self.dtype.itemsize
+
+    def mask_bytes(self, num_rows: int, num_new: int, num_past: int, *, is_padded: bool) -> int:
+        """What `run` takes for a mask over so many new and past columns, in float32; 0 where it needs none.
+
+        It grows with the square of the columns: of rows with padding, of several columns that follow others, and in models
+        with a sliding window.
+        """
+        config = self._shell.config
+        window = getattr(config, "sliding_window", None) if getattr(config, "layer_types", None) else None
+        is_masked = is_padded or num_past > 0 or (window is not None and num_new >= window)
+        return 4 * num_rows * num_new * (num_past + num_new) if is_masked and num_new > 1 else 0
+
+    def new_cache(self) -> transformers.DynamicCache:
+        """Empty keys and values for the layers of the slice."""
+        return transformers.DynamicCache(config=self._shell.config)
+
+    def adapter_off(self) -> AbstractContextManager[None]:
+        """Inside, the slice computes what the frozen base does. Raises PipelineError where all of it trains."""
+        if self._adapted is None and self.trainable:
+            raise PipelineError(
+                "the base's log-probs need a frozen base, got one that trains as a whole; set kl_coef = 0"
+            )
+        return nullcontext() if self._adapted is None else self._adapted.disable_adapter()
+
+    def run(
+        self, states: Tensor, left_padding: Tensor | None = None, cache: transformers.DynamicCache | None = None
+    ) -> Tensor:
+        """Hidden states [B, L, W] after the slice, from token ids [B, L] or hidden states [B, L, W] before it.
+
+        `left_padding` [B] counts the columns that no row may look at, those in `cache` included; padding on the right needs
+        no mask. Positions count real tokens only.
+        """
+        hidden = states.to(self.device)
+        if not hidden.is_floating_point():
+            if self._embedding is None:
+                raise PipelineError("token ids must go to a stage with the embedding, got one without; mend the route")
+            hidden = self._embedding(hidden)
+        num_rows, num_new = hidden.shape[:2]
+        num_past = cache.get_seq_length() if cache is not None else 0
+        columns = torch.arange(num_past, num_past + num_new, device=self.device)[None].expand(num_rows, -1)
+        mask = None
+        if left_padding is not None and bool(left_padding.any()):
+            padding = left_padding.to(self.device)[:, None]
+            mask = (torch.arange(num_past + num_new, device=self.device) >= padding).long()
+            columns = (columns - padding).clamp(min=0)
+        return self._decoder(
+            inputs_embeds=hidden.to(self.dtype),
+            attention_mask=mask,
+            position_ids=columns,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        ).last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., V] from hidden states [.., W] after the last layer."""
+        if self._head is None or self._norm is None:
+            raise PipelineError("logits must come from a stage with the head, got one without; mend the route")
+        return self._head(self._norm(hidden))
+
+    def num_parameters(self) -> int:
+        """Frozen ones included, each once."""
+        modules = [self._shell, *filter(None, (self._embedding, self._norm, self._head))]
+        return sum({id(p): p.numel() for module in modules for p in module.parameters()}.values())
+
+
+def load_stage(
+    folder: Path,
+    part: StagePart,
+    *,
+    lora: LoraSection | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    content_hash: str | None = None,
+) -> StageModel:
+    """Read the tensors of `part` and nothing else. Without `lora` all of them train.
+
+    The adapter has the names and the start that it has in the whole model: A from seed and name, B zero. A tied head is
+    the embedding itself where one stage has both, else a replica: in training the crew adds up the gradients of all copies
+    and every holder applies the sum, so they stay equal. With `content_hash` the weights must be the very same.
+    Raises PipelineError (unknown architecture, absent or other weights, no such layers) and PolicyError.
+    """
+    if lora is not None and lora.dropout:
+        raise PipelineError(
+            f"a pipelined adapter must have no dropout, got policy.lora.dropout = {lora.dropout}; set it to 0"
+        )
+    config = read_config(folder)
+    layout = layout_of(config)
+    if not 0 <= part.start < part.stop <= config.num_hidden_layers:
+        raise PipelineError(
+            f"a stage must hold some of {config.num_hidden_layers} layers, got [{part.start}, {part.stop}); assign anew"
+        )
+    shell, ends = _skeleton(config, layout, part)
+    reader = WeightReader(folder)
+    read_hash = _fill(shell, ends, reader, config, layout, device, dtype)
+    if content_hash is not None and read_hash != content_hash:
+        raise PipelineError(
+            f"weights of a stage must have the hash {content_hash}, got {read_hash} in {folder}; fetch the model again"
+        )
+    switch_dropout_off(shell)
+    shell.eval().requires_grad_(lora is None)
+    for module in ends.values():
+        module.eval().requires_grad_(lora is None)
+    if lora is None:
+        return StageModel(part, config, shell, ends, _all_parameters(shell, ends, config, layout), read_hash)
+    prefixes = tuple(f"{layout.layer_prefix}{index}." for index in range(part.start, part.stop))
+    own = tuple(name for name, _, _ in adapter_targets(folder, lora) if name.startswith(prefixes))
+    if not own:
+        return StageModel(part, config, shell, ends, {}, read_hash)
+    with quiet_libraries():
+        adapted = attach_adapter(shell, lora.model_copy(update={"targets": own})).eval()
+    return StageModel(part, config, shell, ends, dict(adapter_parameters(adapted)), read_hash, adapted)
+
+
+def _skeleton(config: Any, layout: Layout, part: StagePart) -> tuple[Any, dict[str, nn.Module]]:
+    """(model of the slice's layers, the ends it has), without weights."""
+    sliced = copy.deepcopy(config)
+    sliced.num_hidden_layers = part.num_layers
+    if getattr(sliced, "layer_types", None):
+        sliced.layer_types = config.layer_types[part.start : part.stop]
+    sliced.tie_word_embeddings = False
+    shell = on_meta(sliced, layout)
+    decoder = getattr(shell, layout.decoder)
+    named = nn.ModuleList()
+    for offset, layer in enumerate(getattr(decoder, layout.layers)):
+        named.add_module(str(part.start + offset), layer)  # the number it has in the whole model
+    setattr(decoder, layout.layers, named)
+    ends = {"embedding": getattr(decoder, layout.embedding)} if part.has_embedding else {}
+    if part.has_head:
+        ends |= {"norm": getattr(decoder, layout.norm), "head": getattr(shell, layout.head)}
+    for owner, name in ((decoder, layout.embedding), (decoder, layout.norm), (shell, layout.head)):
+        setattr(owner, name, nn.Identity())
+    return shell, ends
+
+
+def _fill(
+    shell: Any,
+    ends: Mapping[str, nn.Module],
+    reader: WeightReader,
+    config: Any,
+    layout: Layout,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> str:
+    """Put weights in place of `meta`; returns their hash."""
+    own = {name: name for name in shell.state_dict()}
+    of_ends = {
+        key: {suffix: f"{name}.{suffix}" for suffix in ends[key].state_dict()}
+        for key, name in _end_names(config, layout).items()
+        if key in ends
+    }
+    renamed = _file_names(reader, layout)
+    wanted = [renamed.get(name, name) for names in (own, *of_ends.values()) for name in names.values()]
+    tensors, digest = reader.read(wanted)
+    for module, names in ((shell, own), *((ends[key], names) for key, names in of_ends.items())):
+        found = {key: tensors[renamed.get(name, name)].to(device, dtype, copy=True) for key, name in names.items()}
+        try:
+            module.load_state_dict(found, assign=True)
+        except RuntimeError as error:
+            raise PipelineError(
+                f"a stage's weights must have the shapes of config.json, got {' '.join(str(error).split())[:200]}; "
+                "fetch the model again"
+            ) from None
+    if config.tie_word_embeddings and {"embedding", "head"} <= set(ends):
+        ends["head"].weight = ends["embedding"].weight
+    decoder = getattr(shell, layout.decoder)
+    rotary = type(getattr(decoder, layout.rotary))  # its frequencies are computed, not stored
+    setattr(decoder, layout.rotary, rotary(config=shell.config).to(device))
+    return digest
+
+
+def _end_names(config: Any, layout: Layout) -> dict[str, str]:
+    embedding = f"{layout.decoder}.{layout.embedding}"
+    head = embedding if config.tie_word_embeddings else layout.head
+    return {"embedding": embedding, "norm": f"{layout.decoder}.{layout.norm}", "head": head}
+
+
+def _file_names(reader: WeightReader, layout: Layout) -> dict[str, str]:
+    """{name in the model: name in the files} where they differ."""
+    new, old = f"{layout.head}.weight", f"{layout.old_head}.weight"
+    return {new: old} if old in reader.names() else {}
+
+
+def _all_parameters(shell: Any, ends: Mapping[str, nn.Module], config: Any, layout: Layout) -> dict[str, nn.Parameter]:
+    found = dict(shell.named_parameters())
+    for key, name in _end_names(config, layout).items():
+        if key in ends:
+            found |= {f"{name}.{suffix}": parameter for suffix, parameter in ends[key].named_parameters()}
+    return found

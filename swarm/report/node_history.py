@@ -1,0 +1,181 @@
+"""What one node did so far, read from its metrics.jsonl while it grows, over restarts of the node.
+
+The file may be somebody else's: time and memory are linear in its bytes, whatever it holds, and these are bounded.
+"""
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import IO, Any
+
+from swarm.machine.safe_files import open_to_read, parse_json
+
+Row = dict[str, Any]
+MAX_BYTES = 64 << 20
+"""That are read of one file at once, the newest; some 40,000 rounds."""
+MAX_ROW_BYTES = 1 << 20
+"""A longer row is left out; nodes write a few thousand bytes."""
+MAX_REASONS = 256
+"""For which records were rejected; a node has some thirty."""
+PHASES = ("start", "interval", "end")
+"""Of evaluations, in the order in which one round may have several."""
+_KEPT = (
+    "round", "time_s", "rollout/reward_mean", "rollout/tokens", "rollout/tokens_per_s", "time/rollout_s", "train/entropy",
+    "train/staleness_mean", "merge/merges_total", "merge/partner", "merge/partner_share", "merge/clipped_share",
+    "merge/drift", "merge/lag_steps", "merge/last_step_s",
+)  # fmt: skip
+"""Numbers and names that are kept of every round; of the last one all is kept."""
+_KEPT_OF_EVALUATION = ("round", "phase", "accuracy_mean", "accuracy")
+
+_COUNTERS = (
+    "exchange/bytes_sent",
+    "exchange/bytes_received",
+    "exchange/records_published",
+    "exchange/records_admitted",
+)
+
+
+class NodeHistory:
+    """Rounds and evaluations in order, without those that a restart from a checkpoint has undone."""
+
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._offset = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.rounds: list[Row] = []
+        """Their numbers rise. What is kept of each is named above."""
+        self.last_round: Row = {}
+        """The last row of a round, with all that it says."""
+        self._evaluations: dict[str, list[Row]] = {phase: [] for phase in PHASES}
+        self.end: Row | None = None
+        """Row of the last orderly end, None while the node runs or when it was killed."""
+        self.final_merge: Row | None = None
+        """Row of the last merge of all that ended together."""
+        self.totals: Counter[str] = Counter()
+        """Sums of counters over all processes of the node; each process counts from zero."""
+        self.rejected: Counter[str] = Counter()
+        """{reason: records} over all processes."""
+        self._last_counts: dict[str, float] = {}
+
+    def refresh(self) -> None:
+        """Read what was appended since the last call. A line still being written is left for the next one.
+
+        Raises OSError where it is no regular file.
+        """
+        try:
+            with open_to_read(self._path) as file:
+                size = file.seek(0, os.SEEK_END)
+                if size < self._offset:  # a restart has cut off a torn line, or begun a new file
+                    self._offset = 0
+                    self._forget()
+                if size - self._offset > self._max_bytes:  # of a longer file only the end is read
+                    self._offset = size - self._max_bytes
+                    file.seek(self._offset)
+                    self._offset += _pass_line(file)
+                self._read(file, size)
+        except FileNotFoundError:
+            return
+
+    def _read(self, file: IO[bytes], size: int) -> None:
+        """All whole rows up to `size`."""
+        file.seek(self._offset)
+        while self._offset < size:
+            line = file.readline(MAX_ROW_BYTES)
+            num_bytes = len(line)
+            if not line.endswith(b"\n"):
+                if num_bytes < MAX_ROW_BYTES:
+                    return  # still being written
+                num_bytes += _pass_line(file)
+                line = b""
+            self._offset += num_bytes
+            try:
+                self._add(parse_json(line))
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+                continue  # damaged, too long, or not written by a node: that row is lost
+
+    @property
+    def round(self) -> int:
+        return self.rounds[-1]["round"] if self.rounds else 0
+
+    @property
+    def evaluations(self) -> list[Row]:
+        """In order of their rounds."""
+        return sorted((row for rows in self._evaluations.values() for row in rows), key=lambda row: row["round"])
+
+    @property
+    def rewards(self) -> list[float]:
+        """Mean reward of each round."""
+        return [row["rollout/reward_mean"] for row in self.rounds]
+
+    def smoothed_rewards(self, window_rounds: int) -> list[float]:
+        """Mean over the last `window_rounds` rounds, at each round."""
+        rewards = self.rewards
+        spans = [rewards[max(0, i + 1 - window_rounds) : i + 1] for i in range(len(rewards))]
+        return [sum(span) / len(span) for span in spans]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """While sampling, over all rounds."""
+        duration_s = sum(row["time/rollout_s"] for row in self.rounds)
+        return sum(row["rollout/tokens"] for row in self.rounds) / duration_s if duration_s else 0.0
+
+    def accuracy(self, *phases: str) -> Row | None:
+        """Latest evaluation row of these phases (all if none is named)."""
+        rows = [row for row in self.evaluations if not phases or row["phase"] in phases]
+        return rows[-1] if rows else None
+
+    def _add(self, row: Row) -> None:
+        kind, number = row["kind"], row["round"]
+        if type(number) is not int:
+            raise TypeError("rounds are counted")
+        if kind == "end":
+            self.end = row
+        elif kind == "final_merge":
+            self.final_merge = row
+        elif kind == "evaluation":
+            self.end = None
+            rows = self._evaluations[row["phase"]]
+            _drop_from(rows, number)
+            for earlier in rows[-1:]:  # only the last one tells of each source
+                earlier.pop("accuracy", None)
+            rows.append({key: row[key] for key in _KEPT_OF_EVALUATION})
+        elif kind == "round":
+            self.end = None
+            self._count(row)
+            for rows in (self.rounds, *self._evaluations.values()):  # it restarted from the checkpoint before it
+                _drop_from(rows, number)
+            self.rounds.append({key: row[key] for key in _KEPT if isinstance(row.get(key), int | float | str)})
+            self.last_round = row
+
+    def _count(self, row: Row) -> None:
+        counts: dict[str, float] = {name: row.get(name, 0) for name in _COUNTERS}
+        counts |= {f"rejected {reason}": count for reason, count in row.get("exchange/rejected", {}).items()}
+        is_new_process = any(counts.get(name, 0) < last for name, last in self._last_counts.items())
+        for name, count in counts.items():
+            increase = count if is_new_process else count - self._last_counts.get(name, 0)
+            if name.startswith("rejected "):
+                reason = name.removeprefix("rejected ")
+                if reason in self.rejected or len(self.rejected) < MAX_REASONS:
+                    self.rejected[reason] += int(increase)
+            else:
+                self.totals[name] += int(increase)
+        self._last_counts = counts
+
+
+def _drop_from(rows: list[Row], number: int) -> None:
+    """Drop the rows of round `number` and later ones, which are the last."""
+    while rows and rows[-1]["round"] >= number:
+        rows.pop()
+
+
+def _pass_line(file: IO[bytes]) -> int:
+    """Read up to the end of the line, keeping nothing; returns how many bytes that were."""
+    num_bytes = 0
+    while part := file.readline(MAX_ROW_BYTES):
+        num_bytes += len(part)
+        if part.endswith(b"\n"):
+            break
+    return num_bytes

@@ -1,0 +1,96 @@
+"""Passes headers on between nodes that cannot reach each other, and reads none of them: no tasks, no model, no bodies.
+
+topics of the shards ─ HeaderJudge (all that needs no tasks) ─ passed on by the gossip plane
+Directory: listed for newcomers with the address of its gossip; the levels of those listed tell which shards there are
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from swarm.admission.admission import HeaderAdmission
+from swarm.config import SharingSection
+from swarm.network.transport import Transport, Verdict
+from swarm.observability.repeat import repeat
+from swarm.records.identity import Identity
+from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.sharing.directory import Directory
+from swarm.sharing.header_judge import HeaderJudge
+from swarm.sharing.index import Shard, experience_topic, shard_of
+from swarm.tasks.task_source import FIRST_TRAINING_SEED
+from swarm.types import TaskRef
+
+MAX_SHARDS = 32
+"""All of a swarm of some 3,000 nodes. In a larger one each carrier has others; a peer may be in 64 topics at most."""
+
+
+class Carrier:
+    """Of one bootstrap peer. Runs on its loop; `work` does the work."""
+
+    def __init__(self, sharing: SharingSection, swarm_id: str, identity: Identity, transport: Transport) -> None:
+        self._swarm_id = swarm_id
+        self._transport = transport
+        admission = HeaderAdmission(sharing, swarm_id, identity.peer_id, check_not_held_out, transport.now)
+        self._judge = HeaderJudge(swarm_id, admission, sharing.max_age_s, transport.now)
+        self._directory = Directory(swarm_id, identity, transport, lambda: 0, stays_widest=True)
+        self._carried: set[Shard] = set()
+        self.num_carried = 0
+        """Headers that were passed on."""
+
+    @property
+    def shards(self) -> frozenset[Shard]:
+        """Those whose headers are passed on at this moment."""
+        return frozenset(self._carried)
+
+    @property
+    def rejected(self) -> Counter[str]:
+        """Headers that were not passed on, by reason."""
+        return self._judge.rejected
+
+    def work(self, on_failure: Callable[[], None]) -> Coroutine[Any, Any, None]:
+        """What runs from the transport's start to its stop. Ends only when cancelled, or raises what is a bug."""
+        self._follow({})
+        return repeat(self._turn, on_failure=on_failure)
+
+    async def _turn(self) -> None:
+        pause_s = await self._directory.turn()
+        if self._directory.levels:  # else the index did not answer, or nobody is there yet
+            self._follow(self._directory.levels)
+        await asyncio.sleep(pause_s)
+
+    def _follow(self, levels: Mapping[int, int]) -> None:
+        shards = shards_to_carry(self._swarm_id, self._transport.peer_id, levels)
+        for shard in self._carried - shards:
+            self._transport.unsubscribe(experience_topic(self._swarm_id, shard))
+        for shard in shards - self._carried:
+            self._transport.subscribe(experience_topic(self._swarm_id, shard), self._handler(shard))
+        self._carried = shards
+
+    def _handler(self, shard: Shard) -> Callable[[str, bytes], Verdict]:
+        def judge(forwarder: str, record: bytes) -> Verdict:
+            verdict, _ = self._judge.judge_gossip(shard, record)
+            self.num_carried += verdict is Verdict.ACCEPT
+            return verdict
+
+        return judge
+
+
+def check_not_held_out(ref: TaskRef) -> None:
+    """All that can be said of a task without knowing its source. Raises InvalidRecord with HELD_OUT_TASK."""
+    if ref.seed < FIRST_TRAINING_SEED:
+        raise InvalidRecord(Rejection.HELD_OUT_TASK, f"stream {ref.seed}")
+
+
+def shards_to_carry(swarm_id: str, peer_id: str, levels: Mapping[int, int]) -> set[Shard]:
+    """At most MAX_SHARDS, from {level: members that are at it}: the widest one, then level by level, most members first.
+
+    Of a level with more shards than that a carrier takes those around a place of its own, so that several share them out.
+    """
+    chosen = {Shard(0, 0)}
+    for level in sorted(levels, key=lambda level: (-levels[level], level)):
+        own = shard_of(swarm_id, peer_id, level, 0.0).number
+        for step in range(min(1 << level, MAX_SHARDS)):
+            if len(chosen) < MAX_SHARDS:
+                chosen.add(Shard(level, own ^ step))
+    return chosen

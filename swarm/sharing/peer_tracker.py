@@ -1,0 +1,202 @@
+"""What one node knows of the others: whatever it sees of an author is told here, once, and comes to all who need it.
+
+presence ────────────┐             ┌─ Reputation ──── bans, and with it
+header heard ────────┤             ├─ AuthorShares ── how much of what is read each author gets
+body admitted ───────┼─▶ KnownAuthors ─ Usefulness ─ which header, where `sharing.choice` is informative
+body turned away ────┘             ├─ Beacons ─────── what the own next tasks follow from
+                                   ├─ CheckingTurns ─ whose body is checked next, by the time that earlier ones took
+                                   └─ Acquaintances ─ for people to look at
+
+What this node has seen of each peer itself: when last, of which policy, what was admitted of it and what was not.
+
+For people to look at: nothing here decides about anybody, which is the Reputation's part.
+"""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from swarm.admission.checking_turns import CheckingTurns
+from swarm.config import SharingSection
+from swarm.limits.bounded_maps import FairMap
+from swarm.pool.success_levels import SuccessLevel, has_success
+from swarm.records.rejection import Rejection
+from swarm.sharing.publisher import Beacons, Evidence
+from swarm.sharing.reputation import AddressGroups, AuthorShares, Reputation, SeenAt
+from swarm.sharing.usefulness import Usefulness
+from swarm.tasks.task_mixture import owns_stream
+from swarm.types import Header, RolloutGroup
+
+MAX_PEERS = 256
+REWARD_WINDOW_S = 1800.0
+"""How long a group counts as recent, ..."""
+_MAX_RECENT_GROUPS = 64
+"""... of at most so many per author: with rewards of 0 or 1 their mean is right to about ±0.06."""
+
+
+class RecentRewards:
+    """Mean reward of the groups of one author in the last half hour, the newest 64 of them."""
+
+    def __init__(self) -> None:
+        self._rewards: deque[tuple[float, float]] = deque(maxlen=_MAX_RECENT_GROUPS)  # (when, mean of a group)
+
+    def add(self, groups: Sequence[RolloutGroup], now: float) -> None:
+        self._rewards.extend((now, group.mean_reward) for group in groups)
+
+    def mean(self, now: float) -> tuple[float | None, int]:
+        """And of how many groups; None where there are none."""
+        while self._rewards and self._rewards[0][0] < now - REWARD_WINDOW_S:
+            self._rewards.popleft()
+        count = len(self._rewards)
+        return (sum(reward for _, reward in self._rewards) / count if count else None), count
+
+
+@dataclass(slots=True)
+class Acquaintance:
+    """One peer, as seen from here since this process began."""
+
+    last_seen_at: float = 0.0
+    """Swarm time of its last presence, header or body."""
+    lineage: str = ""
+    """Of the policy of its newest header; empty before the first one."""
+    policy_version: int | None = None
+    groups_admitted: int = 0
+    records_rejected: int = 0
+    rewards: RecentRewards = field(default_factory=RecentRewards)
+    """As recomputed here."""
+
+
+class Acquaintances:
+    """Of at most so many peers: where there are more, those of whom nothing was admitted are forgotten first, as names cost
+    nothing. Runs on the node's loop."""
+
+    def __init__(self, clock: Callable[[], float], max_peers: int = MAX_PEERS) -> None:
+        """`max_peers`: 0 where nobody will look."""
+        self._clock = clock
+        self._max_peers = max_peers
+        self._peers: OrderedDict[str, Acquaintance] = OrderedDict()
+        self.own_rewards = RecentRewards()
+        """Of what this node shared, to compare with what others shared."""
+
+    def seen(self, peer_id: str) -> None:
+        """It has listed itself."""
+        self._note(peer_id)
+
+    def heard(self, header: Header) -> None:
+        """A header of it is valid."""
+        peer = self._note(header.author)
+        peer.lineage, peer.policy_version = header.lineage.policy, header.policy_version
+
+    def admitted(self, header: Header, groups: Sequence[RolloutGroup], num_new: int) -> None:
+        """`groups`: those of a body that carry signal, which are all that an honest node shares; `num_new` were not known."""
+        peer = self._note(header.author)
+        peer.groups_admitted += num_new
+        peer.rewards.add(groups if num_new else (), self._clock())
+
+    def rejected(self, author: str) -> None:
+        """A body that it announced was turned away, or could not be had."""
+        self._note(author).records_rejected += 1
+
+    def shared(self, groups: Sequence[RolloutGroup]) -> None:
+        """This node offers `groups`."""
+        self.own_rewards.add([group for group in groups if group.has_signal], self._clock())
+
+    def last_seen_first(self) -> list[tuple[str, Acquaintance]]:
+        return sorted(self._peers.items(), key=lambda item: -item[1].last_seen_at)
+
+    def _note(self, peer_id: str) -> Acquaintance:
+        peer = self._peers.pop(peer_id, None) or Acquaintance()
+        peer.last_seen_at = self._clock()
+        self._peers[peer_id] = peer
+        if len(self._peers) > self._max_peers:
+            others = (name for name, one in self._peers.items() if not one.groups_admitted and name != peer_id)
+            del self._peers[next(others, next(iter(self._peers)))]
+        return peer
+
+
+_NO_SUCCESS = 2.0
+"""Of a bad body, for each group without a success, where all groups of its author are such: as for unlikely answers."""
+_GROUP_MEMORY = 0.9
+"""Weight of the earlier groups of an author when a new one arrives (exponential decay)."""
+_PRIOR_GROUPS = 2.0
+"""An author starts as if it had sent so many groups that lack no more successes than own groups."""
+_MAX_AUTHORS = 1024
+_OTHER_STREAM = 0.5
+"""Of a bad body: its tasks are not of the author's own streams. Either an older version, or it chose them."""
+_OF_BEACON = {Evidence.MISSING: 0.1, Evidence.BROKEN: 0.5}
+"""Of a bad body: its tasks may have been known ahead, or chosen."""
+
+
+class KnownAuthors:
+    """Of one node. Told on its loop; the reputation, the usefulness and `beacons.current` may be read from any thread."""
+
+    def __init__(
+        self,
+        config: SharingSection,
+        own_peer_id: str,
+        clock: Callable[[], float],
+        *,
+        path: Path | None = None,
+        max_shown: int = MAX_PEERS,
+        seen_at: SeenAt = lambda peer_id: (),
+    ) -> None:
+        """`clock`: swarm time. `path`: where the reputation outlives the process. `max_shown`: 0 where nobody will look.
+
+        `seen_at`: tells strangers of different networks apart; without it all strangers count as one network.
+        """
+        self.reputation = Reputation(config.reputation_half_life_s, clock, path)
+        self.shares = AuthorShares(self.reputation, config.max_share_of_strangers, AddressGroups(seen_at))
+        self.beacons = Beacons(own_peer_id, clock, self.reputation.is_known, self.reputation.has_known)
+        self.turns = CheckingTurns(self.reputation.is_known)
+        self.acquaintances = Acquaintances(clock, max_shown)
+        is_informative = config.choice == "informative"
+        self.usefulness = Usefulness(config.max_age_s, clock, self.reputation.weight) if is_informative else None
+        self._lacking: FairMap[str, tuple[float, float]] = FairMap(_MAX_AUTHORS, is_known=self.reputation.is_known)
+        """{author: (groups without a success beyond what own groups have, groups)}, earlier ones fading."""
+        self.beacon_evidence: Counter[str] = Counter()
+        """Bodies admitted, by what the beacon of their header said of their tasks."""
+
+    def present(self, peer_id: str) -> None:
+        """It has listed itself."""
+        self.acquaintances.seen(peer_id)
+
+    def heard(self, header: Header) -> None:
+        """A valid header of it came in, for the first time."""
+        self.shares.heard(header.author)
+        self.beacons.note(header)
+        self.acquaintances.heard(header)
+
+    def admitted(self, header: Header, groups: Sequence[RolloutGroup]) -> None:
+        """The body of `header` held what was promised: all `groups` of it."""
+        author = header.author
+        self.reputation.admitted(author)
+        if not all(owns_stream(group.author, group.task.seed) for group in groups):
+            self.reputation.hint(author, _OTHER_STREAM)
+        evidence = self.beacons.judge(header)
+        self.beacon_evidence[evidence.value] += 1
+        if evidence in _OF_BEACON:
+            self.reputation.hint(author, _OF_BEACON[evidence])
+        if not all(group.has_signal for group in groups):
+            self.reputation.refused(author, Rejection.NO_SIGNAL)
+
+    def judged(self, groups: Sequence[RolloutGroup], level: Callable[[str], SuccessLevel]) -> None:
+        """`groups` with signal were admitted; `level`: what a group of a source must reach to be a good example here.
+
+        Own groups without a success are normal. What counts against an author is how much more often its groups lack one.
+        """
+        for group in groups:
+            expected = level(group.task.source)
+            lacks_one = not has_success(group, expected)
+            surplus, num_groups = self._lacking.get(group.author) or (0.0, 0.0)
+            surplus = _GROUP_MEMORY * surplus + lacks_one - expected.lack
+            num_groups = _GROUP_MEMORY * num_groups + 1
+            self._lacking.add(group.author, group.author, (surplus, num_groups))
+            if lacks_one and surplus > 0:
+                self.reputation.hint(group.author, _NO_SUCCESS * surplus / (num_groups + _PRIOR_GROUPS))
+
+    def refused(self, author: str, reason: Rejection) -> bool:
+        """A body of it was turned away. Returns whether the author is banned now, for that."""
+        if reason is not Rejection.STRANGERS_BUSY:  # which says nothing about it
+            self.acquaintances.rejected(author)
+        return self.reputation.refused(author, reason)
