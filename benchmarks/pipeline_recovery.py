@@ -25,7 +25,7 @@ from swarm.config import LoraSection
 from swarm.pipeline.commands import StageSettings
 from swarm.pipeline.driver.pipelined_policy import LossOf, PipelinedPolicy
 from swarm.pipeline.driver.recovery import NeighbourCopy, Recovery, Strategy, rebuild_stage, take_copies
-from swarm.pipeline.driver.stage_group import Crew, CrewSettings
+from swarm.pipeline.driver.stage_group import CrewSettings, StageGroup
 from swarm.pipeline.model_shape import stage_parts
 from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage.stage_model import load_stage
@@ -58,12 +58,12 @@ class Task:
 
 
 @asynccontextmanager
-async def open_crew(states: Sequence[Any] = ()) -> AsyncIterator[tuple[Crew, PipelinedPolicy]]:
+async def open_crew(states: Sequence[Any] = ()) -> AsyncIterator[tuple[StageGroup, PipelinedPolicy]]:
     """(crew, policy) with fresh stages, or stages that continue from `states`."""
     stages = [new_stage(index) for index in range(len(SIZES))]
     for stage, state in zip(stages, states, strict=False):
         stage.restore(*copy.deepcopy(state))
-    crew = Crew([InProcessLink(stage) for stage in stages], CrewSettings())
+    crew = StageGroup([InProcessLink(stage) for stage in stages], CrewSettings())
     await crew.start()
     try:
         yield crew, PipelinedPolicy(crew, pad_token_id=0)
@@ -80,7 +80,7 @@ def new_stage(index: int) -> Stage:
     return Stage(model, StageSettings())
 
 
-async def train(crew: Crew, policy: PipelinedPolicy, task: Task, rng: random.Random, num_steps: int) -> None:
+async def train(crew: StageGroup, policy: PipelinedPolicy, task: Task, rng: random.Random, num_steps: int) -> None:
     for _ in range(num_steps):
         parts = task.parts(rng)
         await policy.accumulate(parts, mean_loss(parts))

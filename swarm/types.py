@@ -218,7 +218,7 @@ class Appointment:
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class MeetResult:
     """What came of an appointment."""
 
     partner: Partner | None

@@ -20,7 +20,7 @@ import torch
 
 from swarm.config import MergingSection, NetworkSection
 from swarm.merging.exchange.merge_exchange import MergeExchange
-from swarm.merging.exchange.recent_partners import Patience
+from swarm.merging.exchange.recent_partners import MergeTimeouts
 from swarm.merging.merger import Merger, MergeSchedule
 from swarm.network.make_transport import make_transport
 from swarm.records.identity import load_or_create
@@ -56,7 +56,7 @@ class _Node:
         transport = make_transport(network, identity, folder, EntryValidator(SWARM_ID))
         assert transport is not None
         self.transport = transport
-        patience = Patience(config.search_s, config.request_timeout_s, config.min_bytes_per_s)
+        patience = MergeTimeouts(config.search_s, config.request_timeout_s, config.min_bytes_per_s)
         self._exchange = MergeExchange(patience, SWARM_ID, identity, transport, random.Random(identity.peer_id))
         self._merger = Merger(config, LINEAGE, 2.0, start, MergeSchedule(config, None, 0), self._exchange)
         generator = torch.Generator().manual_seed(sum(identity.peer_id.encode()))

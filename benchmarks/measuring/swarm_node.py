@@ -29,7 +29,7 @@ from swarm.records.identity import load_or_create
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
-from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.sharing.peer_tracker import PeerTracker
 from swarm.types import RolloutGroup
 
 SWARM_ID = "5e" * 16
@@ -119,7 +119,7 @@ class ExchangeNode:
         self._exchange = Exchange(
             sharing, network, SWARM_ID, self._identity, self.transport, admission, self._pool, bodies,
             lambda: self._pool.next_number("header"), self._rng,
-            KnownAuthors(sharing, self._identity.peer_id, clock, max_shown=0),
+            PeerTracker(sharing, self._identity.peer_id, clock, max_shown=0),
         )  # fmt: skip
         bodies.serve_on(self.transport)
         self._groups: list[RolloutGroup] = []

@@ -15,8 +15,8 @@ from swarm.engine.make_engine import make_engine
 from swarm.policy.logprobs import token_logprobs
 from swarm.policy.policy import load_policy
 from swarm.rollouts.worker import RolloutWorker
-from swarm.training.experience import ExperienceTranslator
-from swarm.training.policy_optimizer import AdapterSteps
+from swarm.training.experience import RolloutConverter
+from swarm.training.policy_optimizer import LocalOptimizer
 from swarm.training.trainer import Trainer
 from swarm.types import Task, TaskRef
 
@@ -32,10 +32,10 @@ class Node:
         self._end_ids = self._policy.eos_token_ids
         self._policy.eos_token_ids = (-1,)  # lengths are given
         self._worker = RolloutWorker(rollouts, self._policy, make_engine(self._policy, rollouts), "me")
-        self._translator = ExperienceTranslator(self._policy, 0.0, length)
+        self._translator = RolloutConverter(self._policy, 0.0, length)
         training = TrainingSection(mask_truncated=False, groups_per_step=0)
         self._trainer = Trainer(
-            training, self._policy, AdapterSteps(training, self._policy), temperature=1.0, max_new_tokens=length
+            training, self._policy, LocalOptimizer(training, self._policy), temperature=1.0, max_new_tokens=length
         )
         order = itertools.count()
         self._tasks = [

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from swarm.limits.token_bucket import TokenBucket
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.tasks.sandboxed_verifier import FencedVerifier, Overrun
+from swarm.tasks.sandboxed_verifier import Overrun, SandboxedVerifier
 from swarm.tasks.task_mixture import TaskMixture, score
 from swarm.tasks.task_source import FIRST_TRAINING_SEED, TaskFailure, UnknownTask, prompt_digest
 from swarm.types import RolloutGroup, Task, TaskRef
@@ -58,7 +58,7 @@ class VerificationBudget:
             self._buckets.popitem(last=False)
 
 
-class MixtureJudge:
+class RewardVerifier:
     """The TaskJudge of admission, over the node's own task sources."""
 
     def __init__(
@@ -67,7 +67,7 @@ class MixtureJudge:
         clock: Callable[[], float] = time.monotonic,
         is_known: Callable[[str], bool] = lambda author: False,
         *,
-        fence: FencedVerifier | None,
+        fence: SandboxedVerifier | None,
     ) -> None:
         """`clock`: seconds, never backwards; times the verifiers. `is_known`: whether an author is no stranger.
 
@@ -97,7 +97,7 @@ class MixtureJudge:
         except TaskFailure as failure:
             raise InvalidRecord(Rejection.TASK_FAILED, str(failure)) from None
 
-    def _fenced(self, fence: FencedVerifier, group: RolloutGroup) -> tuple[float, ...]:
+    def _fenced(self, fence: SandboxedVerifier, group: RolloutGroup) -> tuple[float, ...]:
         self.check_known(group.task)
         self._budget.check(group.author)
         started_at = self._clock()

@@ -16,13 +16,13 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from swarm.limits.connection_slots import FairPlaces
+from swarm.limits.connection_slots import ConnectionSlots
 
 MAX_STREAMS = 32
 SEND_TIMEOUT_S = 20.0
 
 
-class EventPlaces(FairPlaces):
+class EventPlaces(ConnectionSlots):
     """The places of a page's event streams. A new stream always gets one: the address that holds most loses its oldest.
 
     Nobody can therefore keep others out by holding streams, also not at the same address, which all programs of a machine

@@ -10,8 +10,8 @@ from swarm.policy.policy import Policy, load_policy
 from swarm.rollouts.worker import RolloutBatch, RolloutWorker
 from swarm.tasks.task_cursor import TaskCursor
 from swarm.tasks.task_mixture import TaskMixture, training_seed
-from swarm.training.experience import ExperienceTranslator, TrainingGroup
-from swarm.training.policy_optimizer import AdapterSteps
+from swarm.training.experience import RolloutConverter, TrainingGroup
+from swarm.training.policy_optimizer import LocalOptimizer
 from swarm.training.trainer import Trainer
 from swarm.types import Task
 
@@ -25,7 +25,7 @@ class BareLearner:
         self.policy: Policy = load_policy(config.policy, device="cpu")
         self._mixture = mixture or TaskMixture(config.tasks)
         self._worker = RolloutWorker(config.rollouts, self.policy, make_engine(self.policy, config.rollouts), author)
-        self._steps = AdapterSteps(config.training, self.policy)
+        self._steps = LocalOptimizer(config.training, self.policy)
         self._trainer = Trainer(
             config.training,
             self.policy,
@@ -33,7 +33,7 @@ class BareLearner:
             temperature=config.rollouts.temperature,
             max_new_tokens=config.rollouts.max_new_tokens,
         )
-        self._translator = ExperienceTranslator(
+        self._translator = RolloutConverter(
             self.policy,
             config.sharing.likelihood_floor_quantile,
             config.rollouts.max_new_tokens,
@@ -72,5 +72,5 @@ class BareLearner:
         return self._worker.evaluate(tasks, temperature=1.0, seed=self._seed)
 
     def reset_moments(self, names: Iterable[str]) -> None:
-        """As `AdapterSteps.reset_moments`."""
+        """As `LocalOptimizer.reset_moments`."""
         self._steps.reset_moments(names)

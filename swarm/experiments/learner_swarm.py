@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from swarm.admission.admission import Admission, Vocabulary
-from swarm.admission.reward_verifier import MixtureJudge
+from swarm.admission.reward_verifier import RewardVerifier
 from swarm.config import Config, PolicySection
 from swarm.experiments.memory_exchange import MemoryExchange, MemoryReader
 from swarm.node.learner import Learner
@@ -54,7 +54,7 @@ class GroupReader(Protocol):
     def pull(self, num_groups: int) -> None: ...
 
     def hint(self, author: str, bad: float) -> None:
-        """As of the ExperienceTranslator."""
+        """As of the RolloutConverter."""
         ...
 
 
@@ -191,7 +191,7 @@ def _plain_reader(door: Door, usefulness: Usefulness | None = None) -> MemoryRea
         config.sharing,
         config.swarm_id,
         door.identity.peer_id,
-        MixtureJudge(door.mixture, fence=None),
+        RewardVerifier(door.mixture, fence=None),
         door.vocabulary,
         door.clock,
     )

@@ -11,7 +11,7 @@ class NoPlace(Exception):
     """All places are taken, and nobody holds more than would be fair."""
 
 
-class FairPlaces:
+class ConnectionSlots:
     """At most `max_places`. Where all are taken, the address that holds most gives up its oldest one.
 
     The addresses of one IPv6 network (/48) count as one: whoever rents a machine has 2^64 of them.

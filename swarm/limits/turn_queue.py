@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Hashable
 
 
-class Turns:
+class FairRateLimiter:
     """At once while there are any left of a burst, then one address after the other. For one loop."""
 
     def __init__(self, per_second: float, burst: int) -> None:

@@ -35,7 +35,7 @@ from swarm.errors import MergeError
 from swarm.merging.outer_optimizer import Adapter
 from swarm.merging.pairer import BoundOnStrangers, FinalPairer
 from swarm.merging.robust import NormClip, Scores, StrangerBudget, is_clearly_better
-from swarm.types import Appointment, Met, Partner, Seats, Snapshot
+from swarm.types import Appointment, MeetResult, Partner, Seats, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class FinalMerge:
             reason = self._take(meeting, met, met.partner, peer_id in self._strangers)
         self._reasons[reason or ("merged" if meeting.takes else "given")] += 1
 
-    def _take(self, meeting: Meeting, met: Met, partner: Partner, is_stranger: bool) -> str:
+    def _take(self, meeting: Meeting, met: MeetResult, partner: Partner, is_stranger: bool) -> str:
         """Why not; empty where the mean of both is the own one now."""
         try:
             theirs = self._wire.open(partner.snapshot)

@@ -18,7 +18,7 @@ from swarm.merging.exchange.adapter_donor import AdapterDonor
 from swarm.merging.exchange.final_meeting import FinalMeeting
 from swarm.merging.exchange.merge_exchange import MergeExchange
 from swarm.merging.exchange.newcomer import COUNT, Newcomer, WantedAdapter
-from swarm.merging.exchange.recent_partners import Patience
+from swarm.merging.exchange.recent_partners import MergeTimeouts
 from swarm.merging.policy_merging import MergeLinks
 from swarm.network.transport import Transport
 from swarm.node.learner import Learner
@@ -64,7 +64,7 @@ class NodeMerging:
         what is known of other peers.
         """
         merging, swarm_id = config.merging, config.swarm_id
-        patience = Patience(merging.search_s, merging.request_timeout_s, merging.min_bytes_per_s)
+        patience = MergeTimeouts(merging.search_s, merging.request_timeout_s, merging.min_bytes_per_s)
         rng = random.Random(f"merging/{identity.peer_id}")
         self._precision = merging.precision
         self._patience = patience

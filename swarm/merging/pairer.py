@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Protocol
 
-from swarm.types import Appointment, Met, Outcome, Seats, Snapshot
+from swarm.types import Appointment, MeetResult, Outcome, Seats, Snapshot
 
 BoundOnStrangers = Callable[[Collection[str]], tuple[Collection[str], float]]
 """Which of these peers are strangers, and the largest part that all of these together may have of an adapter."""
@@ -36,6 +36,6 @@ class FinalPairer(Protocol):
         """Who takes part in the next final merge, this node alone where nobody else came."""
         ...
 
-    def meet(self, appointment: Appointment) -> "Future[Met]":
+    def meet(self, appointment: Appointment) -> "Future[MeetResult]":
         """One exchange, after `gather`."""
         ...

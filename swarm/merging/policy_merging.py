@@ -26,7 +26,7 @@ from swarm.policy.policy import TextPolicy
 from swarm.rollouts.worker import RolloutWorker
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.tasks.task_source import INDEX_SPAN, TaskFailure
-from swarm.training.policy_optimizer import PolicySteps
+from swarm.training.policy_optimizer import PolicyOptimizer
 from swarm.types import Partner, Task
 
 
@@ -54,7 +54,7 @@ class PolicyMerging:
         self,
         config: Config,
         policy: TextPolicy,
-        steps: PolicySteps,
+        steps: PolicyOptimizer,
         worker: RolloutWorker,
         mixture: TaskMixture,
         links: MergeLinks | None,

@@ -19,14 +19,14 @@ from swarm.pool.success_levels import SuccessLevels, has_success
 from swarm.rollouts.worker import RolloutBatch
 from swarm.tasks.task_mixture import TaskMixture, assess
 from swarm.tasks.task_source import TaskFailure, UnknownTask
-from swarm.training.experience import ExperienceTranslator, TrainingGroup
+from swarm.training.experience import RolloutConverter, TrainingGroup
 from swarm.training.replay import ReplayStore
 from swarm.types import RolloutGroup, Task
 
 _DRAWS = 3
 
 
-class BatchMaker:
+class BatchBuilder:
     """Composes batches. It keeps the replay store, and what own answers reach, by which groups of others are judged."""
 
     def __init__(
@@ -34,7 +34,7 @@ class BatchMaker:
         config: Config,
         mixture: TaskMixture,
         pool: ExperiencePool,
-        translator: ExperienceTranslator,
+        translator: RolloutConverter,
         weigh: Weigh | None,
     ) -> None:
         """`weigh`: how useful a group of others is expected to be; without it they are drawn uniformly."""

@@ -2,7 +2,7 @@
 
     RolloutRound.run ─┬─ publish (to the network loop)
                       └─ own groups ─┐
-    pool, replay store ──────────────┴─ BatchMaker ─ trainer.step ─ merging ─ canary ─ checkpoint
+    pool, replay store ──────────────┴─ BatchBuilder ─ trainer.step ─ merging ─ canary ─ checkpoint
 
 Everything random comes from the node's seed and the round's number, so a run that was killed and resumed computes bit for bit
 what an uninterrupted one computes, as long as nothing of others comes in.
@@ -21,8 +21,8 @@ from swarm.engine.canary import Canary
 from swarm.errors import CheckpointError
 from swarm.limits.weighted_sample import round_seed
 from swarm.merging.policy_merging import MergeLinks, PolicyMerging
-from swarm.node.batch_builder import BatchMaker
-from swarm.node.policy_backend import Means
+from swarm.node.batch_builder import BatchBuilder
+from swarm.node.policy_backend import PolicyBackend
 from swarm.node.run_state import check_run_state
 from swarm.observability.tracing import traced
 from swarm.pool.experience_pool import ExperiencePool
@@ -31,7 +31,7 @@ from swarm.rollouts.worker import RolloutBatch, RolloutWorker
 from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.task_cursor import DifficultyTable, TaskCursor
 from swarm.tasks.task_mixture import TaskMixture, training_seed
-from swarm.training.experience import ExperienceTranslator, TrainingGroup
+from swarm.training.experience import RolloutConverter, TrainingGroup
 from swarm.training.health import HealthWatch
 from swarm.training.step_report import StepReport
 from swarm.training.trainer import Trainer
@@ -51,7 +51,7 @@ class Learner:
     def __init__(
         self,
         config: Config,
-        means: Means,
+        means: PolicyBackend,
         mixture: TaskMixture,
         pool: ExperiencePool,
         author: str,
@@ -63,7 +63,7 @@ class Learner:
     ) -> None:
         """`usefulness`: by which groups of others are drawn, and which is told of the own difficulty table; else uniform.
 
-        `links`: to partners, where `merging.enabled`. `hint`: as of the ExperienceTranslator.
+        `links`: to partners, where `merging.enabled`. `hint`: as of the RolloutConverter.
         `beacon`: what the next tasks follow from, see `sharing.beacons`.
         """
         self._config = config
@@ -88,7 +88,7 @@ class Learner:
             PolicyMerging(config, policy, means.steps, self._worker, mixture, links) if config.merging.enabled else None
         )
         self._canary = Canary(policy, means.engine, config.training.canary_tolerance)
-        self._translator = ExperienceTranslator(
+        self._translator = RolloutConverter(
             policy,
             config.sharing.likelihood_floor_quantile,
             config.rollouts.max_new_tokens,
@@ -97,7 +97,7 @@ class Learner:
         )
         self._usefulness = usefulness
         weigh = usefulness.of_group if usefulness else None
-        self._batches = BatchMaker(config, mixture, pool, self._translator, weigh)
+        self._batches = BatchBuilder(config, mixture, pool, self._translator, weigh)
         self._health = HealthWatch()
         stream = training_seed(author, config.node.seed)
         self._cursor = TaskCursor(mixture, stream, random.Random(self._seed("tasks")))

@@ -24,7 +24,7 @@ from typing import Any
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.admission.admission import Admission, Vocabulary
 from swarm.admission.copies import CopyWatch
-from swarm.admission.reward_verifier import MixtureJudge
+from swarm.admission.reward_verifier import RewardVerifier
 from swarm.config import Config
 from swarm.config.node_folder import NodeFolder
 from swarm.dashboard.node_page import NodePage
@@ -35,8 +35,8 @@ from swarm.network.transport import Transport
 from swarm.node.advice import Adviser
 from swarm.node.controls import NodeControls
 from swarm.node.learner import Learner
-from swarm.node.pipeline_driver import CrewDriver
-from swarm.node.policy_backend import Means, local_means
+from swarm.node.pipeline_driver import PipelineDriver
+from swarm.node.policy_backend import PolicyBackend, local_means
 from swarm.node.report import NodeReport
 from swarm.node.stage_process import crew_network
 from swarm.node.training_loop import TrainingRun
@@ -48,9 +48,9 @@ from swarm.records.identity import Identity
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
-from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.sharing.peer_tracker import PeerTracker
 from swarm.silo.open_silo import node_transport
-from swarm.tasks.sandboxed_verifier import FencedVerifier
+from swarm.tasks.sandboxed_verifier import SandboxedVerifier
 from swarm.tasks.task_mixture import TaskMixture, owns_stream
 from swarm.types import RolloutGroup
 
@@ -63,7 +63,7 @@ def wire_page(
     mixture: TaskMixture,
     learner: Learner,
     exchange: Exchange | None,
-    crew: CrewDriver | None,
+    crew: PipelineDriver | None,
 ) -> None:
     """Called on the node's loop, before the first round. Without a network there is no `exchange`, with one machine no `crew`."""
     loop, rollouts = asyncio.get_running_loop(), page.rollouts
@@ -120,11 +120,11 @@ class Node:
         self.exchange: Exchange | None = None
         self._bodies = BodyStore(self._clock)
         seen_at = self.transport.seen_at if self.transport else lambda peer_id: ()
-        self._authors = KnownAuthors(
+        self._authors = PeerTracker(
             config.sharing, identity.peer_id, self._clock, path=folder.reputation, seen_at=seen_at
         )
         self._reputation = self._authors.reputation
-        self._fence = FencedVerifier(config.tasks)
+        self._fence = SandboxedVerifier(config.tasks)
         self._copies = CopyWatch(owns_stream, self._reputation.refused)
         self.controls = NodeControls()
         is_paused = self.controls.sharing_is_paused
@@ -138,7 +138,7 @@ class Node:
             page=self._page, sinks=open_sinks(config, folder, identity),
         )  # fmt: skip
         is_driver = config.policy.pipeline.is_on
-        self._crew = CrewDriver(config, identity, self.transport, time.time) if is_driver else None
+        self._crew = PipelineDriver(config, identity, self.transport, time.time) if is_driver else None
         self._stop = threading.Event()
 
     async def run_until_signal(self) -> None:
@@ -246,7 +246,7 @@ class Node:
         self._mixture = mixture
         return learner
 
-    def _load_means(self) -> Means:
+    def _load_means(self) -> PolicyBackend:
         if self._crew is not None:
             return self._crew.bring_up(self._loop, self.folder.hash_cache)
         policy = load_policy(self.config.policy, device=self.config.node.device, hash_cache=self.folder.hash_cache)
@@ -260,7 +260,7 @@ class Node:
             eos_token_ids=frozenset(policy.eos_token_ids),
             decode=policy.decode,
         )
-        judge = MixtureJudge(self._mixture, is_known=self._reputation.is_known, fence=self._fence)
+        judge = RewardVerifier(self._mixture, is_known=self._reputation.is_known, fence=self._fence)
         admission = Admission(
             config.sharing, config.swarm_id, self.identity.peer_id, judge, vocabulary, self._clock, self._copies
         )

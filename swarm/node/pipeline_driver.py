@@ -1,6 +1,7 @@
 """The driving side of a crew: what `swarm run` samples and trains with where policy.pipeline names one.
 
-compute thread: Learner ─▶ CrewPolicy, CrewEngine, CrewSteps ─▶ loop: CrewKeeper ─▶ signed orders ─▶ `swarm stage`
+compute thread: Learner ─▶ PipelinePolicy, PipelineEngine, PipelineOptimizer
+    ─▶ loop: PipelineSupervisor ─▶ signed orders ─▶ `swarm stage`
 """
 
 import asyncio
@@ -16,11 +17,11 @@ from swarm.node.stage_process import check_crew
 from swarm.records.identity import Identity
 
 if TYPE_CHECKING:
-    from swarm.node.policy_backend import Means
-    from swarm.pipeline.driver.pipeline_supervisor import CrewKeeper
+    from swarm.node.policy_backend import PolicyBackend
+    from swarm.pipeline.driver.pipeline_supervisor import PipelineSupervisor
 
 
-class CrewDriver:
+class PipelineDriver:
     """Gives the orders of one node to its crew."""
 
     def __init__(
@@ -38,7 +39,7 @@ class CrewDriver:
         self._config = config
         self._deadline_s = pipeline.startup_timeout_s  # of loading, the longest order; others have the crew's own
         self._caller = OrderCaller(identity, config.swarm_id, pipeline.name, pipeline.members, transport, clock)
-        self._keeper: CrewKeeper | None = None
+        self._keeper: PipelineSupervisor | None = None
 
     async def give(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
         """See `remote_link.Give`."""
@@ -53,14 +54,14 @@ class CrewDriver:
             silence_s=silence_s,
         )
 
-    def bring_up(self, loop: asyncio.AbstractEventLoop, hash_cache: Path) -> "Means":
+    def bring_up(self, loop: asyncio.AbstractEventLoop, hash_cache: Path) -> "PolicyBackend":
         """Wait for the crew, assign and load its layers. Blocks; not on the loop. Raises SwarmError."""
-        from swarm.node.policy_backend import Means
+        from swarm.node.policy_backend import PolicyBackend
         from swarm.pipeline.commands import StageSettings
         from swarm.pipeline.driver.assignment import Machine
-        from swarm.pipeline.driver.pipeline_engine import CrewEngine
-        from swarm.pipeline.driver.pipeline_supervisor import CrewKeeper
-        from swarm.pipeline.driver.pipelined_policy import CrewSteps, crew_policy
+        from swarm.pipeline.driver.pipeline_engine import PipelineEngine
+        from swarm.pipeline.driver.pipeline_supervisor import PipelineSupervisor
+        from swarm.pipeline.driver.pipelined_policy import PipelineOptimizer, crew_policy
         from swarm.pipeline.model_shape import model_cost
         from swarm.pipeline.stage.stage_host import base_model, layers_per_s
         from swarm.policy.device import available_bytes
@@ -73,12 +74,12 @@ class CrewDriver:
             max_states=pipeline.max_states,
             max_in_flight=len(pipeline.members) + 1,
         )
-        self._keeper = CrewKeeper(config.policy.pipeline, base, model_cost(base), settings, self.give)
+        self._keeper = PipelineSupervisor(config.policy.pipeline, base, model_cost(base), settings, self.give)
         policy = crew_policy(config.policy, base, self._keeper, loop, hash_cache)
         speed = layers_per_s(base.folder, base.lora, base.device, base.dtype)
         policy.wait_for(self._keeper.start(Machine(speed, available_bytes(base.device))))
-        engine = CrewEngine(policy, config.rollouts.max_batch_sequences)
-        return Means(policy, engine, CrewSteps(config.training, policy), _nothing_to_probe)
+        engine = PipelineEngine(policy, config.rollouts.max_batch_sequences)
+        return PolicyBackend(policy, engine, PipelineOptimizer(config.training, policy), _nothing_to_probe)
 
     def stages(self) -> list[dict[str, Any]]:
         """Who holds which layers at this moment, for a page: {stage, first_layer, end_layer, holder} of each."""

@@ -11,22 +11,22 @@ from swarm.engine.slot_run import hidden_size
 from swarm.limits.weighted_sample import round_seed
 from swarm.policy.memory_probe import probe_memory
 from swarm.policy.policy import Policy, TextPolicy
-from swarm.training.policy_optimizer import AdapterSteps, PolicySteps
+from swarm.training.policy_optimizer import LocalOptimizer, PolicyOptimizer
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class PolicyBackend:
     """What a policy is sampled and trained with, where its weights are."""
 
     policy: TextPolicy
     engine: Engine
-    steps: PolicySteps
+    steps: PolicyOptimizer
     probe_memory: Callable[[], None]
     """Raises MemoryBudgetError before the first round where the longest batch would not fit."""
     pruning: Pruning | None = None
 
 
-def local_means(config: Config, policy: Policy, author: str) -> Means:
+def local_means(config: Config, policy: Policy, author: str) -> PolicyBackend:
     """Of a policy in this process."""
     engine = make_engine(policy, config.rollouts)
 
@@ -43,4 +43,4 @@ def local_means(config: Config, policy: Policy, author: str) -> Means:
 
     seed = round_seed(config, author, "pruning")
     pruning = Pruning(config.rollouts, hidden_size(policy), seed) if config.rollouts.prune else None
-    return Means(policy, engine, AdapterSteps(config.training, policy), probe, pruning)
+    return PolicyBackend(policy, engine, LocalOptimizer(config.training, policy), probe, pruning)

@@ -37,8 +37,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from swarm.config import ObservabilitySection
 from swarm.errors import ConfigError
-from swarm.limits.connection_slots import FairPlaces, network_of
-from swarm.limits.turn_queue import Turns
+from swarm.limits.connection_slots import ConnectionSlots, network_of
+from swarm.limits.turn_queue import FairRateLimiter
 from swarm.observability.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class BoundedHttp(H11Protocol):
     The newest wins a place: else a connection may find none.
     """
 
-    def __init__(self, places: FairPlaces, turns: Turns, *arguments: Any, **more: Any) -> None:
+    def __init__(self, places: ConnectionSlots, turns: FairRateLimiter, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._places = places
         self._place = ExitStack()
@@ -245,8 +245,8 @@ class HttpServer:
                 Any,
                 partial(
                     BoundedHttp,
-                    FairPlaces(MAX_CONNECTIONS, newest_wins=True),
-                    Turns(ANSWERS_PER_S, BURST_ANSWERS),
+                    ConnectionSlots(MAX_CONNECTIONS, newest_wins=True),
+                    FairRateLimiter(ANSWERS_PER_S, BURST_ANSWERS),
                 ),
             ),  # it is only called
             proxy_headers=False,  # places go by the address of the connection, not by what a header says of it

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from swarm.records.identity import peer_name
 from swarm.sharing.body_store import BodyStore
-from swarm.sharing.peer_tracker import MAX_PEERS, Acquaintance, Acquaintances
+from swarm.sharing.peer_tracker import MAX_PEERS, Acquaintance, PeerStats
 from swarm.sharing.reputation import Reputation
 
 
@@ -102,7 +102,7 @@ class Contribution:
     """How many are ranked, this node included."""
 
 
-def peer_standings(acquaintances: Acquaintances, reputation: Reputation) -> list[PeerStanding]:
+def peer_standings(acquaintances: PeerStats, reputation: Reputation) -> list[PeerStanding]:
     """All that were seen, and those whom only an earlier process met; last seen first, at most MAX_PEERS."""
     last_seen = reputation.last_evidence()
     seen = dict(acquaintances.last_seen_first())
@@ -112,7 +112,7 @@ def peer_standings(acquaintances: Acquaintances, reputation: Reputation) -> list
     return [_standing(peer_id, seen.get(peer_id), last_seen[peer_id], reputation, now) for peer_id in newest]
 
 
-def contribution(bodies: BodyStore, acquaintances: Acquaintances, now: float) -> Contribution:
+def contribution(bodies: BodyStore, acquaintances: PeerStats, now: float) -> Contribution:
     """`now`: swarm time."""
     own, num_own = acquaintances.own_rewards.mean(now)
     means = [peer.rewards.mean(now) for _, peer in acquaintances.last_seen_first()]

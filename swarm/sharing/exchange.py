@@ -20,7 +20,7 @@ from swarm.sharing.body_store import BodyStore
 from swarm.sharing.contribution import Contribution, PeerStanding, SharingPause, contribution, peer_standings
 from swarm.sharing.directory import Directory
 from swarm.sharing.index import Shard
-from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.sharing.peer_tracker import PeerTracker
 from swarm.sharing.publisher import HEAD_START_S, Publisher
 from swarm.sharing.reader import Reader
 from swarm.types import RolloutGroup
@@ -43,7 +43,7 @@ class Exchange:
         bodies: BodyStore,
         next_sequence: Callable[[], int],
         rng: random.Random,
-        authors: KnownAuthors,
+        authors: PeerTracker,
     ) -> None:
         """`next_sequence`: numbers of own headers, never the same twice. `authors`: told of all that is seen of others."""
         self._wants_groups = sharing.swarm_groups > 0

@@ -25,7 +25,7 @@ MAX_SHARDS = 32
 """All of a swarm of some 3,000 nodes. In a larger one each carrier has others; a peer may be in 64 topics at most."""
 
 
-class Carrier:
+class HeaderRelay:
     """Of one bootstrap peer. Runs on its loop; `work` does the work."""
 
     def __init__(self, sharing: SharingSection, swarm_id: str, identity: Identity, transport: Transport) -> None:

@@ -20,8 +20,8 @@ from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.rejection import Rejection
 from swarm.sharing.header_judge import HeaderJudge
 from swarm.sharing.index import Shard
-from swarm.sharing.peer_backoff import Absences
-from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.sharing.peer_backoff import PeerBackoff
+from swarm.sharing.peer_tracker import PeerTracker
 from swarm.sharing.usefulness import make_choice
 from swarm.types import Header
 
@@ -79,7 +79,7 @@ class Inbox:
         pool: ExperiencePool,
         clock: Callable[[], float],
         rng: random.Random,
-        authors: KnownAuthors,
+        authors: PeerTracker,
     ) -> None:
         """`authors`: told of every header that is admitted; by their standing the next one is chosen."""
         self._config = config
@@ -91,7 +91,7 @@ class Inbox:
             MAX_CANDIDATES, MAX_CANDIDATES_PER_AUTHOR, authors.reputation.is_known, SAFE_PER_KNOWN
         )
         self._heard_at: OrderedDict[str, float] = OrderedDict()
-        self._absences = Absences(clock, rng)
+        self._absences = PeerBackoff(clock, rng)
         self._authors = authors
         self._choice = make_choice(config, pool, authors.usefulness, rng, authors.shares)
         self._newest = NewestVersions(config.max_staleness, config.max_age_s, clock)

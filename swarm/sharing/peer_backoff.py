@@ -24,7 +24,7 @@ class _Absence:
     until: float
 
 
-class Absences:
+class PeerBackoff:
     """Authors that failed of late. The pause doubles with each failure in a row, with jitter: 0.5 to 1 times of it.
 
     A few that stay silent so hold fewer and fewer of the places for pulling. While nobody at all answers, no pause grows: then

@@ -2,7 +2,7 @@
 
 presence ────────────┐             ┌─ Reputation ──── bans, and with it
 header heard ────────┤             ├─ AuthorShares ── how much of what is read each author gets
-body admitted ───────┼─▶ KnownAuthors ─ Usefulness ─ which header, where `sharing.choice` is informative
+body admitted ───────┼─▶ PeerTracker ─ Usefulness ─ which header, where `sharing.choice` is informative
 body turned away ────┘             ├─ Beacons ─────── what the own next tasks follow from
                                    ├─ CheckingTurns ─ whose body is checked next, by the time that earlier ones took
                                    └─ Acquaintances ─ for people to look at
@@ -67,7 +67,7 @@ class Acquaintance:
     """As recomputed here."""
 
 
-class Acquaintances:
+class PeerStats:
     """Of at most so many peers: where there are more, those of whom nothing was admitted are forgotten first, as names cost
     nothing. Runs on the node's loop."""
 
@@ -128,7 +128,7 @@ _OF_BEACON = {Evidence.MISSING: 0.1, Evidence.BROKEN: 0.5}
 """Of a bad body: its tasks may have been known ahead, or chosen."""
 
 
-class KnownAuthors:
+class PeerTracker:
     """Of one node. Told on its loop; the reputation, the usefulness and `beacons.current` may be read from any thread."""
 
     def __init__(
@@ -149,7 +149,7 @@ class KnownAuthors:
         self.shares = AuthorShares(self.reputation, config.max_share_of_strangers, AddressGroups(seen_at))
         self.beacons = Beacons(own_peer_id, clock, self.reputation.is_known, self.reputation.has_known)
         self.turns = CheckingTurns(self.reputation.is_known)
-        self.acquaintances = Acquaintances(clock, max_shown)
+        self.acquaintances = PeerStats(clock, max_shown)
         is_informative = config.choice == "informative"
         self.usefulness = Usefulness(config.max_age_s, clock, self.reputation.weight) if is_informative else None
         self._lacking: FairMap[str, tuple[float, float]] = FairMap(_MAX_AUTHORS, is_known=self.reputation.is_known)

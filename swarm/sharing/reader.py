@@ -37,7 +37,7 @@ from swarm.sharing.body_store import BODY_PROTOCOL, BodyStore
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import WINDOW_S, Shard, experience_key, experience_topic
 from swarm.sharing.peer_backoff import BUSY_PAUSE_S, UNREACHED_PAUSE_S
-from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.sharing.peer_tracker import PeerTracker
 from swarm.sharing.usefulness import READ_AHEAD_BATCHES
 from swarm.types import Header, RolloutGroup
 
@@ -180,7 +180,7 @@ class Reader:
         bodies: BodyStore,
         rng: random.Random,
         shard: Callable[[], Shard],
-        authors: KnownAuthors,
+        authors: PeerTracker,
     ) -> None:
         """`shard`: the one that this node shares in at this moment. `authors`: told of every header and body."""
         self._sharing = sharing

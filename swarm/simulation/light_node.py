@@ -21,7 +21,7 @@ from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
-from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.sharing.peer_tracker import PeerTracker
 from swarm.tasks.task_source import FIRST_TRAINING_SEED
 from swarm.types import Header, Lineage, Rollout, RolloutGroup, TaskRef
 
@@ -116,7 +116,7 @@ class LightNode:
         self.admission = WatchedAdmission(sharing, swarm_id, identity.peer_id, LightJudge(), VOCABULARY, transport.now)
         if on_header is not None:
             self.admission.on_header = functools.partial(on_header, self)
-        authors = KnownAuthors(sharing, transport.peer_id, transport.now, max_shown=0, seen_at=transport.seen_at)
+        authors = PeerTracker(sharing, transport.peer_id, transport.now, max_shown=0, seen_at=transport.seen_at)
         self.usefulness = authors.usefulness
         """Without beliefs until someone tells it: a light node learns nothing."""
         sequence = itertools.count()

@@ -44,7 +44,7 @@ class Overrun(Exception):
     """The answers made the verifier take more time or memory than it has, or ended its process."""
 
 
-class FencedVerifier:
+class SandboxedVerifier:
     """A process that builds the tasks of reasoning-gym sources and scores answers to them.
 
     It holds the sources whose verifiers other packages bring, and takes 130 MiB from the first question on.
@@ -178,10 +178,10 @@ _AHEAD = 32
 """Prompts asked for at once where a stream is walked through, since a question costs as much time as several tasks."""
 
 
-class FencedSource:
+class SandboxedSource:
     """One source. It is safe from any thread: questions are answered one after the other."""
 
-    def __init__(self, config: TaskSourceSection, fence: FencedVerifier) -> None:
+    def __init__(self, config: TaskSourceSection, fence: SandboxedVerifier) -> None:
         """Raises TaskError for a data set that is unknown or refused, and for parameters that are refused or fail."""
         self.name = config.source_name
         self.config_digest = base_digest(config)

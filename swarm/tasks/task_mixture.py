@@ -15,7 +15,7 @@ from swarm.errors import TaskError
 from swarm.tasks.code_source import CodeSource
 from swarm.tasks.jsonl_source import JsonlSource
 from swarm.tasks.reasoning_gym_source import ReasoningGymSource
-from swarm.tasks.sandboxed_verifier import FencedSource, FencedVerifier, is_bounded
+from swarm.tasks.sandboxed_verifier import SandboxedSource, SandboxedVerifier, is_bounded
 from swarm.tasks.signalled_source import SignalledSource, package_signals
 from swarm.tasks.task_source import (
     CORRECT,
@@ -47,7 +47,7 @@ class TaskMixture:
         Sources that `_is_fenced` names are built and scored in a process of their own; `is_in_fence`: this is it.
         """
         fenced = () if is_in_fence else tuple(one for one in config.sources if _is_fenced(one, config))
-        self._fence = FencedVerifier(_without_signals(config, fenced)) if fenced else None
+        self._fence = SandboxedVerifier(_without_signals(config, fenced)) if fenced else None
         self.sources: dict[str, TaskSource] = {}
         self.weights: dict[str, float] = {}
         self.broken: dict[str, str] = {}
@@ -168,14 +168,14 @@ def _without_signals(config: TasksSection, sections: Sequence[TaskSourceSection]
     return config.model_copy(update={"sources": tuple(one.model_copy(update={"signals": ()}) for one in sections)})
 
 
-def _build(section: TaskSourceSection, config: TasksSection, fence: FencedVerifier | None) -> TaskSource:
+def _build(section: TaskSourceSection, config: TasksSection, fence: SandboxedVerifier | None) -> TaskSource:
     source: TaskSource
     if section.kind == "code":
         source = CodeSource(section, may_be_unfenced=config.run_code_unfenced)
     elif section.kind == "jsonl":
         source = JsonlSource(section)
     elif fence is not None and fence.holds(section.source_name):
-        source = FencedSource(section, fence)
+        source = SandboxedSource(section, fence)
     else:
         source = ReasoningGymSource(section, takes_anything=not config.fenced)
     return SignalledSource(source, section, config) if section.signals else source

@@ -56,7 +56,7 @@ _SPOILT = 1 / 16
 """Of the hint for a group of unlikely answers: so many had to be left out, for whatever reason, that nothing is to be learned."""
 
 
-class ExperienceTranslator:
+class RolloutConverter:
     """Makes training groups; keeps the running likelihood of own answers for the floor under foreign text."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the trainer needs of whoever holds the weights, on this machine (`AdapterSteps`) or on a crew of them (`CrewSteps`).
+"""What the trainer needs of whoever holds the weights: this machine (`LocalOptimizer`) or several (`PipelineOptimizer`).
 
 Gradients and AdamW for an adapter in this process.
 """
@@ -23,7 +23,7 @@ AdapterTensors = dict[str, dict[str, Tensor]]
 """{"adapter": weights, "optimizer": moments as "kind:name"}, on the CPU."""
 
 
-class PolicySteps(Protocol):
+class PolicyOptimizer(Protocol):
     """Gradients add up over the parts of a batch; then the batch is applied, or forgotten without a trace."""
 
     def accumulate(self, parts: Sequence[Sequence[TokenSequence]], loss_of: LossOf, temperature: float) -> float:
@@ -65,8 +65,8 @@ class PolicySteps(Protocol):
         ...
 
 
-class AdapterSteps:
-    """See `PolicySteps`."""
+class LocalOptimizer:
+    """See `PolicyOptimizer`."""
 
     def __init__(self, config: TrainingSection, policy: Policy) -> None:
         self._max_grad_norm = config.max_grad_norm
@@ -79,7 +79,7 @@ class AdapterSteps:
         policy.model.eval()
 
     def accumulate(self, parts: Sequence[Sequence[TokenSequence]], loss_of: LossOf, temperature: float) -> float:
-        """See `PolicySteps`."""
+        """See `PolicyOptimizer`."""
         self.drop()
         with self._training_mode():
             for index, part in enumerate(parts):
@@ -87,7 +87,7 @@ class AdapterSteps:
         return torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm).item()
 
     def apply(self, lr: float) -> None:
-        """See `PolicySteps`."""
+        """See `PolicyOptimizer`."""
         # watch one factor that has a gradient, B before A as B starts at zero: any change shows there, however small lr
         # is
         watched = next((p for p in reversed(self._parameters.values()) if p.grad is not None and p.grad.any()), None)
@@ -104,20 +104,20 @@ class AdapterSteps:
             )
 
     def drop(self) -> None:
-        """See `PolicySteps`."""
+        """See `PolicyOptimizer`."""
         self._optimizer.zero_grad(set_to_none=True)
 
     def adapter_norm(self) -> float:
-        """See `PolicySteps`."""
+        """See `PolicyOptimizer`."""
         norms = [parameter.detach().float().norm() for parameter in self._parameters.values()]
         return torch.stack(norms).norm().item()
 
     def read(self) -> dict[str, Tensor]:
-        """See `PolicySteps`."""
+        """See `PolicyOptimizer`."""
         return read_adapter(self._policy.model)
 
     def write(self, weights: Mapping[str, Tensor], turned: Iterable[str] = ()) -> None:
-        """See `PolicySteps`."""
+        """See `PolicyOptimizer`."""
         write_adapter(self._policy.model, weights)
         self.reset_moments(turned)
 
@@ -127,7 +127,7 @@ class AdapterSteps:
             self._optimizer.state.pop(self._parameters[name], None)
 
     def state(self) -> AdapterTensors:
-        """See `PolicySteps`."""
+        """See `PolicyOptimizer`."""
         moments: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
@@ -135,7 +135,7 @@ class AdapterSteps:
         return {"adapter": read_adapter(self._policy.model), "optimizer": moments}
 
     def restore(self, tensors: AdapterTensors, version: int) -> None:
-        """See `PolicySteps`."""
+        """See `PolicyOptimizer`."""
         try:
             moments = moments_of(tensors["optimizer"], {name: one.shape for name, one in self._parameters.items()})
         except ValueError as error:

@@ -24,7 +24,7 @@ from swarm.training.experience import TrainingGroup
 from swarm.training.losses import lr_factor
 from swarm.training.micro_batch import MicroBatch, micro_batches, training_sequences
 from swarm.training.policy_loss import AdaptiveClip, ClipRange, Logprobs, policy_loss
-from swarm.training.policy_optimizer import AdapterTensors, PolicySteps
+from swarm.training.policy_optimizer import AdapterTensors, PolicyOptimizer
 from swarm.training.step_report import StepReport, StepSums, token_staleness
 
 _KL_SAMPLE_STRIDE = 16
@@ -47,7 +47,7 @@ class Trainer:
         self,
         config: TrainingSection,
         policy: TextPolicy,
-        steps: PolicySteps,
+        steps: PolicyOptimizer,
         *,
         temperature: float,
         max_new_tokens: int,

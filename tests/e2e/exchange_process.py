@@ -27,7 +27,7 @@ from swarm.records.identity import load_or_create
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
-from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.sharing.peer_tracker import PeerTracker
 from tests.unit.experience_factory import EOS, LINEAGE, SWARM_ID, SpellingJudge, decode, group
 
 ANSWER_TIMEOUT_S = 30.0
@@ -112,7 +112,7 @@ class _Node:
             bodies,
             lambda: next(numbers),
             rng,
-            KnownAuthors(sharing, identity.peer_id, clock, seen_at=self.transport.seen_at),
+            PeerTracker(sharing, identity.peer_id, clock, seen_at=self.transport.seen_at),
         )
         self._indices = itertools.count()
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from swarm.config import NetworkSection
 from swarm.merging.exchange.merge_exchange import MergeExchange
-from swarm.merging.exchange.recent_partners import Patience
+from swarm.merging.exchange.recent_partners import MergeTimeouts
 from swarm.network.make_transport import make_transport
 from swarm.network.transport import Transport
 from swarm.records.identity import load_or_create
@@ -25,7 +25,7 @@ from swarm.types import Outcome, Partner, Snapshot
 from tests.unit.experience_factory import LINEAGE, SWARM_ID
 
 ANSWER_TIMEOUT_S = 60.0
-PATIENCE = Patience(search_s=20.0, request_timeout_s=3.0)
+PATIENCE = MergeTimeouts(search_s=20.0, request_timeout_s=3.0)
 
 
 class MergeNode:

@@ -183,7 +183,7 @@ async def test_one_peer_with_many_calls_leaves_room_for_others(tmp_path: Path) -
             assert await ask(honest, node.peer_id, ECHO, max_response_bytes=60_000) == b"hi"
         frames = await asyncio.gather(*flood)
         num_refused = [frame[0] for frame in frames].count(Status.REFUSED)
-        assert num_refused == sum(node._server.refused.values()) > 0
+        assert 0 < num_refused <= sum(node._server.refused.values())  # requests of its node itself are refused, too
         async with asyncio.timeout(30):
             while node._server._conversations:  # the last answer may arrive before its conversation has ended
                 await asyncio.sleep(0.02)

@@ -23,7 +23,7 @@ from swarm.records.identity import Identity, create
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
-from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.sharing.peer_tracker import PeerTracker
 from swarm.types import RolloutGroup
 from tests.unit.experience_factory import LINEAGE, SWARM_ID, admission, group
 
@@ -49,7 +49,7 @@ class Node:
         self.exchange = Exchange(
             SHARING, network, SWARM_ID, self.identity, transport, door, self.pool, bodies,
             itertools.count().__next__, random.Random(self.identity.peer_id),
-            KnownAuthors(SHARING, self.identity.peer_id, transport.now, seen_at=transport.seen_at),
+            PeerTracker(SHARING, self.identity.peer_id, transport.now, seen_at=transport.seen_at),
         )  # fmt: skip
         bodies.serve_on(transport)
         self.num_failures = 0

@@ -11,7 +11,7 @@ from typing import Any
 from swarm.errors import RequestError
 from swarm.merging.exchange import final_list as final_message
 from swarm.merging.exchange.offered_adapter import OfferedAdapter
-from swarm.merging.exchange.proposal import MAX_MESSAGE_BYTES, ProposalDoor, Taken, decode_answer
+from swarm.merging.exchange.proposal import MAX_MESSAGE_BYTES, ProposalHandler, Taken, decode_answer
 from swarm.merging.exchange.recent_partners import RecentPartners
 from swarm.network.commands.envelope import decode_order, encode_order
 from swarm.network.hivemind.daemon_control import address_text, encoded
@@ -116,7 +116,7 @@ ADAPTER = AdapterOffer(ALICE.peer_id, LINEAGE.policy, 3, 75, "bf16", 2_200_000, 
 def merge_request(data: bytes) -> bool:
     """What a node is asked by one that would merge with it and signs whatever it likes."""
     own = OfferedAdapter(ADAPTER, sign_offer(ALICE, SWARM_ID, ADAPTER), b"")
-    door = ProposalDoor(SWARM_ID, ALICE.peer_id, lambda: NOW, lambda: own, RecentPartners(), monotonic=lambda: 0.0)
+    door = ProposalHandler(SWARM_ID, ALICE.peer_id, lambda: NOW, lambda: own, RecentPartners(), monotonic=lambda: 0.0)
     with verified_by(lambda peer_id, signed, signature: True):
         answer = _run(door.answer(MALLORY.peer_id, data))
     assert len(answer) <= MAX_MESSAGE_BYTES

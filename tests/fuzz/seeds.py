@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from swarm.manifest.manifest import create, dump
-from swarm.merging.exchange.final_list import Here, Mine, Thanks
+from swarm.merging.exchange.final_list import FetchAck, MeetReply, MeetRequest
 from swarm.merging.exchange.proposal import Declined, Fetched, Proposal, Taken
 from swarm.network.commands.envelope import MAX_INLINE_BYTES, OrderHead, digest_of, encode_order
 from swarm.network.hivemind.daemon_control import address_bytes
@@ -83,8 +83,8 @@ def seeds() -> dict[str, list[bytes]]:
         "gateway_request": [store_request(HEADER_KEY, subkeys[0], records[0], NOW + 60), load_request(HEADER_KEY)],
         "merge_request": [Proposal(proposed).encode(), Fetched(ADAPTER.sha256).encode()],
         "merge_answer": [Taken(offer).encode(), Declined("busy").encode()],
-        "final_request": [Here(bytes(16), 3, bytes(32), 5).encode(), Thanks(bytes(16), 1, bytes(32)).encode()],
-        "final_answer": [Mine(bytes(32), 7).encode(), Declined("wait").encode()],
+        "final_request": [MeetRequest(bytes(16), 3, bytes(32), 5).encode(), FetchAck(bytes(16), 1, bytes(32)).encode()],
+        "final_answer": [MeetReply(bytes(32), 7).encode(), Declined("wait").encode()],
         "order": [_order(b"payload"), _order(bytes(MAX_INLINE_BYTES + 1))],
         "certificate": [_certificate()],
         "address": [

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from swarm.merging.exchange.merge_exchange import MergeExchange
-from swarm.merging.exchange.recent_partners import Patience
+from swarm.merging.exchange.recent_partners import MergeTimeouts
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
 from swarm.records.identity import Identity
@@ -19,7 +19,7 @@ from swarm.simulation.simulation import INTERNET
 from swarm.types import Outcome, Partner, Snapshot
 from tests.unit.experience_factory import LINEAGE, SWARM_ID
 
-PATIENCE = Patience(search_s=20.0, request_timeout_s=3.0)
+PATIENCE = MergeTimeouts(search_s=20.0, request_timeout_s=3.0)
 SMALL = 1000
 PIECES = (2 << 20) + 4321
 """Bytes of an adapter that takes a manifest and three pieces."""
@@ -32,7 +32,7 @@ class MergeNode:
         number: int,
         cache: SignatureCache,
         *,
-        patience: Patience = PATIENCE,
+        patience: MergeTimeouts = PATIENCE,
         make_transport: Callable[..., MemoryTransport] = MemoryTransport,
     ) -> None:
         self.number = number

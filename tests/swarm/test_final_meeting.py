@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from swarm.errors import RequestError
-from swarm.merging.exchange.final_list import FINAL_PROTOCOL, MAX_MESSAGE_BYTES, Here, decode_answer, next_boundary
+from swarm.merging.exchange.final_list import (
+    FINAL_PROTOCOL,
+    MAX_MESSAGE_BYTES,
+    MeetRequest,
+    decode_answer,
+    next_boundary,
+)
 from swarm.merging.exchange.final_meeting import FinalMeeting
 from swarm.merging.exchange.proposal import Declined
 from swarm.merging.final_merge import meetings_of, num_windows, parts_of
@@ -256,9 +262,11 @@ def test_strangers_get_no_adapter_and_noise_no_answer_but_a_reason() -> None:
         await asyncio.sleep(10)
         assembly = one.meeting._assembly
         assert assembly is not None
-        said = [await ask(Here(merge_id, 1, bytes(32), 1).encode()) for merge_id in (assembly.merge_id, bytes(16))]
+        said = [
+            await ask(MeetRequest(merge_id, 1, bytes(32), 1).encode()) for merge_id in (assembly.merge_id, bytes(16))
+        ]
         assert said == ["place", "list"]
-        said = [await ask(Here(assembly.merge_id, window, bytes(32), 1).encode()) for window in (0, 2)]
+        said = [await ask(MeetRequest(assembly.merge_id, window, bytes(32), 1).encode()) for window in (0, 2)]
         assert said == ["over", "wait"]
         assert [await ask(b"") for _ in range(4)][-1] == "rate"
         with pytest.raises(RequestError, match="bytes"):

@@ -12,7 +12,7 @@ from swarm.config import MergingSection
 from swarm.merging.adapter_wire import encode_adapter
 from swarm.merging.merger import Merger, MergeSchedule, OuterStep
 from swarm.merging.outer_optimizer import Adapter
-from swarm.types import Alone, Appointment, Met, Outcome, Partner, Seats, Snapshot
+from swarm.types import Alone, Appointment, MeetResult, Outcome, Partner, Seats, Snapshot
 
 LINEAGE = "ab" * 16
 SHAPES = {"l.lora_A": (2, 6), "l.lora_B": (4, 2)}
@@ -48,7 +48,7 @@ class MemoryPairer:
 class MemoryFinal:
     """Seats and meetings as a test has them; keeps the appointments."""
 
-    def __init__(self, num_places: int, own_place: int, mets: Sequence[Met]) -> None:
+    def __init__(self, num_places: int, own_place: int, mets: Sequence[MeetResult]) -> None:
         self._seats = Seats(tuple(f"peer-{place}" for place in range(num_places)), own_place)
         self.mets = list(mets)
         self.appointments: list[Appointment] = []
@@ -59,7 +59,7 @@ class MemoryFinal:
         self.num_alone -= 1
         return _done(Seats((self._seats.peer_ids[self._seats.own_place],), 0) if self.num_alone >= 0 else self._seats)
 
-    def meet(self, appointment: Appointment) -> "Future[Met]":
+    def meet(self, appointment: Appointment) -> "Future[MeetResult]":
         self.appointments.append(appointment)
         return _done(self.mets.pop(0))
 

@@ -25,7 +25,7 @@ from swarm.adapters.adapter_state import adapter_parameters
 from swarm.config import LoraSection
 from swarm.pipeline.commands import StageSettings
 from swarm.pipeline.driver.pipelined_policy import PipelinedPolicy
-from swarm.pipeline.driver.stage_group import Crew, CrewSettings
+from swarm.pipeline.driver.stage_group import CrewSettings, StageGroup
 from swarm.pipeline.model_shape import stage_parts
 from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage.stage_model import StageModel, load_stage
@@ -117,7 +117,7 @@ class TestCrew:
     models: list[StageModel]
     stages: list[Stage]
     links: list[InProcessLink]
-    crew: Crew
+    crew: StageGroup
     policy: PipelinedPolicy
 
 
@@ -144,7 +144,7 @@ async def open_crew(
                     parameter.copy_(source[name])
     stages = [Stage(model, stage_settings or StageSettings()) for model in models]
     links = [InProcessLink(stage, precision=precision) for stage in stages]
-    crew = Crew([wrap(i, link) for i, link in enumerate(links)], crew_settings or CrewSettings())
+    crew = StageGroup([wrap(i, link) for i, link in enumerate(links)], crew_settings or CrewSettings())
     try:
         await crew.start()
         yield TestCrew(models, stages, links, crew, PipelinedPolicy(crew, PAD))

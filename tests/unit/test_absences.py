@@ -4,16 +4,16 @@ import random
 
 import pytest
 
-from swarm.sharing.peer_backoff import BUSY_PAUSE_S, MAX_PAUSE_S, SILENCE_PAUSE_S, Absences
+from swarm.sharing.peer_backoff import BUSY_PAUSE_S, MAX_PAUSE_S, SILENCE_PAUSE_S, PeerBackoff
 from tests.unit.experience_factory import Clock
 
 
-def make(seed: int = 0) -> tuple[Absences, Clock]:
+def make(seed: int = 0) -> tuple[PeerBackoff, Clock]:
     clock = Clock()
-    return Absences(clock, random.Random(seed)), clock
+    return PeerBackoff(clock, random.Random(seed)), clock
 
 
-def pause_s(absences: Absences, clock: Clock, author: str = "a") -> float:
+def pause_s(absences: PeerBackoff, clock: Clock, author: str = "a") -> float:
     """Seconds until `author` is asked again; the clock is there afterwards."""
     start = clock.now
     while author in absences:

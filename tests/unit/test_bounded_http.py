@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from swarm.config import ObservabilitySection
-from swarm.limits.turn_queue import Turns
+from swarm.limits.turn_queue import FairRateLimiter
 from swarm.observability import http_server
 from swarm.observability import http_server as bounded_http
 from swarm.observability.http_server import HttpServer
@@ -144,7 +144,7 @@ async def test_a_flood_holds_up_others_for_a_turn_each_and_fills_no_memory(monke
 
 
 async def test_who_left_takes_no_turn() -> None:
-    turns, done = Turns(50.0, 1), []
+    turns, done = FairRateLimiter(50.0, 1), []
     for who in range(100):
         turns.take(HERE, who, lambda who=who: done.append(who))
     for who in range(1, 99):
@@ -156,7 +156,7 @@ async def test_who_left_takes_no_turn() -> None:
 
 
 async def test_addresses_take_turns_however_much_waits_at_one_of_them() -> None:
-    turns, done = Turns(1000.0, 1), list[str]()
+    turns, done = FairRateLimiter(1000.0, 1), list[str]()
     for number in range(9):
         turns.take(ELSEWHERE, number, lambda: done.append(ELSEWHERE))
     for number in range(2):

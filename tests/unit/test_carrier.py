@@ -14,7 +14,7 @@ from swarm.records.codec import encode_body
 from swarm.records.identity import Identity
 from swarm.records.presence import Presence, sign_presence
 from swarm.sharing.directory import PRESENCE_INTERVAL_S, Directory
-from swarm.sharing.header_relay import MAX_SHARDS, Carrier, shards_to_carry
+from swarm.sharing.header_relay import MAX_SHARDS, HeaderRelay, shards_to_carry
 from swarm.sharing.index import Shard, experience_topic, presence_key, shard_of, thinning_depth
 from tests.unit.experience_factory import ALICE, MALLORY, READER, SWARM_ID, group, header_of, signed
 
@@ -36,9 +36,11 @@ def record(author: Identity = ALICE, seed: int = 99, source: str = "spelling", *
     return signed(header_of(groups, encode_body(groups), author=author.peer_id, **(times | changes)), author)
 
 
-async def carrier_on(network: MemoryNetwork, **settings: object) -> tuple[Carrier, MemoryTransport, asyncio.Task[None]]:
+async def carrier_on(
+    network: MemoryNetwork, **settings: object
+) -> tuple[HeaderRelay, MemoryTransport, asyncio.Task[None]]:
     transport = MemoryTransport(network, CARRIER.peer_id)
-    carrier = Carrier(SharingSection.model_validate(settings), SWARM_ID, CARRIER, transport)
+    carrier = HeaderRelay(SharingSection.model_validate(settings), SWARM_ID, CARRIER, transport)
     work = asyncio.create_task(carrier.work(lambda: None))
     await transport.start()
     return carrier, transport, work

@@ -10,7 +10,7 @@ from swarm.records.codec import encode_body
 from swarm.records.identity import Identity
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import subkey
-from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.sharing.peer_tracker import PeerTracker
 from tests.unit.experience_factory import READER, SWARM_ID, Clock, admission, group, header_of, signed
 
 SLOW, FAST, OTHER = Identity(b"s" * 32), Identity(b"f" * 32), Identity(b"o" * 32)
@@ -78,9 +78,9 @@ def test_who_stops_waiting_leaves_the_turn_to_the_next() -> None:
     assert done == ["next", "last"]
 
 
-def make_inbox(clock: Clock) -> tuple[Inbox, KnownAuthors]:
+def make_inbox(clock: Clock) -> tuple[Inbox, PeerTracker]:
     config = SharingSection()
-    authors = KnownAuthors(config, READER.peer_id, clock)
+    authors = PeerTracker(config, READER.peer_id, clock)
     pool = ExperiencePool(":memory:", config, clock)
     inbox = Inbox(config, SWARM_ID, READER.peer_id, admission(clock), pool, clock, random.Random(0), authors)
     authors.turns = CheckingTurns(lambda author: True, clock)

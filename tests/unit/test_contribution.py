@@ -21,7 +21,7 @@ from swarm.sharing.body_store import BodyStore
 from swarm.sharing.contribution import contribution, peer_standings
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
-from swarm.sharing.peer_tracker import MAX_PEERS, REWARD_WINDOW_S, Acquaintances, KnownAuthors
+from swarm.sharing.peer_tracker import MAX_PEERS, REWARD_WINDOW_S, PeerStats, PeerTracker
 from swarm.sharing.reputation import Reputation
 from swarm.types import RolloutGroup
 from tests.unit.experience_factory import (
@@ -52,7 +52,7 @@ class Member:
         self.exchange = Exchange(
             sharing, NetworkSection(request_timeout_s=5, poll_interval_s=0.05), SWARM_ID, identity, self.transport, door,
             ExperiencePool(":memory:", sharing, network.clock), bodies, lambda: next(numbers), random.Random(0),
-            KnownAuthors(sharing, identity.peer_id, network.clock, seen_at=self.transport.seen_at),
+            PeerTracker(sharing, identity.peer_id, network.clock, seen_at=self.transport.seen_at),
         )  # fmt: skip
 
     async def share(self, groups: list[RolloutGroup]) -> None:
@@ -118,8 +118,8 @@ async def test_a_withheld_body_counts_against_the_peer_in_the_list() -> None:
     assert (peer.groups_admitted, peer.records_rejected, peer.reward_mean) == (0, 1, None)
 
 
-def acquainted(clock: Clock, own: int, **others: tuple[Identity, list[str]]) -> Acquaintances:
-    known = Acquaintances(clock)
+def acquainted(clock: Clock, own: int, **others: tuple[Identity, list[str]]) -> PeerStats:
+    known = PeerStats(clock)
     known.shared([group("right", "wrong", index=i) for i in range(own)])
     for author, answers in others.values():
         groups = [group(*answers, index=i, author=author.peer_id) for i in range(4)]
@@ -155,7 +155,7 @@ def test_peers_are_bounded_and_names_that_cost_nothing_push_nobody_out() -> None
 
 
 def test_where_nobody_looks_nothing_is_kept() -> None:
-    known = Acquaintances(Clock(), max_peers=0)
+    known = PeerStats(Clock(), max_peers=0)
     known.seen(ALICE.peer_id)
     assert known.last_seen_first() == []
 
@@ -167,7 +167,7 @@ def test_a_peer_banned_in_an_earlier_process_is_listed(tmp_path: Path) -> None:
         pass
     before.save()
     now = Reputation(600, clock, tmp_path / "reputation.json")
-    (peer,) = peer_standings(Acquaintances(clock), now)
+    (peer,) = peer_standings(PeerStats(clock), now)
     assert (peer.peer_id, peer.banned_until) == (MALLORY.peer_id, NOW + 600)
     assert peer.weight < 0.3
 

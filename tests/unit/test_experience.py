@@ -19,9 +19,9 @@ from swarm.config import PolicySection, TrainingSection
 from swarm.policy.logprobs import TokenLogprobs, TokenSequence, token_logprobs
 from swarm.policy.policy import Policy, load_policy
 from swarm.sharing.reputation import Reputation
-from swarm.training.experience import ExperienceTranslator
+from swarm.training.experience import RolloutConverter
 from swarm.training.micro_batch import TrainingSequence, training_sequences
-from swarm.training.policy_optimizer import AdapterSteps
+from swarm.training.policy_optimizer import LocalOptimizer
 from swarm.training.trainer import Trainer
 from swarm.types import Lineage, Rollout, RolloutGroup, TaskRef
 from tests.unit.experience_factory import Clock
@@ -80,10 +80,8 @@ def written_by(author: Policy, *texts: str, finished: bool = True, rewards: tupl
     return RolloutGroup(TaskRef("made-up", "0" * 16, 16, 0), "0" * 16, rollouts, "other", author.lineage, 3)
 
 
-def translator(
-    policy: Policy, quantile: float = 0.0, max_new_tokens: int = 64, at_once: int = 64
-) -> ExperienceTranslator:
-    return ExperienceTranslator(policy, quantile, max_new_tokens, micro_batch_sequences=at_once)
+def translator(policy: Policy, quantile: float = 0.0, max_new_tokens: int = 64, at_once: int = 64) -> RolloutConverter:
+    return RolloutConverter(policy, quantile, max_new_tokens, micro_batch_sequences=at_once)
 
 
 def sequences(policy: Policy, group: RolloutGroup, **settings: object) -> list[TrainingSequence]:
@@ -166,7 +164,7 @@ def test_the_model_gives_the_re_encoded_tokens_the_gradient(llama: Policy, neox:
     got = translator(reader).foreign(PROMPT, written_by(llama, "12", "the answer is 17"))
     assert got is not None
     config = TrainingSection()
-    report = Trainer(config, reader, AdapterSteps(config, reader), temperature=1.0, max_new_tokens=64).step([got])
+    report = Trainer(config, reader, LocalOptimizer(config, reader), temperature=1.0, max_new_tokens=64).step([got])
     assert not report.skipped and report.num_tokens == sum(len(r.token_ids) for r in got.group.rollouts)
     assert report.sampler_kl is None and report.ess_fraction == 1.0 and report.staleness_mean is None
 
@@ -278,7 +276,7 @@ def test_an_empty_answer_is_eos_alone_if_it_was_finished_and_nothing_if_it_was_c
     assert got.group.rollouts[1].token_ids == (llama.eos_token_ids[0],)
 
 
-class Measuring(ExperienceTranslator):
+class Measuring(RolloutConverter):
     """Remembers how many tokens the answers had that went through the model."""
 
     measured: list[int]
@@ -355,9 +353,7 @@ def test_poisoned_style_of_the_own_lineage_is_left_out_whatever_log_probs_it_cla
     means = (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()
     assert max(means[2:]) < min(means[:2])
     told: list[tuple[str, float]] = []
-    reader = ExperienceTranslator(
-        llama, 0.5, 64, lambda author, bad: told.append((author, bad)), micro_batch_sequences=64
-    )
+    reader = RolloutConverter(llama, 0.5, 64, lambda author, bad: told.append((author, bad)), micro_batch_sequences=64)
     reader.observe_own([(max(means[2:]) + min(means[:2])) / 2] * 64)
     for claimed in (0.0, -20.0):
         rollouts = tuple(replace(r, logprobs=(claimed,) * len(r.token_ids)) for r in group.rollouts)
@@ -372,7 +368,7 @@ def test_an_author_whose_groups_are_of_no_use_loses_its_share_whatever_lineage_i
 ) -> None:
     """Bodies of six groups with true rewards: in words that nobody here would write, or spelt in a way that no text shows."""
     reputation = Reputation(21_600.0, Clock())
-    reader = ExperienceTranslator(llama, 0.5, 64, reputation.unlikely, micro_batch_sequences=64)
+    reader = RolloutConverter(llama, 0.5, 64, reputation.unlikely, micro_batch_sequences=64)
     reader.observe_own([-0.1] * 64)
     foreign = replace(written_by(neox, "12", "13"), author="foreign")
     honest = written_by(llama, "12", "13")

@@ -4,15 +4,15 @@ from contextlib import ExitStack
 
 import pytest
 
-from swarm.limits.connection_slots import FairPlaces, NoPlace
+from swarm.limits.connection_slots import ConnectionSlots, NoPlace
 
 
-def hold(stack: ExitStack, places: FairPlaces, address: str, left: list[str], name: str) -> None:
+def hold(stack: ExitStack, places: ConnectionSlots, address: str, left: list[str], name: str) -> None:
     stack.enter_context(places.hold(address, lambda: left.append(name)))
 
 
 def test_places_come_back() -> None:
-    places = FairPlaces(1)
+    places = ConnectionSlots(1)
     for _ in range(3):
         with places.hold("a", pytest.fail), pytest.raises(NoPlace), places.hold("b", pytest.fail):
             pass
@@ -20,7 +20,7 @@ def test_places_come_back() -> None:
 
 
 def test_the_address_that_holds_most_gives_up_its_oldest() -> None:
-    places, left = FairPlaces(4), list[str]()
+    places, left = ConnectionSlots(4), list[str]()
     with ExitStack() as stack:
         for name in ("m1", "m2", "m3"):
             hold(stack, places, "mallory", left, name)
@@ -35,7 +35,7 @@ def test_the_address_that_holds_most_gives_up_its_oldest() -> None:
 
 
 def test_addresses_of_one_ipv6_network_are_one_and_those_of_ipv4_are_not() -> None:
-    places, left = FairPlaces(4), list[str]()
+    places, left = ConnectionSlots(4), list[str]()
     with ExitStack() as stack:
         for number in range(4):
             hold(stack, places, f"2a00:1:7:{number}::1", left, f"m{number}")
@@ -47,7 +47,7 @@ def test_addresses_of_one_ipv6_network_are_one_and_those_of_ipv4_are_not() -> No
 
 
 def test_where_the_newest_wins_an_address_pushes_out_its_own_oldest() -> None:
-    places, left = FairPlaces(2, newest_wins=True), list[str]()
+    places, left = ConnectionSlots(2, newest_wins=True), list[str]()
     with ExitStack() as stack:
         for number in range(5):
             hold(stack, places, "mallory", left, f"m{number}")
@@ -60,7 +60,7 @@ def test_where_the_newest_wins_an_address_pushes_out_its_own_oldest() -> None:
 
 
 def test_neighbours_at_home_have_places_of_their_own() -> None:
-    places, left = FairPlaces(2), list[str]()
+    places, left = ConnectionSlots(2), list[str]()
     with ExitStack() as stack:
         hold(stack, places, "fe80::1%eth0", left, "a")
         hold(stack, places, "fd00::1", left, "b")

@@ -12,12 +12,12 @@ from queue import Queue
 import psutil
 import pytest
 
-from swarm.admission.reward_verifier import MixtureJudge
+from swarm.admission.reward_verifier import RewardVerifier
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.tasks import sandboxed_verifier as fenced_verifier
-from swarm.tasks.sandboxed_verifier import FencedVerifier, Overrun
+from swarm.tasks.sandboxed_verifier import Overrun, SandboxedVerifier
 from swarm.tasks.task_mixture import TaskMixture, score, training_seed
 from swarm.tasks.task_source import TaskFailure, UnknownTask, prompt_digest
 from swarm.types import Lineage, Rollout, RolloutGroup, TaskRef
@@ -64,7 +64,7 @@ def test_it_scores_as_the_node_itself_does_and_knows_the_same_tasks() -> None:
         {"name": "spell_backward", "signals": [{"name": "correct"}, {"name": "length", "parameters": {"max_chars": 9}}]}
     )
     config = TasksSection(sources=(SUMS.sources[0], signals))
-    mixture, fence = TaskMixture(config), FencedVerifier(config)
+    mixture, fence = TaskMixture(config), SandboxedVerifier(config)
     for source in mixture.sources.values():
         for index in range(3):
             ref = TaskRef(source.name, source.config_digest, SEED, index)
@@ -77,7 +77,7 @@ def test_it_scores_as_the_node_itself_does_and_knows_the_same_tasks() -> None:
 
 @pytest.mark.usefixtures("spoiled")
 def test_a_verifier_that_hangs_eats_memory_or_dies_costs_its_group_and_the_next_is_scored() -> None:
-    mixture, fence = TaskMixture(SUMS), FencedVerifier(SUMS, time_budget_s=1.0)
+    mixture, fence = TaskMixture(SUMS), SandboxedVerifier(SUMS, time_budget_s=1.0)
     ref, right = ref_of(mixture), mixture.sources["chain_sum"].answer(SEED, 0)
     before = psutil.Process().memory_info().rss
     with pytest.raises(Overrun, match="MemoryError"):
@@ -98,7 +98,7 @@ def test_the_judge_blames_the_author_for_a_text_that_spoils_its_verifier(
 ) -> None:
     """And it alone: the time until there is a new process is the time of that author."""
     mixture = TaskMixture(SUMS)
-    judge = MixtureJudge(mixture, fence=FencedVerifier(SUMS, time_budget_s=1.0))
+    judge = RewardVerifier(mixture, fence=SandboxedVerifier(SUMS, time_budget_s=1.0))
     right = mixture.sources["chain_sum"].answer(SEED, 0)
     assert judge.rewards(group_of(mixture, right, "7")) == (1.0, 0.0)
     spent_s: dict[str, float] = {}
@@ -117,7 +117,7 @@ def test_the_process_ends_with_the_fence_and_is_not_started_without_need(tmp_pat
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n', encoding="utf-8")
     config = TasksSection(sources=(TaskSourceSection(kind="jsonl", name="mine", path=path), SUMS.sources[0]))
-    fence = FencedVerifier(config)
+    fence = SandboxedVerifier(config)
     assert not fence.holds("mine") and fence.holds("chain_sum")
     children = set(psutil.Process(os.getpid()).children())
     fence.rewards(ref_of(TaskMixture(SUMS)), ["7"])
@@ -175,7 +175,7 @@ def test_what_the_process_says_is_checked_like_a_strangers_word(reply: str) -> N
 def test_prompts_and_answers_of_the_process_are_checked_too(
     reply: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fence, ref = FencedVerifier(SUMS), TaskRef("chain_sum", "0" * 16, SEED, 0)
+    fence, ref = SandboxedVerifier(SUMS), TaskRef("chain_sum", "0" * 16, SEED, 0)
     monkeypatch.setattr(fence._process, "ask", lambda question, time_budget_s: reply)
     with pytest.raises(TaskFailure, match="verifier process: a reply must have"):
         fence.prompts(ref, 2)
@@ -187,12 +187,12 @@ def test_prompts_and_answers_of_the_process_are_checked_too(
 
 def test_a_kind_of_source_that_nobody_has_listed_as_bounded_is_fenced() -> None:
     section = SUMS.sources[0].model_copy(update={"kind": "new"})
-    assert FencedVerifier(TasksSection.model_construct(sources=(section,))).holds("chain_sum")
+    assert SandboxedVerifier(TasksSection.model_construct(sources=(section,))).holds("chain_sum")
 
 
 @pytest.mark.usefixtures("spoiled")
 def test_closing_does_not_wait_for_an_answer() -> None:
-    fence, mixture, outcome = FencedVerifier(SUMS, time_budget_s=60.0), TaskMixture(SUMS), Queue[Exception | None]()
+    fence, mixture, outcome = SandboxedVerifier(SUMS, time_budget_s=60.0), TaskMixture(SUMS), Queue[Exception | None]()
     fence.rewards(ref_of(mixture), ["7"])
 
     def ask() -> None:

@@ -13,7 +13,7 @@ from swarm.merging.merger import Merger, MergeSchedule
 from swarm.merging.outer_optimizer import Adapter
 from swarm.merging.pairer import BoundOnStrangers
 from swarm.merging.robust import Scores
-from swarm.types import Met, Partner
+from swarm.types import MeetResult, Partner
 from tests.unit.memory_pairer import LINEAGE, SHAPES, MemoryFinal, snapshot_of, start
 
 
@@ -21,8 +21,8 @@ def trained(by: float) -> Adapter:
     return {name: tensor + by for name, tensor in start().items()}
 
 
-def met(weights: Adapter, weight: int = 1, **changes: Any) -> Met:
-    return Met(Partner("peer", snapshot_of(weights, **changes)), weight)
+def met(weights: Adapter, weight: int = 1, **changes: Any) -> MeetResult:
+    return MeetResult(Partner("peer", snapshot_of(weights, **changes)), weight)
 
 
 def final_merge(
@@ -52,7 +52,7 @@ def test_mean_of_four_is_that_of_all() -> None:
 
 
 def test_who_does_not_come_is_not_in_the_mean() -> None:
-    final = MemoryFinal(4, 0, [Met(None, 0, "deadline"), met(trained(0.7), weight=2)])
+    final = MemoryFinal(4, 0, [MeetResult(None, 0, "deadline"), met(trained(0.7), weight=2)])
     result = final_merge(final, trained(0.1))
     assert moved(result.weights) == pytest.approx((0.1 + 0.7) / 2, abs=2e-3)
     assert result.row["final/reasons"] == {"deadline": 1, "merged": 1}
@@ -60,7 +60,9 @@ def test_who_does_not_come_is_not_in_the_mean() -> None:
 
 @pytest.mark.parametrize("reason", ["", "deadline"])
 def test_passenger_keeps_half_of_its_own(reason: str) -> None:
-    final = MemoryFinal(3, 2, [Met(None, 1, reason), Met(Partner("peer-0", snapshot_of(trained(0.4))), 2)])
+    final = MemoryFinal(
+        3, 2, [MeetResult(None, 1, reason), MeetResult(Partner("peer-0", snapshot_of(trained(0.4))), 2)]
+    )
     result = final_merge(final, trained(0.1))
     assert moved(result.weights) == pytest.approx((0.1 + 0.4) / 2, abs=2e-3)
     assert [(one.gives, one.takes) for one in final.appointments] == [(True, False), (False, True)]
@@ -68,7 +70,7 @@ def test_passenger_keeps_half_of_its_own(reason: str) -> None:
 
 def test_whoever_is_silent_until_the_last_window_has_half_at_most_whatever_it_claims() -> None:
     """64 places: five windows in vain, then a partner that says 32 replicas are in its adapter."""
-    silent = [Met(None, 0, "deadline")] * 5
+    silent = [MeetResult(None, 0, "deadline")] * 5
     final = MemoryFinal(64, 0, [*silent, met(trained(0.5), weight=32)])
     result = final_merge(final, trained(0.1))
     assert moved(result.weights) == pytest.approx((0.1 + 0.5) / 2, abs=2e-3)
@@ -103,7 +105,7 @@ def test_all_strangers_move_the_own_adapter_no_further_than_its_own_way() -> Non
     ],
     ids=["too many replicas", "another lineage", "NaN", "too short"],
 )
-def test_what_is_of_no_use_costs_its_meeting(bad: Met) -> None:
+def test_what_is_of_no_use_costs_its_meeting(bad: MeetResult) -> None:
     own = trained(0.1)
     result = final_merge(MemoryFinal(2, 0, [bad]), own)
     assert not result.is_merged and result.row["final/reasons"] == {"unusable": 1}

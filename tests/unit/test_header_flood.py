@@ -16,7 +16,7 @@ from swarm.records.identity import Identity
 from swarm.records.signing import SignedRecord
 from swarm.sharing.inbox import MAX_CANDIDATES, MAX_CANDIDATES_PER_AUTHOR, SAFE_PER_KNOWN, Inbox
 from swarm.sharing.index import Shard
-from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.sharing.peer_tracker import PeerTracker
 from swarm.sharing.reputation import BURST_GROUPS, KNOWN_ARE_HEARD_FOR_S, PROBATION_BODIES
 from swarm.types import Header
 from tests.unit.experience_factory import READER, SWARM_ID, Clock, group, header_of
@@ -42,7 +42,7 @@ class Scene:
     def __init__(self) -> None:
         self.clock = Clock()
         config = SharingSection()
-        self.authors = KnownAuthors(config, READER.peer_id, self.clock)
+        self.authors = PeerTracker(config, READER.peer_id, self.clock)
         pool = ExperiencePool(":memory:", config, self.clock)
         self.inbox = Inbox(
             config, SWARM_ID, READER.peer_id, Unsigned(), pool, self.clock, random.Random(0), self.authors  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from swarm.manifest.manifest import Manifest, changed, changes, create, dump
 from swarm.records.codec import PROTOCOL_VERSION
 from swarm.records.identity import Identity
 from swarm.tasks.reasoning_gym_source import ReasoningGymSource, base_digest
-from swarm.tasks.sandboxed_verifier import FencedVerifier
+from swarm.tasks.sandboxed_verifier import SandboxedVerifier
 from swarm.tasks.task_mixture import TaskMixture, assess, score
 from swarm.types import TaskRef
 from tests import swarm_process
@@ -181,13 +181,13 @@ def test_a_walk_through_a_stream_asks_for_many_tasks_at_once(
     mixture: TaskMixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    prompts = FencedVerifier.prompts
+    prompts = SandboxedVerifier.prompts
 
-    def counted(fence: FencedVerifier, ref: TaskRef, count: int) -> list[str]:
+    def counted(fence: SandboxedVerifier, ref: TaskRef, count: int) -> list[str]:
         asked.append(count)
         return prompts(fence, ref, count)
 
-    monkeypatch.setattr(FencedVerifier, "prompts", counted)
+    monkeypatch.setattr(SandboxedVerifier, "prompts", counted)
     source = mixture.sources["sums"]
     walked = [source.task(200, index).prompt for index in range(33)]
     assert asked[:2] == [1, 32]
@@ -240,7 +240,7 @@ def test_a_source_that_hangs_or_eats_memory_when_it_is_built_takes_no_other_with
     hangs, eats = (
         {**SUMS, "label": label, "parameters": {"max_terms": terms}} for label, terms in (("hangs", 7), ("eats", 8))
     )
-    fence = FencedVerifier(fenced(hangs, eats, SUMS), time_budget_s=1.0)
+    fence = SandboxedVerifier(fenced(hangs, eats, SUMS), time_budget_s=1.0)
     with pytest.raises(TaskError, match="within 1 s"):
         fence.open("hangs")
     with pytest.raises(TaskError, match="MemoryError"):

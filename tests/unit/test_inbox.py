@@ -15,7 +15,7 @@ from swarm.records.codec import decode_record, encode_body, encode_record
 from swarm.records.identity import Identity
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import Shard, experience_topic, shard_of, subkey
-from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.sharing.peer_tracker import PeerTracker
 from swarm.types import Header
 from tests.unit.experience_factory import (
     ALICE,
@@ -38,7 +38,7 @@ def make_inbox(clock: Clock | None = None, **settings: object) -> tuple[Inbox, C
     config = SharingSection.model_validate(settings)
     pool = ExperiencePool(":memory:", config, clock)
     door = admission(clock, **settings)
-    authors = KnownAuthors(config, READER.peer_id, clock)
+    authors = PeerTracker(config, READER.peer_id, clock)
     return Inbox(config, SWARM_ID, READER.peer_id, door, pool, clock, random.Random(0), authors), clock
 
 

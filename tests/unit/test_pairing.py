@@ -19,7 +19,7 @@ from swarm.merging.exchange.proposal import (
     Declined,
     Fetched,
     Proposal,
-    ProposalDoor,
+    ProposalHandler,
     Taken,
     decode_answer,
     decode_request,
@@ -55,7 +55,7 @@ class Reader:
         self.own: OfferedAdapter | None = adapter_of(READER)
         self.clock = Clock(NOW)
         self.recent = RecentPartners()
-        self.door = ProposalDoor(SWARM_ID, READER.peer_id, self.clock, lambda: self.own, self.recent)
+        self.door = ProposalHandler(SWARM_ID, READER.peer_id, self.clock, lambda: self.own, self.recent)
 
     async def ask(self, identity: Identity, **changes: object) -> str:
         record = sign_offer(identity, SWARM_ID, offer_of(identity, **changes))

@@ -24,15 +24,15 @@ from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.pipeline.commands import StageSettings
 from swarm.pipeline.driver.assignment import Machine, ModelCost
 from swarm.pipeline.driver.machines import Member, places
-from swarm.pipeline.driver.pipeline_engine import CrewEngine
-from swarm.pipeline.driver.pipeline_supervisor import CrewKeeper
-from swarm.pipeline.driver.pipelined_policy import CrewPolicy, CrewSteps, crew_policy
+from swarm.pipeline.driver.pipeline_engine import PipelineEngine
+from swarm.pipeline.driver.pipeline_supervisor import PipelineSupervisor
+from swarm.pipeline.driver.pipelined_policy import PipelineOptimizer, PipelinePolicy, crew_policy
 from swarm.pipeline.model_shape import model_cost
 from swarm.pipeline.stage.stage_host import BaseModel, StageHost, base_model, part_by_hand
 from swarm.policy.logprobs import TokenLogprobs
 from swarm.policy.policy import load_policy
 from swarm.records.identity import Identity
-from swarm.training.policy_optimizer import AdapterSteps
+from swarm.training.policy_optimizer import LocalOptimizer
 from swarm.training.trainer import Trainer
 from tests.unit.tiny_models import sampled_groups
 
@@ -47,8 +47,8 @@ TRAINING = TrainingSection(lr=1e-3, warmup_steps=0, micro_batch_sequences=4, lr_
 class Driven:
     """A crew of four machines, one of them a spare, and what drives it."""
 
-    keeper: CrewKeeper
-    policy: CrewPolicy
+    keeper: PipelineSupervisor
+    policy: PipelinePolicy
     network: MemoryNetwork
     transports: dict[str, MemoryTransport]
     hosts: dict[str, StageHost]
@@ -60,7 +60,9 @@ class Driven:
         await self.transports[peer_id].stop()
 
     def trainer(self) -> Trainer:
-        return Trainer(TRAINING, self.policy, CrewSteps(TRAINING, self.policy), temperature=1.0, max_new_tokens=6)
+        return Trainer(
+            TRAINING, self.policy, PipelineOptimizer(TRAINING, self.policy), temperature=1.0, max_new_tokens=6
+        )
 
 
 @asynccontextmanager
@@ -91,7 +93,7 @@ async def driven(
             peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=60, silence_s=silence_s
         )
 
-    keeper = CrewKeeper(config, base, model_cost(base), StageSettings(), give)
+    keeper = PipelineSupervisor(config, base, model_cost(base), StageSettings(), give)
     for transport in transports.values():
         await transport.start()
     try:
@@ -116,11 +118,11 @@ async def test_a_crew_samples_and_trains_as_one_process_does(tmp_path: Path) -> 
     sampling = Sampling(temperature=1.0)
     wanted = TransformersEngine(single, 4).generate(requests(single), sampling, seed=3, stop=("2",))
     groups = sampled_groups(single, max_new_tokens=6)
-    local = Trainer(TRAINING, single, AdapterSteps(TRAINING, single), temperature=1.0, max_new_tokens=6)
+    local = Trainer(TRAINING, single, LocalOptimizer(TRAINING, single), temperature=1.0, max_new_tokens=6)
     async with driven(tmp_path) as crew:
         assert crew.policy.lineage == single.lineage
         assert (crew.policy.eos_token_ids, crew.policy.vocab_size) == (single.eos_token_ids, single.vocab_size)
-        engine = CrewEngine(crew.policy, 5)
+        engine = PipelineEngine(crew.policy, 5)
         found = await asyncio.to_thread(engine.generate, requests(single), sampling, seed=3, stop=("2",))
         assert [[a.token_ids for a in answers] for answers in found] == [
             [a.token_ids for a in answers] for answers in wanted
@@ -163,7 +165,7 @@ async def test_a_lost_machine_costs_one_step_and_a_spare_goes_on_from_the_copy(t
         assert crew.policy.version == 2
         # no spare is left: a machine that has layers already takes others on
         await crew.lose(0)
-        engine = CrewEngine(crew.policy, 16)
+        engine = PipelineEngine(crew.policy, 16)
         answers = await asyncio.to_thread(engine.generate, requests(crew.policy), Sampling(), seed=1)
         assert all(answer.token_ids for group in answers for answer in group)
         assert crew.keeper._peers[0] in crew.keeper._peers[1:]
@@ -174,10 +176,12 @@ async def test_a_batch_in_several_steps_moves_a_crew_as_it_does_one_process(tmp_
     single = load_policy(POLICY, device="cpu")
     groups = sampled_groups(single, max_new_tokens=6)
     config = TRAINING.model_copy(update={"groups_per_step": 2})
-    local = Trainer(config, single, AdapterSteps(config, single), temperature=1.0, max_new_tokens=6)
+    local = Trainer(config, single, LocalOptimizer(config, single), temperature=1.0, max_new_tokens=6)
     here = local.step(groups)
     async with driven(tmp_path) as crew:
-        trainer = Trainer(config, crew.policy, CrewSteps(config, crew.policy), temperature=1.0, max_new_tokens=6)
+        trainer = Trainer(
+            config, crew.policy, PipelineOptimizer(config, crew.policy), temperature=1.0, max_new_tokens=6
+        )
         there = await asyncio.to_thread(trainer.step, groups)
         assert crew.policy.version == single.version == -(-len(groups) // 2) > 1
         assert (there.num_tokens, there.lr) == (here.num_tokens, pytest.approx(here.lr))
@@ -187,7 +191,7 @@ async def test_a_batch_in_several_steps_moves_a_crew_as_it_does_one_process(tmp_
 async def test_weights_of_others_are_written_into_all_stages_even_when_one_is_lost(tmp_path: Path) -> None:
     groups = sampled_groups(load_policy(POLICY, device="cpu"), max_new_tokens=6)
     async with driven(tmp_path, copy_interval_steps=1) as crew:
-        steps, trainer = CrewSteps(TRAINING, crew.policy), crew.trainer()
+        steps, trainer = PipelineOptimizer(TRAINING, crew.policy), crew.trainer()
         await asyncio.to_thread(trainer.step, groups)
         start = await asyncio.to_thread(steps.read)
         turned = sorted(start)[:2]
@@ -223,7 +227,9 @@ async def test_the_raised_learning_rate_of_a_rebuilt_stage_is_in_the_checkpoint(
     tensors = checkpoint.tensors
     assert {name: round(one.item(), 6) for name, one in tensors["lr_factors"].items()} == dict.fromkeys(rebuilt, 1.1)
     single = load_policy(POLICY, device="cpu")  # one process has one rate, and takes the rest
-    Trainer(TRAINING, single, AdapterSteps(TRAINING, single), temperature=1.0, max_new_tokens=6).restore(tensors, state)
+    Trainer(TRAINING, single, LocalOptimizer(TRAINING, single), temperature=1.0, max_new_tokens=6).restore(
+        tensors, state
+    )
     async with driven(tmp_path) as crew:
         await asyncio.to_thread(crew.trainer().restore, tensors, state)
         factors = [rest["lr_factor"] for _, rest in await crew.keeper.states()]
@@ -257,7 +263,7 @@ async def test_the_loss_goes_on_falling_over_a_loss(tmp_path: Path) -> None:
         return loss
 
     async with driven(tmp_path, copy_interval_steps=1) as crew:
-        steps, per_step, lost = CrewSteps(TRAINING, crew.policy), [], 0
+        steps, per_step, lost = PipelineOptimizer(TRAINING, crew.policy), [], 0
         for step in range(10):
             if step == 5:
                 await crew.lose(1)

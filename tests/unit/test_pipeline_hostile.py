@@ -15,15 +15,15 @@ from swarm.errors import CheckpointError, PipelineError, StageLostError, StageRe
 from swarm.pipeline.commands import SettleOrder, StageSettings, part_fields
 from swarm.pipeline.driver.expected_stage import BatchSizes, Proportions, StateBounds, expected_stages
 from swarm.pipeline.driver.machines import CrewMembers
-from swarm.pipeline.driver.pipelined_policy import CrewSteps
-from swarm.pipeline.driver.stage_group import Crew, CrewSettings
+from swarm.pipeline.driver.pipelined_policy import PipelineOptimizer
+from swarm.pipeline.driver.stage_group import CrewSettings, StageGroup
 from swarm.pipeline.model_shape import stage_parts
 from swarm.pipeline.stage.stage_host import BaseModel, StageHost, base_model, part_by_hand
 from swarm.pipeline.stage_link import Give, RemoteLink
 from swarm.pipeline.tensor_bundle import Bundle, decode_bundle, encode_bundle
 from swarm.policy.logprobs import TokenLogprobs
 from swarm.policy.policy import load_policy
-from swarm.training.policy_optimizer import AdapterSteps
+from swarm.training.policy_optimizer import LocalOptimizer
 from tests.unit.test_pipeline_driver import DRIVER, MEMBERS, POLICY, TRAINING, Driven, driven
 
 Lie = Callable[[str, Bundle], Bundle]
@@ -96,7 +96,7 @@ def loss_of(index: int, result: TokenLogprobs) -> torch.Tensor:
 
 async def step(crew: Driven) -> float:
     """Gradient norm of a step that was applied."""
-    steps = CrewSteps(TRAINING, crew.policy)
+    steps = PipelineOptimizer(TRAINING, crew.policy)
     norm = await asyncio.to_thread(steps.accumulate, PARTS, loss_of, 1.0)
     if norm < float("inf"):
         await asyncio.to_thread(steps.apply, 1e-3)
@@ -105,7 +105,7 @@ async def step(crew: Driven) -> float:
 
 async def saved(crew: Driven) -> dict[str, dict[str, torch.Tensor]]:
     """What a checkpoint would hold."""
-    return await asyncio.to_thread(CrewSteps(TRAINING, crew.policy).state)
+    return await asyncio.to_thread(PipelineOptimizer(TRAINING, crew.policy).state)
 
 
 def first(found: dict[str, torch.Tensor], part: str) -> torch.Tensor:
@@ -320,7 +320,7 @@ async def test_a_checkpoint_that_no_training_gives_is_held_against_no_stage(tmp_
     async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as crew:
         await step(crew)
         found = await saved(crew)
-        steps = CrewSteps(TRAINING, crew.policy)
+        steps = PipelineOptimizer(TRAINING, crew.policy)
         await asyncio.to_thread(steps.restore, found, 1)
         name = next(iter(found["adapter"]))
         odd = {"adapter": torch.full((1,), torch.nan), "optimizer": torch.zeros(0), "lr_factors": torch.zeros(2)}
@@ -370,7 +370,7 @@ STATES: dict[str, Lie] = {
 
 async def test_a_state_that_no_training_gives_is_refused_at_the_door() -> None:
     liar, link = link_to_a_liar()
-    crew = Crew([link], CrewSettings(), StateBounds(link._expected.shapes))
+    crew = StageGroup([link], CrewSettings(), StateBounds(link._expected.shapes))
     weights, rest = await crew.state(0)
     moments = {f"exp_avg:{name}": torch.zeros_like(value) for name, value in weights["adapter"].items()}
     moments |= {f"exp_avg_sq:{name}": torch.zeros_like(value) for name, value in weights["adapter"].items()}
@@ -414,7 +414,7 @@ async def test_what_is_not_finite_is_not_written_even_if_the_door_let_it_in(
 
 async def test_honest_states_stay_within_their_bounds_over_many_large_steps(tmp_path: Path) -> None:
     async with driven(tmp_path, crew=MEMBERS[:2], spares=0) as crew:
-        steps = CrewSteps(TRAINING, crew.policy)
+        steps = PipelineOptimizer(TRAINING, crew.policy)
         for number in range(12):
             await asyncio.to_thread(steps.accumulate, PARTS[number % 2 :], loss_of, 1.0)
             await asyncio.to_thread(steps.apply, 0.05)
@@ -580,7 +580,7 @@ def test_moments_that_are_not_as_large_as_their_tensor_are_refused(what: str) ->
 @pytest.mark.parametrize("what", MOMENTS)
 def test_a_checkpoint_with_such_moments_is_refused_in_one_process_too(what: str) -> None:
     policy = load_policy(POLICY)
-    steps = AdapterSteps(TRAINING, policy)
+    steps = LocalOptimizer(TRAINING, policy)
     weights = steps.state()["adapter"]
     found = moments_for(weights)
     steps.restore({"adapter": weights, "optimizer": found}, 1)

@@ -17,7 +17,7 @@ from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTranspor
 from swarm.pipeline.commands import StageSettings, part_fields
 from swarm.pipeline.driver.expected_stage import expected_stages
 from swarm.pipeline.driver.pipelined_policy import PipelinedPolicy, greedy
-from swarm.pipeline.driver.stage_group import Crew, CrewSettings
+from swarm.pipeline.driver.stage_group import CrewSettings, StageGroup
 from swarm.pipeline.model_shape import stage_parts
 from swarm.pipeline.stage.stage_host import BaseModel, StageHost
 from swarm.pipeline.stage_link import RemoteLink, ask
@@ -71,17 +71,17 @@ def host(folder: Path) -> StageHost:
     return StageHost(BaseModel(folder, LORA, CPU, torch.float32), StageSettings())
 
 
-async def loaded(crew: NetworkCrew, sizes: Sequence[int], precision: WirePrecision = "fp32") -> Crew:
+async def loaded(crew: NetworkCrew, sizes: Sequence[int], precision: WirePrecision = "fp32") -> StageGroup:
     links, expected = [], expected_stages(crew.folder, LORA, stage_parts(sizes))
     for peer_id, one in zip(crew.members, expected, strict=True):
         await ask(crew.give, peer_id, "load", Bundle({**part_fields(one.part), "instead_of": []}))
         links.append(RemoteLink(crew.give, peer_id, one, precision))
-    started = Crew(links, CrewSettings(action_timeout_s=30))
+    started = StageGroup(links, CrewSettings(action_timeout_s=30))
     await started.start()
     return started
 
 
-async def one_step(crew: Crew) -> tuple[float, dict[str, Tensor], list[list[int]]]:
+async def one_step(crew: StageGroup) -> tuple[float, dict[str, Tensor], list[list[int]]]:
     """(gradient norm, adapter after the step, answers sampled with it)"""
     policy = PipelinedPolicy(crew, PAD)
     gradient = await policy.accumulate(made_up_parts(4), loss_of, with_entropy=True)
@@ -120,7 +120,7 @@ async def test_one_machine_holds_two_stages_and_refusals_are_told(folder: Path) 
         for one in parts:
             await ask(crew.give, crew.members[0], "load", Bundle({**part_fields(one.part), "instead_of": []}))
         links = [RemoteLink(crew.give, crew.members[0], one, "fp32") for one in parts]
-        two = Crew(links, CrewSettings(action_timeout_s=30))
+        two = StageGroup(links, CrewSettings(action_timeout_s=30))
         await two.start()
         norm, _, _ = await one_step(two)
         assert norm > 0

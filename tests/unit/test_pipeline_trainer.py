@@ -14,7 +14,7 @@ from swarm.policy.logprobs import TokenLogprobs
 from swarm.policy.policy import Policy
 from swarm.training.micro_batch import micro_batches, training_sequences
 from swarm.training.policy_loss import ClipRange, Logprobs, policy_loss
-from swarm.training.policy_optimizer import AdapterSteps
+from swarm.training.policy_optimizer import LocalOptimizer
 from swarm.training.trainer import Trainer
 from tests.unit.pipeline_crew import open_crew
 from tests.unit.tiny_models import sampled_groups
@@ -43,7 +43,7 @@ async def test_a_training_step_is_that_of_the_trainer(
         await crew.crew.commit(lr=config.lr, max_grad_norm=config.max_grad_norm)
         found = {key: value for stage in crew.stages for key, value in stage.state()[0]["adapter"].items()}
     before = read_adapter(policy.model)
-    report = Trainer(config, policy, AdapterSteps(config, policy), temperature=1.0, max_new_tokens=6).step(groups)
+    report = Trainer(config, policy, LocalOptimizer(config, policy), temperature=1.0, max_new_tokens=6).step(groups)
     assert not report.skipped
     assert gradient.norm == pytest.approx(report.grad_norm, rel=1e-4)
     wanted = read_adapter(policy.model)

@@ -20,7 +20,7 @@ from swarm.node.policy_backend import local_means
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.tasks.task_mixture import TaskMixture
-from swarm.types import Met, Partner, Snapshot
+from swarm.types import MeetResult, Partner, Snapshot
 from tests.unit.memory_pairer import MemoryFinal, MemoryPairer
 
 GATE_SEED = 123_456_789
@@ -229,7 +229,7 @@ def ended(change: Callable[[Adapter], Adapter], **merging: object) -> tuple[Sett
     setting = Setting(finale, **merging)
     setting.train_one_step()
     own = setting.weights
-    finale.mets.append(Met(setting.partner(change(own)), 1))
+    finale.mets.append(MeetResult(setting.partner(change(own)), 1))
     return setting, own
 
 

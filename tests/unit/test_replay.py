@@ -13,7 +13,7 @@ from swarm.config import TrainingSection
 from swarm.policy.policy import Policy
 from swarm.training.experience import TrainingGroup
 from swarm.training.policy_loss import ClipRange, Logprobs, policy_loss
-from swarm.training.policy_optimizer import AdapterSteps
+from swarm.training.policy_optimizer import LocalOptimizer
 from swarm.training.replay import ReplayStore
 from swarm.training.trainer import Trainer
 from swarm.types import RolloutGroup
@@ -128,13 +128,13 @@ def test_staleness_per_token_reaches_the_report(make_policy: Callable[..., Polic
     foreign = TrainingGroup(ids, replace(fresh, policy_version=1), True, False)  # another's count: not comparable
     perturb(policy, 1e-3)
     config = TrainingSection(correction="none")
-    report = Trainer(config, policy, AdapterSteps(config, policy), temperature=1.0, max_new_tokens=8).step(
+    report = Trainer(config, policy, LocalOptimizer(config, policy), temperature=1.0, max_new_tokens=8).step(
         [*batch, foreign]
     )
     expected = (5 * 1 + 5 * count[1][1] + 2 * sum(count[2])) / sum(map(sum, count))
     assert report.staleness_mean == pytest.approx(expected) and report.staleness_max == 5
     assert report.row()["train/staleness_max"] == 5
-    fresh_only = Trainer(config, policy, AdapterSteps(config, policy), temperature=1.0, max_new_tokens=8).step(
+    fresh_only = Trainer(config, policy, LocalOptimizer(config, policy), temperature=1.0, max_new_tokens=8).step(
         [TrainingGroup(ids, replace(fresh, policy_version=policy.version), True, True)]
     )
     assert (fresh_only.staleness_mean, fresh_only.staleness_max) == (0.0, 0)

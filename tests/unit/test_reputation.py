@@ -16,7 +16,7 @@ from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import Shard
-from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.sharing.peer_tracker import PeerTracker
 from swarm.sharing.reputation import (
     FIRST_BAN_S,
     MAX_AUTHORS,
@@ -315,7 +315,7 @@ async def test_sixteen_fresh_names_that_invent_addresses_get_the_part_of_two(tmp
     transport._dialling.see(sybils[0], ["/ip4/12.0.0.1/tcp/50000"])  # type: ignore[attr-defined]
     for number, name in enumerate(honest):
         transport._dialling.see(name, [f"/ip4/13.{number}.0.1/tcp/50000"])  # type: ignore[attr-defined]
-    shares = KnownAuthors(SharingSection(), READER.peer_id, Clock(), seen_at=transport.seen_at).shares
+    shares = PeerTracker(SharingSection(), READER.peer_id, Clock(), seen_at=transport.seen_at).shares
     standing = shares.standing([*honest, *sybils])
     of_sybils = sum(standing[name] for name in sybils) / sum(standing.values())
     assert of_sybils == pytest.approx((1 + 2) / (1 + 2 + len(honest)))  # one came and shows itself, the rest are two
@@ -333,7 +333,7 @@ def test_headers_are_drawn_by_standing() -> None:
 def test_headers_of_a_banned_author_are_not_offered_nor_passed_on_until_the_ban_ends() -> None:
     clock = Clock()
     config = SharingSection()
-    authors = KnownAuthors(config, READER.peer_id, clock)
+    authors = PeerTracker(config, READER.peer_id, clock)
     pool = ExperiencePool(":memory:", config, clock)
     inbox = Inbox(config, SWARM_ID, READER.peer_id, admission(clock), pool, clock, random.Random(0), authors)
 

@@ -17,7 +17,7 @@ from swarm.records.identity import Identity
 from swarm.sharing.body_store import BODY_PROTOCOL, BodyStore
 from swarm.sharing.index import SLOTS_PER_WINDOW, WINDOW_S, EntryValidator, Shard, experience_key, subkey
 from swarm.sharing.peer_backoff import BUSY_PAUSE_S, UNREACHED_PAUSE_S
-from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.sharing.peer_tracker import PeerTracker
 from swarm.sharing.publisher import Publisher
 from swarm.sharing.reader import Reader
 from swarm.types import RolloutGroup
@@ -49,7 +49,7 @@ class Peer:
         self.pool = ExperiencePool(":memory:", config, network.clock)
         self.bodies = BodyStore(network.clock)
         numbers = iter(range(1_000_000))
-        authors = KnownAuthors(config, identity.peer_id, network.clock, seen_at=self.transport.seen_at)
+        authors = PeerTracker(config, identity.peer_id, network.clock, seen_at=self.transport.seen_at)
         self.publisher = Publisher(
             config, SWARM_ID, identity, self.transport, self.bodies, lambda: next(numbers), lambda: WHOLE_SWARM,
             authors.beacons, head_start_s=0.0,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swarm.admission.reward_verifier import BURST_S, PER_S, MixtureJudge, VerificationBudget
+from swarm.admission.reward_verifier import BURST_S, PER_S, RewardVerifier, VerificationBudget
 from swarm.config import Config, TaskSourceSection, TasksSection, TrainingSection, parse
 from swarm.errors import ConfigError, TaskError
 from swarm.manifest.manifest import create, dump
@@ -184,9 +184,9 @@ def foreign_group(mixture: TaskMixture, *texts: str, index: int = 0) -> RolloutG
 def test_a_receiver_recomputes_the_same_reward(mixture: TaskMixture, tmp_path: Path) -> None:
     group = foreign_group(mixture, "<answer>7</answer>", "7", "8" * 33)
     elsewhere = mixture_of(tmp_path / "copy.jsonl")
-    assert MixtureJudge(elsewhere, fence=None).rewards(group) == tuple(r.reward for r in group.rollouts)
+    assert RewardVerifier(elsewhere, fence=None).rewards(group) == tuple(r.reward for r in group.rollouts)
     with pytest.raises(InvalidRecord) as caught:
-        MixtureJudge(mixture_of(tmp_path / "other.jsonl", []), fence=None).rewards(group)
+        RewardVerifier(mixture_of(tmp_path / "other.jsonl", []), fence=None).rewards(group)
     assert caught.value.reason is Rejection.UNKNOWN_TASK
 
 
@@ -203,7 +203,7 @@ def test_an_author_gets_so_much_time_for_its_answers(mixture: TaskMixture) -> No
             return replace(super().rebuild(ref), verify=slow, weights=())
 
     mixture.__class__ = Slow
-    judge = MixtureJudge(mixture, lambda: now, fence=None)
+    judge = RewardVerifier(mixture, lambda: now, fence=None)
     group = foreign_group(mixture, "7", "8", "9", "0", "1", "2", "3", "4")
     with pytest.raises(InvalidRecord) as caught:
         judge.rewards(group)

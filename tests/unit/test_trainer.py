@@ -17,7 +17,7 @@ from swarm.engine.slot_engine import SlotEngine
 from swarm.errors import CheckpointError, TrainingError
 from swarm.policy.policy import Policy, load_policy
 from swarm.training.experience import TrainingGroup
-from swarm.training.policy_optimizer import AdapterSteps
+from swarm.training.policy_optimizer import LocalOptimizer
 from swarm.training.trainer import Trainer
 from swarm.types import Rollout
 from tests.unit.tiny_models import ARCHITECTURES, requests, sampled_groups
@@ -26,7 +26,7 @@ MakePolicy = Callable[..., Policy]
 MAX_NEW_TOKENS = 6
 
 
-class GradientTap(AdapterSteps):
+class GradientTap(LocalOptimizer):
     """Keeps the gradient of the last applied step."""
 
     gradient: Tensor
@@ -38,7 +38,7 @@ class GradientTap(AdapterSteps):
 
 def trainer_of(
     policy: Policy,
-    kind: type[AdapterSteps] = AdapterSteps,
+    kind: type[LocalOptimizer] = LocalOptimizer,
     temperature: float = 1.0,
     stop: tuple[str, ...] = (),
     **settings: Any,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from swarm.network.transport import Transport
     from swarm.observability.metrics import Metrics
     from swarm.records.identity import Identity
-    from swarm.sharing.header_relay import Carrier
+    from swarm.sharing.header_relay import HeaderRelay
 
 _STATUS_INTERVAL_S = 2.0
 _FLAGS = {
@@ -169,7 +169,7 @@ async def _serve(
     from swarm.observability.http_server import HttpServer
     from swarm.observability.metrics import Metrics
     from swarm.observability.status_file import NodeStatus
-    from swarm.sharing.header_relay import Carrier
+    from swarm.sharing.header_relay import HeaderRelay
     from swarm.sharing.index import EntryValidator
     from swarm.silo.open_silo import node_transport
 
@@ -177,7 +177,7 @@ async def _serve(
     obey_stop_signals(stop.set)
     transport = node_transport(config, identity, files, EntryValidator(config.swarm_id))
     assert transport is not None, "the network of a bootstrap peer is on"
-    carrier = Carrier(config.sharing, config.swarm_id, identity, transport)
+    carrier = HeaderRelay(config.sharing, config.swarm_id, identity, transport)
     http = HttpServer(config.observability, metrics, lambda: {"phase": "serving"})
     started_at = time.time()
 
@@ -214,7 +214,7 @@ async def _serve(
         write_status("ended")
 
 
-def _measure(carrier: "Carrier", transport: "Transport", metrics: "Metrics") -> None:
+def _measure(carrier: "HeaderRelay", transport: "Transport", metrics: "Metrics") -> None:
     metrics.gauge("gossip/headers_carried", carrier.num_carried)
     metrics.gauge("gossip/shards_carried", len(carrier.shards))
     for reason, count in carrier.rejected.items():

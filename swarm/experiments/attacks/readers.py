@@ -9,7 +9,7 @@ from collections import Counter
 
 from swarm.admission.admission import Admission
 from swarm.admission.copies import CopyWatch
-from swarm.admission.reward_verifier import MixtureJudge
+from swarm.admission.reward_verifier import RewardVerifier
 from swarm.experiments.learner_swarm import Door
 from swarm.experiments.memory_exchange import MemoryExchange, Offer
 from swarm.pool.experience_pool import ExperiencePool
@@ -17,7 +17,7 @@ from swarm.records.codec import decode_body, decode_header, decode_record
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import subkey
-from swarm.sharing.peer_tracker import KnownAuthors
+from swarm.sharing.peer_tracker import PeerTracker
 from swarm.tasks.task_mixture import owns_stream
 from swarm.types import Header
 
@@ -64,11 +64,11 @@ class GuardedReader:
         self._pool = door.pool
         self._book = OfferBook(door.exchange, own)
         self._own_peer_id = own
-        authors = KnownAuthors(config.sharing, own, clock, max_shown=0, seen_at=_own_network)
+        authors = PeerTracker(config.sharing, own, clock, max_shown=0, seen_at=_own_network)
         self._authors = authors
         self.reputation = authors.reputation
         copies = CopyWatch(owns_stream, self.reputation.refused)
-        judge = MixtureJudge(door.mixture, is_known=self.reputation.is_known, fence=None)
+        judge = RewardVerifier(door.mixture, is_known=self.reputation.is_known, fence=None)
         self._copies = copies
         self._admission = Admission(config.sharing, config.swarm_id, own, judge, door.vocabulary, clock, copies)
         self._inbox = Inbox(config.sharing, config.swarm_id, own, self._admission, self._pool, clock, door.rng, authors)

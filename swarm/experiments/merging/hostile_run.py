@@ -29,7 +29,7 @@ from swarm.experiments.merging.supervised import SupervisedReplicas, supervised
 from swarm.merging.exchange.adapter_donor import AdapterDonor
 from swarm.merging.exchange.merge_exchange import MergeExchange
 from swarm.merging.exchange.newcomer import Newcomer, WantedAdapter
-from swarm.merging.exchange.recent_partners import Patience
+from swarm.merging.exchange.recent_partners import MergeTimeouts
 from swarm.merging.final_merge import FinalMerge, Wire, meetings_of
 from swarm.merging.merger import Merger, MergeSchedule
 from swarm.merging.pairer import Pairer
@@ -42,10 +42,10 @@ from swarm.sharing.index import EntryValidator
 from swarm.sharing.reputation import PROBATION_BODIES, AddressGroups, AuthorShares, Reputation
 from swarm.simulation.signature_cache import SignatureCache
 from swarm.simulation.simulation import INTERNET, SWARM_ID
-from swarm.types import Appointment, Met, Partner, Seats, Snapshot
+from swarm.types import Appointment, MeetResult, Partner, Seats, Snapshot
 
 _LINEAGE = "5e" * 16
-_PATIENCE = Patience(search_s=20.0, request_timeout_s=3.0)
+_PATIENCE = MergeTimeouts(search_s=20.0, request_timeout_s=3.0)
 _OUTER_STEP_S = 40.0
 _NUM_NEWCOMERS = 4
 
@@ -306,26 +306,26 @@ class _MemoryMeeting:
 
     def __init__(self, names: Sequence[str], hostile: set[str], poison: Snapshot) -> None:
         self._names, self._hostile, self._poison = names, hostile, poison
-        self._handed: dict[tuple[int, str, str], Future[Met]] = {}
+        self._handed: dict[tuple[int, str, str], Future[MeetResult]] = {}
         self._lock = threading.Lock()
         self.num_hostile = 0
 
     def seat(self, peer_id: str) -> "_Seat":
         return _Seat(self, peer_id, Seats(tuple(self._names), self._names.index(peer_id)))
 
-    def meet(self, own: str, appointment: Appointment) -> "Future[Met]":
+    def meet(self, own: str, appointment: Appointment) -> "Future[MeetResult]":
         with self._lock:
             mine = self._future(appointment.window, appointment.peer_id, own)
             if appointment.peer_id not in self._hostile:
                 theirs = self._future(appointment.window, own, appointment.peer_id)
-                theirs.set_result(Met(Partner(own, appointment.snapshot), appointment.weight))
+                theirs.set_result(MeetResult(Partner(own, appointment.snapshot), appointment.weight))
                 return mine
             self.num_hostile += 1
             claimed = max(1, 1 << (appointment.window - 1))
-            mine.set_result(Met(Partner(appointment.peer_id, self._poison), claimed))
+            mine.set_result(MeetResult(Partner(appointment.peer_id, self._poison), claimed))
             return mine
 
-    def _future(self, window: int, giver: str, taker: str) -> "Future[Met]":
+    def _future(self, window: int, giver: str, taker: str) -> "Future[MeetResult]":
         return self._handed.setdefault((window, giver, taker), Future())
 
 
@@ -342,7 +342,7 @@ class _Seat:
         gathered.set_result(self.seats)
         return gathered
 
-    def meet(self, appointment: Appointment) -> "Future[Met]":
+    def meet(self, appointment: Appointment) -> "Future[MeetResult]":
         return self.meeting.meet(self.peer_id, appointment)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarm.merging.exchange.ready_list import ReadyList
-from swarm.merging.exchange.recent_partners import Patience
+from swarm.merging.exchange.recent_partners import MergeTimeouts
 from swarm.network.requests.blob_protocol import (
     BLOB_REQUEST_BYTES,
     DIGEST_BYTES,
@@ -56,7 +56,7 @@ class AdapterDonor:
 
     def __init__(
         self,
-        patience: Patience,
+        patience: MergeTimeouts,
         swarm_id: str,
         identity: Identity,
         transport: Transport,

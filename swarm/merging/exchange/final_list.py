@@ -66,7 +66,7 @@ PASSING = (NotNow.RATE, NotNow.IDLE, NotNow.WAIT)
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class MeetRequest:
     merge_id: bytes
     window: int
     sha256: bytes
@@ -78,7 +78,7 @@ class Here:
 
 
 @dataclass(frozen=True, slots=True)
-class Thanks:
+class FetchAck:
     merge_id: bytes
     window: int
     sha256: bytes
@@ -89,7 +89,7 @@ class Thanks:
 
 
 @dataclass(frozen=True, slots=True)
-class Mine:
+class MeetReply:
     sha256: bytes
     weight: int
 
@@ -97,15 +97,15 @@ class Mine:
         return pack([_YES, self.sha256, self.weight])
 
 
-def decode_request(data: bytes) -> Here | Thanks:
+def decode_request(data: bytes) -> MeetRequest | FetchAck:
     """Raises InvalidRecord."""
     kind, merge_id, window, sha256, weight = check_array(unpack(_bounded(data)), 5)
     place = check_bytes(merge_id, MERGE_ID_BYTES), check_int(window, 0, MAX_WINDOW), check_bytes(sha256, DIGEST_BYTES)
     weight = check_int(weight, 1, MAX_WEIGHT)
-    return Here(*place, weight) if check_int(kind, _HERE, _THANKS) == _HERE else Thanks(*place)
+    return MeetRequest(*place, weight) if check_int(kind, _HERE, _THANKS) == _HERE else FetchAck(*place)
 
 
-def decode_answer(data: bytes) -> Mine | Declined:
+def decode_answer(data: bytes) -> MeetReply | Declined:
     """Raises InvalidRecord."""
     fields = unpack(_bounded(data))
     if isinstance(fields, list) and len(fields) == 2:
@@ -114,7 +114,7 @@ def decode_answer(data: bytes) -> Mine | Declined:
         return Declined(check_text(reason, 32))
     kind, sha256, weight = check_array(fields, 3)
     check_int(kind, _YES, _YES)
-    return Mine(check_bytes(sha256, DIGEST_BYTES), check_int(weight, 1, MAX_WEIGHT))
+    return MeetReply(check_bytes(sha256, DIGEST_BYTES), check_int(weight, 1, MAX_WEIGHT))
 
 
 def _bounded(data: bytes) -> bytes:

@@ -27,11 +27,11 @@ from swarm.merging.exchange.final_list import (
     MAX_MESSAGE_BYTES,
     PASSING,
     Assembly,
+    FetchAck,
     FinalList,
-    Here,
-    Mine,
+    MeetReply,
+    MeetRequest,
     NotNow,
-    Thanks,
     decode_answer,
     decode_request,
 )
@@ -42,7 +42,7 @@ from swarm.network.requests.transfer import Download, fetch
 from swarm.network.transport import Transport
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord
-from swarm.types import Appointment, Met, Partner, Seats, Snapshot
+from swarm.types import Appointment, MeetResult, Partner, Seats, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -80,17 +80,17 @@ class _Turn:
     merge_id: bytes
     appointment: Appointment
     offered: OfferedAdapter
-    theirs: Mine | None = None
+    theirs: MeetReply | None = None
     known: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the other side has told what it has."""
     partner: Partner | None = None
     reason: str = ""
 
     @property
-    def mine(self) -> Mine:
-        return Mine(self.offered.offer.sha256, self.appointment.weight)
+    def mine(self) -> MeetReply:
+        return MeetReply(self.offered.offer.sha256, self.appointment.weight)
 
-    def hear(self, theirs: Mine) -> None:
+    def hear(self, theirs: MeetReply) -> None:
         """The first word counts."""
         if self.theirs is None:
             self.theirs = theirs
@@ -131,9 +131,9 @@ class FinalMeeting:
         """Who takes part in the next final merge: this node alone where nobody else came, or nothing works."""
         return self._ask_for(lambda: self._gather(snapshot), Seats((self._peer_id,), 0))
 
-    def meet(self, appointment: Appointment) -> "Future[Met]":
+    def meet(self, appointment: Appointment) -> "Future[MeetResult]":
         """One exchange, after `gather`. Ends with its window at the latest."""
-        return self._ask_for(lambda: self._meet(appointment), Met(None, 0, "stopped"))
+        return self._ask_for(lambda: self._meet(appointment), MeetResult(None, 0, "stopped"))
 
     async def work(self) -> None:
         """From the transport's start to its stop. Ends only when cancelled, or raises what is a bug."""
@@ -168,10 +168,10 @@ class FinalMeeting:
         self._assembly = await self._list.assemble(snapshot, await sha256(snapshot.payload))
         return self._assembly.seats
 
-    async def _meet(self, appointment: Appointment) -> Met:
+    async def _meet(self, appointment: Appointment) -> MeetResult:
         assembly = self._assembly
         if assembly is None:
-            return Met(None, 0, "stopped")
+            return MeetResult(None, 0, "stopped")
         payload = appointment.snapshot.payload
         offer = replace(assembly.offers[assembly.own_place], sha256=await sha256(payload), num_bytes=len(payload))
         turn = self._turn = _Turn(assembly.merge_id, appointment, OfferedAdapter(offer, b"", payload))
@@ -184,7 +184,7 @@ class FinalMeeting:
             turn.reason = turn.reason or "deadline"
         finally:
             self._turn = None
-        return Met(turn.partner, turn.theirs.weight if turn.theirs else 0, turn.reason)
+        return MeetResult(turn.partner, turn.theirs.weight if turn.theirs else 0, turn.reason)
 
     async def _trade(self, turn: _Turn) -> None:
         """Both sides fetch at the same time; what fails on one leaves the other its part."""
@@ -206,7 +206,7 @@ class FinalMeeting:
 
     async def _find_out(self, turn: _Turn) -> None:
         """Until the other side has told what it has, or that there will be no exchange."""
-        here = Here(turn.merge_id, turn.appointment.window, *_fields(turn.mine))
+        here = MeetRequest(turn.merge_id, turn.appointment.window, *_fields(turn.mine))
         pause_s = 0.1
         while turn.theirs is None:
             try:
@@ -217,7 +217,7 @@ class FinalMeeting:
                 turn.reason = NotNow.INVALID
                 return
             else:
-                if isinstance(answer, Mine):
+                if isinstance(answer, MeetReply):
                     turn.hear(answer)
                 elif answer.reason not in PASSING:
                     turn.reason = answer.reason
@@ -228,7 +228,7 @@ class FinalMeeting:
             pause_s = min(2 * pause_s, _ASK_PAUSE_S, self._window_s / 4)
         turn.reason = ""
 
-    async def _fetch(self, turn: _Turn, theirs: Mine) -> None:
+    async def _fetch(self, turn: _Turn, theirs: MeetReply) -> None:
         peer_id, snapshot = turn.appointment.peer_id, turn.appointment.snapshot
         wanted = Download(
             theirs.sha256, len(snapshot.payload), FINAL_ADAPTER_PROTOCOL, base_timeout_s=self._request_timeout_s
@@ -239,7 +239,7 @@ class FinalMeeting:
             turn.reason = error.reason
             return
         turn.partner = Partner(peer_id, replace(snapshot, payload=payload))
-        thanks = Thanks(turn.merge_id, turn.appointment.window, theirs.sha256).encode()
+        thanks = FetchAck(turn.merge_id, turn.appointment.window, theirs.sha256).encode()
         for _ in range(_THANKS):
             with contextlib.suppress(RequestError):
                 await self._request(turn, thanks)
@@ -266,13 +266,13 @@ class FinalMeeting:
         turn, reason = self._turn, self._why_not(peer_id, message)
         if reason is not None or turn is None:
             return Declined((reason or NotNow.IDLE).value).encode()
-        if isinstance(message, Here):
-            turn.hear(Mine(message.sha256, message.weight))
+        if isinstance(message, MeetRequest):
+            turn.hear(MeetReply(message.sha256, message.weight))
         elif message.sha256 == turn.offered.offer.sha256:
             turn.offered.fetched.set()
         return turn.mine.encode()
 
-    def _why_not(self, peer_id: str, message: Here | Thanks) -> NotNow | None:
+    def _why_not(self, peer_id: str, message: MeetRequest | FetchAck) -> NotNow | None:
         if self._assembly is None or self._turn is None:
             return NotNow.IDLE
         if message.merge_id != self._assembly.merge_id:
@@ -287,5 +287,5 @@ class FinalMeeting:
         return turn.offered if turn is not None and turn.appointment.gives else None
 
 
-def _fields(mine: Mine) -> tuple[bytes, int]:
+def _fields(mine: MeetReply) -> tuple[bytes, int]:
     return mine.sha256, mine.weight

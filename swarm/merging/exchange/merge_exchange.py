@@ -20,15 +20,21 @@ from concurrent.futures import Future
 from swarm.errors import RequestError, SwarmError
 from swarm.merging.exchange.offered_adapter import AdapterServer, OfferedAdapter
 from swarm.merging.exchange.partner_search import PartnerSearch
-from swarm.merging.exchange.proposal import ADAPTER_PROTOCOL, MAX_MESSAGE_BYTES, MERGE_PROTOCOL, Fetched, ProposalDoor
+from swarm.merging.exchange.proposal import (
+    ADAPTER_PROTOCOL,
+    MAX_MESSAGE_BYTES,
+    MERGE_PROTOCOL,
+    Fetched,
+    ProposalHandler,
+)
 from swarm.merging.exchange.ready_list import ReadyList
-from swarm.merging.exchange.recent_partners import Patience, RecentPartners
+from swarm.merging.exchange.recent_partners import MergeTimeouts, RecentPartners
 from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, sha256
 from swarm.network.requests.transfer import Download, fetch
 from swarm.network.transport import Transport
 from swarm.records.adapter_offer import MAX_LIFETIME_S, AdapterOffer, sign_offer
 from swarm.records.identity import Identity
-from swarm.sharing.peer_backoff import Absences
+from swarm.sharing.peer_backoff import PeerBackoff
 from swarm.sharing.reputation import AuthorShares
 from swarm.types import Alone, Outcome, Partner, Snapshot
 
@@ -56,7 +62,7 @@ class MergeExchange:
 
     def __init__(
         self,
-        patience: Patience,
+        patience: MergeTimeouts,
         swarm_id: str,
         identity: Identity,
         transport: Transport,
@@ -73,10 +79,10 @@ class MergeExchange:
         self._transport = transport
         self._rng = rng
         self._recent = RecentPartners(shares)
-        self._absences = Absences(transport.now, rng)
+        self._absences = PeerBackoff(transport.now, rng)
         self._ready = ReadyList(swarm_id, transport, rng, max_level, standing=self._recent.standing)
         self._search = PartnerSearch(swarm_id, transport, self._ready, self._recent, self._absences, patience, rng)
-        self._door = ProposalDoor(swarm_id, identity.peer_id, transport.now, lambda: self._own, self._recent)
+        self._door = ProposalHandler(swarm_id, identity.peer_id, transport.now, lambda: self._own, self._recent)
         self._own: OfferedAdapter | None = None
         self._next: _Request | None = None
         self._arrived = asyncio.Event()
@@ -91,7 +97,7 @@ class MergeExchange:
 
     def time_limit_s(self, num_bytes: int) -> float:
         """Longest time from an offer to its outcome, for an adapter of this size. One that is offered while the one before
-        is on its way to a partner waits `Patience.transfer_s` longer at most."""
+        is on its way to a partner waits `MergeTimeouts.transfer_s` longer at most."""
         return self._patience.total_s(num_bytes)
 
     def offer(self, snapshot: Snapshot) -> "Future[Outcome]":

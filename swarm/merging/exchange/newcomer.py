@@ -20,7 +20,7 @@ from swarm.errors import RequestError
 from swarm.merging.exchange.adapter_donor import STARTER_PROTOCOL
 from swarm.merging.exchange.proposal import MAX_LAG_ROUNDS
 from swarm.merging.exchange.ready_list import ReadyList
-from swarm.merging.exchange.recent_partners import Patience
+from swarm.merging.exchange.recent_partners import MergeTimeouts
 from swarm.network.requests.transfer import Download, fetch
 from swarm.network.transport import Transport
 from swarm.records.adapter_offer import AdapterOffer
@@ -54,7 +54,7 @@ class Newcomer:
 
     def __init__(
         self,
-        patience: Patience,
+        patience: MergeTimeouts,
         swarm_id: str,
         transport: Transport,
         rng: random.Random,

@@ -24,11 +24,11 @@ from swarm.merging.exchange.proposal import (
     is_current,
 )
 from swarm.merging.exchange.ready_list import ReadyList
-from swarm.merging.exchange.recent_partners import Patience, RecentPartners
+from swarm.merging.exchange.recent_partners import MergeTimeouts, RecentPartners
 from swarm.network.transport import Transport
 from swarm.records.adapter_offer import AdapterOffer, verify_offer
 from swarm.records.rejection import InvalidRecord
-from swarm.sharing.peer_backoff import BUSY_PAUSE_S, SILENCE_PAUSE_S, UNREACHED_PAUSE_S, Absences
+from swarm.sharing.peer_backoff import BUSY_PAUSE_S, SILENCE_PAUSE_S, UNREACHED_PAUSE_S, PeerBackoff
 
 _PROPOSALS_PER_LOOK = 3
 _SHYNESS = 0.25
@@ -51,8 +51,8 @@ class PartnerSearch:
         transport: Transport,
         ready: ReadyList,
         recent: RecentPartners,
-        absences: Absences,
-        patience: Patience,
+        absences: PeerBackoff,
+        patience: MergeTimeouts,
         rng: random.Random,
     ) -> None:
         self._swarm_id = swarm_id

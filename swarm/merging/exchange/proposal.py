@@ -148,7 +148,7 @@ ALL_PER_S, ALL_BURST = 50.0, 100.0
 MAX_REMEMBERED_PEERS = 1024
 
 
-class ProposalDoor:
+class ProposalHandler:
     """Answers `swarm/merge/1`. Runs on the node's loop."""
 
     def __init__(

@@ -19,7 +19,7 @@ from swarm.sharing.reputation import AuthorShares
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class MergeTimeouts:
     """How long an exchange may take."""
 
     search_s: float = 30.0

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from swarm.limits.connection_slots import FairPlaces, NoPlace
+from swarm.limits.connection_slots import ConnectionSlots, NoPlace
 from swarm.network.libp2p.parts import (
     ID,
     NOISE_PROTOCOL_ID,
@@ -145,8 +145,8 @@ class InboundDoor:
     def __init__(self, refused: Counter[str]) -> None:
         """`refused` is told what was turned away: handshake, connections, streams, overrun, broken."""
         self._refused = refused
-        self._handshakes = FairPlaces(MAX_HANDSHAKES, newest_wins=True)
-        self._connections = FairPlaces(MAX_INBOUND_CONNECTIONS)
+        self._handshakes = ConnectionSlots(MAX_HANDSHAKES, newest_wins=True)
+        self._connections = ConnectionSlots(MAX_INBOUND_CONNECTIONS)
 
     def install(self, host: IHost) -> None:
         """For a host that does not run yet."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from swarm.config import NetworkSection
-from swarm.limits.connection_slots import FairPlaces, NoPlace
+from swarm.limits.connection_slots import ConnectionSlots, NoPlace
 from swarm.limits.token_bucket import TokenBucket
 from swarm.network.transport import RequestRefused
 
@@ -76,8 +76,8 @@ class CallerTable:
         self._limits = limits
         self._network_of = network_of
         self._max_places_per_peer = max(MIN_PLACES_PER_PEER, max_concurrent // PEER_SHARE)
-        self._places = FairPlaces(max_concurrent)
-        self._conversations = FairPlaces(2 * max_concurrent)
+        self._places = ConnectionSlots(max_concurrent)
+        self._conversations = ConnectionSlots(2 * max_concurrent)
         self._bytes_in_flight = 0
         self._upload = TokenBucket(limits.max_upload_bytes_per_s, limits.max_upload_bytes_per_s, now=0.0)
         self._peers: OrderedDict[str, _Peer] = OrderedDict()

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from swarm.engine.engine import AnswerRequest, Completion, End, Row, grouped, longest_first, open_rows, refuse_nan
 from swarm.engine.sampling import Sampling, StopStrings, sample_tokens
-from swarm.pipeline.driver.pipelined_policy import CrewPolicy, PipelinedPolicy
+from swarm.pipeline.driver.pipelined_policy import PipelinedPolicy, PipelinePolicy
 from swarm.policy.counter_noise import uniform
 
 
-class CrewEngine:
+class PipelineEngine:
     """See `Engine`; for the compute thread."""
 
-    def __init__(self, policy: CrewPolicy, max_batch_sequences: int) -> None:
+    def __init__(self, policy: PipelinePolicy, max_batch_sequences: int) -> None:
         self._policy = policy
         self._max_batch_sequences = max_batch_sequences
 

@@ -25,7 +25,7 @@ from swarm.pipeline.driver.expected_stage import ExpectedStage, StateBounds, exp
 from swarm.pipeline.driver.machines import CrewMembers, Member, places
 from swarm.pipeline.driver.recovery import NeighbourCopies, Recovery, Situation, plan_recovery, rebuild_stage
 from swarm.pipeline.driver.schedule import all_of
-from swarm.pipeline.driver.stage_group import MAX_REFUSALS, Crew, CrewSettings
+from swarm.pipeline.driver.stage_group import MAX_REFUSALS, CrewSettings, StageGroup
 from swarm.pipeline.model_shape import StagePart
 from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage.stage_host import BaseModel
@@ -41,7 +41,7 @@ MAX_LOSSES = 5
 _PAUSE_S = 1.0
 
 
-class CrewKeeper:
+class PipelineSupervisor:
     """The crew of one driver. `start` first."""
 
     def __init__(
@@ -66,7 +66,7 @@ class CrewKeeper:
         self._gone: set[str] = set()
         self._barred: set[str] = set()  # gave an answer that no honest stage gives
         self._own: InProcessLink | None = None
-        self.crew: Crew = Crew((), CrewSettings())
+        self.crew: StageGroup = StageGroup((), CrewSettings())
         self._copies = NeighbourCopies(give)
         self.recoveries_s: list[float] = []
         """How long each rebuilding took."""
@@ -86,7 +86,9 @@ class CrewKeeper:
         self._expected = expected_stages(self._base.folder, self._base.lora, parts)
         links: list[StageLink] = [self._link(peer_id, stage) for stage, peer_id in enumerate(self._peers)]
         bounds = StateBounds({name: shape for one in self._expected for name, shape in one.shapes.items()})
-        self.crew = Crew([*links, self._own], CrewSettings(action_timeout_s=self._config.action_timeout_s), bounds)
+        self.crew = StageGroup(
+            [*links, self._own], CrewSettings(action_timeout_s=self._config.action_timeout_s), bounds
+        )
         await self._patiently(self.crew.start)
         for peer_id, part in zip((*self._peers, "this node"), parts, strict=True):
             logger.info("layers [%d, %d) are held by %s", part.start, part.stop, peer_id)

@@ -19,9 +19,9 @@ from swarm.adapters.adapter_state import check_adapter
 from swarm.config import PolicySection, TrainingSection
 from swarm.errors import CheckpointError, PipelineError, StageLostError, TrainingError
 from swarm.pipeline.commands import Answers, StageState
-from swarm.pipeline.driver.pipeline_supervisor import CrewKeeper
+from swarm.pipeline.driver.pipeline_supervisor import PipelineSupervisor
 from swarm.pipeline.driver.schedule import ScoredPart, all_of
-from swarm.pipeline.driver.stage_group import Crew, Gradient
+from swarm.pipeline.driver.stage_group import Gradient, StageGroup
 from swarm.pipeline.model_shape import adapter_targets, model_shape
 from swarm.pipeline.stage.stage_host import BaseModel
 from swarm.policy.base_model import folder_eos_ids, load_tokenizer
@@ -40,7 +40,7 @@ Choose = Callable[[Tensor, Sequence[int], int], Tensor]
 class PipelinedPolicy:
     """What rollouts and training need of a policy, over the stages of `crew`."""
 
-    def __init__(self, crew: Crew, pad_token_id: int) -> None:
+    def __init__(self, crew: StageGroup, pad_token_id: int) -> None:
         self._crew = crew
         self._pad_token_id = pad_token_id
 
@@ -164,10 +164,10 @@ Tensors = dict[str, dict[str, torch.Tensor]]
 
 
 @dataclass(slots=True, kw_only=True)
-class CrewPolicy(TextPolicy):
-    """Its weights are in the stages. `token_logprobs` gives no gradients: `CrewSteps` has them."""
+class PipelinePolicy(TextPolicy):
+    """Its weights are in the stages. `token_logprobs` gives no gradients: `PipelineOptimizer` has them."""
 
-    keeper: CrewKeeper
+    keeper: PipelineSupervisor
     loop: asyncio.AbstractEventLoop
     """Where the crew is driven; to be called from other threads only."""
 
@@ -203,16 +203,16 @@ class CrewPolicy(TextPolicy):
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
 
-class CrewSteps:
-    """See `PolicySteps`. A batch during which a stage is lost is forgotten; the crew is whole again when that is told."""
+class PipelineOptimizer:
+    """See `PolicyOptimizer`. A batch during which a stage is lost is forgotten; the crew is whole again when that is told."""
 
-    def __init__(self, config: TrainingSection, policy: CrewPolicy) -> None:
+    def __init__(self, config: TrainingSection, policy: PipelinePolicy) -> None:
         self._max_grad_norm = config.max_grad_norm
         self._policy = policy
         self._norm: float | None = None  # of a batch that is neither applied nor dropped
 
     def accumulate(self, parts: Sequence[Sequence[TokenSequence]], loss_of: LossOf, temperature: float) -> float:
-        """See `PolicySteps`."""
+        """See `PolicyOptimizer`."""
 
         async def work() -> float:
             try:
@@ -226,7 +226,7 @@ class CrewSteps:
         return self._norm
 
     def apply(self, lr: float) -> None:
-        """See `PolicySteps`."""
+        """See `PolicyOptimizer`."""
         norm, self._norm = self._norm, None
         if not norm:
             raise TrainingError(
@@ -236,21 +236,21 @@ class CrewSteps:
         self._policy.version = self._policy.wait_for(self._policy.keeper.commit(lr, self._max_grad_norm))
 
     def drop(self) -> None:
-        """See `PolicySteps`."""
+        """See `PolicyOptimizer`."""
         if self._norm is not None:
             self._norm = None
             self._policy.wait_for(self._policy.keeper.crew.drop())
 
     def adapter_norm(self) -> None:
-        """See `PolicySteps`: it would cost as much as a checkpoint."""
+        """See `PolicyOptimizer`: it would cost as much as a checkpoint."""
         return
 
     def read(self) -> dict[str, torch.Tensor]:
-        """See `PolicySteps`. Moments travel too, so it costs as much as a checkpoint."""
+        """See `PolicyOptimizer`. Moments travel too, so it costs as much as a checkpoint."""
         return self.state()["adapter"]
 
     def write(self, weights: Mapping[str, torch.Tensor], turned: Iterable[str] = ()) -> None:
-        """See `PolicySteps`. Moments travel there and back."""
+        """See `PolicyOptimizer`. Moments travel there and back."""
         odd = set(turned)
 
         def change(state: StageState) -> StageState:
@@ -262,7 +262,7 @@ class CrewSteps:
         self._policy.wait_for(self._policy.keeper.rewrite(change))
 
     def state(self) -> Tensors:
-        """See `PolicySteps`: as a single process would save it, with `lr_factors` where a rebuilt stage has another one.
+        """See `PolicyOptimizer`: as a single process would save it, with `lr_factors` where a rebuilt stage has another one.
 
         Raises CheckpointError rather than to give out an adapter that is not whole and finite.
         """
@@ -278,7 +278,7 @@ class CrewSteps:
         return {**merged, "lr_factors": factors} if factors else merged
 
     def restore(self, tensors: Tensors, version: int) -> None:
-        """See `PolicySteps`."""
+        """See `PolicyOptimizer`."""
         try:
             self._policy.wait_for(self._policy.keeper.restore(tensors, version))
         except StageLostError:
@@ -289,14 +289,14 @@ class CrewSteps:
 
 
 def crew_policy(
-    config: PolicySection, base: BaseModel, keeper: CrewKeeper, loop: asyncio.AbstractEventLoop, hash_cache: Any
-) -> CrewPolicy:
+    config: PolicySection, base: BaseModel, keeper: PipelineSupervisor, loop: asyncio.AbstractEventLoop, hash_cache: Any
+) -> PipelinePolicy:
     """Tokenizer, lineage and ends of answers of the base; no weights. Raises PolicyError."""
     tokenizer = load_tokenizer(base.folder)
     lineage = compute_lineage(
         base.folder, tokenizer, config.lora, adapter_targets(base.folder, config.lora), hash_cache
     )
-    return CrewPolicy(
+    return PipelinePolicy(
         tokenizer=tokenizer, config=config, device=torch.device("cpu"), dtype=base.dtype, lineage=lineage,
         base_folder=base.folder, eos_token_ids=folder_eos_ids(base.folder, tokenizer),
         vocab_size=model_shape(base.folder).vocab, keeper=keeper, loop=loop,

@@ -40,7 +40,7 @@ from torch import Tensor
 from swarm.errors import NetworkError, PipelineError, StageReplyError
 from swarm.pipeline.commands import Fields
 from swarm.pipeline.driver.expected_stage import FRAME_BYTES, ExpectedStage
-from swarm.pipeline.driver.stage_group import Crew
+from swarm.pipeline.driver.stage_group import StageGroup
 from swarm.pipeline.stage_link import Give, StageLink, ask, replies_of
 from swarm.pipeline.tensor_bundle import Bundle, decode_bundle, encode_bundle
 
@@ -284,7 +284,9 @@ class NeighbourCopies:
         """A copy that was not to be had."""
         self._known.pop(stage, None)
 
-    async def take(self, crew: Crew, peers: Sequence[str], expected: Sequence[ExpectedStage], timeout_s: float) -> None:
+    async def take(
+        self, crew: StageGroup, peers: Sequence[str], expected: Sequence[ExpectedStage], timeout_s: float
+    ) -> None:
         """Renew all copies; one that fails is left as it is: a machine that is lost shows with the next order."""
         await asyncio.gather(
             *(self._take_one(crew, peers, stage, expected[stage], timeout_s) for stage in range(len(peers)))
@@ -309,7 +311,7 @@ class NeighbourCopies:
         return (replace(known, weights=Fields(decode_bundle(copy)).under("adapter/")),)
 
     async def _take_one(
-        self, crew: Crew, peers: Sequence[str], stage: int, expected: ExpectedStage, timeout_s: float
+        self, crew: StageGroup, peers: Sequence[str], stage: int, expected: ExpectedStage, timeout_s: float
     ) -> None:
         slot, holder, version = expected.part.start, stage + 1, crew.version
         try:
@@ -341,7 +343,7 @@ def _digest_of(copy: bytes) -> bytes:
     return hashlib.sha256(copy).digest()
 
 
-async def take_copies(crew: Crew) -> tuple[NeighbourCopy, ...]:
+async def take_copies(crew: StageGroup) -> tuple[NeighbourCopy, ...]:
     """A copy of every stage's weights, each meant for the stage behind it; the last one's for the stage before it.
 
     With a frozen base that is the adapter alone, small enough to be sent every few batches. Raises as the links do.
@@ -355,7 +357,9 @@ async def take_copies(crew: Crew) -> tuple[NeighbourCopy, ...]:
     return tuple(copies)
 
 
-async def rebuild_stage(crew: Crew, plan: Recovery, link: StageLink, copies: tuple[NeighbourCopy, ...] = ()) -> None:
+async def rebuild_stage(
+    crew: StageGroup, plan: Recovery, link: StageLink, copies: tuple[NeighbourCopy, ...] = ()
+) -> None:
     """Fill the stage behind `link`, which has just loaded its part of the base, and let the crew go on with it.
 
     The other stages keep their weights, moments and version. Raises PipelineError where the plan is to go back to a
@@ -379,7 +383,9 @@ async def rebuild_stage(crew: Crew, plan: Recovery, link: StageLink, copies: tup
     await crew.recover(plan.stage, link, weights)
 
 
-async def _from_neighbours(crew: Crew, plan: Recovery, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+async def _from_neighbours(
+    crew: StageGroup, plan: Recovery, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
     sources = [(await crew.state(source))[0]["adapter"] for source in plan.sources]
     prefix = crew.facts[plan.stage].layer_prefix
     if plan.strategy == "twin_copy":

@@ -72,7 +72,7 @@ class Gradient:
     stage_norms: tuple[float, ...]
 
 
-class Crew:
+class StageGroup:
     """Stages in order. One batch at a time; `start` first."""
 
     def __init__(self, links: Sequence[StageLink], settings: CrewSettings, bounds: StateBounds | None = None) -> None:
