@@ -9,7 +9,7 @@ DEMO ?= --resume
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types security audit docs setup clean
+.PHONY: help demo test check format lint types security audit docs house setup clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -45,6 +45,9 @@ audit: $(READY)  ## Known vulnerabilities of the pinned packages, where an index
 # No warning of the theme about what may come after it, no request to anybody.
 docs: $(READY)  ## The documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+house: $(READY)  ## Counts of the source tree: modules, rooms, constructors, import circles
+	@$(BIN)/python -m tests.house
 
 setup: $(READY)  ## Only the environment
 

@@ -2,7 +2,7 @@
 
 Parameters were chosen before any arm was run: the easiest that reasoning-gym takes where the bundled policy otherwise never earns
 anything. Still it earns .04 a sampled answer there, and that by luck. So the experiment begins from one that had lessons in them
-and was made unsure again (`sapo_policy.py`); its RECIPE.json has what it was left with, task by task. Two of the nine stay out of
+and was made unsure again (`sapo/policy.py`); its RECIPE.json has what it was left with, task by task. Two of the nine stay out of
 reach: programs of bf are too long to be traced in its head, and propositional_logic does not tell its answers, so there is
 nothing to give lessons from.
 """
