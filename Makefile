@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= --resume
+# Many tests wait for other processes: one worker more than cores, and at most five.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(5, (os.cpu_count() or 1) + 1))')
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
@@ -18,7 +20,7 @@ demo: $(READY)  ## A swarm of four nodes that learn from each other, on this mac
 	@exec $(BIN)/swarm testbed --nodes 4 $(DEMO)
 
 test: $(READY)  ## All tests
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not alone"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 check: $(READY) format lint types security audit docs test  ## Format, lint, types, security, documentation and tests

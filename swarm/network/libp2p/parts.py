@@ -68,11 +68,13 @@ class _StandIns(MetaPathFinder, Loader):
 def _without(*packages: str) -> Iterator[None]:
     """Packages that are imported already stay as they are; later imports find the real ones."""
     finder = _StandIns(frozenset(packages) - sys.modules.keys())
-    sys.meta_path.insert(0, finder)
+    # A new list each time: another thread that is looking through the old one would pass over a finder in it, and not find
+    # a module that is there.
+    sys.meta_path = [finder, *sys.meta_path]
     try:
         yield
     finally:
-        sys.meta_path.remove(finder)
+        sys.meta_path = [one for one in sys.meta_path if one is not finder]
         for name, module in list(sys.modules.items()):
             if isinstance(module, _StandIn):
                 del sys.modules[name]
