@@ -85,7 +85,8 @@ class HivemindTransport:
         self._ports = OwnPorts(state_dir / PORTS_FILE)
         self._heap = HeapTrimmer()
         self._requests = StreamRequests(self._open_stream, self.traffic, self._call)
-        if config.gossip == "libp2p":  # before there are other threads: the import has stand-ins that these must not meet
+        if config.gossip == "libp2p":
+            # Before there are other threads: the import has stand-ins that these must not meet.
             importlib.import_module("swarm.network.libp2p.gossip")
         self.gossip = GossipSlot(None if config.gossip == "off" else self._make_gossip)
         index, reach = IndexGateway(self, IndexRule(validator, self.now)), ReachService(self._observed, self.now)
