@@ -37,7 +37,7 @@ WHOLE_SWARM = Shard(0, 0)
 TOPIC = experience_topic(SWARM_ID, WHOLE_SWARM)
 GOSSIP_PROTOCOL = "/meshsub/1.1.0"
 LOOPBACK = (TcpAddress.parse("/ip4/127.0.0.1/tcp/0"),)
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 MAX_GROWTH_MIB = 48.0
 """Of the victim and its daemon, over all attacks; the attackers sent hundreds of MiB."""
 NUM_HONEST = 24
