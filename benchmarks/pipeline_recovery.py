@@ -25,7 +25,7 @@ from swarm.config import LoraSection
 from swarm.pipeline.commands import StageSettings
 from swarm.pipeline.driver.pipelined_policy import LossOf, PipelinedPolicy
 from swarm.pipeline.driver.recovery import NeighbourCopy, Recovery, Strategy, rebuild_stage, take_copies
-from swarm.pipeline.driver.stage_group import CrewSettings, StageGroup
+from swarm.pipeline.driver.stage_group import StageGroup, StageGroupSettings
 from swarm.pipeline.model_shape import stage_parts
 from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage.stage_model import load_stage
@@ -58,12 +58,12 @@ class Task:
 
 
 @asynccontextmanager
-async def open_crew(states: Sequence[Any] = ()) -> AsyncIterator[tuple[StageGroup, PipelinedPolicy]]:
+async def open_stage_group(states: Sequence[Any] = ()) -> AsyncIterator[tuple[StageGroup, PipelinedPolicy]]:
     """(crew, policy) with fresh stages, or stages that continue from `states`."""
     stages = [new_stage(index) for index in range(len(SIZES))]
     for stage, state in zip(stages, states, strict=False):
         stage.restore(*copy.deepcopy(state))
-    crew = StageGroup([InProcessLink(stage) for stage in stages], CrewSettings())
+    crew = StageGroup([InProcessLink(stage) for stage in stages], StageGroupSettings())
     await crew.start()
     try:
         yield crew, PipelinedPolicy(crew, pad_token_id=0)
@@ -111,7 +111,7 @@ async def after_loss(
     task: Task,
 ) -> list[float]:
     """Held-out losses once the stage is rebuilt by `strategy`."""
-    async with open_crew(states) as (crew, policy):
+    async with open_stage_group(states) as (crew, policy):
         crew.stage_norms = norms
         if strategy != "none":
             link = InProcessLink(new_stage(LOST))
@@ -125,7 +125,7 @@ async def after_loss(
 
 
 async def one_seed(seed: int, task: Task) -> dict[str, list[float]]:
-    async with open_crew() as (crew, policy):
+    async with open_stage_group() as (crew, policy):
         rng = random.Random(seed)
         await train(crew, policy, task, rng, NUM_STEPS - COPY_AGE)
         copies = await take_copies(crew)

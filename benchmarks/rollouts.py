@@ -21,7 +21,7 @@ import torch
 
 from swarm.config import Config
 from swarm.node.learner import Learner
-from swarm.node.policy_backend import local_means
+from swarm.node.policy_backend import local_backend
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.tasks.task_mixture import TaskMixture
@@ -106,7 +106,7 @@ def _arm(settings: Mapping[str, object], seed: int, clock: Callable[[], float]) 
     policy = load_policy(config.policy, device="cpu")
     pool = ExperiencePool(":memory:", config.sharing, time.time)
     author = f"arm-{seed}"
-    means = local_means(config, policy, author)
+    means = local_backend(config, policy, author)
     return Arm(Learner(config, means, TaskMixture(config.tasks), pool, author, lambda groups: None), clock)
 
 

@@ -100,7 +100,7 @@ class RolloutGroup:
         return sum(rollout.reward for rollout in self.rollouts) / len(self.rollouts)
 
     @property
-    def has_signal(self) -> bool:
+    def has_reward_variance(self) -> bool:
         """Whether rewards differ: a zero-variance group has zero advantage everywhere (DAPO, 2503.14476)."""
         return len({rollout.reward for rollout in self.rollouts}) > 1
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from swarm.network.memory.mesh import GossipMessage
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
-from swarm.network.transport import TrafficCounter, Verdict
+from swarm.network.transport import TrafficCounter, ValidationResult
 from swarm.simulation.simulation import INTERNET, Simulation, SimulationSettings, quantile
 
 _NUM_MESSAGES = 10
@@ -84,7 +84,7 @@ async def _spread_in_one_topic(num_nodes: int, seed: int) -> TopicRow:
 
     for node in nodes:
         node.gossip.on_accept = note
-        node.subscribe("topic", lambda sender, data: Verdict.ACCEPT)
+        node.subscribe("topic", lambda sender, data: ValidationResult.ACCEPT)
         await node.start()
     await asyncio.sleep(5)
     before = sum(node.traffic.gossip_messages_received for node in nodes)

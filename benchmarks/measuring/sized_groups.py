@@ -41,7 +41,7 @@ def vocabulary() -> Vocabulary:
 
 
 class SizedJudge:
-    """The TaskJudge of admission: the share of an answer's letters that are an `e`."""
+    """The TaskVerifier of admission: the share of an answer's letters that are an `e`."""
 
     def check_known(self, ref: TaskRef) -> None:
         if (ref.source, ref.config_digest) != (_SOURCE, _CONFIG_DIGEST):

@@ -101,7 +101,7 @@ class HeaderAdmission:
 REWARD_TOLERANCE = 1e-4
 
 
-class TaskJudge(Protocol):
+class TaskVerifier(Protocol):
     """Rebuilds tasks from references and recomputes rewards; both raise InvalidRecord."""
 
     def check_known(self, ref: TaskRef) -> None:
@@ -131,7 +131,7 @@ class Admission(HeaderAdmission):
         config: SharingSection,
         swarm_id: str,
         own_peer_id: str,
-        judge: TaskJudge,
+        judge: TaskVerifier,
         vocabulary: Vocabulary,
         clock: Callable[[], float],
         copies: CopyWatch | None = None,

@@ -59,7 +59,7 @@ class VerificationBudget:
 
 
 class RewardVerifier:
-    """The TaskJudge of admission, over the node's own task sources."""
+    """The TaskVerifier of admission, over the node's own task sources."""
 
     def __init__(
         self,

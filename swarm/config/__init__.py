@@ -14,7 +14,7 @@ from swarm.config.policy import LoraSection, PipelineSection, PolicySection
 from swarm.config.rollouts import RolloutsSection
 from swarm.config.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section, SwarmName
 from swarm.config.sharing import SharingSection
-from swarm.config.tasks import DEMO_TASKS, SignalSection, TaskSourceFacts, TaskSourceSection, TasksSection
+from swarm.config.tasks import DEMO_TASKS, RewardSignalSection, TaskSourceFacts, TaskSourceSection, TasksSection
 from swarm.config.training import WEIGHING_CORRECTIONS, TrainingSection
 
 __all__ = [
@@ -36,10 +36,10 @@ __all__ = [
     "PolicySection",
     "PositiveFloat",
     "PositiveInt",
+    "RewardSignalSection",
     "RolloutsSection",
     "Section",
     "SharingSection",
-    "SignalSection",
     "SwarmName",
     "SwarmSection",
     "TaskSourceFacts",

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from swarm.config import Config, SignalSection, TaskSourceSection
+from swarm.config import Config, RewardSignalSection, TaskSourceSection
 
 _INTRODUCTION = """# Configuration
 
@@ -26,7 +26,7 @@ def settings() -> list[tuple[str, str, str, str]]:
     """(dotted key, type, default, meaning) of every setting."""
     rows = _rows(Config, "")
     rows += _rows(TaskSourceSection, "tasks.sources[].")
-    return rows + _rows(SignalSection, "tasks.sources[].signals[].")
+    return rows + _rows(RewardSignalSection, "tasks.sources[].signals[].")
 
 
 def reference_markdown() -> str:
@@ -41,7 +41,7 @@ def reference_markdown() -> str:
             parts.append("\nEach entry of `tasks.sources`:\n")
             parts.append(_markdown_table(_rows(TaskSourceSection, "")))
             parts.append("\nEach entry of `signals` of a source:\n")
-            parts.append(_markdown_table(_rows(SignalSection, "")))
+            parts.append(_markdown_table(_rows(RewardSignalSection, "")))
     return "\n".join(parts) + "\n"
 
 

@@ -10,7 +10,7 @@ from swarm.config.section import Section
 Weight = Annotated[float, Field(gt=0, le=1e9)]  # sums of weights stay finite
 
 
-class SignalSection(Section):
+class RewardSignalSection(Section):
     """One of several signals that make up a reward."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")]
@@ -36,7 +36,7 @@ class TaskSourceFacts(Section):
     """Arguments of the data set, such as {max_digits = 2}; of code tasks also the limits {cpu_s = 2, memory_mib = 256}."""
     verifier: Literal["exact", "numeric", "regex"] = "exact"
     """Verifier for lines of a JSONL file that name none."""
-    signals: tuple[SignalSection, ...] = ()
+    signals: tuple[RewardSignalSection, ...] = ()
     """Signals whose weighted sum is the reward. Empty: correctness alone."""
 
     @property

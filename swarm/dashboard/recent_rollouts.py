@@ -90,12 +90,12 @@ class RecentRollouts:
     def own(self, groups: Sequence[RolloutGroup]) -> None:
         """Groups of this node's round."""
         for group in groups[-MAX_GROUPS:]:
-            self._add("own", group.author, "" if group.has_signal else Rejection.NO_SIGNAL.value, "", group)
+            self._add("own", group.author, "" if group.has_reward_variance else Rejection.NO_SIGNAL.value, "", group)
 
     def admitted(self, groups: Sequence[RolloutGroup]) -> None:
         """Groups of one body, with recomputed rewards; those without signal are not trained on."""
         for group in groups[-MAX_GROUPS:]:
-            kind, reason = ("admitted", "") if group.has_signal else ("refused", Rejection.NO_SIGNAL.value)
+            kind, reason = ("admitted", "") if group.has_reward_variance else ("refused", Rejection.NO_SIGNAL.value)
             self._add(kind, group.author, reason, "", group)
 
     def refused(self, header: Header, error: InvalidRecord, body: bytes | None) -> None:

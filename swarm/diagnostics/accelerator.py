@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Sequence
 
 from swarm.config import Config
-from swarm.diagnostics.machine import Finding, ok, problem, warning
+from swarm.diagnostics.machine import CheckResult, ok, problem, warning
 from swarm.machine.child_python import module_command, pip_install
 from swarm.machine.hardware import detect
 
@@ -14,7 +14,9 @@ _TIMEOUT_S = 120.0
 _REINSTALL = pip_install("--force-reinstall")
 
 
-def check_accelerator(config: Config, command: Sequence[str] = PROBE, timeout_s: float = _TIMEOUT_S) -> list[Finding]:
+def check_accelerator(
+    config: Config, command: Sequence[str] = PROBE, timeout_s: float = _TIMEOUT_S
+) -> list[CheckResult]:
     """Findings "torch" and, where that works, "8-bit"."""
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
@@ -30,7 +32,7 @@ def check_accelerator(config: Config, command: Sequence[str] = PROBE, timeout_s:
     return [_torch(result, config), _int8(result, config)]
 
 
-def _torch(result: dict[str, object], config: Config) -> Finding:
+def _torch(result: dict[str, object], config: Config) -> CheckResult:
     device = str(result["device"])
     text = f"torch {result['torch']} computes on {result.get('name', 'the CPU')}"
     if not result["matmul"]:
@@ -45,7 +47,7 @@ def _torch(result: dict[str, object], config: Config) -> Finding:
     return ok("torch", text)
 
 
-def _int8(result: dict[str, object], config: Config) -> Finding:
+def _int8(result: dict[str, object], config: Config) -> CheckResult:
     if result.get("int8"):
         return ok("8-bit", "bitsandbytes multiplies in 8 bit")
     text = f"bitsandbytes does not work here: {result.get('int8_error', 'wrong results')}"

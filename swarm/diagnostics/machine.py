@@ -42,7 +42,7 @@ class Level(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     name: str
     level: Level
     text: str
@@ -51,23 +51,23 @@ class Finding:
     """The command or setting that mends it; empty only where the level is OK."""
 
 
-def ok(name: str, text: str) -> Finding:
-    return Finding(name, Level.OK, text)
+def ok(name: str, text: str) -> CheckResult:
+    return CheckResult(name, Level.OK, text)
 
 
-def warning(name: str, text: str, fix: str) -> Finding:
-    return Finding(name, Level.WARNING, text, fix)
+def warning(name: str, text: str, fix: str) -> CheckResult:
+    return CheckResult(name, Level.WARNING, text, fix)
 
 
-def problem(name: str, text: str, fix: str) -> Finding:
-    return Finding(name, Level.PROBLEM, text, fix)
+def problem(name: str, text: str, fix: str) -> CheckResult:
+    return CheckResult(name, Level.PROBLEM, text, fix)
 
 
 _DAY_S = 86_400.0
 _WARN_DAYS = 7
 
 
-def check_membership(config: Config, clock: Callable[[], float] = time.time) -> Finding:
+def check_membership(config: Config, clock: Callable[[], float] = time.time) -> CheckResult:
     """For a configuration with `swarm.silo_owner`. Raises nothing."""
     folder = NodeFolder(config.node.dir, config.node.identity)
     request = f"`swarm silo request --dir {folder.path}` prints what the owner needs for an invitation"
@@ -84,7 +84,7 @@ def check_membership(config: Config, clock: Callable[[], float] = time.time) -> 
     return _told(membership, identity.peer_id, clock(), request)
 
 
-def _told(membership: Membership, peer_id: str, now: float, request: str) -> Finding:
+def _told(membership: Membership, peer_id: str, now: float, request: str) -> CheckResult:
     members = membership.roll.members if membership.roll else ()
     entries = [member for member in members if member.peer_id == peer_id]
     ends = [entry.until for entry in (*entries, membership.own_grant) if entry is not None]
@@ -109,10 +109,10 @@ _MIN_DAEMON_DESCRIPTORS = 4096
 _DAEMON_TIMEOUT_S = 10
 
 
-def check_machine(config: Config) -> Iterable[Finding]:
+def check_machine(config: Config) -> Iterable[CheckResult]:
     """All of them, one after the other; a check that fails is a finding."""
     folder = NodeFolder(config.node.dir, config.node.identity)
-    checks: list[Callable[[], Finding]] = [
+    checks: list[Callable[[], CheckResult]] = [
         check_python,
         check_packages,
         lambda: check_identity(folder),
@@ -129,14 +129,14 @@ def check_machine(config: Config) -> Iterable[Finding]:
         yield check()
 
 
-def check_python() -> Finding:
+def check_python() -> CheckResult:
     text = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info < _OLDEST_PYTHON:
         return problem("python", text, "uv python install 3.11")
     return ok("python", text)
 
 
-def check_packages() -> Finding:
+def check_packages() -> CheckResult:
     found, missing = [], []
     for name in _PACKAGES:
         try:
@@ -148,7 +148,7 @@ def check_packages() -> Finding:
     return ok("packages", ", ".join(found))
 
 
-def check_daemon() -> Finding:
+def check_daemon() -> CheckResult:
     """The libp2p daemon's binary is there and runs on this processor."""
     spec = importlib.util.find_spec("hivemind")
     places = spec.submodule_search_locations if spec else None
@@ -165,7 +165,7 @@ def check_daemon() -> Finding:
     return ok("daemon", f"the libp2p daemon runs ({binary.stat().st_size / 2**20:.0f} MiB)")
 
 
-def check_identity(folder: NodeFolder) -> Finding:
+def check_identity(folder: NodeFolder) -> CheckResult:
     if not folder.identity.exists() and not folder.has_key_elsewhere:
         return ok("identity", f"none in {folder.path} yet; the first start makes one")
     if identities.is_encrypted(folder.identity):
@@ -185,7 +185,7 @@ def is_running(folder: NodeFolder) -> bool:
         return False
 
 
-def check_disk(path: Path) -> Finding:
+def check_disk(path: Path) -> CheckResult:
     """Room for checkpoints and pool, and whether the folder can be made and written."""
     existing = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     free_gib = shutil.disk_usage(existing).free / 2**30
@@ -202,7 +202,7 @@ def check_disk(path: Path) -> Finding:
     return warning("disk", text, fix) if free_gib < _LOW_DISK_GIB else ok("disk", text)
 
 
-def check_memory() -> Finding:
+def check_memory() -> CheckResult:
     memory = machine_memory()
     text = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory available"
     if memory.available / 2**30 < _LOW_MEMORY_GIB:
@@ -210,7 +210,7 @@ def check_memory() -> Finding:
     return ok("memory", text)
 
 
-def check_descriptors() -> Finding:
+def check_descriptors() -> CheckResult:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"at most {soft} open files, and {hard} for the libp2p daemon"  # which raises its own limit as far as it may
     if soft >= _MIN_DESCRIPTORS and (hard >= _MIN_DAEMON_DESCRIPTORS or hard == resource.RLIM_INFINITY):
@@ -220,7 +220,7 @@ def check_descriptors() -> Finding:
     return warning("files", text, f"ulimit -n {min(4096, hard) if hard > 0 else 4096}")
 
 
-def check_clock_service() -> Finding:
+def check_clock_service() -> CheckResult:
     """Whether the system keeps its clock by NTP, as far as timedatectl says."""
     tool = shutil.which("timedatectl")
     if tool is None:
@@ -237,7 +237,7 @@ def check_clock_service() -> Finding:
     return ok("clock service", "synchronised by NTP" if said == "yes" else "timedatectl gives no answer here")
 
 
-def check_ports(listen: Iterable[str], *, is_running: bool = False) -> Finding:
+def check_ports(listen: Iterable[str], *, is_running: bool = False) -> CheckResult:
     """Whether the addresses of network.listen can be bound. `is_running`: by the node itself, they need not be free."""
     for text in listen:
         try:

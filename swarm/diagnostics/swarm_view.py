@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from swarm.config import NetworkSection
-from swarm.diagnostics.machine import Finding, Level, check_ports, ok, problem, warning
+from swarm.diagnostics.machine import CheckResult, Level, check_ports, ok, problem, warning
 from swarm.errors import ConfigError, NetworkError, RequestError
 from swarm.network.own_ports import PORTS_FILE, OwnPorts
 from swarm.network.peers.dialling import PEERS_FILE, read_peers
@@ -50,7 +50,7 @@ async def check_unanswered(
     hosts: Callable[[], frozenset[str]] = local_addresses,
     *,
     stored: Sequence[TcpAddress] = (),
-) -> Finding:
+) -> CheckResult:
     """The finding "peers" for peers none of which answers. `hosts`: addresses of this machine besides loopback.
 
     `stored`: where those listened that the node met before.
@@ -129,7 +129,7 @@ class _Known:
         return tuple(address for address in direct if address is not None)
 
 
-async def check_swarm(config: NetworkSection, state_dir: Path | None = None) -> list[Finding]:
+async def check_swarm(config: NetworkSection, state_dir: Path | None = None) -> list[CheckResult]:
     """Findings of peers, reachability, relay, clock and bandwidth. Raises nothing.
 
     `state_dir`: the node's folder, for the peers that it met and the ports that it had.
@@ -185,7 +185,7 @@ def _transport(config: NetworkSection, folder: Path, has_port: bool) -> Transpor
     return LightTransport(quiet, identity, folder)
 
 
-async def _look(transport: Transport, config: NetworkSection, known: _Known, *, is_alone: bool) -> list[Finding]:
+async def _look(transport: Transport, config: NetworkSection, known: _Known, *, is_alone: bool) -> list[CheckResult]:
     peers = await transport.connected_peers()
     if not peers:
         return [await check_unanswered(known.initial, stored=known.absent())]
@@ -202,7 +202,7 @@ async def _look(transport: Transport, config: NetworkSection, known: _Known, *, 
     return [*findings, *(judge_views(views) if views else [])]
 
 
-async def _peers_finding(known: _Known, peers: Sequence[str], num_views: int) -> Finding:
+async def _peers_finding(known: _Known, peers: Sequence[str], num_views: int) -> CheckResult:
     """Who is connected, and what is wrong with the initial peers where it is none of them."""
     text = f"{len(peers)} connected, {num_views} of those asked answered"
     met = [peer_name(peer_id) for peer_id in peers if peer_id in known.stored]
@@ -215,7 +215,7 @@ async def _peers_finding(known: _Known, peers: Sequence[str], num_views: int) ->
     return ok("peers", text) if num_views else warning("peers", text, "run it again in a minute; they may be busy")
 
 
-async def _relay(transport: Transport, config: NetworkSection, peers: Sequence[str]) -> Finding:
+async def _relay(transport: Transport, config: NetworkSection, peers: Sequence[str]) -> CheckResult:
     """For a node that cannot be dialled: whether a relay lets others reach it."""
     relays = parse_setting("relays", config.relays) or parse_setting("initial_peers", config.initial_peers)
     own = local_addresses()
@@ -258,7 +258,7 @@ async def _view(transport: Transport, peer_id: str) -> PeerView | None:
         return PeerView(round_trip_s, skew_s, None)
 
 
-async def _reachability(transport: Transport, config: NetworkSection, peers: Sequence[str]) -> Finding:
+async def _reachability(transport: Transport, config: NetworkSection, peers: Sequence[str]) -> CheckResult:
     async def ask(peer_id: str, request: bytes) -> bytes:
         return await transport.request(
             peer_id, REACH_PROTOCOL, request, max_response_bytes=1024, deadline_s=ASK_TIMEOUT_S
@@ -282,7 +282,7 @@ async def _reachability(transport: Transport, config: NetworkSection, peers: Seq
     return warning("reachability", f"no peer can dial port {ports[0]} from outside", fix)
 
 
-def judge_views(views: Sequence[PeerView]) -> list[Finding]:
+def judge_views(views: Sequence[PeerView]) -> list[CheckResult]:
     """Findings "clock" and "bandwidth": medians over the peers, so that one wrong peer alarms nobody."""
     skew_s = median(view.skew_s for view in views)
     round_trip_ms = median(view.round_trip_s for view in views) * 1e3

@@ -124,7 +124,7 @@ class PruningEngine(Engine, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AnswerSlot:
     """An answer to be sampled."""
 
     prompt: int
@@ -141,17 +141,17 @@ class Row:
         return (self.prompt, self.sample if self.begun.token_ids else -1)
 
 
-def open_rows(requests: Sequence[AnswerRequest]) -> list[Row]:
+def open_rows(requests: Sequence[AnswerRequest]) -> list[AnswerSlot]:
     """Every answer that has not ended, in the order of the requests."""
     return [
-        Row(index, sample, request.max_new_tokens, answer)
+        AnswerSlot(index, sample, request.max_new_tokens, answer)
         for index, request in enumerate(requests)
         for sample, answer in enumerate(request.answers)
         if answer.end == "open"
     ]
 
 
-def longest_first(requests: Sequence[AnswerRequest], rows: Sequence[Row]) -> list[Row]:
+def longest_first(requests: Sequence[AnswerRequest], rows: Sequence[AnswerSlot]) -> list[AnswerSlot]:
     """Rows in the order to start them in, siblings together: what starts last should end soon."""
     return sorted(rows, key=lambda row: (-row.max_new_tokens, -len(requests[row.prompt].prompt), row.prompt))
 

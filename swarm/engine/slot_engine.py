@@ -21,8 +21,8 @@ from torch import nn
 
 from swarm.engine.engine import (
     AnswerRequest,
+    AnswerSlot,
     Completion,
-    Row,
     capacity_of,
     grouped,
     longest_first,
@@ -158,7 +158,7 @@ class SlotEngine:
     def _run(
         self,
         requests: Sequence[AnswerRequest],
-        rows: Sequence[Row],
+        rows: Sequence[AnswerSlot],
         enough: int,
         sampling: Sampling,
         seed: int,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from swarm.engine.engine import AnswerRequest, Completion, End, Row
+from swarm.engine.engine import AnswerRequest, AnswerSlot, Completion, End
 from swarm.engine.pruning import PruneCall
 from swarm.engine.sampling import Sampling, StopStrings, sample_tokens
 from swarm.engine.slot_model import SlotCache, SlotModel
@@ -49,7 +49,7 @@ class SlotPruning:
         last = [self._lengths[prompt] - 1 for prompt in prompts]
         self._call.saw_prompts(prompts, self._states(list(range(len(prompts))), last))
 
-    def slots_to_drop(self, rows: Sequence[Row | None], lengths: Sequence[int]) -> list[int]:
+    def slots_to_drop(self, rows: Sequence[AnswerSlot | None], lengths: Sequence[int]) -> list[int]:
         """After a pass over one token of every slot [n, 1, hidden]; `lengths` of prompt and answer so far. Ascending."""
         due = [
             (slot, (row.prompt, row.sample))
@@ -101,7 +101,7 @@ class SlotRun:
         self,
         model: SlotModel,
         requests: Sequence[AnswerRequest],
-        rows: Sequence[Row],
+        rows: Sequence[AnswerSlot],
         num_slots: int,
         capacity: int,
         *,
@@ -135,7 +135,7 @@ class SlotRun:
         self._capacity = capacity
         self._prepared: dict[tuple[int, int], _Prepared] = {}  # by start
         self._slots = torch.arange(num_slots, device=device)
-        self._rows: list[Row | None] = [None] * num_slots
+        self._rows: list[AnswerSlot | None] = [None] * num_slots
         self._lengths = [0] * num_slots  # tokens in the cache
         self._noise = torch.zeros(num_slots, longest_answer, device=device)
         self._tokens = torch.zeros(num_slots, longest_answer, dtype=torch.long, device=device)
@@ -203,7 +203,7 @@ class SlotRun:
                 ended.append((slot, "limit"))
         return ended
 
-    def _place(self, rows: Sequence[Row]) -> None:
+    def _place(self, rows: Sequence[AnswerSlot]) -> None:
         """Put rows into free slots; their prompts are computed few at a time, to take little memory next to the slots."""
         missing = {row.start: self._tokens_before(row) for row in rows if row.start not in self._prepared}
         waiting = deque(rows)
@@ -219,10 +219,10 @@ class SlotRun:
         if not self._queue or self._queue[0].start not in self._prepared:
             self._prepared = {}
 
-    def _tokens_before(self, row: Row) -> list[int]:
+    def _tokens_before(self, row: AnswerSlot) -> list[int]:
         return [*self._prompts[row.prompt], *row.begun.token_ids]
 
-    def _fill_slot(self, row: Row) -> None:
+    def _fill_slot(self, row: AnswerSlot) -> None:
         slot, prepared, num_begun = self._num_active, self._prepared[row.start], len(row.begun.token_ids)
         length = len(self._prompts[row.prompt]) + num_begun
         cache = self._cache_like(prepared)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from swarm.engine.engine import (
     AnswerRequest,
+    AnswerSlot,
     Completion,
     End,
-    Row,
     capacity_of,
     grouped,
     longest_first,
@@ -104,7 +104,7 @@ class _Batch:
         self,
         policy: Policy,
         requests: Sequence[AnswerRequest],
-        rows: Sequence[Row],
+        rows: Sequence[AnswerSlot],
         sampling: Sampling,
         seed: int,
         stop: StopStrings,

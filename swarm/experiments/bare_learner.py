@@ -56,7 +56,7 @@ class BareLearner:
         batch = list[TrainingGroup]()
         for group in rollouts.groups:
             translate = self._translator.own if is_own else self._translator.foreign
-            ready = translate(prompts[group.task], group) if group.has_signal else None
+            ready = translate(prompts[group.task], group) if group.has_reward_variance else None
             batch += [ready] if ready is not None else []
         if not batch:
             return None

@@ -18,7 +18,7 @@ from swarm.admission.reward_verifier import RewardVerifier
 from swarm.config import Config, PolicySection
 from swarm.experiments.memory_exchange import MemoryExchange, MemoryReader
 from swarm.node.learner import Learner
-from swarm.node.policy_backend import local_means
+from swarm.node.policy_backend import local_backend
 from swarm.policy.policy import Policy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity
@@ -165,7 +165,7 @@ class LearnerSwarm:
         def publish(groups: Sequence[RolloutGroup]) -> None:
             self.exchange.publish(identity, groups)
 
-        means = local_means(config, policy, identity.peer_id)
+        means = local_backend(config, policy, identity.peer_id)
         learner = Learner(config, means, mixture, pool, identity.peer_id, publish, usefulness, hint=reader.hint)
         return _Node(learner, reader, config)
 

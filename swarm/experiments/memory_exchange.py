@@ -58,7 +58,7 @@ class MemoryExchange:
 
     def publish(self, identity: Identity, groups: Sequence[RolloutGroup]) -> None:
         """Offer the groups with signal, in as many records as they need."""
-        useful = [group for group in groups if group.has_signal]
+        useful = [group for group in groups if group.has_reward_variance]
         for start in range(0, len(useful), MAX_GROUPS_PER_BODY):
             self._announce(identity, useful[start : start + MAX_GROUPS_PER_BODY])
 

@@ -21,7 +21,7 @@ import msgpack
 import tomli_w
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from swarm.config import Section, SignalSection, SwarmName, TaskSourceFacts
+from swarm.config import RewardSignalSection, Section, SwarmName, TaskSourceFacts
 from swarm.errors import ManifestError
 from swarm.records.codec import MAX_TOKENS_PER_BODY
 from swarm.records.identity import Identity, is_peer_id, peer_name, verify
@@ -52,7 +52,7 @@ class ManifestTask(TaskSourceFacts):
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     """SHA-256 of a JSONL file, also one of code tasks."""
-    signals: Annotated[tuple[SignalSection, ...], Field(max_length=8)] = ()
+    signals: Annotated[tuple[RewardSignalSection, ...], Field(max_length=8)] = ()
     """As of a source; a reward function of a package takes a process of its own for each."""
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ from swarm.merging.exchange.final_meeting import FinalMeeting
 from swarm.merging.exchange.merge_exchange import MergeExchange
 from swarm.merging.exchange.newcomer import COUNT, Newcomer, WantedAdapter
 from swarm.merging.exchange.recent_partners import MergeTimeouts
-from swarm.merging.policy_merging import MergeLinks
+from swarm.merging.policy_merging import MergePorts
 from swarm.network.transport import Transport
 from swarm.node.learner import Learner
 from swarm.observability.repeat import repeat
@@ -85,7 +85,7 @@ class NodeMerging:
             else None
         )
         pairer = WhileSharing(self._exchange, is_paused)
-        self.links = MergeLinks(
+        self.links = MergePorts(
             pairer, self._donor.keep, transport.now, _gate_seed(identity), self._final, shares.bound_on_strangers
         )
         """For the learner."""

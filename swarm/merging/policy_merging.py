@@ -31,7 +31,7 @@ from swarm.types import Partner, Task
 
 
 @dataclass(frozen=True, slots=True)
-class MergeLinks:
+class MergePorts:
     """What merging needs of whoever connects replicas."""
 
     pairer: Pairer
@@ -57,7 +57,7 @@ class PolicyMerging:
         steps: PolicyOptimizer,
         worker: RolloutWorker,
         mixture: TaskMixture,
-        links: MergeLinks | None,
+        links: MergePorts | None,
     ) -> None:
         """To be made before anything is trained or restored. Without `links` every outer step is taken alone."""
         self._config = config

@@ -14,7 +14,7 @@ from typing import Protocol
 from swarm.limits.bounded_maps import BoundedPeers
 from swarm.limits.token_bucket import TokenBucket
 from swarm.network.peers.dialling import Dialling
-from swarm.network.transport import MAX_GOSSIP_BYTES, Admits, GossipHandler, Verdict, everybody
+from swarm.network.transport import MAX_GOSSIP_BYTES, Admits, GossipHandler, ValidationResult, everybody
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class ForwarderGuard:
         message: bytes,
         handler: GossipHandler | None,
         pass_over: Callable[[], None] = lambda: None,
-    ) -> Verdict:
+    ) -> ValidationResult:
         """The handler's verdict, or IGNORE or REJECT where the message does not reach it.
 
         `pass_over` is called for a message for which there is no time: who asked its neighbours for it again would have
@@ -150,21 +150,21 @@ class ForwarderGuard:
         """
         if not self._admits(peer_id, "gossip"):
             self.rejected["stranger"] += 1
-            return Verdict.IGNORE
+            return ValidationResult.IGNORE
         now, state = self._clock(), self._state(peer_id)
         if now < state.shut_out_until:
             self.rejected["shut_out"] += 1
-            return Verdict.IGNORE
+            return ValidationResult.IGNORE
         if not self._spend(state, now, 1):
-            return Verdict.IGNORE
+            return ValidationResult.IGNORE
         if handler is None:
-            return Verdict.IGNORE
+            return ValidationResult.IGNORE
         if not (self._shared.try_take(1, now) or state.own_share.try_take(1, now)):
             self.rejected["crowded"] += 1  # nobody's fault; the index has the record
             pass_over()
-            return Verdict.IGNORE
-        verdict = self._ask(handler, peer_id, message) if len(message) <= MAX_GOSSIP_BYTES else Verdict.REJECT
-        if verdict is Verdict.REJECT:
+            return ValidationResult.IGNORE
+        verdict = self._ask(handler, peer_id, message) if len(message) <= MAX_GOSSIP_BYTES else ValidationResult.REJECT
+        if verdict is ValidationResult.REJECT:
             self.rejected["invalid"] += 1
             self._blame(state, now, 1.0)
         return verdict
@@ -196,12 +196,12 @@ class ForwarderGuard:
         return True
 
     @staticmethod
-    def _ask(handler: GossipHandler, peer_id: str, message: bytes) -> Verdict:
+    def _ask(handler: GossipHandler, peer_id: str, message: bytes) -> ValidationResult:
         try:
             return handler(peer_id, message)
         except Exception:  # a broken handler costs its message, never the plane
             logger.warning("a gossip handler broke on a message of %s", peer_id, exc_info=True)
-            return Verdict.IGNORE
+            return ValidationResult.IGNORE
 
     def _blame(self, state: _Forwarder, now: float, faults: float) -> None:
         state.faults += faults

@@ -14,7 +14,7 @@ RequestHandler = Callable[[str, bytes], Awaitable[bytes]]
 """(peer id of the caller, request) -> response. Raising RequestRefused answers the caller with its reason."""
 
 
-class Verdict(Enum):
+class ValidationResult(Enum):
     """What a gossip handler says of a message."""
 
     ACCEPT = "accept"
@@ -25,7 +25,7 @@ class Verdict(Enum):
     """Invalid: it is not passed on, and held against the peer that passed it here."""
 
 
-GossipHandler = Callable[[str, bytes], Verdict]
+GossipHandler = Callable[[str, bytes], ValidationResult]
 """(peer id that passed it here, message) -> verdict. Runs on the node's loop before the message is passed on: quick."""
 
 MAX_GOSSIP_BYTES = 1024 + 64

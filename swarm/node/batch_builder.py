@@ -62,7 +62,9 @@ class BatchBuilder:
         self._pool.expect(self.successes.snapshot())
         tasks = {task.ref: task for task in rollouts.tasks}
         needs_signal = self._config.training.filter_groups
-        fresh = self._not_too_stale([g for g in rollouts.groups if g.has_signal or not needs_signal], policy_version)
+        fresh = self._not_too_stale(
+            [g for g in rollouts.groups if g.has_reward_variance or not needs_signal], policy_version
+        )
         own = [_weighted(self._translator.own(tasks[g.task].prompt, g), tasks[g.task]) for g in fresh]
         total = self._config.max_batch_groups - self._config.training.replay_groups
         num_own = min(len(own), total - sharing.swarm_groups)
@@ -71,7 +73,7 @@ class BatchBuilder:
         foreign = [_no_heavier(group, max_tokens) for group in self._draw_foreign(wanted, max_answers, rng)]
         chosen = rng.sample(own, min(len(own), total - len(foreign)))
         replayed = [group for one in self._replay.draw(policy_version, rng) if (group := self._again(one))]
-        self._replay.add([group for group in fresh if group.has_signal])
+        self._replay.add([group for group in fresh if group.has_reward_variance])
         return chosen + foreign + replayed
 
     def _largest(self, own: Sequence[RolloutGroup]) -> tuple[int, int]:

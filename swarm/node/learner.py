@@ -20,13 +20,13 @@ from swarm.config import Config
 from swarm.engine.canary import Canary
 from swarm.errors import CheckpointError
 from swarm.limits.weighted_sample import round_seed
-from swarm.merging.policy_merging import MergeLinks, PolicyMerging
+from swarm.merging.policy_merging import MergePorts, PolicyMerging
 from swarm.node.batch_builder import BatchBuilder
 from swarm.node.policy_backend import PolicyBackend
 from swarm.node.run_state import check_run_state
 from swarm.observability.tracing import traced
 from swarm.pool.experience_pool import ExperiencePool
-from swarm.rollouts.rollout_round import RolloutRound, signal_means
+from swarm.rollouts.rollout_round import RolloutRound, mean_reward_signals
 from swarm.rollouts.worker import RolloutBatch, RolloutWorker
 from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.task_cursor import DifficultyTable, TaskCursor
@@ -40,7 +40,7 @@ from swarm.types import RolloutGroup
 logger = logging.getLogger(__name__)
 
 Publish = Callable[[Sequence[RolloutGroup]], None]
-Row = dict[str, Any]
+MetricsRow = dict[str, Any]
 """One line of metrics.jsonl."""
 _ROUND_FACTS = ("round", "policy_version", "rollout/reward_mean", "train/own_groups", "train/swarm_groups")
 
@@ -57,7 +57,7 @@ class Learner:
         author: str,
         publish: Publish,
         usefulness: Usefulness | None = None,
-        links: MergeLinks | None = None,
+        links: MergePorts | None = None,
         hint: Callable[[str, float], None] = lambda author, bad: None,
         beacon: Callable[[], bytes] = lambda: b"",
     ) -> None:
@@ -115,7 +115,7 @@ class Learner:
         self._totals: Counter[str] = Counter()
 
     @traced("round", lambda row, *_: {name: row[name] for name in _ROUND_FACTS if name in row})
-    def run_round(self) -> Row:
+    def run_round(self) -> MetricsRow:
         """One rollout–share–train cycle; returns its metrics."""
         started = time.monotonic()
         self._cursor.follow(self._author, self._beacon())
@@ -137,7 +137,7 @@ class Learner:
         self._totals["own_groups"] += sum(group.is_own and not group.is_replay for group in batch)
         self._totals["swarm_groups"] += sum(not group.is_own for group in batch)
         finished = time.monotonic()
-        row: Row = {
+        row: MetricsRow = {
             **self._rollout_row(rollouts, rolled_out - started),
             **self._prune_row(rollouts),  # after the one before: its reward is the better one
             **self._train_row(batch, report),
@@ -149,7 +149,7 @@ class Learner:
         warnings = self._health.observe(row)
         return {**row, "health/warnings": warnings, "health/num_warnings": len(warnings)}
 
-    def evaluate(self, phase: str) -> Row:
+    def evaluate(self, phase: str) -> MetricsRow:
         """Mean reward of one answer per held-out task; the same tasks on every node and at every time."""
         config = self._config.evaluation
         tasks = self._mixture.held_out(config.tasks_per_source)
@@ -224,7 +224,7 @@ class Learner:
         if self._usefulness is not None:
             self._usefulness.learn({name: (belief[0], belief[1]) for name, belief in self._difficulty.state().items()})
 
-    def _rollout_row(self, rollouts: RolloutBatch, duration_s: float) -> Row:
+    def _rollout_row(self, rollouts: RolloutBatch, duration_s: float) -> MetricsRow:
         groups = rollouts.groups
         return {
             "kind": "round",
@@ -236,14 +236,14 @@ class Learner:
             "rollout/open_groups": self._rollouts.num_open,
             "rollout/stale_tokens": rollouts.num_stale_tokens,
             "rollout/answers": sum(len(group.rollouts) for group in groups),
-            "rollout/groups_with_signal": sum(group.has_signal for group in groups),
+            "rollout/groups_with_signal": sum(group.has_reward_variance for group in groups),
             "rollout/failed_tasks": sum(rollouts.failures.values()),
             "rollout/too_long_prompts": sum(rollouts.too_long.values()),
             "rollout/unbuildable_tasks_total": sum(self._cursor.failures.values()),
-            **signal_means(groups),
+            **mean_reward_signals(groups),
         }
 
-    def _prune_row(self, rollouts: RolloutBatch) -> Row:
+    def _prune_row(self, rollouts: RolloutBatch) -> MetricsRow:
         """With pruning the reward is an estimate for all answers that were begun: what is left is rather half right."""
         if self._pruning is None:
             return {}
@@ -257,8 +257,8 @@ class Learner:
             "rollout/prune_skill": self._pruning.reliability.skill,
         }
 
-    def _train_row(self, batch: Sequence[TrainingGroup], report: StepReport | None) -> Row:
-        row: Row = {
+    def _train_row(self, batch: Sequence[TrainingGroup], report: StepReport | None) -> MetricsRow:
+        row: MetricsRow = {
             "train/own_groups": sum(group.is_own and not group.is_replay for group in batch),
             "train/swarm_groups": sum(not group.is_own for group in batch),
             "train/own_groups_total": self._totals["own_groups"],
@@ -273,7 +273,7 @@ class Learner:
             row |= report.row()
         return row
 
-    def _position(self) -> Row:
+    def _position(self) -> MetricsRow:
         return {"round": self.round, "policy_version": self.policy.version}
 
     def _seed(self, purpose: str, round_number: int = 0) -> int:

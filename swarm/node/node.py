@@ -36,9 +36,9 @@ from swarm.node.advice import Adviser
 from swarm.node.controls import NodeControls
 from swarm.node.learner import Learner
 from swarm.node.pipeline_driver import PipelineDriver
-from swarm.node.policy_backend import PolicyBackend, local_means
+from swarm.node.policy_backend import PolicyBackend, local_backend
 from swarm.node.report import NodeReport
-from swarm.node.stage_process import crew_network
+from swarm.node.stage_process import network_with_stages
 from swarm.node.training_loop import TrainingRun
 from swarm.node.watchdog import LOOK_INTERVAL_S, Watchdog
 from swarm.observability.repeat import repeat
@@ -95,7 +95,7 @@ TransportFactory = Callable[[Config, Identity, NodeFolder, EntryValidator], Tran
 def configured_transport(
     config: Config, identity: Identity, folder: NodeFolder, validator: EntryValidator
 ) -> Transport | None:
-    network = crew_network(config, identity.peer_id)
+    network = network_with_stages(config, identity.peer_id)
     return node_transport(config.model_copy(update={"network": network}), identity, folder, validator)
 
 
@@ -250,7 +250,7 @@ class Node:
         if self._crew is not None:
             return self._crew.bring_up(self._loop, self.folder.hash_cache)
         policy = load_policy(self.config.policy, device=self.config.node.device, hash_cache=self.folder.hash_cache)
-        return local_means(self.config, policy, self.identity.peer_id)
+        return local_backend(self.config, policy, self.identity.peer_id)
 
     def _wire_exchange(self, learner: Learner, transport: Transport) -> Exchange:
         policy, config = learner.policy, self.config

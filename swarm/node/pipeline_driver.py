@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarm.config import Config
 from swarm.errors import ConfigError
-from swarm.network.commands.caller import OrderCaller
+from swarm.network.commands.caller import CommandCaller
 from swarm.network.transport import Transport
 from swarm.node.stage_process import check_crew
 from swarm.records.identity import Identity
@@ -38,7 +38,7 @@ class PipelineDriver:
             )
         self._config = config
         self._deadline_s = pipeline.startup_timeout_s  # of loading, the longest order; others have the crew's own
-        self._caller = OrderCaller(identity, config.swarm_id, pipeline.name, pipeline.members, transport, clock)
+        self._caller = CommandCaller(identity, config.swarm_id, pipeline.name, pipeline.members, transport, clock)
         self._keeper: PipelineSupervisor | None = None
 
     async def give(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:

@@ -26,7 +26,7 @@ class PolicyBackend:
     pruning: Pruning | None = None
 
 
-def local_means(config: Config, policy: Policy, author: str) -> PolicyBackend:
+def local_backend(config: Config, policy: Policy, author: str) -> PolicyBackend:
     """Of a policy in this process."""
     engine = make_engine(policy, config.rollouts)
 

@@ -25,7 +25,7 @@ from swarm.integrations.sink import Sink
 from swarm.merging.node_merging import NodeMerging
 from swarm.network.transport import Transport
 from swarm.node.advice import Adviser
-from swarm.node.learner import Row
+from swarm.node.learner import MetricsRow
 from swarm.node.watchdog import Watchdog
 from swarm.observability.http_server import HttpServer
 from swarm.observability.metrics import Metrics, MetricsLog
@@ -88,8 +88,8 @@ class NodeReport:
         self._page = page if config.http else None
         self._http = HttpServer(config, self._metrics, self._health, page.routes() if page else [])
         self._started_at = time.time()
-        self._last_row: Row = {}
-        self._final_merge: Row = {}
+        self._last_row: MetricsRow = {}
+        self._final_merge: MetricsRow = {}
         self._last_round_at = 0.0
         self._num_peers = 0
         self._said_at = -math.inf
@@ -126,7 +126,7 @@ class NodeReport:
     def count_failed_step(self) -> None:
         self._metrics.count("node/failed_steps")
 
-    def record(self, row: Row) -> None:
+    def record(self, row: MetricsRow) -> None:
         """Write one metrics row, that of a round with the exchange's totals; called by the compute thread."""
         if row["kind"] == "round":
             row |= self._exchange_row()
@@ -182,7 +182,7 @@ class NodeReport:
         """Records of others, by reason."""
         return self.exchange.reader.rejected + Counter(self._validator.rejected) if self.exchange else Counter()
 
-    def _say(self, row: Row) -> None:
+    def _say(self, row: MetricsRow) -> None:
         """Progress for whoever watches the terminal, at most every few seconds."""
         if time.monotonic() - self._said_at < _SAY_INTERVAL_S:
             return
@@ -194,8 +194,8 @@ class NodeReport:
             f", {row['merge/merges_total']} merges" if "merge/merges_total" in row else "",
         )  # fmt: skip
 
-    def _exchange_row(self) -> Row:
-        row: Row = {"network/peers": self._num_peers}
+    def _exchange_row(self) -> MetricsRow:
+        row: MetricsRow = {"network/peers": self._num_peers}
         if self._transport is not None:
             traffic = self._transport.traffic
             row |= {"exchange/bytes_sent": traffic.bytes_sent, "exchange/bytes_received": traffic.bytes_received}

@@ -18,7 +18,7 @@ from swarm.errors import ConfigError
 from swarm.machine.memory import bound_arenas
 from swarm.machine.safe_files import close_to_others
 from swarm.machine.stop_signals import obey_stop_signals
-from swarm.network.commands.service import OrderService
+from swarm.network.commands.service import CommandService
 from swarm.network.transport import Transport
 from swarm.node.crash_report import crash_reports
 from swarm.observability.logging_setup import set_up_logging
@@ -77,7 +77,7 @@ def check_crew(config: Config) -> None:
         raise ConfigError('a crew needs a network, got network.backend = "off"; set network.backend = "hivemind"')
 
 
-def crew_network(config: Config, peer_id: str) -> NetworkSection:
+def network_with_stages(config: Config, peer_id: str) -> NetworkSection:
     """Network settings for a member, if there is a crew.
 
     It also joins through the others, orders may take long, and the rate limits do not hold for the crew: sampling a
@@ -129,13 +129,13 @@ class StageProcess:
             stopping.cancel()
 
     async def _serve(self, host: "StageHost") -> None:
-        network = crew_network(self._config, self._identity.peer_id).model_copy(update={"gossip": "off"})
+        network = network_with_stages(self._config, self._identity.peer_id).model_copy(update={"gossip": "off"})
         validator = EntryValidator(self._config.swarm_id)
         config = self._config.model_copy(update={"network": network})
         transport = node_transport(config, self._identity, self._folder, validator)
         assert transport is not None, "checked by check_crew"
         pipeline = self._config.policy.pipeline
-        service = OrderService(
+        service = CommandService(
             transport, self._config.swarm_id, pipeline.name, pipeline.driver, host.carry_out, host.max_payload_bytes
         )
         async with contextlib.AsyncExitStack() as stack:
@@ -199,7 +199,7 @@ def _held(host: "StageHost") -> str:
     return ", ".join(f"layers [{part.start}, {part.stop})" for part in host.status().parts) or "no layers"
 
 
-def _doing(host: "StageHost", service: OrderService) -> str:
+def _doing(host: "StageHost", service: CommandService) -> str:
     status = host.status()
     version = f"version {max(status.versions)} · " if status.versions else ""
     return f"{version}{status.num_copies} copies · {service.num_orders} orders"

@@ -197,7 +197,7 @@ class Word(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class NodeHealth:
     """What a person wants to know first."""
 
     word: Word
@@ -205,20 +205,20 @@ class Verdict:
     """A line in plain words. It may hold names, which are harmless, and nothing else of peers."""
 
 
-def judge(status: NodeStatus, now: float) -> Verdict:
+def judge(status: NodeStatus, now: float) -> NodeHealth:
     """`now`: seconds since the epoch."""
     if not status.is_alive:
-        return Verdict(Word.not_running, _how_it_ended(status, now))
+        return NodeHealth(Word.not_running, _how_it_ended(status, now))
     if stalled := _why_stalled(status, now):
-        return Verdict(Word.stalled, stalled)
+        return NodeHealth(Word.stalled, stalled)
     if status.phase == "serving":
-        return Verdict(Word.serving, "it works for others and trains nothing of its own")
+        return NodeHealth(Word.serving, "it works for others and trains nothing of its own")
     if status.phase == "starting" or (status.phase == "evaluating" and not status.last_round):
         doing = "loading the policy" if status.phase == "starting" else "evaluating it before the first round"
-        return Verdict(Word.starting, f"{doing}, for {for_how_long(now - status.started_at)}")
+        return NodeHealth(Word.starting, f"{doing}, for {for_how_long(now - status.started_at)}")
     if "paused" in status.phase:
         what = "training and sharing wait" if status.phase == "paused" else status.phase
-        return Verdict(Word.paused, f"{what} until somebody resumes on its page: swarm dashboard DIR")
+        return NodeHealth(Word.paused, f"{what} until somebody resumes on its page: swarm dashboard DIR")
     return _part_in_swarm(status, now)
 
 
@@ -243,16 +243,16 @@ def _why_stalled(status: NodeStatus, now: float) -> str:
     return f"no round has ended for {for_how_long(quiet_s)}" if quiet_s > patience_s else ""
 
 
-def _part_in_swarm(status: NodeStatus, now: float) -> Verdict:
+def _part_in_swarm(status: NodeStatus, now: float) -> NodeHealth:
     facts = status.contribution
     taken_at = facts.get("last_taken_at")
     patience_s = max(_TAKEN_LATELY_S, _ROUNDS_UNTAKEN * _round_s(status))
     if taken_at is not None and now - taken_at <= patience_s:
         taken = f"{name_of(status, facts['last_taken_by'])} took rollouts of ours {for_how_long(now - taken_at)} ago"
         if status.num_connected != 0 or now - taken_at <= _GONE_AFTER_S:
-            return Verdict(Word.contributing, taken)
-        return Verdict(Word.learning_alone, f"no peer is connected any more; {taken}")
-    return Verdict(Word.learning_alone, _why_alone(status, taken_at, now))
+            return NodeHealth(Word.contributing, taken)
+        return NodeHealth(Word.learning_alone, f"no peer is connected any more; {taken}")
+    return NodeHealth(Word.learning_alone, _why_alone(status, taken_at, now))
 
 
 def _why_alone(status: NodeStatus, taken_at: float | None, now: float) -> str:

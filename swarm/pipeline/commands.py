@@ -33,7 +33,7 @@ class Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardOrder:
+class ForwardCommand:
     """Compute a micro-batch, and keep what its backward pass needs."""
 
     batch: int
@@ -47,7 +47,7 @@ class ForwardOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardOrder:
+class BackwardCommand:
     """Go back through a micro-batch that was computed."""
 
     batch: int
@@ -56,7 +56,7 @@ class BackwardOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class SettleOrder:
+class SettleCommand:
     """No more micro-batches: check that all went through and report the gradient."""
 
     batch: int
@@ -75,7 +75,7 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
-class CommitOrder:
+class CommitCommand:
     """Apply the settled batch. Repeating it does nothing more."""
 
     batch: int
@@ -87,7 +87,7 @@ class CommitOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeOrder:
+class DecodeCommand:
     """Append columns to a session; `left_padding` begins it."""
 
     session: int
@@ -206,7 +206,7 @@ class Fields:
         return {name[len(prefix) :]: t for name, t in self._bundle.tensors.items() if name.startswith(prefix)}
 
 
-def forward_bundle(order: ForwardOrder) -> Bundle:
+def forward_bundle(order: ForwardCommand) -> Bundle:
     fields: dict[str, Any] = {
         "batch": order.batch,
         "micro_batch": order.micro_batch,
@@ -222,7 +222,7 @@ def forward_bundle(order: ForwardOrder) -> Bundle:
     return Bundle(fields, tensors)
 
 
-def forward_order(fields: Fields) -> ForwardOrder:
+def forward_order(fields: Fields) -> ForwardCommand:
     answers = None
     if fields.has("starts"):
         tokens, rows, place = fields.tensor("answers").flatten().tolist(), [], 0
@@ -234,7 +234,7 @@ def forward_order(fields: Fields) -> ForwardOrder:
         answers = Answers(
             fields.integers("starts"), tuple(rows), fields.number("temperature"), fields.flag("with_entropy")
         )
-    return ForwardOrder(
+    return ForwardCommand(
         fields.integer("batch"),
         fields.integer("micro_batch"),
         fields.tensor("states"),
@@ -250,7 +250,7 @@ def forward_reply(result: Tensor | TokenLogprobs) -> Bundle:
     return Bundle({}, {"states": result})
 
 
-def forward_result(fields: Fields, order: ForwardOrder, width: int) -> Tensor | TokenLogprobs:
+def forward_result(fields: Fields, order: ForwardCommand, width: int) -> Tensor | TokenLogprobs:
     """What a stage answered: hidden states [B, L, `width`], or log-probs of the answers of the order."""
     if order.answers is None:
         return shaped(fields.tensor("states"), (*order.states.shape[:2], width))
@@ -262,12 +262,12 @@ def forward_result(fields: Fields, order: ForwardOrder, width: int) -> Tensor | 
     return TokenLogprobs(logprobs, mask, None if entropy is None else shaped(entropy, tuple(mask.shape)))
 
 
-def backward_bundle(order: BackwardOrder) -> Bundle:
+def backward_bundle(order: BackwardCommand) -> Bundle:
     return Bundle({"batch": order.batch, "micro_batch": order.micro_batch}, {"states": order.gradient})
 
 
-def backward_order(fields: Fields) -> BackwardOrder:
-    return BackwardOrder(fields.integer("batch"), fields.integer("micro_batch"), fields.tensor("states"))
+def backward_order(fields: Fields) -> BackwardCommand:
+    return BackwardCommand(fields.integer("batch"), fields.integer("micro_batch"), fields.tensor("states"))
 
 
 def backward_reply(gradient: Tensor | None) -> Bundle:
@@ -280,12 +280,12 @@ def backward_result(fields: Fields, shape: Sequence[int]) -> Tensor | None:
     return None if gradient is None else shaped(gradient, shape)
 
 
-def settle_bundle(order: SettleOrder) -> Bundle:
+def settle_bundle(order: SettleCommand) -> Bundle:
     return Bundle({"batch": order.batch, "num_micro_batches": order.num_micro_batches, "shared": list(order.shared)})
 
 
-def settle_order(fields: Fields) -> SettleOrder:
-    return SettleOrder(fields.integer("batch"), fields.integer("num_micro_batches"), fields.texts("shared"))
+def settle_order(fields: Fields) -> SettleCommand:
+    return SettleCommand(fields.integer("batch"), fields.integer("num_micro_batches"), fields.texts("shared"))
 
 
 def settled_reply(settled: Settled) -> Bundle:
@@ -305,24 +305,24 @@ def settled_result(fields: Fields, shapes: Mapping[str, Sequence[int]]) -> Settl
     return Settled(norm_squared, shared)
 
 
-def commit_bundle(order: CommitOrder) -> Bundle:
+def commit_bundle(order: CommitCommand) -> Bundle:
     return Bundle({"batch": order.batch, "lr": order.lr, "scale": order.scale}, dict(order.shared_gradients))
 
 
-def commit_order(fields: Fields) -> CommitOrder:
-    return CommitOrder(fields.integer("batch"), fields.number("lr"), fields.number("scale"), fields.under(""))
+def commit_order(fields: Fields) -> CommitCommand:
+    return CommitCommand(fields.integer("batch"), fields.number("lr"), fields.number("scale"), fields.under(""))
 
 
-def decode_order_bundle(order: DecodeOrder) -> Bundle:
+def decode_command_bundle(order: DecodeCommand) -> Bundle:
     padding = None if order.left_padding is None else list(order.left_padding)
     return Bundle(
         {"session": order.session, "left_padding": padding, "is_last": order.is_last}, {"states": order.states}
     )
 
 
-def decode_order(fields: Fields) -> DecodeOrder:
+def decode_command(fields: Fields) -> DecodeCommand:
     padding = fields.integers("left_padding") if fields.has("left_padding") else None
-    return DecodeOrder(fields.integer("session"), fields.tensor("states"), padding, fields.flag("is_last"))
+    return DecodeCommand(fields.integer("session"), fields.tensor("states"), padding, fields.flag("is_last"))
 
 
 def facts_bundle(facts: StageFacts) -> Bundle:

@@ -16,15 +16,15 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from swarm.errors import PipelineError, RequestError, StageRefusedError, StageReplyError
-from swarm.pipeline import commands as order_bytes
+from swarm.pipeline import commands as command_bytes
 from swarm.pipeline.commands import (
-    BackwardOrder,
-    CommitOrder,
-    DecodeOrder,
+    BackwardCommand,
+    CommitCommand,
+    DecodeCommand,
     Fields,
-    ForwardOrder,
+    ForwardCommand,
+    SettleCommand,
     Settled,
-    SettleOrder,
     StageFacts,
     StageState,
 )
@@ -97,13 +97,13 @@ class RemoteLink:
 
     async def describe(self) -> StageFacts:
         def read(fields: Fields) -> StageFacts:
-            facts = order_bytes.facts_of(fields)
+            facts = command_bytes.facts_of(fields)
             self._expected.check_facts(facts)
             return facts
 
         return await self._ask("describe", Bundle(), self._expected.facts_bytes, read)
 
-    async def forward(self, order: ForwardOrder) -> Tensor | TokenLogprobs:
+    async def forward(self, order: ForwardCommand) -> Tensor | TokenLogprobs:
         num_rows, num_columns = order.states.shape[:2]
         if order.batch not in (0, self._batch):
             self._batch = order.batch
@@ -113,40 +113,40 @@ class RemoteLink:
         limit = FRAME_BYTES + 4 * num_rows * num_columns * max(self._expected.hidden, 2)
         width = self._expected.hidden
         return await self._ask_states(
-            "forward", order_bytes.forward_bundle(order), limit,
-            lambda fields: order_bytes.forward_result(fields, order, width),
+            "forward", command_bytes.forward_bundle(order), limit,
+            lambda fields: command_bytes.forward_result(fields, order, width),
         )  # fmt: skip
 
-    async def backward(self, order: BackwardOrder) -> Tensor | None:
+    async def backward(self, order: BackwardCommand) -> Tensor | None:
         # of a micro-batch that was never sent forward nothing is expected but a refusal
         shape = (*self._sizes.get(order.micro_batch, (0, 0)), self._expected.hidden)
         return await self._ask_states(
-            "backward", order_bytes.backward_bundle(order), FRAME_BYTES + 4 * shape[0] * shape[1] * shape[2],
-            lambda fields: order_bytes.backward_result(fields, shape),
+            "backward", command_bytes.backward_bundle(order), FRAME_BYTES + 4 * shape[0] * shape[1] * shape[2],
+            lambda fields: command_bytes.backward_result(fields, shape),
         )  # fmt: skip
 
-    async def settle(self, order: SettleOrder) -> Settled:
+    async def settle(self, order: SettleCommand) -> Settled:
         shapes = {name: self._expected.shapes[name] for name in order.shared}
         return await self._ask(
-            "settle", order_bytes.settle_bundle(order), self._expected.tensor_bytes(order.shared),
-            lambda fields: order_bytes.settled_result(fields, shapes),
+            "settle", command_bytes.settle_bundle(order), self._expected.tensor_bytes(order.shared),
+            lambda fields: command_bytes.settled_result(fields, shapes),
         )  # fmt: skip
 
-    async def commit(self, order: CommitOrder) -> int:
+    async def commit(self, order: CommitCommand) -> int:
         return await self._ask(
-            "commit", order_bytes.commit_bundle(order), FRAME_BYTES, lambda fields: fields.integer("version")
+            "commit", command_bytes.commit_bundle(order), FRAME_BYTES, lambda fields: fields.integer("version")
         )
 
     async def drop(self, batch: int) -> None:
         await self._tell("drop", Bundle({"batch": batch}))
 
-    async def decode(self, order: DecodeOrder) -> Tensor:
+    async def decode(self, order: DecodeCommand) -> Tensor:
         num_rows, num_new = order.states.shape[:2]
         hidden, vocab = self._expected.hidden, self._expected.vocab
         shape = (num_rows, vocab) if order.is_last else (num_rows, num_new, hidden)
         return await self._ask_states(
-            "decode", order_bytes.decode_order_bundle(order), FRAME_BYTES + 4 * num_rows * max(num_new * hidden, vocab),
-            lambda fields: order_bytes.shaped(fields.tensor("states"), shape),
+            "decode", command_bytes.decode_command_bundle(order), FRAME_BYTES + 4 * num_rows * max(num_new * hidden, vocab),
+            lambda fields: command_bytes.shaped(fields.tensor("states"), shape),
         )  # fmt: skip
 
     async def select(self, session: int, rows: Sequence[int]) -> None:
@@ -157,17 +157,17 @@ class RemoteLink:
 
     async def state(self) -> StageState:
         def read(fields: Fields) -> StageState:
-            tensors, rest = order_bytes.state_of(fields)
+            tensors, rest = command_bytes.state_of(fields)
             self._expected.check_state(tensors, rest["lr_factor"])
             return tensors, rest
 
         return await self._ask("state", Bundle(), self._expected.state_bytes, read)
 
     async def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: Mapping[str, int | float]) -> None:
-        await self._tell("restore", order_bytes.state_bundle((tensors, rest)))
+        await self._tell("restore", command_bytes.state_bundle((tensors, rest)))
 
     async def recover(self, weights: Mapping[str, Tensor], version: int, moments: Mapping[str, Tensor]) -> None:
-        await self._tell("recover", order_bytes.recover_bundle(weights, version, moments))
+        await self._tell("recover", command_bytes.recover_bundle(weights, version, moments))
 
     async def _tell(self, kind: str, bundle: Bundle) -> None:
         await self._ask(kind, bundle, FRAME_BYTES, lambda fields: None)
@@ -206,17 +206,17 @@ class StageLink(Protocol):
         """See `Stage.describe`; so for all that follow."""
         ...
 
-    async def forward(self, order: ForwardOrder) -> Tensor | TokenLogprobs: ...
+    async def forward(self, order: ForwardCommand) -> Tensor | TokenLogprobs: ...
 
-    async def backward(self, order: BackwardOrder) -> Tensor | None: ...
+    async def backward(self, order: BackwardCommand) -> Tensor | None: ...
 
-    async def settle(self, order: SettleOrder) -> Settled: ...
+    async def settle(self, order: SettleCommand) -> Settled: ...
 
-    async def commit(self, order: CommitOrder) -> int: ...
+    async def commit(self, order: CommitCommand) -> int: ...
 
     async def drop(self, batch: int) -> None: ...
 
-    async def decode(self, order: DecodeOrder) -> Tensor: ...
+    async def decode(self, order: DecodeCommand) -> Tensor: ...
 
     async def select(self, session: int, rows: Sequence[int]) -> None: ...
 
@@ -248,30 +248,30 @@ class InProcessLink:
     async def describe(self) -> StageFacts:
         return await self._do(self._stage.describe)
 
-    async def forward(self, order: ForwardOrder) -> Tensor | TokenLogprobs:
+    async def forward(self, order: ForwardCommand) -> Tensor | TokenLogprobs:
         def compute() -> Tensor | TokenLogprobs:
             result = self._stage.forward(replace(order, states=self._sent(order.states)))
             return result if isinstance(result, TokenLogprobs) else self._sent(result)
 
         return await self._do(compute)
 
-    async def backward(self, order: BackwardOrder) -> Tensor | None:
+    async def backward(self, order: BackwardCommand) -> Tensor | None:
         def compute() -> Tensor | None:
             result = self._stage.backward(replace(order, gradient=self._sent(order.gradient)))
             return None if result is None else self._sent(result)
 
         return await self._do(compute)
 
-    async def settle(self, order: SettleOrder) -> Settled:
+    async def settle(self, order: SettleCommand) -> Settled:
         return await self._do(lambda: self._stage.settle(order))
 
-    async def commit(self, order: CommitOrder) -> int:
+    async def commit(self, order: CommitCommand) -> int:
         return await self._do(lambda: self._stage.commit(order))
 
     async def drop(self, batch: int) -> None:
         await self._do(lambda: self._stage.drop(batch))
 
-    async def decode(self, order: DecodeOrder) -> Tensor:
+    async def decode(self, order: DecodeCommand) -> Tensor:
         return await self._do(lambda: self._sent(self._stage.decode(replace(order, states=self._sent(order.states)))))
 
     async def select(self, session: int, rows: Sequence[int]) -> None:

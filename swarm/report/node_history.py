@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from swarm.machine.safe_files import open_to_read, parse_json
 
-Row = dict[str, Any]
+MetricsRow = dict[str, Any]
 MAX_BYTES = 64 << 20
 """That are read of one file at once, the newest; some 40,000 rounds."""
 MAX_ROW_BYTES = 1 << 20
@@ -45,14 +45,14 @@ class NodeHistory:
         self._forget()
 
     def _forget(self) -> None:
-        self.rounds: list[Row] = []
+        self.rounds: list[MetricsRow] = []
         """Their numbers rise. What is kept of each is named above."""
-        self.last_round: Row = {}
+        self.last_round: MetricsRow = {}
         """The last row of a round, with all that it says."""
-        self._evaluations: dict[str, list[Row]] = {phase: [] for phase in PHASES}
-        self.end: Row | None = None
+        self._evaluations: dict[str, list[MetricsRow]] = {phase: [] for phase in PHASES}
+        self.end: MetricsRow | None = None
         """Row of the last orderly end, None while the node runs or when it was killed."""
-        self.final_merge: Row | None = None
+        self.final_merge: MetricsRow | None = None
         """Row of the last merge of all that ended together."""
         self.totals: Counter[str] = Counter()
         """Sums of counters over all processes of the node; each process counts from zero."""
@@ -101,7 +101,7 @@ class NodeHistory:
         return self.rounds[-1]["round"] if self.rounds else 0
 
     @property
-    def evaluations(self) -> list[Row]:
+    def evaluations(self) -> list[MetricsRow]:
         """In order of their rounds."""
         return sorted((row for rows in self._evaluations.values() for row in rows), key=lambda row: row["round"])
 
@@ -122,12 +122,12 @@ class NodeHistory:
         duration_s = sum(row["time/rollout_s"] for row in self.rounds)
         return sum(row["rollout/tokens"] for row in self.rounds) / duration_s if duration_s else 0.0
 
-    def accuracy(self, *phases: str) -> Row | None:
+    def accuracy(self, *phases: str) -> MetricsRow | None:
         """Latest evaluation row of these phases (all if none is named)."""
         rows = [row for row in self.evaluations if not phases or row["phase"] in phases]
         return rows[-1] if rows else None
 
-    def _add(self, row: Row) -> None:
+    def _add(self, row: MetricsRow) -> None:
         kind, number = row["kind"], row["round"]
         if type(number) is not int:
             raise TypeError("rounds are counted")
@@ -150,7 +150,7 @@ class NodeHistory:
             self.rounds.append({key: row[key] for key in _KEPT if isinstance(row.get(key), int | float | str)})
             self.last_round = row
 
-    def _count(self, row: Row) -> None:
+    def _count(self, row: MetricsRow) -> None:
         counts: dict[str, float] = {name: row.get(name, 0) for name in _COUNTERS}
         counts |= {f"rejected {reason}": count for reason, count in row.get("exchange/rejected", {}).items()}
         is_new_process = any(counts.get(name, 0) < last for name, last in self._last_counts.items())
@@ -165,7 +165,7 @@ class NodeHistory:
         self._last_counts = counts
 
 
-def _drop_from(rows: list[Row], number: int) -> None:
+def _drop_from(rows: list[MetricsRow], number: int) -> None:
     """Drop the rows of round `number` and later ones, which are the last."""
     while rows and rows[-1]["round"] >= number:
         rows.pop()

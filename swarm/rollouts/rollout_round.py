@@ -78,7 +78,7 @@ def second_round_size(rewards: Sequence[float], kind: SecondRound, *, largest: i
     return math.ceil(min(largest, num * (factor - 1) - 1e-9))
 
 
-def signal_means(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+def mean_reward_signals(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """`reward/NAME`: mean of every reward signal over the answers whose task has it."""
     values: dict[str, list[float]] = {}
     for group in groups:
@@ -111,7 +111,7 @@ class RolloutRound:
         config = self._config
         batch = self._second_answers(self._first_answers(seed), derive_seed("second", seed))
         for draw in range(config.refill_draws):
-            missing = config.groups_per_round - sum(group.has_signal for group in batch.groups)
+            missing = config.groups_per_round - sum(group.has_reward_variance for group in batch.groups)
             if missing <= 0:
                 break
             further = self._answer(self._draw(missing), derive_seed("refill", seed, draw))

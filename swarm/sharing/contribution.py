@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from swarm.records.identity import peer_name
 from swarm.sharing.body_store import BodyStore
-from swarm.sharing.peer_tracker import MAX_PEERS, Acquaintance, PeerStats
+from swarm.sharing.peer_tracker import MAX_PEERS, PeerRecord, PeerStats
 from swarm.sharing.reputation import Reputation
 
 
@@ -130,9 +130,9 @@ def contribution(bodies: BodyStore, acquaintances: PeerStats, now: float) -> Con
 
 
 def _standing(
-    peer_id: str, peer: Acquaintance | None, last_seen_at: float, reputation: Reputation, now: float
+    peer_id: str, peer: PeerRecord | None, last_seen_at: float, reputation: Reputation, now: float
 ) -> PeerStanding:
-    peer = peer or Acquaintance()
+    peer = peer or PeerRecord()
     mean, _ = peer.rewards.mean(now)
     return PeerStanding(
         peer_id=peer_id,

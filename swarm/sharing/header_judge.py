@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from swarm.admission.admission import MAX_CLOCK_SKEW_S, HeaderAdmission
 from swarm.limits.bounded_maps import ExpiringKeys
-from swarm.network.transport import Verdict
+from swarm.network.transport import ValidationResult
 from swarm.records.codec import body_hash
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.index import Shard, shard_of
@@ -29,7 +29,7 @@ _NOBODYS_FAULT = frozenset(
 """What an honest peer may pass on in good faith."""
 
 
-class HeaderJudge:
+class HeaderValidator:
     """Of one node or carrier. Runs on its loop."""
 
     def __init__(
@@ -44,18 +44,18 @@ class HeaderJudge:
         self.rejected: Counter[str] = Counter()
         """Headers turned away, by reason."""
 
-    def judge_gossip(self, shard: Shard, record: bytes) -> tuple[Verdict, Header | None]:
+    def validate_gossip(self, shard: Shard, record: bytes) -> tuple[ValidationResult, Header | None]:
         """What was gossiped in the topic of `shard`, before it is passed on; the header where it is accepted."""
         if self._is_judged(record):
-            return Verdict.IGNORE, None
+            return ValidationResult.IGNORE, None
         try:
             header = self._admission.admit_header(record)
             if shard_of(self._swarm_id, header.author, shard.level, header.created_at) != shard:
                 raise InvalidRecord(Rejection.WRONG_SLOT)
         except InvalidRecord as error:
             self.rejected[error.reason.value] += 1
-            return Verdict.IGNORE if error.reason in _NOBODYS_FAULT else Verdict.REJECT, None
-        return Verdict.ACCEPT, header
+            return ValidationResult.IGNORE if error.reason in _NOBODYS_FAULT else ValidationResult.REJECT, None
+        return ValidationResult.ACCEPT, header
 
     def judge_entry(self, subkey: str, record: bytes) -> Header | None:
         """An entry of the index; None where it is invalid, or was judged before."""

@@ -1,6 +1,6 @@
 """Passes headers on between nodes that cannot reach each other, and reads none of them: no tasks, no model, no bodies.
 
-topics of the shards ─ HeaderJudge (all that needs no tasks) ─ passed on by the gossip plane
+topics of the shards ─ HeaderValidator (all that needs no tasks) ─ passed on by the gossip plane
 Directory: listed for newcomers with the address of its gossip; the levels of those listed tell which shards there are
 """
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from swarm.admission.admission import HeaderAdmission
 from swarm.config import SharingSection
-from swarm.network.transport import Transport, Verdict
+from swarm.network.transport import Transport, ValidationResult
 from swarm.observability.repeat import repeat
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.directory import Directory
-from swarm.sharing.header_judge import HeaderJudge
+from swarm.sharing.header_judge import HeaderValidator
 from swarm.sharing.index import Shard, experience_topic, shard_of
 from swarm.tasks.task_source import FIRST_TRAINING_SEED
 from swarm.types import TaskRef
@@ -32,7 +32,7 @@ class HeaderRelay:
         self._swarm_id = swarm_id
         self._transport = transport
         admission = HeaderAdmission(sharing, swarm_id, identity.peer_id, check_not_held_out, transport.now)
-        self._judge = HeaderJudge(swarm_id, admission, sharing.max_age_s, transport.now)
+        self._judge = HeaderValidator(swarm_id, admission, sharing.max_age_s, transport.now)
         self._directory = Directory(swarm_id, identity, transport, lambda: 0, stays_widest=True)
         self._carried: set[Shard] = set()
         self.num_carried = 0
@@ -67,10 +67,10 @@ class HeaderRelay:
             self._transport.subscribe(experience_topic(self._swarm_id, shard), self._handler(shard))
         self._carried = shards
 
-    def _handler(self, shard: Shard) -> Callable[[str, bytes], Verdict]:
-        def judge(forwarder: str, record: bytes) -> Verdict:
-            verdict, _ = self._judge.judge_gossip(shard, record)
-            self.num_carried += verdict is Verdict.ACCEPT
+    def _handler(self, shard: Shard) -> Callable[[str, bytes], ValidationResult]:
+        def judge(forwarder: str, record: bytes) -> ValidationResult:
+            verdict, _ = self._judge.validate_gossip(shard, record)
+            self.num_carried += verdict is ValidationResult.ACCEPT
             return verdict
 
         return judge

@@ -1,7 +1,7 @@
 """Headers of others, from gossip and from the index: judged once, then offered for pulling.
 
 gossip ─┐
-        ├─ HeaderJudge ─ candidates ─ pick ─ answered, failed, or given back
+        ├─ HeaderValidator ─ candidates ─ pick ─ answered, failed, or given back
 index ──┘
 
 The newest policy version that each author has announced of late: what its older experience is measured against.
@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection
 from swarm.admission.admission import Admission
 from swarm.config import SharingSection
 from swarm.limits.bounded_maps import FairMap
-from swarm.network.transport import Verdict
+from swarm.network.transport import ValidationResult
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.rejection import Rejection
-from swarm.sharing.header_judge import HeaderJudge
+from swarm.sharing.header_judge import HeaderValidator
 from swarm.sharing.index import Shard
 from swarm.sharing.peer_backoff import PeerBackoff
 from swarm.sharing.peer_tracker import PeerTracker
@@ -86,7 +86,7 @@ class Inbox:
         self._own_peer_id = own_peer_id
         self._pool = pool
         self._clock = clock
-        self._judge = HeaderJudge(swarm_id, admission, config.max_age_s, clock)
+        self._judge = HeaderValidator(swarm_id, admission, config.max_age_s, clock)
         self._candidates: FairMap[tuple[str, bytes], Header] = FairMap(
             MAX_CANDIDATES, MAX_CANDIDATES_PER_AUTHOR, authors.reputation.is_known, SAFE_PER_KNOWN
         )
@@ -100,11 +100,11 @@ class Inbox:
         self.rejected = self._judge.rejected
         """Headers turned away, by reason."""
 
-    def take_gossip(self, shard: Shard, record: bytes) -> Verdict:
+    def take_gossip(self, shard: Shard, record: bytes) -> ValidationResult:
         """Judge a header that was gossiped in the topic of `shard`, before it is passed on."""
-        verdict, header = self._judge.judge_gossip(shard, record)
+        verdict, header = self._judge.validate_gossip(shard, record)
         if header is not None and not self._offer(header):
-            return Verdict.IGNORE
+            return ValidationResult.IGNORE
         return verdict
 
     def take_entry(self, subkey: str, record: bytes) -> bool:

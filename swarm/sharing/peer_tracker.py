@@ -53,7 +53,7 @@ class RecentRewards:
 
 
 @dataclass(slots=True)
-class Acquaintance:
+class PeerRecord:
     """One peer, as seen from here since this process began."""
 
     last_seen_at: float = 0.0
@@ -75,7 +75,7 @@ class PeerStats:
         """`max_peers`: 0 where nobody will look."""
         self._clock = clock
         self._max_peers = max_peers
-        self._peers: OrderedDict[str, Acquaintance] = OrderedDict()
+        self._peers: OrderedDict[str, PeerRecord] = OrderedDict()
         self.own_rewards = RecentRewards()
         """Of what this node shared, to compare with what others shared."""
 
@@ -100,13 +100,13 @@ class PeerStats:
 
     def shared(self, groups: Sequence[RolloutGroup]) -> None:
         """This node offers `groups`."""
-        self.own_rewards.add([group for group in groups if group.has_signal], self._clock())
+        self.own_rewards.add([group for group in groups if group.has_reward_variance], self._clock())
 
-    def last_seen_first(self) -> list[tuple[str, Acquaintance]]:
+    def last_seen_first(self) -> list[tuple[str, PeerRecord]]:
         return sorted(self._peers.items(), key=lambda item: -item[1].last_seen_at)
 
-    def _note(self, peer_id: str) -> Acquaintance:
-        peer = self._peers.pop(peer_id, None) or Acquaintance()
+    def _note(self, peer_id: str) -> PeerRecord:
+        peer = self._peers.pop(peer_id, None) or PeerRecord()
         peer.last_seen_at = self._clock()
         self._peers[peer_id] = peer
         if len(self._peers) > self._max_peers:
@@ -177,7 +177,7 @@ class PeerTracker:
         self.beacon_evidence[evidence.value] += 1
         if evidence in _OF_BEACON:
             self.reputation.hint(author, _OF_BEACON[evidence])
-        if not all(group.has_signal for group in groups):
+        if not all(group.has_reward_variance for group in groups):
             self.reputation.refused(author, Rejection.NO_SIGNAL)
 
     def judged(self, groups: Sequence[RolloutGroup], level: Callable[[str], SuccessLevel]) -> None:

@@ -189,7 +189,7 @@ class Publisher:
 
     async def publish(self, groups: Sequence[RolloutGroup]) -> None:
         """Gossip groups that carry signal, in as many records as their size needs; `enter_next` does the rest."""
-        useful = [group for group in groups if group.has_signal]
+        useful = [group for group in groups if group.has_reward_variance]
         for start in range(0, len(useful), MAX_GROUPS_PER_BODY):
             await self._announce(useful[start : start + MAX_GROUPS_PER_BODY])
 

@@ -29,7 +29,7 @@ from swarm.config import NetworkSection, SharingSection
 from swarm.errors import RequestError
 from swarm.network.requests.blob_protocol import sha256
 from swarm.network.requests.server import transfer_timeout_s
-from swarm.network.transport import Transport, Verdict
+from swarm.network.transport import Transport, ValidationResult
 from swarm.observability.tracing import traced
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.rejection import InvalidRecord, Rejection
@@ -236,9 +236,9 @@ class Reader:
         self._topic = topic
         self._pace.start_anew()
 
-        def take(forwarder: str, record: bytes) -> Verdict:
+        def take(forwarder: str, record: bytes) -> ValidationResult:
             verdict = self._inbox.take_gossip(shard, record)
-            if verdict is Verdict.ACCEPT:
+            if verdict is ValidationResult.ACCEPT:
                 self.num_headers_gossiped += 1
                 self._pace.heard()
             return verdict
@@ -338,7 +338,7 @@ class Reader:
         self.num_records_admitted += 1
         self._authors.admitted(header, groups)
         self.on_admitted(groups)
-        useful = [group for group in groups if group.has_signal]
+        useful = [group for group in groups if group.has_reward_variance]
         if len(useful) < len(groups):
             self._refused[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
         self._bodies.put(header.body_hash, body, header.expires_at, header.author)

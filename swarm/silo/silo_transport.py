@@ -32,7 +32,7 @@ from swarm.network.transport import (
     RequestHandler,
     RequestRefused,
     Transport,
-    Verdict,
+    ValidationResult,
 )
 from swarm.records.codec import MAX_RECORD_BYTES, decode_record
 from swarm.records.rejection import InvalidRecord
@@ -229,23 +229,23 @@ class SiloTransport:
                 self._inner.subscribe(name, self._gossip_handler(topic, name))
 
     def _gossip_handler(self, topic: str, name: str) -> GossipHandler:
-        def judge(forwarder: str, sealed: bytes) -> Verdict:
+        def judge(forwarder: str, sealed: bytes) -> ValidationResult:
             handler = self._topics.get(topic)
             if handler is None or not self._membership.is_member(forwarder):
                 self._strangers["stranger"] += 1
-                return Verdict.IGNORE
+                return ValidationResult.IGNORE
             try:
                 message = self._membership.keys.key_for(sealed).open(_GOSSIP, sealed, name.encode())
                 author = decode_record(message).author
             except SiloError as error:
                 self._strangers[error.fault] += 1
                 self._heard_of_epoch(forwarder, sealed, error)
-                return Verdict.IGNORE if error.fault == "unknown_epoch" else Verdict.REJECT
+                return ValidationResult.IGNORE if error.fault == "unknown_epoch" else ValidationResult.REJECT
             except InvalidRecord:
-                return Verdict.REJECT
+                return ValidationResult.REJECT
             if not self._membership.is_member(author):  # the forwarder may not know yet that it was put out
                 self._strangers["stranger"] += 1
-                return Verdict.IGNORE
+                return ValidationResult.IGNORE
             return handler(forwarder, message)
 
         return judge

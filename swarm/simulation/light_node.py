@@ -39,7 +39,7 @@ VOCABULARY = Vocabulary(
 
 
 class LightJudge:
-    """The TaskJudge of admission: an answer is right if it begins with `a`."""
+    """The TaskVerifier of admission: an answer is right if it begins with `a`."""
 
     def check_known(self, ref: TaskRef) -> None:
         if (ref.source, ref.config_digest) != (SOURCE, CONFIG_DIGEST):

@@ -24,8 +24,8 @@ from pydantic import Field, ValidationError, model_validator
 from swarm.config import (
     NonNegativeInt,
     PositiveInt,
+    RewardSignalSection,
     Section,
-    SignalSection,
     TaskSourceFacts,
     TaskSourceSection,
     TasksSection,
@@ -36,7 +36,7 @@ from swarm.tasks.task_source import CORRECT, TaskSource, named_signals
 from swarm.tasks.verifiers import check_expected, regex
 from swarm.types import Task
 
-Signal = Callable[[str], float]
+RewardSignal = Callable[[str], float]
 """Value in [0, 1] of an answer's text."""
 
 
@@ -94,17 +94,17 @@ def brevity(max_chars: int, buffer_chars: int, text: str) -> float:
     return min(1.0, left / buffer_chars) if buffer_chars else 1.0
 
 
-def make_format(parameters: dict[str, Any]) -> Signal:
+def make_format(parameters: dict[str, Any]) -> RewardSignal:
     chosen = FormatParameters.model_validate(parameters)
     return partial(regex, chosen.pattern) if chosen.pattern else partial(tagged, chosen.tags)
 
 
-def make_length(parameters: dict[str, Any]) -> Signal:
+def make_length(parameters: dict[str, Any]) -> RewardSignal:
     chosen = LengthParameters.model_validate(parameters)
     return partial(brevity, chosen.max_chars, chosen.buffer_chars)
 
 
-BUILT_IN: dict[str, Callable[[dict[str, Any]], Signal]] = {"format": make_format, "length": make_length}
+BUILT_IN: dict[str, Callable[[dict[str, Any]], RewardSignal]] = {"format": make_format, "length": make_length}
 
 
 def package_signals(source: TaskSourceFacts) -> list[str]:
@@ -112,7 +112,7 @@ def package_signals(source: TaskSourceFacts) -> list[str]:
     return [signal.name for signal in source.signals if signal.name not in {CORRECT, "tests", *BUILT_IN}]
 
 
-def build_signal(name: str, parameters: dict[str, Any], source: str) -> Signal:
+def build_signal(name: str, parameters: dict[str, Any], source: str) -> RewardSignal:
     """A built-in signal. Raises TaskError for parameters that it does not accept."""
     try:
         return BUILT_IN[name](parameters)
@@ -137,7 +137,7 @@ _OF_VERIFIER = {"code": (CORRECT, "tests")}
 """What the verifier of a kind of source tells; others tell `correct`."""
 
 
-class SignalledSource:
+class MultiRewardSource:
     """Wraps the source that `config` describes."""
 
     def __init__(self, source: TaskSource, config: TaskSourceSection, tasks: TasksSection) -> None:
@@ -149,7 +149,7 @@ class SignalledSource:
         self._source = source
         self.name = source.name
         self._of_verifier = _OF_VERIFIER.get(config.kind, (CORRECT,))
-        self._built_in: dict[str, Signal] = {}
+        self._built_in: dict[str, RewardSignal] = {}
         self._plugins: dict[str, RewardPlugin] = {}
         for signal in config.signals:
             self._add(signal)
@@ -182,7 +182,7 @@ class SignalledSource:
                 values |= named_signals(task.verify(text))
         return {name: values[name] for name, _ in self._weights}
 
-    def _add(self, signal: SignalSection) -> None:
+    def _add(self, signal: RewardSignalSection) -> None:
         name = signal.name
         if name in self._of_verifier:
             if signal.parameters:
@@ -195,7 +195,7 @@ class SignalledSource:
         else:
             self._plugins[name] = self._plugin(signal)
 
-    def _plugin(self, signal: SignalSection) -> RewardPlugin:
+    def _plugin(self, signal: RewardSignalSection) -> RewardPlugin:
         installed = installed_rewards()
         if signal.name not in installed:
             known = sorted({*self._of_verifier, *BUILT_IN, *installed})
@@ -211,7 +211,7 @@ class SignalledSource:
         canonical = json.dumps([self._source.config_digest, signals], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
-    def _version(self, signal: SignalSection) -> str:
+    def _version(self, signal: RewardSignalSection) -> str:
         """What decides the values of a signal beside its parameters: the package of a plug-in, the engine of a pattern."""
         if signal.name in self._plugins:
             return self._plugins[signal.name].version

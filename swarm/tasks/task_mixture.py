@@ -16,7 +16,7 @@ from swarm.tasks.code_source import CodeSource
 from swarm.tasks.jsonl_source import JsonlSource
 from swarm.tasks.reasoning_gym_source import ReasoningGymSource
 from swarm.tasks.sandboxed_verifier import SandboxedSource, SandboxedVerifier, is_bounded
-from swarm.tasks.signalled_source import SignalledSource, package_signals
+from swarm.tasks.signalled_source import MultiRewardSource, package_signals
 from swarm.tasks.task_source import (
     CORRECT,
     EVALUATION_SEED,
@@ -178,4 +178,4 @@ def _build(section: TaskSourceSection, config: TasksSection, fence: SandboxedVer
         source = SandboxedSource(section, fence)
     else:
         source = ReasoningGymSource(section, takes_anything=not config.fenced)
-    return SignalledSource(source, section, config) if section.signals else source
+    return MultiRewardSource(source, section, config) if section.signals else source

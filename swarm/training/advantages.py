@@ -103,7 +103,7 @@ def _signals(group: TrainingGroup, weights: Mapping[str, float]) -> tuple[Tensor
 
 
 def _check_signal(group: TrainingGroup) -> None:
-    if not group.group.has_signal:
+    if not group.group.has_reward_variance:
         task, rewards = group.group.task, _rewards(group)
         raise TrainingError(
             f"a training group must have differing rewards, got {rewards[0].item():g} for all {len(rewards)} rollouts "

@@ -114,7 +114,7 @@ class RolloutConverter:
         translated = self._above_floor(ids, spelt)
         num_below = len(spelt.rollouts) - len(translated.rollouts) if same_lineage else 0
         has_success = any(rollout.reward >= success_level for rollout in translated.rollouts)
-        is_usable = has_success and translated.has_signal
+        is_usable = has_success and translated.has_reward_variance
         is_spoilt = not is_usable and len(translated.rollouts) < len(group.rollouts)
         self._tell_of(group.author, num_below / len(group.rollouts), is_spoilt)
         if not is_usable:

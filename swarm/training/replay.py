@@ -30,7 +30,7 @@ class ReplayStore:
 
     def add(self, groups: Sequence[RolloutGroup]) -> None:
         """Keep own groups that the policy has just been trained on; those without signal are passed over."""
-        self._groups += [group for group in groups if group.has_signal]
+        self._groups += [group for group in groups if group.has_reward_variance]
         del self._groups[: max(0, len(self._groups) - _KEPT_BATCHES * self._config.replay_groups)]
 
     def draw(self, policy_version: int, rng: random.Random) -> list[RolloutGroup]:

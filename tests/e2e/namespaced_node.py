@@ -23,7 +23,7 @@ from swarm.network.hivemind.relay_start import granted_bytes
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, serve_blobs
 from swarm.network.requests.transfer import Download, fetch
-from swarm.network.transport import Verdict
+from swarm.network.transport import ValidationResult
 from swarm.records.identity import Identity, create
 from swarm.sharing.directory import Directory
 from swarm.sharing.index import WINDOW_S, EntryValidator, Shard, experience_key, experience_topic, shard_of, subkey
@@ -121,9 +121,9 @@ def _say(**message: object) -> None:
     print(json.dumps(message), flush=True)
 
 
-def _hear(forwarder: str, record: bytes) -> Verdict:
+def _hear(forwarder: str, record: bytes) -> ValidationResult:
     _HEARD.append(record)
-    return Verdict.ACCEPT
+    return ValidationResult.ACCEPT
 
 
 class _Worker:

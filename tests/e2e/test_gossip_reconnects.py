@@ -11,7 +11,7 @@ import pytest
 from swarm.config import NetworkSection
 from swarm.network.libp2p.gossip import Libp2pGossip
 from swarm.network.libp2p.restraint import SILENCE_S
-from swarm.network.transport import TrafficCounter, Verdict
+from swarm.network.transport import TrafficCounter, ValidationResult
 from swarm.records.identity import Identity
 
 TOPIC = "test/topic"
@@ -27,9 +27,9 @@ class Plane:
         self.heard: asyncio.Queue[bytes] = asyncio.Queue()
         self.gossip.subscribe(TOPIC, self._hear)
 
-    def _hear(self, peer_id: str, message: bytes) -> Verdict:
+    def _hear(self, peer_id: str, message: bytes) -> ValidationResult:
         self.heard.put_nowait(message)
-        return Verdict.ACCEPT
+        return ValidationResult.ACCEPT
 
 
 @pytest.fixture

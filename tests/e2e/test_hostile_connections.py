@@ -14,7 +14,7 @@ import pytest
 from swarm.errors import NetworkError
 from swarm.network.libp2p import host as host_module
 from swarm.network.libp2p.host import Libp2pHost
-from swarm.network.libp2p.inbound_door import MAX_STREAMS, MAX_UNREAD_BYTES, InboundDoor
+from swarm.network.libp2p.inbound_door import MAX_STREAMS, MAX_UNREAD_BYTES, ConnectionGater
 from swarm.network.tcp_address import TcpAddress
 from swarm.records.identity import Identity
 
@@ -165,7 +165,7 @@ async def test_an_error_in_the_librarys_own_handlers_ends_the_stream_alone() -> 
 
     refused: Counter[str] = Counter()
     stream = _Stream()
-    await InboundDoor(refused)._guarded(breaks)(stream)  # type: ignore[arg-type]
+    await ConnectionGater(refused)._guarded(breaks)(stream)  # type: ignore[arg-type]
     assert refused == {"broken": 1}
     assert stream.is_reset
 

@@ -19,7 +19,7 @@ from swarm.network.libp2p.parts import rpc_pb2
 from swarm.network.libp2p.pubsub import MAX_CALL_BYTES, MAX_TOPIC_CHARS, MAX_TOPICS_PER_PEER, encode_frame
 from swarm.network.libp2p.trio_guest import TrioGuest
 from swarm.network.tcp_address import TcpAddress
-from swarm.network.transport import MAX_GOSSIP_BYTES, TrafficCounter, Verdict
+from swarm.network.transport import MAX_GOSSIP_BYTES, TrafficCounter, ValidationResult
 from swarm.records.identity import Identity
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -42,15 +42,15 @@ class Member:
         self.arrived = asyncio.Event()
         self.plane.subscribe(TOPIC, self.handle)
 
-    def handle(self, forwarder: str, message: bytes) -> Verdict:
+    def handle(self, forwarder: str, message: bytes) -> ValidationResult:
         self.seen.append((forwarder, message))
         self.arrived.set()
         if message.startswith(b"break"):
             raise KeyError(message)
         if message.startswith(b"good"):
             self.got[message] += 1
-            return Verdict.ACCEPT
-        return Verdict.IGNORE if message.startswith(b"other") else Verdict.REJECT
+            return ValidationResult.ACCEPT
+        return ValidationResult.IGNORE if message.startswith(b"other") else ValidationResult.REJECT
 
     async def until_got(self, *messages: bytes) -> None:
         async with asyncio.timeout(DEADLINE_S):
@@ -146,7 +146,7 @@ async def test_messages_cross_hops_and_bytes_are_counted_on_both_ends() -> None:
 
 async def test_an_invalid_message_goes_one_hop_and_its_forwarder_is_shut_out() -> None:
     async with members(3, [(0, 1), (1, 2)]) as (mallory, honest, behind):
-        mallory.plane.subscribe(TOPIC, lambda forwarder, message: Verdict.ACCEPT)
+        mallory.plane.subscribe(TOPIC, lambda forwarder, message: ValidationResult.ACCEPT)
         for number in range(25):
             await mallory.plane.publish(TOPIC, b"bad %d" % number)
         await until(lambda: mallory.peer_id not in honest.plane.peers())

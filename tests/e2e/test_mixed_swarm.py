@@ -17,7 +17,7 @@ from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.libp2p.gossip import Libp2pGossip
 from swarm.network.libp2p.transport import LightTransport
 from swarm.network.make_transport import make_transport
-from swarm.network.transport import Verdict
+from swarm.network.transport import ValidationResult
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity, create
 from swarm.sharing.body_store import BodyStore
@@ -133,9 +133,9 @@ async def gossip_reaches_all(nodes: list[Node]) -> None:
     for node in nodes:
         mine = heard[node.identity.peer_id]
 
-        def hear(forwarder: str, message: bytes, mine: set[bytes] = mine) -> Verdict:
+        def hear(forwarder: str, message: bytes, mine: set[bytes] = mine) -> ValidationResult:
             mine.add(message.partition(b" ")[0])
-            return Verdict.ACCEPT
+            return ValidationResult.ACCEPT
 
         node.transport.subscribe(topic, hear)
     for attempt in itertools.count():

@@ -11,7 +11,7 @@ from swarm.config import Config, parse
 from swarm.config.node_folder import NodeFolder
 from swarm.errors import RequestError
 from swarm.network.index_entry import UNSIGNED, IndexValidator
-from swarm.network.transport import Contact, Transport, Verdict
+from swarm.network.transport import Contact, Transport, ValidationResult
 from swarm.records.codec import encode_record
 from swarm.records.identity import Identity
 from swarm.records.signing import sign_record
@@ -77,8 +77,8 @@ async def test_newcomer_joins_by_its_invitation_and_is_out_once_revoked(tmp_path
     ben = transport_of(config_of(tmp_path / "ben", backend, ann.addresses()), BEN)
     record = encode_record(sign_record(BEN, SILO_ID, b"x" * 900))
     try:
-        ann.subscribe("topic", lambda peer_id, message: heard.append(message) or Verdict.ACCEPT)
-        ben.subscribe("topic", lambda peer_id, message: Verdict.ACCEPT)
+        ann.subscribe("topic", lambda peer_id, message: heard.append(message) or ValidationResult.ACCEPT)
+        ben.subscribe("topic", lambda peer_id, message: ValidationResult.ACCEPT)
         await ben.start()
         await in_time(lambda: echoes(ben, ANN), "Ben is answered")
         assert await ben.connected_peers() == (ANN.peer_id,)

@@ -15,7 +15,7 @@ from swarm.network.libp2p.parts import (
 )
 from swarm.network.libp2p.pubsub import MAX_TOPICS_PER_PEER, FrameReader, GuardedPubsub, OversizeFrame, encode_frame
 from swarm.network.libp2p.router import BoundedGossipSub
-from swarm.network.transport import MAX_GOSSIP_BYTES, TrafficCounter, Verdict
+from swarm.network.transport import MAX_GOSSIP_BYTES, TrafficCounter, ValidationResult
 from swarm.records.identity import Identity
 
 TOPIC = "topic"
@@ -75,10 +75,10 @@ async def converse(data: bytes) -> tuple[list[bytes], ForwarderGuard]:
     """The messages that a handler of TOPIC got from one stream of SENDER, and the guard afterwards. In trio."""
     accepted: list[bytes] = []
 
-    def take(forwarder: str, message: bytes) -> Verdict:
+    def take(forwarder: str, message: bytes) -> ValidationResult:
         assert len(message) <= MAX_GOSSIP_BYTES
         accepted.append(message)
-        return Verdict.ACCEPT
+        return ValidationResult.ACCEPT
 
     guard, stream = ForwarderGuard(time.monotonic), _Stream(data)
     pubsub = GuardedPubsub(_host(), BoundedGossipSub(), guard, {TOPIC: take}, TrafficCounter())

@@ -9,15 +9,15 @@ import torch
 from swarm.config import PolicySection
 from swarm.errors import PipelineError, RequestError
 from swarm.pipeline.commands import (
-    BackwardOrder,
-    CommitOrder,
-    DecodeOrder,
-    ForwardOrder,
-    SettleOrder,
+    BackwardCommand,
+    CommitCommand,
+    DecodeCommand,
+    ForwardCommand,
+    SettleCommand,
     StageSettings,
     backward_bundle,
     commit_bundle,
-    decode_order_bundle,
+    decode_command_bundle,
     forward_bundle,
     part_fields,
     recover_bundle,
@@ -76,27 +76,27 @@ async def _asked(kind: str, reply: bytes) -> bool:
 
     link = RemoteLink(give, "peer", _expected(), "fp32")
     states = torch.zeros(1, 2, _expected().hidden)
-    forward = ForwardOrder(1, 0, states)
+    forward = ForwardCommand(1, 0, states)
     if kind == "describe":
         _expected().check_facts(await link.describe())
     elif kind == "settle":
-        assert not (await link.settle(SettleOrder(1, 1, ()))).own_norm_squared < 0
+        assert not (await link.settle(SettleCommand(1, 1, ()))).own_norm_squared < 0
     elif kind == "commit":
-        assert await link.commit(CommitOrder(1, 0.0, 1.0, {})) >= 0
+        assert await link.commit(CommitCommand(1, 0.0, 1.0, {})) >= 0
     elif kind == "state":
         tensors, _ = await link.state()
         assert all(bool(torch.isfinite(tensor).all()) for group in tensors.values() for tensor in group.values())
     elif kind == "drop":
         await link.drop(1)
     elif kind == "decode":
-        result = await link.decode(DecodeOrder(1, states))
+        result = await link.decode(DecodeCommand(1, states))
         assert result.shape == states.shape and bool(torch.isfinite(result).all())
     elif kind == "forward":
         result = await link.forward(forward)
         assert isinstance(result, torch.Tensor) and result.shape == states.shape
     else:
         link._sizes[0] = (1, 2)
-        gradient = await link.backward(BackwardOrder(1, 0, states))
+        gradient = await link.backward(BackwardCommand(1, 0, states))
         assert gradient is None or (gradient.shape == states.shape and bool(torch.isfinite(gradient).all()))
     return True
 
@@ -109,12 +109,12 @@ def pipeline_seeds() -> dict[str, list[bytes]]:
     weights = host._stages[1].state()
     orders = [
         ("describe", Bundle()),
-        ("forward", forward_bundle(ForwardOrder(1, 0, states))),
-        ("backward", backward_bundle(BackwardOrder(1, 0, states))),
-        ("settle", settle_bundle(SettleOrder(1, 1, ()))),
-        ("commit", commit_bundle(CommitOrder(1, 1e-3, 1.0, {}))),
+        ("forward", forward_bundle(ForwardCommand(1, 0, states))),
+        ("backward", backward_bundle(BackwardCommand(1, 0, states))),
+        ("settle", settle_bundle(SettleCommand(1, 1, ()))),
+        ("commit", commit_bundle(CommitCommand(1, 1e-3, 1.0, {}))),
         ("state", Bundle()),
-        ("decode", decode_order_bundle(DecodeOrder(1, states, (0,)))),
+        ("decode", decode_command_bundle(DecodeCommand(1, states, (0,)))),
         ("select", Bundle({"session": 1, "rows": [0, 0]})),
         ("end", Bundle({"session": 1})),
         ("drop", Bundle({"batch": 1})),

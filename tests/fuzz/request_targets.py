@@ -13,7 +13,7 @@ from swarm.merging.exchange import final_list as final_message
 from swarm.merging.exchange.offered_adapter import OfferedAdapter
 from swarm.merging.exchange.proposal import MAX_MESSAGE_BYTES, ProposalHandler, Taken, decode_answer
 from swarm.merging.exchange.recent_partners import RecentPartners
-from swarm.network.commands.envelope import decode_order, encode_order
+from swarm.network.commands.envelope import decode_command, encode_command
 from swarm.network.hivemind.daemon_control import address_text, encoded
 from swarm.network.index_entry import IndexRule, check_entry
 from swarm.network.index_gateway import MAX_INDEX_RESPONSE_BYTES, IndexGateway, read_loaded, read_stored
@@ -155,12 +155,12 @@ def order(data: bytes) -> bool:
     """What a stage is ordered by a driver that signs whatever it likes."""
     with verified_by(lambda peer_id, signed, signature: True):
         try:
-            head, payload = decode_order(data, SWARM_ID)
+            head, payload = decode_command(data, SWARM_ID)
         except InvalidRecord:
             return False
         assert len(payload) == (head.payload_bytes if head.is_inline else 0)
         own = replace(head, author=ALICE.peer_id)
-        assert decode_order(encode_order(ALICE, SWARM_ID, own, payload), SWARM_ID) == (own, payload)
+        assert decode_command(encode_command(ALICE, SWARM_ID, own, payload), SWARM_ID) == (own, payload)
     return True
 
 

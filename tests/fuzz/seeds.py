@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from swarm.manifest.manifest import create, dump
 from swarm.merging.exchange.final_list import FetchAck, MeetReply, MeetRequest
 from swarm.merging.exchange.proposal import Declined, Fetched, Proposal, Taken
-from swarm.network.commands.envelope import MAX_INLINE_BYTES, OrderHead, digest_of, encode_order
+from swarm.network.commands.envelope import MAX_INLINE_BYTES, CommandHead, digest_of, encode_command
 from swarm.network.hivemind.daemon_control import address_bytes
 from swarm.network.hivemind.index_calls import node_id_of
 from swarm.network.hivemind.index_guard import wrap
@@ -157,8 +157,10 @@ def _response(status: Status, body: bytes) -> bytes:
 
 def _order(payload: bytes) -> bytes:
     """Long payloads are left out and pulled."""
-    head = OrderHead(ALICE.peer_id, "crew", MALLORY.peer_id, 1_000_000, 7, "forward", len(payload), digest_of(payload))
-    return encode_order(ALICE, SWARM_ID, head, payload)
+    head = CommandHead(
+        ALICE.peer_id, "crew", MALLORY.peer_id, 1_000_000, 7, "forward", len(payload), digest_of(payload)
+    )
+    return encode_command(ALICE, SWARM_ID, head, payload)
 
 
 def _certificate() -> bytes:

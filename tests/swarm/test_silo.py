@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from swarm.errors import RequestError
-from swarm.network.commands.caller import OrderCaller
-from swarm.network.commands.service import OrderService
+from swarm.network.commands.caller import CommandCaller
+from swarm.network.commands.service import CommandService
 from swarm.network.index_entry import check_entry
 from swarm.network.memory.transport import MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
-from swarm.network.transport import Verdict
+from swarm.network.transport import ValidationResult
 from swarm.records.codec import encode_record
 from swarm.records.identity import Identity
 from swarm.records.signing import sign_record
@@ -72,7 +72,7 @@ def test_outsider_with_manifest_and_addresses_gets_nothing_and_brings_nothing_in
         heard: list[bytes] = []
         eve = MemoryTransport(silo.network, EVE.peer_id)
         eve.subscribe(
-            experience_topic(SILO_ID, EVERYBODY), lambda peer, message: heard.append(message) or Verdict.ACCEPT
+            experience_topic(SILO_ID, EVERYBODY), lambda peer, message: heard.append(message) or ValidationResult.ACCEPT
         )
         await eve.start()
         await silo.let(20)
@@ -367,29 +367,35 @@ def test_verdicts_over_sealed_gossip(tmp_path: Path) -> None:
     async def main() -> None:
         pair = Pair(tmp_path)
         heard: list[bytes] = []
-        pair.ann.subscribe("topic", lambda peer_id, message: heard.append(message) or Verdict.ACCEPT)
+        pair.ann.subscribe("topic", lambda peer_id, message: heard.append(message) or ValidationResult.ACCEPT)
         old = pair.ann_roll.keys.current
         by_ben, by_eve = (encode_record(sign_record(one, SILO_ID, b"payload")) for one in (BEN, EVE))
 
-        def verdict(key: EpochKey, message: bytes, forwarder: Identity = BEN) -> Verdict:
+        def verdict(key: EpochKey, message: bytes, forwarder: Identity = BEN) -> ValidationResult:
             name = key.hidden("topic")
             judge = pair.ann._gossip_handler("topic", name)  # type: ignore[attr-defined]
             return judge(forwarder.peer_id, key.seal("gossip", message, name.encode()))
 
-        assert verdict(old, by_ben) is Verdict.ACCEPT and heard == [by_ben]
-        assert verdict(old, by_ben, forwarder=EVE) is Verdict.IGNORE, "a forwarder that is no member"
-        assert verdict(old, by_eve) is Verdict.IGNORE, "an author that is no member; the forwarder may not know yet"
-        assert verdict(old, b"no record") is Verdict.REJECT
-        assert verdict(EpochKey(b"x" * 32, 1), by_ben) is Verdict.REJECT, "not the group's key"
-        assert verdict(EpochKey(b"x" * 32, 9), by_ben) is Verdict.IGNORE, "perhaps a key that is still on its way"
+        assert verdict(old, by_ben) is ValidationResult.ACCEPT and heard == [by_ben]
+        assert verdict(old, by_ben, forwarder=EVE) is ValidationResult.IGNORE, "a forwarder that is no member"
+        assert verdict(old, by_eve) is ValidationResult.IGNORE, (
+            "an author that is no member; the forwarder may not know yet"
+        )
+        assert verdict(old, b"no record") is ValidationResult.REJECT
+        assert verdict(EpochKey(b"x" * 32, 1), by_ben) is ValidationResult.REJECT, "not the group's key"
+        assert verdict(EpochKey(b"x" * 32, 9), by_ben) is ValidationResult.IGNORE, (
+            "perhaps a key that is still on its way"
+        )
         invite(pair.owner, CAT, UNTIL)
         pair.owner.revoke(BEN.peer_id, virtual_now())
         pair.ann_roll.take_roll(pair.owner.data)
-        assert verdict(old, by_ben, forwarder=CAT) is Verdict.IGNORE, "in the time of grace, and of the revoked"
-        assert verdict(old, encode_record(sign_record(ANN, SILO_ID, b"")), forwarder=CAT) is Verdict.ACCEPT
+        assert verdict(old, by_ben, forwarder=CAT) is ValidationResult.IGNORE, (
+            "in the time of grace, and of the revoked"
+        )
+        assert verdict(old, encode_record(sign_record(ANN, SILO_ID, b"")), forwarder=CAT) is ValidationResult.ACCEPT
         assert len(heard) == 2
         await asyncio.sleep(GRACE_S)
-        assert verdict(old, encode_record(sign_record(ANN, SILO_ID, b"")), forwarder=CAT) is Verdict.IGNORE
+        assert verdict(old, encode_record(sign_record(ANN, SILO_ID, b"")), forwarder=CAT) is ValidationResult.IGNORE
         assert pair.ann.refused["silo/forged"] == 1 and pair.ann.refused["silo/stranger"] == 3
 
     run(main())
@@ -401,14 +407,14 @@ def test_stage_traffic_is_sealed_like_all_else(tmp_path: Path) -> None:
 
     async def main() -> None:
         pair = Pair(tmp_path)
-        caller = OrderCaller(ANN, SILO_ID, "crew", [BEN.peer_id], pair.ann, virtual_now)
+        caller = CommandCaller(ANN, SILO_ID, "crew", [BEN.peer_id], pair.ann, virtual_now)
         heard: list[tuple[str, bytes]] = []
 
         def carry_out(kind: str, data: bytes) -> bytes:
             heard.append((kind, data))
             return reply
 
-        service = OrderService(pair.ben, SILO_ID, "crew", ANN.peer_id, carry_out, lambda kind: 4 << 20)
+        service = CommandService(pair.ben, SILO_ID, "crew", ANN.peer_id, carry_out, lambda kind: 4 << 20)
         async with pair:
             answer = await caller.give(BEN.peer_id, "forward", payload, max_reply_bytes=1 << 20, deadline_s=60)
             await service.close()
@@ -505,7 +511,7 @@ def test_a_member_with_the_groups_key_cannot_speak_for_another(tmp_path: Path) -
         forged = encode_record(replace(sign_record(BEN, SILO_ID, b"payload"), author=CAT.peer_id))
         topic = key.hidden(experience_topic(SILO_ID, EVERYBODY))
         judge = silo.nodes[ANN.peer_id].transport._gossip_handler(experience_topic(SILO_ID, EVERYBODY), topic)  # type: ignore[attr-defined]
-        assert judge(BEN.peer_id, key.seal("gossip", forged, topic.encode())) is Verdict.REJECT
+        assert judge(BEN.peer_id, key.seal("gossip", forged, topic.encode())) is ValidationResult.REJECT
         where = experience_key(SILO_ID, EVERYBODY, virtual_now())
         name, sealed = index.sealed(where, f"{CAT.peer_id}/0", forged)
         assert index.opened(name, f"{CAT.peer_id}/0", sealed) == (where, forged), "any member can seal it"

@@ -25,7 +25,7 @@ from swarm.adapters.adapter_state import adapter_parameters
 from swarm.config import LoraSection
 from swarm.pipeline.commands import StageSettings
 from swarm.pipeline.driver.pipelined_policy import PipelinedPolicy
-from swarm.pipeline.driver.stage_group import CrewSettings, StageGroup
+from swarm.pipeline.driver.stage_group import StageGroup, StageGroupSettings
 from swarm.pipeline.model_shape import stage_parts
 from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage.stage_model import StageModel, load_stage
@@ -122,7 +122,7 @@ class TestCrew:
 
 
 @asynccontextmanager
-async def open_crew(
+async def open_stage_group(
     folder: Path,
     sizes: Sequence[int],
     lora: LoraSection | None,
@@ -130,7 +130,7 @@ async def open_crew(
     like: Any = None,
     precision: WirePrecision = "fp32",
     stage_settings: StageSettings | None = None,
-    crew_settings: CrewSettings | None = None,
+    crew_settings: StageGroupSettings | None = None,
     replicate_edges: bool = False,
     wrap: Callable[[int, InProcessLink], Any] = lambda _, link: link,
 ) -> AsyncIterator[TestCrew]:
@@ -144,7 +144,7 @@ async def open_crew(
                     parameter.copy_(source[name])
     stages = [Stage(model, stage_settings or StageSettings()) for model in models]
     links = [InProcessLink(stage, precision=precision) for stage in stages]
-    crew = StageGroup([wrap(i, link) for i, link in enumerate(links)], crew_settings or CrewSettings())
+    crew = StageGroup([wrap(i, link) for i, link in enumerate(links)], crew_settings or StageGroupSettings())
     try:
         await crew.start()
         yield TestCrew(models, stages, links, crew, PipelinedPolicy(crew, PAD))

@@ -13,7 +13,7 @@ import torch
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, TrainingSection, parse
 from swarm.node.learner import Learner
-from swarm.node.policy_backend import local_means
+from swarm.node.policy_backend import local_backend
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.sharing.usefulness import Usefulness
@@ -40,11 +40,11 @@ def make_learner(
     policy = load_policy(config.policy, device="cpu")
     pool = ExperiencePool(":memory:", config.sharing, Clock())
     publish = (published if published is not None else []).extend
-    return Learner(config, local_means(config, policy, "me"), TaskMixture(config.tasks), pool, "me", publish, useful)
+    return Learner(config, local_backend(config, policy, "me"), TaskMixture(config.tasks), pool, "me", publish, useful)
 
 
 def with_signal(groups: list[RolloutGroup], version: int = 0) -> list[RolloutGroup]:
-    return [replace(g, author=ALICE.peer_id, policy_version=version) for g in groups if g.has_signal]
+    return [replace(g, author=ALICE.peer_id, policy_version=version) for g in groups if g.has_reward_variance]
 
 
 def test_replayed_groups_join_from_the_second_round_on_and_a_restart_replays_the_same(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_group_of_others_weighs_no_more_than_the_largest_own_one(
     sharing = {"likelihood_floor_quantile": 0.0, "success_quantile": 0.0}
     learner = make_learner(config_of(sharing))
     rollouts = learner._rollouts.run(1)
-    one = next(group for group in rollouts.groups if group.has_signal)
+    one = next(group for group in rollouts.groups if group.has_reward_variance)
     right = next(rollout for rollout in one.rollouts if rollout.reward)
     ids = (*learner.policy.encode_answer("7" * 11), learner.policy.eos_token_ids[0])
     wrong = Rollout("7" * 11, ids, (-0.5,) * 12, True, 0.0)
@@ -119,7 +119,7 @@ def test_no_more_answers_of_a_large_group_are_trained_on_than_of_the_largest_own
     """Sixteen times as many would take sixteen times as long to train on."""
     learner = make_learner(config_of({"likelihood_floor_quantile": 0.0}))
     rollouts = learner._rollouts.run(1)
-    one = next(group for group in rollouts.groups if group.has_signal)
+    one = next(group for group in rollouts.groups if group.has_reward_variance)
     best, worst = (choose(one.rollouts, key=lambda rollout: rollout.reward) for choose in (max, min))
     learner._pool.add(b"1" * 32, NOW + 600, NOW, [replace(one, author=ALICE.peer_id, rollouts=(worst,) * 63 + (best,))])
     (taken,) = (group for group in learner._batches.batch(rollouts, 0, random.Random(0)) if not group.is_own)
@@ -132,7 +132,7 @@ def test_own_groups_that_waited_too_long_are_dropped() -> None:
     learner = make_learner(config_of({"swarm_groups": 0, "max_staleness": 4}))
     batch = learner._rollouts.run(1)
     old = replace(batch, groups=[replace(g, policy_version=-5) for g in batch.groups])
-    num_signal = sum(group.has_signal for group in batch.groups)
+    num_signal = sum(group.has_reward_variance for group in batch.groups)
     assert num_signal > 0
     assert learner._batches.batch(old, 0, random.Random(0)) == []
     assert learner._batches.dropped == {"own_stale": num_signal}

@@ -9,7 +9,7 @@ import pytest
 from swarm.config import SharingSection
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import EPOCH_S, run, virtual_now
-from swarm.network.transport import Contact, Verdict
+from swarm.network.transport import Contact, ValidationResult
 from swarm.records.codec import encode_body
 from swarm.records.identity import Identity
 from swarm.records.presence import Presence, sign_presence
@@ -54,9 +54,9 @@ async def stop(work: asyncio.Task[None], *transports: MemoryTransport) -> None:
 def test_headers_reach_homes_through_a_carrier_alone() -> None:
     heard: list[tuple[str, bytes]] = []
 
-    def take(forwarder: str, message: bytes) -> Verdict:
+    def take(forwarder: str, message: bytes) -> ValidationResult:
         heard.append((forwarder, message))
-        return Verdict.ACCEPT
+        return ValidationResult.ACCEPT
 
     async def main() -> None:
         network = Homes(random.Random(0), virtual_now)
@@ -79,23 +79,25 @@ def test_headers_reach_homes_through_a_carrier_alone() -> None:
 @pytest.mark.parametrize(
     ("message", "verdict", "reason"),
     [
-        (b"garbage", Verdict.REJECT, "malformed"),
-        (record()[:-1] + b"x", Verdict.REJECT, "bad_signature"),
-        (record(swarm_id="cd" * 16), Verdict.REJECT, "foreign_swarm"),
-        (record(seed=1), Verdict.REJECT, "held_out_task"),
-        (record(created_at=EPOCH_S - 700, expires_at=EPOCH_S - 100), Verdict.IGNORE, "expired"),
-        (record(created_at=EPOCH_S + 60), Verdict.IGNORE, "clock_skew"),
-        (record(source="elsewhere"), Verdict.ACCEPT, None),
+        (b"garbage", ValidationResult.REJECT, "malformed"),
+        (record()[:-1] + b"x", ValidationResult.REJECT, "bad_signature"),
+        (record(swarm_id="cd" * 16), ValidationResult.REJECT, "foreign_swarm"),
+        (record(seed=1), ValidationResult.REJECT, "held_out_task"),
+        (record(created_at=EPOCH_S - 700, expires_at=EPOCH_S - 100), ValidationResult.IGNORE, "expired"),
+        (record(created_at=EPOCH_S + 60), ValidationResult.IGNORE, "clock_skew"),
+        (record(source="elsewhere"), ValidationResult.ACCEPT, None),
     ],
 )
-def test_what_needs_no_tasks_is_judged_as_a_node_would(message: bytes, verdict: Verdict, reason: str | None) -> None:
+def test_what_needs_no_tasks_is_judged_as_a_node_would(
+    message: bytes, verdict: ValidationResult, reason: str | None
+) -> None:
     async def main() -> None:
         carrier, transport, work = await carrier_on(MemoryNetwork(random.Random(0), virtual_now))
         judge = carrier._handler(EVERYBODY)
         assert judge(ALICE.peer_id, message) is verdict
-        assert judge(ALICE.peer_id, message) is Verdict.IGNORE
+        assert judge(ALICE.peer_id, message) is ValidationResult.IGNORE
         assert carrier.rejected == ({reason: 1} if reason else {})
-        assert carrier.num_carried == (verdict is Verdict.ACCEPT)
+        assert carrier.num_carried == (verdict is ValidationResult.ACCEPT)
         await stop(work, transport)
 
     run(main())
@@ -107,13 +109,18 @@ def test_an_author_s_rate_and_shard_are_checked_too() -> None:
         carrier, transport, work = await carrier_on(network, max_records_per_peer_per_minute=2)
         right = shard_of(SWARM_ID, MALLORY.peer_id, 3, virtual_now())
         wrong = Shard(3, right.number ^ 1)
-        assert carrier._handler(wrong)(ALICE.peer_id, record(MALLORY)) is Verdict.REJECT
+        assert carrier._handler(wrong)(ALICE.peer_id, record(MALLORY)) is ValidationResult.REJECT
         judge, body = carrier._handler(EVERYBODY), encode_body([group()])
         headers = [
             header_of([group()], body + bytes([n]), created_at=EPOCH_S, expires_at=EPOCH_S + 9) for n in range(4)
         ]
         verdicts = [judge(READER.peer_id, signed(header)) for header in headers]
-        assert verdicts == [Verdict.ACCEPT, Verdict.ACCEPT, Verdict.IGNORE, Verdict.IGNORE]
+        assert verdicts == [
+            ValidationResult.ACCEPT,
+            ValidationResult.ACCEPT,
+            ValidationResult.IGNORE,
+            ValidationResult.IGNORE,
+        ]
         assert carrier.rejected == {"wrong_slot": 1, "rate": 2}
         await stop(work, transport)
 

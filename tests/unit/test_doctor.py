@@ -14,7 +14,7 @@ from swarm.config import NetworkSection, parse
 from swarm.config.node_folder import NodeFolder
 from swarm.diagnostics.accelerator import check_accelerator
 from swarm.diagnostics.machine import (
-    Finding,
+    CheckResult,
     Level,
     check_daemon,
     check_descriptors,
@@ -34,7 +34,7 @@ from tests.swarm_process import swarm
 from tests.unit.silo_factory import DAY_S, NOW, OWNER, SILO_ID, folder_of, found, identity_of
 
 
-def levels(findings: list[Finding]) -> dict[str, Level]:
+def levels(findings: list[CheckResult]) -> dict[str, Level]:
     return {found.name: found.level for found in findings}
 
 

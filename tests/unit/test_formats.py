@@ -11,7 +11,7 @@ from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import SharingSection, load
 from swarm.config.node_folder import NodeFolder
 from swarm.manifest.files import read_manifest
-from swarm.node.policy_backend import local_means
+from swarm.node.policy_backend import local_backend
 from swarm.node.process import run_node
 from swarm.observability.status_file import read_status
 from swarm.policy.policy import load_policy
@@ -77,7 +77,7 @@ def test_node_goes_on_after_the_last_round_of_the_old_version(left: NodeFolder) 
     before = CheckpointStore(left.checkpoints, 1).load_newest()
     policy = load_policy(config.policy, device="cpu", hash_cache=left.hash_cache)
     assert before is not None
-    assert local_means(config, policy, "a").policy.lineage.has_name(before.state["lineage"]["policy"])
+    assert local_backend(config, policy, "a").policy.lineage.has_name(before.state["lineage"]["policy"])
     run_node(config)
     after = CheckpointStore(left.checkpoints, 1).load_newest()
     assert after is not None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from swarm.network.gossip import MAX_KNOWN_PEERS, Addresses, ForwarderGuard, GossipAddressBook, GossipSlot
 from swarm.network.libp2p.router import MAX_WINDOW_IDS
 from swarm.network.peers.dialling import FIRST_PAUSE_S, Dialling
-from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, Verdict
+from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, ValidationResult
 
 AT = ("/ip4/11.0.0.1/tcp/4001",)
 MALLORY = "mallory"
@@ -23,11 +23,11 @@ class Clock:
         return self.now_s
 
 
-def says(verdict: Verdict) -> GossipHandler:
+def says(verdict: ValidationResult) -> GossipHandler:
     return lambda peer_id, message: verdict
 
 
-accept, ignore, reject = map(says, (Verdict.ACCEPT, Verdict.IGNORE, Verdict.REJECT))
+accept, ignore, reject = map(says, (ValidationResult.ACCEPT, ValidationResult.IGNORE, ValidationResult.REJECT))
 
 
 def make_guard() -> tuple[ForwarderGuard, Clock]:
@@ -112,7 +112,7 @@ def test_books_of_different_nodes_choose_differently() -> None:
 def test_the_handler_decides_while_the_forwarder_behaves() -> None:
     guard, _ = make_guard()
     assert [guard.judge("a", b"m", handler) for handler in (accept, ignore, reject, None)] == [
-        Verdict.ACCEPT, Verdict.IGNORE, Verdict.REJECT, Verdict.IGNORE,
+        ValidationResult.ACCEPT, ValidationResult.IGNORE, ValidationResult.REJECT, ValidationResult.IGNORE,
     ]  # fmt: skip
     assert guard.rejected == {"invalid": 1}
 
@@ -121,30 +121,30 @@ def test_an_oversize_message_is_rejected_unseen() -> None:
     guard, _ = make_guard()
     seen: list[bytes] = []
 
-    def see(peer_id: str, message: bytes) -> Verdict:
+    def see(peer_id: str, message: bytes) -> ValidationResult:
         seen.append(message)
-        return Verdict.ACCEPT
+        return ValidationResult.ACCEPT
 
-    assert guard.judge("a", bytes(MAX_GOSSIP_BYTES), see) is Verdict.ACCEPT
-    assert guard.judge("a", bytes(MAX_GOSSIP_BYTES + 1), see) is Verdict.REJECT
+    assert guard.judge("a", bytes(MAX_GOSSIP_BYTES), see) is ValidationResult.ACCEPT
+    assert guard.judge("a", bytes(MAX_GOSSIP_BYTES + 1), see) is ValidationResult.REJECT
     assert len(seen) == 1
 
 
 def test_strangers_are_neither_heard_nor_kept() -> None:
     guard = ForwarderGuard(lambda: 0.0, lambda peer_id, wanted: (peer_id, wanted) == ("member", "gossip"))
-    assert guard.judge("member", b"m", accept) is Verdict.ACCEPT
-    assert guard.judge("stranger", b"m", accept) is Verdict.IGNORE
+    assert guard.judge("member", b"m", accept) is ValidationResult.ACCEPT
+    assert guard.judge("stranger", b"m", accept) is ValidationResult.IGNORE
     assert guard.is_shut_out("stranger") and not guard.is_shut_out("member")
     assert guard.rejected == {"stranger": 1}
 
 
 def test_a_broken_handler_costs_its_message_and_nobody_is_blamed() -> None:
-    def break_down(peer_id: str, message: bytes) -> Verdict:
+    def break_down(peer_id: str, message: bytes) -> ValidationResult:
         raise KeyError(message)
 
     guard, _ = make_guard()
     for _ in range(100):
-        assert guard.judge("a", b"m", break_down) is Verdict.IGNORE
+        assert guard.judge("a", b"m", break_down) is ValidationResult.IGNORE
     assert not guard.is_shut_out("a")
 
 
@@ -155,13 +155,13 @@ def test_too_many_faults_shut_a_forwarder_out_for_five_minutes_and_nobody_else()
     assert not guard.is_shut_out(MALLORY)
     guard.judge(MALLORY, b"bad", reject)
     assert guard.is_shut_out(MALLORY) and not guard.is_shut_out("honest")
-    assert guard.judge(MALLORY, b"good", accept) is Verdict.IGNORE
-    assert guard.judge("honest", b"good", accept) is Verdict.ACCEPT
+    assert guard.judge(MALLORY, b"good", accept) is ValidationResult.IGNORE
+    assert guard.judge("honest", b"good", accept) is ValidationResult.ACCEPT
     assert guard.rejected == {"invalid": 21, "shut_out": 1}
     clock.now_s += ForwarderGuard.SHUT_OUT_S - 0.1
     assert guard.is_shut_out(MALLORY)
     clock.now_s += 0.2
-    assert guard.judge(MALLORY, b"good", accept) is Verdict.ACCEPT
+    assert guard.judge(MALLORY, b"good", accept) is ValidationResult.ACCEPT
 
 
 def test_faults_fade_so_that_an_error_now_and_then_is_forgiven() -> None:
@@ -182,13 +182,13 @@ def test_what_is_ignored_is_nobodys_fault() -> None:
 
 def test_messages_beyond_the_rate_are_not_looked_at() -> None:
     guard, clock = make_guard()
-    passed = Counter[Verdict]()
+    passed = Counter[ValidationResult]()
     for _ in range(20):  # 400 per second for two seconds
         clock.now_s += 0.1
         for _ in range(40):
             passed[guard.judge("busy", b"m", accept)] += 1
-    assert passed[Verdict.ACCEPT] == pytest.approx(2 * 120 + 2 * 120, abs=25)  # the burst, then the rate
-    assert guard.rejected["flood"] + guard.rejected["crowded"] == passed[Verdict.IGNORE]
+    assert passed[ValidationResult.ACCEPT] == pytest.approx(2 * 120 + 2 * 120, abs=25)  # the burst, then the rate
+    assert guard.rejected["flood"] + guard.rejected["crowded"] == passed[ValidationResult.IGNORE]
     assert guard.rejected["flood"] == pytest.approx(800 - 2 * 200 - 2 * 200, abs=25)
 
 
@@ -207,7 +207,7 @@ def test_a_message_for_which_there_is_no_time_is_not_asked_for_again() -> None:
     passed_over: list[int] = []
     for number in range(300):
         verdict = guard.judge("a", b"m", accept, lambda number=number: passed_over.append(number))
-        assert (verdict is Verdict.ACCEPT) is (number not in passed_over)
+        assert (verdict is ValidationResult.ACCEPT) is (number not in passed_over)
     assert len(passed_over) == guard.rejected["crowded"] > 0
 
 
@@ -217,11 +217,11 @@ def test_strangers_below_their_limits_have_no_honest_node_shut_out_by_its_neighb
     for tick in range(3000):
         clock.now_s += 0.01
         for number in range(30):
-            if guard.judge(f"name {tick // 300} {number}", b"m", accept) is Verdict.ACCEPT:
+            if guard.judge(f"name {tick // 300} {number}", b"m", accept) is ValidationResult.ACCEPT:
                 accepted["stranger"] += 1
                 neighbour.judge("node", b"m", accept)
         if tick % 200 == 0:
-            accepted["honest"] += guard.judge("honest", b"m", accept) is Verdict.ACCEPT
+            accepted["honest"] += guard.judge("honest", b"m", accept) is ValidationResult.ACCEPT
         assert not neighbour.is_shut_out("node")
     assert accepted["honest"] == 15, "its own share is for it"
     assert accepted["stranger"] < 30 * 200
@@ -249,7 +249,7 @@ def test_other_work_is_paid_from_the_same_purse() -> None:
     guard, clock = make_guard()
     assert guard.admit("a", 300) and guard.admit("a", 100)
     assert not guard.admit("a", 1)
-    assert guard.judge("a", b"m", accept) is Verdict.IGNORE
+    assert guard.judge("a", b"m", accept) is ValidationResult.IGNORE
     clock.now_s += 0.1
     assert guard.admit("a", 19)
     for _ in range(200):

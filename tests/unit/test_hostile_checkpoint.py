@@ -16,9 +16,9 @@ from swarm.cli.policy.saved_policy import load_saved_policy
 from swarm.config import Config, parse
 from swarm.engine.pruning import SuccessHead
 from swarm.errors import CheckpointError
-from swarm.merging.policy_merging import MergeLinks
+from swarm.merging.policy_merging import MergePorts
 from swarm.node.learner import Learner
-from swarm.node.policy_backend import local_means
+from swarm.node.policy_backend import local_backend
 from swarm.policy.policy import Policy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.tasks.task_mixture import TaskMixture
@@ -47,8 +47,8 @@ def config(folder: Path) -> Config:
 
 
 def learner(settings: Config, policy: Policy) -> Learner:
-    links = MergeLinks(MemoryPairer(), None, time.time, 1)
-    pool, means = ExperiencePool(":memory:", settings.sharing, time.time), local_means(settings, policy, "me")
+    links = MergePorts(MemoryPairer(), None, time.time, 1)
+    pool, means = ExperiencePool(":memory:", settings.sharing, time.time), local_backend(settings, policy, "me")
     return Learner(settings, means, TaskMixture(settings.tasks), pool, "me", lambda groups: None, links=links)
 
 

@@ -9,7 +9,7 @@ import pytest
 from swarm.config import SharingSection
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
-from swarm.network.transport import Verdict
+from swarm.network.transport import ValidationResult
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import decode_record, encode_body, encode_record
 from swarm.records.identity import Identity
@@ -50,9 +50,9 @@ def make_header(sequence: int = 1, author: Identity = ALICE, **changes: object) 
 def test_a_valid_header_is_taken_once_and_passed_on_once() -> None:
     inbox, _ = make_inbox()
     header = make_header()
-    assert inbox.take_gossip(EVERYBODY, signed(header)) is Verdict.ACCEPT
+    assert inbox.take_gossip(EVERYBODY, signed(header)) is ValidationResult.ACCEPT
     assert inbox.arrived.is_set()
-    assert inbox.take_gossip(EVERYBODY, signed(header)) is Verdict.IGNORE
+    assert inbox.take_gossip(EVERYBODY, signed(header)) is ValidationResult.IGNORE
     inbox.take_entry(subkey(ALICE.peer_id, 1), signed(header))
     assert (inbox.pick(), inbox.pick()) == (header, None)
     assert not inbox.rejected
@@ -75,19 +75,19 @@ def held_out() -> bytes:
 @pytest.mark.parametrize(
     ("record", "verdict", "reason"),
     [
-        (b"", Verdict.REJECT, "malformed"),
-        (b"garbage", Verdict.REJECT, "malformed"),
-        (signed(make_header())[:-1] + b"x", Verdict.REJECT, "bad_signature"),
-        (under_name_of_alice(signed(make_header(), MALLORY)), Verdict.REJECT, "bad_signature"),
-        (signed(make_header(swarm_id="cd" * 16)), Verdict.REJECT, "foreign_swarm"),
-        (held_out(), Verdict.REJECT, "held_out_task"),
-        (signed(make_header(author=READER), READER), Verdict.IGNORE, "own_record"),
-        (signed(make_header(created_at=NOW - 900, expires_at=NOW - 1)), Verdict.IGNORE, "expired"),
-        (signed(make_header(created_at=NOW + 60)), Verdict.IGNORE, "clock_skew"),
-        (of_other_task(), Verdict.IGNORE, "unknown_task"),
+        (b"", ValidationResult.REJECT, "malformed"),
+        (b"garbage", ValidationResult.REJECT, "malformed"),
+        (signed(make_header())[:-1] + b"x", ValidationResult.REJECT, "bad_signature"),
+        (under_name_of_alice(signed(make_header(), MALLORY)), ValidationResult.REJECT, "bad_signature"),
+        (signed(make_header(swarm_id="cd" * 16)), ValidationResult.REJECT, "foreign_swarm"),
+        (held_out(), ValidationResult.REJECT, "held_out_task"),
+        (signed(make_header(author=READER), READER), ValidationResult.IGNORE, "own_record"),
+        (signed(make_header(created_at=NOW - 900, expires_at=NOW - 1)), ValidationResult.IGNORE, "expired"),
+        (signed(make_header(created_at=NOW + 60)), ValidationResult.IGNORE, "clock_skew"),
+        (of_other_task(), ValidationResult.IGNORE, "unknown_task"),
     ],
 )
-def test_verdict_and_reason(record: bytes, verdict: Verdict, reason: str) -> None:
+def test_verdict_and_reason(record: bytes, verdict: ValidationResult, reason: str) -> None:
     inbox, _ = make_inbox()
     assert inbox.take_gossip(EVERYBODY, record) is verdict
     assert inbox.rejected == {reason: 1}
@@ -97,15 +97,20 @@ def test_verdict_and_reason(record: bytes, verdict: Verdict, reason: str) -> Non
 def test_the_same_body_announced_again_is_nobodys_fault() -> None:
     inbox, _ = make_inbox()
     first = make_header()
-    assert inbox.take_gossip(EVERYBODY, signed(first)) is Verdict.ACCEPT
-    assert inbox.take_gossip(EVERYBODY, signed(replace(first, sequence=2))) is Verdict.IGNORE
+    assert inbox.take_gossip(EVERYBODY, signed(first)) is ValidationResult.ACCEPT
+    assert inbox.take_gossip(EVERYBODY, signed(replace(first, sequence=2))) is ValidationResult.IGNORE
     assert inbox.rejected == {"replay": 1}
 
 
 def test_an_author_that_sends_too_much_is_the_author_s_fault_and_not_the_forwarder_s() -> None:
     inbox, _ = make_inbox(max_records_per_peer_per_minute=2)
     verdicts = [inbox.take_gossip(EVERYBODY, signed(make_header(number))) for number in range(4)]
-    assert verdicts == [Verdict.ACCEPT, Verdict.ACCEPT, Verdict.IGNORE, Verdict.IGNORE]
+    assert verdicts == [
+        ValidationResult.ACCEPT,
+        ValidationResult.ACCEPT,
+        ValidationResult.IGNORE,
+        ValidationResult.IGNORE,
+    ]
     assert inbox.rejected == {"rate": 2}
 
 
@@ -113,8 +118,8 @@ def test_a_header_in_a_shard_that_is_not_its_author_s_is_rejected() -> None:
     inbox, _ = make_inbox()
     right = shard_of(SWARM_ID, ALICE.peer_id, 3, NOW)
     wrong = Shard(3, right.number ^ 1)
-    assert inbox.take_gossip(wrong, signed(make_header(1))) is Verdict.REJECT
-    assert inbox.take_gossip(right, signed(make_header(2))) is Verdict.ACCEPT
+    assert inbox.take_gossip(wrong, signed(make_header(1))) is ValidationResult.REJECT
+    assert inbox.take_gossip(right, signed(make_header(2))) is ValidationResult.ACCEPT
     assert inbox.rejected == {"wrong_slot": 1}
 
 
@@ -188,7 +193,7 @@ def test_over_a_network_garbage_dies_at_the_first_honest_node_and_its_sender_is_
     async def main() -> None:
         network = MemoryNetwork(random.Random(0), virtual_now)
         mallory = MemoryTransport(network, MALLORY.peer_id)
-        mallory.subscribe(topic, lambda peer_id, record: Verdict.ACCEPT)
+        mallory.subscribe(topic, lambda peer_id, record: ValidationResult.ACCEPT)
         honest = [Identity(bytes([number]) * 32) for number in range(12)]
         inboxes = []
         for identity in honest:

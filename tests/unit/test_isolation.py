@@ -18,7 +18,7 @@ from swarm.cli.policy import evaluate
 from swarm.diagnostics.machine import ok
 from swarm.observability.logging_setup import parse
 from swarm.observability.plain_text import plain
-from swarm.observability.status_file import NodeStatus, Verdict, Word
+from swarm.observability.status_file import NodeHealth, NodeStatus, Word
 from swarm.report.tables import Table, write_report
 
 SOURCE = Path(__file__).parents[2] / "swarm"
@@ -57,7 +57,7 @@ def node_status() -> NodeStatus:
 
 
 def test_the_terminal_shows_text_of_strangers_as_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    verdict = Verdict(Word.learning_alone, HOSTILE)
+    verdict = NodeHealth(Word.learning_alone, HOSTILE)
     shown = [
         shown_by(capsys, lambda: status._print(tmp_path, node_status(), verdict)),
         shown_by(capsys, lambda: evaluate._print({HOSTILE: 0.5}, 0.5, {HOSTILE: 3}, 1)),

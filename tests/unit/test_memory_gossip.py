@@ -15,7 +15,7 @@ from swarm.network.memory.gossip import (
 from swarm.network.memory.mesh import D_HIGH, D_LOW, MAX_TOPIC_PEERS, GossipMessage
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
-from swarm.network.transport import MAX_GOSSIP_BYTES, Verdict
+from swarm.network.transport import MAX_GOSSIP_BYTES, ValidationResult
 
 TOPIC = "swarm/topic"
 
@@ -30,14 +30,14 @@ class Member:
         if subscribed:
             self.transport.subscribe(TOPIC, self.handle)
 
-    def handle(self, sender: str, data: bytes) -> Verdict:
+    def handle(self, sender: str, data: bytes) -> ValidationResult:
         self.forwarders.append(sender)
         if data.startswith(b"bad"):
-            return Verdict.REJECT
+            return ValidationResult.REJECT
         if not data.startswith(b"good"):
-            return Verdict.IGNORE
+            return ValidationResult.IGNORE
         self.got.append(data)
-        return Verdict.ACCEPT
+        return ValidationResult.ACCEPT
 
 
 Scenario = Callable[[MemoryNetwork, list[Member]], Awaitable[None]]
@@ -154,7 +154,7 @@ def test_lost_messages_are_repaired() -> None:
 
 
 def test_a_broken_handler_costs_its_message_only() -> None:
-    def break_down(sender: str, data: bytes) -> Verdict:
+    def break_down(sender: str, data: bytes) -> ValidationResult:
         raise KeyError(data)
 
     async def scenario(network: MemoryNetwork, members: list[Member]) -> None:

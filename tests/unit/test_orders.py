@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from swarm.errors import RequestError
-from swarm.network.commands.caller import OrderCaller
+from swarm.network.commands.caller import CommandCaller
 from swarm.network.commands.envelope import (
     ALIVE_PROTOCOL,
+    COMMAND_PROTOCOL,
     MAX_INLINE_BYTES,
-    ORDER_PROTOCOL,
     PAYLOAD_PROTOCOL,
-    OrderHead,
-    decode_order,
+    CommandHead,
+    decode_command,
     digest_of,
-    encode_order,
+    encode_command,
 )
-from swarm.network.commands.service import OrderBounds, OrderService
+from swarm.network.commands.service import CommandLimits, CommandService
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.requests.blob_protocol import BlobRequest
 from swarm.records.identity import Identity
@@ -39,8 +39,8 @@ DRIVER, MEMBER, STRANGER = (Identity(bytes([number]) * 32) for number in (1, 2, 
 class Side:
     """One crew of two, a stranger beside it."""
 
-    caller: OrderCaller
-    service: OrderService
+    caller: CommandCaller
+    service: CommandService
     transports: dict[str, MemoryTransport]
     network: MemoryNetwork
     heard: list[tuple[str, bytes]] = field(default_factory=list)
@@ -52,15 +52,15 @@ class Side:
     async def send(self, sender: Identity, request: bytes) -> bytes:
         transport = self.transports[sender.peer_id]
         return await transport.request(
-            MEMBER.peer_id, ORDER_PROTOCOL, request, max_response_bytes=1 << 20, deadline_s=10
+            MEMBER.peer_id, COMMAND_PROTOCOL, request, max_response_bytes=1 << 20, deadline_s=10
         )
 
 
 @asynccontextmanager
-async def crew_of_two(bounds: OrderBounds | None = None) -> AsyncIterator[Side]:
+async def crew_of_two(bounds: CommandLimits | None = None) -> AsyncIterator[Side]:
     network = MemoryNetwork(random.Random(0), time.time)
     transports = {one.peer_id: MemoryTransport(network, one.peer_id) for one in (DRIVER, MEMBER, STRANGER)}
-    caller = OrderCaller(DRIVER, SWARM, "crew", [MEMBER.peer_id], transports[DRIVER.peer_id], lambda: 1000.0)
+    caller = CommandCaller(DRIVER, SWARM, "crew", [MEMBER.peer_id], transports[DRIVER.peer_id], lambda: 1000.0)
 
     def carry_out(kind: str, payload: bytes) -> bytes:
         side.heard.append((kind, payload))
@@ -69,7 +69,7 @@ async def crew_of_two(bounds: OrderBounds | None = None) -> AsyncIterator[Side]:
         return sha256(payload).digest()
 
     member = transports[MEMBER.peer_id]
-    service = OrderService(member, SWARM, "crew", DRIVER.peer_id, carry_out, lambda kind: LIMIT, bounds)
+    service = CommandService(member, SWARM, "crew", DRIVER.peer_id, carry_out, lambda kind: LIMIT, bounds)
     side = Side(caller, service, transports, network)
     for transport in transports.values():
         await transport.start()
@@ -115,12 +115,12 @@ async def test_strangers_are_not_told_that_a_stage_lives() -> None:
                     await asked
 
 
-def head(number: int, payload: bytes = b"x", **other: Any) -> OrderHead:
+def head(number: int, payload: bytes = b"x", **other: Any) -> CommandHead:
     fields: dict[str, Any] = {
         "author": DRIVER.peer_id, "crew": "crew", "addressee": MEMBER.peer_id, "epoch": 1_000_000, "number": number,
         "kind": "do", "payload_bytes": len(payload), "payload_digest": digest_of(payload),
     }  # fmt: skip
-    return OrderHead(**{**fields, **other})
+    return CommandHead(**{**fields, **other})
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1000, MAX_INLINE_BYTES + 1, 3 * MAX_INLINE_BYTES])
@@ -135,7 +135,7 @@ async def test_payloads_of_all_sizes_arrive_whole(num_bytes: int) -> None:
 async def test_only_the_driver_is_answered() -> None:
     async with crew_of_two() as side:
         for sender, signer in ((STRANGER, STRANGER), (STRANGER, DRIVER), (DRIVER, STRANGER)):
-            request = encode_order(signer, SWARM, head(1, author=sender.peer_id), b"x")
+            request = encode_command(signer, SWARM, head(1, author=sender.peer_id), b"x")
             with pytest.raises(RequestError, match="refused"):
                 await side.send(sender, request)
         assert not side.heard
@@ -148,39 +148,39 @@ async def test_only_the_driver_is_answered() -> None:
 async def test_orders_for_others_or_with_another_payload_are_refused(odd: dict[str, Any]) -> None:
     async with crew_of_two() as side:
         with pytest.raises(RequestError, match="refused"):
-            await side.send(DRIVER, encode_order(DRIVER, SWARM, head(1, **odd), b"x"))
+            await side.send(DRIVER, encode_command(DRIVER, SWARM, head(1, **odd), b"x"))
         assert not side.heard
 
 
 async def test_an_order_is_carried_out_once_and_answered_as_often_as_it_comes() -> None:
     async with crew_of_two() as side:
-        request = encode_order(DRIVER, SWARM, head(1), b"x")
+        request = encode_command(DRIVER, SWARM, head(1), b"x")
         replies = await asyncio.gather(*(side.send(DRIVER, request) for _ in range(3)))
         assert replies == [sha256(b"x").digest()] * 3
         assert len(side.heard) == 1
 
 
 async def test_orders_of_the_past_are_refused_and_kept_replies_are_few() -> None:
-    async with crew_of_two(OrderBounds(max_kept_replies=2)) as side:
-        requests = [encode_order(DRIVER, SWARM, head(number), b"x") for number in range(1, 6)]
+    async with crew_of_two(CommandLimits(max_kept_replies=2)) as side:
+        requests = [encode_command(DRIVER, SWARM, head(number), b"x") for number in range(1, 6)]
         for request in requests:
             await side.send(DRIVER, request)
         with pytest.raises(RequestError, match="past"):
             await side.send(DRIVER, requests[0])
         await side.send(DRIVER, requests[-1])
-        await side.send(DRIVER, encode_order(DRIVER, SWARM, head(1, epoch=1_000_001), b"x"))  # the driver came back
+        await side.send(DRIVER, encode_command(DRIVER, SWARM, head(1, epoch=1_000_001), b"x"))  # the driver came back
         with pytest.raises(RequestError, match="past"):
             await side.send(DRIVER, requests[-1])
         assert len(side.heard) == 6
 
 
 async def test_waiting_orders_are_bounded_and_the_loop_goes_on() -> None:
-    async with crew_of_two(OrderBounds(max_waiting=2)) as side:
+    async with crew_of_two(CommandLimits(max_waiting=2)) as side:
         waiting = [asyncio.create_task(side.give("hold", b"x")) for _ in range(2)]
         while not side.heard:
             await asyncio.sleep(0)
         with pytest.raises(RequestError, match="busy"):
-            await side.send(DRIVER, encode_order(DRIVER, SWARM, head(99), b"x"))
+            await side.send(DRIVER, encode_command(DRIVER, SWARM, head(99), b"x"))
         side.hold.set()
         assert len(await asyncio.gather(*waiting)) == 2
 
@@ -210,24 +210,24 @@ async def test_payloads_are_handed_to_members_alone() -> None:
 
 async def test_garbage_is_refused() -> None:
     async with crew_of_two() as side:
-        whole = encode_order(DRIVER, SWARM, head(1), b"x")
+        whole = encode_command(DRIVER, SWARM, head(1), b"x")
         for request in (b"", b"\xff", whole[:50], whole[:-1], whole + b"y", b"\x00\x00" + whole, bytes(1 << 20)):
             with pytest.raises(RequestError, match="refused"):
                 await side.send(DRIVER, request)
         with pytest.raises(InvalidRecord):
-            decode_order(whole, "1" * 32)
+            decode_command(whole, "1" * 32)
         assert not side.heard
 
 
 async def test_a_driver_that_begins_epoch_after_epoch_leaves_no_payloads_behind() -> None:
     """While one order is under way; each new epoch gives up the orders of the one before."""
     async with crew_of_two() as side:
-        running = asyncio.create_task(side.send(DRIVER, encode_order(DRIVER, SWARM, head(1, kind="hold"), b"x")))
+        running = asyncio.create_task(side.send(DRIVER, encode_command(DRIVER, SWARM, head(1, kind="hold"), b"x")))
         while not side.heard:
             await asyncio.sleep(0)
         waiting = [running]
         for epoch in range(1_000_001, 1_000_021):
-            request = encode_order(DRIVER, SWARM, head(1, epoch=epoch, payload=b"p" * 1000), b"p" * 1000)
+            request = encode_command(DRIVER, SWARM, head(1, epoch=epoch, payload=b"p" * 1000), b"p" * 1000)
             waiting.append(asyncio.create_task(side.send(DRIVER, request)))
             await asyncio.sleep(0.001)
         assert side.service._thread._work_queue.qsize() <= 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from swarm.errors import NetworkError, PipelineError, StageLostError
-from swarm.pipeline.commands import CommitOrder, DecodeOrder, ForwardOrder, SettleOrder, StageSettings
+from swarm.pipeline.commands import CommitCommand, DecodeCommand, ForwardCommand, SettleCommand, StageSettings
 from swarm.pipeline.driver.pipelined_policy import greedy
 from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage_link import InProcessLink
@@ -21,7 +21,7 @@ from tests.unit.pipeline_crew import (
     load_stages,
     loss_of,
     made_up_parts,
-    open_crew,
+    open_stage_group,
     single_model,
 )
 
@@ -57,7 +57,9 @@ async def test_greedy_answers_are_those_of_the_single_model(
     pipeline_models: dict[str, Path], name: str, sizes: list[int]
 ) -> None:
     wanted, eos = answers_alone(pipeline_models[name])
-    async with open_crew(pipeline_models[name], sizes, LORA, like=single_model(pipeline_models[name], LORA)) as crew:
+    async with open_stage_group(
+        pipeline_models[name], sizes, LORA, like=single_model(pipeline_models[name], LORA)
+    ) as crew:
         for num_sessions in (1, None):
             found = await crew.policy.generate(
                 PROMPTS, greedy, max_new_tokens=NUM_NEW, eos_token_ids=eos, num_sessions=num_sessions
@@ -66,7 +68,7 @@ async def test_greedy_answers_are_those_of_the_single_model(
         # nothing is left behind
         for model, stage in zip(crew.models, crew.stages, strict=True):
             with pytest.raises(PipelineError, match="begun before"):
-                stage.decode(DecodeOrder(1, torch.zeros(1, 1, model.width)))
+                stage.decode(DecodeCommand(1, torch.zeros(1, 1, model.width)))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -81,7 +83,7 @@ async def test_logits_of_ragged_rows_are_those_of_each_alone(pipeline_models: di
     def wanted(rows: list[list[int]]) -> Tensor:
         return torch.stack([whole(input_ids=torch.tensor([row])).logits[0, -1] for row in rows])
 
-    async with open_crew(pipeline_models[name], [2, 3], LORA, like=whole) as crew:
+    async with open_stage_group(pipeline_models[name], [2, 3], LORA, like=whole) as crew:
         session = crew.crew.new_session()
         logits = await crew.crew.begin(session, padded, padding)
         torch.testing.assert_close(logits, wanted(list(PROMPTS)), rtol=0, atol=1e-5)
@@ -100,7 +102,7 @@ async def test_a_stage_lost_in_decoding_is_named_and_the_others_forget(pipeline_
             self.__dict__.update(link.__dict__)
             self._left = 5
 
-        async def decode(self, order: DecodeOrder) -> Tensor:
+        async def decode(self, order: DecodeCommand) -> Tensor:
             self._left -= 1
             if self._left < 0:
                 raise NetworkError("connection reset")
@@ -109,13 +111,13 @@ async def test_a_stage_lost_in_decoding_is_named_and_the_others_forget(pipeline_
     def wrap(index: int, link: InProcessLink) -> InProcessLink:
         return Dying(link) if index == 1 else link
 
-    async with open_crew(pipeline_models["llama"], [2, 3], LORA, wrap=wrap) as crew:
+    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA, wrap=wrap) as crew:
         with pytest.raises(StageLostError, match="stage 1 must answer to decode") as lost:
             await crew.policy.generate(PROMPTS, greedy, max_new_tokens=NUM_NEW, eos_token_ids=())
         assert lost.value.stages == (1,)
         for session in (1, 2):
             with pytest.raises(PipelineError, match="begun before"):
-                crew.stages[0].decode(DecodeOrder(session, torch.zeros(2, 1, 32)))
+                crew.stages[0].decode(DecodeCommand(session, torch.zeros(2, 1, 32)))
 
 
 async def test_sampling_hears_its_rows_and_steps(pipeline_models: dict[str, Path]) -> None:
@@ -125,7 +127,7 @@ async def test_sampling_hears_its_rows_and_steps(pipeline_models: dict[str, Path
         assert logits.shape == (len(rows), 90)
         return torch.tensor([10 + row + step for row in rows])
 
-    async with open_crew(pipeline_models["llama"], [2, 3], LORA) as crew:
+    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA) as crew:
         found = await crew.policy.generate(PROMPTS, choose, max_new_tokens=4, eos_token_ids={12})
     assert found == [[10, 11, 12], [11, 12], [12], [13, 14, 15, 16]]
 
@@ -134,8 +136,8 @@ def make_stage(pipeline_models: dict[str, Path], clock: Any = lambda: 0.0, **set
     return Stage(load_stages(pipeline_models["llama"], [1, 3, 1], LORA)[1], StageSettings(**settings), clock=clock)
 
 
-def begin(session: int, num_rows: int = 2, num_columns: int = 4) -> DecodeOrder:
-    return DecodeOrder(session, torch.ones(num_rows, num_columns, 32), (0,) * num_rows)
+def begin(session: int, num_rows: int = 2, num_columns: int = 4) -> DecodeCommand:
+    return DecodeCommand(session, torch.ones(num_rows, num_columns, 32), (0,) * num_rows)
 
 
 def test_sessions_are_bounded_in_number_and_idle_ones_make_room(pipeline_models: dict[str, Path]) -> None:
@@ -149,7 +151,7 @@ def test_sessions_are_bounded_in_number_and_idle_ones_make_room(pipeline_models:
     now[0] = 61  # the first is idle for longer than a minute
     stage.decode(begin(3))
     for session, is_there in ((1, False), (2, True), (3, True)):
-        order = DecodeOrder(session, torch.ones(2, 1, 32))
+        order = DecodeCommand(session, torch.ones(2, 1, 32))
         if is_there:
             assert stage.decode(order).shape == (2, 1, 32)
         else:
@@ -166,9 +168,9 @@ def test_sessions_are_bounded_in_bytes(pipeline_models: dict[str, Path]) -> None
     with pytest.raises(PipelineError, match="must fit"):
         stage.select(1, [0, 1] * 3)
     stage.select(1, [0, 1, 1, 0])
-    stage.decode(DecodeOrder(1, torch.ones(4, 1, 32)))
+    stage.decode(DecodeCommand(1, torch.ones(4, 1, 32)))
     with pytest.raises(PipelineError, match="must fit"):
-        stage.decode(DecodeOrder(1, torch.ones(4, 1, 32)))
+        stage.decode(DecodeCommand(1, torch.ones(4, 1, 32)))
     stage.end(1)
     assert stage.decode(begin(2, 1, 13)).shape == (1, 13, 32)
 
@@ -176,18 +178,18 @@ def test_sessions_are_bounded_in_bytes(pipeline_models: dict[str, Path]) -> None
 def test_what_an_order_takes_beside_its_states_is_bounded_before_it_is_made(pipeline_models: dict[str, Path]) -> None:
     stage = make_stage(pipeline_models, max_session_bytes=100_000)  # 384 bytes of keys and values for each column
     plain, padded = ((0,), (1,))
-    assert stage.decode(DecodeOrder(1, torch.ones(1, 150, 32), plain)).shape == (1, 150, 32)
+    assert stage.decode(DecodeCommand(1, torch.ones(1, 150, 32), plain)).shape == (1, 150, 32)
     stage.end(1)
     with pytest.raises(PipelineError, match=f"got {150 * 384 + 4 * 150**2}"):
-        stage.decode(DecodeOrder(2, torch.ones(1, 150, 32), padded))
+        stage.decode(DecodeCommand(2, torch.ones(1, 150, 32), padded))
     stage.end(2)
-    stage.decode(DecodeOrder(3, torch.ones(1, 1, 32), plain))
+    stage.decode(DecodeCommand(3, torch.ones(1, 1, 32), plain))
     with pytest.raises(PipelineError, match=f"got {150 * 384 + 4 * 149 * 150}"):
-        stage.decode(DecodeOrder(3, torch.ones(1, 149, 32)))
+        stage.decode(DecodeCommand(3, torch.ones(1, 149, 32)))
     stage.end(3)
     head = Stage(load_stages(pipeline_models["llama"], [4, 1], LORA)[1], StageSettings(max_session_bytes=100_000))
     with pytest.raises(PipelineError, match=f"got {300 * 128 + 4 * 300 * 90}"):
-        head.decode(DecodeOrder(1, torch.ones(300, 1, 32), plain * 300, is_last=True))
+        head.decode(DecodeCommand(1, torch.ones(300, 1, 32), plain * 300, is_last=True))
 
 
 def test_a_sliding_window_needs_a_mask_in_training_too(pipeline_models: dict[str, Path]) -> None:
@@ -197,7 +199,7 @@ def test_a_sliding_window_needs_a_mask_in_training_too(pipeline_models: dict[str
     assert model.mask_bytes(2, 64, 0, is_padded=False) == 4 * 2 * 64**2
     stage = Stage(model, StageSettings(max_session_bytes=4 * 2 * 64**2 - 1))
     with pytest.raises(PipelineError, match="a mask of a stage"):
-        stage.forward(ForwardOrder(1, 0, torch.ones(2, 64, dtype=torch.long)))
+        stage.forward(ForwardCommand(1, 0, torch.ones(2, 64, dtype=torch.long)))
 
 
 def test_the_bytes_counted_are_those_of_the_cache(pipeline_models: dict[str, Path]) -> None:
@@ -213,33 +215,33 @@ def test_odd_orders_are_refused(pipeline_models: dict[str, Path]) -> None:
     stage = make_stage(pipeline_models)
     for padding in ((0,), (0, 4), (0, -1)):
         with pytest.raises(PipelineError, match="left padding"):
-            stage.decode(DecodeOrder(1, torch.ones(2, 4, 32), padding))
+            stage.decode(DecodeCommand(1, torch.ones(2, 4, 32), padding))
     stage.decode(begin(1))
     for rows in ([], [2], [-1]):
         with pytest.raises(PipelineError, match="rows must be among"):
             stage.select(1, rows)
     with pytest.raises(PipelineError, match="keep its 2 rows"):
-        stage.decode(DecodeOrder(1, torch.ones(3, 1, 32)))
-    stage.decode(DecodeOrder(1, torch.ones(2, 1, 32)))
+        stage.decode(DecodeCommand(1, torch.ones(3, 1, 32)))
+    stage.decode(DecodeCommand(1, torch.ones(2, 1, 32)))
 
 
 def test_a_commit_ends_sessions_and_a_drop_does_not(pipeline_models: dict[str, Path]) -> None:
     stage = make_stage(pipeline_models)
     stage.decode(begin(1))
-    stage.forward(ForwardOrder(1, 0, torch.ones(2, 4, 32)))
+    stage.forward(ForwardCommand(1, 0, torch.ones(2, 4, 32)))
     stage.drop(1)
-    stage.decode(DecodeOrder(1, torch.ones(2, 1, 32)))
-    stage.forward(ForwardOrder(2, 0, torch.ones(2, 4, 32)))
+    stage.decode(DecodeCommand(1, torch.ones(2, 1, 32)))
+    stage.forward(ForwardCommand(2, 0, torch.ones(2, 4, 32)))
     with pytest.raises(PipelineError, match="whole"):
-        stage.settle(SettleOrder(2, 1, ()))
+        stage.settle(SettleCommand(2, 1, ()))
     stage.drop(2)
     with pytest.raises(PipelineError, match="open"):
-        stage.commit(CommitOrder(2, 0.1, 1.0, {}))
-    stage.decode(DecodeOrder(1, torch.ones(2, 1, 32)))
+        stage.commit(CommitCommand(2, 0.1, 1.0, {}))
+    stage.decode(DecodeCommand(1, torch.ones(2, 1, 32)))
 
 
 async def test_keys_and_values_of_two_versions_do_not_mix(pipeline_models: dict[str, Path]) -> None:
-    async with open_crew(pipeline_models["llama"], [2, 3], LORA) as crew:
+    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA) as crew:
         session = crew.crew.new_session()
         await crew.crew.begin(session, torch.tensor([[5, 6]]), (0,))
         await crew.policy.accumulate(made_up_parts(2), loss_of)
@@ -260,6 +262,6 @@ def test_a_beginning_that_comes_after_the_end_leaves_nothing_behind(pipeline_mod
 async def test_a_crew_of_five_stages_decodes_in_five_sessions(
     pipeline_models: dict[str, Path],
 ) -> None:
-    async with open_crew(pipeline_models["llama"], [1] * 5, LORA) as crew:
+    async with open_stage_group(pipeline_models["llama"], [1] * 5, LORA) as crew:
         answers = await crew.policy.generate([[5, 6], [7], [8], [9, 10], [11]], greedy, max_new_tokens=2)
         assert [len(answer) for answer in answers] == [2] * 5

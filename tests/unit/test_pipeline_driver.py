@@ -18,8 +18,8 @@ from swarm.engine.engine import AnswerRequest
 from swarm.engine.sampling import Sampling
 from swarm.engine.transformers_engine import TransformersEngine
 from swarm.errors import PipelineError, StageLostError
-from swarm.network.commands.caller import OrderCaller
-from swarm.network.commands.service import OrderService
+from swarm.network.commands.caller import CommandCaller
+from swarm.network.commands.service import CommandService
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.pipeline.commands import StageSettings
 from swarm.pipeline.driver.assignment import Machine, ModelCost
@@ -78,13 +78,13 @@ async def driven(
     base = base_model(POLICY, "cpu")
     network = MemoryNetwork(random.Random(0), time.time)
     transports = {peer_id: MemoryTransport(network, peer_id) for peer_id in (DRIVER.peer_id, *MEMBERS)}
-    caller = OrderCaller(DRIVER, SWARM, "crew", MEMBERS, transports[DRIVER.peer_id], time.time)
+    caller = CommandCaller(DRIVER, SWARM, "crew", MEMBERS, transports[DRIVER.peer_id], time.time)
     hosts, services = {}, []
     for number, peer_id in enumerate(MEMBERS):
         fixed = part_by_hand(base, *layers[number]) if number < len(layers) else None
         hosts[peer_id] = host = host_of(number, base, StageSettings(), fixed=fixed)
         services.append(
-            OrderService(transports[peer_id], SWARM, "crew", DRIVER.peer_id, host.carry_out, host.max_payload_bytes)
+            CommandService(transports[peer_id], SWARM, "crew", DRIVER.peer_id, host.carry_out, host.max_payload_bytes)
         )
 
     async def give(peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:

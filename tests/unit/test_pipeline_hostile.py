@@ -12,11 +12,11 @@ import torch
 
 from swarm.config import PipelineSection
 from swarm.errors import CheckpointError, PipelineError, StageLostError, StageReplyError
-from swarm.pipeline.commands import SettleOrder, StageSettings, part_fields
+from swarm.pipeline.commands import SettleCommand, StageSettings, part_fields
 from swarm.pipeline.driver.expected_stage import BatchSizes, Proportions, StateBounds, expected_stages
-from swarm.pipeline.driver.machines import CrewMembers
+from swarm.pipeline.driver.machines import StageMachines
 from swarm.pipeline.driver.pipelined_policy import PipelineOptimizer
-from swarm.pipeline.driver.stage_group import CrewSettings, StageGroup
+from swarm.pipeline.driver.stage_group import StageGroup, StageGroupSettings
 from swarm.pipeline.model_shape import stage_parts
 from swarm.pipeline.stage.stage_host import BaseModel, StageHost, base_model, part_by_hand
 from swarm.pipeline.stage_link import Give, RemoteLink
@@ -163,12 +163,12 @@ async def test_a_machine_with_a_claim_that_cannot_be_true_is_left_out() -> None:
     settings = {"driver": DRIVER.peer_id, "crew": crew, "spares": 1, "startup_timeout_s": 20}
     for what, claim in CLAIMS.items():
         hosts[MEMBERS[LIAR]].lie = fields("machine", **claim)  # type: ignore[attr-defined]
-        members = CrewMembers(PipelineSection.model_validate(settings), base, given_to(hosts), time.monotonic)
+        members = StageMachines(PipelineSection.model_validate(settings), base, given_to(hosts), time.monotonic)
         assert [one.peer_id for one in await members.gather()] == [MEMBERS[0], MEMBERS[2]], what
         assert {one.peer_id for one in await members.answering(crew)} <= {MEMBERS[0], MEMBERS[2], MEMBERS[LIAR]}
         without_spares = PipelineSection.model_validate(settings | {"spares": 0})
         with pytest.raises(PipelineError, match=MEMBERS[LIAR]):
-            await CrewMembers(without_spares, base, given_to(hosts), time.monotonic).gather()
+            await StageMachines(without_spares, base, given_to(hosts), time.monotonic).gather()
 
 
 async def test_a_claim_of_speed_gives_no_more_layers_than_one_machine_may_hold(tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ STATES: dict[str, Lie] = {
 
 async def test_a_state_that_no_training_gives_is_refused_at_the_door() -> None:
     liar, link = link_to_a_liar()
-    crew = StageGroup([link], CrewSettings(), StateBounds(link._expected.shapes))
+    crew = StageGroup([link], StageGroupSettings(), StateBounds(link._expected.shapes))
     weights, rest = await crew.state(0)
     moments = {f"exp_avg:{name}": torch.zeros_like(value) for name, value in weights["adapter"].items()}
     moments |= {f"exp_avg_sq:{name}": torch.zeros_like(value) for name, value in weights["adapter"].items()}
@@ -509,7 +509,7 @@ def test_a_count_of_micro_batches_costs_no_memory() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(PipelineError, match="must be whole"):
-            stage.settle(SettleOrder(1, 3_000_000, ()))
+            stage.settle(SettleCommand(1, 3_000_000, ()))
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from swarm.errors import PipelineError, RequestError
-from swarm.network.commands.caller import OrderCaller
-from swarm.network.commands.service import OrderService
+from swarm.network.commands.caller import CommandCaller
+from swarm.network.commands.service import CommandService
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
 from swarm.pipeline.commands import StageSettings, part_fields
 from swarm.pipeline.driver.expected_stage import expected_stages
 from swarm.pipeline.driver.pipelined_policy import PipelinedPolicy, greedy
-from swarm.pipeline.driver.stage_group import CrewSettings, StageGroup
+from swarm.pipeline.driver.stage_group import StageGroup, StageGroupSettings
 from swarm.pipeline.model_shape import stage_parts
 from swarm.pipeline.stage.stage_host import BaseModel, StageHost
 from swarm.pipeline.stage_link import RemoteLink, ask
 from swarm.pipeline.tensor_bundle import Bundle, WirePrecision, decode_bundle, encode_bundle
 from swarm.records.identity import Identity
-from tests.unit.pipeline_crew import CPU, LORA, PAD, loss_of, made_up_parts, open_crew, write_models
+from tests.unit.pipeline_crew import CPU, LORA, PAD, loss_of, made_up_parts, open_stage_group, write_models
 
 SWARM = "0" * 32
 DRIVER = Identity(b"d" * 32)
@@ -43,9 +43,9 @@ class NetworkCrew:
         self.transports = [MemoryTransport(network, peer_id) for peer_id in (DRIVER.peer_id, *members)]
         self.members = members
         self.folder = hosts[0]._base.folder
-        self.caller = OrderCaller(DRIVER, SWARM, "crew", members, self.transports[0], time.time)
+        self.caller = CommandCaller(DRIVER, SWARM, "crew", members, self.transports[0], time.time)
         self.services = [
-            OrderService(transport, SWARM, "crew", DRIVER.peer_id, host.carry_out, host.max_payload_bytes)
+            CommandService(transport, SWARM, "crew", DRIVER.peer_id, host.carry_out, host.max_payload_bytes)
             for transport, host in zip(self.transports[1:], hosts, strict=True)
         ]
 
@@ -76,7 +76,7 @@ async def loaded(crew: NetworkCrew, sizes: Sequence[int], precision: WirePrecisi
     for peer_id, one in zip(crew.members, expected, strict=True):
         await ask(crew.give, peer_id, "load", Bundle({**part_fields(one.part), "instead_of": []}))
         links.append(RemoteLink(crew.give, peer_id, one, precision))
-    started = StageGroup(links, CrewSettings(action_timeout_s=30))
+    started = StageGroup(links, StageGroupSettings(action_timeout_s=30))
     await started.start()
     return started
 
@@ -94,7 +94,7 @@ async def one_step(crew: StageGroup) -> tuple[float, dict[str, Tensor], list[lis
 
 @pytest.mark.parametrize("lossy", [False, True], ids=["calm", "with messages doubled"])
 async def test_a_crew_on_a_network_computes_what_one_process_does(folder: Path, lossy: bool) -> None:
-    async with open_crew(folder, [2, 2, 1], LORA) as local:
+    async with open_stage_group(folder, [2, 2, 1], LORA) as local:
         wanted = await one_step(local.crew)
     async with on_network([host(folder) for _ in range(3)], Faults(duplication=1.0) if lossy else None) as crew:
         norm, adapter, answers = await one_step(await loaded(crew, [2, 2, 1]))
@@ -105,7 +105,7 @@ async def test_a_crew_on_a_network_computes_what_one_process_does(folder: Path, 
 
 
 async def test_rounded_activations_stay_near(folder: Path) -> None:
-    async with open_crew(folder, [3, 2], LORA) as local:
+    async with open_stage_group(folder, [3, 2], LORA) as local:
         wanted, _, _ = await one_step(local.crew)
     async with on_network([host(folder), host(folder)]) as crew:
         norm, _, _ = await one_step(await loaded(crew, [3, 2], "bf16"))
@@ -120,7 +120,7 @@ async def test_one_machine_holds_two_stages_and_refusals_are_told(folder: Path) 
         for one in parts:
             await ask(crew.give, crew.members[0], "load", Bundle({**part_fields(one.part), "instead_of": []}))
         links = [RemoteLink(crew.give, crew.members[0], one, "fp32") for one in parts]
-        two = StageGroup(links, CrewSettings(action_timeout_s=30))
+        two = StageGroup(links, StageGroupSettings(action_timeout_s=30))
         await two.start()
         norm, _, _ = await one_step(two)
         assert norm > 0

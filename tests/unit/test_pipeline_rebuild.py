@@ -10,7 +10,7 @@ from swarm.config import LoraSection
 from swarm.errors import PipelineError
 from swarm.pipeline.commands import StageSettings
 from swarm.pipeline.driver.recovery import Situation, average_weights, plan_recovery, rebuild_stage, take_copies
-from swarm.pipeline.driver.stage_group import CrewSettings
+from swarm.pipeline.driver.stage_group import StageGroupSettings
 from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage_link import InProcessLink
 from tests.unit.pipeline_crew import (
@@ -19,7 +19,7 @@ from tests.unit.pipeline_crew import (
     load_stages,
     loss_of,
     made_up_parts,
-    open_crew,
+    open_stage_group,
     single_model,
 )
 
@@ -42,7 +42,7 @@ def newcomer(folder: Path, sizes: list[int], index: int, lora: LoraSection | Non
 async def test_a_frozen_base_loses_an_adapter_only(pipeline_models: dict[str, Path], strategy: str) -> None:
     folder, sizes = pipeline_models["llama"], [2, 1, 2]
     lost = {"neighbour_copy": 1, "average": 1, "base": 0}[strategy]
-    async with open_crew(folder, sizes, LORA, like=single_model(folder, LORA)) as crew:
+    async with open_stage_group(folder, sizes, LORA, like=single_model(folder, LORA)) as crew:
         await train(crew, 2)
         copies = await take_copies(crew.crew)
         await train(crew, 1)
@@ -87,8 +87,8 @@ async def test_a_frozen_base_loses_an_adapter_only(pipeline_models: dict[str, Pa
 async def test_a_lost_edge_comes_back_from_its_twin_with_its_ends(pipeline_models: dict[str, Path]) -> None:
     """CheckFree+ with all weights training: the embedding comes back to the last bit, the layer as its twin's."""
     folder, sizes = pipeline_models["gpt_neox"], [1, 1, 1, 1, 1]
-    settings = CrewSettings(swap_edges=True)
-    async with open_crew(folder, sizes, None, crew_settings=settings, replicate_edges=True) as crew:
+    settings = StageGroupSettings(swap_edges=True)
+    async with open_stage_group(folder, sizes, None, crew_settings=settings, replicate_edges=True) as crew:
         await train(crew, 2)
         before = [weights_of(stage) for stage in crew.stages]
         (plan,) = plan_recovery(Situation(5, frozenset({0}), crew.crew.version, swaps_edges=True))
@@ -115,7 +115,7 @@ async def test_another_base_does_not_join(pipeline_models: dict[str, Path], tmp_
     tensors = {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
     tensors["model.layers.2.mlp.up_proj.weight"] += 1e-3
     save_file(tensors, tmp_path / "model.safetensors")
-    async with open_crew(folder, sizes, LORA) as crew:
+    async with open_stage_group(folder, sizes, LORA) as crew:
         (plan,) = plan_recovery(Situation(3, frozenset({1}), 0))
         link = InProcessLink(newcomer(tmp_path, sizes, 1, LORA))
         with pytest.raises(PipelineError, match="fetch the same model"):

@@ -16,7 +16,7 @@ from swarm.training.micro_batch import micro_batches, training_sequences
 from swarm.training.policy_loss import ClipRange, Logprobs, policy_loss
 from swarm.training.policy_optimizer import LocalOptimizer
 from swarm.training.trainer import Trainer
-from tests.unit.pipeline_crew import open_crew
+from tests.unit.pipeline_crew import open_stage_group
 from tests.unit.tiny_models import sampled_groups
 
 
@@ -36,7 +36,7 @@ async def test_a_training_step_is_that_of_the_trainer(
         return (terms.loss * result.mask * parts[index].scales).sum()
 
     settings = StageSettings(weight_decay=config.weight_decay)
-    async with open_crew(
+    async with open_stage_group(
         tiny_models[name], [1, 1], policy.config.lora, like=policy.model, stage_settings=settings
     ) as crew:
         gradient = await crew.policy.accumulate([part.sequences for part in parts], loss_of)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from swarm.config import LoraSection
 from swarm.errors import NetworkError, PipelineError, StageLostError
-from swarm.pipeline.commands import BackwardOrder, CommitOrder, ForwardOrder, SettleOrder, StageSettings
-from swarm.pipeline.driver.stage_group import CrewSettings
+from swarm.pipeline.commands import BackwardCommand, CommitCommand, ForwardCommand, SettleCommand, StageSettings
+from swarm.pipeline.driver.stage_group import StageGroupSettings
 from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage_link import InProcessLink
 from swarm.policy.logprobs import TokenLogprobs, token_logprobs
@@ -26,7 +26,7 @@ from tests.unit.pipeline_crew import (
     loss_of,
     made_up_parts,
     norm_of,
-    open_crew,
+    open_stage_group,
     single_gradients,
     single_model,
     trainable,
@@ -63,7 +63,7 @@ async def test_gradients_are_those_of_the_single_model(
     pipeline_models: dict[str, Path], name: str, sizes: list[int], lora: LoraSection | None
 ) -> None:
     whole, parts = single_model(pipeline_models[name], lora), made_up_parts(5)
-    async with open_crew(pipeline_models[name], sizes, lora, like=whole) as crew:
+    async with open_stage_group(pipeline_models[name], sizes, lora, like=whole) as crew:
         gradient = await crew.policy.accumulate(parts, loss_of)
         found = gradients(crew)
     wanted = single_gradients(whole, lora, parts)
@@ -74,7 +74,7 @@ async def test_gradients_are_those_of_the_single_model(
 async def test_recomputing_in_the_backward_pass_gives_the_same(pipeline_models: dict[str, Path]) -> None:
     name = "llama"
     whole, parts = single_model(pipeline_models[name], LORA), made_up_parts(3)
-    async with open_crew(
+    async with open_stage_group(
         pipeline_models[name], [2, 3], LORA, like=whole, stage_settings=StageSettings(recompute=True)
     ) as crew:
         await crew.policy.accumulate(parts, loss_of)
@@ -89,7 +89,7 @@ async def test_clipped_steps_are_those_of_the_single_model(
     whole = single_model(pipeline_models["llama"], lora)
     own = trainable(whole, lora)
     optimizer = torch.optim.AdamW(own.values(), lr=1e-3, weight_decay=0.1, fused=True)
-    async with open_crew(
+    async with open_stage_group(
         pipeline_models["llama"], [2, 1, 2], lora, like=whole, stage_settings=StageSettings(weight_decay=0.1)
     ) as crew:
         for step in range(3):
@@ -114,7 +114,7 @@ async def test_clipped_steps_are_those_of_the_single_model(
 async def test_logprobs_are_those_of_the_single_model(pipeline_models: dict[str, Path]) -> None:
     for name in ARCHITECTURES:
         whole, parts = single_model(pipeline_models[name], LORA), made_up_parts(4)
-        async with open_crew(pipeline_models[name], [1, 3, 1], LORA, like=whole) as crew:
+        async with open_stage_group(pipeline_models[name], [1, 3, 1], LORA, like=whole) as crew:
             found = await crew.policy.token_logprobs(parts, temperature=0.7, with_entropy=True)
         for part, result in zip(parts, found, strict=True):
             with torch.no_grad():
@@ -129,7 +129,7 @@ async def test_coarser_wires_bend_the_gradient_a_little(
     pipeline_models: dict[str, Path], precision: Any, low: float, high: float
 ) -> None:
     whole, parts = single_model(pipeline_models["llama"], LORA), made_up_parts(3)
-    async with open_crew(pipeline_models["llama"], [2, 3], LORA, like=whole, precision=precision) as crew:
+    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA, like=whole, precision=precision) as crew:
         await crew.policy.accumulate(parts, loss_of)
         found = gradients(crew)
     wanted = single_gradients(whole, LORA, parts)
@@ -140,7 +140,7 @@ async def test_coarser_wires_bend_the_gradient_a_little(
 async def test_swapped_edges_train_the_model_in_the_other_order(pipeline_models: dict[str, Path]) -> None:
     """Every other micro-batch goes through layers 1, 0, 2, 4, 3; the ends are replicated and stay equal."""
     parts = made_up_parts(4)
-    sizes, settings = [1, 1, 1, 1, 1], CrewSettings(swap_edges=True)
+    sizes, settings = [1, 1, 1, 1, 1], StageGroupSettings(swap_edges=True)
     whole, other = single_model(pipeline_models["gpt_neox"], None), single_model(pipeline_models["gpt_neox"], None)
     layers = other.gpt_neox.layers
     other.gpt_neox.layers = torch.nn.ModuleList([layers[i] for i in (1, 0, 2, 4, 3)])
@@ -153,7 +153,7 @@ async def test_swapped_edges_train_the_model_in_the_other_order(pipeline_models:
         head, _, rest = name.partition(".layers.")
         index, _, tail = rest.partition(".")
         wanted[f"{head}.layers.{places[index]}.{tail}" if rest else name] += parameter.grad
-    async with open_crew(
+    async with open_stage_group(
         pipeline_models["gpt_neox"], sizes, None, like=whole, crew_settings=settings, replicate_edges=True
     ) as crew:
         gradient = await crew.policy.accumulate(parts, loss_of)
@@ -167,7 +167,7 @@ async def test_swapped_edges_train_the_model_in_the_other_order(pipeline_models:
 async def test_the_base_is_scored_with_the_adapter_switched_off(pipeline_models: dict[str, Path]) -> None:
     folder, parts = pipeline_models["qwen2"], made_up_parts(2)
     base, whole = single_model(folder, None), single_model(folder, LORA)
-    async with open_crew(folder, [2, 3], LORA, like=whole) as crew:
+    async with open_stage_group(folder, [2, 3], LORA, like=whole) as crew:
         found = await crew.policy.token_logprobs(parts, without_adapter=True)
         (plain, _) = await crew.policy.token_logprobs(parts)
     with torch.no_grad():
@@ -175,7 +175,7 @@ async def test_the_base_is_scored_with_the_adapter_switched_off(pipeline_models:
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
     assert (plain.logprobs - found[0].logprobs).abs().max() > 1e-2, "and back on again"
-    async with open_crew(folder, [2, 3], None) as crew:
+    async with open_stage_group(folder, [2, 3], None) as crew:
         with pytest.raises(PipelineError, match="need a frozen base"):
             await crew.policy.token_logprobs(parts, without_adapter=True)
 
@@ -229,7 +229,7 @@ async def test_a_lost_stage_drops_the_batch_everywhere(
     def wrap(index: int, link: InProcessLink) -> InProcessLink:
         return Faulty(link, what, nth) if index == stage else link
 
-    async with open_crew(pipeline_models["llama"], [2, 1, 2], LORA, wrap=wrap) as crew:
+    async with open_stage_group(pipeline_models["llama"], [2, 1, 2], LORA, wrap=wrap) as crew:
         before = weights(crew)
         with pytest.raises(StageLostError, match=f"stage {stage} must answer to {what}") as lost:
             await crew.policy.accumulate(parts, loss_of)
@@ -241,7 +241,7 @@ async def test_a_lost_stage_drops_the_batch_everywhere(
         # the fault was a short one: the same batch, redone, gives the gradient it would have given
         await crew.policy.accumulate(parts, loss_of)
         redone = gradients(crew)
-        async with open_crew(pipeline_models["llama"], [2, 1, 2], LORA) as fresh:
+        async with open_stage_group(pipeline_models["llama"], [2, 1, 2], LORA) as fresh:
             await fresh.policy.accumulate(parts, loss_of)
             assert largest_difference(redone, gradients(fresh)) == 0
 
@@ -256,8 +256,8 @@ async def test_a_stage_that_is_too_slow_is_lost(pipeline_models: dict[str, Path]
     def wrap(index: int, link: InProcessLink) -> InProcessLink:
         return Slow(link, "", 0) if index == 1 else link
 
-    settings = CrewSettings(action_timeout_s=1.0)  # enough for all the others, even on a busy machine
-    async with open_crew(pipeline_models["llama"], [2, 3], LORA, wrap=wrap, crew_settings=settings) as crew:
+    settings = StageGroupSettings(action_timeout_s=1.0)  # enough for all the others, even on a busy machine
+    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA, wrap=wrap, crew_settings=settings) as crew:
         with pytest.raises(StageLostError, match="stage 1 must answer to forward, got no answer within 1 s"):
             await crew.policy.accumulate(made_up_parts(2), loss_of)
 
@@ -269,8 +269,8 @@ async def test_a_commit_whose_answer_is_lost_is_applied_once(pipeline_models: di
         return Faulty(link, "commit", 1, after=True) if index == 1 else link
 
     async with (
-        open_crew(pipeline_models["llama"], [2, 3], LORA, wrap=wrap) as crew,
-        open_crew(pipeline_models["llama"], [2, 3], LORA) as calm,
+        open_stage_group(pipeline_models["llama"], [2, 3], LORA, wrap=wrap) as crew,
+        open_stage_group(pipeline_models["llama"], [2, 3], LORA) as calm,
     ):
         for one in (crew, calm):
             await one.policy.accumulate(parts, loss_of)
@@ -284,7 +284,7 @@ async def test_a_stage_lost_at_the_commit_is_named_and_the_others_have_applied(
     def wrap(index: int, link: InProcessLink) -> InProcessLink:
         return Faulty(link, "commit", 1, dead=True) if index == 1 else link
 
-    async with open_crew(pipeline_models["llama"], [2, 1, 2], LORA, wrap=wrap) as crew:
+    async with open_stage_group(pipeline_models["llama"], [2, 1, 2], LORA, wrap=wrap) as crew:
         await crew.policy.accumulate(made_up_parts(3), loss_of)
         with pytest.raises(StageLostError, match="for version 1") as lost:
             await crew.crew.commit(lr=1e-2, max_grad_norm=1.0)
@@ -311,7 +311,7 @@ async def test_a_loss_that_fails_or_is_not_finite_leaves_no_trace(pipeline_model
     def infinite(micro_batch: int, result: TokenLogprobs) -> Tensor:
         return loss_of(micro_batch, result) * (float("nan") if micro_batch == 2 else 1.0)
 
-    async with open_crew(pipeline_models["llama"], [2, 3], LORA) as crew:
+    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA) as crew:
         before = weights(crew)
         with pytest.raises(PipelineError, match="no loss"):
             await crew.policy.accumulate(made_up_parts(3), failing)
@@ -336,89 +336,89 @@ HIDDEN = torch.ones(2, 4, 32)
 
 def test_a_stage_applies_only_what_is_whole(pipeline_models: dict[str, Path]) -> None:
     stage = hidden_stage(pipeline_models)
-    stage.forward(ForwardOrder(1, 0, HIDDEN))
-    stage.forward(ForwardOrder(1, 1, HIDDEN))
-    stage.backward(BackwardOrder(1, 0, HIDDEN))
+    stage.forward(ForwardCommand(1, 0, HIDDEN))
+    stage.forward(ForwardCommand(1, 1, HIDDEN))
+    stage.backward(BackwardCommand(1, 0, HIDDEN))
     with pytest.raises(PipelineError, match="1 of 2 micro-batches and 1 in flight"):
-        stage.settle(SettleOrder(1, 2, ()))
+        stage.settle(SettleCommand(1, 2, ()))
     with pytest.raises(PipelineError, match="settled before"):
-        stage.commit(CommitOrder(1, 0.1, 1.0, {}))
-    stage.backward(BackwardOrder(1, 1, HIDDEN))
+        stage.commit(CommitCommand(1, 0.1, 1.0, {}))
+    stage.backward(BackwardCommand(1, 1, HIDDEN))
     with pytest.raises(PipelineError, match="2 of 3"):
-        stage.settle(SettleOrder(1, 3, ()))
-    stage.settle(SettleOrder(1, 2, ()))
+        stage.settle(SettleCommand(1, 3, ()))
+    stage.settle(SettleCommand(1, 2, ()))
     with pytest.raises(PipelineError, match="newer"):
-        stage.forward(ForwardOrder(1, 2, HIDDEN))
+        stage.forward(ForwardCommand(1, 2, HIDDEN))
     with pytest.raises(PipelineError, match="scale"):
-        stage.commit(CommitOrder(1, 0.1, float("nan"), {}))
-    assert stage.commit(CommitOrder(1, 0.1, 1.0, {})) == 1
-    assert stage.commit(CommitOrder(1, 0.1, 1.0, {})) == 1, "once however often"
+        stage.commit(CommitCommand(1, 0.1, float("nan"), {}))
+    assert stage.commit(CommitCommand(1, 0.1, 1.0, {})) == 1
+    assert stage.commit(CommitCommand(1, 0.1, 1.0, {})) == 1, "once however often"
 
 
 def test_copies_are_stepped_with_the_sum_or_not_at_all(pipeline_models: dict[str, Path]) -> None:
     """A stage never steps a shared parameter with what it saw of its gradient alone."""
     model = load_stages(pipeline_models["llama"], [2, 3], None)[0]
     stage, name = Stage(model, StageSettings()), "model.embed_tokens.weight"
-    stage.forward(ForwardOrder(1, 0, torch.ones(1, 3, dtype=torch.long)))
-    stage.backward(BackwardOrder(1, 0, torch.ones(1, 3, 32)))
-    settled = stage.settle(SettleOrder(1, 1, (name,)))
+    stage.forward(ForwardCommand(1, 0, torch.ones(1, 3, dtype=torch.long)))
+    stage.backward(BackwardCommand(1, 0, torch.ones(1, 3, 32)))
+    settled = stage.settle(SettleCommand(1, 1, (name,)))
     before = model.trainable[name].detach().clone()
     for gradients in ({}, {name: torch.ones(2, 2)}, {"lm_head.weight": torch.ones(2, 2)}):
         with pytest.raises(PipelineError, match="shared gradient"):
-            stage.commit(CommitOrder(1, 0.1, 1.0, gradients))
+            stage.commit(CommitCommand(1, 0.1, 1.0, gradients))
     assert torch.equal(model.trainable[name], before)
-    stage.commit(CommitOrder(1, 0.1, 1.0, settled.shared_gradients))
+    stage.commit(CommitCommand(1, 0.1, 1.0, settled.shared_gradients))
     assert not torch.equal(model.trainable[name], before)
 
 
 def test_late_orders_do_not_revive_a_batch(pipeline_models: dict[str, Path]) -> None:
     stage = hidden_stage(pipeline_models)
-    stage.forward(ForwardOrder(3, 0, HIDDEN))
+    stage.forward(ForwardCommand(3, 0, HIDDEN))
     stage.drop(3)
-    for order in (ForwardOrder(3, 1, HIDDEN), ForwardOrder(2, 0, HIDDEN)):
+    for order in (ForwardCommand(3, 1, HIDDEN), ForwardCommand(2, 0, HIDDEN)):
         with pytest.raises(PipelineError, match="newer than the last"):
             stage.forward(order)
     with pytest.raises(PipelineError, match="open to go on"):
-        stage.backward(BackwardOrder(3, 0, HIDDEN))
-    stage.forward(ForwardOrder(5, 0, HIDDEN))
+        stage.backward(BackwardCommand(3, 0, HIDDEN))
+    stage.forward(ForwardCommand(5, 0, HIDDEN))
     stage.drop(4)  # late: an older one
     assert stage.num_in_flight == 1
-    stage.forward(ForwardOrder(6, 0, HIDDEN))  # its crew gave up 5
+    stage.forward(ForwardCommand(6, 0, HIDDEN))  # its crew gave up 5
     assert stage.num_in_flight == 1
     with pytest.raises(PipelineError, match="open to go on"):
-        stage.backward(BackwardOrder(5, 0, HIDDEN))
+        stage.backward(BackwardCommand(5, 0, HIDDEN))
     stage.drop(7)  # before anything of it came
     with pytest.raises(PipelineError, match="newer"):
-        stage.forward(ForwardOrder(7, 0, HIDDEN))
+        stage.forward(ForwardCommand(7, 0, HIDDEN))
     assert stage.describe().last_batch == 7
 
 
 def test_a_stage_refuses_what_it_cannot_hold(pipeline_models: dict[str, Path]) -> None:
     stage = hidden_stage(pipeline_models, max_in_flight=1, max_states=8)
-    stage.forward(ForwardOrder(1, 0, HIDDEN))
+    stage.forward(ForwardCommand(1, 0, HIDDEN))
     for order, rule in (
-        (ForwardOrder(1, 1, HIDDEN), "at most 1 micro-batches"),
-        (ForwardOrder(1, 0, HIDDEN), "computed once"),
-        (ForwardOrder(1, 1, torch.ones(3, 3, 32)), r"B·L in \[1, 8\]"),
-        (ForwardOrder(1, 1, torch.ones(2, 4, 31)), r"hidden \[B, L, 32\]"),
-        (ForwardOrder(1, 1, torch.ones(2, 4, dtype=torch.int32)), "states must be ids"),
-        (ForwardOrder(0, 0, torch.full((2, 4), 90)), r"token ids must be in \[0, 90\)"),
+        (ForwardCommand(1, 1, HIDDEN), "at most 1 micro-batches"),
+        (ForwardCommand(1, 0, HIDDEN), "computed once"),
+        (ForwardCommand(1, 1, torch.ones(3, 3, 32)), r"B·L in \[1, 8\]"),
+        (ForwardCommand(1, 1, torch.ones(2, 4, 31)), r"hidden \[B, L, 32\]"),
+        (ForwardCommand(1, 1, torch.ones(2, 4, dtype=torch.int32)), "states must be ids"),
+        (ForwardCommand(0, 0, torch.full((2, 4), 90)), r"token ids must be in \[0, 90\)"),
     ):
         with pytest.raises(PipelineError, match=rule):
             stage.forward(order)
     with pytest.raises(PipelineError, match="gradient must have shape"):
-        stage.backward(BackwardOrder(1, 0, torch.ones(2, 3, 32)))
+        stage.backward(BackwardCommand(1, 0, torch.ones(2, 3, 32)))
     with pytest.raises(PipelineError, match="before its backward"):
-        stage.backward(BackwardOrder(1, 9, HIDDEN))
-    assert stage.backward(BackwardOrder(1, 0, HIDDEN)) is not None, "refused orders change nothing"
+        stage.backward(BackwardCommand(1, 9, HIDDEN))
+    assert stage.backward(BackwardCommand(1, 0, HIDDEN)) is not None, "refused orders change nothing"
 
 
 def test_a_stage_continues_from_its_state(pipeline_models: dict[str, Path]) -> None:
     def step(stage: Stage, batch: int) -> dict[str, Tensor]:
-        stage.forward(ForwardOrder(batch, 0, HIDDEN * batch))
-        stage.backward(BackwardOrder(batch, 0, HIDDEN.cumsum(-1)))
-        stage.settle(SettleOrder(batch, 1, ()))
-        stage.commit(CommitOrder(batch, 1e-2, 1.0, {}))
+        stage.forward(ForwardCommand(batch, 0, HIDDEN * batch))
+        stage.backward(BackwardCommand(batch, 0, HIDDEN.cumsum(-1)))
+        stage.settle(SettleCommand(batch, 1, ()))
+        stage.commit(CommitCommand(batch, 1e-2, 1.0, {}))
         return stage.state()[0]["adapter"]
 
     stage, resumed = hidden_stage(pipeline_models), hidden_stage(pipeline_models)
@@ -442,10 +442,10 @@ def test_a_rebuilt_stage_starts_its_optimizer_anew_and_a_tenth_faster(pipeline_m
     before, _ = stage.state()
     for _ in range(2):  # lost twice: the factor does not grow
         stage.recover(before["adapter"], 7, {})
-    stage.forward(ForwardOrder(1, 0, HIDDEN))
-    stage.backward(BackwardOrder(1, 0, HIDDEN.cumsum(-1)))
-    stage.settle(SettleOrder(1, 1, ()))
-    assert stage.commit(CommitOrder(1, 1e-2, 1.0, {})) == 8
+    stage.forward(ForwardCommand(1, 0, HIDDEN))
+    stage.backward(BackwardCommand(1, 0, HIDDEN.cumsum(-1)))
+    stage.settle(SettleCommand(1, 1, ()))
+    assert stage.commit(CommitCommand(1, 1e-2, 1.0, {})) == 8
     moved = [
         (stage.state()[0]["adapter"][name] - value).abs().max().item() for name, value in before["adapter"].items()
     ]

@@ -14,9 +14,9 @@ from swarm.adapters.checkpoint import CheckpointStore
 from swarm.adapters.product_merge import layers_of
 from swarm.config import parse
 from swarm.merging.adapter_wire import encode_adapter
-from swarm.merging.policy_merging import MergeLinks
+from swarm.merging.policy_merging import MergePorts
 from swarm.node.learner import Learner
-from swarm.node.policy_backend import local_means
+from swarm.node.policy_backend import local_backend
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.tasks.task_mixture import TaskMixture
@@ -46,11 +46,11 @@ class Setting:
         self.start = read_adapter(policy.model)
         self.given: list[Snapshot] = []
         self.now_s = 1000.0
-        links = MergeLinks(
+        links = MergePorts(
             self.pairer, self.given.append, lambda: self.now_s, GATE_SEED, finale, lambda peer_ids: ((), 1.0)
         )
         pool = ExperiencePool(":memory:", config.sharing, time.time)
-        means, mixture = local_means(config, policy, "me"), TaskMixture(config.tasks)
+        means, mixture = local_backend(config, policy, "me"), TaskMixture(config.tasks)
         self.learner = Learner(config, means, mixture, pool, "me", lambda groups: None, links=links)
         self._model = policy.model
 

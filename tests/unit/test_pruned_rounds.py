@@ -13,7 +13,7 @@ from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config
 from swarm.engine.pruning import Reliability
 from swarm.node.learner import Learner
-from swarm.node.policy_backend import local_means
+from swarm.node.policy_backend import local_backend
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.tasks.task_mixture import TaskMixture
@@ -38,7 +38,7 @@ def node(folder: Path, **rollouts: object) -> Node:
     policy = load_policy(config.policy, device="cpu")
     pool = ExperiencePool(":memory:", config.sharing, time.time)
     learner = Learner(
-        config, local_means(config, policy, "me"), TaskMixture(config.tasks), pool, "me", lambda groups: None
+        config, local_backend(config, policy, "me"), TaskMixture(config.tasks), pool, "me", lambda groups: None
     )
     return Node(learner, CheckpointStore(folder, keep=2))
 

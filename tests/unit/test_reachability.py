@@ -14,7 +14,7 @@ from swarm.network.reach.reachability import (
     MAX_TEST_BYTES,
     NUM_WITNESSES,
     PROBE_INTERVAL_S,
-    Finding,
+    ReachabilityResult,
     ReachabilityWatch,
     ReachService,
     Sighting,
@@ -178,7 +178,7 @@ def test_neighbours_at_one_place_are_asked_in_any_order() -> None:
 
 
 def test_finding_names_the_address_that_was_reached() -> None:
-    assert conclude([PUBLIC, PUBLIC]) == Finding(True, TcpAddress("ip4", "11.0.0.3", 4001))
+    assert conclude([PUBLIC, PUBLIC]) == ReachabilityResult(True, TcpAddress("ip4", "11.0.0.3", 4001))
 
 
 async def test_who_does_not_speak_libp2p_is_nobody() -> None:

@@ -10,7 +10,7 @@ import pytest
 from swarm.admission.reward_verifier import STRANGERS_BURST_S, STRANGERS_PER_S, VerificationBudget
 from swarm.config import NetworkSection, SharingSection
 from swarm.network.make_transport import make_transport
-from swarm.network.transport import Contact, Verdict
+from swarm.network.transport import Contact, ValidationResult
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
@@ -337,20 +337,20 @@ def test_headers_of_a_banned_author_are_not_offered_nor_passed_on_until_the_ban_
     pool = ExperiencePool(":memory:", config, clock)
     inbox = Inbox(config, SWARM_ID, READER.peer_id, admission(clock), pool, clock, random.Random(0), authors)
 
-    def arrives(number: int) -> Verdict:
+    def arrives(number: int) -> ValidationResult:
         header = header_of([group(author=LIAR)], bytes([number]), author=LIAR, created_at=clock.now)
         return inbox.take_gossip(Shard(0, 0), signed(header, MALLORY))
 
-    assert arrives(1) is Verdict.ACCEPT
+    assert arrives(1) is ValidationResult.ACCEPT
     authors.refused(LIAR, Rejection.REWARD_MISMATCH)
     assert inbox.pick() is None, "what it had offered before is gone too"
-    assert arrives(2) is Verdict.IGNORE
+    assert arrives(2) is ValidationResult.IGNORE
     assert inbox.rejected == {"banned": 2}
     clock.now += FIRST_BAN_S - 300
-    assert arrives(3) is Verdict.IGNORE
+    assert arrives(3) is ValidationResult.IGNORE
     clock.now += 300
     header = header_of([group(author=LIAR)], b"4", author=LIAR, created_at=clock.now, expires_at=clock.now + 600)
-    assert inbox.take_gossip(Shard(0, 0), signed(header, MALLORY)) is Verdict.ACCEPT
+    assert inbox.take_gossip(Shard(0, 0), signed(header, MALLORY)) is ValidationResult.ACCEPT
 
 
 def test_a_ban_empties_the_pool_of_its_author() -> None:

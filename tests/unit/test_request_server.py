@@ -24,7 +24,7 @@ from swarm.network.requests.framing import (
 from swarm.network.requests.limits import MAX_REMEMBERED_PEERS, MAX_WAIT_S, CallerTable, RequestLimits
 from swarm.network.requests.server import RequestServer, transfer_timeout_s
 from swarm.network.transport import RequestRefused, TrafficCounter
-from swarm.node.stage_process import crew_network
+from swarm.node.stage_process import network_with_stages
 from swarm.records.identity import Identity
 
 CALLER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
@@ -460,7 +460,7 @@ def test_a_pipeline_lifts_the_rates_for_its_machines_and_for_nobody_else() -> No
     crew = tuple(Identity(bytes([number]) * 32).peer_id for number in range(3))
     pipeline = PipelineSection(driver=crew[0], crew=(f"/ip4/11.0.0.1/tcp/4001/p2p/{crew[1]}", crew[2]))
     config = Config(policy=PolicySection(pipeline=pipeline))
-    table = CallerTable(RequestLimits.of(crew_network(config, crew[0])), 8)
+    table = CallerTable(RequestLimits.of(network_with_stages(config, crew[0])), 8)
 
     def num_served(peer_id: str, num_requests: int) -> int:
         served = 0

@@ -87,7 +87,7 @@ def test_refill_draws_until_enough_groups_have_signal_or_the_draws_are_used_up(m
     policy = make_policy()
     assert len(Rig(policy, Mixture(a=never), refill_draws=2).run().groups) == 4 + 4 + 4
     batch = Rig(policy, Mixture(a=now_and_then), refill_draws=9).run()
-    with_signal = [group.has_signal for group in batch.groups]
+    with_signal = [group.has_reward_variance for group in batch.groups]
     assert len(with_signal) > 4
     assert with_signal.count(True) >= 4
     assert with_signal[:4].count(True) < 4  # else there was nothing to draw again

@@ -13,7 +13,7 @@ from swarm.errors import DoctorError
 from swarm.observability.plain_text import plain
 
 if TYPE_CHECKING:
-    from swarm.diagnostics.machine import Finding
+    from swarm.diagnostics.machine import CheckResult
 
 _SIGNS = {"ok": "ok     ", "warning": "warning", "problem": "problem"}
 
@@ -43,9 +43,9 @@ def doctor(
 
     resolved = load_config(config or [], ("--json", "--network", "--no-network"))
     logging.getLogger("swarm").setLevel(logging.CRITICAL)  # what the network has to say becomes a finding
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
 
-    def report(found: "Finding") -> None:
+    def report(found: "CheckResult") -> None:
         findings.append(found)
         if not as_json:
             _print(found)
@@ -71,7 +71,7 @@ def doctor(
         )
 
 
-def _print(found: "Finding") -> None:
+def _print(found: "CheckResult") -> None:
     print(f"{_SIGNS[found.level.value]}  {found.name}: {plain(found.text)}", flush=True)
     if found.fix:
         print(f"           mend it: {found.fix}", flush=True)

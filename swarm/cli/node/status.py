@@ -14,7 +14,7 @@ from swarm.errors import NodeNotRunningError
 from swarm.observability.plain_text import counted, for_how_long, plain, size
 
 if TYPE_CHECKING:
-    from swarm.observability.status_file import NodeStatus, Verdict
+    from swarm.observability.status_file import NodeHealth, NodeStatus
 
 FOLDER = typer.Argument(Path("runs/node"), metavar="[DIR]", help="The node's folder.")
 STYLES = {
@@ -88,7 +88,7 @@ def last_crash(folder: Path) -> Path | None:
     return max(folder.glob("crash-*.txt"), key=lambda path: path.lstat().st_mtime, default=None)
 
 
-def _print(folder: Path, current: "NodeStatus", verdict: "Verdict") -> None:
+def _print(folder: Path, current: "NodeStatus", verdict: "NodeHealth") -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -112,7 +112,7 @@ def _print(folder: Path, current: "NodeStatus", verdict: "Verdict") -> None:
     console.print(table)
 
 
-def next_actions(folder: Path, current: "NodeStatus", verdict: "Verdict") -> list[str]:
+def next_actions(folder: Path, current: "NodeStatus", verdict: "NodeHealth") -> list[str]:
     """What to do where something is wrong, the gravest first."""
     if not current.is_alive:
         return []

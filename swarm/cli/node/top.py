@@ -20,7 +20,7 @@ from swarm.observability.plain_text import counted, for_how_long, plain
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
-    from swarm.observability.status_file import NodeStatus, Verdict
+    from swarm.observability.status_file import NodeHealth, NodeStatus
 
 _COLUMNS = ("node", "state", "round", "reward", "rank", "own+swarm", "taken", "peers", "tok/s")
 _LEFT = frozenset({"node", "state"})
@@ -34,7 +34,7 @@ class NodeLook:
 
     folder: Path
     status: "NodeStatus"
-    verdict: "Verdict"
+    verdict: "NodeHealth"
 
 
 def top(

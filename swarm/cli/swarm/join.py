@@ -12,7 +12,7 @@ from swarm.errors import ConfigError, ManifestError, PreflightError, SwarmError
 from swarm.observability.plain_text import plain
 
 if TYPE_CHECKING:
-    from swarm.cli.swarm.preflight import Finding
+    from swarm.cli.swarm.preflight import CheckResult
     from swarm.config import Config
     from swarm.config.node_folder import NodeFolder
     from swarm.machine.hardware import Hardware
@@ -208,23 +208,23 @@ def _findings(
     accepted_edition: int | None,
     *,
     dial: bool,
-) -> Iterator["Finding"]:
-    from swarm.cli.swarm.preflight import Finding, Verdict, dial_findings, hub_findings, machine_findings, tried
+) -> Iterator["CheckResult"]:
+    from swarm.cli.swarm.preflight import CheckResult, CheckStatus, dial_findings, hub_findings, machine_findings, tried
     from swarm.config.node_folder import NodeFolder
     from swarm.manifest.files import check_joined
     from swarm.manifest.joining import check_tasks, needs_lineage
     from swarm.manifest.manifest import check_protocol
     from swarm.records.codec import PROTOCOL_VERSION
 
-    yield Finding("signature", Verdict.OK, f"edition {manifest.edition}, signed by {manifest.founder_name}")
+    yield CheckResult("signature", CheckStatus.OK, f"edition {manifest.edition}, signed by {manifest.founder_name}")
     speaks = f"version {manifest.protocol}, as this software"
     yield tried("protocol", speaks, lambda: check_protocol(manifest, PROTOCOL_VERSION))
     try:
         config = _resolve(manifest, hardware, settings, task_files, source)
     except SwarmError as error:
-        yield Finding("settings", Verdict.PROBLEM, str(error))
+        yield CheckResult("settings", CheckStatus.PROBLEM, str(error))
         return
-    yield Finding("settings", Verdict.OK, f"{config.policy.base} in {config.node.dir}")
+    yield CheckResult("settings", CheckStatus.OK, f"{config.policy.base} in {config.node.dir}")
     files = NodeFolder(config.node.dir, config.node.identity)
 
     def check_folder() -> None:
@@ -237,10 +237,12 @@ def _findings(
         member = "this node is a member, and the base is at hand"
         yield tried("silo", member, lambda: check_silo(config, files))
     for task in manifest.tasks:
-        yield Finding(f"task {task.source_name}", Verdict.NOTE, task.settings)
+        yield CheckResult(f"task {task.source_name}", CheckStatus.NOTE, task.settings)
     yield tried("tasks", f"all {len(manifest.tasks)} work here", lambda: check_tasks(config))
     if needs_lineage(manifest, config):
-        yield Finding("lineage", Verdict.NOTE, f"whether {config.policy.base} is allowed is found out at the start")
+        yield CheckResult(
+            "lineage", CheckStatus.NOTE, f"whether {config.policy.base} is allowed is found out at the start"
+        )
     yield from machine_findings(config, hardware)
     if dial and not manifest.silo:
         yield from hub_findings(config.policy)
@@ -248,18 +250,18 @@ def _findings(
         yield from dial_findings(config.network)
 
 
-def _report(manifest: "Manifest", findings: list["Finding"]) -> None:
+def _report(manifest: "Manifest", findings: list["CheckResult"]) -> None:
     """Raises PreflightError where anything stands in the way."""
     from rich.console import Console
     from rich.table import Table
 
-    from swarm.cli.swarm.preflight import Verdict
+    from swarm.cli.swarm.preflight import CheckStatus
 
     table = Table("what", "", "finding", title=f"taking part in {manifest.name}", title_justify="left")
     for finding in findings:
         table.add_row(finding.about, finding.verdict, plain(finding.text))
     Console(markup=False, highlight=False).print(table)
-    problems = [finding.about for finding in findings if finding.verdict is Verdict.PROBLEM]
+    problems = [finding.about for finding in findings if finding.verdict is CheckStatus.PROBLEM]
     if problems:
         raise PreflightError(f"nothing may stand in the way, got problems with {', '.join(problems)}; see the table")
     print("can join")

@@ -32,7 +32,7 @@ _BYTES_PER_PARAMETER = {"8bit": 1.1, "4bit": 0.65}
 _MAX_HEADER_BYTES = 100 << 20
 
 
-class Verdict(StrEnum):
+class CheckStatus(StrEnum):
     """What a finding means for taking part."""
 
     OK = "ok"
@@ -41,54 +41,56 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     about: str
-    verdict: Verdict
+    verdict: CheckStatus
     text: str
     """What was found, and for a problem what mends it."""
 
 
-def machine_findings(config: Config, hardware: Hardware) -> Iterator[Finding]:
+def machine_findings(config: Config, hardware: Hardware) -> Iterator[CheckResult]:
     """Findings about this machine for a node of `config`, the cheap ones first."""
-    yield Finding("hardware", Verdict.OK, hardware.summary)
+    yield CheckResult("hardware", CheckStatus.OK, hardware.summary)
     yield from _base(config, hardware)
     yield from _quantization(config.policy, hardware)
     yield _disk("disk", config.node.dir, _NODE_GIB)
     yield from _network(config.network)
-    yield Finding(
-        "clock", Verdict.NOTE, f"it is {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC here; keep it within a few seconds"
+    yield CheckResult(
+        "clock", CheckStatus.NOTE, f"it is {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC here; keep it within a few seconds"
     )
 
 
-def tried(about: str, done: str, step: Callable[[], object]) -> Finding:
+def tried(about: str, done: str, step: Callable[[], object]) -> CheckResult:
     """`done` where the step returns; its SwarmError as a problem."""
     try:
         step()
     except SwarmError as error:
-        return Finding(about, Verdict.PROBLEM, str(error))
-    return Finding(about, Verdict.OK, done)
+        return CheckResult(about, CheckStatus.PROBLEM, str(error))
+    return CheckResult(about, CheckStatus.OK, done)
 
 
-def _base(config: Config, hardware: Hardware) -> Iterator[Finding]:
+def _base(config: Config, hardware: Hardware) -> Iterator[CheckResult]:
     from swarm.policy.base_folder import base_at_hand, cache_folder
 
     policy = config.policy
     folder = base_at_hand(policy.base, policy.revision)
     num_parameters = _count_parameters(folder) if folder else _parameters_by_name(policy.base)
     if folder is not None:
-        yield Finding("base", Verdict.OK, f"{policy.base} is here: {folder}")
+        yield CheckResult("base", CheckStatus.OK, f"{policy.base} is here: {folder}")
     else:
         size = f"about {num_parameters * 2 / 2**30:.1f} GiB by its name, " if num_parameters else ""
         bound = f"at most {policy.max_download_gib:g} GiB (policy.max_download_gib)"
-        yield Finding("base", Verdict.NOTE, f"{policy.base} is not here and is downloaded at the start, {size}{bound}")
+        yield CheckResult(
+            "base", CheckStatus.NOTE, f"{policy.base} is not here and is downloaded at the start, {size}{bound}"
+        )
         if num_parameters:
             yield _disk("download", cache_folder(), num_parameters * 2 / 2**30)
     yield _memory(policy, num_parameters, hardware, has_gpu=bool(hardware.gpu_name) and config.node.device != "cpu")
 
 
-def _memory(policy: PolicySection, num_parameters: float | None, hardware: Hardware, *, has_gpu: bool) -> Finding:
+def _memory(policy: PolicySection, num_parameters: float | None, hardware: Hardware, *, has_gpu: bool) -> CheckResult:
     if not num_parameters:
-        return Finding("memory", Verdict.NOTE, f"the size of {policy.base} is not known before it is here")
+        return CheckResult("memory", CheckStatus.NOTE, f"the size of {policy.base} is not known before it is here")
     is_half = policy.dtype in ("bfloat16", "float16") or (policy.dtype == "auto" and has_gpu)
     bytes_each = _BYTES_PER_PARAMETER.get(policy.quantization, 2.0 if is_half else 4.0)
     need_gib = num_parameters * bytes_each * _WORKING_ROOM / 2**30
@@ -97,8 +99,10 @@ def _memory(policy: PolicySection, num_parameters: float | None, hardware: Hardw
         "GPU" if has_gpu else "machine, free"
     )
     if need_gib <= have_gib:
-        return Finding("memory", Verdict.OK, text)
-    return Finding("memory", Verdict.PROBLEM, f"{text}; set policy.quantization = 4bit or a smaller policy.base")
+        return CheckResult("memory", CheckStatus.OK, text)
+    return CheckResult(
+        "memory", CheckStatus.PROBLEM, f"{text}; set policy.quantization = 4bit or a smaller policy.base"
+    )
 
 
 def _parameters(count: float) -> str:
@@ -106,19 +110,19 @@ def _parameters(count: float) -> str:
     return f"{count / 1e9:.2g} B parameters" if count >= 1e8 else f"{count / 1e6:.2g} M parameters"
 
 
-def _quantization(policy: PolicySection, hardware: Hardware) -> Iterator[Finding]:
+def _quantization(policy: PolicySection, hardware: Hardware) -> Iterator[CheckResult]:
     if policy.quantization == "none":
         return
     if importlib.util.find_spec("bitsandbytes") is None:
         text = f"policy.quantization = {policy.quantization} needs bitsandbytes; pip install bitsandbytes, or set none"
-        yield Finding("bitsandbytes", Verdict.PROBLEM, text)
+        yield CheckResult("bitsandbytes", CheckStatus.PROBLEM, text)
     elif not hardware.gpu_name:
-        yield Finding("bitsandbytes", Verdict.NOTE, f"{policy.quantization} without a GPU is slow")
+        yield CheckResult("bitsandbytes", CheckStatus.NOTE, f"{policy.quantization} without a GPU is slow")
     else:
-        yield Finding("bitsandbytes", Verdict.OK, f"{policy.quantization} on {hardware.gpu_name}")
+        yield CheckResult("bitsandbytes", CheckStatus.OK, f"{policy.quantization} on {hardware.gpu_name}")
 
 
-def _network(network: NetworkSection) -> Iterator[Finding]:
+def _network(network: NetworkSection) -> Iterator[CheckResult]:
     from swarm.network.hivemind.daemon import check_port_is_free
     from swarm.network.tcp_address import parse_setting
 
@@ -129,7 +133,7 @@ def _network(network: NetworkSection) -> Iterator[Finding]:
         text = (
             f'the libp2p daemon is for Linux on x86-64, this is {platform.platform()}; set network.backend = "libp2p"'
         )
-        yield Finding("daemon", Verdict.PROBLEM, text)
+        yield CheckResult("daemon", CheckStatus.PROBLEM, text)
 
     def check_listen() -> None:
         for address in parse_setting("listen", network.listen):
@@ -139,14 +143,16 @@ def _network(network: NetworkSection) -> Iterator[Finding]:
     peers = tried(
         "bootstrap", f"{counted(len(network.initial_peers), 'peer')} to join through", lambda: _parse_peers(network)
     )
-    no_peers = Finding("bootstrap", Verdict.NOTE, "no peer to join through: this node would wait until others find it")
+    no_peers = CheckResult(
+        "bootstrap", CheckStatus.NOTE, "no peer to join through: this node would wait until others find it"
+    )
     yield peers if network.initial_peers else no_peers
 
 
-def _package(name: str) -> Finding:
+def _package(name: str) -> CheckResult:
     if importlib.util.find_spec(name) is not None:
-        return Finding(name, Verdict.OK, "the network library is installed")
-    return Finding(name, Verdict.PROBLEM, f"the network needs the package {name}; pip install {name}")
+        return CheckResult(name, CheckStatus.OK, "the network library is installed")
+    return CheckResult(name, CheckStatus.PROBLEM, f"the network needs the package {name}; pip install {name}")
 
 
 def _parse_peers(network: NetworkSection) -> None:
@@ -155,11 +161,11 @@ def _parse_peers(network: NetworkSection) -> None:
     parse_setting("initial_peers", network.initial_peers)
 
 
-def _disk(about: str, folder: Path, need_gib: float) -> Finding:
+def _disk(about: str, folder: Path, need_gib: float) -> CheckResult:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free_gib = shutil.disk_usage(existing).free / 2**30
     text = f"{free_gib:.1f} GiB free in {existing}, {need_gib:.1f} needed"
-    return Finding(about, Verdict.OK if free_gib >= need_gib else Verdict.PROBLEM, text)
+    return CheckResult(about, CheckStatus.OK if free_gib >= need_gib else CheckStatus.PROBLEM, text)
 
 
 def _count_parameters(folder: Path) -> float | None:
@@ -190,21 +196,21 @@ def _parameters_by_name(base: str) -> float | None:
     return float(match[1]) * (1e9 if match[2] in "Bb" else 1e6) if match else None
 
 
-def dial_findings(network: NetworkSection) -> Iterator[Finding]:
+def dial_findings(network: NetworkSection) -> Iterator[CheckResult]:
     """One finding per peer; silent ones are a problem only where no one answers."""
     try:
         answered = asyncio.run(_connected(network))
     except SwarmError as error:
-        yield Finding("dial", Verdict.PROBLEM, str(error))
+        yield CheckResult("dial", CheckStatus.PROBLEM, str(error))
         return
-    silent = Verdict.NOTE if answered else Verdict.PROBLEM
+    silent = CheckStatus.NOTE if answered else CheckStatus.PROBLEM
     for address in network.initial_peers:
         has_answered = address.rpartition("/p2p/")[2] in answered
         text = f"{address} {'answers' if has_answered else 'does not answer'}"
-        yield Finding("dial", Verdict.OK if has_answered else silent, text)
+        yield CheckResult("dial", CheckStatus.OK if has_answered else silent, text)
 
 
-def hub_findings(policy: PolicySection) -> Iterator[Finding]:
+def hub_findings(policy: PolicySection) -> Iterator[CheckResult]:
     """How large the base is by the list of the hub, unless it is here. Asks the hub."""
     from swarm.policy.base_folder import base_at_hand, check_size, download_bytes
 
@@ -214,9 +220,9 @@ def hub_findings(policy: PolicySection) -> Iterator[Finding]:
         num_bytes = download_bytes(policy.base, policy.revision)
         check_size(policy.base, num_bytes, policy.max_download_gib)
     except SwarmError as error:
-        yield Finding("hub", Verdict.PROBLEM, str(error))
+        yield CheckResult("hub", CheckStatus.PROBLEM, str(error))
     else:
-        yield Finding("hub", Verdict.OK, f"{policy.base} is a download of {size(num_bytes)}")
+        yield CheckResult("hub", CheckStatus.OK, f"{policy.base} is a download of {size(num_bytes)}")
 
 
 async def _connected(network: NetworkSection) -> set[str]:

@@ -86,11 +86,11 @@ class Hostile:
         tasks = self._cursor.draw(self._num_groups)
         batch = self._worker.rollout(tasks, self._rng.getrandbits(31))
         groups = [replace(group, author=self.identity.peer_id) for group in batch.groups]
-        self._hoard = (self._hoard + [group for group in groups if group.has_signal])[:_MAX_HOARDED]
+        self._hoard = (self._hoard + [group for group in groups if group.has_reward_variance])[:_MAX_HOARDED]
         self.deeds[attack](tasks, groups)
 
     def _wrong_rewards(self, tasks: Sequence[Task], groups: list[RolloutGroup]) -> None:
-        self._offer([_flipped(group) for group in groups if group.has_signal])
+        self._offer([_flipped(group) for group in groups if group.has_reward_variance])
 
     def _copied(self, tasks: Sequence[Task], groups: list[RolloutGroup]) -> None:
         stolen = [replace(group, author=self.identity.peer_id) for group in self._of_others()]
@@ -98,7 +98,7 @@ class Hostile:
 
     def _spam(self, tasks: Sequence[Task], groups: list[RolloutGroup]) -> None:
         """Headers in order, and bodies that are nothing."""
-        useful = [group for group in groups if group.has_signal] or groups
+        useful = [group for group in groups if group.has_reward_variance] or groups
         for _ in range(_SPAM_PER_ROUND):
             self._post(self.identity, useful[:1], self._rng.randbytes(300))
 
@@ -125,7 +125,7 @@ class Hostile:
 
     def _forged(self, tasks: Sequence[Task], groups: list[RolloutGroup]) -> None:
         victim = self._rng.choice(self._honest)
-        self._offer([replace(_flipped(group), author=victim) for group in groups if group.has_signal])
+        self._offer([replace(_flipped(group), author=victim) for group in groups if group.has_reward_variance])
 
     def _replayed(self, tasks: Sequence[Task], groups: list[RolloutGroup]) -> None:
         for author in self._honest:
@@ -133,17 +133,17 @@ class Hostile:
                 self._exchange.post(self.identity.peer_id, offer.record, offer.body)
 
     def _equivocal(self, tasks: Sequence[Task], groups: list[RolloutGroup]) -> None:
-        useful = [group for group in groups if group.has_signal]
+        useful = [group for group in groups if group.has_reward_variance]
         for part in _parts(useful):
             self._post(self.identity, part, encode_body(part), encode_body([_flipped(group) for group in part]))
 
     def _withheld(self, tasks: Sequence[Task], groups: list[RolloutGroup]) -> None:
-        for part in _parts([group for group in groups if group.has_signal]) * 8:
+        for part in _parts([group for group in groups if group.has_reward_variance]) * 8:
             self._post(self.identity, part, encode_body(part), is_withheld=True)
 
     def _sybils(self, tasks: Sequence[Task], groups: list[RolloutGroup]) -> None:
         """Fresh names every round: what became of the last ones does not matter."""
-        lies = [_flipped(group) for group in groups if group.has_signal]
+        lies = [_flipped(group) for group in groups if group.has_reward_variance]
         for _ in range(self._num_sybils if lies else 0):
             identity = Identity(self._rng.randbytes(32))
             mine = [replace(group, author=identity.peer_id) for group in self._rng.sample(lies, min(2, len(lies)))]
@@ -158,7 +158,7 @@ class Hostile:
         texts += [rollout.text for rollout in group.rollouts if rollout.reward < right.reward][: len(texts)]
         rollouts = tuple(self._written(task, text) for text in texts)
         made = replace(group, rollouts=rollouts)
-        return made if len(rollouts) > 1 and made.has_signal else None
+        return made if len(rollouts) > 1 and made.has_reward_variance else None
 
     def _least_wrong(self, task: Task, group: RolloutGroup) -> RolloutGroup | None:
         """Partly right answers against entirely wrong ones, none of them a success. Rewards and log-probs are true.
@@ -172,7 +172,7 @@ class Hostile:
         rollouts.sort(key=lambda rollout: -rollout.reward)
         half = len(group.rollouts) // 2
         made = replace(group, rollouts=tuple(rollouts[:half] + rollouts[half:][-half:]))
-        return made if len(rollouts) > 1 and made.has_signal else None
+        return made if len(rollouts) > 1 and made.has_reward_variance else None
 
     def _written(self, task: Task, text: str, prompt: str = "") -> Rollout:
         """With the log-probs that the base has for it after `prompt`; without one, with invented ones."""

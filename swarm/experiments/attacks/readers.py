@@ -132,7 +132,7 @@ class GuardedReader:
         self._inbox.answered(header.author)
         self.reputation.admitted(header.author)
         self.num_admitted[header.author] += 1
-        useful = [group for group in groups if group.has_signal]
+        useful = [group for group in groups if group.has_reward_variance]
         if len(useful) < len(groups):
             self._refused[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
             self.reputation.refused(header.author, Rejection.NO_SIGNAL)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection
 
 from swarm.errors import RequestError
 from swarm.network.commands.envelope import (
+    COMMAND_PROTOCOL,
     MAX_INLINE_BYTES,
-    ORDER_PROTOCOL,
     PAYLOAD_PROTOCOL,
-    OrderHead,
+    CommandHead,
     digest_of,
-    encode_order,
+    encode_command,
     watched,
 )
 from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, serve_blobs
@@ -29,7 +29,7 @@ MAX_FAILURES = 3
 _PAUSE_S = 0.1
 
 
-class OrderCaller:
+class CommandCaller:
     """Gives orders to the members of one crew; one epoch per object."""
 
     def __init__(
@@ -75,10 +75,10 @@ class OrderCaller:
 
     async def _give(self, peer_id: str, kind: str, payload: bytes, max_reply_bytes: int, deadline_s: float) -> bytes:
         digest = await asyncio.to_thread(digest_of, payload) if len(payload) > MAX_INLINE_BYTES else digest_of(payload)
-        head = OrderHead(
+        head = CommandHead(
             self._identity.peer_id, self._crew, peer_id, self._epoch, next(self._numbers), kind, len(payload), digest
         )
-        request = encode_order(self._identity, self._swarm_id, head, payload)
+        request = encode_command(self._identity, self._swarm_id, head, payload)
         if head.is_inline:
             return await self._send(peer_id, request, max_reply_bytes, deadline_s)
         self._payloads[digest] = payload
@@ -97,7 +97,11 @@ class OrderCaller:
                 while True:
                     try:
                         return await self._transport.request(
-                            peer_id, ORDER_PROTOCOL, request, max_response_bytes=max_reply_bytes, deadline_s=deadline_s
+                            peer_id,
+                            COMMAND_PROTOCOL,
+                            request,
+                            max_response_bytes=max_reply_bytes,
+                            deadline_s=deadline_s,
                         )
                     except RequestError as error:
                         num_failures += error.reason != "busy"

@@ -97,18 +97,18 @@ async def _cancelled(task: "asyncio.Task[T]") -> None:
         await task
 
 
-ORDER_PROTOCOL = "swarm/order/1"
+COMMAND_PROTOCOL = "swarm/order/1"
 PAYLOAD_PROTOCOL = "swarm/order-payload/1"
 """Payloads under their SHA-256, as `requests.blob_protocol` hands them out."""
 MAX_INLINE_BYTES = 1 << 20
 """So much anybody can make a node read before it is known who asks; longer payloads are pulled, from members only."""
 _LENGTH = struct.Struct(">H")
-MAX_ORDER_BYTES = _LENGTH.size + MAX_RECORD_BYTES + MAX_INLINE_BYTES
+MAX_COMMAND_BYTES = _LENGTH.size + MAX_RECORD_BYTES + MAX_INLINE_BYTES
 _MAX_NAME_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class OrderHead:
+class CommandHead:
     """Who is to do what, and what with."""
 
     author: str
@@ -134,7 +134,7 @@ def digest_of(payload: bytes) -> bytes:
     return hashlib.sha256(payload).digest()
 
 
-def encode_order(identity: Identity, swarm_id: str, head: OrderHead, payload: bytes) -> bytes:
+def encode_command(identity: Identity, swarm_id: str, head: CommandHead, payload: bytes) -> bytes:
     """The request as it is sent; the payload is left out where it is to be pulled."""
     fields = [
         PROTOCOL_VERSION, bytes.fromhex(swarm_id), head.crew, head.addressee, head.epoch, head.number, head.kind,
@@ -144,7 +144,7 @@ def encode_order(identity: Identity, swarm_id: str, head: OrderHead, payload: by
     return _LENGTH.pack(len(record)) + record + (payload if head.is_inline else b"")
 
 
-def decode_order(request: bytes, swarm_id: str) -> tuple[OrderHead, bytes]:
+def decode_command(request: bytes, swarm_id: str) -> tuple[CommandHead, bytes]:
     """(head, payload or nothing), the signature checked, the payload not. Raises InvalidRecord and nothing else."""
     if len(request) < _LENGTH.size:
         raise InvalidRecord(Rejection.MALFORMED, "no head")
@@ -154,7 +154,7 @@ def decode_order(request: bytes, swarm_id: str) -> tuple[OrderHead, bytes]:
     named_swarm, crew, addressee, epoch, number, kind, payload_bytes, digest = fields
     if check_bytes(named_swarm, 16).hex() != swarm_id:
         raise InvalidRecord(Rejection.FOREIGN_SWARM)
-    head = OrderHead(
+    head = CommandHead(
         record.author,
         check_text(crew, _MAX_NAME_CHARS),
         check_text(addressee, MAX_PEER_ID_CHARS),

@@ -4,7 +4,7 @@
                                                                                         kept for repeats of the order
 
 Everybody else is refused after reading at most MAX_ORDER_BYTES; nothing a peer sends raises past `answer`, holds up the
-loop, or takes more memory than `OrderBounds` says.
+loop, or takes more memory than `CommandLimits` says.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from swarm.errors import RequestError
 from swarm.network.commands.envelope import (
-    MAX_ORDER_BYTES,
-    ORDER_PROTOCOL,
+    COMMAND_PROTOCOL,
+    MAX_COMMAND_BYTES,
     PAYLOAD_PROTOCOL,
-    OrderHead,
-    decode_order,
+    CommandHead,
+    decode_command,
     digest_of,
     serve_alive,
 )
@@ -35,7 +35,7 @@ MaxPayload = Callable[[str], int]
 
 
 @dataclass(frozen=True, slots=True)
-class OrderBounds:
+class CommandLimits:
     """What waiting orders and kept replies may take."""
 
     max_waiting: int = 32
@@ -46,7 +46,7 @@ class OrderBounds:
     """Replies kept for repeats; the newest may be larger."""
 
 
-class OrderService:
+class CommandService:
     """Answers the driver of one crew."""
 
     def __init__(
@@ -57,7 +57,7 @@ class OrderService:
         driver: str,
         carry_out: CarryOut,
         max_payload: MaxPayload,
-        bounds: OrderBounds | None = None,
+        bounds: CommandLimits | None = None,
     ) -> None:
         """To be made before the transport starts."""
         self._transport = transport
@@ -66,7 +66,7 @@ class OrderService:
         self._driver = driver
         self._carry_out = carry_out
         self._max_payload = max_payload
-        self._bounds = bounds or OrderBounds()
+        self._bounds = bounds or CommandLimits()
         self._epoch = 0
         self._replies: OrderedDict[int, asyncio.Task[bytes]] = OrderedDict()  # by number, oldest first
         self._forgotten = 0  # greatest number whose reply is gone
@@ -76,7 +76,7 @@ class OrderService:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="orders")
         self.num_orders = 0
         """Carried out."""
-        transport.serve(ORDER_PROTOCOL, self.answer, max_request_bytes=MAX_ORDER_BYTES)
+        transport.serve(COMMAND_PROTOCOL, self.answer, max_request_bytes=MAX_COMMAND_BYTES)
         serve_alive(transport, driver)
 
     async def close(self) -> None:
@@ -92,14 +92,14 @@ class OrderService:
         if peer_id != self._driver:
             raise RequestRefused("not the driver of this crew")
         try:
-            head, payload = decode_order(request, self._swarm_id)
+            head, payload = decode_command(request, self._swarm_id)
         except InvalidRecord as error:
             raise RequestRefused(f"no valid order: {error.reason}") from None
         if (head.author, head.addressee, head.crew) != (peer_id, self._transport.peer_id, self._crew):
             raise RequestRefused("an order from or for another")
         return await asyncio.shield(self._task_of(head, payload))
 
-    def _task_of(self, head: OrderHead, payload: bytes) -> "asyncio.Task[bytes]":
+    def _task_of(self, head: CommandHead, payload: bytes) -> "asyncio.Task[bytes]":
         """The one task of this order, new or under way or done. Raises RequestRefused."""
         if head.epoch > self._epoch:
             self._begin_epoch(head.epoch)
@@ -120,7 +120,7 @@ class OrderService:
         self._replies[head.number] = task
         return task
 
-    async def _run(self, head: OrderHead, payload: bytes) -> bytes:
+    async def _run(self, head: CommandHead, payload: bytes) -> bytes:
         if not head.is_inline:
             wanted = Download(head.payload_digest, head.payload_bytes, PAYLOAD_PROTOCOL)
             try:
@@ -136,7 +136,7 @@ class OrderService:
         self.num_orders += 1
         return reply
 
-    def _work(self, head: OrderHead, payload: bytes) -> bytes:
+    def _work(self, head: CommandHead, payload: bytes) -> bytes:
         if digest_of(payload) != head.payload_digest:
             raise RequestRefused("a payload of another digest")
         return self._carry_out(head.kind, payload)
@@ -149,7 +149,7 @@ class OrderService:
         for task in replies.values():
             task.cancel()
 
-    def _settle(self, head: OrderHead, task: "asyncio.Task[bytes]") -> None:
+    def _settle(self, head: CommandHead, task: "asyncio.Task[bytes]") -> None:
         if self._replies.get(head.number) is not task:
             return  # of an earlier epoch
         self._waiting_bytes.pop(head.number, None)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import msgpack
 
 from swarm.network.hivemind.index_calls import CallLimits, CheckedStub, FlatSerializer, from_giver, giver
-from swarm.network.hivemind.index_storage import IndexStorage, JudgedValue
+from swarm.network.hivemind.index_storage import IndexStorage, ValidatedValue
 from swarm.network.hivemind.parts import (
     DHTID,
     DHTProtocol,
@@ -170,7 +170,7 @@ class IndexGuard(RecordValidatorBase):
                 if validity is None:
                     del dictionary[subkey]
                 else:
-                    dictionary.data[subkey] = ValueWithExpiration(JudgedValue.of(value, validity), expires_at)
+                    dictionary.data[subkey] = ValueWithExpiration(ValidatedValue.of(value, validity), expires_at)
             for subkey in list(dictionary.data)[MAX_ENTRIES_PER_KEY:]:
                 del dictionary[subkey]
             return bool(dictionary.data)

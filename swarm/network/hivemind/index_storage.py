@@ -55,13 +55,13 @@ def as_claimed(record: DHTRecord) -> Validity:
     return replace(UNSIGNED, expires_at=record.expiration_time)
 
 
-class JudgedValue(bytes):
+class ValidatedValue(bytes):
     """The bytes of an entry together with their validity, which so travels through hivemind's own functions."""
 
     validity: Validity
 
     @classmethod
-    def of(cls, value: bytes, validity: Validity) -> "JudgedValue":
+    def of(cls, value: bytes, validity: Validity) -> "ValidatedValue":
         judged = cls(value)
         judged.validity = validity
         return judged
@@ -85,7 +85,7 @@ class IndexEntries(DictionaryDHTValue):
 
 
 def _validity(value: bytes, claimed_end: float) -> Validity:
-    return value.validity if isinstance(value, JudgedValue) else replace(UNSIGNED, expires_at=claimed_end)
+    return value.validity if isinstance(value, ValidatedValue) else replace(UNSIGNED, expires_at=claimed_end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +172,13 @@ class IndexStorage(DHTLocalStorage):
         assert isinstance(found.value, DictionaryDHTValue), "nothing else is stored here"
         return found.value
 
-    def _judged(self, key: DHTID, subkey: str, value: bytes, expires_at: float) -> JudgedValue | None:
-        if isinstance(value, JudgedValue):
+    def _judged(self, key: DHTID, subkey: str, value: bytes, expires_at: float) -> ValidatedValue | None:
+        if isinstance(value, ValidatedValue):
             return value
         validity = self._judge(DHTRecord(key.to_bytes(), DHTProtocol.serializer.dumps(subkey), value, expires_at))
-        return None if validity is None else JudgedValue.of(value, validity)
+        return None if validity is None else ValidatedValue.of(value, validity)
 
-    def _put(self, key: DHTID, subkey: str, value: JudgedValue, expires_at: float) -> bool:
+    def _put(self, key: DHTID, subkey: str, value: ValidatedValue, expires_at: float) -> bool:
         known = self._dictionary(key)
         if known is None or expires_at > self.data[key].expiration_time:
             known = IndexEntries() if known is None else known

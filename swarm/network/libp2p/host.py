@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from swarm.errors import NetworkError
-from swarm.network.libp2p.inbound_door import HANDSHAKE_TIMEOUT_S, MAX_CONNECTIONS, InboundDoor, security_of
+from swarm.network.libp2p.inbound_door import HANDSHAKE_TIMEOUT_S, MAX_CONNECTIONS, ConnectionGater, security_of
 from swarm.network.libp2p.parts import (
     ID,
     ConnectionConfig,
@@ -220,7 +220,7 @@ class Libp2pHost:
         self._host.get_network().register_notifee(DeadLines())
         if self._on_seen is not None:
             Sightings(self._on_seen).install(self._host)
-        InboundDoor(self._refused).install(self._host)
+        ConnectionGater(self._refused).install(self._host)
         for protocol, handler in self._handlers.items():
             self._host.set_stream_handler(TProtocol(protocol), self._inbound(protocol, handler))
         async with self._host.run(listen_addrs=self._listen):

@@ -139,7 +139,7 @@ def security_of(key_pair: KeyPair) -> dict[TProtocol, Any]:
     return {NOISE_PROTOCOL_ID: NoiseTransport(key_pair, create_new_x25519_key_pair().private_key)}
 
 
-class InboundDoor:
+class ConnectionGater:
     """Takes the place of py-libp2p's own handling of inbound connections."""
 
     def __init__(self, refused: Counter[str]) -> None:

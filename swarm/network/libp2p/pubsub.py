@@ -20,7 +20,7 @@ from typing import Any
 from swarm.network.gossip import ForwarderGuard
 from swarm.network.libp2p.parts import ID, IHost, INetStream, Pubsub, RpcQueue, StreamError, rpc_pb2, trio
 from swarm.network.libp2p.router import BoundedGossipSub, SeenMessages, message_id
-from swarm.network.transport import GossipHandler, TrafficCounter, Verdict
+from swarm.network.transport import GossipHandler, TrafficCounter, ValidationResult
 
 logger = logging.getLogger(__name__)
 
@@ -180,12 +180,12 @@ class GuardedPubsub(Pubsub):
         def remember() -> None:
             self.seen_messages.add(known_as)
 
-        def judge(peer: str, data: bytes) -> Verdict:
+        def judge(peer: str, data: bytes) -> ValidationResult:
             assert handler is not None, "else the guard calls nobody"
             remember()
             return handler(peer, data)
 
-        if self._guard.judge(name, data, judge if handler is not None else None, remember) is Verdict.ACCEPT:
+        if self._guard.judge(name, data, judge if handler is not None else None, remember) is ValidationResult.ACCEPT:
             # anew, since unknown fields of a stranger's message would travel on
             self.router.forward(forwarder, topic, known_as, rpc_pb2.Message(data=data, topicIDs=[topic]))
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from swarm.network.memory.mesh import D_LOW, FRAME_BYTES, ID_BYTES, Control, D, GossipMessage, TopicMesh, find_in_topic
 from swarm.network.memory.network import MemoryNetwork
-from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, TrafficCounter, Verdict
+from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, TrafficCounter, ValidationResult
 
 logger = logging.getLogger(__name__)
 
@@ -140,14 +140,14 @@ class GossipRouter:
             self.num_dropped += 1
             return
         verdict = self._verdict(topic.handler, sender, message.data)
-        if verdict is Verdict.ACCEPT:
+        if verdict is ValidationResult.ACCEPT:
             self._accept(message, hops)
             for peer_id in topic.mesh.members:
                 if peer_id != sender:
                     self._send(peer_id, message, hops + 1)
             return
         self._remember(message.id)
-        if verdict is Verdict.REJECT:
+        if verdict is ValidationResult.REJECT:
             self._hold_against(sender)
 
     def on_have(self, sender: str, name: str, ids: tuple[bytes, ...]) -> None:
@@ -243,14 +243,14 @@ class GossipRouter:
         while len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
 
-    def _verdict(self, handler: GossipHandler, sender: str, data: bytes) -> Verdict:
+    def _verdict(self, handler: GossipHandler, sender: str, data: bytes) -> ValidationResult:
         if len(data) > MAX_GOSSIP_BYTES:
-            return Verdict.REJECT
+            return ValidationResult.REJECT
         try:
             return handler(sender, data)
         except Exception:  # a broken handler costs its message, never the node
             logger.warning("a gossip handler broke on a message of %s", sender, exc_info=True)
-            return Verdict.IGNORE
+            return ValidationResult.IGNORE
 
     def _send(self, recipient: str, message: GossipMessage, hops: int) -> None:
         damaged = self._network.damage(message.data)

@@ -186,7 +186,7 @@ class Sighting:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ReachabilityResult:
     """Whether others can dial this node, and where; None where no peer could tell."""
 
     is_reachable: bool | None
@@ -206,13 +206,13 @@ def in_turn_by_network(connected: Mapping[str, Sequence[str]], rng: random.Rando
     return sorted(ranks, key=lambda peer_id: ranks[peer_id])
 
 
-async def look_from_outside(ask: Ask, peer_ids: Sequence[str], ports: Sequence[int]) -> Finding:
+async def look_from_outside(ask: Ask, peer_ids: Sequence[str], ports: Sequence[int]) -> ReachabilityResult:
     """Have peers dial the ports of this node. Raises nothing: a peer that fails to answer is no witness."""
     answers = await asyncio.gather(*(_ask_one(ask, peer_id, ports) for peer_id in peer_ids[:NUM_WITNESSES]))
     return conclude([answer for answer in answers if answer is not None])
 
 
-def conclude(sightings: Sequence[Sighting]) -> Finding:
+def conclude(sightings: Sequence[Sighting]) -> ReachabilityResult:
     """Reachable if two peers dialled back where two answer, and no majority could not.
 
     If any of them sees this node at a public address, only those count: a neighbour in the same home proves nothing
@@ -220,14 +220,14 @@ def conclude(sightings: Sequence[Sighting]) -> Finding:
     """
     told = [one for one in sightings if one.is_public] or sightings
     if not told:
-        return Finding(None)
+        return ReachabilityResult(None)
     proofs = Counter((one.host, one.port) for one in told if one.port is not None)
     num_proofs = proofs.total()
     if num_proofs < min(2, len(told)) or num_proofs < len(told) - num_proofs:
-        return Finding(False)
+        return ReachabilityResult(False)
     ((host, port), _) = proofs.most_common(1)[0]
     assert port is not None
-    return Finding(True, TcpAddress("ip6" if ":" in host else "ip4", host, port))
+    return ReachabilityResult(True, TcpAddress("ip6" if ":" in host else "ip4", host, port))
 
 
 async def _ask_one(ask: Ask, peer_id: str, ports: Sequence[int]) -> Sighting | None:

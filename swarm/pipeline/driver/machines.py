@@ -38,7 +38,7 @@ class Member:
     """Whether a person said which; only of members in `policy.pipeline.by_hand`."""
 
 
-class CrewMembers:
+class StageMachines:
     """Asks the members of one crew."""
 
     def __init__(self, config: PipelineSection, base: BaseModel, give: Give, clock: Callable[[], float]) -> None:

@@ -9,7 +9,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from swarm.engine.engine import AnswerRequest, Completion, End, Row, grouped, longest_first, open_rows, refuse_nan
+from swarm.engine.engine import (
+    AnswerRequest,
+    AnswerSlot,
+    Completion,
+    End,
+    grouped,
+    longest_first,
+    open_rows,
+    refuse_nan,
+)
 from swarm.engine.sampling import Sampling, StopStrings, sample_tokens
 from swarm.pipeline.driver.pipelined_policy import PipelinedPolicy, PipelinePolicy
 from swarm.policy.counter_noise import uniform
@@ -44,7 +53,7 @@ class PipelineEngine:
     async def _sample(
         self,
         requests: Sequence[AnswerRequest],
-        rows: Sequence[Row],
+        rows: Sequence[AnswerSlot],
         sampling: Sampling,
         seed: int,
         stop: Sequence[str],
@@ -84,7 +93,7 @@ class _Batch:
     def __init__(
         self,
         requests: Sequence[AnswerRequest],
-        rows: Sequence[Row],
+        rows: Sequence[AnswerSlot],
         sampling: Sampling,
         seed: int,
         stop: StopStrings,

@@ -22,10 +22,10 @@ from swarm.errors import NetworkError, PipelineError, StageLostError, StageRefus
 from swarm.pipeline.commands import StageSettings, StageState
 from swarm.pipeline.driver.assignment import Machine, ModelCost
 from swarm.pipeline.driver.expected_stage import ExpectedStage, StateBounds, expected_stages
-from swarm.pipeline.driver.machines import CrewMembers, Member, places
+from swarm.pipeline.driver.machines import Member, StageMachines, places
 from swarm.pipeline.driver.recovery import NeighbourCopies, Recovery, Situation, plan_recovery, rebuild_stage
 from swarm.pipeline.driver.schedule import all_of
-from swarm.pipeline.driver.stage_group import MAX_REFUSALS, CrewSettings, StageGroup
+from swarm.pipeline.driver.stage_group import MAX_REFUSALS, StageGroup, StageGroupSettings
 from swarm.pipeline.model_shape import StagePart
 from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage.stage_host import BaseModel
@@ -61,12 +61,12 @@ class PipelineSupervisor:
         self._give = give
         self._clock = clock
         self._expected: list[ExpectedStage] = []  # of all stages
-        self._members = CrewMembers(config, base, give, clock)
+        self._members = StageMachines(config, base, give, clock)
         self._peers: list[str] = []  # of all stages but the last
         self._gone: set[str] = set()
         self._barred: set[str] = set()  # gave an answer that no honest stage gives
         self._own: InProcessLink | None = None
-        self.crew: StageGroup = StageGroup((), CrewSettings())
+        self.crew: StageGroup = StageGroup((), StageGroupSettings())
         self._copies = NeighbourCopies(give)
         self.recoveries_s: list[float] = []
         """How long each rebuilding took."""
@@ -87,7 +87,7 @@ class PipelineSupervisor:
         links: list[StageLink] = [self._link(peer_id, stage) for stage, peer_id in enumerate(self._peers)]
         bounds = StateBounds({name: shape for one in self._expected for name, shape in one.shapes.items()})
         self.crew = StageGroup(
-            [*links, self._own], CrewSettings(action_timeout_s=self._config.action_timeout_s), bounds
+            [*links, self._own], StageGroupSettings(action_timeout_s=self._config.action_timeout_s), bounds
         )
         await self._patiently(self.crew.start)
         for peer_id, part in zip((*self._peers, "this node"), parts, strict=True):

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from swarm.errors import PipelineError, StageLostError, StageReplyError
-from swarm.pipeline.commands import Answers, BackwardOrder, ForwardOrder
+from swarm.pipeline.commands import Answers, BackwardCommand, ForwardCommand
 from swarm.pipeline.driver.expected_stage import BatchSizes
 from swarm.pipeline.stage_link import StageLink
 from swarm.policy.logprobs import TokenLogprobs
@@ -220,7 +220,7 @@ class BatchRun:
         part, route = self._parts[action.micro_batch], self._schedule.routes[action.micro_batch]
         is_last = station == len(route) - 1
         states = part.token_ids if station == 0 else await self._take(action, stage)
-        order = ForwardOrder(self._batch, action.micro_batch, states, part.answers if is_last else None)
+        order = ForwardCommand(self._batch, action.micro_batch, states, part.answers if is_last else None)
         result = await self._call(stage, "forward", partial(self._links[stage].forward, order))
         if isinstance(result, TokenLogprobs) != is_last:
             raise PipelineError(
@@ -235,7 +235,7 @@ class BatchRun:
 
     async def _backward(self, stage: int, station: int, action: Action) -> None:
         gradient = await self._take(action, stage)
-        order = BackwardOrder(self._batch, action.micro_batch, gradient)
+        order = BackwardCommand(self._batch, action.micro_batch, gradient)
         if station == 0:
             await self._call(stage, "backward", partial(self._links[stage].backward, order))
             await asyncio.to_thread(self.sizes.backward, stage, gradient, None)

@@ -25,7 +25,15 @@ import torch
 from torch import Tensor
 
 from swarm.errors import NetworkError, PipelineError, StageLostError, StageRefusedError, StageReplyError
-from swarm.pipeline.commands import CommitOrder, DecodeOrder, ForwardOrder, Settled, SettleOrder, StageFacts, StageState
+from swarm.pipeline.commands import (
+    CommitCommand,
+    DecodeCommand,
+    ForwardCommand,
+    SettleCommand,
+    Settled,
+    StageFacts,
+    StageState,
+)
 from swarm.pipeline.driver.expected_stage import BatchSizes, Proportions, StateBounds
 from swarm.pipeline.driver.schedule import (
     BatchRun,
@@ -52,7 +60,7 @@ GradientOf = Callable[[int, TokenLogprobs], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class CrewSettings:
+class StageGroupSettings:
     """How a crew works."""
 
     action_timeout_s: float = 120.0
@@ -75,7 +83,9 @@ class Gradient:
 class StageGroup:
     """Stages in order. One batch at a time; `start` first."""
 
-    def __init__(self, links: Sequence[StageLink], settings: CrewSettings, bounds: StateBounds | None = None) -> None:
+    def __init__(
+        self, links: Sequence[StageLink], settings: StageGroupSettings, bounds: StateBounds | None = None
+    ) -> None:
         """`bounds`: of the weights and moments that stages hand out; without it any that fit are taken."""
         self._links = list(links)
         self._settings = settings
@@ -198,7 +208,7 @@ class StageGroup:
             self._bounds.stepped(lr, max_grad_norm)
         for stage in range(self.num_stages):
             own = {name: totals[name] for name, stages in self._holders.items() if stage in stages}
-            calls.append(self._commit_on(stage, CommitOrder(self._batch, lr, scale, own)))
+            calls.append(self._commit_on(stage, CommitCommand(self._batch, lr, scale, own)))
         results = await asyncio.gather(*calls, return_exceptions=True)
         lost = failed_stages(results)
         self.version += 1
@@ -225,7 +235,7 @@ class StageGroup:
                 states: Tensor | TokenLogprobs = part.token_ids
                 for stage, link in enumerate(self._links):
                     answers = part.answers if stage == self.num_stages - 1 else None
-                    order = ForwardOrder(0, 0, _tensor(states), answers, without_adapter)
+                    order = ForwardCommand(0, 0, _tensor(states), answers, without_adapter)
                     states = await self._call(stage, "compute", partial(link.forward, order))
                 assert isinstance(states, TokenLogprobs), "its link answers as ordered"
                 return states
@@ -314,16 +324,16 @@ class StageGroup:
 
     async def _decode(self, session: int, states: Tensor, left_padding: tuple[int, ...] | None) -> Tensor:
         for stage, link in enumerate(self._links):
-            order = DecodeOrder(session, states, left_padding, is_last=stage == self.num_stages - 1)
+            order = DecodeCommand(session, states, left_padding, is_last=stage == self.num_stages - 1)
             states = await self._call(stage, "decode", partial(link.decode, order))
         return states
 
     async def _settle(self, stage: int, num_micro_batches: int) -> Settled:
         shared = tuple(sorted(name for name, stages in self._holders.items() if stage in stages))
-        order = SettleOrder(self._batch, num_micro_batches, shared)
+        order = SettleCommand(self._batch, num_micro_batches, shared)
         return await self._call(stage, "settle", partial(self._links[stage].settle, order))
 
-    async def _commit_on(self, stage: int, order: CommitOrder) -> int:
+    async def _commit_on(self, stage: int, order: CommitCommand) -> int:
         wanted = self.version + 1
 
         async def checked() -> int:

@@ -27,12 +27,12 @@ from transformers.cache_utils import DynamicCache
 from swarm.errors import PipelineError
 from swarm.pipeline.commands import (
     Answers,
-    BackwardOrder,
-    CommitOrder,
-    DecodeOrder,
-    ForwardOrder,
+    BackwardCommand,
+    CommitCommand,
+    DecodeCommand,
+    ForwardCommand,
+    SettleCommand,
     Settled,
-    SettleOrder,
     StageFacts,
     StageSettings,
 )
@@ -63,7 +63,7 @@ class DecodeSessions:
         self._ended: deque[int] = deque(maxlen=_REMEMBERED)
 
     @torch.no_grad()
-    def decode(self, order: DecodeOrder) -> Tensor:
+    def decode(self, order: DecodeCommand) -> Tensor:
         """Hidden states [B, n, W] of the new columns, or logits [B, V] of the last. Raises PipelineError.
 
         A failed order ends its session: nothing half-extended is continued.
@@ -111,7 +111,7 @@ class DecodeSessions:
         """Keys and values held."""
         return sum(len(s.left_padding) * s.num_columns for s in self._sessions.values()) * self._model.cache_token_bytes
 
-    def _begin(self, order: DecodeOrder, left_padding: tuple[int, ...]) -> None:
+    def _begin(self, order: DecodeCommand, left_padding: tuple[int, ...]) -> None:
         num_new = order.states.shape[1]
         if len(left_padding) != order.states.shape[0] or not all(0 <= pad < num_new for pad in left_padding):
             raise PipelineError(f"left padding must be in [0, {num_new}) for every row, got {list(left_padding)[:8]}")
@@ -133,7 +133,7 @@ class DecodeSessions:
             raise PipelineError(f"a session must be begun before it is continued, got {number}; begin it anew")
         return self._sessions[number]
 
-    def _work_bytes(self, order: DecodeOrder, session: _Session) -> int:
+    def _work_bytes(self, order: DecodeCommand, session: _Session) -> int:
         """What an order takes while it is carried out, in what grows faster than its states: a mask, and logits."""
         num_rows, num_new = order.states.shape[:2]
         is_padded = bool(session.left_padding.any())
@@ -197,7 +197,7 @@ class Stage:
             model.part, model.num_model_layers, model.layer_prefix, shapes, self.version, last, model.content_hash
         )
 
-    def forward(self, order: ForwardOrder) -> Tensor | TokenLogprobs:
+    def forward(self, order: ForwardCommand) -> Tensor | TokenLogprobs:
         """Hidden states [B, L, W] for the next station, or log-probs of the answers. Raises PipelineError."""
         self._check_states(order.states)
         num_rows, num_columns = order.states.shape[:2]
@@ -230,7 +230,7 @@ class Stage:
         self._kept[order.micro_batch] = _Kept(states, order.answers, None if self._settings.recompute else output)
         return _detached(result)
 
-    def backward(self, order: BackwardOrder) -> Tensor | None:
+    def backward(self, order: BackwardCommand) -> Tensor | None:
         """Gradient [B, L, W] for the station before; None where the micro-batch began. Raises PipelineError.
 
         Parameters gather their gradient until the batch is committed or dropped.
@@ -252,7 +252,7 @@ class Stage:
         self._done.add(order.micro_batch)
         return kept.states.grad
 
-    def settle(self, order: SettleOrder) -> Settled:
+    def settle(self, order: SettleCommand) -> Settled:
         """Close the batch for further micro-batches and report its gradient.
 
         Raises PipelineError unless exactly the expected micro-batches went forward and backward.
@@ -269,7 +269,7 @@ class Stage:
         self._shared = frozenset(order.shared)
         return settled
 
-    def commit(self, order: CommitOrder) -> int:
+    def commit(self, order: CommitCommand) -> int:
         """Apply the settled batch, once however often it is ordered; returns the version. Raises PipelineError."""
         if order.batch == self._committed:
             return self.version
@@ -299,7 +299,7 @@ class Stage:
         if self._batch is None or self._batch <= batch:
             self._close(batch)
 
-    def decode(self, order: DecodeOrder) -> Tensor:
+    def decode(self, order: DecodeCommand) -> Tensor:
         """See `DecodeSessions.decode`."""
         self._check_states(order.states)
         with _refused_without_memory():

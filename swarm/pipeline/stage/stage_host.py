@@ -22,7 +22,7 @@ import torch
 
 from swarm.config import LoraSection, PolicySection
 from swarm.errors import MemoryBudgetError, PipelineError, PolicyError
-from swarm.pipeline import commands as order_bytes
+from swarm.pipeline import commands as command_bytes
 from swarm.pipeline.commands import Fields, StageSettings, part_fields, part_of
 from swarm.pipeline.driver.expected_stage import STATE_TENSORS
 from swarm.pipeline.model_shape import StagePart, adapter_targets, least_bytes, model_cost, model_shape
@@ -67,19 +67,19 @@ def stage_reply(stage: Stage, kind: str, fields: Fields, precision: WirePrecisio
     `kind` is one of those above. Raises PipelineError.
     """
     if kind == "forward":
-        order = order_bytes.forward_order(fields)
-        return order_bytes.forward_reply(stage.forward(order)), order.answers is None
+        order = command_bytes.forward_order(fields)
+        return command_bytes.forward_reply(stage.forward(order)), order.answers is None
     if kind == "decode":
-        decoding = order_bytes.decode_order(fields)
+        decoding = command_bytes.decode_command(fields)
         return Bundle({}, {"states": stage.decode(decoding)}), not decoding.is_last
     if kind == "backward":
-        reply = order_bytes.backward_reply(stage.backward(order_bytes.backward_order(fields)))
+        reply = command_bytes.backward_reply(stage.backward(command_bytes.backward_order(fields)))
         return reply, bool(reply.tensors)
     return _PLAIN[kind](stage, fields), False
 
 
 def _recover(stage: Stage, fields: Fields) -> Bundle:
-    tensors, rest = order_bytes.state_of(fields)
+    tensors, rest = command_bytes.state_of(fields)
     stage.recover(tensors["adapter"], int(rest["policy_version"]), tensors["optimizer"])
     return Bundle()
 
@@ -89,14 +89,14 @@ def _done(_: None) -> Bundle:
 
 
 _PLAIN: dict[str, Callable[[Stage, Fields], Bundle]] = {
-    "describe": lambda stage, _: order_bytes.facts_bundle(stage.describe()),
-    "settle": lambda stage, fields: order_bytes.settled_reply(stage.settle(order_bytes.settle_order(fields))),
-    "commit": lambda stage, fields: Bundle({"version": stage.commit(order_bytes.commit_order(fields))}),
+    "describe": lambda stage, _: command_bytes.facts_bundle(stage.describe()),
+    "settle": lambda stage, fields: command_bytes.settled_reply(stage.settle(command_bytes.settle_order(fields))),
+    "commit": lambda stage, fields: Bundle({"version": stage.commit(command_bytes.commit_order(fields))}),
     "drop": lambda stage, fields: _done(stage.drop(fields.integer("batch"))),
     "select": lambda stage, fields: _done(stage.select(fields.integer("session"), fields.integers("rows"))),
     "end": lambda stage, fields: _done(stage.end(fields.integer("session"))),
-    "state": lambda stage, _: order_bytes.state_bundle(stage.state()),
-    "restore": lambda stage, fields: _done(stage.restore(*order_bytes.state_of(fields))),
+    "state": lambda stage, _: command_bytes.state_bundle(stage.state()),
+    "restore": lambda stage, fields: _done(stage.restore(*command_bytes.state_of(fields))),
     "recover": _recover,
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from swarm.adapters.adapter_state import moments_of, placed
 from swarm.errors import PipelineError
-from swarm.pipeline.commands import CommitOrder
+from swarm.pipeline.commands import CommitCommand
 
 RECOVERED_LR_FACTOR = 1.1
 """A rebuilt stage learns a little faster (2506.15461); losing it again does not raise the factor further."""
@@ -51,7 +51,7 @@ class StageOptimizer:
         total = math.fsum(square.item() for square in squares) if squares else 0.0
         return total, {name: self._gradient_of(name) for name in sorted(names)}
 
-    def apply(self, order: CommitOrder) -> None:
+    def apply(self, order: CommitCommand) -> None:
         """One step. Raises PipelineError, before anything changes, for shared gradients that do not fit."""
         for name, total in order.shared_gradients.items():
             if name not in self._trainable or total.shape != self._trainable[name].shape:
