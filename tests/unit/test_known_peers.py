@@ -162,6 +162,19 @@ def test_peers_are_found_again_after_a_restart(tmp_path: Path, clock: Clock) -> 
     assert list(KnownPeers([], OWN_ID, path, clock).stored()) == [IDS[8]]
 
 
+def test_peer_known_by_a_host_name_is_found_again_after_a_restart(tmp_path: Path, clock: Clock) -> None:
+    path, named = tmp_path / "peers.json", "/dns4/bootstrap.example.org/tcp/2"
+    first = KnownPeers([TcpAddress("dns4", "bootstrap.example.org", 2, BOOT_ID)], OWN_ID, path, clock)
+    first.see({BOOT_ID: (named,), OTHER_ID: ("/dns6/other.example.org/tcp/3",)})
+    first.save()
+    again = KnownPeers([], OWN_ID, path, clock)
+    assert again.stored() == {BOOT_ID: (named,), OTHER_ID: ("/dns6/other.example.org/tcp/3",)}
+    again.see(
+        {SECOND_ID: ("/dns4/third.example.org/tcp/4",)}
+    )  # a newcomer is compared with the networks of those known
+    assert SECOND_ID in again.stored()
+
+
 def test_file_is_written_when_the_list_changed_and_not_too_often(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "peers.json"
     peers = KnownPeers([], OWN_ID, path, clock)

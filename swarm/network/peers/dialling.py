@@ -144,8 +144,10 @@ def reach_of(host: str) -> Reach | None:
 
 
 def network_at(address: TcpAddress) -> str:
-    """Where a peer is that is seen there: a public /24 or /48, a private host, or a relay."""
-    return address.relay_id or (group_of(address.host) if reach_of(address.host) is Reach.PUBLIC else address.host)
+    """The network of a peer at that address: a public /24 or /48, a private host, a host name, or a relay."""
+    is_ip = address.kind in ("ip4", "ip6")
+    is_public = is_ip and reach_of(address.host) is Reach.PUBLIC
+    return address.relay_id or (group_of(address.host) if is_public else address.host)
 
 
 def group_of(host: str) -> str:
