@@ -136,6 +136,17 @@ def test_contributing_names_packages_files_and_markers_that_exist() -> None:
     assert set(rows("contributing.md", "marker")) == {re.split(r"[:(]", marker)[0] for marker in markers}
 
 
+PROSE = [DOCS / page for page in PAGES if page != "configuration.md"] + sorted(ROOT.glob("*.md"))
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_prose_wraps_at_100_characters(path: Path) -> None:
+    """Tables, code, pictures and lines of one unbroken word or link may be longer; configuration.md is generated."""
+    without_code = re.sub(r"^ *```.*?^ *```$", "", path.read_text(), flags=re.S | re.M)
+    lines = [line for line in without_code.splitlines() if not re.match(r" {4}\S|\||!\[|<", line)]
+    assert [line for line in lines if len(line) > 100 and " " in line.strip(" -*")] == []
+
+
 def test_every_page_is_in_the_navigation() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     assert sorted(_pages_of(nav)) == PAGES
