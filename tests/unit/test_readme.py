@@ -65,6 +65,15 @@ def test_tests_named_in_the_security_model_exist() -> None:
         assert (ROOT / name).exists(), name
 
 
+def test_every_promise_of_the_security_model_tells_how_it_is_kept_or_names_its_tests() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    promises = re.split(r"^#### ", page, flags=re.M)[1:]
+    assert len(promises) > 100
+    for promise in promises:
+        own = re.split(r"^#+ ", promise, flags=re.M)[0]
+        assert "- **How:** " in own or "- **Tests:**" in own, promise.splitlines()[0]
+
+
 def test_every_reason_of_admission_is_documented() -> None:
     page = (ROOT / "docs" / "protocol.md").read_text()
     assert all(f"| `{reason.value}` |" in page for reason in Rejection)
