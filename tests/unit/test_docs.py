@@ -12,7 +12,7 @@ import typer.main
 import yaml
 
 from swarm import errors
-from swarm.cli.main import app
+from swarm.cli.main import EPILOG, INTERRUPTED, app
 from swarm.config import Config
 from swarm.config.reference import settings
 from swarm.errors import SwarmError
@@ -44,14 +44,26 @@ def error_classes() -> list[type[SwarmError]]:
     return [error for error in found if error is not errors.RequestError]
 
 
-def test_troubleshooting_tells_every_exit_code_with_its_error() -> None:
-    told = rows("troubleshooting.md", "exit code")
+def test_troubleshooting_has_every_exit_code_with_its_error() -> None:
+    table = rows("troubleshooting.md", "exit code")
     for error in error_classes():
-        name, causes, fix = told[str(error.exit_code)]
+        name, causes, fix, _ = table[str(error.exit_code)]
         assert f"`{error.__name__}`" in name
         assert causes
         assert fix
-    assert {int(code) for code in told} == {error.exit_code for error in error_classes()} | {0, 2, 130}
+    codes = {int(code) for code in table}
+    assert codes == {error.exit_code for error in error_classes()} | {0, errors.WRONG_USAGE, INTERRUPTED}
+    assert codes == {int(code) for code in re.findall(r"(\d+) [a-z]", EPILOG)}, "swarm --help names the same codes"
+    not_restarted = {int(code) for code, cells in table.items() if cells[-1].strip(" |") == "no"}
+    assert not_restarted == errors.NEEDS_A_PERSON | {0, INTERRUPTED}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "troubleshooting.md"])
+def test_exit_codes_have_one_table(page: str) -> None:
+    """Codes are told in troubleshooting.md; other pages link to it where they name one."""
+    assert not re.search(r"^\| (?:exit )?code \|", text(page), re.M)
+    if re.search(r"\bcode \d+\b", text(page)):
+        assert "troubleshooting.md#exit-codes" in text(page)
 
 
 def test_troubleshooting_tells_every_reason_of_rejection() -> None:
