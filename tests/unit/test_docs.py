@@ -72,6 +72,18 @@ def test_troubleshooting_tells_every_reason_of_rejection() -> None:
     assert all(cause and fix for cause, fix in told.values())
 
 
+def test_benchmarks_begin_with_claims_that_lead_to_their_sections_and_commands() -> None:
+    page = text("benchmarks.md")
+    claims = rows("benchmarks.md", "claim")
+    linked = set(re.findall(r"\]\(#([\w-]+)\)", "".join(claims)))
+    assert len(linked) > 15
+    assert linked <= anchors("benchmarks.md")
+    for figure, _, date, command in claims.values():
+        assert figure and re.fullmatch(r"20\d\d-\d\d-\d\d", date)
+        told = command.strip(" |`")
+        assert told == "the same" or page.count(told) > 1, f"{told}: its section says how to repeat it"
+
+
 def test_references_are_those_that_code_and_docs_name() -> None:
     pages = [path for path in DOCS.rglob("*.md") if path.name != "references.md"]
     sources = "\n".join(path.read_text() for path in [*(ROOT / "swarm").rglob("*.py"), *pages])
