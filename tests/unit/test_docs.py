@@ -84,6 +84,16 @@ def test_benchmarks_begin_with_claims_that_lead_to_their_sections_and_commands()
         assert told == "the same" or page.count(told) > 1, f"{told}: its section says how to repeat it"
 
 
+def test_glossary_explains_each_word_once_in_sentences() -> None:
+    words = [re.split(r" \| ", row, maxsplit=1) for row in text("glossary.md").splitlines() if row.startswith("| ")]
+    terms = [(word.strip("| "), meaning.strip(" |")) for word, meaning in words if word != "| word"]
+    assert len(terms) > 80
+    assert len({word for word, _ in terms}) == len(terms)
+    for word, meaning in terms:
+        assert meaning.endswith("."), word
+        assert len(meaning) < 200, word
+
+
 def test_references_are_those_that_code_and_docs_name() -> None:
     pages = [path for path in DOCS.rglob("*.md") if path.name != "references.md"]
     sources = "\n".join(path.read_text() for path in [*(ROOT / "swarm").rglob("*.py"), *pages])
