@@ -23,7 +23,7 @@ class CheckFailed(Exception):
 
 
 def run(*command: str, may_fail: bool = False, timeout_s: float = 1800) -> str:
-    """The program's output. With `may_fail` it is empty where the program failed: `docker exec` reports its own failures there."""
+    """The program's output; with `may_fail` empty where it failed, as `docker exec` prints its own failures there."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
     if done.returncode and not may_fail:
         raise CheckFailed(f"{' '.join(command)} ended with {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")

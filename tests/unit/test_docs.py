@@ -12,7 +12,7 @@ import typer.main
 import yaml
 
 from swarm import errors
-from swarm.cli.main import app
+from swarm.cli.main import EPILOG, INTERRUPTED, app
 from swarm.config import Config
 from swarm.config.reference import settings
 from swarm.errors import SwarmError
@@ -44,20 +44,54 @@ def error_classes() -> list[type[SwarmError]]:
     return [error for error in found if error is not errors.RequestError]
 
 
-def test_troubleshooting_tells_every_exit_code_with_its_error() -> None:
-    told = rows("troubleshooting.md", "exit code")
+def test_troubleshooting_has_every_exit_code_with_its_error() -> None:
+    table = rows("troubleshooting.md", "exit code")
     for error in error_classes():
-        name, causes, fix = told[str(error.exit_code)]
+        name, causes, fix, _ = table[str(error.exit_code)]
         assert f"`{error.__name__}`" in name
         assert causes
         assert fix
-    assert {int(code) for code in told} == {error.exit_code for error in error_classes()} | {0, 2, 130}
+    codes = {int(code) for code in table}
+    assert codes == {error.exit_code for error in error_classes()} | {0, errors.WRONG_USAGE, INTERRUPTED}
+    assert codes == {int(code) for code in re.findall(r"(\d+) [a-z]", EPILOG)}, "swarm --help names the same codes"
+    not_restarted = {int(code) for code, cells in table.items() if cells[-1].strip(" |") == "no"}
+    assert not_restarted == errors.NEEDS_A_PERSON | {0, INTERRUPTED}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "troubleshooting.md"])
+def test_exit_codes_have_one_table(page: str) -> None:
+    """Codes are told in troubleshooting.md; other pages link to it where they name one."""
+    assert not re.search(r"^\| (?:exit )?code \|", text(page), re.M)
+    if re.search(r"\bcode \d+\b", text(page)):
+        assert "troubleshooting.md#exit-codes" in text(page)
 
 
 def test_troubleshooting_tells_every_reason_of_rejection() -> None:
     told = rows("troubleshooting.md", "reason")
     assert list(told) == [reason.value for reason in Rejection], "all of them, in the order of the checks"
     assert all(cause and fix for cause, fix in told.values())
+
+
+def test_benchmarks_begin_with_claims_that_lead_to_their_sections_and_commands() -> None:
+    page = text("benchmarks.md")
+    claims = rows("benchmarks.md", "claim")
+    linked = set(re.findall(r"\]\(#([\w-]+)\)", "".join(claims)))
+    assert len(linked) > 15
+    assert linked <= anchors("benchmarks.md")
+    for figure, _, date, command in claims.values():
+        assert figure and re.fullmatch(r"20\d\d-\d\d-\d\d", date)
+        told = command.strip(" |`")
+        assert told == "the same" or page.count(told) > 1, f"{told}: its section says how to repeat it"
+
+
+def test_glossary_explains_each_word_once_in_sentences() -> None:
+    words = [re.split(r" \| ", row, maxsplit=1) for row in text("glossary.md").splitlines() if row.startswith("| ")]
+    terms = [(word.strip("| "), meaning.strip(" |")) for word, meaning in words if word != "| word"]
+    assert len(terms) > 80
+    assert len({word for word, _ in terms}) == len(terms)
+    for word, meaning in terms:
+        assert meaning.endswith("."), word
+        assert len(meaning) < 200, word
 
 
 def test_references_are_those_that_code_and_docs_name() -> None:
@@ -134,6 +168,17 @@ def test_contributing_names_packages_files_and_markers_that_exist() -> None:
         assert (ROOT / path.replace("/VERSION", "")).exists(), path
     markers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
     assert set(rows("contributing.md", "marker")) == {re.split(r"[:(]", marker)[0] for marker in markers}
+
+
+PROSE = [DOCS / page for page in PAGES if page != "configuration.md"] + sorted(ROOT.glob("*.md"))
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_prose_wraps_at_100_characters(path: Path) -> None:
+    """Tables, headings, code, pictures and single words may be longer; configuration.md is generated."""
+    without_code = re.sub(r"^ *```.*?^ *```$", "", path.read_text(), flags=re.S | re.M)
+    lines = [line for line in without_code.splitlines() if not re.match(r" {4}|\||#|!\[|<", line)]
+    assert [line for line in lines if len(line) > 100 and " " in line.strip(" -*")] == []
 
 
 def test_every_page_is_in_the_navigation() -> None:

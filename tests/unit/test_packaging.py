@@ -159,7 +159,7 @@ def test_the_tools_that_build_packages_are_pinned_as_elsewhere() -> None:
 
 def test_the_environment_is_set_up_with_hashes() -> None:
     """Also of what runs while a package is built: pip checks no hash of what an isolated build fetches."""
-    for name in ("Makefile", "Dockerfile", "docs/operations.md"):
+    for name in ("Makefile", "Dockerfile", "docs/operations/running.md"):
         text = " ".join((ROOT / name).read_text().replace("\\\n", " ").split())
         commands = re.findall(r"pip install ((?:(?!pip install)[^&#@])*)", text)
         assert any("-r requirements.lock" in command.replace("/src/", "") for command in commands), name

@@ -11,6 +11,9 @@ from swarm.sharing.reputation import Reputation
 from tests.swarm_process import swarm
 
 ROOT = Path(__file__).parents[2]
+SECURITY = "\n".join(
+    path.read_text() for path in [ROOT / "docs" / "security.md", *sorted((ROOT / "docs" / "security").glob("*.md"))]
+)
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
     line.split("#")[0].strip()
@@ -51,18 +54,26 @@ def test_map_names_what_exists_and_all_of_it() -> None:
 
 
 def test_links_and_pictures_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_tests_named_in_the_security_model_exist() -> None:
     sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    page = (ROOT / "docs" / "security.md").read_text()
-    for name in re.findall(r"`(test_\w+)`", page):
+    for name in re.findall(r"`(test_\w+)`", SECURITY):
         assert f"def {name}(" in sources, name
-    for name in re.findall(r"`(tests/\S+)`", page):
+    for name in re.findall(r"`(tests/\S+)`", SECURITY):
         assert (ROOT / name).exists(), name
+
+
+def test_every_promise_of_the_security_model_is_a_sentence_with_its_tests() -> None:
+    promises = [section for section in re.split(r"^#+ ", SECURITY, flags=re.M) if "- **Tests:**" in section]
+    assert len(promises) > 100
+    for promise in promises:
+        title, _, own = promise.partition("\n\n")
+        assert re.match(r"[^-\n].*\.\s", own.split("\n- **", 1)[0] + " ", re.S), f"{title}: its promise is a sentence"
+        assert re.search(r"- \*\*Tests:\*\*\s+`", own), title
 
 
 def test_every_reason_of_admission_is_documented() -> None:
@@ -70,16 +81,9 @@ def test_every_reason_of_admission_is_documented() -> None:
     assert all(f"| `{reason.value}` |" in page for reason in Rejection)
 
 
-def test_every_exit_code_is_documented() -> None:
-    codes = {int(code) for code in re.findall(r"exit_code = (\d+)", (ROOT / "swarm" / "errors.py").read_text())}
-    page = (ROOT / "docs" / "operations.md").read_text()
-    assert all(f"| {code} |" in page for code in codes)
-
-
 def test_the_security_model_says_of_every_reason_what_it_is_evidence_of() -> None:
-    page = (ROOT / "docs" / "security.md").read_text()
     rows = [
-        row for row in page.split("| reason | evidence |")[1].split("\n\n")[0].splitlines() if row.startswith("| `")
+        row for row in SECURITY.split("| reason | evidence |")[1].split("\n\n")[0].splitlines() if row.startswith("| `")
     ]
     told = {reason: row for row in rows for reason in re.findall(r"`([a-z_]+)`", row.split("|")[1])}
     assert set(told) == {reason.value for reason in Rejection}
