@@ -12,13 +12,14 @@ import contextlib
 import logging
 import random
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Self
 
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError
+from swarm.limits.bounded_maps import BoundedMap
 from swarm.network.gossip import Addresses, ForwarderGuard, GossipAddressBook
 from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.libp2p.parts import IHost, background_trio_service
@@ -41,7 +42,7 @@ MAINTENANCE_INTERVAL_S = 2.0
 _SILENCE_S = 5.0
 """So long a peer may be in no topic, in which it was before."""
 _MAX_RESTART_PAUSE_S = 30.0
-_MAX_TOLD = 256
+_MAX_REPORTED = 256
 """Peers of which it is remembered that the log has named them."""
 
 
@@ -86,7 +87,7 @@ class Libp2pGossip:
         self._wake = asyncio.Event()
         self._subscribers: set[str] = set()
         """Connected peers that were known to be in some topic."""
-        self._told_shut_out: OrderedDict[str, None] = OrderedDict()
+        self._reported: BoundedMap[str, None] = BoundedMap(_MAX_REPORTED)
         self._silent_since: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_restarts = 0
@@ -251,13 +252,10 @@ class Libp2pGossip:
 
     def _tell_shut_out(self, peer_id: str) -> None:
         """Once per peer: it may dial again every few seconds."""
-        is_news = peer_id not in self._told_shut_out
+        is_news = peer_id not in self._reported
         level = logging.INFO if is_news else logging.DEBUG
         logger.log(level, "gossip peer %s is shut out: no member, or too many invalid messages", peer_id)
-        self._told_shut_out[peer_id] = None
-        self._told_shut_out.move_to_end(peer_id)
-        if len(self._told_shut_out) > _MAX_TOLD:
-            self._told_shut_out.popitem(last=False)
+        self._reported[peer_id] = None
 
     async def _hang_up_on_forgotten(self, host: Libp2pHost) -> None:
         """Start anew with connected peers whose subscriptions pubsub has lost.

@@ -11,13 +11,13 @@ import contextlib
 import logging
 import math
 import random
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 import msgpack
 
 from swarm.errors import NetworkError, RequestError
+from swarm.limits.bounded_maps import BoundedMap
 from swarm.limits.token_bucket import TokenBucket
 from swarm.network.peers.dialling import MAX_ADDRESSES_PER_PEER, Addresses, dialable
 from swarm.network.transport import RequestRefused
@@ -53,17 +53,6 @@ Ask = Callable[[str, bytes], Awaitable[bytes]]
 """(peer id, request) -> response of its `swarm/addresses/1`. Raises RequestError."""
 ChooseAddresses = Callable[[str, Iterable[str]], Addresses]
 """(peer id, addresses that others claim for it) -> those to dial now."""
-V = TypeVar("V")
-
-
-class _Remembered(OrderedDict[str, V], Generic[V]):
-    """The latest entries, at most _MAX_REMEMBERED."""
-
-    def __setitem__(self, key: str, value: V) -> None:
-        super().__setitem__(key, value)
-        self.move_to_end(key)
-        if len(self) > _MAX_REMEMBERED:
-            self.popitem(last=False)
 
 
 class PeerRouting:
@@ -81,16 +70,16 @@ class PeerRouting:
         self._ask = ask
         self._rng = rng
         self._choose = choose
-        self._announced: _Remembered[Addresses] = _Remembered()
-        self._named_by: _Remembered[str] = _Remembered()
-        self._looked_at: _Remembered[float] = _Remembered()
+        self._announced: BoundedMap[str, Addresses] = BoundedMap(_MAX_REMEMBERED)
+        self._named_by: BoundedMap[str, str] = BoundedMap(_MAX_REMEMBERED)
+        self._looked_at: BoundedMap[str, float] = BoundedMap(_MAX_REMEMBERED)
         self._searches: dict[str, asyncio.Task[bool]] = {}
         self._connected: frozenset[str] = frozenset()
         self._listed_at = -math.inf
         self._listing = asyncio.Lock()
-        self._listening: _Remembered[tuple[float, Addresses]] = _Remembered()
+        self._listening: BoundedMap[str, tuple[float, Addresses]] = BoundedMap(_MAX_REMEMBERED)
         self._lookups = TokenBucket(_LOOKUPS_PER_S, _MAX_LOOKUPS, now=0.0)
-        self._in_vain: _Remembered[TokenBucket] = _Remembered()
+        self._in_vain: BoundedMap[str, TokenBucket] = BoundedMap(_MAX_REMEMBERED)
         """{peer that was asked: how often that may still be in vain}"""
 
     def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
