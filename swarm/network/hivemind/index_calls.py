@@ -14,7 +14,6 @@ hivemind 1.1.12 answers every call and decodes every reply as they come. So that
 
 import asyncio
 import math
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
@@ -96,10 +95,10 @@ class _Caller:
 class CallLimits:
     """Limits on the calls that peers make of this node's DHT."""
 
-    def __init__(self, admits: Admits = everybody, rule: IndexRule | None = None) -> None:
+    def __init__(self, rule: IndexRule, admits: Admits = everybody) -> None:
         """`admits`: whose calls are answered. `rule`: by which the entries in them are checked."""
         self._admits = admits
-        self._rule = rule or IndexRule(None, time.time)
+        self._rule = rule
         self.refused: Counter[str] = Counter()
         """Calls that were refused, by reason: rate, busy, oversize, malformed, stranger."""
         self._callers: BoundedMap[PeerID, _Caller] = BoundedMap(MAX_REMEMBERED_CALLERS)

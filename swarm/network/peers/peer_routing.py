@@ -55,18 +55,26 @@ ChooseAddresses = Callable[[str, Iterable[str]], Addresses]
 """(peer id, addresses that others claim for it) -> those to dial now."""
 
 
+class SessionSlot:
+    """Holds the session of one transport, which its supervisor replaces."""
+
+    def __init__(self) -> None:
+        self.current: HivemindSession | None = None
+        """None before the start, after the end, and while a broken session is being replaced."""
+
+
 class PeerRouting:
     """The addresses of peers, as far as one node knows or can ask. It runs on the node's loop."""
 
     def __init__(
         self,
-        session: "Callable[[], HivemindSession | None]",
+        sessions: SessionSlot,
         ask: Ask,
         rng: random.Random,
         choose: ChooseAddresses = dialable,
     ) -> None:
-        """`session`: the present one, None while there is none. `choose` decides which addresses are dialled."""
-        self._session = session
+        """`choose` decides which addresses are dialled."""
+        self._sessions = sessions
         self._ask = ask
         self._rng = rng
         self._choose = choose
@@ -96,7 +104,7 @@ class PeerRouting:
         """A request handler: where the peers are that are connected to this node, or have announced it themselves."""
         wanted = _peer_ids(request)
         found: dict[str, list[str]] = {}
-        session = self._session()
+        session = self._sessions.current
         if session is not None:
             with contextlib.suppress(NetworkError):  # then with what was announced
                 connected = wanted & await self._list(session)
@@ -146,7 +154,7 @@ class PeerRouting:
         return await asyncio.shield(search)
 
     async def _search(self, peer_id: str) -> bool:
-        session = self._session()
+        session = self._sessions.current
         if session is None:
             return False
         try:
