@@ -1,8 +1,7 @@
-"""A bounded map for what strangers announce: whoever holds most of it loses the oldest entry first.
+"""Maps of bounded size for what a node remembers of other peers, however many names an attacker makes up.
 
-What was seen of strangers, for as long as it could come again.
-
-A bounded table of peers in which strangers cannot displace the peers that this node has met.
+`BoundedMap` drops the oldest entry, `ExpiringKeys` also those whose time is over, `FairMap` the oldest entry of the owner
+that holds most, and `BoundedPeers` keeps the peers that this node was connected to longer than strangers.
 """
 
 from collections import OrderedDict
@@ -11,7 +10,29 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
+V = TypeVar("V")
+
 _MIN_CLEANED_KEYS = 256
+
+
+class BoundedMap(OrderedDict[K, V]):
+    """A dictionary of at most `max_items` entries. The entry that was set or used longest ago is dropped first."""
+
+    def __init__(self, max_items: int) -> None:
+        super().__init__()
+        self._max_items = max_items
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        while len(self) > self._max_items:
+            self.popitem(last=False)
+
+    def get_or_add(self, key: K, make: Callable[[], V]) -> V:
+        """Return the value of `key`, made by `make` where there is none. The entry counts as used."""
+        value = self[key] if key in self else make()
+        self[key] = value
+        return value
 
 
 class ExpiringKeys(Generic[K]):
@@ -45,9 +66,6 @@ class ExpiringKeys(Generic[K]):
             now = self._clock()
             self._expires_at = OrderedDict((key, until) for key, until in self._expires_at.items() if until > now)
             self._clean_above = max(_MIN_CLEANED_KEYS, 2 * len(self._expires_at))
-
-
-V = TypeVar("V")
 
 
 class FairMap(Generic[K, V]):

@@ -27,18 +27,15 @@ class TokenBucket:
 
     def take(self, amount: float, now: float) -> float:
         """Take `amount` in any case; seconds to wait until it would have been there."""
-        if self._per_s <= 0:
-            return 0.0
-        self._fill(now)
-        self._tokens -= amount
-        return max(0.0, -self._tokens / self._per_s)
+        self._tokens -= amount if self._per_s > 0 else 0.0
+        return self.wait_s(now)
 
-    def wait_s(self, now: float) -> float:
-        """Seconds until what was taken so far is paid for."""
+    def wait_s(self, now: float, amount: float = 0.0) -> float:
+        """Return the seconds until `amount` can be taken; by default, until the bucket is no longer overdrawn."""
         if self._per_s <= 0:
             return 0.0
         self._fill(now)
-        return max(0.0, -self._tokens / self._per_s)
+        return max(0.0, (amount - self._tokens) / self._per_s)
 
     def _fill(self, now: float) -> None:
         self._tokens = min(self._burst, self._tokens + (now - self._filled_at) * self._per_s)

@@ -6,15 +6,14 @@ Addresses take turns, too: one with a hundred connections that wait is served as
 import asyncio
 from collections.abc import Callable, Hashable
 
+from swarm.limits.token_bucket import TokenBucket
+
 
 class FairRateLimiter:
     """At once while there are any left of a burst, then one address after the other. For one loop."""
 
     def __init__(self, per_second: float, burst: int) -> None:
-        self._interval_s = 1.0 / per_second
-        self._burst = burst
-        self._num_left = float(burst)
-        self._counted_at = 0.0
+        self._turns = TokenBucket(per_second, burst, now=0.0)
         self._waiting: dict[str, dict[Hashable, Callable[[], None]]] = {}
         """By address: whose turn is next comes first, and of each the oldest."""
         self._timer: asyncio.TimerHandle | None = None
@@ -22,9 +21,7 @@ class FairRateLimiter:
     def take(self, address: str, who: Hashable, action: Callable[[], None]) -> None:
         """Do it now, or when its turn comes. `who` waits for one turn at a time."""
         assert who not in self._waiting.get(address, ()), "one turn at a time"
-        self._refill()
-        if not self._waiting and self._num_left >= 1:
-            self._num_left -= 1
+        if not self._waiting and self._turns.try_take(1, _now()):
             action()
         else:
             self._waiting.setdefault(address, {})[who] = action
@@ -37,22 +34,14 @@ class FairRateLimiter:
         if not waiting:
             self._waiting.pop(address, None)
 
-    def _refill(self) -> None:
-        now = asyncio.get_running_loop().time()
-        self._num_left = min(self._burst, self._num_left + (now - self._counted_at) / self._interval_s)
-        self._counted_at = now
-
     def _wait(self) -> None:
         if self._timer is None and self._waiting:
-            missing = max(0.0, 1.0 - self._num_left)
-            self._timer = asyncio.get_running_loop().call_later(missing * self._interval_s, self._next)
+            self._timer = asyncio.get_running_loop().call_later(self._turns.wait_s(_now(), 1), self._next)
 
     def _next(self) -> None:
         self._timer = None
-        self._refill()
         action: Callable[[], None] | None = None
-        if self._waiting and self._num_left >= 1:
-            self._num_left -= 1
+        if self._waiting and self._turns.try_take(1, _now()):
             address = next(iter(self._waiting))
             waiting = self._waiting.pop(address)
             action = waiting.pop(next(iter(waiting)))
@@ -61,3 +50,7 @@ class FairRateLimiter:
         self._wait()
         if action is not None:
             action()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

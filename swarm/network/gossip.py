@@ -6,12 +6,12 @@ pubsub: faster, but passes on what it has not looked at; for swarms whose member
 
 import logging
 import random
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarm.limits.bounded_maps import BoundedPeers
+from swarm.limits.bounded_maps import BoundedMap, BoundedPeers
 from swarm.limits.token_bucket import TokenBucket
 from swarm.network.peers.dialling import Dialling
 from swarm.network.transport import MAX_GOSSIP_BYTES, Admits, GossipHandler, ValidationResult, everybody
@@ -101,10 +101,9 @@ class GossipAddressBook:
 
 @dataclass(slots=True)
 class _Forwarder:
-    allowance: float
-    since: float
+    messages: TokenBucket
     own_share: TokenBucket
-    faults: float = 0.0
+    faults: TokenBucket
     shut_out_until: float = 0.0
 
 
@@ -132,7 +131,7 @@ class ForwarderGuard:
         """`clock`: seconds of any origin that never go back. `admits`: whom to listen to at all."""
         self._clock = clock
         self._admits = admits
-        self._forwarders: OrderedDict[str, _Forwarder] = OrderedDict()
+        self._forwarders: BoundedMap[str, _Forwarder] = BoundedMap(self.MAX_FORWARDERS)
         self._shared = TokenBucket(self.SHARED_PER_S, 2 * self.SHARED_PER_S, clock())
         self.rejected: Counter[str] = Counter()
 
@@ -185,15 +184,11 @@ class ForwarderGuard:
         self._blame(self._state(peer_id), self._clock(), 1.0)
 
     def _spend(self, state: _Forwarder, now: float, count: int) -> bool:
-        state.allowance = min(2 * self.RATE_PER_S, state.allowance + (now - state.since) * self.RATE_PER_S)
-        state.faults = max(0.0, state.faults - (now - state.since) * self.FAULTS_FADE_PER_S)
-        state.since = now
-        if state.allowance < count:
-            self.rejected["flood"] += 1
-            self._blame(state, now, 0.2)
-            return False
-        state.allowance -= count
-        return True
+        if state.messages.try_take(count, now):
+            return True
+        self.rejected["flood"] += 1
+        self._blame(state, now, 0.2)
+        return False
 
     @staticmethod
     def _ask(handler: GossipHandler, peer_id: str, message: bytes) -> ValidationResult:
@@ -204,21 +199,20 @@ class ForwarderGuard:
             return ValidationResult.IGNORE
 
     def _blame(self, state: _Forwarder, now: float, faults: float) -> None:
-        state.faults += faults
-        if state.faults > self.MAX_FAULTS:
-            state.faults, state.shut_out_until = 0.0, now + self.SHUT_OUT_S
+        if state.faults.take(faults, now) > 0:
+            state.faults = TokenBucket(self.FAULTS_FADE_PER_S, self.MAX_FAULTS, now)
+            state.shut_out_until = now + self.SHUT_OUT_S
 
     def _state(self, peer_id: str) -> _Forwarder:
-        state = self._forwarders.get(peer_id)
-        if state is None:
-            now = self._clock()
-            state = self._forwarders[peer_id] = _Forwarder(
-                2 * self.RATE_PER_S, now, TokenBucket(self.OWN_SHARE_PER_S, 2.0, now)
-            )
-        self._forwarders.move_to_end(peer_id)
-        while len(self._forwarders) > self.MAX_FORWARDERS:
-            self._forwarders.popitem(last=False)
-        return state
+        return self._forwarders.get_or_add(peer_id, self._new_state)
+
+    def _new_state(self) -> _Forwarder:
+        now = self._clock()
+        return _Forwarder(
+            messages=TokenBucket(self.RATE_PER_S, 2 * self.RATE_PER_S, now),
+            own_share=TokenBucket(self.OWN_SHARE_PER_S, 2.0, now),
+            faults=TokenBucket(self.FAULTS_FADE_PER_S, self.MAX_FAULTS, now),
+        )
 
 
 class GossipSlot:

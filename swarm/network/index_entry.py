@@ -6,12 +6,13 @@ The claim can only make the life of this copy shorter.
 """
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import inf
 from time import perf_counter
 
+from swarm.limits.bounded_maps import BoundedMap
 from swarm.limits.token_bucket import TokenBucket
 
 MAX_VALUE_BYTES = 1024 + 192
@@ -96,7 +97,7 @@ class IndexRule:
         self._validator = validator
         self._clock = clock
         self._checking = TokenBucket(CHECKING_SHARE, CHECKING_BURST_S, perf_counter())
-        self._false_entries: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._false_entries: BoundedMap[str, TokenBucket] = BoundedMap(_MAX_REMEMBERED_GIVERS)
         """{peer that gave entries that are none: how many more it may give}"""
         self.refused: Counter[str] = Counter()
         """Entries of true authors that were refused, by reason: `expired`, `stretched` (a claim beyond the signed
@@ -141,14 +142,10 @@ class IndexRule:
 
     def _blame(self, giver: str | None, now: float) -> None:
         """Count an entry that nobody may store or believe against the peer that sent it."""
-        if giver is None:
-            return
-        if giver not in self._false_entries:
-            self._false_entries[giver] = TokenBucket(_FALSE_ENTRIES_PER_S, MAX_FALSE_ENTRIES - 1, now)
-            if len(self._false_entries) > _MAX_REMEMBERED_GIVERS:
-                self._false_entries.popitem(last=False)
-        self._false_entries[giver].take(1, now)
-        self._false_entries.move_to_end(giver)
+        if giver is not None:
+            self._false_entries.get_or_add(
+                giver, lambda: TokenBucket(_FALSE_ENTRIES_PER_S, MAX_FALSE_ENTRIES - 1, now)
+            ).take(1, now)
 
     def newest(self, key: str, copies: Iterable[tuple[str | None, str, bytes, float | None]]) -> dict[str, bytes]:
         """Of what several hosts answered, (host, subkey, value, claimed end), the newest valid entry of each subkey."""

@@ -10,7 +10,6 @@ others, which bound its calls, so what all light nodes together may have it do s
 
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 import msgpack
 
 from swarm.errors import RequestError
+from swarm.limits.bounded_maps import BoundedMap
 from swarm.limits.token_bucket import TokenBucket
 from swarm.network.index_entry import (
     MAX_ENTRIES_PER_KEY,
@@ -78,7 +78,7 @@ class IndexGateway:
         self._rule = rule
         self._monotonic = monotonic
         self._allowed = TokenBucket(SEARCHES_PER_S, BURST_S * SEARCHES_PER_S, monotonic())
-        self._allowed_to: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._allowed_to: BoundedMap[str, TokenBucket] = BoundedMap(_MAX_REMEMBERED_PEERS)
         self._num_searches = 0
 
     async def answer(self, peer_id: str, request: bytes) -> bytes:
@@ -115,13 +115,9 @@ class IndexGateway:
     def _admit(self, peer_id: str) -> None:
         """Count a search for a peer. Raises RequestRefused."""
         now = self._monotonic()
-        allowed = self._allowed_to.get(peer_id)
-        if allowed is None:
-            allowed = TokenBucket(SEARCHES_PER_PEER_PER_S, BURST_S * SEARCHES_PER_PEER_PER_S, now)
-            self._allowed_to[peer_id] = allowed
-            if len(self._allowed_to) > _MAX_REMEMBERED_PEERS:
-                self._allowed_to.popitem(last=False)
-        self._allowed_to.move_to_end(peer_id)
+        allowed = self._allowed_to.get_or_add(
+            peer_id, lambda: TokenBucket(SEARCHES_PER_PEER_PER_S, BURST_S * SEARCHES_PER_PEER_PER_S, now)
+        )
         if self._num_searches >= MAX_SEARCHES:
             raise RequestRefused("busy")
         if not (allowed.try_take(1, now) and self._allowed.try_take(1, now)):

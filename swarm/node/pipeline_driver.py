@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from swarm.config import Config
 from swarm.errors import ConfigError
 from swarm.network.commands.caller import CommandCaller
+from swarm.network.commands.envelope import CommandChannel
 from swarm.network.transport import Transport
 from swarm.node.stage_process import check_crew
 from swarm.records.identity import Identity
@@ -38,14 +39,15 @@ class PipelineDriver:
             )
         self._config = config
         self._deadline_s = pipeline.startup_timeout_s  # of loading, the longest order; others have the crew's own
-        self._caller = CommandCaller(identity, config.swarm_id, pipeline.name, pipeline.members, transport, clock)
+        channel = CommandChannel(config.swarm_id, pipeline.name, driver=pipeline.driver, members=pipeline.members)
+        self._caller = CommandCaller(channel, identity, transport, clock=clock)
         self._keeper: PipelineSupervisor | None = None
 
     async def give(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
         """See `remote_link.Give`."""
         # the first question makes a machine import for seconds, and whoever asks it has a deadline of its own
         silence_s = None if kind == "machine" else self._config.policy.pipeline.silence_timeout_s
-        return await self._caller.give(
+        return await self._caller.send(
             peer_id,
             kind,
             payload,

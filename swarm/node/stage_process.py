@@ -18,6 +18,7 @@ from swarm.errors import ConfigError
 from swarm.machine.memory import bound_arenas
 from swarm.machine.safe_files import close_to_others
 from swarm.machine.stop_signals import obey_stop_signals
+from swarm.network.commands.envelope import CommandChannel
 from swarm.network.commands.service import CommandService
 from swarm.network.transport import Transport
 from swarm.node.crash_report import crash_reports
@@ -135,9 +136,8 @@ class StageProcess:
         transport = node_transport(config, self._identity, self._folder, validator)
         assert transport is not None, "checked by check_crew"
         pipeline = self._config.policy.pipeline
-        service = CommandService(
-            transport, self._config.swarm_id, pipeline.name, pipeline.driver, host.carry_out, host.max_payload_bytes
-        )
+        channel = CommandChannel(config.swarm_id, pipeline.name, driver=pipeline.driver, members=pipeline.members)
+        service = CommandService(channel, transport, carry_out=host.carry_out, max_payload=host.max_payload_bytes)
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(transport.stop)
             stack.push_async_callback(service.close)
@@ -202,4 +202,4 @@ def _held(host: "StageHost") -> str:
 def _doing(host: "StageHost", service: CommandService) -> str:
     status = host.status()
     version = f"version {max(status.versions)} · " if status.versions else ""
-    return f"{version}{status.num_copies} copies · {service.num_orders} orders"
+    return f"{version}{status.num_copies} copies · {service.num_commands} orders"

@@ -10,23 +10,10 @@ offer counts in the one list for which it was signed, so nobody can list a peer 
 from dataclasses import dataclass
 from typing import Literal
 
-from swarm.records.codec import decode_record, encode_record
+from swarm.records.codec import check_lifetime, check_signature, open_fields, sign_fields
 from swarm.records.identity import Identity
 from swarm.records.presence import MAX_SHARD_LEVEL
-from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.records.signing import (
-    PROTOCOL_VERSION,
-    Purpose,
-    check_bytes,
-    check_float,
-    check_int,
-    check_text,
-    check_versioned,
-    pack,
-    sign_record,
-    signature_is_valid,
-    unpack,
-)
+from swarm.records.signing import Purpose, check_bytes, check_float, check_int, check_text
 from swarm.types import MAX_ADAPTER_BYTES, MAX_PRECISION_CHARS
 
 AdapterList = Literal["merge", "donors", "final"]
@@ -65,31 +52,24 @@ class AdapterOffer:
 
 def sign_offer(identity: Identity, swarm_id: str, offer: AdapterOffer, kind: AdapterList = "merge") -> bytes:
     """The record as it is stored and sent."""
-    payload = pack(
-        [
-            PROTOCOL_VERSION,
-            bytes.fromhex(swarm_id),
-            bytes.fromhex(offer.lineage),
-            offer.outer_round,
-            offer.policy_version,
-            offer.precision,
-            offer.num_bytes,
-            offer.sha256,
-            offer.level,
-            offer.created_at,
-            offer.expires_at,
-        ]
-    )
-    return encode_record(sign_record(identity, swarm_id, payload, _PURPOSES[kind]))
+    fields = [
+        bytes.fromhex(offer.lineage),
+        offer.outer_round,
+        offer.policy_version,
+        offer.precision,
+        offer.num_bytes,
+        offer.sha256,
+        offer.level,
+        offer.created_at,
+        offer.expires_at,
+    ]
+    return sign_fields(identity, swarm_id, fields, purpose=_PURPOSES[kind])
 
 
 def verify_offer(data: bytes, swarm_id: str, kind: AdapterList = "merge") -> AdapterOffer:
     """Decode a record and check that it was signed for this list; says nothing of the time. Raises InvalidRecord."""
-    record = decode_record(data)
-    fields = check_versioned(unpack(record.payload), 11)
-    named_swarm, lineage, outer_round, version, precision, num_bytes, sha256, level, created_at, expires_at = fields
-    if check_bytes(named_swarm, 16).hex() != swarm_id:
-        raise InvalidRecord(Rejection.FOREIGN_SWARM)
+    record, fields = open_fields(data, swarm_id, num_fields=9)
+    lineage, outer_round, version, precision, num_bytes, sha256, level, created_at, expires_at = fields
     offer = AdapterOffer(
         peer_id=record.author,
         lineage=check_bytes(lineage, 16).hex(),
@@ -102,8 +82,6 @@ def verify_offer(data: bytes, swarm_id: str, kind: AdapterList = "merge") -> Ada
         created_at=check_float(created_at, 0.0, 1e11),
         expires_at=check_float(expires_at, 0.0, 1e11),
     )
-    if not signature_is_valid(record, swarm_id, _PURPOSES[kind]):
-        raise InvalidRecord(Rejection.BAD_SIGNATURE)
-    if offer.expires_at - offer.created_at > MAX_LIFETIME_S:
-        raise InvalidRecord(Rejection.CLOCK_SKEW, f"lives longer than {MAX_LIFETIME_S:.0f} s")
+    check_signature(record, swarm_id, _PURPOSES[kind])
+    check_lifetime(offer.created_at, offer.expires_at, MAX_LIFETIME_S)
     return offer

@@ -18,10 +18,12 @@ import msgpack
 import numpy as np
 import zstandard
 
+from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.records.signing import (
     MAX_ARRAY_ITEMS,
     PROTOCOL_VERSION,
+    Purpose,
     check_array,
     check_bool,
     check_bytes,
@@ -32,6 +34,8 @@ from swarm.records.signing import (
     check_version,
     check_versioned,
     pack,
+    sign_record,
+    signature_is_valid,
     unpack,
 )
 from swarm.types import BEACON_BYTES, GroupSummary, Header, Lineage, Rollout, RolloutGroup, SignedRecord, TaskRef
@@ -115,6 +119,36 @@ def decode_record(data: bytes) -> SignedRecord:
         raise InvalidRecord(Rejection.OVERSIZE, f"{len(data)} bytes > {MAX_RECORD_BYTES}")
     author, payload, signature = check_array(unpack(data), 3)
     return SignedRecord(check_text(author, MAX_PEER_ID_CHARS), check_bytes(payload), check_bytes(signature, 64))
+
+
+def sign_fields(identity: Identity, swarm_id: str, fields: list[Any], *, purpose: Purpose) -> bytes:
+    """Return a signed record whose payload is msgpack [version, swarm id, *fields]."""
+    payload = pack([PROTOCOL_VERSION, bytes.fromhex(swarm_id), *fields])
+    return encode_record(sign_record(identity, swarm_id, payload, purpose))
+
+
+def open_fields(data: bytes, swarm_id: str, *, num_fields: int) -> tuple[SignedRecord, list[Any]]:
+    """Return the record that `sign_fields` made, and its fields, which the caller still has to check. Raises InvalidRecord.
+
+    It does not verify the signature: that is the slowest check, so `check_signature` comes after those of the fields.
+    """
+    record = decode_record(data)
+    named_swarm, *fields = check_versioned(unpack(record.payload), num_fields + 2)
+    if check_bytes(named_swarm, 16).hex() != swarm_id:
+        raise InvalidRecord(Rejection.FOREIGN_SWARM)
+    return record, fields
+
+
+def check_signature(record: SignedRecord, swarm_id: str, purpose: Purpose) -> None:
+    """Raise InvalidRecord unless the author of the record signed it for this swarm and purpose."""
+    if not signature_is_valid(record, swarm_id, purpose):
+        raise InvalidRecord(Rejection.BAD_SIGNATURE)
+
+
+def check_lifetime(created_at: float, expires_at: float, max_s: float) -> None:
+    """Raise InvalidRecord for a record that claims a longer life than `max_s` seconds."""
+    if expires_at - created_at > max_s:
+        raise InvalidRecord(Rejection.CLOCK_SKEW, f"lives longer than {max_s:.0f} s")
 
 
 def encode_header(header: Header) -> bytes:

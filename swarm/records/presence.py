@@ -6,24 +6,9 @@ payload = msgpack [version, swarm id, [address, …], [gossip address, …], hos
 from dataclasses import dataclass
 from typing import Any
 
-from swarm.records.codec import decode_record, encode_record
+from swarm.records.codec import check_lifetime, check_signature, open_fields, sign_fields
 from swarm.records.identity import Identity
-from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.records.signing import (
-    PROTOCOL_VERSION,
-    Purpose,
-    check_bool,
-    check_bytes,
-    check_float,
-    check_int,
-    check_list,
-    check_text,
-    check_versioned,
-    pack,
-    sign_record,
-    signature_is_valid,
-    unpack,
-)
+from swarm.records.signing import Purpose, check_bool, check_float, check_int, check_list, check_text
 
 MAX_ADDRESSES = 4
 MAX_ADDRESS_CHARS = 96
@@ -50,28 +35,21 @@ class Presence:
 
 def sign_presence(identity: Identity, swarm_id: str, presence: Presence) -> bytes:
     """The record as it is stored. Addresses beyond the bounds are left out."""
-    payload = pack(
-        [
-            PROTOCOL_VERSION,
-            bytes.fromhex(swarm_id),
-            _within_bounds(presence.addresses),
-            _within_bounds(presence.gossip_addresses),
-            presence.hosts_index,
-            presence.level,
-            presence.created_at,
-            presence.expires_at,
-        ]
-    )
-    return encode_record(sign_record(identity, swarm_id, payload, Purpose.PRESENCE))
+    fields = [
+        _within_bounds(presence.addresses),
+        _within_bounds(presence.gossip_addresses),
+        presence.hosts_index,
+        presence.level,
+        presence.created_at,
+        presence.expires_at,
+    ]
+    return sign_fields(identity, swarm_id, fields, purpose=Purpose.PRESENCE)
 
 
 def verify_presence(data: bytes, swarm_id: str) -> Presence:
     """Decode a record and check its signature. Raises InvalidRecord for anything else than a peer's own statement."""
-    record = decode_record(data)
-    fields = check_versioned(unpack(record.payload), 8)
-    named_swarm, addresses, gossip_addresses, hosts_index, level, created_at, expires_at = fields
-    if check_bytes(named_swarm, 16).hex() != swarm_id:
-        raise InvalidRecord(Rejection.FOREIGN_SWARM)
+    record, fields = open_fields(data, swarm_id, num_fields=6)
+    addresses, gossip_addresses, hosts_index, level, created_at, expires_at = fields
     presence = Presence(
         peer_id=record.author,
         addresses=_addresses(addresses),
@@ -81,10 +59,8 @@ def verify_presence(data: bytes, swarm_id: str) -> Presence:
         created_at=check_float(created_at, 0.0, 1e11),
         expires_at=check_float(expires_at, 0.0, 1e11),
     )
-    if not signature_is_valid(record, swarm_id, Purpose.PRESENCE):
-        raise InvalidRecord(Rejection.BAD_SIGNATURE)
-    if presence.expires_at - presence.created_at > MAX_LIFETIME_S:
-        raise InvalidRecord(Rejection.CLOCK_SKEW, f"lives longer than {MAX_LIFETIME_S:.0f} s")
+    check_signature(record, swarm_id, Purpose.PRESENCE)
+    check_lifetime(presence.created_at, presence.expires_at, MAX_LIFETIME_S)
     return presence
 
 

@@ -16,10 +16,11 @@ import contextlib
 import logging
 import math
 import random
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 
 from swarm.errors import RequestError, SiloError
+from swarm.limits.bounded_maps import BoundedMap
 from swarm.network.transport import RequestRefused, Transport
 from swarm.observability.repeat import repeat
 from swarm.records.identity import Identity
@@ -94,13 +95,13 @@ class Bulletin:
         self._files = files
         self._entrances = [peer_id for peer_id in dict.fromkeys(entrances) if peer_id != identity.peer_id]
         self._rng = rng
-        self._hurried: OrderedDict[str, None] = OrderedDict()
+        self._hurried: dict[str, None] = {}
         self._next_ask_at = 0.0
         self._told_version = membership.version
         self._num_compared = 0
         self._greeted: set[str] = set()  # members that are connected and were asked since they came
         self._asking: dict[str, asyncio.Task[None]] = {}
-        self._asked_at: OrderedDict[str, float] = OrderedDict()
+        self._asked_at: BoundedMap[str, float] = BoundedMap(MAX_MEMBERS)
         self.faults: Counter[str] = Counter()
         """What was wrong with rolls that members handed over."""
         self._wake = asyncio.Event()
@@ -214,10 +215,7 @@ class Bulletin:
         if peer_id in self._asking or len(self._asking) >= _MAX_ASKED_AT_ONCE:
             return
         self._greeted.add(peer_id)
-        self._asked_at.pop(peer_id, None)
         self._asked_at[peer_id] = self._transport.now()
-        while len(self._asked_at) > MAX_MEMBERS:
-            self._asked_at.popitem(last=False)
         task = self._asking[peer_id] = asyncio.create_task(self.ask(peer_id), name="silo-ask")
         task.add_done_callback(lambda _: self._asking.pop(peer_id, None))
 

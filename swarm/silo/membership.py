@@ -8,10 +8,10 @@ The group's keys that a node holds: the newest one, to seal with, and the one be
 """
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 from swarm.errors import SiloError
+from swarm.limits.bounded_maps import BoundedMap
 from swarm.records.identity import Identity, peer_name
 from swarm.silo.grant import Grant, decode_grant
 from swarm.silo.roll import Member, Roll, decode_roll, wrap_context
@@ -107,7 +107,7 @@ class Membership:
         self._box_key = box_key(identity)
         self._clock = clock
         self._members: dict[str, Member] = {}  # of the roll
-        self._grants: OrderedDict[str, Grant] = OrderedDict()  # by peer id, of the roll's epoch
+        self._grants: BoundedMap[str, Grant] = BoundedMap(MAX_GRANTS)  # by peer id, of the roll's epoch
 
     @property
     def version(self) -> int:
@@ -158,7 +158,8 @@ class Membership:
         self.roll, self.roll_data = roll, data
         self._members = {member.peer_id: member for member in roll.members}
         # Grants of an earlier epoch are over: who was put out since is not on this roll.
-        self._grants = OrderedDict((one.peer_id, one) for one in self._grants.values() if self._counts(one))
+        for grant in [one for one in self._grants.values() if not self._counts(one)]:
+            del self._grants[grant.peer_id]
         self.seen.take(roll, data)
         if key is not None:
             self.keys.take(key)
@@ -175,10 +176,7 @@ class Membership:
         if self.roll is not None and grant.epoch < self.roll.epoch:
             raise SiloError(f"a silo's grant must be of epoch {self.roll.epoch}, got {grant.epoch}", "old")
         if self._counts(grant):
-            self._grants.pop(grant.peer_id, None)
             self._grants[grant.peer_id] = grant
-            while len(self._grants) > MAX_GRANTS:
-                self._grants.popitem(last=False)
         return grant
 
     def take_own_grant(self, data: bytes, wrapped: bytes) -> None:

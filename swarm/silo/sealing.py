@@ -10,7 +10,6 @@ wants them unique), so a silo that talks that much has long rotated its key. In 
 
 import hmac
 import os
-from collections import OrderedDict
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
@@ -19,6 +18,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from swarm.errors import SiloError
+from swarm.limits.bounded_maps import BoundedMap
 from swarm.records.identity import Identity
 
 KEY_BYTES = 32
@@ -42,7 +42,7 @@ class EpochKey:
             raise ValueError(f"a group key must have {KEY_BYTES} bytes, got {len(secret)}")
         self._secret = secret
         self._prefix = epoch.to_bytes(EPOCH_BYTES, "big")
-        self._ciphers: OrderedDict[str, ChaCha20Poly1305] = OrderedDict()
+        self._ciphers: BoundedMap[str, ChaCha20Poly1305] = BoundedMap(_MAX_PURPOSES)
         self._names_key = self._derived("names")
         self.epoch = epoch
 
@@ -71,12 +71,7 @@ class EpochKey:
         return self.epoch == other.epoch and hmac.compare_digest(self._secret, other._secret)
 
     def _cipher(self, purpose: str) -> ChaCha20Poly1305:
-        cipher = self._ciphers.get(purpose)
-        if cipher is None:
-            cipher = self._ciphers[purpose] = ChaCha20Poly1305(self._derived(purpose))
-            while len(self._ciphers) > _MAX_PURPOSES:
-                self._ciphers.popitem(last=False)
-        return cipher
+        return self._ciphers.get_or_add(purpose, lambda: ChaCha20Poly1305(self._derived(purpose)))
 
     def _derived(self, purpose: str) -> bytes:
         return _hkdf(self._secret, self._prefix + purpose.encode())

@@ -14,7 +14,7 @@ import pytest
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError
 from swarm.network.hivemind import daemon as daemon_module
-from swarm.network.hivemind.daemon import Daemon
+from swarm.network.hivemind.daemon import Daemon, DaemonSettings
 from swarm.network.hivemind.daemon_control import DaemonControl
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.libp2p.host import Libp2pHost
@@ -45,7 +45,7 @@ def _binary() -> Path:
 async def running(role: Role) -> AsyncIterator[tuple[Daemon, DaemonControl]]:
     with tempfile.TemporaryDirectory(prefix="swarm-test-") as folder:
         socket = Path(folder) / "control.sock"
-        daemon = Daemon(_binary(), socket, None, [LOOPBACK], [], role)
+        daemon = Daemon(_binary(), socket, DaemonSettings(role, [LOOPBACK]))
         await daemon.start(20)
         try:
             yield daemon, DaemonControl(socket)

@@ -205,8 +205,10 @@ async def test_words_of_a_listener_put_no_honest_peer_at_its_address(tmp_path: P
             address = f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}"
             said: list[str] = []
             assert node._session is not None
-            told = node._session.on_answered
-            node._session.on_answered = lambda peer_id, addresses: (said.append(peer_id), told(peer_id, addresses))[1]
+            told = node._session._on_other_peer
+            node._session._on_other_peer = lambda peer_id, addresses: (said.append(peer_id), told(peer_id, addresses))[
+                1
+            ]
             assert not await node._session.connect(made_up, (address,))
         assert said == [honest], "else the listener says it in another way by now"
         assert node.seen_at(honest) == ()

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from swarm.config import NetworkSection
+from swarm.network.context import NetworkContext
 from swarm.network.libp2p.gossip import Libp2pGossip
 from swarm.network.libp2p.restraint import SILENCE_S
-from swarm.network.transport import TrafficCounter, ValidationResult
+from swarm.network.transport import ValidationResult
 from swarm.records.identity import Identity
 
 TOPIC = "test/topic"
@@ -23,7 +24,7 @@ class Plane:
     def __init__(self, number: int) -> None:
         identity = Identity(bytes([number]) * 32)
         self.peer_id = identity.peer_id
-        self.gossip = Libp2pGossip.of(NetworkSection(), identity, TrafficCounter())
+        self.gossip = Libp2pGossip(NetworkContext.of(NetworkSection(), identity))
         self.heard: asyncio.Queue[bytes] = asyncio.Queue()
         self.gossip.subscribe(TOPIC, self._hear)
 

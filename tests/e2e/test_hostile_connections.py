@@ -165,7 +165,8 @@ async def test_an_error_in_the_librarys_own_handlers_ends_the_stream_alone() -> 
 
     refused: Counter[str] = Counter()
     stream = _Stream()
-    await ConnectionGater(refused)._guarded(breaks)(stream)  # type: ignore[arg-type]
+    async with opened() as host:
+        await ConnectionGater(host._host, refused)._guarded(breaks)(stream)  # type: ignore[arg-type]
     assert refused == {"broken": 1}
     assert stream.is_reset
 

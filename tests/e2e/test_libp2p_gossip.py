@@ -12,6 +12,7 @@ import pytest
 
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError
+from swarm.network.context import NetworkContext
 from swarm.network.gossip import ForwarderGuard
 from swarm.network.libp2p.gossip import NUM_NEIGHBORS, Libp2pGossip
 from swarm.network.libp2p.host import Libp2pHost
@@ -19,7 +20,7 @@ from swarm.network.libp2p.parts import rpc_pb2
 from swarm.network.libp2p.pubsub import MAX_CALL_BYTES, MAX_TOPIC_CHARS, MAX_TOPICS_PER_PEER, encode_frame
 from swarm.network.libp2p.trio_guest import TrioGuest
 from swarm.network.tcp_address import TcpAddress
-from swarm.network.transport import MAX_GOSSIP_BYTES, TrafficCounter, ValidationResult
+from swarm.network.transport import MAX_GOSSIP_BYTES, ValidationResult
 from swarm.records.identity import Identity
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -35,8 +36,9 @@ class Member:
     def __init__(self, number: int) -> None:
         self.identity = Identity(bytes([number]) * 32)
         self.peer_id = self.identity.peer_id
-        self.traffic = TrafficCounter()
-        self.plane = Libp2pGossip.of(NetworkSection(), self.identity, self.traffic)
+        context = NetworkContext.of(NetworkSection(), self.identity)
+        self.traffic = context.traffic
+        self.plane = Libp2pGossip(context)
         self.got: Counter[bytes] = Counter()
         self.seen: list[tuple[str, bytes]] = []
         self.arrived = asyncio.Event()
@@ -167,7 +169,7 @@ async def test_a_peer_that_is_shut_out_again_and_again_is_named_once(
 
     caplog.set_level(logging.DEBUG, "swarm.network.libp2p.gossip")
     identity = Identity(bytes([77]) * 32)
-    plane = Libp2pGossip.of(NetworkSection(), identity, TrafficCounter(), admits=lambda peer_id, wanted: False)
+    plane = Libp2pGossip(NetworkContext.of(NetworkSection(), identity, admits=lambda peer_id, wanted: False))
     outsider = await Libp2pHost.open(Identity(bytes([78]) * 32), LOOPBACK, timeout_s=DEADLINE_S)
     try:
         await plane.start()
@@ -177,7 +179,7 @@ async def test_a_peer_that_is_shut_out_again_and_again_is_named_once(
         assert levels() == [logging.INFO, logging.DEBUG]
         for number in range(1000):
             plane._tell_shut_out(str(number))
-        assert len(plane._told_shut_out) < 300
+        assert len(plane._reported) < 300
     finally:
         await outsider.close()
         await plane.stop()
@@ -229,7 +231,11 @@ async def test_bytes_that_are_no_calls_are_held_against_their_sender_and_end_not
     async with members(2) as (a, b):
         async with stranger(a) as writer:
             writer.write(WRONG_CALLS[kind])
-            await until(lambda: any(state.faults > 0 for state in a.plane._guard._forwarders.values()))
+            await until(
+                lambda: any(
+                    state.faults._tokens < ForwarderGuard.MAX_FAULTS for state in a.plane._guard._forwarders.values()
+                )
+            )
         await lives(a, b, b"good still")
         assert [message for _, message in b.seen] == [b"good still"]
 
@@ -338,7 +344,7 @@ async def test_a_plane_that_broke_down_is_opened_again_at_its_port_and_finds_its
     async with members(2) as (a, b):
         addresses = a.plane.addresses
         broken = a.pubsub
-        a.plane._host._guest._token.run_sync_soon(broken.manager.run_task, break_down)  # type: ignore[union-attr]
+        a.plane._host._guest.call_soon(lambda: broken.manager.run_task(break_down))  # type: ignore[union-attr]
         await until(lambda: a.plane.num_restarts == 1 and a.plane._pubsub not in (None, broken))
         assert a.plane.addresses == addresses
         await until(lambda: b.peer_id in a.mesh and a.peer_id in b.mesh)
@@ -375,7 +381,7 @@ async def test_the_host_has_the_peer_id_of_the_identity() -> None:
 async def test_a_port_that_is_taken_is_said() -> None:
     async with members(1) as (one,):
         taken = TcpAddress.parse(one.plane.addresses[0])
-        other = Libp2pGossip(Identity(bytes([50]) * 32), [taken], (), TrafficCounter(), timeout_s=DEADLINE_S)
+        other = Libp2pGossip(NetworkContext.of(NetworkSection(gossip_listen=(str(taken),)), Identity(bytes([50]) * 32)))
         with pytest.raises(NetworkError, match=r"py-libp2p must start on /ip4/127\.0\.0\.1/tcp/\d+, got "):
             await other.start()
         await other.stop()

@@ -116,7 +116,7 @@ async def test_sockets_of_a_killed_node_are_removed_by_the_next(tmp_path: Path) 
 async def test_daemon_of_a_node_that_is_killed_during_start_up_ends_by_itself(tmp_path: Path) -> None:
     program = (
         "import asyncio, pathlib, sys\n"
-        "from swarm.network.hivemind.daemon import Daemon\n"
+        "from swarm.network.hivemind.daemon import Daemon, DaemonSettings\n"
         "from swarm.network.hivemind.parts import hivemind_cli\n"
         "from swarm.network.reach.role import Role\n"
         "from swarm.network.tcp_address import TcpAddress\n"
@@ -125,7 +125,8 @@ async def test_daemon_of_a_node_that_is_killed_during_start_up_ends_by_itself(tm
         "    write_libp2p_key(Identity(bytes(32)), folder / 'key')\n"
         "    binary = pathlib.Path(hivemind_cli.__path__[0]) / 'p2pd'\n"
         "    listen = [TcpAddress('ip4', '127.0.0.1', 0)]\n"
-        "    daemon = Daemon(binary, folder / 'c.sock', folder / 'key', listen, [], Role(True, True), idle_timeout_s=5)\n"
+        "    settings = DaemonSettings(Role(True, True), listen)\n"
+        "    daemon = Daemon(binary, folder / 'c.sock', settings, key_file=folder / 'key', idle_timeout_s=5)\n"
         "    await daemon.start(20)\n"
         "    print(daemon.pid, flush=True)\n"  # no control connection yet
         "    await asyncio.get_running_loop().create_future()\n"

@@ -9,6 +9,7 @@ import pytest
 
 from swarm.errors import RequestError
 from swarm.network.commands.caller import CommandCaller
+from swarm.network.commands.envelope import CommandChannel
 from swarm.network.commands.service import CommandService
 from swarm.network.index_entry import check_entry
 from swarm.network.memory.transport import MemoryTransport
@@ -407,16 +408,17 @@ def test_stage_traffic_is_sealed_like_all_else(tmp_path: Path) -> None:
 
     async def main() -> None:
         pair = Pair(tmp_path)
-        caller = CommandCaller(ANN, SILO_ID, "crew", [BEN.peer_id], pair.ann, virtual_now)
+        channel = CommandChannel(SILO_ID, "crew", ANN.peer_id, (BEN.peer_id,))
+        caller = CommandCaller(channel, ANN, pair.ann, virtual_now)
         heard: list[tuple[str, bytes]] = []
 
         def carry_out(kind: str, data: bytes) -> bytes:
             heard.append((kind, data))
             return reply
 
-        service = CommandService(pair.ben, SILO_ID, "crew", ANN.peer_id, carry_out, lambda kind: 4 << 20)
+        service = CommandService(channel, pair.ben, carry_out=carry_out, max_payload=lambda kind: 4 << 20)
         async with pair:
-            answer = await caller.give(BEN.peer_id, "forward", payload, max_reply_bytes=1 << 20, deadline_s=60)
+            answer = await caller.send(BEN.peer_id, "forward", payload, max_reply_bytes=1 << 20, deadline_s=60)
             await service.close()
         assert (answer, heard) == (reply, [("forward", payload)])
         wire = pair.silo.ears.wire

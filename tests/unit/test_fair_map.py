@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.limits.bounded_maps import FairMap
+from swarm.limits.bounded_maps import BoundedMap, FairMap
 
 
 def filled(entries: str, **bounds: int) -> FairMap[int, str]:
@@ -59,3 +59,13 @@ def test_bounds_hold_whatever_comes(steps: list[tuple[int, str, bool]]) -> None:
     for key in list(made):
         made.pop(key)
     assert len(made) == 0 and not made._owners and not made._by_count
+
+
+def test_a_bounded_map_drops_the_entry_that_was_set_or_used_longest_ago() -> None:
+    latest = BoundedMap[str, int](2)
+    latest["a"], latest["b"], latest["a"] = 1, 2, 3
+    latest["c"] = 4
+    assert list(latest.items()) == [("a", 3), ("c", 4)]
+    assert latest.get_or_add("a", lambda: 0) == 3
+    assert latest.get_or_add("d", lambda: 5) == 5
+    assert list(latest.items()) == [("a", 3), ("d", 5)]

@@ -1,6 +1,7 @@
 """Calls of strangers on the DHT are counted before they are decoded, and their replies looked at before hivemind does."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ from swarm.network.hivemind.index_calls import (
     FlatSerializer,
     node_id_of,
 )
-from swarm.network.index_entry import MAX_ENTRIES_PER_KEY
+from swarm.network.index_entry import MAX_ENTRIES_PER_KEY, IndexRule
 from swarm.network.memory.virtual_clock import run
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -59,7 +60,7 @@ def door(reply: bytes = b"reply") -> tuple[CallLimits, Any, list[bytes]]:
     async def add(name: str, handler: object, balanced: bool = False) -> None:
         control.unary_handlers[name] = handler
 
-    limits, client = CallLimits(), SimpleNamespace(control=control, add_unary_handler=add)
+    limits, client = CallLimits(IndexRule(None, time.time)), SimpleNamespace(control=control, add_unary_handler=add)
     limits.install(client)
     return limits, client, came
 

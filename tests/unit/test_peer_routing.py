@@ -9,7 +9,7 @@ import pytest
 
 from swarm.errors import RequestError
 from swarm.network.memory.virtual_clock import run
-from swarm.network.peers.peer_routing import MAX_ASKED_PEERS, MAX_IN_VAIN, PeerRouting, _Remembered
+from swarm.network.peers.peer_routing import MAX_ASKED_PEERS, MAX_IN_VAIN, PeerRouting, SessionSlot
 from swarm.network.transport import RequestRefused
 from swarm.records.identity import Identity
 
@@ -55,7 +55,9 @@ class Node:
         self.session = FakeSession(connected, works or {})
         self.asked: list[str] = []
         self.answers: dict[str, object] = {}
-        self.routing = PeerRouting(lambda: self.session, self._ask, random.Random(0))  # type: ignore[arg-type, return-value]
+        sessions = SessionSlot()
+        sessions.current = self.session  # type: ignore[assignment]
+        self.routing = PeerRouting(sessions, self._ask, random.Random(0))
 
     async def _ask(self, peer_id: str, request: bytes) -> bytes:
         self.asked.append(peer_id)
@@ -217,8 +219,10 @@ def test_a_malformed_question_is_refused(request_bytes: bytes) -> None:
 
 
 def test_what_is_remembered_of_peers_is_bounded() -> None:
-    remembered: _Remembered[int] = _Remembered()
-    for number in range(10_000):
-        remembered[str(number)] = number
-    assert len(remembered) == 4096
-    assert "9999" in remembered
+    async def main() -> None:
+        routing = Node([EVE], {}).routing
+        routing.named(EVE, map(str, range(10_000)))
+        assert len(routing._named_by) == 4096
+        assert "9999" in routing._named_by
+
+    run(main())

@@ -19,6 +19,7 @@ from swarm.engine.sampling import Sampling
 from swarm.engine.transformers_engine import TransformersEngine
 from swarm.errors import PipelineError, StageLostError
 from swarm.network.commands.caller import CommandCaller
+from swarm.network.commands.envelope import CommandChannel
 from swarm.network.commands.service import CommandService
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.pipeline.commands import StageSettings
@@ -78,18 +79,19 @@ async def driven(
     base = base_model(POLICY, "cpu")
     network = MemoryNetwork(random.Random(0), time.time)
     transports = {peer_id: MemoryTransport(network, peer_id) for peer_id in (DRIVER.peer_id, *MEMBERS)}
-    caller = CommandCaller(DRIVER, SWARM, "crew", MEMBERS, transports[DRIVER.peer_id], time.time)
+    channel = CommandChannel(SWARM, "crew", DRIVER.peer_id, tuple(MEMBERS))
+    caller = CommandCaller(channel, DRIVER, transports[DRIVER.peer_id], time.time)
     hosts, services = {}, []
     for number, peer_id in enumerate(MEMBERS):
         fixed = part_by_hand(base, *layers[number]) if number < len(layers) else None
         hosts[peer_id] = host = host_of(number, base, StageSettings(), fixed=fixed)
         services.append(
-            CommandService(transports[peer_id], SWARM, "crew", DRIVER.peer_id, host.carry_out, host.max_payload_bytes)
+            CommandService(channel, transports[peer_id], carry_out=host.carry_out, max_payload=host.max_payload_bytes)
         )
 
     async def give(peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
         silence_s = None if kind in ("machine", "load") else 1.0
-        return await caller.give(
+        return await caller.send(
             peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=60, silence_s=silence_s
         )
 

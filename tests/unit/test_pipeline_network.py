@@ -12,6 +12,7 @@ from torch import Tensor
 
 from swarm.errors import PipelineError, RequestError
 from swarm.network.commands.caller import CommandCaller
+from swarm.network.commands.envelope import CommandChannel
 from swarm.network.commands.service import CommandService
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
 from swarm.pipeline.commands import StageSettings, part_fields
@@ -43,14 +44,15 @@ class NetworkCrew:
         self.transports = [MemoryTransport(network, peer_id) for peer_id in (DRIVER.peer_id, *members)]
         self.members = members
         self.folder = hosts[0]._base.folder
-        self.caller = CommandCaller(DRIVER, SWARM, "crew", members, self.transports[0], time.time)
+        channel = CommandChannel(SWARM, "crew", DRIVER.peer_id, tuple(members))
+        self.caller = CommandCaller(channel, DRIVER, self.transports[0], time.time)
         self.services = [
-            CommandService(transport, SWARM, "crew", DRIVER.peer_id, host.carry_out, host.max_payload_bytes)
+            CommandService(channel, transport, carry_out=host.carry_out, max_payload=host.max_payload_bytes)
             for transport, host in zip(self.transports[1:], hosts, strict=True)
         ]
 
     async def give(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
-        return await self.caller.give(peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=30)
+        return await self.caller.send(peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=30)
 
 
 @asynccontextmanager

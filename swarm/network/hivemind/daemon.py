@@ -20,6 +20,7 @@ import stat
 import tempfile
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -111,6 +112,16 @@ MAX_DAEMON_BYTES = 512 << 20
 _LOOK_INTERVAL_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class DaemonSettings:
+    """Where a daemon listens, and which part it takes in the network."""
+
+    role: Role
+    listen: Sequence[TcpAddress]
+    announce: Sequence[TcpAddress] = ()
+    """Addresses that other peers are given in place of `listen`."""
+
+
 class Daemon:
     """One process of the daemon, from `start` to its exit; when it has stopped, it may be started again."""
 
@@ -118,17 +129,16 @@ class Daemon:
         self,
         binary: Path,
         control_socket: Path,
-        key_file: Path | None,
-        listen: Sequence[TcpAddress],
-        announce: Sequence[TcpAddress],
-        role: Role,
+        settings: DaemonSettings,
         *,
+        key_file: Path | None = None,
         idle_timeout_s: int = _IDLE_TIMEOUT_S,
     ) -> None:
-        """`key_file` is a libp2p private key (None: a new one), `announce` what others are told in place of `listen`.
+        """`key_file` holds a libp2p private key; without one the daemon draws a new key.
 
         `idle_timeout_s`: how long it waits for its first control connection before it ends by itself.
         """
+        listen, announce = settings.listen, settings.announce
         self.binary = binary
         self.control_socket = control_socket
         self._listen = tuple(listen)
@@ -138,7 +148,7 @@ class Daemon:
             *([f"-id={key_file}"] if key_file is not None else []),
             f"-hostAddrs={','.join(map(str, listen))}",
             *([f"-announceAddrs={','.join(map(str, announce))}"] if announce else []),
-            *role.daemon_flags(),
+            *settings.role.daemon_flags(),
             "-connManager=1",
             f"-connLo={_KEPT_CONNECTIONS}",
             f"-connHi={_MAX_CONNECTIONS}",
@@ -146,7 +156,7 @@ class Daemon:
             "-natPortMap=0",
             f"-idleTimeout={idle_timeout_s}s",
         ]
-        self._environment = role.daemon_environment
+        self._environment = settings.role.daemon_environment
         self._process: asyncio.subprocess.Process | None = None
         self._output: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()

@@ -9,11 +9,10 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 
 from swarm.errors import NetworkError
 from swarm.network.gossip import Addresses, ForwarderGuard
-from swarm.network.hivemind.daemon_control import DaemonControl
+from swarm.network.peers.peer_routing import SessionSlot
 from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, TrafficCounter
 
 logger = logging.getLogger(__name__)
@@ -26,10 +25,9 @@ class DaemonGossip:
 
     addresses: Addresses = ()
 
-    def __init__(self, own_peer_id: str, control: Callable[[], DaemonControl | None], traffic: TrafficCounter) -> None:
-        """`control`: the daemon's control socket at this moment, None while it is being restarted."""
+    def __init__(self, own_peer_id: str, sessions: SessionSlot, traffic: TrafficCounter) -> None:
         self._own_peer_id = own_peer_id
-        self._control = control
+        self._sessions = sessions
         self._traffic = traffic
         self._guard = ForwarderGuard(time.monotonic)
         self._handlers: dict[str, GossipHandler] = {}
@@ -72,10 +70,10 @@ class DaemonGossip:
     async def publish(self, topic: str, message: bytes) -> None:
         if len(message) > MAX_GOSSIP_BYTES:
             raise ValueError(f"a gossip message must be <= {MAX_GOSSIP_BYTES} bytes, got {len(message)}")
-        control = self._control()
-        if control is not None:
+        session = self._sessions.current
+        if session is not None:
             with contextlib.suppress(NetworkError):  # being restarted; the index has the record
-                await control.publish(topic, message)
+                await session.control.publish(topic, message)
                 self._traffic.gossip_messages_sent += 1
                 self._traffic.gossip_bytes_sent += len(message)
                 self._traffic.bytes_sent += len(message)
@@ -85,10 +83,10 @@ class DaemonGossip:
 
     async def _keep_listening(self, topic: str) -> None:
         while True:
-            control = self._control()
-            if control is not None:
+            session = self._sessions.current
+            if session is not None:
                 try:
-                    async for author, message in control.subscribe(topic):
+                    async for author, message in session.control.subscribe(topic):
                         if author != self._own_peer_id:
                             self._traffic.gossip_messages_received += 1
                             self._traffic.gossip_bytes_received += len(message)

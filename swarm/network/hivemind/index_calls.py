@@ -14,14 +14,14 @@ hivemind 1.1.12 answers every call and decodes every reply as they come. So that
 
 import asyncio
 import math
-import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import msgpack
 
+from swarm.limits.bounded_maps import BoundedMap
 from swarm.limits.token_bucket import TokenBucket
 from swarm.network.hivemind.daemon_control import forget_when_cancelled
 from swarm.network.hivemind.index_storage import IndexEntries
@@ -95,13 +95,13 @@ class _Caller:
 class CallLimits:
     """Limits on the calls that peers make of this node's DHT."""
 
-    def __init__(self, admits: Admits = everybody, rule: IndexRule | None = None) -> None:
+    def __init__(self, rule: IndexRule, admits: Admits = everybody) -> None:
         """`admits`: whose calls are answered. `rule`: by which the entries in them are checked."""
         self._admits = admits
-        self._rule = rule or IndexRule(None, time.time)
+        self._rule = rule
         self.refused: Counter[str] = Counter()
         """Calls that were refused, by reason: rate, busy, oversize, malformed, stranger."""
-        self._callers: OrderedDict[PeerID, _Caller] = OrderedDict()
+        self._callers: BoundedMap[PeerID, _Caller] = BoundedMap(MAX_REMEMBERED_CALLERS)
 
     def install(self, client: Any) -> None:
         """Into hivemind's client of the daemon: the DHT's handlers there, and those that are added later."""
@@ -135,7 +135,8 @@ class CallLimits:
     def _admit(self, name: str, request: bytes, peer_id: PeerID) -> _Caller:
         if not self._admits(peer_id.to_base58(), "index"):
             raise self._refusal("stranger")
-        caller, now = self._caller(peer_id), _now()
+        now = _now()
+        caller = self._callers.get_or_add(peer_id, lambda: _Caller(now))
         if caller.calls.wait_s(now) > 0 or caller.returned.wait_s(now) > 0:
             raise self._refusal("rate")
         if not name.endswith("rpc_store") and len(request) > MAX_CALL_BYTES:
@@ -146,15 +147,6 @@ class CallLimits:
         caller.calls.take(1 if name.endswith("rpc_ping") else max(1, len(call.keys)), now)
         if call.peer.node_id not in (b"", node_id_of(peer_id.to_bytes())):  # none: a client that hosts nothing
             raise self._refusal("malformed")
-        return caller
-
-    def _caller(self, peer_id: PeerID) -> _Caller:
-        caller = self._callers.get(peer_id)
-        if caller is None:
-            caller = self._callers[peer_id] = _Caller(_now())
-            while len(self._callers) > MAX_REMEMBERED_CALLERS:
-                self._callers.popitem(last=False)
-        self._callers.move_to_end(peer_id)
         return caller
 
     def _refusal(self, reason: str) -> CallRefused:

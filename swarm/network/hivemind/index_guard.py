@@ -101,7 +101,7 @@ class IndexGuard(RecordValidatorBase):
         self._rule = IndexRule(validator, now)
         self._now = now
         self._last: tuple[DHTRecord, Validity | None] | None = None  # that was validated last, and not stored yet
-        self.calls = CallLimits(admits, self._rule)
+        self.calls = CallLimits(self._rule, admits)
         self.storage: IndexStorage | None = None
         """This node's share of the index, once there is a node."""
 

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from swarm.errors import NetworkError
-from swarm.network.hivemind.daemon import Daemon
+from swarm.network.hivemind.daemon import Daemon, DaemonSettings
 from swarm.network.hivemind.daemon_control import DaemonControl
 from swarm.network.reach.role import RELAY_MAX_BYTES, Role
 from swarm.network.tcp_address import TcpAddress
@@ -69,7 +69,7 @@ async def granted_bytes(binary: Path, folder: Path, peer_id: str, addresses: Seq
     within five seconds, or a refusal.
     """
     control_socket = folder / "asking.sock"
-    asker = Daemon(binary, control_socket, None, [_ASKER_LISTENS], [], Role(is_full=False, is_local=True))
+    asker = Daemon(binary, control_socket, DaemonSettings(Role(is_full=False, is_local=True), [_ASKER_LISTENS]))
     try:
         async with asyncio.timeout(_ASKING_TIMEOUT_S):
             await asker.start(_ASKING_TIMEOUT_S)

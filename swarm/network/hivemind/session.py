@@ -13,8 +13,8 @@ from typing import Any
 
 from swarm.errors import NetworkError
 from swarm.network.hivemind import daemon_control as call_repairs
-from swarm.network.hivemind.daemon import MAX_DAEMON_BYTES, Daemon, RuntimeFolder, remove_abandoned
-from swarm.network.hivemind.daemon_control import CallHandler, DaemonControl, ShortCalls, answered_instead
+from swarm.network.hivemind.daemon import MAX_DAEMON_BYTES, Daemon, DaemonSettings, RuntimeFolder, remove_abandoned
+from swarm.network.hivemind.daemon_control import DaemonControl, ShortCalls, answered_instead
 from swarm.network.hivemind.index_guard import IndexGuard, unwrap, wrap
 from swarm.network.hivemind.index_search import IndexSearch
 from swarm.network.hivemind.parts import (
@@ -32,14 +32,14 @@ from swarm.network.hivemind.parts import (
 )
 from swarm.network.hivemind.relay_start import start_relay
 from swarm.network.reach.role import Role, told_by_daemon
-from swarm.network.tcp_address import TcpAddress
+from swarm.network.requests.server import RequestServer
 
 logger = logging.getLogger(__name__)
 
 StreamHandler = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """(peer id, protocol, reader, writer); closes the stream, raises nothing."""
-OnAnswered = Callable[[str, tuple[str, ...]], None]
-"""(peer id, multiaddresses that were dialled). The daemon's message also holds words of whoever listens there."""
+OnOtherPeer = Callable[[str, tuple[str, ...]], None]
+"""(peer id, addresses) of a peer that answered in place of the peer that was dialled. Whoever listens there can lie."""
 
 NUM_REPLICAS = 5
 _RPC_TIMEOUT_S = 3.0
@@ -60,33 +60,29 @@ class HivemindSession:
     """Daemon, control connection and DHT node, made by `open`. Not to be used after `close`."""
 
     def __init__(
-        self, daemon: Daemon, folder: RuntimeFolder, p2p: P2P, node: DHTNode, role: Role, control: DaemonControl
+        self, daemon: Daemon, folder: RuntimeFolder, p2p: P2P, node: DHTNode, role: Role, on_other_peer: OnOtherPeer
     ) -> None:
         self._daemon = daemon
         self._folder = folder
         self._p2p = p2p
         self._node = node
         self._role = role
-        self.control = control
+        self.control = DaemonControl(daemon.control_socket)
         self.calls = ShortCalls(p2p._client)
         self._preferred: tuple[str, ...] = ()  # peers whose connections the daemon keeps, the longest known first
         self.addresses: tuple[str, ...] = ()
         """Multiaddresses of this node, without /p2p."""
-        self.on_answered: OnAnswered = lambda peer_id, addresses: None
-        """Told who is said to have answered a dial in place of the peer that was dialled: somebody is there."""
+        self._on_other_peer = on_other_peer
 
     @classmethod
     async def open(
         cls,
+        settings: DaemonSettings,
         *,
         write_key: Callable[[Path], None],
-        listen: Sequence[TcpAddress],
-        announce: Sequence[TcpAddress],
-        role: Role,
         guard: IndexGuard,
-        protocols: Sequence[str],
-        handler: StreamHandler,
-        call_handler: CallHandler,
+        server: RequestServer,
+        on_other_peer: OnOtherPeer,
         timeout_s: float,
     ) -> "HivemindSession":
         """Start a daemon and a DHT node that knows no peer yet. Raises NetworkError, leaving nothing behind.
@@ -97,58 +93,29 @@ class HivemindSession:
         # Paths of sockets have at most 107 bytes, so they lie in /tmp; in a folder that is closed to others.
         await asyncio.to_thread(remove_abandoned)
         folder = RuntimeFolder()
-        binary = Path(hivemind_cli.__path__[0]) / "p2pd"
+        binary, role = Path(hivemind_cli.__path__[0]) / "p2pd", settings.role
         key_file = folder.path / "key"
-        daemon = Daemon(binary, folder.path / "control.sock", key_file, listen, announce, role)
+        daemon = Daemon(binary, folder.path / "control.sock", settings, key_file=key_file)
         try:
             async with contextlib.AsyncExitStack() as undo, asyncio.timeout(timeout_s):
                 undo.push_async_callback(_remove, daemon, folder)
                 write_key(key_file)
                 await daemon.start(timeout_s)
                 if role.is_relay:
-                    await start_relay(daemon, folder.path, listen, timeout_s)
+                    await start_relay(daemon, folder.path, settings.listen, timeout_s=timeout_s)
                 key_file.unlink(missing_ok=True)
-                session = await cls._attach(daemon, folder, guard, role)
+                p2p, node = await _attach(folder, guard, role)
+                session = cls(daemon, folder, p2p, node=node, role=role, on_other_peer=on_other_peer)
                 undo.push_async_callback(session.close)
-                for protocol in protocols:
-                    await session._p2p.add_binary_stream_handler(protocol, _adapted(protocol, handler))
-                    await session.calls.serve(protocol, call_handler)
+                for protocol in server.protocols:
+                    await session._p2p.add_binary_stream_handler(protocol, _adapted(protocol, server.answer_stream))
+                    await session.calls.serve(protocol, server.answer_call)
                 session.addresses = await session._own_addresses()
                 undo.pop_all()
                 return session
         except (P2PDaemonError, OSError, EOFError) as error:
             cause = str(error) or f"no answer within {timeout_s:.0f} s"
             raise NetworkError(f"the libp2p daemon must answer, got {cause}; it said: {daemon.last_words}") from None
-
-    @classmethod
-    async def _attach(cls, daemon: Daemon, folder: RuntimeFolder, guard: IndexGuard, role: Role) -> "HivemindSession":
-        # A class of its own per session is the way to tell hivemind where its client socket goes.
-        private_p2p: type[P2P] = type("PrivateP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder.path}/"})
-        p2p = await private_p2p.replicate(Multiaddr(f"/unix{folder.path}/control.sock"))
-        assert p2p.peer_id is not None, "replicate has asked for it"
-        client: Any = p2p._client  # hivemind declares it as None
-        call_repairs.install(client.control)
-        for task in (client.control._read_task, client.control._write_task):
-            # They end with an error when the daemon dies, which is noticed elsewhere, and nobody would look at it.
-            task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        node = await DHTNode.create(
-            p2p=p2p,
-            node_id=DHTID.generate(source=p2p.peer_id.to_bytes()),  # one place in the DHT over restarts
-            num_replicas=NUM_REPLICAS,
-            wait_timeout=_RPC_TIMEOUT_S,
-            blacklist_time=_BAN_S,
-            backoff_rate=_BAN_GROWTH,
-            record_validator=guard,
-            client_mode=not role.is_full,
-            # Entries change by the second and every reader wants the latest: each kind of cache only costs traffic.
-            cache_locally=False,
-            cache_nearest=0,
-            cache_on_store=False,
-            cache_refresh_before_expiry=0,
-            reuse_get_requests=False,  # it never forgets a key
-        )
-        guard.protect(node.protocol)
-        return cls(daemon, folder, p2p, node, role, DaemonControl(folder.path / "control.sock"))
 
     async def broke_down(self) -> tuple[str, str]:
         """Wait until the daemon is gone or takes too much memory: ("exit" or "memory", the cause in words)."""
@@ -326,7 +293,7 @@ class HivemindSession:
             logger.debug("peer %s does not answer at %s: %s", peer_id, addresses, error or "timeout")
             if isinstance(error, NetworkError):
                 for other, address in answered_instead(error, addresses):
-                    self.on_answered(other, (address,))
+                    self._on_other_peer(other, (address,))
             return False
         return True
 
@@ -336,6 +303,37 @@ class HivemindSession:
         # It pings back before it lists this node, and hivemind warns if it cannot, or if the clocks differ by 3 s.
         node_id = await self._node.protocol.call_ping(PeerID.from_base58(peer_id), validate=True, strict=False)
         return node_id is not None
+
+
+async def _attach(folder: RuntimeFolder, guard: IndexGuard, role: Role) -> tuple[P2P, DHTNode]:
+    """Connect to the daemon and start a DHT node on it, protected by `guard`."""
+    # A class of its own per session is the way to tell hivemind where its client socket goes.
+    private_p2p: type[P2P] = type("PrivateP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder.path}/"})
+    p2p = await private_p2p.replicate(Multiaddr(f"/unix{folder.path}/control.sock"))
+    assert p2p.peer_id is not None, "replicate has asked for it"
+    client: Any = p2p._client  # hivemind declares it as None
+    call_repairs.install(client.control)
+    for task in (client.control._read_task, client.control._write_task):
+        # They end with an error when the daemon dies, which is noticed elsewhere, and nobody would look at it.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+    node = await DHTNode.create(
+        p2p=p2p,
+        node_id=DHTID.generate(source=p2p.peer_id.to_bytes()),  # one place in the DHT over restarts
+        num_replicas=NUM_REPLICAS,
+        wait_timeout=_RPC_TIMEOUT_S,
+        blacklist_time=_BAN_S,
+        backoff_rate=_BAN_GROWTH,
+        record_validator=guard,
+        client_mode=not role.is_full,
+        # Entries change by the second and every reader wants the latest: each kind of cache only costs traffic.
+        cache_locally=False,
+        cache_nearest=0,
+        cache_on_store=False,
+        cache_refresh_before_expiry=0,
+        reuse_get_requests=False,  # it never forgets a key
+    )
+    guard.protect(node.protocol)
+    return p2p, node
 
 
 def _adapted(protocol: str, handler: StreamHandler):

@@ -9,25 +9,22 @@ hivemind is imported when the first session opens, never before: a command that 
 
 import asyncio
 import contextlib
+import functools
 import logging
-import random
 import time
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm.config import NetworkSection
 from swarm.errors import NetworkError
-from swarm.network.index_entry import IndexValidator
-from swarm.network.own_ports import OwnPorts
+from swarm.network.context import NetworkContext
 from swarm.network.peers.known_peers import Joining, KnownPeers
-from swarm.network.peers.peer_routing import PeerRouting
+from swarm.network.peers.peer_routing import PeerRouting, SessionSlot
+from swarm.network.peers.surroundings import Surroundings
 from swarm.network.reach.reachability import Ask, ReachabilityWatch, in_turn_by_network
 from swarm.network.reach.role import role_of
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
-from swarm.network.transport import Admits
+from swarm.records.identity import write_libp2p_key
 
 if TYPE_CHECKING:
     from swarm.network.hivemind.index_guard import IndexGuard
@@ -48,38 +45,26 @@ class SessionSupervisor:
 
     def __init__(
         self,
-        config: NetworkSection,
-        write_key: Callable[[Path], None],
+        context: NetworkContext,
+        sessions: SessionSlot,
+        *,
         server: RequestServer,
         peers: KnownPeers,
-        ports: OwnPorts,
-        ask_about_reach: Ask,
-        validator: IndexValidator | None,
-        admits: Admits,
-        clock: Callable[[], float],
-        rng: random.Random,
         routing: PeerRouting,
+        ask_about_reach: Ask,
         health_interval_s: float,
     ) -> None:
-        """`write_key` writes the daemon's key to a file, `server` answers what peers ask over a session.
-
-        Raises ConfigError for a malformed address.
-        """
-        self.session: HivemindSession | None = None
-        """None before the start, after the end, and while a broken one is being replaced."""
+        """`server` answers the requests that arrive over a session. Raises ConfigError for a malformed address."""
         self.guard: IndexGuard | None = None
         """Of the session."""
         self.broken: Counter[str] = Counter()
         """How often the daemon was replaced, by reason: `exit`, `memory` (it took too much), `hang`."""
-        self._config = config
-        self._write_key = write_key
+        config = context.config
+        self._context = context
+        self._sessions = sessions
         self._server = server
-        self._ports = ports
         self._ask_about_reach = ask_about_reach
-        self._validator = validator
-        self._admits = admits
-        self._clock = clock
-        self._rng = rng
+        self._rng = context.rng("supervisor")
         self._routing = routing
         self._health_interval_s = health_interval_s
         self._task: asyncio.Task[None] | None = None
@@ -88,7 +73,7 @@ class SessionSupervisor:
         self._announce = parse_setting("announce", config.announce)
         self._relays = parse_setting("relays", config.relays) or parse_setting("initial_peers", config.initial_peers)
         self._peers = peers
-        self._joining = Joining(peers, rng)
+        self._joining = Joining(peers, self._rng, Surroundings())
         self._watch = ReachabilityWatch(
             config.reachability,
             is_local=all(address.is_loopback for address in self._listen),
@@ -103,15 +88,15 @@ class SessionSupervisor:
 
     async def open(self) -> None:
         """Raises NetworkError."""
-        self.session = await self._open_first()
+        self._sessions.current = await self._open_first()
         if not self._announce:  # then the addresses told are those listened on
-            self._listen = with_actual_ports(self._listen, self.session.addresses)
-            self._ports.keep("listen", self._wanted, self._listen)
+            self._listen = with_actual_ports(self._listen, self._sessions.current.addresses)
+            self._context.ports.keep("listen", self._wanted, self._listen)
 
     async def join(self) -> None:
         """Initial peers that do not answer are no error: from `begin` on they are tried again."""
-        assert self.session is not None, "open comes first"
-        await self._joining.join(self.session)
+        assert self._sessions.current is not None, "open comes first"
+        await self._joining.join(self._sessions.current)
 
     def begin(self) -> None:
         """Watch the session from now on."""
@@ -127,17 +112,17 @@ class SessionSupervisor:
 
     async def close(self) -> None:
         """Store the peers of the last moment, and close the session."""
-        session, self.session = self.session, None
+        session, self._sessions.current = self._sessions.current, None
         if session is not None:
             await self._joining.leave(session)
             await session.close()
 
     async def _open_first(self) -> "HivemindSession":
         """A few attempts in the first half of the start-up time. Raises NetworkError with the cause of the last one."""
-        start, timeout_s = time.monotonic(), self._config.startup_timeout_s
+        start, timeout_s = time.monotonic(), self._context.config.startup_timeout_s
         for attempt in range(1, _START_ATTEMPTS + 1):
             # Anew each time: somebody may have taken the port of the last start a moment ago.
-            self._listen = self._ports.again("listen", self._wanted)
+            self._listen = self._context.ports.again("listen", self._wanted)
             try:
                 return await self._open(start + timeout_s - time.monotonic())
             except NetworkError as error:
@@ -151,34 +136,31 @@ class SessionSupervisor:
 
     async def _open(self, timeout_s: float) -> "HivemindSession":
         try:
+            from swarm.network.hivemind.daemon import DaemonSettings
             from swarm.network.hivemind.index_guard import IndexGuard
             from swarm.network.hivemind.session import HivemindSession
         except ImportError as error:
             raise NetworkError(
                 f'network.backend "hivemind" needs the package hivemind, got {error}; install it, or set "off"'
             ) from None
-        self.guard = IndexGuard(self._validator, self._clock, self._admits, self._routing)
-        session = await HivemindSession.open(
-            write_key=self._write_key,
-            listen=self._listen,
-            announce=self._announced(),
-            role=role_of(self._config, self._listen, self._relays, is_reachable=self._watch.is_reachable),
+        self.guard = IndexGuard(self._context.validator, time.time, admits=self._context.admits, routing=self._routing)
+        role = role_of(self._context.config, self._listen, self._relays, is_reachable=self._watch.is_reachable)
+        return await HivemindSession.open(
+            DaemonSettings(role, listen=self._listen, announce=self._announced()),
+            write_key=functools.partial(write_libp2p_key, self._context.identity),
             guard=self.guard,
-            protocols=self._server.protocols,
-            handler=self._server.answer_stream,
-            call_handler=self._server.answer_call,
+            server=self._server,
+            on_other_peer=self._peers.answered,
             timeout_s=timeout_s,
         )
-        session.on_answered = self._peers.answered
-        return session
 
     async def _supervise(self) -> None:
         """Keep a working session with at least one peer, for as long as the node runs."""
         # Whom nobody answered at the start asks again soon: a peer may have been about to learn who this is.
-        num_lonely = 0 if self.session is not None and self.session.neighbors else 1
+        num_lonely = 0 if self._sessions.current is not None and self._sessions.current.neighbors else 1
         while True:
             await self._look_from_outside()
-            session = self.session
+            session = self._sessions.current
             assert session is not None
             pause_s = self._pause_s(num_lonely) if num_lonely else self._health_interval_s
             cause = await self._cause_of_failure(session, min(pause_s, self._health_interval_s))
@@ -217,21 +199,21 @@ class SessionSupervisor:
 
     async def _reopen(self, session: "HivemindSession") -> None:
         await session.close()
-        self.session = None  # not before: `stop` closes what is here if it comes in between
+        self._sessions.current = None  # not before: `stop` closes what is here if it comes in between
         attempt = 0
-        while self.session is None:
+        while self._sessions.current is None:
             try:
-                self.session = await self._open(self._config.startup_timeout_s)
+                self._sessions.current = await self._open(self._context.config.startup_timeout_s)
             except NetworkError as error:
                 attempt += 1
                 pause_s = self._pause_s(attempt)
                 logger.warning("network did not restart, trying again in %.1f s: %s", pause_s, error)
                 await asyncio.sleep(pause_s)
-        await self._joining.join(self.session)
+        await self._joining.join(self._sessions.current)
 
     async def _look_from_outside(self) -> None:
         """Ask peers whether they can dial this node, where that is due, and change its role by the answer."""
-        session = self.session
+        session = self._sessions.current
         assert session is not None
         try:
             await session.refresh_addresses()

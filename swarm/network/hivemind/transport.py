@@ -6,9 +6,7 @@ node → HivemindTransport → HivemindSession: daemon (Go) + DHT node → peers
 
 import asyncio
 import contextlib
-import functools
 import importlib
-import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -18,18 +16,19 @@ from typing import TYPE_CHECKING, TypeVar
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError
 from swarm.machine.memory import HeapTrimmer
+from swarm.network.context import NetworkContext
 from swarm.network.gossip import Gossip, GossipSlot
 from swarm.network.hivemind.supervisor import HEALTH_INTERVAL_S, SessionSupervisor
 from swarm.network.index_entry import MAX_LIFETIME_S, IndexRule, IndexValidator, check_entry
 from swarm.network.index_gateway import INDEX_PROTOCOL, MAX_INDEX_REQUEST_BYTES, IndexGateway
-from swarm.network.own_ports import PORTS_FILE, OwnPorts
-from swarm.network.peers.dialling import PEERS_FILE, Dialling
+from swarm.network.peers.dialling import PEERS_FILE
 from swarm.network.peers.known_peers import KnownPeers
 from swarm.network.peers.peer_routing import (
     ADDRESSES_PROTOCOL,
     MAX_ADDRESSES_REQUEST_BYTES,
     MAX_ADDRESSES_RESPONSE_BYTES,
     PeerRouting,
+    SessionSlot,
 )
 from swarm.network.peers.peer_routing import ASK_TIMEOUT_S as ADDRESSES_TIMEOUT_S
 from swarm.network.reach.reachability import ASK_TIMEOUT_S, MAX_REACH_REQUEST_BYTES, REACH_PROTOCOL, ReachService
@@ -41,11 +40,10 @@ from swarm.network.transport import (
     Contact,
     GossipHandler,
     RequestHandler,
-    TrafficCounter,
     by_place,
     everybody,
 )
-from swarm.records.identity import Identity, write_libp2p_key
+from swarm.records.identity import Identity
 
 if TYPE_CHECKING:
     from swarm.network.hivemind.session import HivemindSession
@@ -75,14 +73,13 @@ class HivemindTransport:
         Raises ConfigError for a malformed address.
         """
         self.peer_id = identity.peer_id
-        self.traffic = TrafficCounter()
+        self._context = context = NetworkContext.of(config, identity, state_dir, validator=validator, admits=admits)
+        self.traffic = context.traffic
         self._config = config
-        self._identity = identity
         self._old_key_file = state_dir / _OLD_KEY_FILE
-        self._admits = admits
-        self._dialling = Dialling.of(config)
-        self._server = RequestServer.of(config, self.traffic, admits, self._dialling.network_of)
-        self._ports = OwnPorts(state_dir / PORTS_FILE)
+        self._dialling = context.dialling
+        self._server = RequestServer.of(context)
+        self._sessions = SessionSlot()
         self._heap = HeapTrimmer()
         self._requests = StreamRequests(self._open_stream, self.traffic, self._call)
         if config.gossip == "libp2p":
@@ -93,23 +90,19 @@ class HivemindTransport:
         self._server.serve(INDEX_PROTOCOL, index.answer, max_request_bytes=MAX_INDEX_REQUEST_BYTES)
         self._server.serve(REACH_PROTOCOL, reach.answer, max_request_bytes=MAX_REACH_REQUEST_BYTES)
         initial = parse_setting("initial_peers", config.initial_peers)
-        self._peers = KnownPeers(initial, self.peer_id, state_dir / PEERS_FILE, self.now, self._dialling)
-        rng = random.Random(identity.peer_id)  # spreads the retries of nodes that lost the same peer
-        self._routing = PeerRouting(lambda: self._session, self._ask_for_addresses, rng, self._dialling.take)
+        self._peers = KnownPeers(initial, self.peer_id, state_dir / PEERS_FILE, clock=self.now, dialling=self._dialling)
+        self._routing = PeerRouting(
+            self._sessions, self._ask_for_addresses, context.rng("routing"), choose=self._dialling.take
+        )
         self._server.serve(ADDRESSES_PROTOCOL, self._routing.answer, max_request_bytes=MAX_ADDRESSES_REQUEST_BYTES)
         self._supervisor = SessionSupervisor(
-            config,
-            functools.partial(write_libp2p_key, identity),
-            self._server,
-            self._peers,
-            self._ports,
-            self._ask_about_reach,
-            validator,
-            admits,
-            self.now,
-            rng,
-            self._routing,
-            health_interval_s,
+            context,
+            self._sessions,
+            server=self._server,
+            peers=self._peers,
+            routing=self._routing,
+            ask_about_reach=self._ask_about_reach,
+            health_interval_s=health_interval_s,
         )
 
     async def start(self) -> None:
@@ -224,18 +217,16 @@ class HivemindTransport:
 
     @property
     def _session(self) -> "HivemindSession | None":
-        return self._supervisor.session
+        return self._sessions.current
 
     def _make_gossip(self) -> Gossip:
         if self._config.gossip == "daemon":
             from swarm.network.hivemind.daemon_gossip import DaemonGossip
 
-            return DaemonGossip(
-                self.peer_id, lambda: self._session.control if self._session is not None else None, self.traffic
-            )
+            return DaemonGossip(self.peer_id, self._sessions, self.traffic)
         from swarm.network.libp2p.gossip import Libp2pGossip
 
-        return Libp2pGossip.of(self._config, self._identity, self.traffic, self._admits, self._ports, self._dialling)
+        return Libp2pGossip(self._context)
 
     async def _call(self, peer_id: str, protocol: str, request: bytes) -> bytes:
         session = self._session

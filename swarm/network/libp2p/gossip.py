@@ -10,26 +10,22 @@ again, and the index carries the headers meanwhile.
 import asyncio
 import contextlib
 import logging
-import random
 import time
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Self
 
-from swarm.config import NetworkSection
 from swarm.errors import NetworkError
+from swarm.limits.bounded_maps import BoundedMap
+from swarm.network.context import NetworkContext
 from swarm.network.gossip import Addresses, ForwarderGuard, GossipAddressBook
 from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.libp2p.parts import IHost, background_trio_service
 from swarm.network.libp2p.pubsub import GuardedPubsub
 from swarm.network.libp2p.router import HUB_DEGREE, NODE_DEGREE, BoundedGossipSub
-from swarm.network.own_ports import OwnPorts
-from swarm.network.peers.dialling import Dialling
 from swarm.network.peers.surroundings import told_to_others
-from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
-from swarm.network.transport import MAX_GOSSIP_BYTES, Admits, GossipHandler, TrafficCounter, everybody
-from swarm.records.identity import Identity
+from swarm.network.tcp_address import parse_setting, with_actual_ports
+from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler
 
 logger = logging.getLogger(__name__)
 
@@ -41,44 +37,27 @@ MAINTENANCE_INTERVAL_S = 2.0
 _SILENCE_S = 5.0
 """So long a peer may be in no topic, in which it was before."""
 _MAX_RESTART_PAUSE_S = 30.0
-_MAX_TOLD = 256
+_MAX_REPORTED = 256
 """Peers of which it is remembered that the log has named them."""
 
 
 class Libp2pGossip:
     """See `gossip.Gossip`."""
 
-    def __init__(
-        self,
-        identity: Identity,
-        listen: Sequence[TcpAddress],
-        announce: Sequence[TcpAddress],
-        traffic: TrafficCounter,
-        *,
-        timeout_s: float,
-        is_hub: bool = False,
-        admits: Admits = everybody,
-        ports: OwnPorts | None = None,
-        dialling: Dialling | None = None,
-    ) -> None:
-        """`timeout_s`: longest wait for the host to come up. `announce`: told to others in place of `listen`.
-
-        `is_hub`: pass messages on to all who are connected, not to some of them. `ports`: those of the last start.
-        `dialling`: that of the node, which other parts of it share.
-        """
-        self._identity = identity
-        self._listen = tuple(listen)
-        self._ports = ports or OwnPorts()
-        self._announce = tuple(announce)
-        self._traffic = traffic
-        self._timeout_s = timeout_s
-        self._degree = HUB_DEGREE if is_hub else NODE_DEGREE
+    def __init__(self, context: NetworkContext) -> None:
+        """Raises ConfigError for a malformed address in the settings."""
+        config = context.config
+        self._context = context
+        self._listen = parse_setting("gossip_listen", config.gossip_listen) or tuple(
+            replace(address, port=0) for address in parse_setting("listen", config.listen)
+        )
+        self._announce = parse_setting("gossip_announce", config.gossip_announce)
+        self._degree = HUB_DEGREE if config.serve_gossip else NODE_DEGREE
         self._chosen: set[str] = set()  # neighbours that this node dialled
         self._handlers: dict[str, GossipHandler] = {}
-        self._guard = ForwarderGuard(time.monotonic, admits)
-        self._rng = random.Random(identity.peer_id + "gossip")  # each node picks others
-        self._dialling = dialling or Dialling(listen, announce)
-        self._book = GossipAddressBook(identity.peer_id, self._rng, self._dialling)
+        self._guard = ForwarderGuard(time.monotonic, context.admits)
+        self._rng = context.rng("gossip")
+        self._book = GossipAddressBook(context.identity.peer_id, self._rng, context.dialling)
         self._host: Libp2pHost | None = None
         self._refused: Counter[str] = Counter()  # by the host: connections and streams
         self._pubsub: GuardedPubsub | None = None
@@ -86,31 +65,10 @@ class Libp2pGossip:
         self._wake = asyncio.Event()
         self._subscribers: set[str] = set()
         """Connected peers that were known to be in some topic."""
-        self._told_shut_out: OrderedDict[str, None] = OrderedDict()
+        self._reported: BoundedMap[str, None] = BoundedMap(_MAX_REPORTED)
         self._silent_since: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_restarts = 0
-
-    @classmethod
-    def of(
-        cls,
-        config: NetworkSection,
-        identity: Identity,
-        traffic: TrafficCounter,
-        admits: Admits = everybody,
-        ports: OwnPorts | None = None,
-        dialling: Dialling | None = None,
-    ) -> Self:
-        """With the addresses of the settings. Raises ConfigError for a malformed one."""
-        listen = parse_setting("gossip_listen", config.gossip_listen) or tuple(
-            replace(address, port=0) for address in parse_setting("listen", config.listen)
-        )
-        announce = parse_setting("gossip_announce", config.gossip_announce)
-        return cls(
-            identity, listen, announce, traffic,
-            timeout_s=config.startup_timeout_s, is_hub=config.serve_gossip, admits=admits, ports=ports,
-            dialling=dialling or Dialling.of(config),
-        )  # fmt: skip
 
     @property
     def rejected(self) -> Counter[str]:
@@ -125,7 +83,7 @@ class Libp2pGossip:
     async def start(self) -> None:
         """Raises NetworkError."""
         wanted = self._listen
-        self._listen = self._ports.again("gossip", wanted)
+        self._listen = self._context.ports.again("gossip", wanted)
         try:
             await self._open()
         except NetworkError:
@@ -133,7 +91,7 @@ class Libp2pGossip:
                 raise
             self._listen = wanted  # somebody took the port of the last start a moment ago
             await self._open()
-        self._ports.keep("gossip", wanted, self._listen)
+        self._context.ports.keep("gossip", wanted, self._listen)
         self._supervisor = asyncio.create_task(self._supervise(), name="gossip-supervisor")
 
     async def stop(self) -> None:
@@ -173,12 +131,12 @@ class Libp2pGossip:
 
     async def _open(self) -> None:
         self._host = await Libp2pHost.open(
-            self._identity,
+            self._context.identity,
             self._listen,
             services=self._services,
             refused=self._refused,
-            on_seen=self._dialling.see,
-            timeout_s=self._timeout_s,
+            on_seen=self._context.dialling.see,
+            timeout_s=self._context.config.startup_timeout_s,
         )
         self._listen = with_actual_ports(self._listen, self._host.addresses)  # others know these ports by now
         assert self._pubsub is not None, "made by _services"
@@ -189,7 +147,7 @@ class Libp2pGossip:
     async def _services(self, host: IHost) -> AsyncIterator[None]:
         """In trio: pubsub on a new host, for as long as that lives."""
         router = BoundedGossipSub(self._degree)
-        pubsub = GuardedPubsub(host, router, self._guard, self._handlers, self._traffic)
+        pubsub = GuardedPubsub(host, router, guard=self._guard, handlers=self._handlers, traffic=self._context.traffic)
         async with background_trio_service(pubsub), background_trio_service(router):
             await pubsub.wait_until_ready()
             self._pubsub = pubsub
@@ -251,13 +209,10 @@ class Libp2pGossip:
 
     def _tell_shut_out(self, peer_id: str) -> None:
         """Once per peer: it may dial again every few seconds."""
-        is_news = peer_id not in self._told_shut_out
+        is_news = peer_id not in self._reported
         level = logging.INFO if is_news else logging.DEBUG
         logger.log(level, "gossip peer %s is shut out: no member, or too many invalid messages", peer_id)
-        self._told_shut_out[peer_id] = None
-        self._told_shut_out.move_to_end(peer_id)
-        if len(self._told_shut_out) > _MAX_TOLD:
-            self._told_shut_out.popitem(last=False)
+        self._reported[peer_id] = None
 
     async def _hang_up_on_forgotten(self, host: Libp2pHost) -> None:
         """Start anew with connected peers whose subscriptions pubsub has lost.

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -58,6 +58,11 @@ _STALL_TIMEOUT_S = 20.0
 _MAX_CONNECTIONS_PER_PEER = 2
 
 
+@contextlib.asynccontextmanager
+async def _no_services(host: IHost):
+    yield
+
+
 class Libp2pHost:
     """One host, from `open` to `close`. Not to be used after `close`."""
 
@@ -66,23 +71,28 @@ class Libp2pHost:
         guest: TrioGuest,
         identity: Identity,
         listen: Sequence[TcpAddress],
-        handlers: dict[str, StreamHandler],
+        *,
+        handlers: Mapping[str, StreamHandler],
         services: HostServices,
-        refused: Counter[str] | None = None,
-        on_seen: OnSeen | None = None,
+        refused: Counter[str],
+        on_seen: OnSeen | None,
     ) -> None:
-        """`refused` is told what was turned away: handshake, connections, streams, overrun, broken."""
+        """`refused` counts what was turned away: handshake, connections, streams, overrun, broken."""
         self._guest = guest
-        self._identity = identity
         self._listen = [Multiaddr(str(address)) for address in listen]
-        self._handlers = handlers
         self._services = services
         self._conversations: set[asyncio.Task[None]] = set()
         self._life: asyncio.Task[None] | None = None
         self._closing = trio.Event()
         self._cause = "it was closed"
-        self._refused: Counter[str] = Counter() if refused is None else refused
-        self._on_seen = on_seen
+        self._host = _new_host(identity, self._listen)
+        self._gate = restrain(self._host)
+        self._host.get_network().register_notifee(DeadLines())
+        if on_seen is not None:
+            Sightings(self._host, on_seen).install()
+        ConnectionGater(self._host, refused).install()
+        for protocol, handler in handlers.items():
+            self._host.set_stream_handler(TProtocol(protocol), self._inbound(protocol, handler))
 
     @classmethod
     async def open(
@@ -92,7 +102,7 @@ class Libp2pHost:
         *,
         protocols: Sequence[str] = (),
         handler: StreamHandler | None = None,
-        services: HostServices | None = None,
+        services: HostServices = _no_services,
         refused: Counter[str] | None = None,
         on_seen: OnSeen | None = None,
         timeout_s: float,
@@ -102,7 +112,15 @@ class Libp2pHost:
             check_free(address)
         quiet_libp2p()
         handlers = {protocol: handler for protocol in protocols if handler is not None}
-        host = cls(await TrioGuest.enter(), identity, listen, handlers, services or _no_services, refused, on_seen)
+        host = cls(
+            await TrioGuest.enter(),
+            identity,
+            listen,
+            handlers=handlers,
+            services=services,
+            refused=Counter() if refused is None else refused,
+            on_seen=on_seen,
+        )
         ready = asyncio.get_running_loop().create_future()
         host._life = asyncio.create_task(host._live(ready), name="libp2p-host")
         try:
@@ -199,30 +217,6 @@ class Libp2pHost:
 
     async def _serve(self, ready: "asyncio.Future[None]") -> None:
         """The life of the host, in trio."""
-        config = ConnectionConfig(
-            max_connections=MAX_CONNECTIONS,
-            high_watermark=MAX_CONNECTIONS,
-            low_watermark=0,
-            min_connections=0,  # connections are made by who needs them
-            max_connections_per_peer=_MAX_CONNECTIONS_PER_PEER,
-            dial_timeout=_DIAL_TIMEOUT_S,
-            inbound_upgrade_timeout=HANDSHAKE_TIMEOUT_S,
-            inbound_stream_protocol_negotiation_timeout=_NEGOTIATION_TIMEOUT_S,
-        )
-        key_pair = create_new_key_pair(self._identity.seed)
-        self._host = new_host(
-            key_pair=key_pair,
-            listen_addrs=self._listen,
-            sec_opt=security_of(key_pair),
-            connection_config=config,
-        )
-        self._gate = restrain(self._host)
-        self._host.get_network().register_notifee(DeadLines())
-        if self._on_seen is not None:
-            Sightings(self._on_seen).install(self._host)
-        ConnectionGater(self._refused).install(self._host)
-        for protocol, handler in self._handlers.items():
-            self._host.set_stream_handler(TProtocol(protocol), self._inbound(protocol, handler))
         async with self._host.run(listen_addrs=self._listen):
             try:
                 async with self._services(self._host):
@@ -297,9 +291,19 @@ async def _reset(stream: INetStream) -> None:
         await stream.reset()
 
 
-@contextlib.asynccontextmanager
-async def _no_services(host: IHost):
-    yield
+def _new_host(identity: Identity, listen: Sequence[Multiaddr]) -> IHost:
+    config = ConnectionConfig(
+        max_connections=MAX_CONNECTIONS,
+        high_watermark=MAX_CONNECTIONS,
+        low_watermark=0,
+        min_connections=0,  # the parts that need connections open them
+        max_connections_per_peer=_MAX_CONNECTIONS_PER_PEER,
+        dial_timeout=_DIAL_TIMEOUT_S,
+        inbound_upgrade_timeout=HANDSHAKE_TIMEOUT_S,
+        inbound_stream_protocol_negotiation_timeout=_NEGOTIATION_TIMEOUT_S,
+    )
+    key_pair = create_new_key_pair(identity.seed)
+    return new_host(key_pair=key_pair, listen_addrs=listen, sec_opt=security_of(key_pair), connection_config=config)
 
 
 def _innermost(error: BaseException) -> str:

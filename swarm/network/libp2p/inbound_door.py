@@ -142,15 +142,15 @@ def security_of(key_pair: KeyPair) -> dict[TProtocol, Any]:
 class ConnectionGater:
     """Takes the place of py-libp2p's own handling of inbound connections."""
 
-    def __init__(self, refused: Counter[str]) -> None:
-        """`refused` is told what was turned away: handshake, connections, streams, overrun, broken."""
+    def __init__(self, host: IHost, refused: Counter[str]) -> None:
+        """`refused` counts what was turned away: handshake, connections, streams, overrun, broken."""
+        self._network: Any = host.get_network()  # a Swarm, whose parts the interface does not show
         self._refused = refused
         self._handshakes = ConnectionSlots(MAX_HANDSHAKES, newest_wins=True)
         self._connections = ConnectionSlots(MAX_INBOUND_CONNECTIONS)
 
-    def install(self, host: IHost) -> None:
-        """For a host that does not run yet."""
-        self._network: Any = host.get_network()  # a Swarm; the interface does not tell of its parts
+    def install(self) -> None:
+        """Take over the host's inbound connections. The host must not run yet."""
         self._network._handle_inbound_connection = self._take
         self._network.upgrader.muxer_multistream = YamuxOnly(self._refused)
         self._network.set_stream_handler(self._guarded(self._network.common_stream_handler))

@@ -136,15 +136,15 @@ class Sightings(INotifee):
     A stranger that names the address of an honest peer would otherwise make this node believe that nobody answers there.
     """
 
-    def __init__(self, on_seen: OnSeen) -> None:
+    def __init__(self, host: IHost, on_seen: OnSeen) -> None:
         self._on_seen = on_seen
+        self._network: Any = host.get_network()  # a Swarm, whose parts the interface does not show
+        self._secure: Callable[..., Any] = self._network.upgrader.security_multistream.secure_outbound
 
-    def install(self, host: IHost) -> None:
-        """Watch a host that does not run yet."""
-        network: Any = host.get_network()  # a Swarm; the interface does not tell of its parts
-        network.register_notifee(self)
-        self._secure: Callable[..., Any] = network.upgrader.security_multistream.secure_outbound
-        network.upgrader.security_multistream.secure_outbound = self._secure_outbound
+    def install(self) -> None:
+        """Watch the host, which must not run yet."""
+        self._network.register_notifee(self)
+        self._network.upgrader.security_multistream.secure_outbound = self._secure_outbound
 
     async def _secure_outbound(self, raw: Any, peer_id: ID) -> Any:
         """The handshake of a dial. It is completed with anybody, and then refused to all but the peer that was dialled."""

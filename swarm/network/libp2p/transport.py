@@ -10,7 +10,6 @@ It hosts no part of the index, and others reach it only over connections that it
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections import Counter
 from dataclasses import replace
@@ -19,6 +18,7 @@ from pathlib import Path
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError, RequestError
 from swarm.limits.bounded_maps import BoundedPeers
+from swarm.network.context import NetworkContext
 from swarm.network.gossip import Gossip, GossipSlot
 from swarm.network.index_entry import MAX_LIFETIME_S, IndexRule, IndexValidator, check_entry
 from swarm.network.index_gateway import (
@@ -30,8 +30,6 @@ from swarm.network.index_gateway import (
     store_request,
 )
 from swarm.network.libp2p.host import Libp2pHost
-from swarm.network.own_ports import PORTS_FILE, OwnPorts
-from swarm.network.peers.dialling import Dialling
 from swarm.network.peers.surroundings import told_to_others
 from swarm.network.requests.framing import Stream, StreamRequests
 from swarm.network.requests.server import RequestServer
@@ -41,7 +39,6 @@ from swarm.network.transport import (
     Contact,
     GossipHandler,
     RequestHandler,
-    TrafficCounter,
     by_place,
     everybody,
 )
@@ -71,18 +68,15 @@ class LightTransport:
     ) -> None:
         """`state_dir`: the node's folder, which keeps the ports taken. Raises ConfigError for a malformed address."""
         self.peer_id = identity.peer_id
-        self.traffic = TrafficCounter()
+        self._context = NetworkContext.of(config, identity, state_dir, validator=validator, admits=admits)
+        self.traffic = self._context.traffic
         self.gossip = GossipSlot(None if config.gossip == "off" else self._make_gossip)
-        self._config = config
-        self._identity = identity
         self._rule = IndexRule(validator, self.now)
-        self._rng = random.Random(identity.peer_id)
-        self._ports = OwnPorts(state_dir / PORTS_FILE)
+        self._rng = self._context.rng("index")
+        self._dialling = self._context.dialling
         self._listen = parse_setting("listen", config.listen)
         self._announce = parse_setting("announce", config.announce)
-        self._admits = admits
-        self._dialling = Dialling.of(config)
-        self._server = RequestServer.of(config, self.traffic, admits, self._dialling.network_of)
+        self._server = RequestServer.of(self._context)
         self._requests = StreamRequests(self._open_stream, self.traffic)
         self._contacts: BoundedPeers[Contact] = BoundedPeers(_MAX_CONTACTS)
         self._configured: dict[str, Contact] = {}
@@ -196,15 +190,15 @@ class LightTransport:
         await self.gossip.publish(topic, message)
 
     def _make_gossip(self) -> Gossip:
-        if self._config.gossip == "daemon":
+        if self._context.config.gossip == "daemon":
             raise NetworkError('network.gossip = "daemon" needs network.backend = "hivemind", got "libp2p"; change one')
         from swarm.network.libp2p.gossip import Libp2pGossip
 
-        return Libp2pGossip.of(self._config, self._identity, self.traffic, self._admits, self._ports, self._dialling)
+        return Libp2pGossip(self._context)
 
     async def _open_first(self) -> Libp2pHost:
         wanted = self._listen
-        self._listen = self._ports.again("listen", wanted)
+        self._listen = self._context.ports.again("listen", wanted)
         try:
             host = await self._open()
         except NetworkError:
@@ -212,18 +206,18 @@ class LightTransport:
                 raise
             self._listen = wanted  # somebody took the port of the last start a moment ago
             host = await self._open()
-        self._ports.keep("listen", wanted, self._listen)
+        self._context.ports.keep("listen", wanted, self._listen)
         return host
 
     async def _open(self) -> Libp2pHost:
         host = await Libp2pHost.open(
-            self._identity,
+            self._context.identity,
             self._listen,
             protocols=self._server.protocols,
             handler=self._server.answer_stream,
             refused=self._host_refused,
             on_seen=self._on_seen,
-            timeout_s=self._config.startup_timeout_s,
+            timeout_s=self._context.config.startup_timeout_s,
         )
         self._listen = with_actual_ports(self._listen, host.addresses)
         return host
@@ -259,7 +253,7 @@ class LightTransport:
                 INDEX_PROTOCOL,
                 request,
                 max_response_bytes=MAX_INDEX_RESPONSE_BYTES,
-                deadline_s=min(_INDEX_TIMEOUT_S, self._config.request_timeout_s),
+                deadline_s=min(_INDEX_TIMEOUT_S, self._context.config.request_timeout_s),
             )
         except RequestError as error:
             logger.debug("index peer %s: %s", peer_id, error)

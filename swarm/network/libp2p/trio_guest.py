@@ -28,7 +28,7 @@ class TrioGuest:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._num_users = 0
-        self._ready: asyncio.Future[None] = loop.create_future()
+        self._ready: asyncio.Future[tuple[trio.Nursery, trio.lowlevel.TrioToken]] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
         self._cause = "it was stopped"
 
@@ -58,8 +58,8 @@ class TrioGuest:
         if self._by_loop.get(self._loop) is self:
             del self._by_loop[self._loop]
         if self._ready.done() and not self._ended.done():
-            with contextlib.suppress(trio.RunFinishedError):
-                self._token.run_sync_soon(self._nursery.cancel_scope.cancel)
+            nursery, _ = self._ready.result()
+            self.call_soon(nursery.cancel_scope.cancel)
         await asyncio.wait([self._ended], timeout=_STOP_GRACE_S)
 
     async def run(self, function: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:
@@ -89,18 +89,21 @@ class TrioGuest:
 
     def call_soon(self, function: Callable[[], None]) -> None:
         """Call a plain function inside trio, unless the run has ended."""
+        _, token = self._ready.result()
         with contextlib.suppress(trio.RunFinishedError):
-            self._token.run_sync_soon(function)
+            token.run_sync_soon(function)
 
     def _spawn(self, task: Callable[[], Awaitable[None]], future: "asyncio.Future[Any]") -> None:
+        nursery, token = self._ready.result()
+
         def start() -> None:
             try:
-                self._nursery.start_soon(task)
+                nursery.start_soon(task)
             except RuntimeError:  # the nursery has closed
                 _settle(future, lambda: future.set_exception(self._gone()))
 
         try:
-            self._token.run_sync_soon(start)
+            token.run_sync_soon(start)
         except trio.RunFinishedError:
             raise self._gone() from None
 
@@ -118,9 +121,8 @@ class TrioGuest:
         )
 
     async def _root(self) -> None:
-        async with trio.open_nursery() as self._nursery:
-            self._token = trio.lowlevel.current_trio_token()
-            self._ready.set_result(None)
+        async with trio.open_nursery() as nursery:
+            self._ready.set_result((nursery, trio.lowlevel.current_trio_token()))
             await trio.sleep_forever()
 
     def _on_end(self, outcome: Any) -> None:

@@ -13,10 +13,10 @@ one index lookup), control messages that tend the mesh are never lost, and score
 import functools
 import itertools
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from swarm.limits.bounded_maps import BoundedMap
 from swarm.network.memory.mesh import D_LOW, FRAME_BYTES, ID_BYTES, Control, D, GossipMessage, TopicMesh, find_in_topic
 from swarm.network.memory.network import MemoryNetwork
 from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, TrafficCounter, ValidationResult
@@ -65,9 +65,11 @@ class GossipRouter:
         self._traffic = traffic
         self._is_running = False
         self._topics: dict[str, _Topic] = {}
-        self._seen: OrderedDict[bytes, float] = OrderedDict()  # id -> when
-        self._cache: OrderedDict[bytes, tuple[GossipMessage, int, float]] = OrderedDict()  # id -> message, hops, until
-        self._fanout: OrderedDict[str, tuple[list[str], float]] = OrderedDict()  # topic -> peers, until
+        self._seen: BoundedMap[bytes, float] = BoundedMap(MAX_SEEN)  # id -> when
+        self._cache: BoundedMap[bytes, tuple[GossipMessage, int, float]] = BoundedMap(
+            MAX_CACHED
+        )  # id -> message, hops, until
+        self._fanout: BoundedMap[str, tuple[list[str], float]] = BoundedMap(MAX_FANOUT_TOPICS)  # topic -> peers, until
         self._scores: dict[str, float] = {}
         self._num_new: dict[str, int] = {}  # by peer, since the last heartbeat
         self._asked: set[bytes] = set()
@@ -212,8 +214,6 @@ class GossipRouter:
         if len(peers) < D_LOW:
             peers = find_in_topic(self._network, name, self._peer_id, self._traffic)[:D]
         self._fanout[name] = peers, self._network.clock() + FANOUT_S
-        while len(self._fanout) > MAX_FANOUT_TOPICS:
-            self._fanout.popitem(last=False)
         return peers
 
     def _hold_against(self, sender: str) -> None:
@@ -230,8 +230,6 @@ class GossipRouter:
         self._remember(message.id)
         until = self._network.clock() + HISTORY_HEARTBEATS * HEARTBEAT_S
         self._cache[message.id] = message, hops, until
-        while len(self._cache) > MAX_CACHED:
-            self._cache.popitem(last=False)
         topic = self._topics.get(message.topic)
         if topic is not None and len(topic.recent[0]) < MAX_IDS:
             topic.recent[0].append(message.id)
@@ -240,8 +238,6 @@ class GossipRouter:
 
     def _remember(self, message_id: bytes) -> None:
         self._seen[message_id] = self._network.clock()
-        while len(self._seen) > MAX_SEEN:
-            self._seen.popitem(last=False)
 
     def _verdict(self, handler: GossipHandler, sender: str, data: bytes) -> ValidationResult:
         if len(data) > MAX_GOSSIP_BYTES:
@@ -283,7 +279,7 @@ class GossipRouter:
         self._traffic.bytes_received += num_bytes
 
 
-def _forget(stored: OrderedDict, is_old: Callable[..., bool]) -> None:
+def _forget(stored: BoundedMap, is_old: Callable[..., bool]) -> None:
     """Drop from the front while it is old."""
     while stored and is_old(next(iter(stored.values()))):
         stored.popitem(last=False)

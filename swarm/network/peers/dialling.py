@@ -7,11 +7,12 @@ open connections ──── seen ──────────┘            
 The file in which a node keeps the peers it has met, to find the swarm again when every configured peer is gone.
 """
 
+import functools
 import ipaddress
 import logging
 import math
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -22,7 +23,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from swarm.config import NetworkSection
-from swarm.limits.bounded_maps import FairMap
+from swarm.limits.bounded_maps import BoundedMap, FairMap
 from swarm.machine.safe_files import read_file, replace_file
 from swarm.network.peers.surroundings import local_addresses
 from swarm.network.tcp_address import TcpAddress, parse_setting, parsed
@@ -176,7 +177,7 @@ class Dialling:
         self._own_hosts = own_hosts
         self.reach = _reach_of_swarm(listen, announce, configured, own_hosts)
         """How far the swarm extends, as far as this node can tell. It grows when a peer is seen farther away."""
-        self._seen: FairMap[str, OrderedDict[TcpAddress, None]] = FairMap(_MAX_REMEMBERED)
+        self._seen: FairMap[str, BoundedMap[TcpAddress, None]] = FairMap(_MAX_REMEMBERED)
         """{peer id: addresses with port 0, the latest last}, of the network at which it was seen last."""
         self._failures = _Failures(clock)
 
@@ -197,11 +198,8 @@ class Dialling:
                 continue
             self._failures.answered(peer_id, address)
             place = TcpAddress(address.kind, address.host, 0, relay_id=address.relay_id)
-            places = self._seen.get(peer_id) or OrderedDict()
+            places = self._seen.get(peer_id) or BoundedMap[TcpAddress, None](_MAX_SEEN_PER_PEER)
             places[place] = None
-            places.move_to_end(place)
-            if len(places) > _MAX_SEEN_PER_PEER:
-                places.popitem(last=False)
             self._seen.add(network_at(place), peer_id, places)
             if address.relay_id is None and reach_of(address.host) is Reach.PUBLIC:
                 self.reach = Reach.PUBLIC
@@ -308,9 +306,9 @@ class _Failures:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._pauses: OrderedDict[tuple[str, str], _Pause] = OrderedDict()
+        self._pauses: BoundedMap[tuple[str, str], _Pause] = BoundedMap(_MAX_REMEMBERED)
         """{(peer id that was reached there, or empty; host and port): pause}, the one used last is last."""
-        self._recent: OrderedDict[str, deque[float]] = OrderedDict()
+        self._recent: BoundedMap[str, deque[float]] = BoundedMap(_MAX_REMEMBERED)
         """{host or group, or "" for all: times of dials that failed}."""
 
     def admit(self, peer_id: str, address: TcpAddress) -> bool:
@@ -322,19 +320,13 @@ class _Failures:
 
     def begin(self, peer_id: str, address: TcpAddress) -> None:
         now, key = self._clock(), self._key(peer_id, address)
-        pause = self._pauses.setdefault(key, _Pause())
+        pause = self._pauses.get_or_add(key, _Pause)
         bounds_s = (FIRST_PROVEN_PAUSE_S, MAX_PROVEN_PAUSE_S) if key[0] else (FIRST_PAUSE_S, MAX_PAUSE_S)
         pause.due_at = now + min(bounds_s[0] * PAUSE_GROWTH ** min(pause.num_failures, 8), bounds_s[1])
         pause.num_failures += 1
-        self._pauses.move_to_end(key)
-        if len(self._pauses) > _MAX_REMEMBERED:
-            self._pauses.popitem(last=False)
         if not key[0]:
             for name, limit, _ in _bounds(address):
-                self._recent.setdefault(name, deque(maxlen=limit)).append(now)
-                self._recent.move_to_end(name)
-            while len(self._recent) > _MAX_REMEMBERED:
-                self._recent.popitem(last=False)
+                self._recent.get_or_add(name, functools.partial(deque[float], maxlen=limit)).append(now)
 
     def answered(self, peer_id: str, address: TcpAddress) -> None:
         key = self._key(peer_id, address)

@@ -253,10 +253,10 @@ _MAX_QUESTIONS = 16
 class Joining:
     """What the supervisor of a transport does with a session that works. Raises nothing."""
 
-    def __init__(self, peers: KnownPeers, rng: random.Random, surroundings: Surroundings | None = None) -> None:
+    def __init__(self, peers: KnownPeers, rng: random.Random, surroundings: Surroundings) -> None:
         self._peers = peers
         self._rng = rng
-        self._surroundings = surroundings or Surroundings()
+        self._surroundings = surroundings
         self._was_connected: bool | None = None
         """At the last attempt to which nobody answered; None where somebody did, or none was made."""
 

@@ -11,13 +11,13 @@ import contextlib
 import logging
 import math
 import random
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 import msgpack
 
 from swarm.errors import NetworkError, RequestError
+from swarm.limits.bounded_maps import BoundedMap
 from swarm.limits.token_bucket import TokenBucket
 from swarm.network.peers.dialling import MAX_ADDRESSES_PER_PEER, Addresses, dialable
 from swarm.network.transport import RequestRefused
@@ -53,17 +53,14 @@ Ask = Callable[[str, bytes], Awaitable[bytes]]
 """(peer id, request) -> response of its `swarm/addresses/1`. Raises RequestError."""
 ChooseAddresses = Callable[[str, Iterable[str]], Addresses]
 """(peer id, addresses that others claim for it) -> those to dial now."""
-V = TypeVar("V")
 
 
-class _Remembered(OrderedDict[str, V], Generic[V]):
-    """The latest entries, at most _MAX_REMEMBERED."""
+class SessionSlot:
+    """Holds the session of one transport, which its supervisor replaces."""
 
-    def __setitem__(self, key: str, value: V) -> None:
-        super().__setitem__(key, value)
-        self.move_to_end(key)
-        if len(self) > _MAX_REMEMBERED:
-            self.popitem(last=False)
+    def __init__(self) -> None:
+        self.current: HivemindSession | None = None
+        """None before the start, after the end, and while a broken session is being replaced."""
 
 
 class PeerRouting:
@@ -71,26 +68,26 @@ class PeerRouting:
 
     def __init__(
         self,
-        session: "Callable[[], HivemindSession | None]",
+        sessions: SessionSlot,
         ask: Ask,
         rng: random.Random,
         choose: ChooseAddresses = dialable,
     ) -> None:
-        """`session`: the present one, None while there is none. `choose` decides which addresses are dialled."""
-        self._session = session
+        """`choose` decides which addresses are dialled."""
+        self._sessions = sessions
         self._ask = ask
         self._rng = rng
         self._choose = choose
-        self._announced: _Remembered[Addresses] = _Remembered()
-        self._named_by: _Remembered[str] = _Remembered()
-        self._looked_at: _Remembered[float] = _Remembered()
+        self._announced: BoundedMap[str, Addresses] = BoundedMap(_MAX_REMEMBERED)
+        self._named_by: BoundedMap[str, str] = BoundedMap(_MAX_REMEMBERED)
+        self._looked_at: BoundedMap[str, float] = BoundedMap(_MAX_REMEMBERED)
         self._searches: dict[str, asyncio.Task[bool]] = {}
         self._connected: frozenset[str] = frozenset()
         self._listed_at = -math.inf
         self._listing = asyncio.Lock()
-        self._listening: _Remembered[tuple[float, Addresses]] = _Remembered()
+        self._listening: BoundedMap[str, tuple[float, Addresses]] = BoundedMap(_MAX_REMEMBERED)
         self._lookups = TokenBucket(_LOOKUPS_PER_S, _MAX_LOOKUPS, now=0.0)
-        self._in_vain: _Remembered[TokenBucket] = _Remembered()
+        self._in_vain: BoundedMap[str, TokenBucket] = BoundedMap(_MAX_REMEMBERED)
         """{peer that was asked: how often that may still be in vain}"""
 
     def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
@@ -107,7 +104,7 @@ class PeerRouting:
         """A request handler: where the peers are that are connected to this node, or have announced it themselves."""
         wanted = _peer_ids(request)
         found: dict[str, list[str]] = {}
-        session = self._session()
+        session = self._sessions.current
         if session is not None:
             with contextlib.suppress(NetworkError):  # then with what was announced
                 connected = wanted & await self._list(session)
@@ -157,7 +154,7 @@ class PeerRouting:
         return await asyncio.shield(search)
 
     async def _search(self, peer_id: str) -> bool:
-        session = self._session()
+        session = self._sessions.current
         if session is None:
             return False
         try:

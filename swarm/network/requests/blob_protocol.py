@@ -9,11 +9,11 @@ It travels over `framing`, or any other transport of requests.
 import asyncio
 import hashlib
 import struct
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
+from swarm.limits.bounded_maps import BoundedMap
 from swarm.network.transport import RequestHandler, RequestRefused
 
 PIECE_BYTES = 1 << 20
@@ -84,7 +84,7 @@ def serve_blobs(lookup: BlobLookup) -> RequestHandler:
 class _BlobServer:
     def __init__(self, lookup: BlobLookup) -> None:
         self._lookup = lookup
-        self._manifests: OrderedDict[bytes, bytes] = OrderedDict()
+        self._manifests: BoundedMap[bytes, bytes] = BoundedMap(_MAX_MANIFESTS)
         self._hashing = asyncio.Lock()  # one at a time: a stranger asks in a few bytes for the hash of all that is here
 
     async def answer(self, peer_id: str, request: bytes) -> bytes:
@@ -105,6 +105,4 @@ class _BlobServer:
         async with self._hashing:
             if digest not in self._manifests:
                 self._manifests[digest] = await asyncio.to_thread(manifest_of, blob)
-                while len(self._manifests) > _MAX_MANIFESTS:
-                    self._manifests.popitem(last=False)
             return self._manifests[digest]

@@ -38,15 +38,15 @@ class RequestLimits:
     @classmethod
     def of(cls, config: NetworkSection) -> Self:
         return cls(
-            config.requests_per_peer_per_s,
-            config.upload_bytes_per_peer_per_s,
-            config.max_upload_bytes_per_s,
-            config.response_bytes_in_flight,
-            frozenset(config.unlimited_peers),
+            requests_per_peer_per_s=config.requests_per_peer_per_s,
+            upload_bytes_per_peer_per_s=config.upload_bytes_per_peer_per_s,
+            max_upload_bytes_per_s=config.max_upload_bytes_per_s,
+            response_bytes_in_flight=config.response_bytes_in_flight,
+            unlimited_peers=frozenset(config.unlimited_peers),
         )
 
 
-_NO_LIMITS = RequestLimits()
+NO_LIMITS = RequestLimits()
 
 
 class _Peer:
@@ -145,7 +145,7 @@ class CallerTable:
         peer = self._peers.get(peer_id)
         if peer is None:
             self._forget_the_idle()
-            limits = _NO_LIMITS if peer_id in self._limits.unlimited_peers else self._limits
+            limits = NO_LIMITS if peer_id in self._limits.unlimited_peers else self._limits
             peer = self._peers[peer_id] = _Peer(limits, now)
         self._peers.move_to_end(peer_id)
         return peer

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Self
 
-from swarm.config import NetworkSection
+from swarm.network.context import NetworkContext
 from swarm.network.requests.framing import (
     BUSY_REASONS,
     FrameError,
@@ -24,7 +24,7 @@ from swarm.network.requests.framing import (
     read_request_length,
     write_response,
 )
-from swarm.network.requests.limits import CallerTable, NetworkOf, RequestLimits
+from swarm.network.requests.limits import NO_LIMITS, CallerTable, NetworkOf, RequestLimits
 from swarm.network.transport import Admits, RequestHandler, RequestRefused, TrafficCounter, everybody
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class RequestServer:
         max_concurrent: int,
         timeout_s: float,
         traffic: TrafficCounter,
-        limits: RequestLimits | None = None,
+        limits: RequestLimits = NO_LIMITS,
         admits: Admits = everybody,
         network_of: NetworkOf = lambda peer_id: "",
     ) -> None:
@@ -92,7 +92,7 @@ class RequestServer:
         self._timeout_s = timeout_s
         self._stall_timeout_s = min(STALL_TIMEOUT_S, timeout_s)
         self._traffic = traffic
-        self._callers = CallerTable(limits or RequestLimits(), max_concurrent, network_of)
+        self._callers = CallerTable(limits, max_concurrent, network_of)
         self._services: dict[str, _Service] = {}
         self._conversations: set[asyncio.Task[None]] = set()
         self._is_closing = False
@@ -100,21 +100,15 @@ class RequestServer:
         """Requests without an answer, by reason: busy, rate, flood, oversize, slow, cut, unknown_protocol, handler, stranger."""
 
     @classmethod
-    def of(
-        cls,
-        config: NetworkSection,
-        traffic: TrafficCounter,
-        admits: Admits = everybody,
-        network_of: NetworkOf = lambda peer_id: "",
-    ) -> Self:
-        """With the limits of the settings."""
+    def of(cls, context: NetworkContext) -> Self:
+        """Make the server of a node, with the limits of its settings."""
         return cls(
-            max_concurrent=config.max_connections_inbound,
-            timeout_s=config.request_timeout_s,
-            traffic=traffic,
-            limits=RequestLimits.of(config),
-            admits=admits,
-            network_of=network_of,
+            max_concurrent=context.config.max_connections_inbound,
+            timeout_s=context.config.request_timeout_s,
+            traffic=context.traffic,
+            limits=RequestLimits.of(context.config),
+            admits=context.admits,
+            network_of=context.dialling.network_of,
         )
 
     @property

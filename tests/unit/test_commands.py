@@ -1,4 +1,4 @@
-"""Signed orders over a network that strangers share: who is answered, how often, and with how much memory."""
+"""Signed commands over a network that strangers share: who is answered, how often, and with how much memory."""
 
 import asyncio
 import random
@@ -19,6 +19,7 @@ from swarm.network.commands.envelope import (
     COMMAND_PROTOCOL,
     MAX_INLINE_BYTES,
     PAYLOAD_PROTOCOL,
+    CommandChannel,
     CommandHead,
     decode_command,
     digest_of,
@@ -47,7 +48,7 @@ class Side:
     hold: threading.Event = field(default_factory=threading.Event)
 
     async def give(self, kind: str, payload: bytes, max_reply_bytes: int = 1 << 20) -> bytes:
-        return await self.caller.give(MEMBER.peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=10)
+        return await self.caller.send(MEMBER.peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=10)
 
     async def send(self, sender: Identity, request: bytes) -> bytes:
         transport = self.transports[sender.peer_id]
@@ -57,10 +58,11 @@ class Side:
 
 
 @asynccontextmanager
-async def crew_of_two(bounds: CommandLimits | None = None) -> AsyncIterator[Side]:
+async def crew_of_two(limits: CommandLimits = CommandLimits()) -> AsyncIterator[Side]:
     network = MemoryNetwork(random.Random(0), time.time)
     transports = {one.peer_id: MemoryTransport(network, one.peer_id) for one in (DRIVER, MEMBER, STRANGER)}
-    caller = CommandCaller(DRIVER, SWARM, "crew", [MEMBER.peer_id], transports[DRIVER.peer_id], lambda: 1000.0)
+    channel = CommandChannel(SWARM, "crew", DRIVER.peer_id, (MEMBER.peer_id,))
+    caller = CommandCaller(channel, DRIVER, transports[DRIVER.peer_id], lambda: 1000.0)
 
     def carry_out(kind: str, payload: bytes) -> bytes:
         side.heard.append((kind, payload))
@@ -69,7 +71,7 @@ async def crew_of_two(bounds: CommandLimits | None = None) -> AsyncIterator[Side
         return sha256(payload).digest()
 
     member = transports[MEMBER.peer_id]
-    service = CommandService(member, SWARM, "crew", DRIVER.peer_id, carry_out, lambda kind: LIMIT, bounds)
+    service = CommandService(channel, member, carry_out=carry_out, max_payload=lambda kind: LIMIT, limits=limits)
     side = Side(caller, service, transports, network)
     for transport in transports.values():
         await transport.start()
@@ -82,22 +84,22 @@ async def crew_of_two(bounds: CommandLimits | None = None) -> AsyncIterator[Side
             await transport.stop()
 
 
-async def watched_order(side: Side, silence_s: float) -> bytes:
-    return await side.caller.give(MEMBER.peer_id, "hold", b"x", max_reply_bytes=100, deadline_s=30, silence_s=silence_s)
+async def watched_command(side: Side, silence_s: float) -> bytes:
+    return await side.caller.send(MEMBER.peer_id, "hold", b"x", max_reply_bytes=100, deadline_s=30, silence_s=silence_s)
 
 
 async def test_a_peer_that_works_for_long_is_waited_for_and_a_frozen_one_is_not() -> None:
     async with crew_of_two() as side:
-        order = asyncio.create_task(watched_order(side, 0.2))
-        await asyncio.wait([order], timeout=0.8)
-        assert not order.done(), "its loop answers while its thread works"
+        command = asyncio.create_task(watched_command(side, 0.2))
+        await asyncio.wait([command], timeout=0.8)
+        assert not command.done(), "its loop answers while its thread works"
         side.hold.set()
-        assert await order == sha256(b"x").digest()
+        assert await command == sha256(b"x").digest()
         side.hold.clear()
         side.network.freeze(MEMBER.peer_id)
         started = time.monotonic()
         with pytest.raises(RequestError, match="no sign of life") as error:
-            await watched_order(side, 0.2)
+            await watched_command(side, 0.2)
         assert error.value.reason == "deadline" and time.monotonic() - started < 5
         assert not side.caller._payloads
 
@@ -117,7 +119,7 @@ async def test_strangers_are_not_told_that_a_stage_lives() -> None:
 
 def head(number: int, payload: bytes = b"x", **other: Any) -> CommandHead:
     fields: dict[str, Any] = {
-        "author": DRIVER.peer_id, "crew": "crew", "addressee": MEMBER.peer_id, "epoch": 1_000_000, "number": number,
+        "author": DRIVER.peer_id, "pipeline": "crew", "addressee": MEMBER.peer_id, "epoch": 1_000_000, "number": number,
         "kind": "do", "payload_bytes": len(payload), "payload_digest": digest_of(payload),
     }  # fmt: skip
     return CommandHead(**{**fields, **other})
@@ -143,16 +145,21 @@ async def test_only_the_driver_is_answered() -> None:
 
 @pytest.mark.parametrize(
     "odd",
-    [{"crew": "other"}, {"addressee": STRANGER.peer_id}, {"payload_digest": bytes(32)}, {"payload_bytes": LIMIT + 1}],
+    [
+        {"pipeline": "other"},
+        {"addressee": STRANGER.peer_id},
+        {"payload_digest": bytes(32)},
+        {"payload_bytes": LIMIT + 1},
+    ],
 )
-async def test_orders_for_others_or_with_another_payload_are_refused(odd: dict[str, Any]) -> None:
+async def test_commands_for_others_or_with_another_payload_are_refused(odd: dict[str, Any]) -> None:
     async with crew_of_two() as side:
         with pytest.raises(RequestError, match="refused"):
             await side.send(DRIVER, encode_command(DRIVER, SWARM, head(1, **odd), b"x"))
         assert not side.heard
 
 
-async def test_an_order_is_carried_out_once_and_answered_as_often_as_it_comes() -> None:
+async def test_a_command_is_carried_out_once_and_answered_as_often_as_it_comes() -> None:
     async with crew_of_two() as side:
         request = encode_command(DRIVER, SWARM, head(1), b"x")
         replies = await asyncio.gather(*(side.send(DRIVER, request) for _ in range(3)))
@@ -160,8 +167,8 @@ async def test_an_order_is_carried_out_once_and_answered_as_often_as_it_comes() 
         assert len(side.heard) == 1
 
 
-async def test_orders_of_the_past_are_refused_and_kept_replies_are_few() -> None:
-    async with crew_of_two(CommandLimits(max_kept_replies=2)) as side:
+async def test_commands_of_the_past_are_refused_and_stored_replies_are_few() -> None:
+    async with crew_of_two(CommandLimits(max_stored_replies=2)) as side:
         requests = [encode_command(DRIVER, SWARM, head(number), b"x") for number in range(1, 6)]
         for request in requests:
             await side.send(DRIVER, request)
@@ -174,7 +181,7 @@ async def test_orders_of_the_past_are_refused_and_kept_replies_are_few() -> None
         assert len(side.heard) == 6
 
 
-async def test_waiting_orders_are_bounded_and_the_loop_goes_on() -> None:
+async def test_waiting_commands_are_bounded_and_the_loop_goes_on() -> None:
     async with crew_of_two(CommandLimits(max_waiting=2)) as side:
         waiting = [asyncio.create_task(side.give("hold", b"x")) for _ in range(2)]
         while not side.heard:
@@ -202,7 +209,7 @@ async def test_payloads_are_handed_to_members_alone() -> None:
             if is_member:
                 assert await asked == payload[:1000]
             else:
-                with pytest.raises(RequestError, match="not of this crew"):
+                with pytest.raises(RequestError, match="not a member of this pipeline"):
                     await asked
         side.hold.set()
         await held
@@ -220,7 +227,7 @@ async def test_garbage_is_refused() -> None:
 
 
 async def test_a_driver_that_begins_epoch_after_epoch_leaves_no_payloads_behind() -> None:
-    """While one order is under way; each new epoch gives up the orders of the one before."""
+    """While a command runs, each new epoch cancels the commands of the one before."""
     async with crew_of_two() as side:
         running = asyncio.create_task(side.send(DRIVER, encode_command(DRIVER, SWARM, head(1, kind="hold"), b"x")))
         while not side.heard:
