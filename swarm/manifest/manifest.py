@@ -23,10 +23,11 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from swarm.config import RewardSignalSection, Section, SwarmName, TaskSourceFacts
 from swarm.errors import ManifestError
+from swarm.extensions.points import REWARDS
 from swarm.records.codec import MAX_TOKENS_PER_BODY
 from swarm.records.identity import Identity, is_peer_id, peer_name, verify
 from swarm.tasks.parameter_rules import check_shape
-from swarm.tasks.signalled_source import BUILT_IN, package_signals
+from swarm.tasks.signalled_source import package_signals
 
 FORMAT = 1
 MAX_BYTES = 64 * 1024
@@ -68,7 +69,7 @@ class ManifestTask(TaskSourceFacts):
             raise ValueError(f"a jsonl task has no parameters, got {', '.join(self.parameters)}; remove them")
         check_shape(self.parameters, with_words=self.kind == "reasoning_gym")
         for signal in self.signals:
-            if signal.name not in BUILT_IN:
+            if not REWARDS.is_built_in(signal.name):
                 check_shape(signal.parameters)
         return self
 
