@@ -81,17 +81,19 @@ CORRECTIONS = Registry(
 ATTACKS = Registry(
     "an attack",
     (
-        BuiltIn("poisoned style", "swarm.experiments.attacks.deeds:POISONED_STYLE", "right answers wrapped in junk"),
-        BuiltIn("only wrong answers", "swarm.experiments.attacks.deeds:ONLY_WRONG", "partly right answers as the best"),
-        BuiltIn("wrong rewards", "swarm.experiments.attacks.deeds:WRONG_REWARDS", "rewards turned round"),
-        BuiltIn("copied rollouts", "swarm.experiments.attacks.deeds:COPIED", "groups of others as its own"),
-        BuiltIn("spam", "swarm.experiments.attacks.deeds:SPAM", "valid headers, random bodies"),
-        BuiltIn("stale flood", "swarm.experiments.attacks.deeds:STALE", "old groups in another order"),
-        BuiltIn("no information", "swarm.experiments.attacks.deeds:NO_INFORMATION", "groups of equal rewards"),
-        BuiltIn("forged author", "swarm.experiments.attacks.deeds:FORGED", "records in another node's name"),
-        BuiltIn("replay", "swarm.experiments.attacks.deeds:REPLAYED", "records of others, sent again"),
-        BuiltIn("equivocation", "swarm.experiments.attacks.deeds:EQUIVOCAL", "two bodies for one header"),
-        BuiltIn("withheld bodies", "swarm.experiments.attacks.deeds:WITHHELD", "headers without bodies"),
-        BuiltIn("sybils", "swarm.experiments.attacks.deeds:SYBILS", "fresh names in every round"),
+        BuiltIn("poisoned style", "swarm.experiments.attacks.attacks:POISONED_STYLE", "right answers wrapped in junk"),
+        BuiltIn(
+            "only wrong answers", "swarm.experiments.attacks.attacks:ONLY_WRONG", "partly right answers as the best"
+        ),
+        BuiltIn("wrong rewards", "swarm.experiments.attacks.attacks:WRONG_REWARDS", "rewards turned round"),
+        BuiltIn("copied rollouts", "swarm.experiments.attacks.attacks:COPIED", "groups of others as its own"),
+        BuiltIn("spam", "swarm.experiments.attacks.attacks:SPAM", "valid headers, random bodies"),
+        BuiltIn("stale flood", "swarm.experiments.attacks.attacks:STALE", "old groups in another order"),
+        BuiltIn("no information", "swarm.experiments.attacks.attacks:NO_INFORMATION", "groups of equal rewards"),
+        BuiltIn("forged author", "swarm.experiments.attacks.attacks:FORGED", "records in another node's name"),
+        BuiltIn("replay", "swarm.experiments.attacks.attacks:REPLAYED", "records of others, sent again"),
+        BuiltIn("equivocation", "swarm.experiments.attacks.attacks:EQUIVOCAL", "two bodies for one header"),
+        BuiltIn("withheld bodies", "swarm.experiments.attacks.attacks:WITHHELD", "headers without bodies"),
+        BuiltIn("sybils", "swarm.experiments.attacks.attacks:SYBILS", "fresh names in every round"),
     ),
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from swarm.tasks.task_cursor import DifficultyTable, ThompsonChoice
 
-SOURCES = ("solved", "open", "hopeless")
+SOURCES: tuple[str, ...] = ("solved", "open", "hopeless")
 
 
 def table(memory: float = 0.9) -> DifficultyTable:
@@ -70,7 +70,7 @@ def test_rates_stay_within_bounds_and_state_goes_round(groups: list[list[float]]
     assert 0 < known.success_rate("open") < 1
     other = table(memory)
     other.restore({**known.state(), "gone": [1.0, 1.0, 1.0]})
-    weights = dict[str, float].fromkeys(SOURCES, 1.0)
+    weights = dict.fromkeys(SOURCES, 1.0)
     assert [choose(known, weights, random.Random(i)) for i in range(9)] == [
         choose(other, weights, random.Random(i)) for i in range(9)
     ]
