@@ -38,6 +38,8 @@ class GroupRewards:
 class Advantage(ABC):
     """One form of the advantage. It keeps nothing from one batch to the next."""
 
+    is_centred: ClassVar[bool] = True
+    """Whether the advantages of a group add up to 0; the contract test of advantages checks it."""
     uses_signals: ClassVar[bool] = False
     """Whether it reads `signals`. Those of stored groups are then computed again, which takes time."""
 
@@ -70,6 +72,8 @@ class Median(Advantage):
     For G + 1 rollouts, G even, one of them is the median: its advantage is 0 and the batch leaves it out. The paper's
     division by the median absolute deviation is left out: on binary rewards that is 0, and advantages would explode.
     """
+
+    is_centred: ClassVar[bool] = False
 
     def of_group(self, group: GroupRewards) -> Tensor:
         values = group.rewards - group.rewards.quantile(0.5)
