@@ -109,8 +109,8 @@ def correction(request: pytest.FixtureRequest) -> tuple[str, Correction]:
 def off_policy(spread: float, seed: int = 0) -> OffPolicyTokens:
     generator = torch.Generator().manual_seed(seed)
     mask = (torch.rand(6, 9, generator=generator) < 0.8).double()
-    distances = torch.randn(2, 6, 9, generator=generator, dtype=torch.float64) * spread * mask
-    return OffPolicyTokens(*distances, mask, torch.randn(6, 1, generator=generator, dtype=torch.float64))
+    log_weights, to_sampler = torch.randn(2, 6, 9, generator=generator, dtype=torch.float64) * spread * mask
+    return OffPolicyTokens(log_weights, to_sampler, mask, torch.randn(6, 1, generator=generator, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 20.0])
@@ -132,7 +132,8 @@ def test_on_policy_tokens_are_not_corrected(correction: tuple[str, Correction]) 
 
 def test_what_is_masked_changes_no_factor_of_other_tokens(correction: tuple[str, Correction]) -> None:
     tokens, config = off_policy(1.0, seed=3), TrainingSection()
-    wider = OffPolicyTokens(*(torch.nn.functional.pad(one, (0, 4)) for one in tokens[:3]), tokens.advantages)
+    log_weights, to_sampler, mask = (torch.nn.functional.pad(one, (0, 4)) for one in tokens[:3])
+    wider = OffPolicyTokens(log_weights, to_sampler, mask, tokens.advantages)
     assert torch.equal(correction[1].factors(wider, config)[:, :9], correction[1].factors(tokens, config))
 
 
