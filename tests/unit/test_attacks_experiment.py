@@ -13,11 +13,16 @@ from swarm.experiments.attacks.plan import ALL, ATTACKS, DEFENCES, DEFENDED, OPE
 from swarm.extensions import points
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.rejection import Rejection
+from tests.unit.test_extending_page import load_examples
 
 SMALL: dict[str, Any] = {
     "num_hostile": 1, "seed": 0, "num_nodes": 3, "num_rounds": 1, "groups_per_round": 6, "group_size": 6,
     "hostile_groups": 6, "num_sybils": 5, "held_out_tasks": 1,
 }  # fmt: skip
+
+
+EXAMPLE = "all right"
+"""The attack of docs/extending.md."""
 
 
 class Bench:
@@ -58,8 +63,12 @@ def bench() -> Bench:
     return Bench()
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_what_an_attack_sends_is_told_for_what_it_is_and_no_honest_node_pays(bench: Bench, attack: str) -> None:
+@pytest.mark.parametrize("attack", [*ATTACKS, EXAMPLE])
+def test_what_an_attack_sends_is_told_for_what_it_is_and_no_honest_node_pays(
+    bench: Bench, attack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if attack == EXAMPLE:
+        monkeypatch.setitem(points.ATTACKS._loaded, EXAMPLE, load_examples(monkeypatch)[EXAMPLE])
     guarded, unguarded = bench.reader(DEFENDED), bench.reader(OPEN)
     honest = {identity.peer_id for identity in bench.swarm.identities}
     offers = bench.swarm.exchange._offers

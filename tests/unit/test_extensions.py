@@ -315,6 +315,9 @@ def test_a_manifest_cannot_choose_which_package_is_imported(evil: Evil) -> None:
     with pytest.raises(ManifestError, match="must be one of reasoning_gym"):
         parse_manifest(manifest_bytes(kind="not_installed"))
     assert not evil.was_imported_outside
+    many = [{"name": "chain_sum", "label": f"sums-{number}", "kind": "evil"} for number in range(17)]
+    with pytest.raises(ManifestError, match="take a process each, got 17"):
+        create(FOUNDER, "friends", PROTOCOL_VERSION, 1.8e9, tasks=many, bases=["bundled"])
     config = compose(manifest, {}, {"tasks": {"allowed_kinds": ["evil"]}}, {})
     mixture = TaskMixture(config.tasks)
     assert SECRET not in mixture.sources["chain_sum"].task(16, 0).prompt
