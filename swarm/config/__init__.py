@@ -15,11 +15,10 @@ from swarm.config.rollouts import RolloutsSection
 from swarm.config.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section, SwarmName
 from swarm.config.sharing import SharingSection
 from swarm.config.tasks import DEMO_TASKS, RewardSignalSection, TaskSourceFacts, TaskSourceSection, TasksSection
-from swarm.config.training import WEIGHING_CORRECTIONS, TrainingSection
+from swarm.config.training import TrainingSection
 
 __all__ = [
     "DEMO_TASKS",
-    "WEIGHING_CORRECTIONS",
     "CheckpointSection",
     "Config",
     "EvaluationSection",

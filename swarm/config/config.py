@@ -16,6 +16,7 @@ from swarm.config.section import Section
 from swarm.config.sharing import SharingSection
 from swarm.config.tasks import TasksSection
 from swarm.config.training import TrainingSection
+from swarm.extensions.points import ADVANTAGES, ODD_GROUPS
 
 
 class Config(Section):
@@ -75,15 +76,16 @@ class Config(Section):
     @model_validator(mode="after")
     def _median_is_a_rollout(self) -> "Config":
         size = self.rollouts.group_size
-        if self.training.advantage == "median" and size % 2 == 0:
+        needs_odd_groups = ADVANTAGES.has_trait(self.training.advantage, ODD_GROUPS)
+        if needs_odd_groups and size % 2 == 0:
             raise ValueError(
-                f"rollouts.group_size must be odd with training.advantage median, got {size}: the median rollout is "
+                f"rollouts.group_size must be odd with training.advantage {self.training.advantage}, got {size}: one rollout is "
                 f"left out; set rollouts.group_size = {size + 1}"
             )
-        if self.training.advantage == "median" and self.rollouts.prune:
+        if needs_odd_groups and self.rollouts.prune:
             raise ValueError(
-                "training.advantage median needs groups of an odd size, got rollouts.prune = true: what is left of them "
-                "has any size; set one of the two otherwise"
+                f"training.advantage {self.training.advantage} needs groups of an odd size, got rollouts.prune = true: what is "
+                "left of them has any size; set one of the two otherwise"
             )
         return self
 

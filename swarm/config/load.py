@@ -175,7 +175,7 @@ def _wanted(item: Any) -> str:
     for bound, words in _BOUNDS.items():
         if bound in context:
             return " to " + words.format(context[bound])
-    if item["type"] == "literal_error":
+    if item["type"] in ("literal_error", "unknown_name"):
         return f" to {context['expected']}"
     return _KINDS.get(item["type"].partition("_")[0], "")
 

@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from swarm.config import Config, RewardSignalSection, TaskSourceSection
+from swarm.extensions.registry import Registry
 
 _INTRODUCTION = """# Configuration
 
@@ -58,8 +59,10 @@ def _rows(section: type[BaseModel], prefix: str) -> list[tuple[str, str, str, st
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             rows += _rows(annotation, f"{prefix}{name}.")
         else:
-            meaning = " ".join((field.description or "").split())
-            rows.append((f"{prefix}{name}", _type_name(annotation) + _bounds(field), _default(field), meaning))
+            registry = next((one for one in field.metadata if isinstance(one, Registry)), None)
+            meaning = " ".join(f"{field.description or ''} {registry.summary if registry else ''}".split())
+            kind = _names(registry) if registry else _type_name(annotation) + _bounds(field)
+            rows.append((f"{prefix}{name}", kind, _default(field), meaning))
     return rows
 
 
@@ -78,6 +81,12 @@ def _type_name(annotation: Any) -> str:
     names = {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "Path": "path"}
     name = getattr(annotation, "__name__", str(annotation))
     return names.get(name, "table" if name.endswith("Section") else name)
+
+
+def _names(registry: Registry) -> str:
+    """The built-in names; which packages are installed is a matter of each machine."""
+    package = f" or one of a package ({registry.group})" if registry.group else ""
+    return " or ".join(map(json.dumps, registry.names)) + package
 
 
 def _bounds(field: FieldInfo) -> str:

@@ -1,10 +1,11 @@
 """How answers are sampled."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from swarm.config.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from swarm.extensions.points import TASK_CHOICES
 
 
 class RolloutsSection(Section):
@@ -14,10 +15,12 @@ class RolloutsSection(Section):
     """Tasks drawn per round; each gives one group."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Rollouts per group (G). Below 4 the advantage is noisy and a warning is logged."""
-    task_choice: Literal["weighted", "thompson"] = "weighted"
-    """weighted: sources by their weight. thompson: rather those that are neither solved nor hopeless (VADE, 2511.18902)."""
+    task_choice: Annotated[str, TASK_CHOICES] = "weighted"
+    """Which source the next task comes from."""
+    task_choice_parameters: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of the task choice, for those that take some."""
     difficulty_memory: Fraction = 0.9
-    """What one group of a source leaves of what was known of its difficulty before."""
+    """Weight of the old difficulty estimate of a source when a new group arrives (exponential decay)."""
     group_sizes: Literal["equal", "variance"] = "equal"
     """equal: group_size each. variance: more for sources whose reward varies and whose answers are short, at equal tokens."""
     second_round: Literal["off", "hard", "equal"] = "off"

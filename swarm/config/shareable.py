@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from swarm.config.config import Config
+from swarm.extensions.registry import Registry
 
 HIDDEN = "…"
 _TEXTS = frozenset(
@@ -44,9 +45,12 @@ def _section(settings: Mapping[str, Any], section: type[BaseModel], prefix: str)
             continue
         key, inner = f"{prefix}{name}", _inner_section(field.annotation)
         if inner is None:
+            known = {one for item in field.metadata if isinstance(item, Registry) for one in item.names}
+            may_be_seen = isinstance(value, str) and value in known  # a package's name says more of its user
             kept[name] = (
-                base_name(value) if key == _BASE and isinstance(value, str) else _value(value, key, field.annotation)
-            )
+                base_name(value) if key == _BASE and isinstance(value, str)
+                else value if may_be_seen else _value(value, key, field.annotation)
+            )  # fmt: skip
         elif isinstance(value, Mapping):
             kept[name] = _section(value, inner, f"{key}.")
         elif isinstance(value, list | tuple):

@@ -1,11 +1,12 @@
 """What the policy is trained on."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from swarm.config.section import Section
+from swarm.extensions.points import TASK_SOURCES, VERIFIERS
 
 Weight = Annotated[float, Field(gt=0, le=1e9)]  # sums of weights stay finite
 
@@ -24,8 +25,8 @@ class RewardSignalSection(Section):
 class TaskSourceFacts(Section):
     """What all nodes know of one source of tasks."""
 
-    kind: Literal["reasoning_gym", "jsonl", "code"] = "reasoning_gym"
-    """A procedural data set of reasoning-gym, a file of your own, or functions to write that are run in a sandbox."""
+    kind: Annotated[str, TASK_SOURCES] = "reasoning_gym"
+    """Where the tasks come from."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     """Name of a reasoning-gym data set, `list_functions` for made-up code tasks, or a name of your own for a JSONL file."""
     label: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{0,64}$")] = ""
@@ -34,7 +35,7 @@ class TaskSourceFacts(Section):
     """Relative share of the tasks drawn."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the data set, such as {max_digits = 2}; of code tasks also the limits {cpu_s = 2, memory_mib = 256}."""
-    verifier: Literal["exact", "numeric", "regex"] = "exact"
+    verifier: Annotated[str, VERIFIERS] = "exact"
     """Verifier for lines of a JSONL file that name none."""
     signals: tuple[RewardSignalSection, ...] = ()
     """Signals whose weighted sum is the reward. Empty: correctness alone."""
@@ -98,8 +99,23 @@ class TasksSection(Section):
 
     unfenced_rewards: tuple[str, ...] = ()
     """Reward functions of packages, by name, that may read your files, start programs and use the network; see rewards.md."""
+    allowed_kinds: tuple[str, ...] = ()
+    """Task sources of installed packages, by kind, that the manifest of a swarm may use on this node; see extending.md."""
+    unfenced_kinds: tuple[str, ...] = ()
+    """Task sources of packages, by kind, that may read your files, start programs and use the network; see extending.md."""
     reward_memory_mib: Annotated[int, Field(ge=64)] = 2048
     """Address space of one reward function of a package."""
+
+    @model_validator(mode="after")
+    def _packages_are_allowed(self) -> "TasksSection":
+        """A manifest must not choose which of the installed packages is imported."""
+        kinds = {source.kind for source in self.sources if not TASK_SOURCES.is_built_in(source.kind)}
+        if self.fenced and (refused := sorted(kinds - {*self.allowed_kinds, *self.unfenced_kinds})):
+            raise ValueError(
+                f"a manifest may use a task source of a package only where you allow it, got {', '.join(refused)}; set "
+                f"tasks.allowed_kinds = {refused} if you trust the package"
+            )
+        return self
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> "TasksSection":

@@ -1,13 +1,11 @@
 """How the policy learns from a batch."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from swarm.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
-
-WEIGHING_CORRECTIONS = ("tis", "tis+opsm", "icepop")
-"""Values of `training.correction` that multiply by w, beside leaving answers out."""
+from swarm.extensions.points import ADVANTAGES, CORRECTIONS, WEIGHS
 
 
 class TrainingSection(Section):
@@ -27,8 +25,10 @@ class TrainingSection(Section):
     """Groups of one optimizer step at most: a larger batch is split into several steps. 0: one step per batch."""
     micro_batch_sequences: PositiveInt = 64
     """Sequences per forward and backward pass; gradients accumulate to the full batch."""
-    advantage: Literal["grpo", "dr_grpo", "median", "gdpo"] = "grpo"
-    """grpo: (R - mean) / std. dr_grpo: R - mean. median: R - median, odd group_size. gdpo: by signal, then by batch."""
+    advantage: Annotated[str, ADVANTAGES] = "grpo"
+    """How much better an answer is than the others of its group."""
+    advantage_parameters: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of the advantage, for those that take some."""
     signal_weights: dict[str, float] = Field(default_factory=dict)
     """Weights of a task's reward signals by name, for gdpo; those not named here have the weight that the task gives them."""
     aggregation: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
@@ -49,8 +49,10 @@ class TrainingSection(Section):
     """Upper clip range of the ratio (DAPO, 2503.14476)."""
     clip_delta: Annotated[float, Field(gt=1)] = 4.0
     """Cap of the ratio where the advantage is negative (two-sided clip, 2505.07291)."""
-    correction: Literal["none", "tis", "icepop", "sequence_mask", "opsm", "tis+opsm", "sequence_mask+opsm"] = "tis+opsm"
-    """Correction for answers that another policy sampled, an earlier own one included; see algorithms.md."""
+    correction: Annotated[str, CORRECTIONS] = "tis+opsm"
+    """Factor of the loss for tokens that another policy sampled, an earlier own one included; w is the importance weight."""
+    correction_parameters: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of the correction, for those that take some."""
     correction_cap: Annotated[float, Field(gt=1)] = 2.0
     """C of the correction, and of the weights in ESS."""
     opsm_limit_nats: PositiveFloat = 0.5
@@ -83,7 +85,7 @@ class TrainingSection(Section):
                 "training.adaptive_clip is made for ratios per token, got training.ratio sequence; "
                 'set training.ratio = "token" or training.adaptive_clip = false'
             )
-        if self.ratio_reference == "sampler" and self.correction in WEIGHING_CORRECTIONS:
+        if self.ratio_reference == "sampler" and CORRECTIONS.has_trait(self.correction, WEIGHS):
             raise ValueError(
                 f"training.ratio_reference sampler must not be weighed twice, got training.correction {self.correction}; "
                 'set training.correction = "sequence_mask+opsm" or "none"'

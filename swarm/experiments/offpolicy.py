@@ -6,16 +6,17 @@ anything. The policy trains on nothing else, which is harder than what a node do
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from swarm.config import TrainingSection
 from swarm.experiments.cells import Cell, Result
+from swarm.extensions.points import CORRECTIONS as REGISTERED
 from swarm.report.tables import Curves, Spread, Table
 
 FOREIGN = "foreign"
 DATA = ("0", "8", "32", "128", FOREIGN)
 """Versions of delay, or another lineage."""
-CORRECTIONS: tuple[str, ...] = get_args(TrainingSection.model_fields["correction"].annotation)
+CORRECTIONS: tuple[str, ...] = REGISTERED.names
 DEFAULT: str = TrainingSection().correction
 
 

@@ -23,17 +23,18 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from swarm.config import RewardSignalSection, Section, SwarmName, TaskSourceFacts
 from swarm.errors import ManifestError
+from swarm.extensions.points import REWARDS, TASK_SOURCES
 from swarm.records.codec import MAX_TOKENS_PER_BODY
 from swarm.records.identity import Identity, is_peer_id, peer_name, verify
 from swarm.tasks.parameter_rules import check_shape
-from swarm.tasks.signalled_source import BUILT_IN, package_signals
+from swarm.tasks.signalled_source import package_signals
 
 FORMAT = 1
 MAX_BYTES = 64 * 1024
 _MAX_LINE_BYTES = 4096  # a dotted key costs the parser time in the square of its parts
 _MAX_DEPTH = 7
 _MAX_SHOWN = 80
-_MAX_REWARD_PROCESSES = 16
+_MAX_PACKAGE_PROCESSES = 16
 _DOMAIN = b"swarm/manifest/1\0"
 _HEADER = """# Manifest of the swarm {name}. Take part: swarm join FILE; look first: swarm join FILE --check
 # Signed by its founder: a changed value breaks the signature, comments and layout do not.
@@ -68,7 +69,7 @@ class ManifestTask(TaskSourceFacts):
             raise ValueError(f"a jsonl task has no parameters, got {', '.join(self.parameters)}; remove them")
         check_shape(self.parameters, with_words=self.kind == "reasoning_gym")
         for signal in self.signals:
-            if signal.name not in BUILT_IN:
+            if not REWARDS.is_built_in(signal.name):
                 check_shape(signal.parameters)
         return self
 
@@ -153,11 +154,12 @@ class Manifest(Section):
         names = [task.source_name for task in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError("tasks must have different names; set a different label")
-        processes = sum(len(package_signals(task)) for task in self.tasks)
-        if processes > _MAX_REWARD_PROCESSES:
+        sources = sum(not TASK_SOURCES.is_built_in(task.kind) for task in self.tasks)
+        processes = sources + sum(len(package_signals(task)) for task in self.tasks)
+        if processes > _MAX_PACKAGE_PROCESSES:
             raise ValueError(
-                f"tasks must have at most {_MAX_REWARD_PROCESSES} signals of packages together, which take a process each, "
-                f"got {processes}"
+                f"tasks must have at most {_MAX_PACKAGE_PROCESSES} signals of packages and sources of packages together, which "
+                f"take a process each, got {processes}"
             )
         return self
 

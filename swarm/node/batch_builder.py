@@ -19,6 +19,7 @@ from swarm.pool.success_levels import SuccessLevels, has_success
 from swarm.rollouts.worker import RolloutBatch
 from swarm.tasks.task_mixture import TaskMixture, assess
 from swarm.tasks.task_source import TaskFailure, UnknownTask
+from swarm.training.advantages import configured_advantage
 from swarm.training.experience import RolloutConverter, TrainingGroup
 from swarm.training.replay import ReplayStore
 from swarm.types import RolloutGroup, Task
@@ -44,6 +45,7 @@ class BatchBuilder:
         self._translator = translator
         self._weigh = weigh
         self._replay = ReplayStore(config.training)
+        self._advantage = configured_advantage(config.training)
         self.successes = SuccessLevels(config.sharing.success_quantile)
         self._dropped: Counter[str] = Counter()
 
@@ -129,7 +131,7 @@ class BatchBuilder:
         """
         try:
             task = self._mixture.rebuild(group.task)
-            if task.weights and self._config.training.advantage == "gdpo":
+            if task.weights and self._advantage.uses_signals:
                 signals = [assess(task, rollout.text).signals for rollout in group.rollouts]
                 rollouts = [replace(r, signals=s) for r, s in zip(group.rollouts, signals, strict=True)]
                 group = replace(group, rollouts=tuple(rollouts))

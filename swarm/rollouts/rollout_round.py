@@ -19,14 +19,16 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from swarm.config import RolloutsSection
+from swarm.extensions.points import TASK_CHOICES
 from swarm.observability.tracing import traced
 from swarm.policy.counter_noise import derive_seed
 from swarm.rollouts.open_group import OpenGroup
 from swarm.rollouts.worker import RolloutBatch, RolloutWorker
-from swarm.tasks.task_cursor import DifficultyTable, TaskCursor
+from swarm.tasks.task_cursor import DifficultyTable, TaskChoice, TaskCursor
 from swarm.tasks.task_source import TaskFailure, UnknownTask
 from swarm.types import RolloutGroup, Task, TaskRef
 
@@ -98,6 +100,9 @@ class RolloutRound:
         self._cursor = cursor
         self._worker = worker
         self._difficulty = difficulty
+        self._task_choice: TaskChoice = TASK_CHOICES.make(
+            config.task_choice, config.task_choice_parameters, "rollouts.task_choice_parameters"
+        )
         self._open: list[OpenGroup] = []  # oldest first
 
     @property
@@ -147,8 +152,7 @@ class RolloutRound:
         return batch
 
     def _draw(self, count: int) -> list[Task]:
-        choose = self._difficulty.choose if self._config.task_choice == "thompson" else None
-        return self._cursor.draw(count, choose)
+        return self._cursor.draw(count, partial(self._task_choice.choose, self._difficulty))
 
     def _answer(self, tasks: Sequence[Task], seed: int) -> RolloutBatch:
         batch = self._worker.rollout(tasks, seed, self._sizes(tasks))

@@ -27,16 +27,16 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from swarm.config import Section, TaskSourceSection
+from swarm.config import Section, TaskSourceSection, TasksSection
 from swarm.errors import TaskError
+from swarm.extensions.registry import Isolation, first_mistake, valid_parameters
 from swarm.machine.safe_files import parse_json_text
 from swarm.sandbox.runner import RunLimits, Sandbox, SandboxError
 from swarm.tasks.jsonl_source import held_out_and_training, numbered_lines, shuffled_position
-from swarm.tasks.signalled_source import explain
 from swarm.tasks.task_source import CORRECT, EVALUATION_SEED, INDEX_SPAN, MAX_TEXT_CHARS, TaskFailure
 from swarm.types import Task, TaskRef
 
@@ -250,10 +250,14 @@ class _Line(Section):
 class CodeSource:
     """Made-up functions, or those of one file."""
 
-    def __init__(self, config: TaskSourceSection, *, may_be_unfenced: bool) -> None:
+    isolation: ClassVar[Isolation] = Isolation.OWN_SANDBOX
+
+    def __init__(self, config: TaskSourceSection, tasks: TasksSection) -> None:
         """Raises TaskError for a file or parameters that are not valid, and where no sandbox can be set up."""
         self.name = config.source_name
-        self._parameters = _parameters(config)
+        self._parameters = valid_parameters(
+            CodeParameters, config.parameters, self.name, f"tasks.sources.parameters of {self.name!r}", TaskError
+        )
         self._held_out: list[CodeProblem] = []
         self._training: list[CodeProblem] = []
         content = b""
@@ -269,7 +273,7 @@ class CodeSource:
         self.config_digest = hashlib.sha256(facts.encode() + content).hexdigest()[:16]
         cpu_s, memory_bytes = self._parameters.cpu_s, self._parameters.memory_mib << 20
         limits = RunLimits(cpu_s=cpu_s, wall_s=float(_WALL_PER_CPU * cpu_s), memory_bytes=memory_bytes)
-        self._verifier = CodeVerifier(self.name, _sandbox(limits, self.name, may_be_unfenced), limits)
+        self._verifier = CodeVerifier(self.name, _sandbox(limits, self.name, tasks.run_code_unfenced), limits)
 
     @property
     def num_held_out(self) -> int:
@@ -303,22 +307,12 @@ def _sandbox(limits: RunLimits, name: str, may_be_unfenced: bool) -> Sandbox:
         ) from None
 
 
-def _parameters(config: TaskSourceSection) -> CodeParameters:
-    try:
-        return CodeParameters.model_validate(config.parameters)
-    except ValidationError as error:
-        raise TaskError(
-            f"parameters of code tasks must be valid, got {config.parameters}: {explain(error)}; "
-            f"set tasks.sources.parameters of {config.source_name!r}"
-        ) from None
-
-
 def _problem(text: bytes, where: str) -> CodeProblem:
     try:
         line = _Line.model_validate(parse_json_text(text))
     except ValueError as error:  # pydantic's are ValueErrors
         raise TaskError(
-            f"a code task must be one JSON object, got {explain(error)} in {where}; mend that line"
+            f"a code task must be one JSON object, got {first_mistake(error)} in {where}; fix that line"
         ) from None
     tests = tuple((test.args, test.expected) for test in line.tests)
     return CodeProblem(line.prompt, line.entry, tests, line.answer)

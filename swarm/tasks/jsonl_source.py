@@ -1,7 +1,7 @@
 """Tasks of a JSONL file: one {"prompt", "answer", "verifier"?} object per line.
 
-The file's content is the config digest, so two nodes share tasks only if they hold the same file. Every tenth line is held
-out for evaluation; each training stream walks through the others in an order of its own, over and over.
+The config digest is a hash of the file's content, so two nodes share tasks only if they have the same file. Every tenth line
+is held out for evaluation. Each training stream goes through the others in an order of its own, over and over.
 """
 
 import hashlib
@@ -10,13 +10,15 @@ import random
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
-from swarm.config import TaskSourceSection
+from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
+from swarm.extensions.points import VERIFIERS
+from swarm.extensions.registry import Isolation
 from swarm.machine.safe_files import parse_json_text
 from swarm.tasks.task_source import EVALUATION_SEED, MAX_TEXT_CHARS
-from swarm.tasks.verifiers import VERIFIERS, check_expected
+from swarm.tasks.verifiers import Verifier
 from swarm.types import Task, TaskRef
 
 T = TypeVar("T")
@@ -39,7 +41,9 @@ class Line:
 class JsonlSource:
     """Tasks of one file, held in memory."""
 
-    def __init__(self, config: TaskSourceSection) -> None:
+    isolation: ClassVar[Isolation] = Isolation.NONE_NEEDED
+
+    def __init__(self, config: TaskSourceSection, tasks: TasksSection) -> None:
         """Raises TaskError for a file that is missing, malformed or too short."""
         if config.path is None:
             raise TaskError(f"a jsonl source needs a path, got none; set path for source {config.name!r}")
@@ -55,7 +59,7 @@ class JsonlSource:
 
     def task(self, seed: int, index: int) -> Task:
         line = self._line(seed, index)
-        verify = partial(VERIFIERS[line.verifier], line.answer)
+        verify = partial(VERIFIERS.load(line.verifier).score, line.answer)
         return Task(TaskRef(self.name, self.config_digest, seed, index), line.prompt, verify)
 
     def answer(self, seed: int, index: int) -> str:
@@ -108,23 +112,30 @@ def _parse(text: bytes, where: str, default_verifier: str) -> Line:
     try:
         data = parse_json_text(text)
     except ValueError as error:  # not UTF-8, not JSON, numbers or nesting beyond the parser's bounds
-        raise TaskError(f"a line must be one JSON object in UTF-8, got {error} in {where}; mend that line") from None
+        raise TaskError(f"a line must be one JSON object in UTF-8, got {error} in {where}; fix that line") from None
     if not isinstance(data, dict) or not isinstance(data.get("prompt"), str) or not data["prompt"].strip():
-        raise TaskError(f'a line must have a text "prompt", got none in {where}; mend that line')
+        raise TaskError(f'a line must have a text "prompt", got none in {where}; fix that line')
     if len(data["prompt"]) > MAX_TEXT_CHARS:
         raise TaskError(
             f"a prompt must have at most {MAX_TEXT_CHARS} characters, got {len(data['prompt'])} in {where}; shorten it"
         )
     unknown = sorted(data.keys() - {"prompt", "answer", "verifier"})
     if unknown:
-        raise TaskError(f"a line must have prompt, answer and verifier only, got {unknown} in {where}; mend that line")
+        raise TaskError(f"a line must have prompt, answer and verifier only, got {unknown} in {where}; fix that line")
     answer, verifier = data.get("answer"), data.get("verifier", default_verifier)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
-        raise TaskError(f'a line must have an "answer" (text or number), got {answer!r} in {where}; mend that line')
-    if not isinstance(verifier, str) or verifier not in VERIFIERS:
-        raise TaskError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r} in {where}; mend that line")
+        raise TaskError(f'a line must have an "answer" (text or number), got {answer!r} in {where}; fix that line')
+    if not isinstance(verifier, str) or not VERIFIERS.is_built_in(verifier):
+        known = ", ".join(VERIFIERS.names)
+        raise TaskError(f"verifier must be one of {known}, got {verifier!r} in {where}; fix that line")
+    chosen: Verifier = VERIFIERS.load(verifier)
+    if chosen.isolation is not Isolation.NONE_NEEDED:
+        raise TaskError(
+            f"a verifier of a file must need no isolation, got {verifier}, which needs Isolation.{chosen.isolation.name}, in "
+            f"{where}; write a task source for it"
+        )
     try:
-        check_expected(verifier, str(answer))
+        chosen.check(str(answer))
     except ValueError as error:
-        raise TaskError(f"{error} in {where}; mend that line") from None
+        raise TaskError(f"{error} in {where}; fix that line") from None
     return Line(data["prompt"], str(answer), verifier)

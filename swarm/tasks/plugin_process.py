@@ -1,4 +1,4 @@
-"""The service that runs one reward function of an installed package, behind the fence of `line_process`.
+"""The service that runs one reward function of an installed package, in the sandboxed process of `line_process`.
 
 opening:  [entry point's name, its target, its parameters, whether these have to pass `parameter_rules`]
 question: [prompt, expected answer, answer]
@@ -11,14 +11,13 @@ from typing import Any
 
 from swarm.tasks.parameter_rules import check_declared, declared_by_function
 
-GROUP = "swarm.rewards"
 _MAX_MESSAGE_CHARS = 300
 
 
 def start(opening: list[Any]) -> Callable[[Any], dict[str, Any]]:
     """Load the function. Raises ValueError for refused parameters, and whatever its package raises."""
     name, target, parameters, is_by_manifest = opening
-    function: Callable[..., Any] = EntryPoint(name, target, GROUP).load()
+    function: Callable[..., Any] = EntryPoint(name, target, "").load()
     if not callable(function):
         raise TypeError(f"{target} is no function")
     if is_by_manifest:

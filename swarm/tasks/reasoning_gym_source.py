@@ -22,10 +22,11 @@ import re
 import unicodedata
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from swarm.config import TaskSourceSection
+from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
+from swarm.extensions.registry import Isolation
 from swarm.tasks.parameter_rules import check_declared, declared_by_class
 from swarm.tasks.task_source import INDEX_SPAN, TaskFailure
 from swarm.types import Task, TaskRef
@@ -169,11 +170,13 @@ _PROBE_NUMBER = 7 * INDEX_SPAN + 3
 class ReasoningGymSource:
     """One reasoning-gym data set."""
 
-    def __init__(self, config: TaskSourceSection, *, takes_anything: bool = False) -> None:
+    isolation: ClassVar[Isolation] = Isolation.PROCESS
+
+    def __init__(self, config: TaskSourceSection, tasks: TasksSection) -> None:
         """Raises TaskError for a data set that is unknown or refused, or parameters that it does not accept.
 
-        `takes_anything`: the parameters are the operator's own, who may name files. All others have to pass
-        `check_declared`.
+        With `tasks.fenced` the parameters are a manifest's and have to pass `check_declared`; else they are the operator's own,
+        who may name files.
         """
         self.name = config.source_name
         self.config_digest = base_digest(config)
@@ -181,7 +184,7 @@ class ReasoningGymSource:
         self._parameters = config.parameters
         _check_name(config.name)
         try:
-            if not takes_anything:
+            if tasks.fenced:
                 _check_declared(config)
             self._shared = self._build(0)
         except Exception as error:  # each data set refuses parameters in a way of its own

@@ -1,44 +1,32 @@
-"""Reward functions that installed packages offer under the entry point group `swarm.rewards`.
+"""Runs reward functions that installed packages offer under the entry point group `swarm.rewards`.
 
     def reward(prompt: str, expected: str, answer: str, **parameters) -> float      # in [0, 1]
 
-The function runs in a process of its own (`plugin_process`), without a network and with installed packages as its only files:
-it meets text of strangers. One that takes too long or too much is stopped, and one that crashes takes nothing along. It costs its
-task then, never the node. An operator may let a function out of its fence by name (`tasks.unfenced_rewards`).
+The function reads text of strangers, so it runs in a sandboxed process of its own (`plugin_process`), without a network and
+with installed packages as its only files. One that takes too long or too much memory is stopped, and one that crashes harms
+nothing else: it costs its task, never the node. An operator may let a function out of its sandbox by name
+(`tasks.unfenced_rewards`).
 """
 
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
 from swarm.config import TasksSection
 from swarm.errors import TaskError
+from swarm.extensions.points import REWARDS
 from swarm.sandbox.line_process import Confinement, LineProcess, LineProcessError
-from swarm.tasks.plugin_process import GROUP
 from swarm.tasks.task_source import TaskFailure
 
 MAX_ANSWER_CHARS = 16_384
-"""Longer answers have the value 0 without a look."""
+"""Longer answers have the value 0 and are not passed to the function."""
 TIME_BUDGET_S = 5.0
 """For one answer. The function is then started anew."""
 FILE_BYTES = 16 << 20
 """Of all files that a function may write, in a /tmp of its own that ends with its process."""
 
 
-def installed_rewards() -> dict[str, EntryPoint]:
-    """Every reward function that can be named, by its name. Raises TaskError where two packages offer one name."""
-    found: dict[str, EntryPoint] = {}
-    for entry in entry_points(group=GROUP):
-        other = found.setdefault(entry.name, entry)
-        if _origin(other) != _origin(entry):
-            raise TaskError(
-                f"a reward function must come from one package, got {entry.name!r} of {_origin(other)} and "
-                f"{_origin(entry)}; remove one"
-            )
-    return found
-
-
 class RewardPlugin:
-    """One reward function with its parameters, called by several threads one after the other."""
+    """One reward function with its parameters. Calls from several threads are answered one after the other."""
 
     def __init__(
         self, source: str, entry: EntryPoint, parameters: dict[str, Any], tasks: TasksSection, *, time_budget_s: float
@@ -48,7 +36,7 @@ class RewardPlugin:
         `tasks`: its memory, whether it may run without a fence, and whether a manifest has set the parameters
         (`fenced`), which then have to pass `check_declared`.
         """
-        self.version = _origin(entry)
+        self.version = REWARDS.origin(entry.name)
         """Package and its version: nodes with others do not compare rewards."""
         self._source = source
         self._name = entry.name
@@ -63,7 +51,7 @@ class RewardPlugin:
         except LineProcessError as error:
             raise TaskError(
                 f"reward function {entry.name} of {self.version} must be loadable behind a fence, got {error}; "
-                f"mend or remove it, or list {entry.name} in tasks.unfenced_rewards if it needs your files or the network"
+                f"fix or remove it, or list {entry.name} in tasks.unfenced_rewards if it needs your files or the network"
             ) from None
 
     def __call__(self, prompt: str, expected: str, answer: str) -> float:
@@ -81,12 +69,3 @@ class RewardPlugin:
 
     def _failure(self, message: str) -> TaskFailure:
         return TaskFailure(self._source, f"reward function {self._name}: {message}")
-
-
-def _origin(entry: EntryPoint) -> str:
-    """NAME==VERSION of the package. Raises TaskError where that is not told."""
-    name = entry.dist.name if entry.dist is not None else None
-    version = entry.dist.version if entry.dist is not None else None
-    if not name or not version:
-        raise TaskError(f"a reward function must come from a package with a version, got {entry}; mend its metadata")
-    return f"{name}=={version}"

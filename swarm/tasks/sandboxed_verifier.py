@@ -1,26 +1,35 @@
-"""Tasks and answers of strangers behind a fence: what other packages do with them happens in a process that can be stopped.
+"""Runs task sources in sandboxed processes, which can be stopped: what other packages do with texts of strangers stays there.
 
-A verifier of reasoning-gym may meet a text that makes it run for ever or take all memory. That costs its process then, and its
-author some trust, never the node. Kinds of sources with bounds of their own are listed in `_BOUNDED_KINDS`: those of files by
-`verifiers`, code by the sandbox. Reward functions of packages have a process of their own.
+A verifier of a package may meet a text that makes it run for ever or take all memory. That costs its process then, and the
+author of the text some reputation, never the node.
 
-A reasoning-gym source whose tasks are built and scored in the fenced process, which opens none of a node's files.
+    source                                    process
+    built in, Isolation.NONE_NEEDED           the node
+    built in, Isolation.OWN_SANDBOX           the node; it has a sandbox of its own
+    built in, Isolation.PROCESS               one process for all of these, with namespaces where the system has them
+    of a package, whatever it declares        a process of its own, with namespaces or not at all
+    of a package in tasks.unfenced_kinds      a process of its own, with limits only
+
+`SandboxedVerifier` is the processes; `SandboxedSource` is one source in them, as the node uses it.
 """
 
 import contextlib
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
+from swarm.extensions.points import TASK_SOURCES
+from swarm.extensions.registry import Isolation
 from swarm.sandbox.inside.file_guard import AUDIT_HOOK
 from swarm.sandbox.line_process import Confinement, LineProcess, LineProcessError
-from swarm.tasks.reasoning_gym_source import base_digest
 from swarm.tasks.signalled_source import package_signals
 from swarm.tasks.task_source import INDEX_SPAN, MAX_TEXT_CHARS, TaskFailure, UnknownTask
 from swarm.types import Task, TaskRef
@@ -28,50 +37,64 @@ from swarm.types import Task, TaskRef
 logger = logging.getLogger(__name__)
 
 
-_BOUNDED_KINDS = frozenset({"jsonl", "code"})
-"""Kinds whose verifiers take time and memory in proportion to a bounded text, or run in the sandbox."""
+_IN_THE_NODE = frozenset({Isolation.NONE_NEEDED, Isolation.OWN_SANDBOX})
 TIME_BUDGET_S = 10.0
 """For all answers to one task, where milliseconds are usual."""
 OPENING_BUDGET_S = 60.0
 """For building all sources together: a manifest may name 64 that hang."""
 MEMORY_BYTES = 2 << 30
-"""Address space of the process, of which the interpreter and the libraries take a quarter. Not enforced on macOS."""
+"""Address space of a process, of which the interpreter and the libraries take a quarter. Not enforced on macOS."""
 FILE_BYTES = 1 << 20
-"""Libraries of reasoning-gym want a folder for temporary files."""
+"""Size of a process's folder for temporary files, which libraries of reasoning-gym want."""
+_DIGEST = re.compile("[0-9a-f]{16}")
 
 
 class Overrun(Exception):
-    """The answers made the verifier take more time or memory than it has, or ended its process."""
+    """The answers made the verifier exceed its time or memory, or ended its process."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSource:
+    """What a process says of a source that it has built."""
+
+    config_digest: str
+    num_held_out: int
+    files: str
+    """What keeps the process from the operator's files."""
 
 
 class SandboxedVerifier:
-    """A process that builds the tasks of reasoning-gym sources and scores answers to them.
+    """The processes that build tasks and score answers for the sources that need one. Safe from any thread.
 
-    It holds the sources whose verifiers other packages bring, and takes 130 MiB from the first question on.
+    A process starts with the first question about its sources. That of the built-in sources takes 130 MiB.
     """
 
     def __init__(
         self, config: TasksSection, time_budget_s: float = TIME_BUDGET_S, memory_bytes: int = MEMORY_BYTES
     ) -> None:
-        sections = [section for section in config.sources if _needs_fence(section)]
-        self._names = frozenset(section.source_name for section in sections)
         self._time_budget_s = time_budget_s
         self._memory_bytes = memory_bytes
         self._opening_s = 0.0
-        tasks = config.model_copy(update={"sources": tuple(sections)})
-        readable = () if config.fenced else tuple(_named_files(sections))
-        confinement = Confinement(memory_bytes, FILE_BYTES, "if possible", readable)
-        self._process = LineProcess("swarm.tasks.verifier_process", tasks.model_dump_json(), confinement)
+        self._processes: dict[str, LineProcess] = {}
+        """By name of the source."""
+        # Beside packages even the node itself asks the process: see `TaskMixture`.
+        sections = [one for one in config.sources if needs_process(one) and not package_signals(one)]
+        shared = [one for one in sections if TASK_SOURCES.is_built_in(one.kind)]
+        for group in [shared, *([one] for one in sections if one not in shared)]:
+            if group:
+                process = self._process(group, config)
+                self._processes |= {one.source_name: process for one in group}
 
     def close(self) -> None:
-        """End its process. What is asked later is a TaskFailure."""
-        self._process.close()
+        """End the processes. What is asked later is a TaskFailure."""
+        for process in self._processes.values():
+            process.close()
 
     def holds(self, source: str) -> bool:
-        return source in self._names
+        return source in self._processes
 
-    def open(self, source: str) -> str:
-        """Build a source; returns what keeps it from files. Raises TaskError where it cannot be built within the bounds."""
+    def open(self, source: str) -> OpenedSource:
+        """Build a source. Raises TaskError where it cannot be built within the bounds."""
         if self._opening_s > OPENING_BUDGET_S:
             raise TaskError(
                 f"all sources must be built within {OPENING_BUDGET_S:g} s, got more before {source}; remove some"
@@ -86,9 +109,13 @@ class SandboxedVerifier:
             ) from None
         finally:
             self._opening_s += time.monotonic() - started_at
-        if "files" not in reply:
-            raise TaskError(str(reply.get("error", f"the process of {source} gave no answer; remove the source")))
-        return str(reply["files"])
+        if "error" in reply:
+            raise TaskError(str(reply["error"]))
+        digest, num_held_out = reply.get("config_digest"), reply.get("num_held_out")
+        is_whole = isinstance(digest, str) and _DIGEST.fullmatch(digest) is not None
+        if not is_whole or type(num_held_out) is not int or not 0 < num_held_out <= INDEX_SPAN:
+            raise TaskError(f"the process of {source} gave no answer; remove the source")
+        return OpenedSource(str(digest), num_held_out, str(reply.get("files")))
 
     def prompts(self, ref: TaskRef, count: int) -> list[str]:
         """Prompts of that task and, as far as they come quickly, of those after it, `count` at most.
@@ -116,15 +143,15 @@ class SandboxedVerifier:
 
     def _ask(self, source: str, question: list[object]) -> dict[str, Any]:
         try:
-            reply = self._process.ask(question, self._time_budget_s)
+            reply = self._processes[source].ask(question, self._time_budget_s)
         except LineProcessError as error:
-            logger.warning("the process that builds and scores tasks was stopped: %s", error)
+            logger.warning("the process that builds and scores tasks of %s was stopped: %s", source, error)
             if error.by_question:
-                self._renew()
+                self._renew(source)
                 raise Overrun(str(error)) from None
             raise TaskFailure(source, f"verifier process: {error}") from None
         if "overrun" in reply:
-            self._renew()  # what is left of its memory might not be enough for answers that are in order
+            self._renew(source)  # what is left of its memory might not be enough for the next answers
             raise Overrun(str(reply["overrun"]))
         if "unknown" in reply:
             raise UnknownTask(str(reply["unknown"]))
@@ -132,11 +159,21 @@ class SandboxedVerifier:
             raise TaskFailure(source, str(reply["failure"]).removeprefix(f"{source}: "))
         return reply
 
-    def _renew(self) -> None:
-        """Start the next process in the time of whose answers spoiled the last one: that takes seconds, which would otherwise
-        count against the author who comes next."""
-        with contextlib.suppress(LineProcessError):  # it is tried again, and told of, when it is needed
-            self._process.renew()
+    def _process(self, sections: Sequence[TaskSourceSection], config: TasksSection) -> LineProcess:
+        """One process for `sections`, which are built in, or one of a package."""
+        fence: Literal["required", "if possible", "none"] = "if possible"
+        if not TASK_SOURCES.is_built_in(sections[0].kind):
+            fence = "none" if sections[0].kind in config.unfenced_kinds else "required"
+        readable = () if config.fenced else tuple(_named_files(sections))
+        tasks = config.model_copy(update={"sources": tuple(sections)})
+        confinement = Confinement(self._memory_bytes, None if fence == "none" else FILE_BYTES, fence, readable)
+        return LineProcess("swarm.tasks.verifier_process", tasks.model_dump_json(), confinement)
+
+    def _renew(self, source: str) -> None:
+        """Start the next process in the time of the author whose answers spoiled the last one: a start takes seconds, which
+        would otherwise count against the next author."""
+        with contextlib.suppress(LineProcessError):  # it is tried again, and reported, when it is needed
+            self._processes[source].renew()
 
 
 def _is_text(value: object) -> bool:
@@ -158,20 +195,18 @@ def _checked(ref: TaskRef, reply: dict[str, Any], count: int) -> tuple[str, tupl
 
 
 def _named_files(sections: Sequence[TaskSourceSection]) -> Iterator[str]:
-    """Files that the operator's own parameters name, by absolute paths."""
-    for value in (value for section in sections for value in section.parameters.values()):
-        if isinstance(value, str) and Path(value).is_absolute() and Path(value).is_file():
-            yield value
+    """Files that the operator's own settings name, by absolute paths."""
+    for section in sections:
+        for value in (section.path and str(section.path), *section.parameters.values()):
+            if isinstance(value, str) and Path(value).is_absolute() and Path(value).is_file():
+                yield value
 
 
-def is_bounded(section: TaskSourceSection) -> bool:
-    """Whether its verifier has bounds of its own. A kind of source that nobody has listed as such is fenced."""
-    return section.kind in _BOUNDED_KINDS
-
-
-def _needs_fence(section: TaskSourceSection) -> bool:
-    # Beside packages even the node itself asks the fence: see `TaskMixture`.
-    return not is_bounded(section) and not package_signals(section)
+def needs_process(section: TaskSourceSection) -> bool:
+    """Whether answers of strangers reach its verifier in a process only. It is so unless a built-in source declares otherwise."""
+    if not TASK_SOURCES.is_built_in(section.kind):
+        return True
+    return TASK_SOURCES.load(section.kind).isolation not in _IN_THE_NODE
 
 
 _AHEAD = 32
@@ -179,23 +214,21 @@ _AHEAD = 32
 
 
 class SandboxedSource:
-    """One source. It is safe from any thread: questions are answered one after the other."""
+    """One source in its process. Safe from any thread: questions are answered one after the other."""
 
     def __init__(self, config: TaskSourceSection, fence: SandboxedVerifier) -> None:
-        """Raises TaskError for a data set that is unknown or refused, and for parameters that are refused or fail."""
+        """Raises TaskError for a source that is unknown or refused, and for parameters that are refused or fail."""
         self.name = config.source_name
-        self.config_digest = base_digest(config)
+        opened = fence.open(self.name)
+        self.config_digest = opened.config_digest
+        self.num_held_out = opened.num_held_out
         self._fence = fence
         self._lock = threading.Lock()
         self._ahead: dict[tuple[int, int], str] = {}
         self._next = (-1, -1)
         """(seed, index) after the last task that was asked for."""
-        if fence.open(self.name) == AUDIT_HOOK:
+        if opened.files == AUDIT_HOOK:
             logger.warning("tasks of %s are kept from this machine's files by Python alone", self.name)
-
-    @property
-    def num_held_out(self) -> int:
-        return INDEX_SPAN
 
     def task(self, seed: int, index: int) -> Task:
         ref = TaskRef(self.name, self.config_digest, seed, index)

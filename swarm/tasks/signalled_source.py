@@ -1,4 +1,4 @@
-"""A task source whose reward is the weighted sum of several signals.
+"""A task source whose reward is the weighted sum of several reward signals, and the signals that every node has.
 
     text ─┬▶ the source's own verifier ─▶ correct (tests, …) ─┐
           ├▶ built-in signals ─────────▶ format, length ──────┼▶ Σ weight · value / Σ weight = reward in [0, 1]
@@ -6,20 +6,22 @@
 
 Names, weights, parameters and the versions of plug-ins are part of the config digest: nodes with others do not share tasks.
 
-Reward signals that every node has: the form of an answer, and its length.
+Built-in signals are functions of the answer's text alone, so that every receiver computes the same value: length is counted
+in characters, since another tokenizer counts other tokens. All take time in proportion to the text.
 
-All of them are functions of the answer's text alone, so that every receiver computes the same: length is counted in
-characters, since another tokenizer counts other tokens. All take time in proportion to the text, or refuse it.
+A built-in signal is one class here, or in a file of its own, and one line in `swarm/extensions/points.py`. Reward functions of
+packages run in processes of their own (`reward_plugin`).
 """
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from swarm.config import (
     NonNegativeInt,
@@ -31,13 +33,22 @@ from swarm.config import (
     TasksSection,
 )
 from swarm.errors import TaskError
-from swarm.tasks.reward_plugin import TIME_BUDGET_S, RewardPlugin, installed_rewards
+from swarm.extensions.points import REWARDS
+from swarm.tasks.reward_plugin import TIME_BUDGET_S, RewardPlugin
 from swarm.tasks.task_source import CORRECT, TaskSource, named_signals
-from swarm.tasks.verifiers import check_expected, regex
+from swarm.tasks.verifiers import check_pattern, regex
 from swarm.types import Task
 
-RewardSignal = Callable[[str], float]
-"""Value in [0, 1] of an answer's text."""
+
+class RewardSignal(ABC):
+    """A built-in signal with its parameters. It is constructed from its `Parameters`, and called from several threads."""
+
+    rules: str = ""
+    """Part of the config digest: changes whenever answers are valued differently with the same parameters."""
+
+    @abstractmethod
+    def value(self, text: str) -> float:
+        """The value, in [0, 1], of an answer's text, which may be anybody's and of any length."""
 
 
 class FormatParameters(Section):
@@ -53,7 +64,7 @@ class FormatParameters(Section):
         if bool(self.pattern) == bool(self.tags):
             raise ValueError("format needs a pattern or tags, and not both")
         if self.pattern:
-            check_expected("regex", self.pattern)
+            check_pattern(self.pattern)
         return self
 
 
@@ -94,47 +105,39 @@ def brevity(max_chars: int, buffer_chars: int, text: str) -> float:
     return min(1.0, left / buffer_chars) if buffer_chars else 1.0
 
 
-def make_format(parameters: dict[str, Any]) -> RewardSignal:
-    chosen = FormatParameters.model_validate(parameters)
-    return partial(regex, chosen.pattern) if chosen.pattern else partial(tagged, chosen.tags)
+class Format(RewardSignal):
+    """1 where the whole text has the form that the parameters describe, else 0."""
+
+    Parameters = FormatParameters
+
+    def __init__(self, parameters: FormatParameters) -> None:
+        self._parameters = parameters
+        self.rules = "re2" if parameters.pattern else ""
+
+    def value(self, text: str) -> float:
+        pattern = self._parameters.pattern
+        return regex(pattern, text) if pattern else tagged(self._parameters.tags, text)
 
 
-def make_length(parameters: dict[str, Any]) -> RewardSignal:
-    chosen = LengthParameters.model_validate(parameters)
-    return partial(brevity, chosen.max_chars, chosen.buffer_chars)
+class Length(RewardSignal):
+    """See `brevity`."""
 
+    Parameters = LengthParameters
 
-BUILT_IN: dict[str, Callable[[dict[str, Any]], RewardSignal]] = {"format": make_format, "length": make_length}
+    def __init__(self, parameters: LengthParameters) -> None:
+        self._parameters = parameters
+
+    def value(self, text: str) -> float:
+        return brevity(self._parameters.max_chars, self._parameters.buffer_chars, text)
 
 
 def package_signals(source: TaskSourceFacts) -> list[str]:
     """Names of the signals of a source that reward functions of packages compute, each in a process of its own."""
-    return [signal.name for signal in source.signals if signal.name not in {CORRECT, "tests", *BUILT_IN}]
-
-
-def build_signal(name: str, parameters: dict[str, Any], source: str) -> RewardSignal:
-    """A built-in signal. Raises TaskError for parameters that it does not accept."""
-    try:
-        return BUILT_IN[name](parameters)
-    except ValidationError as error:
-        raise TaskError(
-            f"parameters of signal {name} must be valid, got {parameters}: {explain(error)}; "
-            f"set tasks.sources.signals of {source!r}"
-        ) from None
-
-
-def explain(error: Exception) -> str:
-    """The first mistake, in one line."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
-    rule = first["msg"].removeprefix("Value error, ")
-    return f"{key}: {rule}" if key else rule
+    return [signal.name for signal in source.signals if signal.name not in {CORRECT, "tests", *REWARDS.names}]
 
 
 _OF_VERIFIER = {"code": (CORRECT, "tests")}
-"""What the verifier of a kind of source tells; others tell `correct`."""
+"""The signals that the verifier of a kind of source gives; others give `correct`."""
 
 
 class MultiRewardSource:
@@ -143,7 +146,7 @@ class MultiRewardSource:
     def __init__(self, source: TaskSource, config: TaskSourceSection, tasks: TasksSection) -> None:
         """Raises TaskError for a signal that is unknown, or cannot be built from its parameters.
 
-        `tasks`: how reward functions are fenced, and whether their parameters come from a manifest.
+        `tasks` says how reward functions of packages are isolated, and whether their parameters come from a manifest.
         """
         self._tasks = tasks
         self._source = source
@@ -175,7 +178,7 @@ class MultiRewardSource:
             if name in values:
                 continue
             if name in self._built_in:
-                values[name] = self._built_in[name](text)
+                values[name] = self._built_in[name].value(text)
             elif name in self._plugins:
                 values[name] = self._plugins[name](task.prompt, expected(), text)
             else:
@@ -190,15 +193,15 @@ class MultiRewardSource:
                     f"signal {name} takes no parameters, got {signal.parameters}; "
                     f"set tasks.sources.signals of {self.name!r}"
                 )
-        elif name in BUILT_IN:
-            self._built_in[name] = build_signal(name, signal.parameters, self.name)
+        elif REWARDS.is_built_in(name):
+            self._built_in[name] = REWARDS.make(name, signal.parameters, f"tasks.sources.signals of {self.name!r}")
         else:
             self._plugins[name] = self._plugin(signal)
 
     def _plugin(self, signal: RewardSignalSection) -> RewardPlugin:
-        installed = installed_rewards()
+        installed = REWARDS.installed()
         if signal.name not in installed:
-            known = sorted({*self._of_verifier, *BUILT_IN, *installed})
+            known = sorted({*self._of_verifier, *REWARDS.names, *installed})
             raise TaskError(
                 f"a signal must be one of {', '.join(known)}, got {signal.name!r}; install the package that offers it "
                 f"or set tasks.sources.signals of {self.name!r}"
@@ -212,7 +215,8 @@ class MultiRewardSource:
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def _version(self, signal: RewardSignalSection) -> str:
-        """What decides the values of a signal beside its parameters: the package of a plug-in, the engine of a pattern."""
-        if signal.name in self._plugins:
-            return self._plugins[signal.name].version
-        return "re2" if signal.name == "format" and "pattern" in signal.parameters else ""
+        """What decides the values of a signal beside its parameters: the package of a plug-in, the rules of a built-in one."""
+        name = signal.name
+        if name in self._plugins:
+            return self._plugins[name].version
+        return self._built_in[name].rules if name in self._built_in else ""

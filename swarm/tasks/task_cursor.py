@@ -1,10 +1,11 @@
-"""Which task comes next: a weighted choice of source, then the next one of its stream. Part of every checkpoint.
+"""Decides which task comes next: a task choice picks the source, then comes the next task of its stream.
 
-How hard each task source is for the policy of this node, as far as its own answers tell.
+    rewards, lengths of answers ─▶ Beta(α, β) and mean length per source ─▶ task choice ─▶ cursor ─▶ task
 
-    rewards, lengths of answers ─▶ Beta(α, β) and mean length per source ─▶ which source next · how many answers
+The difficulty of a source is estimated from the node's own answers. Old answers fade, since the policy that gave them has
+moved on: a source that was solved or hopeless is tried again. Cursor and difficulty are part of every checkpoint.
 
-Old answers fade, since the policy that gave them has moved on: a source that was solved or hopeless is looked at again.
+A task choice is one class here, or in a file of its own, and one line in `swarm/extensions/points.py`.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from swarm.errors import TaskError
 from swarm.tasks.task_mixture import TaskMixture
@@ -31,12 +32,12 @@ class DifficultyTable:
     """Beta posterior of the reward and mean answer length, by source. Rewards in [0, 1] count as fractions of a success."""
 
     def __init__(self, sources: Iterable[str], *, memory: float, default_tokens: float) -> None:
-        """`memory`: λ in [0, 1], what one group leaves of those before. `default_tokens`: length until one was seen."""
+        """`memory`: λ in [0, 1], the weight of the old estimate when a group arrives. `default_tokens`: length before that."""
         self._memory = memory
         self._beliefs = {name: [PRIOR_SUCCESSES, PRIOR_FAILURES, float(default_tokens)] for name in sources}
 
     def observe(self, source: str, rewards: Sequence[float], num_tokens: Sequence[int]) -> None:
-        """One group: α ← λα + (1 − λ)α₀ + successes, β likewise (VADE, 2511.18902). Unknown sources are passed over."""
+        """Add one group: α ← λα + (1 − λ)α₀ + successes, β likewise (VADE, 2511.18902). Unknown sources are ignored."""
         belief = self._beliefs.get(source)
         if belief is None or not rewards:
             return
@@ -55,18 +56,10 @@ class DifficultyTable:
         """Mean length of an answer."""
         return self._beliefs[source][2]
 
-    def choose(self, weights: Mapping[str, float], rng: random.Random) -> str:
-        """Thompson sampling: draw a success rate p for each source, take the largest weight · p(1 − p).
-
-        p(1 − p) is the variance of the reward, which bounds what a group can teach: sources neither solved nor hopeless.
-        """
-
-        def value(source: str) -> float:
-            successes, failures, _ = self._beliefs[source]
-            rate = rng.betavariate(successes, failures)
-            return weights[source] * rate * (1 - rate)
-
-        return max(weights, key=value)
+    def draw_success_rate(self, source: str, rng: random.Random) -> float:
+        """A draw from the posterior."""
+        successes, failures, _ = self._beliefs[source]
+        return rng.betavariate(successes, failures)
 
     def state(self) -> dict[str, list[float]]:
         return {name: list(belief) for name, belief in self._beliefs.items()}
@@ -76,15 +69,49 @@ class DifficultyTable:
         self._beliefs |= {name: list(belief) for name, belief in state.items() if name in self._beliefs}
 
 
+class TaskChoice(Protocol):
+    """Picks the source of each task. The same arguments give the same source, so that a resumed run draws the same tasks."""
+
+    def choose(self, difficulty: DifficultyTable, weights: Mapping[str, float], rng: random.Random) -> str:
+        """One of the sources in `weights`, which are those that work, with their configured weights."""
+        ...
+
+
+class WeightedChoice:
+    """Sources by their weight, whatever their difficulty."""
+
+    def choose(self, difficulty: DifficultyTable, weights: Mapping[str, float], rng: random.Random) -> str:
+        return by_weight(weights, rng)
+
+
+class ThompsonChoice:
+    """Thompson sampling: draws a success rate p for each source and takes the largest weight · p(1 − p) (VADE, 2511.18902).
+
+    p(1 − p) is the variance of the reward, which bounds what a group can teach: sources neither solved nor hopeless.
+    """
+
+    def choose(self, difficulty: DifficultyTable, weights: Mapping[str, float], rng: random.Random) -> str:
+        def value(source: str) -> float:
+            rate = difficulty.draw_success_rate(source, rng)
+            return weights[source] * rate * (1 - rate)
+
+        return max(weights, key=value)
+
+
 MAX_CONSECUTIVE_FAILURES = 20
 """A source that fails so often in a row is set aside for the rest of the run."""
 
 Choice = Callable[[Mapping[str, float], random.Random], str]
-"""(weights of the sources there are, rng) -> one of them."""
+"""(weights of the sources that work, rng) -> one of them."""
+
+
+def by_weight(weights: Mapping[str, float], rng: random.Random) -> str:
+    """A `Choice`."""
+    return rng.choices(list(weights), list(weights.values()))[0]
 
 
 def beacon_index(peer_id: str, beacon: bytes, source: str) -> int:
-    """Where in its stream of a source a node goes on from a beacon: a hash, so that nobody can choose it."""
+    """Index from which a node continues its stream of a source after a beacon: a hash, so that nobody can choose it."""
     digest = hashlib.sha256(b"tasks:" + beacon + f":{peer_id}:{source}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % INDEX_SPAN
 
@@ -103,15 +130,15 @@ class TaskCursor:
         """Tasks that could not be built, by source."""
 
     def follow(self, peer_id: str, beacon: bytes) -> None:
-        """Go on where this beacon says, once for each; an empty one says nothing."""
+        """Continue where this beacon points, once for each beacon; an empty one changes nothing."""
         if beacon and beacon != self._beacon:
             self._beacon = beacon
             self._next_index = {name: beacon_index(peer_id, beacon, name) for name in self._next_index}
 
-    def draw(self, count: int, choose: Choice | None = None) -> list[Task]:
+    def draw(self, count: int, choose: Choice = by_weight) -> list[Task]:
         """The next `count` tasks; a failing one is skipped and counted. Raises TaskError if no source is left.
 
-        `choose` picks the source of each; without it they come by weight.
+        `choose` picks the source of each.
         """
         tasks: list[Task] = []
         while len(tasks) < count:
@@ -144,12 +171,11 @@ class TaskCursor:
         version, internal, gauss = state["rng"]
         self._rng.setstate((version, tuple(internal), gauss))
 
-    def _choose(self, choose: Choice | None) -> str:
+    def _choose(self, choose: Choice) -> str:
         names = [name for name in self._next_index if self._consecutive[name] < MAX_CONSECUTIVE_FAILURES]
         if not names:
             raise TaskError(f"every task source failed {MAX_CONSECUTIVE_FAILURES} times in a row; check tasks.sources")
-        weights = {name: self._mixture.weights[name] for name in names}
-        return choose(weights, self._rng) if choose else self._rng.choices(names, list(weights.values()))[0]
+        return choose({name: self._mixture.weights[name] for name in names}, self._rng)
 
     def _count_failure(self, name: str, failure: TaskFailure) -> None:
         self.failures[name] += 1

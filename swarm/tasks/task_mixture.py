@@ -4,6 +4,7 @@ A source that cannot be built is set aside with its reason and the others go on.
 """
 
 import hashlib
+import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -12,10 +13,8 @@ from functools import lru_cache
 
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
-from swarm.tasks.code_source import CodeSource
-from swarm.tasks.jsonl_source import JsonlSource
-from swarm.tasks.reasoning_gym_source import ReasoningGymSource
-from swarm.tasks.sandboxed_verifier import SandboxedSource, SandboxedVerifier, is_bounded
+from swarm.extensions.points import TASK_SOURCES
+from swarm.tasks.sandboxed_verifier import SandboxedSource, SandboxedVerifier, needs_process
 from swarm.tasks.signalled_source import MultiRewardSource, package_signals
 from swarm.tasks.task_source import (
     CORRECT,
@@ -44,8 +43,9 @@ class TaskMixture:
     def __init__(self, config: TasksSection, *, is_in_fence: bool = False) -> None:
         """Raises TaskError if not one source works.
 
-        Sources that `_is_fenced` names are built and scored in a process of their own; `is_in_fence`: this is it.
+        Sources for which `_is_fenced` holds are built and scored in a sandboxed process; with `is_in_fence` this is that process.
         """
+        self._is_in_fence = is_in_fence
         fenced = () if is_in_fence else tuple(one for one in config.sources if _is_fenced(one, config))
         self._fence = SandboxedVerifier(_without_signals(config, fenced)) if fenced else None
         self.sources: dict[str, TaskSource] = {}
@@ -56,7 +56,7 @@ class TaskMixture:
         """Held-out tasks that could not be built, by source."""
         for section in config.sources:
             try:
-                self.sources[section.source_name] = _build(section, config, self._fence)
+                self.sources[section.source_name] = self._build(section, config)
                 self.weights[section.source_name] = section.weight
             except TaskError as error:
                 self.broken[section.source_name] = str(error)
@@ -68,6 +68,20 @@ class TaskMixture:
         """End the process that builds tasks, where there is one. Tasks that are asked for later fail."""
         if self._fence is not None:
             self._fence.close()
+
+    def _build(self, section: TaskSourceSection, config: TasksSection) -> TaskSource:
+        source: TaskSource
+        if self._fence is not None and self._fence.holds(section.source_name):
+            source = SandboxedSource(section, self._fence)
+        elif TASK_SOURCES.is_built_in(section.kind):
+            source = TASK_SOURCES.load(section.kind)(section, config)
+        elif self._is_in_fence:
+            source = PackageSource(section, config)
+        else:
+            raise TaskError(
+                f"a task source of a package must run in a process, got {section.kind} in the node; report this"
+            )
+        return MultiRewardSource(source, section, config) if section.signals else source
 
     def rebuild(self, ref: TaskRef) -> Task:
         """The task a reference stands for. Raises UnknownTask or TaskFailure."""
@@ -98,9 +112,50 @@ class TaskMixture:
         return tasks
 
 
+class PackageSource:
+    """A task source of an installed package, inside of its sandboxed process, which alone imports it.
+
+    Package and version are a part of the config digest, so that nodes with other versions do not share tasks.
+    """
+
+    def __init__(self, section: TaskSourceSection, config: TasksSection) -> None:
+        """Raises TaskError where the package cannot be imported, or refuses the section in any way."""
+        try:
+            self._source: TaskSource = TASK_SOURCES.load(section.kind)(section, config)
+            own_digest = str(self._source.config_digest)
+        except TaskError:
+            raise
+        except Exception as error:  # packages fail in any way they like
+            raise TaskError(
+                f"task source {section.kind} must accept its section, got {type(error).__name__}: {error}; set "
+                f"tasks.sources of {section.source_name!r}"
+            ) from None
+        self.name = section.source_name
+        facts = [TASK_SOURCES.origin(section.kind), section.kind, section.name, section.parameters, own_digest]
+        self.config_digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def num_held_out(self) -> int:
+        return self._source.num_held_out
+
+    def task(self, seed: int, index: int) -> Task:
+        try:
+            task = self._source.task(seed, index)
+            prompt, verify = str(task.prompt), task.verify
+        except Exception as error:  # as above
+            raise TaskFailure(self.name, f"building task {seed}/{index}: {type(error).__name__}: {error}") from error
+        return Task(TaskRef(self.name, self.config_digest, seed, index), prompt, verify)
+
+    def answer(self, seed: int, index: int) -> str:
+        try:
+            return str(self._source.answer(seed, index))
+        except Exception as error:  # as above
+            raise TaskFailure(self.name, f"answer {seed}/{index}: {type(error).__name__}: {error}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of one answer."""
+    """What one answer is worth."""
 
     reward: float
     """In [0, 1]."""
@@ -155,27 +210,15 @@ def _is_within(number: object, stop: int) -> bool:
 
 
 def _is_fenced(section: TaskSourceSection, config: TasksSection) -> bool:
-    """Whether even the node's own tasks and answers go through the fence, as a verifier without bounds of its own demands.
+    """Whether even the node's own tasks and answers go through the sandboxed process.
 
-    So it is with sources of a manifest, and with those beside reward functions of packages: these have processes of their
-    own, which may not be started from inside of the fence.
+    They do for sources of packages, of a manifest, and of a section with reward functions of packages: these have processes of
+    their own, which may not be started from inside of the sandbox.
     """
-    return not is_bounded(section) and (config.fenced or bool(package_signals(section)))
+    is_of_package = not TASK_SOURCES.is_built_in(section.kind)
+    return needs_process(section) and (is_of_package or config.fenced or bool(package_signals(section)))
 
 
 def _without_signals(config: TasksSection, sections: Sequence[TaskSourceSection]) -> TasksSection:
-    """These sources without their signals, which are computed in the node or in processes of their own."""
+    """The sources without their reward signals, which are computed in the node or in processes of their own."""
     return config.model_copy(update={"sources": tuple(one.model_copy(update={"signals": ()}) for one in sections)})
-
-
-def _build(section: TaskSourceSection, config: TasksSection, fence: SandboxedVerifier | None) -> TaskSource:
-    source: TaskSource
-    if section.kind == "code":
-        source = CodeSource(section, may_be_unfenced=config.run_code_unfenced)
-    elif section.kind == "jsonl":
-        source = JsonlSource(section)
-    elif fence is not None and fence.holds(section.source_name):
-        source = SandboxedSource(section, fence)
-    else:
-        source = ReasoningGymSource(section, takes_anything=not config.fenced)
-    return MultiRewardSource(source, section, config) if section.signals else source

@@ -1,7 +1,8 @@
 """The service that builds tasks and scores answers, in the confined process of `line_process`.
 
 opening:  the task sources as JSON
-question: ["open", source]                                          {"config_digest": text, "files": text} or {"error": text}
+question: ["open", source]                                          {"config_digest": text, "num_held_out": number,
+                                                                     "files": text} or {"error": text}
           ["prompts", source, config digest, seed, index, count]    {"prompts": [text, …]}, one at least
           ["answer", source, config digest, seed, index]            {"answer": text}
           ["rewards", source, config digest, seed, index, [answer, …]]
@@ -18,6 +19,7 @@ from typing import Any
 
 from swarm.config import TasksSection
 from swarm.errors import TaskError
+from swarm.extensions.points import TASK_SOURCES
 from swarm.sandbox.inside.file_guard import close_files
 from swarm.tasks.task_mixture import NONE_WORKS, TaskMixture, score
 from swarm.tasks.task_source import INDEX_SPAN, MAX_TEXT_CHARS, TaskFailure, UnknownTask, prompt_digest
@@ -41,10 +43,15 @@ class _Bench:
     """The sources, each built when it is first asked for."""
 
     def __init__(self, config: TasksSection) -> None:
-        """With `config.fenced` this process can open no file of the operator's from here on."""
-        import reasoning_gym  # noqa: F401  what it loads from the system's folders is loaded before they are closed
+        """With `config.fenced` this process can open no file of the operator's from here on.
 
-        self.files = close_files() if config.fenced else _ALL_FILES
+        A source of a package has namespaces to that end, or was let out of them by the operator.
+        """
+        self.files = _ALL_FILES
+        if all(TASK_SOURCES.is_built_in(section.kind) for section in config.sources):
+            import reasoning_gym  # noqa: F401  what it loads from the system's folders is loaded before they are closed
+
+            self.files = close_files() if config.fenced else _ALL_FILES
         self._config = config
         self._sections = {section.source_name: section for section in config.sources}
         self._mixture = cache(self._build)
@@ -52,7 +59,9 @@ class _Bench:
 
     def open(self, source: str) -> Reply:
         try:
-            return {"config_digest": self._mixture(source).sources[source].config_digest, "files": self.files}
+            opened = self._mixture(source).sources[source]
+            facts = {"config_digest": opened.config_digest, "num_held_out": opened.num_held_out}
+            return {**facts, "files": self.files}
         except TaskError as error:
             return {"error": str(error).removeprefix(NONE_WORKS)}
 

@@ -1,4 +1,4 @@
-r"""Verifiers of JSONL tasks: they compare an answer's text with the expected one and give the reward 1 or 0.
+r"""Verifiers of JSONL tasks compare an answer's text with the expected one and give a reward, here 1 or 0.
 
 Texts come from policies, including those of strangers. Every verifier bounds their length first and then takes time in
 proportion to it. White space at both ends never counts. Case counts, unless a pattern begins with `(?i)`.
@@ -6,16 +6,21 @@ proportion to it. White space at both ends never counts. Case counts, unless a p
 `numeric` reads the last number of a text. It must stand alone: between white space, quotes, brackets, Markdown's asterisks,
 currency signs or tags, or behind `=`, a colon or `\boxed{`. A text whose last digit belongs to anything else (`v7`, `0x7`, `7!`,
 `√7`, `7-3`, `5_7`, `7kg`, digits of other scripts) has no number.
+
+A verifier is one `Verifier` here, or in a file of its own, and one line in `swarm/extensions/points.py`.
 """
 
 import unicodedata
 from collections.abc import Callable
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 import re2
+
+from swarm.extensions.registry import Isolation
 
 MAX_ANSWER_CHARS = 4_096
 """Longer answers are wrong."""
@@ -58,26 +63,46 @@ def regex(expected: str, text: str) -> float:
     return float(_compiled(expected).fullmatch(text) is not None)
 
 
-VERIFIERS: dict[str, Callable[[str, str], float]] = {"exact": exact, "numeric": numeric, "regex": regex}
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """How the answers to lines of a file are scored. All nodes give the same answer the same reward."""
 
-
-def check_expected(verifier: str, expected: str) -> None:
+    score: Callable[[str, str], float]
+    """(expected answer, text) -> reward in [0, 1]. The text may be anybody's, of any length."""
+    check: Callable[[str], None]
     """Raises ValueError, with rule and value, for an expected answer that no text can match."""
+    isolation: Isolation
+    """Lines of files are scored in the node, so only a verifier that needs no isolation may score them."""
+
+
+def check_length(expected: str) -> None:
     if len(expected) > MAX_ANSWER_CHARS:
         raise ValueError(f"an answer must have at most {MAX_ANSWER_CHARS} characters, got {len(expected)}")
-    if verifier == "numeric" and last_number(expected) is None:
+
+
+def check_number(expected: str) -> None:
+    check_length(expected)
+    if last_number(expected) is None:
         raise ValueError(
             f"a numeric answer must have a number that stands alone, such as 12, -2.5 or 3/4, got {expected!r}"
         )
-    if verifier == "regex":
-        try:
-            _compiled(expected)
-        except (re2.error, UnicodeEncodeError) as error:
-            reason = error.args[0].decode(errors="replace") if isinstance(error, re2.error) else str(error)
-            raise ValueError(
-                "a regex answer must be a valid pattern of RE2, which knows no backreferences, no lookaround, no \\Z and "
-                f"no repeat above 1000, and fit into {PATTERN_BYTES >> 10} KiB, got {expected!r}: {reason}; rewrite it"
-            ) from None
+
+
+def check_pattern(expected: str) -> None:
+    check_length(expected)
+    try:
+        _compiled(expected)
+    except (re2.error, UnicodeEncodeError) as error:
+        reason = error.args[0].decode(errors="replace") if isinstance(error, re2.error) else str(error)
+        raise ValueError(
+            "a regex answer must be a valid pattern of RE2, which knows no backreferences, no lookaround, no \\Z and "
+            f"no repeat above 1000, and fit into {PATTERN_BYTES >> 10} KiB, got {expected!r}: {reason}; rewrite it"
+        ) from None
+
+
+EXACT = Verifier(exact, check_length, Isolation.NONE_NEEDED)
+NUMERIC = Verifier(numeric, check_number, Isolation.NONE_NEEDED)
+REGEX = Verifier(regex, check_pattern, Isolation.NONE_NEEDED)
 
 
 def last_number(text: str) -> Fraction | None:

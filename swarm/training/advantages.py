@@ -1,115 +1,163 @@
-"""Advantages of sibling rollouts: how much better each answer is than its group.
+"""Advantages: how much better each answer is than the other answers of its group.
 
-The advantage of every answer of a batch, for one reward per answer or several.
+    rewards or signals of a group ─▶ of_group [G] ─▶ all groups of a batch ─▶ of_batch [N] ─▶ one number per answer, or none
+
+An advantage is one class here, or in a file of its own, and one line in `swarm/extensions/points.py`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from swarm.config import TrainingSection
 from swarm.errors import TrainingError
+from swarm.extensions.points import ADVANTAGES
 from swarm.training.experience import TrainingGroup
 
 _EPSILON = 1e-6
 
 
-def advantages(rewards: Tensor, kind: str) -> Tensor:
-    """[G] -> [G] from one reward per rollout; 0 if all are equal. Formulas by name of `training.advantage`."""
-    return {"grpo": grpo, "dr_grpo": dr_grpo, "median": median}[kind](rewards)
+@dataclass(frozen=True, slots=True)
+class GroupRewards:
+    """What an advantage knows of one group of G answers."""
+
+    rewards: Tensor
+    """[G], in [0, 1], float64."""
+    signals: Tensor
+    """[S, G] values of the reward signals; the rewards alone where the task has no named signals."""
+    signal_weights: Tensor
+    """[S]"""
+    token_ids: tuple[tuple[int, ...], ...]
+    """[G] tokens of the answers, to choose between equal ones in a way that does not depend on their order."""
 
 
-def grpo(rewards: Tensor) -> Tensor:
+class Advantage(ABC):
+    """One form of the advantage. It keeps nothing from one batch to the next."""
+
+    is_centred: ClassVar[bool] = True
+    """Whether the advantages of a group add up to 0; the contract test of advantages checks it."""
+    uses_signals: ClassVar[bool] = False
+    """Whether it reads `signals`. Those of stored groups are then computed again, which takes time."""
+
+    @abstractmethod
+    def of_group(self, group: GroupRewards) -> Tensor:
+        """[G] finite advantages; nan for an answer that takes no part in the loss."""
+
+    def of_batch(self, values: Tensor) -> Tensor:
+        """[N] -> [N]: what becomes of all advantages of a batch together. By default they stay as they are."""
+        return values
+
+
+class Grpo(Advantage):
     """(R - mean) / (std + 1e-6), with the sample standard deviation (n - 1) as in DeepSeekMath (2402.03300)."""
-    return _normalised(rewards)
+
+    def of_group(self, group: GroupRewards) -> Tensor:
+        return normalised(group.rewards)
 
 
-def dr_grpo(rewards: Tensor) -> Tensor:
+class DrGrpo(Advantage):
     """R - mean; without the division hard and easy tasks are not weighted up (Dr. GRPO, 2503.20783)."""
-    return rewards - rewards.mean()
+
+    def of_group(self, group: GroupRewards) -> Tensor:
+        return group.rewards - group.rewards.mean()
 
 
-def median(rewards: Tensor) -> Tensor:
+class Median(Advantage):
     """R - median (MC-GRPO, 2601.22582): one lucky answer does not shift the others.
 
     For G + 1 rollouts, G even, one of them is the median: its advantage is 0 and the batch leaves it out. The paper's
     division by the median absolute deviation is left out: on binary rewards that is 0, and advantages would explode.
     """
-    return rewards - rewards.quantile(0.5)
+
+    is_centred: ClassVar[bool] = False
+
+    def of_group(self, group: GroupRewards) -> Tensor:
+        values = group.rewards - group.rewards.quantile(0.5)
+        at_median = (values == 0).nonzero().flatten().tolist()
+        if at_median:  # the first by its tokens, so that the order of siblings does not matter
+            values[min(at_median, key=group.token_ids.__getitem__)] = torch.nan
+        return values
 
 
-def gdpo(signals: Tensor, weights: Tensor) -> Tensor:
-    """Several reward signals [S, G], weights [S] -> [G]: each normalised on its own, then the weighted sum (2601.05242).
+class Gdpo(Advantage):
+    """Each reward signal is normalised on its own, then the weighted sum over the whole batch (GDPO, 2601.05242).
 
-    So a signal with a small range counts as much as its weight says. The batch is then normalised by `gdpo_batch`.
+    So a signal with a small range counts as much as its weight says, and the scale of a batch does not depend on the signals.
     """
-    return (weights[:, None] * _normalised(signals)).sum(0)
+
+    uses_signals: ClassVar[bool] = True
+
+    def of_group(self, group: GroupRewards) -> Tensor:
+        return (group.signal_weights[:, None] * normalised(group.signals)).sum(0)
+
+    def of_batch(self, values: Tensor) -> Tensor:
+        return normalised(values)
 
 
-def gdpo_batch(values: Tensor) -> Tensor:
-    """[N] -> [N]: (A - mean) / (std + 1e-6) over all answers of the batch: its scale does not depend on the signals."""
-    return _normalised(values)
-
-
-def _normalised(values: Tensor) -> Tensor:
-    """Along the last dimension; exactly 0 where all values are equal, which rounding of the mean would not give."""
+def normalised(values: Tensor) -> Tensor:
+    """(x - mean) / (std + 1e-6) along the last dimension; exactly 0 where all values are equal, whatever their mean rounds to."""
     deviations = values - values.mean(-1, keepdim=True)
     is_flat = values.amax(-1, keepdim=True) == values.amin(-1, keepdim=True)
     return torch.where(is_flat, 0.0, deviations / (values.std(-1, keepdim=True) + _EPSILON))
 
 
+def configured_advantage(config: TrainingSection) -> Advantage:
+    """The advantage that `training.advantage` names. Raises ConfigError where it cannot be loaded."""
+    return ADVANTAGES.make(config.advantage, config.advantage_parameters, "training.advantage_parameters")
+
+
 def batch_advantages(batch: Sequence[TrainingGroup], config: TrainingSection) -> list[float | None]:
-    """One per rollout, group after group; None for those that take no part: the median rollout, and answers of other nodes
-    that are better than their siblings and still no success (`TrainingGroup.success_level`).
+    """The advantage of each rollout, group after group; None for those that take no part: what the advantage leaves out, and
+    answers of other nodes that are better than their siblings and still no success (`TrainingGroup.success_level`).
 
     Raises TrainingError for a group without reward differences, unless such groups are wanted.
     """
     for group in batch if config.filter_groups else ():
-        _check_signal(group)
-    if config.advantage == "gdpo":
-        signalled = [gdpo(*_signals(group, config.signal_weights)) for group in batch]
-        values: list[float | None] = [*gdpo_batch(torch.cat(signalled)).tolist()]
-    else:
-        values = [value for group in batch for value in _group_advantages(group, config.advantage)]
+        _check_variance(group)
+    if not batch:
+        return []
+    advantage = configured_advantage(config)
+    of_groups = [advantage.of_group(_group_rewards(group, config.signal_weights)) for group in batch]
+    values = advantage.of_batch(torch.cat(of_groups)).tolist()
+    num_answers = sum(len(group.group.rollouts) for group in batch)
+    if len(values) != num_answers:
+        raise TrainingError(
+            f"advantage {config.advantage} must give one number per answer, got {len(values)} for {num_answers} answers; "
+            "fix its `of_group`"
+        )
     is_example = [rollout.reward >= group.success_level for group in batch for rollout in group.group.rollouts]
     return [
-        None if value is not None and value > 0 and not may_be_followed else value
+        None if value != value or (value > 0 and not may_be_followed) else value
         for value, may_be_followed in zip(values, is_example, strict=True)
     ]
 
 
-def _group_advantages(group: TrainingGroup, kind: str) -> list[float | None]:
-    values: list[float | None] = [*advantages(_rewards(group), kind).tolist()]
-    if kind == "median" and 0.0 in values:
-        values[_median_rollout(group, values)] = None
-    return values
-
-
-def _median_rollout(group: TrainingGroup, values: Sequence[float | None]) -> int:
-    """Of the rollouts with advantage 0 the first by its tokens, so that the order of siblings does not matter."""
-    at_median = [index for index, value in enumerate(values) if value == 0]
-    return min(at_median, key=lambda index: group.group.rollouts[index].token_ids)
-
-
-def _signals(group: TrainingGroup, weights: Mapping[str, float]) -> tuple[Tensor, Tensor]:
-    """([S, G] values, [S] weights) by name; a group without named signals has one, its reward."""
-    named = [dict(rollout.signals) or {"reward": rollout.reward} for rollout in group.group.rollouts]
+def _group_rewards(group: TrainingGroup, weights: Mapping[str, float]) -> GroupRewards:
+    """Signals are ordered by name; `weights` override those of the task."""
+    rollouts = group.group.rollouts
+    named = [dict(rollout.signals) or {"reward": rollout.reward} for rollout in rollouts]
     names = sorted({name for signals in named for name in signals})
-    values = [[signals.get(name, 0.0) for signals in named] for name in names]
     of_task = dict(group.signal_weights)
-    chosen = [weights.get(name, of_task.get(name, 1.0)) for name in names]
-    return torch.tensor(values, dtype=torch.float64), torch.tensor(chosen, dtype=torch.float64)
+    return GroupRewards(
+        rewards=_float64([rollout.reward for rollout in rollouts]),
+        signals=_float64([[signals.get(name, 0.0) for signals in named] for name in names]),
+        signal_weights=_float64([weights.get(name, of_task.get(name, 1.0)) for name in names]),
+        token_ids=tuple(rollout.token_ids for rollout in rollouts),
+    )
 
 
-def _check_signal(group: TrainingGroup) -> None:
+def _float64(values: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _check_variance(group: TrainingGroup) -> None:
     if not group.group.has_reward_variance:
-        task, rewards = group.group.task, _rewards(group)
+        task, rollouts = group.group.task, group.group.rollouts
         raise TrainingError(
-            f"a training group must have differing rewards, got {rewards[0].item():g} for all {len(rewards)} rollouts "
+            f"a training group must have differing rewards, got {rollouts[0].reward:g} for all {len(rollouts)} rollouts "
             f"of {task.source}/{task.seed}/{task.index}; drop groups without signal before training"
         )
-
-
-def _rewards(group: TrainingGroup) -> Tensor:
-    return torch.tensor([rollout.reward for rollout in group.group.rollouts], dtype=torch.float64)

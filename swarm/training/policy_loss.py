@@ -17,16 +17,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swarm.config import WEIGHING_CORRECTIONS, TrainingSection
+from swarm.config import TrainingSection
+from swarm.extensions.points import CORRECTIONS, WEIGHS
+from swarm.training.corrections import OffPolicyTokens, configured_correction, truncated_weights
 from swarm.training.losses import (
     clipped_loss,
-    correction_weights,
     kl_to_reference,
     masked_log_ratio,
-    opsm,
     policy_ratio,
     sequence_log_weights,
-    truncated_weights,
 )
 from swarm.training.micro_batch import MicroBatch
 
@@ -130,11 +129,10 @@ def policy_loss(part: MicroBatch, logprobs: Logprobs, config: TrainingSection, c
     ratio = policy_ratio(masked_log_ratio(new, start, mask), mask, config.ratio)
     clipped = clipped_loss(ratio, part.advantages, clip_low=clip.low, clip_high=clip.high, clip_delta=config.clip_delta)
     to_sampler = masked_log_ratio(new.detach(), part.behaviour, known)
-    factors = correction_weights(log_weights, mask, config.correction, config.correction_cap)
-    if config.correction not in WEIGHING_CORRECTIONS and config.ratio_reference == "start":
+    tokens = OffPolicyTokens(log_weights, to_sampler, mask, part.advantages)
+    factors = configured_correction(config).factors(tokens, config)
+    if not CORRECTIONS.has_trait(config.correction, WEIGHS) and config.ratio_reference == "start":
         factors = factors * torch.where(part.is_replay > 0, truncated_weights(log_weights, config.correction_cap), 1.0)
-    if config.correction.endswith("opsm"):
-        factors = factors * opsm(to_sampler, mask, part.advantages, config.opsm_limit_nats)
     loss, kl, base_known = clipped.loss * factors, torch.zeros_like(new), torch.zeros_like(mask)
     if logprobs.base is not None and logprobs.has_base is not None:
         base_known = mask * logprobs.has_base

@@ -8,6 +8,7 @@ import tomli_w
 import zstandard
 
 from swarm.errors import ManifestError
+from swarm.extensions.points import VERIFIERS
 from swarm.manifest import manifest as manifests
 from swarm.records.adapter_offer import sign_offer, verify_offer
 from swarm.records.codec import decode_body, decode_header, encode_body, encode_header
@@ -16,7 +17,6 @@ from swarm.records.rejection import InvalidRecord
 from swarm.records.signing import verified_by
 from swarm.sharing.index import EntryValidator, Shard, adapter_key, experience_key, presence_key
 from swarm.tasks.reasoning_gym_source import ALPHABETS, admissible
-from swarm.tasks.verifiers import VERIFIERS
 from tests.unit.experience_factory import ALICE, LINEAGE, NOW, SWARM_ID, admission, group, header_of
 
 SHARD = Shard(0, 0)
@@ -133,6 +133,6 @@ def manifest_content(data: bytes) -> bool:
 def answer(data: bytes) -> bool:
     """An answer's text, to the verifiers of this project and the guard in front of the others."""
     text = data.decode(errors="replace")
-    rewards = [verify_text(_EXPECTED[name], text) for name, verify_text in VERIFIERS.items()]
+    rewards = [VERIFIERS.load(name).score(_EXPECTED[name], text) for name in VERIFIERS.names]
     assert all(reward in (0.0, 1.0) for reward in rewards)
     return any(admissible(data_set, text) for data_set in ALPHABETS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from importlib import invalidate_caches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,3 +43,20 @@ def pipeline_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
     from tests.unit.pipeline_crew import write_models
 
     return write_models(tmp_path_factory.mktemp("pipeline-models"))
+
+
+@pytest.fixture(scope="session")
+def _installed_example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which pip has installed `tests/example_extension`."""
+    folder, package = tmp_path_factory.mktemp("installed"), Path(__file__).parents[1] / "example_extension"
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *offline, str(package)], check=True, timeout=120)
+    return folder
+
+
+@pytest.fixture
+def example_extension(_installed_example: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package of `tests/example_extension`, installed and on the path."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(_installed_example)])
+    invalidate_caches()
+    return _installed_example

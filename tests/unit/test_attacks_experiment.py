@@ -8,28 +8,21 @@ import pytest
 
 from swarm.errors import ConfigError
 from swarm.experiments.attacks.attacks_report import attack_table, figures, final_reward, in_turn_table, memory_table
+from swarm.experiments.attacks.hostile import Attack
 from swarm.experiments.attacks.plan import ALL, ATTACKS, DEFENCES, DEFENDED, OPEN, AttackPlan, chosen_attacks
+from swarm.extensions import points
 from swarm.pool.experience_pool import ExperiencePool
+from swarm.records.rejection import Rejection
+from tests.unit.test_extending_page import load_examples
 
 SMALL: dict[str, Any] = {
     "num_hostile": 1, "seed": 0, "num_nodes": 3, "num_rounds": 1, "groups_per_round": 6, "group_size": 6,
     "hostile_groups": 6, "num_sybils": 5, "held_out_tasks": 1,
 }  # fmt: skip
-TOLD_AS = {
-    "wrong rewards": {"reward_mismatch", "banned"},
-    "copied rollouts": {"copied", "banned"},
-    "spam": {"malformed", "banned", "rate"},
-    "stale flood": {"replay"},
-    "poisoned style": set[str](),  # admitted: the policy's floor is behind the door
-    "only wrong answers": set[str](),  # admitted, as every reward is true; not stored
-    "no information": {"no_signal", "header_mismatch", "banned"},
-    "forged author": {"bad_signature"},
-    "replay": set[str](),  # what was judged before is passed over
-    "equivocation": {"wrong_hash"},
-    "withheld bodies": {"unavailable"},
-    "sybils": {"reward_mismatch", "copied"},
-}
-"""Reasons by which admission turns away what the attack sends; at least one of them."""
+
+
+EXAMPLE = "all right"
+"""The attack of docs/extending.md."""
 
 
 class Bench:
@@ -52,7 +45,7 @@ class Bench:
             return GuardedReader(door)
 
         self.swarm = LearnerSwarm([config] * 2, 0, make_reader)
-        (self.hostile,) = attacks_cell._crew(settings, config, self.swarm)
+        (self.hostile,) = attacks_cell._hostile_nodes(settings, config, self.swarm)
         self.swarm.run_round()
         self.kinds = {DEFENDED: GuardedReader, OPEN: OpenReader}
 
@@ -70,8 +63,12 @@ def bench() -> Bench:
     return Bench()
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-def test_what_an_attack_sends_is_told_for_what_it_is_and_no_honest_node_pays(bench: Bench, attack: str) -> None:
+@pytest.mark.parametrize("attack", [*ATTACKS, EXAMPLE])
+def test_what_an_attack_sends_is_told_for_what_it_is_and_no_honest_node_pays(
+    bench: Bench, attack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if attack == EXAMPLE:
+        monkeypatch.setitem(points.ATTACKS._loaded, EXAMPLE, load_examples(monkeypatch)[EXAMPLE])
     guarded, unguarded = bench.reader(DEFENDED), bench.reader(OPEN)
     honest = {identity.peer_id for identity in bench.swarm.identities}
     offers = bench.swarm.exchange._offers
@@ -86,11 +83,13 @@ def test_what_an_attack_sends_is_told_for_what_it_is_and_no_honest_node_pays(ben
         guarded.pull(10_000)
         bench.swarm._now_s -= 39.0
     told = Counter(guarded.rejected) - before
-    assert TOLD_AS[attack] & set(told) or not TOLD_AS[attack], told
+    expected: Attack = points.ATTACKS.load(attack)
+    assert expected.rejected_as & set(told) or not expected.rejected_as, told
+    assert expected.rejected_as <= {reason.value for reason in Rejection}
     assert not any(guarded.reputation.is_banned(author) for author in honest)
     hostile_bodies = sum(n for author, n in guarded.num_admitted.items() if author not in honest)
-    if attack in ("wrong rewards", "copied rollouts", "spam", "forged author", "replay", "withheld bodies", "sybils"):
-        assert hostile_bodies == 0
+    assert hostile_bodies == 0 or expected.admits_bodies
+    assert any(poster not in honest for poster in offers), "every attack sends something"
     unguarded.pull(10_000)  # raises nothing, whatever it was
 
 

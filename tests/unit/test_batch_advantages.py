@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from swarm.config import TrainingSection, load
 from swarm.errors import ConfigError
-from swarm.training.advantages import advantages, batch_advantages, gdpo
+from swarm.training.advantages import batch_advantages
 from swarm.training.experience import TrainingGroup
 from swarm.training.micro_batch import training_sequences
 from swarm.types import Rollout
 from tests.unit.experience_factory import group
+from tests.unit.test_advantages import advantages, gdpo
 
 KINDS = ("grpo", "dr_grpo", "median", "gdpo")
 REWARDS = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]) | st.floats(0, 1), min_size=2, max_size=9).filter(

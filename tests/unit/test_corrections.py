@@ -5,13 +5,28 @@ import math
 import pytest
 import torch
 
-from swarm.training.losses import correction_weights, masked_log_ratio, opsm
+from swarm.config import TrainingSection
+from swarm.extensions.points import CORRECTIONS
+from swarm.training.corrections import OffPolicyTokens, Opsm
+from swarm.training.losses import masked_log_ratio
 
 # two answers of 3 and 2 tokens; the last column of the second is padding
 OLD = torch.tensor([[-1.0, -2.0, -0.5], [-1.0, -3.0, 0.0]], dtype=torch.float64)
 BEHAVIOUR = torch.tensor([[-1.0, -3.0, -0.4], [-0.1, -0.2, -9.0]], dtype=torch.float64)
 MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]], dtype=torch.float64)
 LOG_W = masked_log_ratio(OLD, BEHAVIOUR, MASK)
+
+
+def correction_weights(log_w: torch.Tensor, mask: torch.Tensor, kind: str, cap: float) -> torch.Tensor:
+    """Of good answers, which opsm leaves alone."""
+    tokens = OffPolicyTokens(log_w, log_w, mask, torch.ones(len(mask), 1))
+    weights: torch.Tensor = CORRECTIONS.make(kind, {}, "").factors(tokens, TrainingSection(correction_cap=cap))
+    return weights
+
+
+def opsm(log_ratio: torch.Tensor, mask: torch.Tensor, advantages: torch.Tensor, limit: float) -> torch.Tensor:
+    tokens = OffPolicyTokens(torch.zeros_like(log_ratio), log_ratio, mask, advantages)
+    return Opsm().factors(tokens, TrainingSection(opsm_limit_nats=limit))
 
 
 def test_log_importance_is_old_minus_behaviour_and_zero_at_padding():
@@ -58,7 +73,7 @@ def test_none_leaves_every_token_as_it_is():
 
 def test_on_policy_data_is_not_corrected():
     log_w = masked_log_ratio(OLD, OLD, MASK)
-    for kind in ("none", "tis", "icepop", "sequence_mask", "opsm", "tis+opsm", "sequence_mask+opsm"):
+    for kind in CORRECTIONS.names:
         assert correction_weights(log_w, MASK, kind, 2.0).unique().tolist() == [1.0]
 
 

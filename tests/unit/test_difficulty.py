@@ -7,13 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.tasks.task_cursor import DifficultyTable
+from swarm.tasks.task_cursor import DifficultyTable, ThompsonChoice
 
-SOURCES = ("solved", "open", "hopeless")
+SOURCES: tuple[str, ...] = ("solved", "open", "hopeless")
 
 
 def table(memory: float = 0.9) -> DifficultyTable:
     return DifficultyTable(SOURCES, memory=memory, default_tokens=20)
+
+
+choose = ThompsonChoice().choose
 
 
 def taught(memory: float = 0.9) -> DifficultyTable:
@@ -41,9 +44,9 @@ def test_one_group_moves_belief_by_the_formula() -> None:
 
 def test_sources_that_are_neither_solved_nor_hopeless_come_first_but_none_starves() -> None:
     known, rng = taught(), random.Random(0)
-    counts = Counter(known.choose(dict.fromkeys(SOURCES, 1.0), rng) for _ in range(2000))
+    counts = Counter(choose(known, dict.fromkeys(SOURCES, 1.0), rng) for _ in range(2000))
     assert counts["open"] > 1800
-    assert Counter(table().choose(dict.fromkeys(SOURCES, 1.0), rng) for _ in range(900)).most_common()[-1][1] > 200
+    assert Counter(choose(table(), dict.fromkeys(SOURCES, 1.0), rng) for _ in range(900)).most_common()[-1][1] > 200
 
 
 def test_old_answers_fade() -> None:
@@ -55,7 +58,7 @@ def test_old_answers_fade() -> None:
 
 def test_weights_count() -> None:
     rng = random.Random(1)
-    counts = Counter(table().choose({"solved": 1.0, "open": 100.0}, rng) for _ in range(500))
+    counts = Counter(choose(table(), {"solved": 1.0, "open": 100.0}, rng) for _ in range(500))
     assert counts["open"] > 480
 
 
@@ -68,6 +71,6 @@ def test_rates_stay_within_bounds_and_state_goes_round(groups: list[list[float]]
     other = table(memory)
     other.restore({**known.state(), "gone": [1.0, 1.0, 1.0]})
     weights = dict.fromkeys(SOURCES, 1.0)
-    assert [known.choose(weights, random.Random(i)) for i in range(9)] == [
-        other.choose(weights, random.Random(i)) for i in range(9)
+    assert [choose(known, weights, random.Random(i)) for i in range(9)] == [
+        choose(other, weights, random.Random(i)) for i in range(9)
     ]

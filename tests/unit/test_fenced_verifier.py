@@ -176,7 +176,7 @@ def test_prompts_and_answers_of_the_process_are_checked_too(
     reply: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fence, ref = SandboxedVerifier(SUMS), TaskRef("chain_sum", "0" * 16, SEED, 0)
-    monkeypatch.setattr(fence._process, "ask", lambda question, time_budget_s: reply)
+    monkeypatch.setattr(fence._processes["chain_sum"], "ask", lambda question, time_budget_s: reply)
     with pytest.raises(TaskFailure, match="verifier process: a reply must have"):
         fence.prompts(ref, 2)
     with pytest.raises(TaskFailure, match="verifier process: a reply must have"):
@@ -203,7 +203,7 @@ def test_closing_does_not_wait_for_an_answer() -> None:
 
     asking = threading.Thread(target=ask)
     asking.start()
-    (child,) = psutil.Process(fence._process._process.pid).children()  # type: ignore[union-attr]
+    (child,) = psutil.Process(fence._processes["chain_sum"]._process.pid).children()  # type: ignore[union-attr]
     before = child.cpu_times().user
     while child.cpu_times().user - before < 0.2:  # it sends no event when it hangs
         time.sleep(0.02)

@@ -159,8 +159,8 @@ def test_a_source_is_refused_where_it_is_built_too(mixture: TaskMixture) -> None
 
 def test_fenced_tasks_are_those_that_the_node_itself_would_build(mixture: TaskMixture) -> None:
     in_the_node = {
-        "sums": ReasoningGymSource(TaskSourceSection.model_validate(SUMS)),
-        "spelling": ReasoningGymSource(TaskSourceSection.model_validate(SPELLING)),
+        "sums": ReasoningGymSource(TaskSourceSection.model_validate(SUMS), TasksSection(fenced=True)),
+        "spelling": ReasoningGymSource(TaskSourceSection.model_validate(SPELLING), TasksSection(fenced=True)),
     }
     for name, own in in_the_node.items():
         source = mixture.sources[name]

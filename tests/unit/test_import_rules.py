@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "swarm"
-EVERYONE = {"types", "errors", "config", "limits", "machine", "observability", "__init__", "__version__"}
+EVERYONE = {"types", "errors", "config", "extensions", "limits", "machine", "observability", "__init__", "__version__"}
 ALLOWED: dict[str, set[str]] = {
     "machine": set(),
     "limits": set(),
     "config": set(),
+    "extensions": set(),
     "observability": set(),
     "records": set(),
     "sandbox": set(),
@@ -48,8 +49,8 @@ ALLOWED: dict[str, set[str]] = {
     },
 }  # fmt: skip
 TORCH_FREE = {
-    "config", "machine", "limits", "observability", "sandbox", "tasks", "records", "admission", "network", "pool", "sharing",
-    "merging/exchange", "silo", "simulation", "cli", "testbed", "dashboard", "report",
+    "config", "extensions", "machine", "limits", "observability", "sandbox", "tasks", "records", "admission",
+    "network", "pool", "sharing", "merging/exchange", "silo", "simulation", "cli", "testbed", "dashboard", "report",
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from swarm.config import TaskSourceSection
+from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.tasks.parameter_rules import (
     MAX_ITEMS,
@@ -114,7 +114,7 @@ def test_numbers_are_taken_wherever_the_library_takes_them_and_nowhere_else() ->
     ],
 )
 def test_what_the_library_declares_goes_on_working(data_set: str, parameters: dict[str, Any]) -> None:
-    source = ReasoningGymSource(TaskSourceSection(name=data_set, parameters=parameters))
+    source = ReasoningGymSource(TaskSourceSection(name=data_set, parameters=parameters), TasksSection(fenced=True))
     assert source.task(16, 0).prompt != source.task(16, 1).prompt
 
 
@@ -137,7 +137,7 @@ def test_what_the_library_declares_goes_on_working(data_set: str, parameters: di
 )
 def test_what_no_founder_may_set_is_refused_with_its_rule(data_set: str, parameters: dict[str, Any], rule: str) -> None:
     with pytest.raises(TaskError) as caught:
-        ReasoningGymSource(TaskSourceSection(name=data_set, parameters=parameters))
+        ReasoningGymSource(TaskSourceSection(name=data_set, parameters=parameters), TasksSection(fenced=True))
     assert rule in str(caught.value)
 
 
@@ -145,7 +145,7 @@ def test_the_operators_own_source_may_name_a_file(tmp_path: Any) -> None:
     path = tmp_path / "mine.txt"
     path.write_text("some\nwords\nof\nmy\nown\n")
     source = TaskSourceSection(name="spell_backward", parameters={"data_file": str(path), "min_word_len": 2})
-    prompt = ReasoningGymSource(source, takes_anything=True).task(16, 0).prompt
+    prompt = ReasoningGymSource(source, TasksSection()).task(16, 0).prompt
     assert prompt.rsplit(" ", 1)[1] in path.read_text()
 
 

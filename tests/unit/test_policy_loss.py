@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swarm.config import TrainingSection
+from swarm.extensions.points import CORRECTIONS
 from swarm.training.micro_batch import MicroBatch
 from swarm.training.policy_loss import ClipRange, Logprobs, LossTerms, policy_loss
 
 RATIOS = ("token", "sequence", "minpro")
-CORRECTIONS = ("none", "tis", "icepop", "sequence_mask", "opsm", "tis+opsm", "sequence_mask+opsm")
 CLIP = ClipRange(0.2, 0.28)
 COMBINATIONS = [
     (ratio, correction, reference)
-    for ratio, correction, reference in product(RATIOS, CORRECTIONS, ("start", "sampler"))
+    for ratio, correction, reference in product(RATIOS, CORRECTIONS.names, ("start", "sampler"))
     if reference == "start" or correction not in ("tis", "icepop", "tis+opsm")
 ]
 
@@ -190,7 +190,7 @@ def test_ratio_levels_agree_on_answers_of_one_token(batch: tuple[Tensor, ...], l
 def test_corrections_leave_fresh_data_alone(batch: tuple[Tensor, ...]):
     new, _, _, mask, signed = batch
     fresh = (new, new, new, mask, signed)
-    assert all(equal_losses(fresh, section(), section("token", correction)) for correction in CORRECTIONS)
+    assert all(equal_losses(fresh, section(), section("token", correction)) for correction in CORRECTIONS.names)
 
 
 @given(batches())

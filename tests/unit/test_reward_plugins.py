@@ -12,8 +12,8 @@ import pytest
 
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
+from swarm.extensions.points import REWARDS
 from swarm.tasks import reward_plugin, signalled_source
-from swarm.tasks.reward_plugin import installed_rewards
 from swarm.tasks.task_mixture import TaskMixture, assess
 from swarm.tasks.task_source import TaskFailure
 
@@ -124,7 +124,7 @@ def test_two_packages_with_one_name_are_told(installed: Path, tmp_path: Path, mo
     monkeypatch.setattr(sys, "path", [*sys.path, str(install(tmp_path / "twin", name="twin"))])
     invalidate_caches()
     with pytest.raises(TaskError, match=r"must come from one package, got .* of nice-rewards==1.2 and twin==1.2"):
-        installed_rewards()
+        REWARDS.installed()
 
 
 @pytest.mark.parametrize(

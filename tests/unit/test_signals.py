@@ -12,6 +12,7 @@ import pytest
 from swarm.admission.reward_verifier import BURST_S, PER_S, RewardVerifier, VerificationBudget
 from swarm.config import Config, TaskSourceSection, TasksSection, TrainingSection, parse
 from swarm.errors import ConfigError, TaskError
+from swarm.extensions.points import REWARDS
 from swarm.manifest.manifest import create, dump
 from swarm.manifest.manifest import parse as parse_manifest
 from swarm.node.learner import Learner
@@ -20,7 +21,7 @@ from swarm.policy.policy import Policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.tasks.signalled_source import brevity, build_signal, tagged
+from swarm.tasks.signalled_source import RewardSignal, brevity, tagged
 from swarm.tasks.task_mixture import TaskMixture, assess
 from swarm.tasks.task_source import TaskFailure, prompt_digest
 from swarm.training.advantages import batch_advantages
@@ -33,6 +34,11 @@ SIGNALS = [
     {"name": "format", "weight": 3, "parameters": {"tags": ["answer"]}},
     {"name": "length", "weight": 1, "parameters": {"max_chars": 40, "buffer_chars": 20}},
 ]
+
+
+def build_signal(name: str, parameters: dict[str, Any], source: str) -> RewardSignal:
+    made: RewardSignal = REWARDS.make(name, parameters, f"tasks.sources.signals of {source!r}")
+    return made
 
 
 def mixture_of(path: Path, signals: list[dict[str, Any]] | None = None, **more: Any) -> TaskMixture:
@@ -89,9 +95,9 @@ def test_form_is_checked_in_bounded_time() -> None:
     by_tags = build_signal("format", {"tags": ["a", "b"]}, "mine")
     by_pattern = build_signal("format", {"pattern": r"(?s).*<a>.*</a>.*"}, "mine")
     for text in ("<a>" * 10**5, "<a></a>" * 10**5, " " * 10**6, "<a>" * 80 + "!"):
-        assert by_tags(text) == 0.0
-        by_pattern(text)
-    assert by_pattern("so <a>1</a>") == 1.0
+        assert by_tags.value(text) == 0.0
+        by_pattern.value(text)
+    assert by_pattern.value("so <a>1</a>") == 1.0
     assert time.process_time() - started < 2
 
 

@@ -26,7 +26,7 @@ ADD = {
 def source_of(path: Path, rows: list[Any], **parameters: int) -> CodeSource:
     path.write_text("\n".join(json.dumps(row) for row in rows))
     section = TaskSourceSection(kind="code", name="mine", path=path, parameters=parameters)
-    return CodeSource(section, may_be_unfenced=False)
+    return CodeSource(section, TasksSection())
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def source(tmp_path: Path) -> CodeSource:
 
 @pytest.fixture(scope="module")
 def made_up() -> CodeSource:
-    return CodeSource(TaskSourceSection(kind="code", name="list_functions"), may_be_unfenced=False)
+    return CodeSource(TaskSourceSection(kind="code", name="list_functions"), TasksSection())
 
 
 def test_right_answers_of_made_up_functions_pass_in_the_sandbox(made_up: CodeSource) -> None:
@@ -184,7 +184,7 @@ def test_code_is_the_last_fenced_block(text: str, code: str) -> None:
     ],
 )  # fmt: skip
 def test_a_malformed_line_is_named(tmp_path: Path, row: object) -> None:
-    with pytest.raises(TaskError, match=r"t.jsonl:2; mend that line"):
+    with pytest.raises(TaskError, match=r"t.jsonl:2; fix that line"):
         source_of(tmp_path / "t.jsonl", [ADD, row])
 
 
@@ -202,12 +202,12 @@ def test_digest_depends_on_file_and_limits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("parameters", [{"cpu_s": 0}, {"cpu_s": 0.5}, {"memory_mib": 1}, {"num_step": 1}])
 def test_wrong_parameters_are_told(parameters: dict[str, Any]) -> None:
     with pytest.raises(TaskError, match=r"tasks.sources.parameters of 'list_functions'"):
-        CodeSource(TaskSourceSection(kind="code", name="list_functions", parameters=parameters), may_be_unfenced=False)
+        CodeSource(TaskSourceSection(kind="code", name="list_functions", parameters=parameters), TasksSection())
 
 
 def test_an_unknown_family_is_told() -> None:
     with pytest.raises(TaskError, match="must be list_functions, got 'sorting'"):
-        CodeSource(TaskSourceSection(kind="code", name="sorting"), may_be_unfenced=False)
+        CodeSource(TaskSourceSection(kind="code", name="sorting"), TasksSection())
 
 
 def test_share_of_tests_is_a_signal_of_its_own(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.config import TaskSourceSection
+from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.tasks.jsonl_source import JsonlSource, shuffled_position
 from swarm.tasks.task_mixture import score
@@ -24,7 +24,9 @@ def write(path: Path, rows: list[Any]) -> TaskSourceSection:
 
 @pytest.fixture
 def source(tmp_path: Path) -> JsonlSource:
-    return JsonlSource(write(tmp_path / "t.jsonl", [{"prompt": f"p{i}", "answer": i} for i in range(NUM_LINES)]))
+    return JsonlSource(
+        write(tmp_path / "t.jsonl", [{"prompt": f"p{i}", "answer": i} for i in range(NUM_LINES)]), TasksSection()
+    )
 
 
 def prompts(source: JsonlSource, seed: int, count: int) -> list[str]:
@@ -69,14 +71,14 @@ def test_the_digest_covers_content_and_default_verifier_but_not_the_name(tmp_pat
     moved = write(tmp_path / "u.jsonl", rows).model_copy(update={"label": "other"})
     numeric = section.model_copy(update={"verifier": "numeric"})
     changed = write(tmp_path / "v.jsonl", [*rows[:1], {"prompt": "b", "answer": "3"}])
-    digests = [JsonlSource(item).config_digest for item in (section, moved, numeric, changed)]
+    digests = [JsonlSource(item, TasksSection()).config_digest for item in (section, moved, numeric, changed)]
     assert digests[0] == digests[1] == "790643251366d340"
     assert len(set(digests)) == 3
 
 
 def test_a_line_may_name_its_own_verifier(tmp_path: Path) -> None:
     rows = [{"prompt": "held", "answer": "x"}, {"prompt": "q", "answer": "1000", "verifier": "numeric"}]
-    task = JsonlSource(write(tmp_path / "t.jsonl", rows)).task(16, 0)
+    task = JsonlSource(write(tmp_path / "t.jsonl", rows), TasksSection()).task(16, 0)
     assert score(task, "it is 1,000") == 1.0
     assert score(task, "it is 1,001") == 0.0
 
@@ -84,7 +86,7 @@ def test_a_line_may_name_its_own_verifier(tmp_path: Path) -> None:
 def test_unusual_line_ends_inside_texts_do_not_split_a_line(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_bytes('\ufeff{"prompt": "a\u2028b", "answer": "1"}\r\n\r\n{"prompt": "c", "answer": "2"}'.encode())
-    source = JsonlSource(TaskSourceSection(kind="jsonl", name="mine", path=path))
+    source = JsonlSource(TaskSourceSection(kind="jsonl", name="mine", path=path), TasksSection())
     assert prompts(source, EVALUATION_SEED, 1) == ["a\u2028b"]
     assert prompts(source, 16, 1) == ["c"]
 
@@ -116,7 +118,7 @@ def test_a_malformed_line_is_named_with_its_number_and_rule(tmp_path: Path, line
     path = tmp_path / "t.jsonl"
     path.write_bytes(b'{"prompt": "a", "answer": 1}\n' + line + b"\n")
     with pytest.raises(TaskError) as caught:
-        JsonlSource(TaskSourceSection(kind="jsonl", name="mine", path=path))
+        JsonlSource(TaskSourceSection(kind="jsonl", name="mine", path=path), TasksSection())
     assert f"{path}:2" in str(caught.value)
     assert rule in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -124,6 +126,6 @@ def test_a_malformed_line_is_named_with_its_number_and_rule(tmp_path: Path, line
 
 def test_a_file_that_is_missing_or_too_short_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="readable file"):
-        JsonlSource(TaskSourceSection(kind="jsonl", name="mine", path=tmp_path / "none.jsonl"))
+        JsonlSource(TaskSourceSection(kind="jsonl", name="mine", path=tmp_path / "none.jsonl"), TasksSection())
     with pytest.raises(TaskError, match="at least 2 lines, got 1"):
-        JsonlSource(write(tmp_path / "t.jsonl", [{"prompt": "a", "answer": "1"}]))
+        JsonlSource(write(tmp_path / "t.jsonl", [{"prompt": "a", "answer": "1"}]), TasksSection())

@@ -10,18 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.config import DEMO_TASKS, TaskSourceSection
+from swarm.config import DEMO_TASKS, TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.tasks.reasoning_gym_source import ALPHABETS, REFUSED, ReasoningGymSource, admissible, score_once
 from swarm.tasks.task_mixture import score
 from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, MAX_SEED, SUPERVISED_SEED, TaskFailure
 
+FENCED = TasksSection(fenced=True)
 GCD = TaskSourceSection(name="gcd", parameters={"min_value": 1, "max_value": 60})
 
 
 @pytest.fixture(scope="module")
 def gcd() -> ReasoningGymSource:
-    return ReasoningGymSource(GCD)
+    return ReasoningGymSource(GCD, FENCED)
 
 
 def test_prompts_and_digest_are_golden(gcd: ReasoningGymSource) -> None:
@@ -36,7 +37,7 @@ def test_the_digest_covers_name_and_parameters_but_neither_label_nor_order_nor_w
     same = TaskSourceSection(name="gcd", label="x", weight=3.0, parameters={"max_value": 60, "min_value": 1})
     harder = TaskSourceSection(name="gcd", parameters={"min_value": 1, "max_value": 61})
     other = TaskSourceSection(name="lcm", parameters={"min_value": 1, "max_value": 60})
-    digests = [ReasoningGymSource(item).config_digest for item in (GCD, same, harder, other)]
+    digests = [ReasoningGymSource(item, FENCED).config_digest for item in (GCD, same, harder, other)]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3
 
@@ -53,7 +54,8 @@ def test_streams_do_not_overlap() -> None:
     source = ReasoningGymSource(
         TaskSourceSection(
             name="chain_sum", parameters={"min_terms": 6, "max_terms": 6, "min_digits": 4, "max_digits": 4}
-        )
+        ),
+        FENCED,
     )
     streams = (SUPERVISED_SEED, EVALUATION_SEED, 16, 17, MAX_SEED)
     # The end of one stream meets the beginning of the next: that is where an off-by-one would show.
@@ -63,7 +65,7 @@ def test_streams_do_not_overlap() -> None:
 
 
 def test_the_librarys_partial_credit_is_kept() -> None:
-    task = ReasoningGymSource(TaskSourceSection(name="spell_backward")).task(16, 0)
+    task = ReasoningGymSource(TaskSourceSection(name="spell_backward"), FENCED).task(16, 0)
     word = task.prompt.rsplit(" ", 1)[1]
     right = word[::-1]
     assert score(task, right) == 1.0
@@ -71,18 +73,21 @@ def test_the_librarys_partial_credit_is_kept() -> None:
 
 
 def test_a_data_set_that_fixes_its_items_when_built_is_built_per_task() -> None:
-    source = ReasoningGymSource(TaskSourceSection(name="list_functions"))
+    source = ReasoningGymSource(TaskSourceSection(name="list_functions"), FENCED)
     assert source.task(16, 0).prompt != source.task(16, 1).prompt
-    assert source.task(16, 1).prompt == ReasoningGymSource(TaskSourceSection(name="list_functions")).task(16, 1).prompt
+    assert (
+        source.task(16, 1).prompt
+        == ReasoningGymSource(TaskSourceSection(name="list_functions"), FENCED).task(16, 1).prompt
+    )
     assert score(source.task(MAX_SEED, INDEX_SPAN - 1), source.answer(MAX_SEED, INDEX_SPAN - 1)) == 1.0
 
 
 def test_prompts_do_not_depend_on_the_hash_seed_of_the_process() -> None:
     program = (
-        "from swarm.config import DEMO_TASKS\n"
+        "from swarm.config import DEMO_TASKS, TasksSection\n"
         "from swarm.tasks.reasoning_gym_source import ReasoningGymSource\n"
         "for section in DEMO_TASKS:\n"
-        "    source = ReasoningGymSource(section)\n"
+        "    source = ReasoningGymSource(section, TasksSection(fenced=True))\n"
         "    print(source.config_digest, [(source.task(99, i).prompt, source.answer(99, i)) for i in range(20)])\n"
     )
     outputs = {
@@ -113,14 +118,14 @@ def test_prompts_do_not_depend_on_the_hash_seed_of_the_process() -> None:
 )
 def test_a_source_that_cannot_be_built_says_why(section: TaskSourceSection, rule: str) -> None:
     with pytest.raises(TaskError) as caught:
-        ReasoningGymSource(section)
+        ReasoningGymSource(section, FENCED)
     assert rule in str(caught.value)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_unsafe_and_unrepeatable_data_sets_are_refused(name: str) -> None:
     with pytest.raises(TaskError, match="safe and the same on every node"):
-        ReasoningGymSource(TaskSourceSection(name=name))
+        ReasoningGymSource(TaskSourceSection(name=name), FENCED)
 
 
 def test_every_verifier_of_the_library_that_runs_code_is_guarded() -> None:
@@ -176,7 +181,7 @@ def test_ordinary_answers_reach_the_verifier(data_set: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(ALPHABETS))
 def test_right_answers_pass_the_guard(name: str) -> None:
-    source = ReasoningGymSource(TaskSourceSection(name=name))
+    source = ReasoningGymSource(TaskSourceSection(name=name), FENCED)
     task, answer = source.task(16, 3), source.answer(16, 3)
     if name != "puzzle24":  # its answer column is one solution with the target: "(1 + 2) * 8 = 24"
         assert admissible(name, answer) == answer
@@ -235,7 +240,7 @@ def test_no_data_set_of_the_library_rewards_a_text_that_merely_contains_the_answ
 
 
 def test_what_contains_the_answer_gets_less_the_more_else_it_says() -> None:
-    source = ReasoningGymSource(TaskSourceSection(name="game_of_life_halting"))
+    source = ReasoningGymSource(TaskSourceSection(name="game_of_life_halting"), FENCED)
     task, answer = source.task(16, 0), source.answer(16, 0)
     assert [score(task, text) for text in (answer, f" {answer}\n", answer.lower())] == [1.0] * 3
     assert score(task, "True, or rather False") == pytest.approx(0.5 * len(answer) / 21)
@@ -251,4 +256,6 @@ def test_any_text_scores_within_bounds_or_costs_the_task(text: str) -> None:
             assert failure.source == source.name
 
 
-GUARDED_SOURCES = [ReasoningGymSource(TaskSourceSection(name=name)) for name in ("binary_matrix", "countdown", "gcd")]
+GUARDED_SOURCES = [
+    ReasoningGymSource(TaskSourceSection(name=name), FENCED) for name in ("binary_matrix", "countdown", "gcd")
+]

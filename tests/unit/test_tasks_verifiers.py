@@ -8,15 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.tasks.verifiers import (
-    MAX_ANSWER_CHARS,
-    VERIFIERS,
-    check_expected,
-    exact,
-    last_number,
-    numeric,
-    regex,
-)
+from swarm.extensions.points import VERIFIERS
+from swarm.tasks.verifiers import MAX_ANSWER_CHARS, exact, last_number, numeric, regex
 
 
 @pytest.mark.parametrize(
@@ -109,7 +102,7 @@ def test_regex_matches_the_whole_text(pattern: str, text: str, reward: float) ->
 )
 def test_patterns_that_linear_time_cannot_match_are_refused_with_a_reason(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"valid pattern of RE2.*got .*rewrite it"):
-        check_expected("regex", pattern)
+        VERIFIERS.load("regex").check(pattern)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +114,7 @@ def test_patterns_that_linear_time_cannot_match_are_refused_with_a_reason(patter
 )  # fmt: skip
 def test_any_pattern_decides_the_worst_text_in_bounded_time(pattern: str) -> None:
     """Each of these takes a backtracking engine longer than the universe is old on one of these texts."""
-    check_expected("regex", pattern)
+    VERIFIERS.load("regex").check(pattern)
     started = time.perf_counter()
     for text in ("1" * 60 + "!", "1" * MAX_ANSWER_CHARS, "a" * MAX_ANSWER_CHARS, "ab" * (MAX_ANSWER_CHARS // 2)):
         regex(pattern, text)
@@ -144,12 +137,12 @@ def test_a_text_that_is_no_unicode_matches_no_pattern() -> None:
 )
 def test_answers_that_nothing_can_match_are_refused(verifier: str, expected: str, rule: str) -> None:
     with pytest.raises(ValueError, match=rule):
-        check_expected(verifier, expected)
+        VERIFIERS.load(verifier).check(expected)
 
 
-@given(st.sampled_from(sorted(VERIFIERS)), st.text(max_size=200))
+@given(st.sampled_from(VERIFIERS.names), st.text(max_size=200))
 def test_any_text_gets_zero_or_one(verifier: str, text: str) -> None:
-    assert VERIFIERS[verifier]("12", text) in (0.0, 1.0)
+    assert VERIFIERS.load(verifier).score("12", text) in (0.0, 1.0)
 
 
 @given(st.integers(-(10**12), 10**12), st.text("abc =:\n", max_size=20))

@@ -15,6 +15,7 @@ from swarm.engine.canary import Canary
 from swarm.engine.sampling import Sampling
 from swarm.engine.slot_engine import SlotEngine
 from swarm.errors import CheckpointError, TrainingError
+from swarm.extensions.points import ADVANTAGES, CORRECTIONS
 from swarm.policy.policy import Policy, load_policy
 from swarm.training.experience import TrainingGroup
 from swarm.training.policy_optimizer import LocalOptimizer
@@ -401,12 +402,9 @@ def lead_of(policy: Policy, groups: list[TrainingGroup]) -> float:
     return sum(row[0] - sum(row[1:]) / (len(row) - 1) for row in sums) / len(sums)
 
 
-CORRECTIONS = ("none", "tis", "icepop", "sequence_mask", "opsm", "tis+opsm", "sequence_mask+opsm")
-
-
-@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("correction", CORRECTIONS.names)
 @pytest.mark.parametrize("ratio", ["token", "sequence", "minpro"])
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "median", "gdpo"])
+@pytest.mark.parametrize("advantage", ADVANTAGES.names)
 def test_every_combination_makes_rewarded_answers_likelier(
     make_policy: MakePolicy, advantage: str, ratio: str, correction: str
 ):

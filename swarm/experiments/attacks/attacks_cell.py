@@ -9,7 +9,7 @@ import psutil
 
 from swarm.config import Config, parse
 from swarm.engine.make_engine import make_engine
-from swarm.experiments.attacks.hostile import Hostile
+from swarm.experiments.attacks.hostile import HostileNode, HostileSetup
 from swarm.experiments.attacks.plan import ABSENT, ALL, ATTACKS, DEFENDED
 from swarm.experiments.attacks.readers import GuardedReader, OpenReader
 from swarm.experiments.cells import Result
@@ -26,10 +26,10 @@ def run(settings: Mapping[str, Any]) -> Result:
     num_honest = settings["num_nodes"] - settings["num_hostile"]
     make_reader = GuardedReader if settings["defence"] == DEFENDED else OpenReader
     swarm = LearnerSwarm([config] * num_honest, settings["seed"], make_reader)
-    crew = _crew(settings, config, swarm)
+    hostile_nodes = _hostile_nodes(settings, config, swarm)
     rows, memory_mib = list[RoundRow](), list[float]()
     for number in range(settings["num_rounds"]):
-        for place, hostile in enumerate(crew):
+        for place, hostile in enumerate(hostile_nodes):
             turn = ATTACKS[(number + place) % len(ATTACKS)]
             hostile.act(turn if settings["attack"] == ALL else settings["attack"], swarm.now_s)
         rows.append(swarm.run_round())
@@ -63,7 +63,7 @@ def run(settings: Mapping[str, Any]) -> Result:
     }
 
 
-def _crew(settings: Mapping[str, Any], config: Config, swarm: LearnerSwarm) -> list[Hostile]:
+def _hostile_nodes(settings: Mapping[str, Any], config: Config, swarm: LearnerSwarm) -> list[HostileNode]:
     """They share one copy of the base, which they sample with."""
     if not settings["num_hostile"] or settings["attack"] == ABSENT:
         return []
@@ -71,9 +71,10 @@ def _crew(settings: Mapping[str, Any], config: Config, swarm: LearnerSwarm) -> l
     worker = RolloutWorker(config.rollouts, policy, make_engine(policy, config.rollouts), author="")
     mixture = TaskMixture(config.tasks)
     honest = [identity.peer_id for identity in swarm.identities]
-    means = (config, swarm.exchange, worker, policy, mixture, honest)
-    sizes = (settings["hostile_groups"], settings["num_sybils"])
-    return [Hostile(*means, number, *sizes) for number in range(settings["num_hostile"])]
+    setup = HostileSetup(
+        config, swarm.exchange, worker, policy, mixture, honest, settings["hostile_groups"], settings["num_sybils"]
+    )
+    return [HostileNode(setup, number) for number in range(settings["num_hostile"])]
 
 
 def _config(settings: Mapping[str, Any]) -> Config:

@@ -4,21 +4,9 @@ from dataclasses import dataclass, field
 
 from swarm.errors import ConfigError
 from swarm.experiments.cells import Cell
+from swarm.extensions import points
 
-ATTACKS = (
-    "poisoned style",
-    "only wrong answers",
-    "wrong rewards",
-    "copied rollouts",
-    "spam",
-    "stale flood",
-    "no information",
-    "forged author",
-    "replay",
-    "equivocation",
-    "withheld bodies",
-    "sybils",
-)
+ATTACKS: tuple[str, ...] = points.ATTACKS.names
 ALL = "all in turn"
 """Every hostile node goes from one attack to the next, round by round."""
 ABSENT = "absent"

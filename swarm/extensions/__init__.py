@@ -1,0 +1,1 @@
+"""Extension points: which settings choose an implementation, and which implementations there are."""
