@@ -13,7 +13,7 @@ from swarm.config import Config
 from swarm.errors import ConfigError
 from swarm.network.commands.caller import CommandCaller
 from swarm.network.transport import Transport
-from swarm.node.stage_process import check_crew
+from swarm.node.stage_process import check_pipeline
 from swarm.records.identity import Identity
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class PipelineDriver:
         self, config: Config, identity: Identity, transport: Transport | None, clock: Callable[[], float]
     ) -> None:
         """To be made before the transport starts. Raises ConfigError unless this node is to drive a crew that can be reached."""
-        check_crew(config)
+        check_pipeline(config)
         assert transport is not None, "checked by check_crew"
         pipeline = config.policy.pipeline
         if identity.peer_id != pipeline.driver:
@@ -39,7 +39,7 @@ class PipelineDriver:
         self._config = config
         self._deadline_s = pipeline.startup_timeout_s  # of loading, the longest order; others have the crew's own
         self._caller = CommandCaller(identity, config.swarm_id, pipeline.name, pipeline.members, transport, clock)
-        self._keeper: PipelineSupervisor | None = None
+        self._supervisor: PipelineSupervisor | None = None
 
     async def give(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
         """See `remote_link.Give`."""
@@ -60,8 +60,8 @@ class PipelineDriver:
         from swarm.pipeline.commands import StageSettings
         from swarm.pipeline.driver.assignment import Machine
         from swarm.pipeline.driver.pipeline_engine import PipelineEngine
+        from swarm.pipeline.driver.pipeline_policy import PipelineOptimizer, pipeline_policy
         from swarm.pipeline.driver.pipeline_supervisor import PipelineSupervisor
-        from swarm.pipeline.driver.pipelined_policy import PipelineOptimizer, crew_policy
         from swarm.pipeline.model_shape import model_cost
         from swarm.pipeline.stage.stage_host import base_model, layers_per_s
         from swarm.policy.device import available_bytes
@@ -74,16 +74,16 @@ class PipelineDriver:
             max_states=pipeline.max_states,
             max_in_flight=len(pipeline.members) + 1,
         )
-        self._keeper = PipelineSupervisor(config.policy.pipeline, base, model_cost(base), settings, self.give)
-        policy = crew_policy(config.policy, base, self._keeper, loop, hash_cache)
+        self._supervisor = PipelineSupervisor(config.policy.pipeline, base, model_cost(base), settings, self.give)
+        policy = pipeline_policy(config.policy, base, self._supervisor, loop, hash_cache)
         speed = layers_per_s(base.folder, base.lora, base.device, base.dtype)
-        policy.wait_for(self._keeper.start(Machine(speed, available_bytes(base.device))))
+        policy.wait_for(self._supervisor.start(Machine(speed, available_bytes(base.device))))
         engine = PipelineEngine(policy, config.rollouts.max_batch_sequences)
         return PolicyBackend(policy, engine, PipelineOptimizer(config.training, policy), _nothing_to_probe)
 
     def stages(self) -> list[dict[str, Any]]:
         """Who holds which layers at this moment, for a page: {stage, first_layer, end_layer, holder} of each."""
-        places = self._keeper.places() if self._keeper else []
+        places = self._supervisor.places() if self._supervisor else []
         return [
             {"stage": number, "first_layer": part.start, "end_layer": part.stop, "holder": holder}
             for number, (part, holder) in enumerate(places)
@@ -91,8 +91,8 @@ class PipelineDriver:
 
     def close(self) -> None:
         """End the thread of the driver's own stage."""
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._supervisor is not None:
+            self._supervisor.close()
 
 
 def _nothing_to_probe() -> None:

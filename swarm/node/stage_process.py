@@ -61,13 +61,13 @@ def run_stage(config: Config, layers: Layers | None = None, unlock: Unlock | Non
                 f"a machine with --layers must be named in policy.pipeline.by_hand, got {identity.peer_id}, which is not; add "
                 "it on all machines, above all on the driver, or leave out --layers"
             )
-        check_crew(config)
+        check_pipeline(config)
         set_up_logging(folder.logs, config.observability.log_level)
         with crash_reports(folder):
             asyncio.run(StageProcess(config, folder, identity, layers).run_until_signal())
 
 
-def check_crew(config: Config) -> None:
+def check_pipeline(config: Config) -> None:
     """Raises ConfigError unless the settings name a crew that can be reached."""
     pipeline = config.policy.pipeline
     for peer_id in (pipeline.driver, *pipeline.members):

@@ -56,7 +56,7 @@ class BackwardCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class SettleCommand:
+class CloseBatchCommand:
     """No more micro-batches: check that all went through and report the gradient."""
 
     batch: int
@@ -66,7 +66,7 @@ class SettleCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class BatchGradient:
     """A stage's gradient of one batch."""
 
     own_norm_squared: float
@@ -206,23 +206,23 @@ class Fields:
         return {name[len(prefix) :]: t for name, t in self._bundle.tensors.items() if name.startswith(prefix)}
 
 
-def forward_bundle(order: ForwardCommand) -> Bundle:
+def forward_bundle(command: ForwardCommand) -> Bundle:
     fields: dict[str, Any] = {
-        "batch": order.batch,
-        "micro_batch": order.micro_batch,
-        "without_adapter": order.without_adapter,
+        "batch": command.batch,
+        "micro_batch": command.micro_batch,
+        "without_adapter": command.without_adapter,
         "starts": None,
     }
-    tensors = {"states": order.states}
-    if order.answers is not None:
-        answers = order.answers
+    tensors = {"states": command.states}
+    if command.answers is not None:
+        answers = command.answers
         fields |= {"starts": list(answers.starts), "lengths": [len(row) for row in answers.token_ids]}
         fields |= {"temperature": answers.temperature, "with_entropy": answers.with_entropy}
         tensors["answers"] = torch.tensor([token for row in answers.token_ids for token in row])
     return Bundle(fields, tensors)
 
 
-def forward_order(fields: Fields) -> ForwardCommand:
+def forward_command(fields: Fields) -> ForwardCommand:
     answers = None
     if fields.has("starts"):
         tokens, rows, place = fields.tensor("answers").flatten().tolist(), [], 0
@@ -250,23 +250,23 @@ def forward_reply(result: Tensor | TokenLogprobs) -> Bundle:
     return Bundle({}, {"states": result})
 
 
-def forward_result(fields: Fields, order: ForwardCommand, width: int) -> Tensor | TokenLogprobs:
+def forward_result(fields: Fields, command: ForwardCommand, width: int) -> Tensor | TokenLogprobs:
     """What a stage answered: hidden states [B, L, `width`], or log-probs of the answers of the order."""
-    if order.answers is None:
-        return shaped(fields.tensor("states"), (*order.states.shape[:2], width))
-    lengths = torch.tensor([len(row) for row in order.answers.token_ids])
+    if command.answers is None:
+        return shaped(fields.tensor("states"), (*command.states.shape[:2], width))
+    lengths = torch.tensor([len(row) for row in command.answers.token_ids])
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()
     logprobs, entropy = shaped(fields.tensor("logprobs"), tuple(mask.shape)), fields.optional("entropy")
-    if order.answers.with_entropy != (entropy is not None) or bool((logprobs * mask > _ABOVE_ZERO).any()):
+    if command.answers.with_entropy != (entropy is not None) or bool((logprobs * mask > _ABOVE_ZERO).any()):
         raise PipelineError("log-probs must be at most 0, with entropy where it was asked for, got others")
     return TokenLogprobs(logprobs, mask, None if entropy is None else shaped(entropy, tuple(mask.shape)))
 
 
-def backward_bundle(order: BackwardCommand) -> Bundle:
-    return Bundle({"batch": order.batch, "micro_batch": order.micro_batch}, {"states": order.gradient})
+def backward_bundle(command: BackwardCommand) -> Bundle:
+    return Bundle({"batch": command.batch, "micro_batch": command.micro_batch}, {"states": command.gradient})
 
 
-def backward_order(fields: Fields) -> BackwardCommand:
+def backward_command(fields: Fields) -> BackwardCommand:
     return BackwardCommand(fields.integer("batch"), fields.integer("micro_batch"), fields.tensor("states"))
 
 
@@ -280,19 +280,21 @@ def backward_result(fields: Fields, shape: Sequence[int]) -> Tensor | None:
     return None if gradient is None else shaped(gradient, shape)
 
 
-def settle_bundle(order: SettleCommand) -> Bundle:
-    return Bundle({"batch": order.batch, "num_micro_batches": order.num_micro_batches, "shared": list(order.shared)})
+def close_batch_bundle(command: CloseBatchCommand) -> Bundle:
+    return Bundle(
+        {"batch": command.batch, "num_micro_batches": command.num_micro_batches, "shared": list(command.shared)}
+    )
 
 
-def settle_order(fields: Fields) -> SettleCommand:
-    return SettleCommand(fields.integer("batch"), fields.integer("num_micro_batches"), fields.texts("shared"))
+def close_batch_command(fields: Fields) -> CloseBatchCommand:
+    return CloseBatchCommand(fields.integer("batch"), fields.integer("num_micro_batches"), fields.texts("shared"))
 
 
-def settled_reply(settled: Settled) -> Bundle:
+def gradient_reply(settled: BatchGradient) -> Bundle:
     return Bundle({"own_norm_squared": settled.own_norm_squared}, dict(settled.shared_gradients))
 
 
-def settled_result(fields: Fields, shapes: Mapping[str, Sequence[int]]) -> Settled:
+def gradient_result(fields: Fields, shapes: Mapping[str, Sequence[int]]) -> BatchGradient:
     """The gradient of a batch, with gradients of exactly `shapes`; its norm need not be finite."""
     norm_squared, shared = fields.number("own_norm_squared"), fields.under("")
     if norm_squared < 0 or shared.keys() != shapes.keys():
@@ -302,21 +304,21 @@ def settled_result(fields: Fields, shapes: Mapping[str, Sequence[int]]) -> Settl
     for name, gradient in shared.items():
         if not gradient.is_floating_point() or tuple(gradient.shape) != tuple(shapes[name]):
             raise PipelineError(f"a shared gradient must have the shape of its parameter, got another at {name}")
-    return Settled(norm_squared, shared)
+    return BatchGradient(norm_squared, shared)
 
 
-def commit_bundle(order: CommitCommand) -> Bundle:
-    return Bundle({"batch": order.batch, "lr": order.lr, "scale": order.scale}, dict(order.shared_gradients))
+def commit_bundle(command: CommitCommand) -> Bundle:
+    return Bundle({"batch": command.batch, "lr": command.lr, "scale": command.scale}, dict(command.shared_gradients))
 
 
-def commit_order(fields: Fields) -> CommitCommand:
+def commit_command(fields: Fields) -> CommitCommand:
     return CommitCommand(fields.integer("batch"), fields.number("lr"), fields.number("scale"), fields.under(""))
 
 
-def decode_command_bundle(order: DecodeCommand) -> Bundle:
-    padding = None if order.left_padding is None else list(order.left_padding)
+def decode_command_bundle(command: DecodeCommand) -> Bundle:
+    padding = None if command.left_padding is None else list(command.left_padding)
     return Bundle(
-        {"session": order.session, "left_padding": padding, "is_last": order.is_last}, {"states": order.states}
+        {"session": command.session, "left_padding": padding, "is_last": command.is_last}, {"states": command.states}
     )
 
 

@@ -19,12 +19,12 @@ from swarm.errors import PipelineError, RequestError, StageRefusedError, StageRe
 from swarm.pipeline import commands as command_bytes
 from swarm.pipeline.commands import (
     BackwardCommand,
+    BatchGradient,
+    CloseBatchCommand,
     CommitCommand,
     DecodeCommand,
     Fields,
     ForwardCommand,
-    SettleCommand,
-    Settled,
     StageFacts,
     StageState,
 )
@@ -45,14 +45,14 @@ Limit = int
 """Most bytes of a reply."""
 
 
-class Give(Protocol):
+class SendCommand(Protocol):
     """Give an order to one peer. Raises NetworkError."""
 
     async def __call__(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes: ...
 
 
 async def ask(
-    give: Give,
+    give: SendCommand,
     peer_id: str,
     kind: str,
     bundle: Bundle,
@@ -87,7 +87,7 @@ def replies_of(peer_id: str) -> Iterator[None]:
 class RemoteLink:
     """See `StageLink`; the stage is the one on `peer_id` that begins with the first layer of `expected`."""
 
-    def __init__(self, give: Give, peer_id: str, expected: ExpectedStage, precision: WirePrecision) -> None:
+    def __init__(self, give: SendCommand, peer_id: str, expected: ExpectedStage, precision: WirePrecision) -> None:
         self.peer_id = peer_id
         self._give = give
         self._expected = expected
@@ -103,49 +103,49 @@ class RemoteLink:
 
         return await self._ask("describe", Bundle(), self._expected.facts_bytes, read)
 
-    async def forward(self, order: ForwardCommand) -> Tensor | TokenLogprobs:
-        num_rows, num_columns = order.states.shape[:2]
-        if order.batch not in (0, self._batch):
-            self._batch = order.batch
+    async def forward(self, command: ForwardCommand) -> Tensor | TokenLogprobs:
+        num_rows, num_columns = command.states.shape[:2]
+        if command.batch not in (0, self._batch):
+            self._batch = command.batch
             self._sizes.clear()
-        if order.batch:
-            self._sizes[order.micro_batch] = (num_rows, num_columns)
+        if command.batch:
+            self._sizes[command.micro_batch] = (num_rows, num_columns)
         limit = FRAME_BYTES + 4 * num_rows * num_columns * max(self._expected.hidden, 2)
         width = self._expected.hidden
         return await self._ask_states(
-            "forward", command_bytes.forward_bundle(order), limit,
-            lambda fields: command_bytes.forward_result(fields, order, width),
+            "forward", command_bytes.forward_bundle(command), limit,
+            lambda fields: command_bytes.forward_result(fields, command, width),
         )  # fmt: skip
 
-    async def backward(self, order: BackwardCommand) -> Tensor | None:
+    async def backward(self, command: BackwardCommand) -> Tensor | None:
         # of a micro-batch that was never sent forward nothing is expected but a refusal
-        shape = (*self._sizes.get(order.micro_batch, (0, 0)), self._expected.hidden)
+        shape = (*self._sizes.get(command.micro_batch, (0, 0)), self._expected.hidden)
         return await self._ask_states(
-            "backward", command_bytes.backward_bundle(order), FRAME_BYTES + 4 * shape[0] * shape[1] * shape[2],
+            "backward", command_bytes.backward_bundle(command), FRAME_BYTES + 4 * shape[0] * shape[1] * shape[2],
             lambda fields: command_bytes.backward_result(fields, shape),
         )  # fmt: skip
 
-    async def settle(self, order: SettleCommand) -> Settled:
-        shapes = {name: self._expected.shapes[name] for name in order.shared}
+    async def close_batch(self, command: CloseBatchCommand) -> BatchGradient:
+        shapes = {name: self._expected.shapes[name] for name in command.shared}
         return await self._ask(
-            "settle", command_bytes.settle_bundle(order), self._expected.tensor_bytes(order.shared),
-            lambda fields: command_bytes.settled_result(fields, shapes),
+            "settle", command_bytes.close_batch_bundle(command), self._expected.tensor_bytes(command.shared),
+            lambda fields: command_bytes.gradient_result(fields, shapes),
         )  # fmt: skip
 
-    async def commit(self, order: CommitCommand) -> int:
+    async def commit(self, command: CommitCommand) -> int:
         return await self._ask(
-            "commit", command_bytes.commit_bundle(order), FRAME_BYTES, lambda fields: fields.integer("version")
+            "commit", command_bytes.commit_bundle(command), FRAME_BYTES, lambda fields: fields.integer("version")
         )
 
     async def drop(self, batch: int) -> None:
         await self._tell("drop", Bundle({"batch": batch}))
 
-    async def decode(self, order: DecodeCommand) -> Tensor:
-        num_rows, num_new = order.states.shape[:2]
+    async def decode(self, command: DecodeCommand) -> Tensor:
+        num_rows, num_new = command.states.shape[:2]
         hidden, vocab = self._expected.hidden, self._expected.vocab
-        shape = (num_rows, vocab) if order.is_last else (num_rows, num_new, hidden)
+        shape = (num_rows, vocab) if command.is_last else (num_rows, num_new, hidden)
         return await self._ask_states(
-            "decode", command_bytes.decode_command_bundle(order), FRAME_BYTES + 4 * num_rows * max(num_new * hidden, vocab),
+            "decode", command_bytes.decode_command_bundle(command), FRAME_BYTES + 4 * num_rows * max(num_new * hidden, vocab),
             lambda fields: command_bytes.shaped(fields.tensor("states"), shape),
         )  # fmt: skip
 
@@ -206,17 +206,17 @@ class StageLink(Protocol):
         """See `Stage.describe`; so for all that follow."""
         ...
 
-    async def forward(self, order: ForwardCommand) -> Tensor | TokenLogprobs: ...
+    async def forward(self, command: ForwardCommand) -> Tensor | TokenLogprobs: ...
 
-    async def backward(self, order: BackwardCommand) -> Tensor | None: ...
+    async def backward(self, command: BackwardCommand) -> Tensor | None: ...
 
-    async def settle(self, order: SettleCommand) -> Settled: ...
+    async def close_batch(self, command: CloseBatchCommand) -> BatchGradient: ...
 
-    async def commit(self, order: CommitCommand) -> int: ...
+    async def commit(self, command: CommitCommand) -> int: ...
 
     async def drop(self, batch: int) -> None: ...
 
-    async def decode(self, order: DecodeCommand) -> Tensor: ...
+    async def decode(self, command: DecodeCommand) -> Tensor: ...
 
     async def select(self, session: int, rows: Sequence[int]) -> None: ...
 
@@ -248,31 +248,33 @@ class InProcessLink:
     async def describe(self) -> StageFacts:
         return await self._do(self._stage.describe)
 
-    async def forward(self, order: ForwardCommand) -> Tensor | TokenLogprobs:
+    async def forward(self, command: ForwardCommand) -> Tensor | TokenLogprobs:
         def compute() -> Tensor | TokenLogprobs:
-            result = self._stage.forward(replace(order, states=self._sent(order.states)))
+            result = self._stage.forward(replace(command, states=self._sent(command.states)))
             return result if isinstance(result, TokenLogprobs) else self._sent(result)
 
         return await self._do(compute)
 
-    async def backward(self, order: BackwardCommand) -> Tensor | None:
+    async def backward(self, command: BackwardCommand) -> Tensor | None:
         def compute() -> Tensor | None:
-            result = self._stage.backward(replace(order, gradient=self._sent(order.gradient)))
+            result = self._stage.backward(replace(command, gradient=self._sent(command.gradient)))
             return None if result is None else self._sent(result)
 
         return await self._do(compute)
 
-    async def settle(self, order: SettleCommand) -> Settled:
-        return await self._do(lambda: self._stage.settle(order))
+    async def close_batch(self, command: CloseBatchCommand) -> BatchGradient:
+        return await self._do(lambda: self._stage.close_batch(command))
 
-    async def commit(self, order: CommitCommand) -> int:
-        return await self._do(lambda: self._stage.commit(order))
+    async def commit(self, command: CommitCommand) -> int:
+        return await self._do(lambda: self._stage.commit(command))
 
     async def drop(self, batch: int) -> None:
         await self._do(lambda: self._stage.drop(batch))
 
-    async def decode(self, order: DecodeCommand) -> Tensor:
-        return await self._do(lambda: self._sent(self._stage.decode(replace(order, states=self._sent(order.states)))))
+    async def decode(self, command: DecodeCommand) -> Tensor:
+        return await self._do(
+            lambda: self._sent(self._stage.decode(replace(command, states=self._sent(command.states))))
+        )
 
     async def select(self, session: int, rows: Sequence[int]) -> None:
         await self._do(lambda: self._stage.select(session, rows))

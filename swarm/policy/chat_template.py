@@ -19,7 +19,7 @@ MAX_TEMPLATE_CHARS = 256 << 10
 TIME_BUDGET_S = 5.0
 """For all probes, where milliseconds are usual."""
 _SERVICE = "swarm.policy.template_process"
-_CONFINEMENT = Confinement(memory_bytes=1 << 30, file_bytes=0, fence="if possible")
+_CONFINEMENT = Confinement(memory_bytes=1 << 30, file_bytes=0, namespaces="if possible")
 """A fifth of the memory is what the libraries take."""
 _WORDS = "What is 3 + 4?"
 _SPACED = f"\n  {_WORDS}\t\n"

@@ -57,7 +57,7 @@ class Confinement:
     """Address space; not enforced on macOS. None: as much as it likes."""
     file_bytes: int | None = 0
     """Largest file that it may write, and behind a fence the size of its /tmp, the only folder that it may write. None: any."""
-    fence: Literal["required", "if possible", "none"] = "required"
+    namespaces: Literal["required", "if possible", "none"] = "required"
     """Namespaces without a network, without other processes, and with installed packages as the only files, read-only.
 
     "required": where the system allows no namespaces the process does not start. "if possible": it then has the limits and, on

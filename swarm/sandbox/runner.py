@@ -76,22 +76,22 @@ class RunResult:
 class Sandbox:
     """Runs one function of a piece of code on many inputs, in processes of their own."""
 
-    def __init__(self, limits: RunLimits, *, is_fenced: bool = True) -> None:
-        """Not `is_fenced`: limits keep the code, and on Linux the filter of system calls; it may then read files."""
+    def __init__(self, limits: RunLimits, *, use_namespaces: bool = True) -> None:
+        """Not `use_namespaces`: limits keep the code, and on Linux the filter of system calls; it may then read files."""
         self._limits = limits
-        self._is_fenced = is_fenced
+        self._use_namespaces = use_namespaces
 
     @classmethod
-    def strongest(cls, limits: RunLimits, *, may_be_unfenced: bool) -> "Sandbox":
+    def strongest(cls, limits: RunLimits, *, may_be_unsandboxed: bool) -> "Sandbox":
         """A sandbox that works here. Raises SandboxError where it would be unfenced, unless it may be."""
         try:
             sandbox = cls(limits)
             sandbox.check()
         except SandboxError as error:
-            if not may_be_unfenced:
+            if not may_be_unsandboxed:
                 raise
             logger.warning("code of strangers runs without a fence, as run_code_unfenced allows: %s", error)
-            sandbox = cls(limits, is_fenced=False)
+            sandbox = cls(limits, use_namespaces=False)
             sandbox.check()
         return sandbox
 
@@ -109,7 +109,7 @@ class Sandbox:
         limits = self._limits
         request = {
             "code": code, "entry": entry, "inputs": inputs,
-            "limits": asdict(limits), "is_fenced": self._is_fenced, "node": os.getpid(),
+            "limits": asdict(limits), "use_namespaces": self._use_namespaces, "node": os.getpid(),
         }  # fmt: skip
         with self._launcher() as process:
             try:
@@ -123,7 +123,7 @@ class Sandbox:
         folders = {name: str(path) for name, path in (("package", _HOME), ("python", sys.base_prefix))}
         handles: dict[str, int] = {}
         try:
-            if self._is_fenced and sys.platform == "linux":
+            if self._use_namespaces and sys.platform == "linux":
                 handles = {name: os.open(path, os.O_PATH) for name, path in folders.items()}
                 folders = {name: f"/proc/self/fd/{handle}" for name, handle in handles.items()}
             return subprocess.Popen(

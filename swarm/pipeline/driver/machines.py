@@ -11,7 +11,7 @@ from swarm.pipeline.commands import Fields, part_fields
 from swarm.pipeline.driver.assignment import Machine, ModelCost, assign_layers
 from swarm.pipeline.model_shape import StagePart, model_shape, stage_parts
 from swarm.pipeline.stage.stage_host import BaseModel
-from swarm.pipeline.stage_link import Give, ask, replies_of
+from swarm.pipeline.stage_link import SendCommand, ask, replies_of
 from swarm.pipeline.tensor_bundle import Bundle
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Member:
 class StageMachines:
     """Asks the members of one crew."""
 
-    def __init__(self, config: PipelineSection, base: BaseModel, give: Give, clock: Callable[[], float]) -> None:
+    def __init__(self, config: PipelineSection, base: BaseModel, give: SendCommand, clock: Callable[[], float]) -> None:
         """`clock`: seconds, of any beginning."""
         self._config = config
         self._fingerprint = base.fingerprint

@@ -20,7 +20,7 @@ from swarm.engine.engine import (
     refuse_nan,
 )
 from swarm.engine.sampling import Sampling, StopStrings, sample_tokens
-from swarm.pipeline.driver.pipelined_policy import PipelinedPolicy, PipelinePolicy
+from swarm.pipeline.driver.pipeline_policy import PipelineModel, PipelinePolicy
 from swarm.policy.counter_noise import uniform
 
 
@@ -45,7 +45,7 @@ class PipelineEngine:
         for start in range(0, len(rows), self._max_batch_sequences):
             chunk = rows[start : start + self._max_batch_sequences]
             keys = [(row.prompt, row.sample) for row in chunk]
-            sampled = self._policy.through_crew(partial(self._sample, requests, chunk, sampling, seed, stop))
+            sampled = self._policy.run_on_stages(partial(self._sample, requests, chunk, sampling, seed, stop))
             answers.update(zip(keys, sampled, strict=True))
         refuse_nan(answers.values())
         return grouped(requests, answers)
@@ -57,25 +57,27 @@ class PipelineEngine:
         sampling: Sampling,
         seed: int,
         stop: Sequence[str],
-        pipelined: PipelinedPolicy,
+        pipeline_model: PipelineModel,
     ) -> list[Completion]:
         stop_strings = StopStrings(self._policy.decode, stop)
-        return await _Batch(requests, rows, sampling, seed, stop_strings, self._policy.eos_token_ids).decode(pipelined)
+        return await _Batch(requests, rows, sampling, seed, stop_strings, self._policy.eos_token_ids).decode(
+            pipeline_model
+        )
 
     def score(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
         """See `Engine.score`."""
 
-        async def follow(pipelined: PipelinedPolicy) -> list[float]:
+        async def follow(pipeline_model: PipelineModel) -> list[float]:
             logprobs: list[float] = []
 
             def choose(logits: Tensor, rows: Sequence[int], step: int) -> Tensor:
                 logprobs.append(logits.float().log_softmax(-1)[0, answer[step]].item())
                 return torch.tensor([answer[step]])
 
-            await pipelined.generate([prompt], choose, max_new_tokens=len(answer))
+            await pipeline_model.generate([prompt], choose, max_new_tokens=len(answer))
             return logprobs
 
-        return self._policy.through_crew(follow)
+        return self._policy.run_on_stages(follow)
 
     def answer_bytes(self, num_tokens: int) -> int:
         """Keys and values are in the stages, each of which bounds its own."""
@@ -107,9 +109,9 @@ class _Batch:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._logprobs: list[tuple[list[float], list[float]]] = [([], []) for _ in rows]
 
-    async def decode(self, pipelined: PipelinedPolicy) -> list[Completion]:
+    async def decode(self, pipeline_model: PipelineModel) -> list[Completion]:
         """One answer per row."""
-        answers = await pipelined.generate(
+        answers = await pipeline_model.generate(
             self._prompts, self._choose, max_new_tokens=max(self._limits), has_ended=self._has_ended
         )
         return [

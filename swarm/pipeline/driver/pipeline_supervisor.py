@@ -30,7 +30,7 @@ from swarm.pipeline.model_shape import StagePart
 from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage.stage_host import BaseModel
 from swarm.pipeline.stage.stage_model import load_stage
-from swarm.pipeline.stage_link import Give, InProcessLink, RemoteLink, StageLink
+from swarm.pipeline.stage_link import InProcessLink, RemoteLink, SendCommand, StageLink
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class PipelineSupervisor:
         base: BaseModel,
         cost: ModelCost,
         settings: StageSettings,
-        give: Give,
+        give: SendCommand,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -66,7 +66,7 @@ class PipelineSupervisor:
         self._gone: set[str] = set()
         self._barred: set[str] = set()  # gave an answer that no honest stage gives
         self._own: InProcessLink | None = None
-        self.crew: StageGroup = StageGroup((), StageGroupSettings())
+        self.stage_group: StageGroup = StageGroup((), StageGroupSettings())
         self._copies = NeighbourCopies(give)
         self.recoveries_s: list[float] = []
         """How long each rebuilding took."""
@@ -86,10 +86,10 @@ class PipelineSupervisor:
         self._expected = expected_stages(self._base.folder, self._base.lora, parts)
         links: list[StageLink] = [self._link(peer_id, stage) for stage, peer_id in enumerate(self._peers)]
         bounds = StateBounds({name: shape for one in self._expected for name, shape in one.shapes.items()})
-        self.crew = StageGroup(
+        self.stage_group = StageGroup(
             [*links, self._own], StageGroupSettings(action_timeout_s=self._config.action_timeout_s), bounds
         )
-        await self._patiently(self.crew.start)
+        await self._patiently(self.stage_group.start)
         for peer_id, part in zip((*self._peers, "this node"), parts, strict=True):
             logger.info("layers [%d, %d) are held by %s", part.start, part.stop, peer_id)
 
@@ -100,14 +100,14 @@ class PipelineSupervisor:
             try:
                 return await call()
             except (NetworkError, StageLostError):
-                if self._clock() >= until_s or self.crew.false_stages:
+                if self._clock() >= until_s or self.stage_group.dishonest_stages:
                     raise
             await asyncio.sleep(_PAUSE_S)
 
     def places(self) -> list[tuple[StagePart, str]]:
         """(layers, peer id of who holds them) of every stage; the last one is this node's. Empty before the start."""
         holders = (*self._peers, "this node")
-        return [(facts.part, holder) for facts, holder in zip(self.crew.facts, holders, strict=False)]
+        return [(facts.part, holder) for facts, holder in zip(self.stage_group.facts, holders, strict=False)]
 
     def close(self) -> None:
         """End the thread of the own stage."""
@@ -131,17 +131,17 @@ class PipelineSupervisor:
     async def commit(self, lr: float, max_grad_norm: float) -> int:
         """Apply the settled batch; returns the new version. A stage lost at that is rebuilt at this version."""
         try:
-            await self.crew.commit(lr=lr, max_grad_norm=max_grad_norm)
+            await self.stage_group.commit(lr=lr, max_grad_norm=max_grad_norm)
         except StageLostError as lost:
             await self.recover(lost)
         interval = self._config.copy_interval_steps
-        if interval and self.crew.version % interval == 0:
-            await self._copies.take(self.crew, self._peers, self._expected, self._config.action_timeout_s)
-        return self.crew.version
+        if interval and self.stage_group.version % interval == 0:
+            await self._copies.take(self.stage_group, self._peers, self._expected, self._config.action_timeout_s)
+        return self.stage_group.version
 
     async def states(self) -> list[StageState]:
         """Weights and optimizer of every stage."""
-        return await self.persist(lambda: all_of(map(self.crew.state, range(self.crew.num_stages))))
+        return await self.persist(lambda: all_of(map(self.stage_group.state, range(self.stage_group.num_stages))))
 
     async def rewrite(self, change: Callable[[StageState], StageState]) -> None:
         """Put what `change` makes of every stage's state in its place; the version must stay.
@@ -150,9 +150,9 @@ class PipelineSupervisor:
         """
 
         async def of(stage: int) -> None:
-            await self.crew.restore(stage, change(await self.crew.state(stage)))
+            await self.stage_group.restore(stage, change(await self.stage_group.state(stage)))
 
-        await self.persist(lambda: all_of(map(of, range(self.crew.num_stages))))
+        await self.persist(lambda: all_of(map(of, range(self.stage_group.num_stages))))
 
     async def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], version: int) -> None:
         """Continue all stages from one adapter and optimizer, and the `lr_factors` of tensors where there are any.
@@ -160,7 +160,7 @@ class PipelineSupervisor:
         Raises PipelineError where they are of another policy or of no training, StageLostError where a stage does not take
         them.
         """
-        names = {name for facts in self.crew.facts for name in facts.shapes}
+        names = {name for facts in self.stage_group.facts for name in facts.shapes}
         odd = sorted(set(tensors["adapter"]).symmetric_difference(names))
         if odd:
             raise PipelineError(
@@ -179,8 +179,8 @@ class PipelineSupervisor:
             state = {"adapter": adapter, "optimizer": moments}, {"policy_version": version, "lr_factor": factor}
             states.append(state)
         for stage, state in enumerate(states):
-            await self.crew.restore(stage, state)
-        await self.crew.start()
+            await self.stage_group.restore(stage, state)
+        await self.stage_group.start()
 
     async def recover(self, lost: StageLostError) -> None:
         """Rebuild what is lost, whatever else is lost meanwhile. Raises PipelineError where nothing is left to do it with."""
@@ -195,7 +195,7 @@ class PipelineSupervisor:
                     "policy.pipeline.driver_layers or raise policy.pipeline.action_timeout_s"
                 )
             self._gone |= {self._peers[stage] for stage in stages}
-            self._barred |= {self._peers[stage] for stage in stages & self.crew.false_stages}
+            self._barred |= {self._peers[stage] for stage in stages & self.stage_group.dishonest_stages}
             stages = {stage for stage, peer_id in enumerate(self._peers) if peer_id in self._gone}
             plan = plan_recovery(self._situation(frozenset(stages)))[0]
             try:
@@ -217,7 +217,7 @@ class PipelineSupervisor:
 
     async def _rebuild(self, plan: Recovery) -> bool:
         """Whether a machine took the stage over. Raises StageLostError where the crew then lacks another."""
-        facts = self.crew.facts[plan.stage]
+        facts = self.stage_group.facts[plan.stage]
         for member in await self._candidates(facts.part):
             held = [start for start, _ in member.ranges if not self._uses(member.peer_id, start)]
             link = self._link(member.peer_id, plan.stage)
@@ -237,7 +237,7 @@ class PipelineSupervisor:
             self._peers[plan.stage] = member.peer_id
             self._gone.discard(member.peer_id)
             try:
-                await rebuild_stage(self.crew, plan, link, copies)
+                await rebuild_stage(self.stage_group, plan, link, copies)
             except StageLostError as more:  # this one gave a false answer, or is in place and another one is lost
                 if plan.stage not in more.stages:
                     _say_where(plan, member.peer_id)
@@ -275,14 +275,14 @@ class PipelineSupervisor:
         return Situation(
             num_stages=len(self._peers) + 1,
             lost=lost,
-            version=self.crew.version,
+            version=self.stage_group.version,
             copies=self._copies.known,
             max_copy_age=self._config.max_copy_age,
             is_frozen=True,
         )
 
     def _uses(self, peer_id: str, start: int) -> bool:
-        facts = self.crew.facts
+        facts = self.stage_group.facts
         return any(peer == peer_id and facts[i].part.start == start for i, peer in enumerate(self._peers))
 
     def _link(self, peer_id: str, stage: int) -> RemoteLink:

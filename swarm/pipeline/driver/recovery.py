@@ -41,7 +41,7 @@ from swarm.errors import NetworkError, PipelineError, StageReplyError
 from swarm.pipeline.commands import Fields
 from swarm.pipeline.driver.expected_stage import FRAME_BYTES, ExpectedStage
 from swarm.pipeline.driver.stage_group import StageGroup
-from swarm.pipeline.stage_link import Give, StageLink, ask, replies_of
+from swarm.pipeline.stage_link import SendCommand, StageLink, ask, replies_of
 from swarm.pipeline.tensor_bundle import Bundle, decode_bundle, encode_bundle
 
 logger = logging.getLogger(__name__)
@@ -269,7 +269,7 @@ def _layer_number(name: str, prefix: str) -> int | None:
 class NeighbourCopies:
     """Which copies there are, their digests, and the driver's own."""
 
-    def __init__(self, give: Give) -> None:
+    def __init__(self, give: SendCommand) -> None:
         self._give = give
         self._known: dict[int, NeighbourCopy] = {}
         self._digests: dict[int, bytes] = {}  # SHA-256 of what the holder was given
@@ -285,11 +285,11 @@ class NeighbourCopies:
         self._known.pop(stage, None)
 
     async def take(
-        self, crew: StageGroup, peers: Sequence[str], expected: Sequence[ExpectedStage], timeout_s: float
+        self, stage_group: StageGroup, peers: Sequence[str], expected: Sequence[ExpectedStage], timeout_s: float
     ) -> None:
         """Renew all copies; one that fails is left as it is: a machine that is lost shows with the next order."""
         await asyncio.gather(
-            *(self._take_one(crew, peers, stage, expected[stage], timeout_s) for stage in range(len(peers)))
+            *(self._take_one(stage_group, peers, stage, expected[stage], timeout_s) for stage in range(len(peers)))
         )
 
     async def fetch(self, plan: Recovery, peers: Sequence[str], expected: ExpectedStage) -> tuple[NeighbourCopy, ...]:
@@ -303,17 +303,17 @@ class NeighbourCopies:
         if known.holder == len(peers):
             copy = self._own[plan.stage]
         else:
-            order = encode_bundle(Bundle({"of": expected.part.start}))
-            copy = await self._give(peers[known.holder], "kept", order, max_reply_bytes=expected.tensor_bytes())
+            command = encode_bundle(Bundle({"of": expected.part.start}))
+            copy = await self._give(peers[known.holder], "kept", command, max_reply_bytes=expected.tensor_bytes())
         digest = await asyncio.to_thread(_digest_of, copy)
         if digest != self._digests[plan.stage]:
             raise StageReplyError("a copy must be what its holder was given, got something else; it is left out")
         return (replace(known, weights=Fields(decode_bundle(copy)).under("adapter/")),)
 
     async def _take_one(
-        self, crew: StageGroup, peers: Sequence[str], stage: int, expected: ExpectedStage, timeout_s: float
+        self, stage_group: StageGroup, peers: Sequence[str], stage: int, expected: ExpectedStage, timeout_s: float
     ) -> None:
-        slot, holder, version = expected.part.start, stage + 1, crew.version
+        slot, holder, version = expected.part.start, stage + 1, stage_group.version
         try:
             async with asyncio.timeout(timeout_s):
                 limit = expected.tensor_bytes()
@@ -321,7 +321,7 @@ class NeighbourCopies:
                 with replies_of(peers[stage]):
                     weights = fields.under("adapter/")
                     expected.check_weights(weights)
-                    crew.check_weights(weights)
+                    stage_group.check_weights(weights)
                     if fields.integer("version") != version:
                         raise StageReplyError(f"a copy must be of version {version}, got {fields.integer('version')}")
                 named = {f"adapter/{name}": value for name, value in weights.items()}
@@ -343,52 +343,52 @@ def _digest_of(copy: bytes) -> bytes:
     return hashlib.sha256(copy).digest()
 
 
-async def take_copies(crew: StageGroup) -> tuple[NeighbourCopy, ...]:
+async def take_copies(stage_group: StageGroup) -> tuple[NeighbourCopy, ...]:
     """A copy of every stage's weights, each meant for the stage behind it; the last one's for the stage before it.
 
     With a frozen base that is the adapter alone, small enough to be sent every few batches. Raises as the links do.
     """
-    last = crew.num_stages - 1
+    last = stage_group.num_stages - 1
     copies: list[NeighbourCopy] = []
-    for stage in range(crew.num_stages):
-        tensors, rest = await crew.state(stage)
+    for stage in range(stage_group.num_stages):
+        tensors, rest = await stage_group.state(stage)
         holder = stage + 1 if stage < last else last - 1
         copies.append(NeighbourCopy(stage, holder, int(rest["policy_version"]), tensors["adapter"]))
     return tuple(copies)
 
 
 async def rebuild_stage(
-    crew: StageGroup, plan: Recovery, link: StageLink, copies: tuple[NeighbourCopy, ...] = ()
+    stage_group: StageGroup, plan: Recovery, link: StageLink, copies: tuple[NeighbourCopy, ...] = ()
 ) -> None:
     """Fill the stage behind `link`, which has just loaded its part of the base, and let the crew go on with it.
 
     The other stages keep their weights, moments and version. Raises PipelineError where the plan is to go back to a
     checkpoint, which all stages must do together, and where sources do not fit; the crew is then as it was.
     """
-    shapes = crew.facts[plan.stage].shapes
+    shapes = stage_group.facts[plan.stage].shapes
     weights: Mapping[str, Tensor]
     if plan.strategy == "checkpoint":
         raise PipelineError(f"all stages must go back to a checkpoint, got only stage {plan.stage}; restore every one")
     if plan.strategy == "base":
         tensors, _ = await link.state()
         weights = tensors["adapter"]
-        crew.check_weights(weights)  # the machine has chosen them: they are to be as small as fresh ones
+        stage_group.check_weights(weights)  # the machine has chosen them: they are to be as small as fresh ones
     elif plan.strategy == "neighbour_copy":
         usable = [copy for copy in copies if copy.stage == plan.stage and copy.holder in plan.sources]
         if not usable:
             raise PipelineError(f"a copy of stage {plan.stage} must be given, got none; pass those of the plan")
         weights = max(usable, key=lambda copy: copy.version).weights
     else:
-        weights = await _from_neighbours(crew, plan, shapes)
-    await crew.recover(plan.stage, link, weights)
+        weights = await _from_neighbours(stage_group, plan, shapes)
+    await stage_group.recover(plan.stage, link, weights)
 
 
 async def _from_neighbours(
-    crew: StageGroup, plan: Recovery, shapes: Mapping[str, tuple[int, ...]]
+    stage_group: StageGroup, plan: Recovery, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    sources = [(await crew.state(source))[0]["adapter"] for source in plan.sources]
-    prefix = crew.facts[plan.stage].layer_prefix
+    sources = [(await stage_group.state(source))[0]["adapter"] for source in plan.sources]
+    prefix = stage_group.facts[plan.stage].layer_prefix
     if plan.strategy == "twin_copy":
         return twin_copy(shapes, sources[0], layer_prefix=prefix)
-    norms = [crew.stage_norms[source] if crew.stage_norms else 1.0 for source in plan.sources]
+    norms = [stage_group.stage_norms[source] if stage_group.stage_norms else 1.0 for source in plan.sources]
     return checkfree_average(shapes, *sources, norm_before=norms[0], norm_after=norms[1], layer_prefix=prefix)

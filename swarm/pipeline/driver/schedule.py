@@ -178,7 +178,7 @@ class ScoredPart:
 class Call(Protocol):
     """Give an order and wait for the answer, with a deadline; a lost stage becomes StageLostError."""
 
-    def __call__(self, stage: int, what: str, order: Callable[[], Awaitable[T]], /) -> Awaitable[T]: ...
+    def __call__(self, stage: int, what: str, command: Callable[[], Awaitable[T]], /) -> Awaitable[T]: ...
 
 
 class BatchRun:
@@ -220,8 +220,8 @@ class BatchRun:
         part, route = self._parts[action.micro_batch], self._schedule.routes[action.micro_batch]
         is_last = station == len(route) - 1
         states = part.token_ids if station == 0 else await self._take(action, stage)
-        order = ForwardCommand(self._batch, action.micro_batch, states, part.answers if is_last else None)
-        result = await self._call(stage, "forward", partial(self._links[stage].forward, order))
+        command = ForwardCommand(self._batch, action.micro_batch, states, part.answers if is_last else None)
+        result = await self._call(stage, "forward", partial(self._links[stage].forward, command))
         if isinstance(result, TokenLogprobs) != is_last:
             raise PipelineError(
                 f"stage {stage} must answer as its place demands, got {type(result).__name__}; replace it"
@@ -235,14 +235,14 @@ class BatchRun:
 
     async def _backward(self, stage: int, station: int, action: Action) -> None:
         gradient = await self._take(action, stage)
-        order = BackwardCommand(self._batch, action.micro_batch, gradient)
+        command = BackwardCommand(self._batch, action.micro_batch, gradient)
         if station == 0:
-            await self._call(stage, "backward", partial(self._links[stage].backward, order))
+            await self._call(stage, "backward", partial(self._links[stage].backward, command))
             await asyncio.to_thread(self.sizes.backward, stage, gradient, None)
             return
 
         async def passed_on() -> Tensor:
-            result = await self._links[stage].backward(order)
+            result = await self._links[stage].backward(command)
             if result is None:
                 raise StageReplyError(f"stage {stage} must pass a gradient on, got none")
             return result

@@ -8,7 +8,7 @@ Settling comes before committing, so a batch is applied by all stages or by none
 be rebuilt anyway. The node that drives should host the last stage: log-probs and logits then stay at home.
 
 A stage is not believed: what it says is compared with what the driver ordered. A stage whose answer no honest stage gives is
-lost, and is named in `false_stages`.
+lost, and is named in `dishonest_stages`.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from torch import Tensor
 
 from swarm.errors import NetworkError, PipelineError, StageLostError, StageRefusedError, StageReplyError
 from swarm.pipeline.commands import (
+    BatchGradient,
+    CloseBatchCommand,
     CommitCommand,
     DecodeCommand,
     ForwardCommand,
-    SettleCommand,
-    Settled,
     StageFacts,
     StageState,
 )
@@ -72,7 +72,7 @@ class StageGroupSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Gradient:
+class GradientNorms:
     """What a settled batch amounts to."""
 
     norm: float
@@ -91,13 +91,13 @@ class StageGroup:
         self._settings = settings
         self._bounds = bounds
         self._facts: list[StageFacts] = []
-        self._silent: set[int] = set()  # stages that did not answer when they were asked last
-        self._false: set[int] = set()
+        self._unanswered: set[int] = set()  # stages that did not answer when they were asked last
+        self._dishonest: set[int] = set()
         self._proportions = Proportions()
         self._refusals: Counter[tuple[int, str]] = Counter()  # in a row, by stage and kind of order
         self._holders: dict[str, list[int]] = {}
         self._batch = 0
-        self._settled: list[Settled] | None = None
+        self._gradients: list[BatchGradient] | None = None
         self._norm = 0.0
         self._sessions = itertools.count(1)
         self.stage_norms: tuple[float, ...] = ()
@@ -120,9 +120,9 @@ class StageGroup:
         return tuple(self._facts)
 
     @property
-    def false_stages(self) -> frozenset[int]:
+    def dishonest_stages(self) -> frozenset[int]:
         """Stages whose machine gave an answer that no honest one gives."""
-        return frozenset(self._false)
+        return frozenset(self._dishonest)
 
     @property
     def holders(self) -> dict[str, tuple[int, ...]]:
@@ -139,14 +139,14 @@ class StageGroup:
                 holders.setdefault(name, []).append(stage)
         self._holders = {name: stages for name, stages in holders.items() if len(stages) > 1}
         self.version = self._facts[-1].version  # the driver's own stage, where it has one
-        self._settled = None
+        self._gradients = None
 
     async def replace(self, stage: int, link: StageLink) -> None:
         """Go on with another machine for `stage`; its weights must be rebuilt and at the crew's version before.
 
         Raises PipelineError, and leaves the crew as it was, unless it holds the same layers of the same base.
         """
-        self._false.discard(stage)
+        self._dishonest.discard(stage)
         facts, wanted = await self._described(stage, link), self._facts[stage]
         if (facts.part, facts.content_hash) != (wanted.part, wanted.content_hash):
             raise PipelineError(
@@ -158,25 +158,25 @@ class StageGroup:
                 f"stage {stage} must be at version {self.version}, got {facts.version}; rebuild it first"
             )
         self._links[stage], self._facts[stage] = link, facts
-        self._silent.discard(stage)
+        self._unanswered.discard(stage)
         self._proportions.forget(stage)
         self._refusals = Counter({key: count for key, count in self._refusals.items() if key[0] != stage})
-        self._settled = None
+        self._gradients = None
 
-    async def accumulate(self, parts: Sequence[ScoredPart], gradient_of: GradientOf) -> Gradient:
+    async def accumulate(self, parts: Sequence[ScoredPart], gradient_of: GradientOf) -> GradientNorms:
         """Send a batch of micro-batches forward and back; `gradient_of` runs on another thread, one call at a time.
 
         Afterwards `commit` or `drop`. Raises StageLostError for stages that are lost, PipelineError if one refuses, and
         what `gradient_of` raises; the batch is then dropped on all that answer.
         """
         self._batch += 1
-        self._settled = None
+        self._gradients = None
         batch = self._batch
         try:
             schedule = one_forward_one_backward(self.num_stages, len(parts), swap_edges=self._settings.swap_edges)
             run = BatchRun(batch, parts, schedule, self._links, self._call, gradient_of)
             await run.run()
-            settled = await all_of(self._settle(stage, len(parts)) for stage in range(self.num_stages))
+            settled = await all_of(self._close_batch(stage, len(parts)) for stage in range(self.num_stages))
             self._norm = self._total_norm(settled)
         except BaseExceptionGroup as failures:
             raise await self._given_up(batch, first_of(failures)) from None
@@ -187,10 +187,10 @@ class StageGroup:
             self._check_norms(norms, run.sizes)
         except StageLostError as failure:
             raise await self._given_up(batch, failure) from None
-        self._settled = settled
+        self._gradients = settled
         if all(map(math.isfinite, norms)):
             self.stage_norms = norms
-        return Gradient(self._norm, norms)
+        return GradientNorms(self._norm, norms)
 
     async def commit(self, *, lr: float, max_grad_norm: float) -> int:
         """Apply the settled batch on all stages; returns the new version.
@@ -198,7 +198,7 @@ class StageGroup:
         Raises StageLostError with `applied` for stages that do not confirm: the others have applied it, and a lost one is
         rebuilt for the new version. Raises PipelineError without a settled batch or with a norm that is not finite.
         """
-        settled, self._settled = self._settled, None
+        settled, self._gradients = self._gradients, None
         if settled is None or not self._norm < float("inf"):
             raise PipelineError(f"a batch must be settled and finite to be applied, got norm {self._norm}; drop it")
         scale = min(1.0, max_grad_norm / (self._norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
@@ -223,7 +223,7 @@ class StageGroup:
 
     async def drop(self) -> None:
         """Forget the batch; nothing of it stays. Stages that do not answer forget it with the next batch."""
-        self._settled = None
+        self._gradients = None
         await self._drop_everywhere(self._batch)
 
     async def logprobs(self, parts: Sequence[ScoredPart], *, without_adapter: bool = False) -> list[TokenLogprobs]:
@@ -235,8 +235,8 @@ class StageGroup:
                 states: Tensor | TokenLogprobs = part.token_ids
                 for stage, link in enumerate(self._links):
                     answers = part.answers if stage == self.num_stages - 1 else None
-                    order = ForwardCommand(0, 0, _tensor(states), answers, without_adapter)
-                    states = await self._call(stage, "compute", partial(link.forward, order))
+                    command = ForwardCommand(0, 0, _tensor(states), answers, without_adapter)
+                    states = await self._call(stage, "compute", partial(link.forward, command))
                 assert isinstance(states, TokenLogprobs), "its link answers as ordered"
                 return states
 
@@ -324,20 +324,20 @@ class StageGroup:
 
     async def _decode(self, session: int, states: Tensor, left_padding: tuple[int, ...] | None) -> Tensor:
         for stage, link in enumerate(self._links):
-            order = DecodeCommand(session, states, left_padding, is_last=stage == self.num_stages - 1)
-            states = await self._call(stage, "decode", partial(link.decode, order))
+            command = DecodeCommand(session, states, left_padding, is_last=stage == self.num_stages - 1)
+            states = await self._call(stage, "decode", partial(link.decode, command))
         return states
 
-    async def _settle(self, stage: int, num_micro_batches: int) -> Settled:
+    async def _close_batch(self, stage: int, num_micro_batches: int) -> BatchGradient:
         shared = tuple(sorted(name for name, stages in self._holders.items() if stage in stages))
-        order = SettleCommand(self._batch, num_micro_batches, shared)
-        return await self._call(stage, "settle", partial(self._links[stage].settle, order))
+        command = CloseBatchCommand(self._batch, num_micro_batches, shared)
+        return await self._call(stage, "settle", partial(self._links[stage].close_batch, command))
 
-    async def _commit_on(self, stage: int, order: CommitCommand) -> int:
+    async def _commit_on(self, stage: int, command: CommitCommand) -> int:
         wanted = self.version + 1
 
         async def checked() -> int:
-            version = await self._links[stage].commit(order)
+            version = await self._links[stage].commit(command)
             if version != wanted:
                 raise StageReplyError(f"stage {stage} must be at version {wanted} after the batch, got {version}")
             return version
@@ -350,11 +350,11 @@ class StageGroup:
                     raise
         raise PipelineError("commit_attempts must be at least 1; raise it")
 
-    async def _call(self, stage: int, what: str, order: Callable[[], Awaitable[T]]) -> T:
+    async def _call(self, stage: int, what: str, command: Callable[[], Awaitable[T]]) -> T:
         try:
             async with asyncio.timeout(self._settings.action_timeout_s):
-                result = await order()
-            self._silent.discard(stage)
+                result = await command()
+            self._unanswered.discard(stage)
             self._refusals.pop((stage, what), None)
             return result
         except TimeoutError:
@@ -363,13 +363,13 @@ class StageGroup:
             reason = str(error)
         except StageReplyError as error:
             reason = str(error)
-            self._false.add(stage)
+            self._dishonest.add(stage)
         except StageRefusedError as error:
             reason = f"a refusal: {error}"
             self._refusals[stage, what] += 1
             if self._refusals[stage, what] < MAX_REFUSALS:
                 raise StageRefusedError(f"stage {stage} must carry out its orders, got to {what} {reason}") from None
-        self._silent.add(stage)
+        self._unanswered.add(stage)
         raise StageLostError(f"stage {stage} must answer to {what}, got {reason}; rebuild it elsewhere", (stage,))
 
     async def _given_up(self, batch: int, failure: BaseException) -> BaseException:
@@ -392,22 +392,22 @@ class StageGroup:
             )
         return lost
 
-    def _brief(self, stage: int, order: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
+    def _brief(self, stage: int, command: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
         """The order as it is, or for a stage that gave no answer last with a short deadline: its loss is known already."""
-        if stage not in self._silent:
-            return order
+        if stage not in self._unanswered:
+            return command
 
         async def hurried() -> T:
             async with asyncio.timeout(_SECOND_CHANCE_S):
-                return await order()
+                return await command()
 
         return hurried
 
-    def _total(self, name: str, settled: Sequence[Settled]) -> Tensor:
+    def _total(self, name: str, settled: Sequence[BatchGradient]) -> Tensor:
         """Gradient of a shared parameter, summed in the order of the stages."""
         return torch.stack([settled[stage].shared_gradients[name] for stage in self._holders[name]]).sum(0)
 
-    def _total_norm(self, settled: Sequence[Settled]) -> float:
+    def _total_norm(self, settled: Sequence[BatchGradient]) -> float:
         shared = sum(self._total(name, settled).float().norm().double().square().item() for name in self._holders)
         return math.sqrt(sum(one.own_norm_squared for one in settled) + shared)
 
@@ -427,8 +427,8 @@ class StageGroup:
         told = "no stage is out of proportion" if odd is None else f"stage {odd} is out of proportion"
         logger.warning("the batch is not applied, with gradient norms of %s: %s", norms, told)
         if odd is not None and is_to_go and odd < self.num_stages - 1:
-            self._false.add(odd)
-            self._silent.add(odd)
+            self._dishonest.add(odd)
+            self._unanswered.add(odd)
             raise StageLostError(f"stage {odd} must not ruin one batch after the other; rebuild it elsewhere", (odd,))
 
 

@@ -28,11 +28,11 @@ from swarm.errors import PipelineError
 from swarm.pipeline.commands import (
     Answers,
     BackwardCommand,
+    BatchGradient,
+    CloseBatchCommand,
     CommitCommand,
     DecodeCommand,
     ForwardCommand,
-    SettleCommand,
-    Settled,
     StageFacts,
     StageSettings,
 )
@@ -63,24 +63,24 @@ class DecodeSessions:
         self._ended: deque[int] = deque(maxlen=_REMEMBERED)
 
     @torch.no_grad()
-    def decode(self, order: DecodeCommand) -> Tensor:
+    def decode(self, command: DecodeCommand) -> Tensor:
         """Hidden states [B, n, W] of the new columns, or logits [B, V] of the last. Raises PipelineError.
 
         A failed order ends its session: nothing half-extended is continued.
         """
-        if order.left_padding is not None:
-            self._begin(order, order.left_padding)
-        session = self._get(order.session)
-        num_rows, num_new = order.states.shape[:2]
+        if command.left_padding is not None:
+            self._begin(command, command.left_padding)
+        session = self._get(command.session)
+        num_rows, num_new = command.states.shape[:2]
         if num_rows != len(session.left_padding):
             raise PipelineError(f"a session must keep its {len(session.left_padding)} rows, got {num_rows}")
-        self._check_room(order.session, num_rows, session.num_columns + num_new, self._work_bytes(order, session))
-        del self._sessions[order.session]
-        hidden = self._model.run(order.states, session.left_padding, session.cache)
-        result = self._model.logits(hidden[:, -1]).float() if order.is_last else hidden
+        self._check_room(command.session, num_rows, session.num_columns + num_new, self._work_bytes(command, session))
+        del self._sessions[command.session]
+        hidden = self._model.run(command.states, session.left_padding, session.cache)
+        result = self._model.logits(hidden[:, -1]).float() if command.is_last else hidden
         session.num_columns += num_new
         session.last_used_s = self._clock()
-        self._sessions[order.session] = session
+        self._sessions[command.session] = session
         return result
 
     def select(self, number: int, rows: Sequence[int]) -> None:
@@ -111,33 +111,33 @@ class DecodeSessions:
         """Keys and values held."""
         return sum(len(s.left_padding) * s.num_columns for s in self._sessions.values()) * self._model.cache_token_bytes
 
-    def _begin(self, order: DecodeCommand, left_padding: tuple[int, ...]) -> None:
-        num_new = order.states.shape[1]
-        if len(left_padding) != order.states.shape[0] or not all(0 <= pad < num_new for pad in left_padding):
+    def _begin(self, command: DecodeCommand, left_padding: tuple[int, ...]) -> None:
+        num_new = command.states.shape[1]
+        if len(left_padding) != command.states.shape[0] or not all(0 <= pad < num_new for pad in left_padding):
             raise PipelineError(f"left padding must be in [0, {num_new}) for every row, got {list(left_padding)[:8]}")
-        if order.session in self._ended:
+        if command.session in self._ended:
             raise PipelineError(
-                f"a session that has ended must not begin again, got {order.session}; take a new number"
+                f"a session that has ended must not begin again, got {command.session}; take a new number"
             )
-        self._sessions.pop(order.session, None)
+        self._sessions.pop(command.session, None)
         oldest_s = self._clock() - self._settings.session_idle_s
         self._sessions = {number: s for number, s in self._sessions.items() if s.last_used_s >= oldest_s}
         if len(self._sessions) >= self._settings.max_sessions:
             raise PipelineError(f"a stage must hold at most {self._settings.max_sessions} sessions; end one first")
-        self._check_room(order.session, len(left_padding), num_new)
+        self._check_room(command.session, len(left_padding), num_new)
         padding = torch.tensor(left_padding, device=self._model.device)
-        self._sessions[order.session] = _Session(self._model.new_cache(), padding, 0, self._clock())
+        self._sessions[command.session] = _Session(self._model.new_cache(), padding, 0, self._clock())
 
     def _get(self, number: int) -> _Session:
         if number not in self._sessions:
             raise PipelineError(f"a session must be begun before it is continued, got {number}; begin it anew")
         return self._sessions[number]
 
-    def _work_bytes(self, order: DecodeCommand, session: _Session) -> int:
+    def _work_bytes(self, command: DecodeCommand, session: _Session) -> int:
         """What an order takes while it is carried out, in what grows faster than its states: a mask, and logits."""
-        num_rows, num_new = order.states.shape[:2]
+        num_rows, num_new = command.states.shape[:2]
         is_padded = bool(session.left_padding.any())
-        logits_bytes = 4 * num_rows * self._model.vocab_size if order.is_last else 0
+        logits_bytes = 4 * num_rows * self._model.vocab_size if command.is_last else 0
         return logits_bytes + self._model.mask_bytes(num_rows, num_new, session.num_columns, is_padded=is_padded)
 
     def _check_room(self, number: int, num_rows: int, num_columns: int, work_bytes: int = 0) -> None:
@@ -197,98 +197,102 @@ class Stage:
             model.part, model.num_model_layers, model.layer_prefix, shapes, self.version, last, model.content_hash
         )
 
-    def forward(self, order: ForwardCommand) -> Tensor | TokenLogprobs:
+    def forward(self, command: ForwardCommand) -> Tensor | TokenLogprobs:
         """Hidden states [B, L, W] for the next station, or log-probs of the answers. Raises PipelineError."""
-        self._check_states(order.states)
-        num_rows, num_columns = order.states.shape[:2]
+        self._check_states(command.states)
+        num_rows, num_columns = command.states.shape[:2]
         mask_bytes = self._model.mask_bytes(num_rows, num_columns, 0, is_padded=False)
         if mask_bytes > self._settings.max_session_bytes:
             raise PipelineError(
                 f"a mask of a stage must fit into {self._settings.max_session_bytes} bytes, got {mask_bytes}; send shorter rows"
             )
-        if order.answers is not None:
-            _check_answers(order.answers, order.states, self._model.vocab_size)
-        if order.batch == 0:
-            adapter = self._model.adapter_off() if order.without_adapter else nullcontext()
+        if command.answers is not None:
+            _check_answers(command.answers, command.states, self._model.vocab_size)
+        if command.batch == 0:
+            adapter = self._model.adapter_off() if command.without_adapter else nullcontext()
             with torch.no_grad(), _refused_without_memory(), adapter:
-                return _detached(self._compute(order.states, order.answers))
-        if not 0 <= order.micro_batch < self._settings.max_micro_batches:
+                return _detached(self._compute(command.states, command.answers))
+        if not 0 <= command.micro_batch < self._settings.max_micro_batches:
             raise PipelineError(
-                f"a micro-batch must be in [0, {self._settings.max_micro_batches}), got {order.micro_batch}; use fewer"
+                f"a micro-batch must be in [0, {self._settings.max_micro_batches}), got {command.micro_batch}; use fewer"
             )
-        self._open(order.batch)
-        if order.micro_batch in self._kept or order.micro_batch in self._done:
-            raise PipelineError(f"a micro-batch must be computed once, got {order.micro_batch} again; drop the batch")
+        self._open(command.batch)
+        if command.micro_batch in self._kept or command.micro_batch in self._done:
+            raise PipelineError(f"a micro-batch must be computed once, got {command.micro_batch} again; drop the batch")
         if len(self._kept) >= self._settings.max_in_flight:
             raise PipelineError(f"at most {self._settings.max_in_flight} micro-batches may be in flight; use fewer")
-        states = order.states.to(self._model.device).detach()
+        states = command.states.to(self._model.device).detach()
         if states.is_floating_point():
             states.requires_grad_()
         with torch.set_grad_enabled(not self._settings.recompute), _refused_without_memory():
-            result = self._compute(states, order.answers)
+            result = self._compute(states, command.answers)
         output = _differentiable(result)
-        self._kept[order.micro_batch] = _Kept(states, order.answers, None if self._settings.recompute else output)
+        self._kept[command.micro_batch] = _Kept(states, command.answers, None if self._settings.recompute else output)
         return _detached(result)
 
-    def backward(self, order: BackwardCommand) -> Tensor | None:
+    def backward(self, command: BackwardCommand) -> Tensor | None:
         """Gradient [B, L, W] for the station before; None where the micro-batch began. Raises PipelineError.
 
         Parameters gather their gradient until the batch is committed or dropped.
         """
-        self._check_open(order.batch)
-        kept = self._kept.get(order.micro_batch)
+        self._check_open(command.batch)
+        kept = self._kept.get(command.micro_batch)
         if kept is None:
-            raise PipelineError(f"a micro-batch must be computed before its backward pass, got {order.micro_batch}")
+            raise PipelineError(f"a micro-batch must be computed before its backward pass, got {command.micro_batch}")
         output = kept.result
         if output is None:
             with _refused_without_memory():
                 output = _differentiable(self._compute(kept.states, kept.answers))
-        if order.gradient.shape != output.shape:
-            raise PipelineError(f"a gradient must have shape {tuple(output.shape)}, got {tuple(order.gradient.shape)}")
-        del self._kept[order.micro_batch]
+        if command.gradient.shape != output.shape:
+            raise PipelineError(
+                f"a gradient must have shape {tuple(output.shape)}, got {tuple(command.gradient.shape)}"
+            )
+        del self._kept[command.micro_batch]
         if output.requires_grad:  # not so in a stage without adapted layers where the micro-batch begins
             with _refused_without_memory():
-                output.backward(order.gradient.to(output))
-        self._done.add(order.micro_batch)
+                output.backward(command.gradient.to(output))
+        self._done.add(command.micro_batch)
         return kept.states.grad
 
-    def settle(self, order: SettleCommand) -> Settled:
+    def close_batch(self, command: CloseBatchCommand) -> BatchGradient:
         """Close the batch for further micro-batches and report its gradient.
 
         Raises PipelineError unless exactly the expected micro-batches went forward and backward.
         """
-        self._check_open(order.batch)
+        self._check_open(command.batch)
         # counted first: the number in the order may be any, and the set is as large as it says
-        is_whole = len(self._done) == order.num_micro_batches and self._done == set(range(order.num_micro_batches))
+        is_whole = len(self._done) == command.num_micro_batches and self._done == set(range(command.num_micro_batches))
         if self._kept or not is_whole:
             raise PipelineError(
-                f"a batch must be whole before it is applied, got {len(self._done)} of {order.num_micro_batches} "
+                f"a batch must be whole before it is applied, got {len(self._done)} of {command.num_micro_batches} "
                 f"micro-batches and {len(self._kept)} in flight; drop it"
             )
-        settled = Settled(*self._optimizer.gradient(order.shared))
-        self._shared = frozenset(order.shared)
+        settled = BatchGradient(*self._optimizer.gradient(command.shared))
+        self._shared = frozenset(command.shared)
         return settled
 
-    def commit(self, order: CommitCommand) -> int:
+    def commit(self, command: CommitCommand) -> int:
         """Apply the settled batch, once however often it is ordered; returns the version. Raises PipelineError."""
-        if order.batch == self._committed:
+        if command.batch == self._committed:
             return self.version
-        self._check_open(order.batch)
+        self._check_open(command.batch)
         if self._shared is None:
             raise PipelineError("a batch must be settled before it is committed; settle it first")
-        if self._shared != set(order.shared_gradients):
+        if self._shared != set(command.shared_gradients):
             raise PipelineError(
                 f"the sums of all {len(self._shared)} shared gradients must come with the commit, got "
-                f"{len(order.shared_gradients)}; drop the batch"
+                f"{len(command.shared_gradients)}; drop the batch"
             )
-        if not (math.isfinite(order.scale) and 0 <= order.scale <= 1 and math.isfinite(order.lr) and order.lr >= 0):
+        if not (
+            math.isfinite(command.scale) and 0 <= command.scale <= 1 and math.isfinite(command.lr) and command.lr >= 0
+        ):
             raise PipelineError(
-                f"scale must be in [0, 1] and lr finite, got {order.scale} and {order.lr}; drop the batch"
+                f"scale must be in [0, 1] and lr finite, got {command.scale} and {command.lr}; drop the batch"
             )
-        self._optimizer.apply(order)
+        self._optimizer.apply(command)
         self._sessions.end_all()
-        self._committed = order.batch
-        self._close(order.batch)
+        self._committed = command.batch
+        self._close(command.batch)
         return self.version
 
     def drop(self, batch: int) -> None:
@@ -299,11 +303,11 @@ class Stage:
         if self._batch is None or self._batch <= batch:
             self._close(batch)
 
-    def decode(self, order: DecodeCommand) -> Tensor:
+    def decode(self, command: DecodeCommand) -> Tensor:
         """See `DecodeSessions.decode`."""
-        self._check_states(order.states)
+        self._check_states(command.states)
         with _refused_without_memory():
-            return self._sessions.decode(order)
+            return self._sessions.decode(command)
 
     def select(self, session: int, rows: Sequence[int]) -> None:
         """See `DecodeSessions.select`."""

@@ -67,13 +67,13 @@ def stage_reply(stage: Stage, kind: str, fields: Fields, precision: WirePrecisio
     `kind` is one of those above. Raises PipelineError.
     """
     if kind == "forward":
-        order = command_bytes.forward_order(fields)
-        return command_bytes.forward_reply(stage.forward(order)), order.answers is None
+        command = command_bytes.forward_command(fields)
+        return command_bytes.forward_reply(stage.forward(command)), command.answers is None
     if kind == "decode":
         decoding = command_bytes.decode_command(fields)
         return Bundle({}, {"states": stage.decode(decoding)}), not decoding.is_last
     if kind == "backward":
-        reply = command_bytes.backward_reply(stage.backward(command_bytes.backward_order(fields)))
+        reply = command_bytes.backward_reply(stage.backward(command_bytes.backward_command(fields)))
         return reply, bool(reply.tensors)
     return _PLAIN[kind](stage, fields), False
 
@@ -90,8 +90,10 @@ def _done(_: None) -> Bundle:
 
 _PLAIN: dict[str, Callable[[Stage, Fields], Bundle]] = {
     "describe": lambda stage, _: command_bytes.facts_bundle(stage.describe()),
-    "settle": lambda stage, fields: command_bytes.settled_reply(stage.settle(command_bytes.settle_order(fields))),
-    "commit": lambda stage, fields: Bundle({"version": stage.commit(command_bytes.commit_order(fields))}),
+    "settle": lambda stage, fields: command_bytes.gradient_reply(
+        stage.close_batch(command_bytes.close_batch_command(fields))
+    ),
+    "commit": lambda stage, fields: Bundle({"version": stage.commit(command_bytes.commit_command(fields))}),
     "drop": lambda stage, fields: _done(stage.drop(fields.integer("batch"))),
     "select": lambda stage, fields: _done(stage.select(fields.integer("session"), fields.integers("rows"))),
     "end": lambda stage, fields: _done(stage.end(fields.integer("session"))),

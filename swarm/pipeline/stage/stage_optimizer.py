@@ -51,20 +51,20 @@ class StageOptimizer:
         total = math.fsum(square.item() for square in squares) if squares else 0.0
         return total, {name: self._gradient_of(name) for name in sorted(names)}
 
-    def apply(self, order: CommitCommand) -> None:
+    def apply(self, command: CommitCommand) -> None:
         """One step. Raises PipelineError, before anything changes, for shared gradients that do not fit."""
-        for name, total in order.shared_gradients.items():
+        for name, total in command.shared_gradients.items():
             if name not in self._trainable or total.shape != self._trainable[name].shape:
                 raise PipelineError(f"a shared gradient must fit its parameter, got another at {name}; drop the batch")
-        for name, total in order.shared_gradients.items():
+        for name, total in command.shared_gradients.items():
             parameter = self._trainable[name]
             parameter.grad = total.to(parameter, copy=True)
         for parameter in self._trainable.values():
             if parameter.grad is not None:
-                parameter.grad.mul_(order.scale)
+                parameter.grad.mul_(command.scale)
         if self._optimizer is not None:
             for group, factor in zip(self._optimizer.param_groups, (self._lr_factor, 1.0), strict=True):
-                group["lr"] = order.lr * factor
+                group["lr"] = command.lr * factor
             self._optimizer.step()
         self.version += 1
 

@@ -22,7 +22,7 @@ from typing import Any
 
 _IS_LINUX = sys.platform == "linux"
 if _IS_LINUX:
-    from swarm.sandbox.inside import fence, libc, syscall_filter
+    from swarm.sandbox.inside import libc, namespaces, syscall_filter
 
 _MAX_MESSAGE_CHARS = 300
 _OPEN_FILES = 256
@@ -49,9 +49,9 @@ def main() -> None:
 
 
 def _confine(request: dict[str, Any], replies: int) -> None:
-    """Leave everything that a service does not need. Raises OSError where `fence` is "required" and cannot be set up."""
-    is_required, is_wanted = request["fence"] == "required", request["fence"] != "none"
-    is_fenced = is_wanted and _enter_fence(request, replies, is_required=is_required)
+    """Leave everything that a service does not need. Raises OSError where `namespaces` is "required" and cannot be set up."""
+    is_required, is_wanted = request["namespaces"] == "required", request["namespaces"] != "none"
+    use_namespaces = is_wanted and _enter_sandbox(request, replies, is_required=is_required)
     limits = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": request["file_bytes"], "RLIMIT_AS": request["memory_bytes"]}
     if is_wanted:
         limits["RLIMIT_NOFILE"] = _OPEN_FILES
@@ -65,7 +65,7 @@ def _confine(request: dict[str, Any], replies: int) -> None:
         return
     try:
         libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
-        if is_fenced:
+        if use_namespaces:
             libc.drop_capabilities()
         syscall_filter.deny_new_processes()
     except OSError:
@@ -73,14 +73,14 @@ def _confine(request: dict[str, Any], replies: int) -> None:
             raise
 
 
-def _enter_fence(request: dict[str, Any], replies: int, *, is_required: bool) -> bool:
+def _enter_sandbox(request: dict[str, Any], replies: int, *, is_required: bool) -> bool:
     """Go on as the first process of a new tree with a file system of its own. False where the system allows none."""
     if not _IS_LINUX:
         if is_required:
             raise OSError("namespaces are a part of Linux")
         return False
     try:
-        fence.enter_namespaces()
+        namespaces.enter_namespaces()
     except OSError:
         if is_required:
             raise
@@ -91,7 +91,7 @@ def _enter_fence(request: dict[str, Any], replies: int, *, is_required: bool) ->
     libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
     if libc.has_no_reader(replies):
         os._exit(1)  # the node died, and with it the keeper, before this process could be told of it
-    fence.build_view(_readable(request["readable"]), request["file_bytes"] or 0)
+    namespaces.build_view(_readable(request["readable"]), request["file_bytes"] or 0)
     return True
 
 

@@ -22,7 +22,7 @@ from swarm.sandbox.inside import program
 
 _IS_LINUX = sys.platform == "linux"
 if _IS_LINUX:
-    from swarm.sandbox.inside import fence, libc, syscall_filter
+    from swarm.sandbox.inside import libc, namespaces, syscall_filter
 
 _BY_SIGNAL = 4
 _STANDARD_ERROR = 2
@@ -40,13 +40,13 @@ def _supervise(request: dict[str, Any]) -> None:
     """Start the tree, wait for its end or the deadline, tell what it was."""
     library = sysconfig.get_path("stdlib")
     os.chdir(library)
-    is_fenced = request["is_fenced"]
-    if is_fenced:
+    use_namespaces = request["use_namespaces"]
+    if use_namespaces:
         if not _IS_LINUX:
             raise OSError("namespaces are a part of Linux")
         _close_handles()
-        fence.leave_root()
-        fence.enter_namespaces()
+        namespaces.leave_root()
+        namespaces.enter_namespaces()
     _die_with_parent()
     if os.getppid() != request["node"]:
         return  # it died before this process could be told of it
@@ -60,7 +60,7 @@ def _supervise(request: dict[str, Any]) -> None:
     if os.read(ready, 1):  # else the process that failed has told why
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         _report(end=end, cpu_s=usage.ru_utime + usage.ru_stime)
-    if not is_fenced:
+    if not use_namespaces:
         os.killpg(0, signal.SIGKILL)  # what the program left behind, and this process with it
 
 
@@ -102,9 +102,9 @@ def _first_process(request: dict[str, Any], library: str, when_ready: int) -> No
         if libc.has_no_reader(when_ready):
             os._exit(1)  # the launcher died before this process could be told of it
         nowhere = os.open("/dev/null", os.O_RDWR)
-        if not request["is_fenced"]:
+        if not request["use_namespaces"]:
             _become_program(request, nowhere, when_ready)
-        fence.build_root(library, request["limits"]["file_bytes"])
+        namespaces.build_root(library, request["limits"]["file_bytes"])
         child = os.fork()
         if child == 0:
             _become_program(request, nowhere, when_ready)
@@ -118,13 +118,13 @@ def _first_process(request: dict[str, Any], library: str, when_ready: int) -> No
 
 def _become_program(request: dict[str, Any], nowhere: int, when_ready: int) -> NoReturn:
     """Give up what there is to give up, say so, then run the stranger's code."""
-    is_fenced = request["is_fenced"]
+    use_namespaces = request["use_namespaces"]
     try:
-        if is_fenced:
+        if use_namespaces:
             os.setsid()
-        program.limit(request["limits"], strict=is_fenced)
+        program.limit(request["limits"], strict=use_namespaces)
         if _IS_LINUX:
-            with contextlib.nullcontext() if is_fenced else contextlib.suppress(OSError):
+            with contextlib.nullcontext() if use_namespaces else contextlib.suppress(OSError):
                 libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
                 libc.drop_capabilities()
                 syscall_filter.allow_computing_only()

@@ -21,7 +21,7 @@ from swarm.errors import CheckpointError, PipelineError, StageLostError, Trainin
 from swarm.pipeline.commands import Answers, StageState
 from swarm.pipeline.driver.pipeline_supervisor import PipelineSupervisor
 from swarm.pipeline.driver.schedule import ScoredPart, all_of
-from swarm.pipeline.driver.stage_group import Gradient, StageGroup
+from swarm.pipeline.driver.stage_group import GradientNorms, StageGroup
 from swarm.pipeline.model_shape import adapter_targets, model_shape
 from swarm.pipeline.stage.stage_host import BaseModel
 from swarm.policy.base_model import folder_eos_ids, load_tokenizer
@@ -37,11 +37,11 @@ Choose = Callable[[Tensor, Sequence[int], int], Tensor]
 """(logits [n, V], number [n] of the prompt of each row, step) → token ids [n]."""
 
 
-class PipelinedPolicy:
-    """What rollouts and training need of a policy, over the stages of `crew`."""
+class PipelineModel:
+    """What rollouts and training need of a policy, over the stages of `stage_group`."""
 
-    def __init__(self, crew: StageGroup, pad_token_id: int) -> None:
-        self._crew = crew
+    def __init__(self, stage_group: StageGroup, pad_token_id: int) -> None:
+        self._stage_group = stage_group
         self._pad_token_id = pad_token_id
 
     async def token_logprobs(
@@ -57,7 +57,7 @@ class PipelinedPolicy:
         `without_adapter`: of the frozen base.
         """
         scored = [self._scored(part, temperature, with_entropy) for part in parts]
-        return await self._crew.logprobs(scored, without_adapter=without_adapter)
+        return await self._stage_group.logprobs(scored, without_adapter=without_adapter)
 
     async def accumulate(
         self,
@@ -65,7 +65,7 @@ class PipelinedPolicy:
         loss_of: LossOf,
         temperature: float = 1.0,
         with_entropy: bool = False,
-    ) -> Gradient:
+    ) -> GradientNorms:
         """Gradient of the sum of losses of all parts, gathered in the stages until `commit` or `drop` of the crew.
 
         Raises StageLostError and PipelineError; the batch is then dropped.
@@ -78,7 +78,7 @@ class PipelinedPolicy:
             return gradient
 
         scored = [self._scored(part, temperature, with_entropy) for part in parts]
-        return await self._crew.accumulate(scored, gradient_of)
+        return await self._stage_group.accumulate(scored, gradient_of)
 
     async def generate(
         self,
@@ -98,19 +98,19 @@ class PipelinedPolicy:
         as there are stages by default. Raises StageLostError and PipelineError; all sessions are then ended.
         """
         ended = has_ended or (lambda row, answer: answer[-1] in eos_token_ids)
-        count = min(num_sessions or self._crew.num_stages, len(prompts))
+        count = min(num_sessions or self._stage_group.num_stages, len(prompts))
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # like lengths together: less padding
         share = -(-len(prompts) // max(count, 1))
         chunks = [by_length[i : i + share] for i in range(0, len(prompts), max(share, 1))]
         answers: list[list[int]] = [[] for _ in prompts]
-        sessions = [self._crew.new_session() for _ in chunks]
+        sessions = [self._stage_group.new_session() for _ in chunks]
         try:
             await all_of(
                 self._session(session, prompts, chunk, answers, choose, max_new_tokens, ended)
                 for session, chunk in zip(sessions, chunks, strict=True)
             )
         finally:  # here and not in the sessions, which a failure of another may cut off at any point
-            await all_of(self._crew.end(session) for session in sessions)
+            await all_of(self._stage_group.end(session) for session in sessions)
         return answers
 
     async def _session(
@@ -127,10 +127,10 @@ class PipelinedPolicy:
         longest = max(map(len, distinct))
         padding = tuple(longest - len(prompt) for prompt in distinct)
         padded = [[self._pad_token_id] * pad + list(prompt) for prompt, pad in zip(distinct, padding, strict=True)]
-        logits = await self._crew.begin(session, torch.tensor(padded), padding)
+        logits = await self._stage_group.begin(session, torch.tensor(padded), padding)
         if len(distinct) < len(rows):
             prompt_of = [distinct.index(tuple(prompts[row])) for row in rows]
-            await self._crew.select(session, prompt_of)
+            await self._stage_group.select(session, prompt_of)
             logits = logits[prompt_of]
         for step in range(max_new_tokens):
             tokens = choose(logits, rows, step).tolist()
@@ -140,9 +140,9 @@ class PipelinedPolicy:
             if not going or step + 1 == max_new_tokens:
                 return
             if len(going) < len(rows):
-                await self._crew.select(session, going)
+                await self._stage_group.select(session, going)
                 rows = [rows[i] for i in going]
-            logits = await self._crew.extend(session, torch.tensor([[tokens[i]] for i in going]))
+            logits = await self._stage_group.extend(session, torch.tensor([[tokens[i]] for i in going]))
 
     def _scored(self, sequences: Sequence[TokenSequence], temperature: float, with_entropy: bool) -> ScoredPart:
         """Rows of prompt and answer; the last token of an answer predicts nothing and is left out."""
@@ -167,7 +167,7 @@ Tensors = dict[str, dict[str, torch.Tensor]]
 class PipelinePolicy(TextPolicy):
     """Its weights are in the stages. `token_logprobs` gives no gradients: `PipelineOptimizer` has them."""
 
-    keeper: PipelineSupervisor
+    supervisor: PipelineSupervisor
     loop: asyncio.AbstractEventLoop
     """Where the crew is driven; to be called from other threads only."""
 
@@ -181,22 +181,22 @@ class PipelinePolicy(TextPolicy):
     ) -> TokenLogprobs:
         """See `TextPolicy`."""
 
-        async def score(pipelined: PipelinedPolicy) -> TokenLogprobs:
-            (result,) = await pipelined.token_logprobs(
+        async def score(pipeline_model: PipelineModel) -> TokenLogprobs:
+            (result,) = await pipeline_model.token_logprobs(
                 [sequences], temperature, with_entropy, without_adapter=without_adapter
             )
             return result
 
-        return self.through_crew(score)
+        return self.run_on_stages(score)
 
-    def through_crew(self, call: Callable[[PipelinedPolicy], Awaitable[T]]) -> T:
+    def run_on_stages(self, call: Callable[[PipelineModel], Awaitable[T]]) -> T:
         """What `call` gives, which changes nothing: it is repeated when a stage was lost and rebuilt."""
-        return self.wait_for(self.keeper.persist(lambda: call(self.pipelined)))
+        return self.wait_for(self.supervisor.persist(lambda: call(self.pipeline_model)))
 
     @property
-    def pipelined(self) -> PipelinedPolicy:
+    def pipeline_model(self) -> PipelineModel:
         """Over the crew as it is now."""
-        return PipelinedPolicy(self.keeper.crew, self.pad_token_id)
+        return PipelineModel(self.supervisor.stage_group, self.pad_token_id)
 
     def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         """Let the loop do it."""
@@ -216,10 +216,10 @@ class PipelineOptimizer:
 
         async def work() -> float:
             try:
-                gradient = await self._policy.pipelined.accumulate(parts, loss_of, temperature, with_entropy=True)
+                gradient = await self._policy.pipeline_model.accumulate(parts, loss_of, temperature, with_entropy=True)
                 return gradient.norm
             except StageLostError as lost:
-                await self._policy.keeper.recover(lost)
+                await self._policy.supervisor.recover(lost)
                 raise
 
         self._norm = self._policy.wait_for(work())
@@ -233,13 +233,13 @@ class PipelineOptimizer:
                 f"a step with advantages and lr > 0 must move the adapter, got no gradient at lr {lr:g}; "
                 "check that nothing froze or detached the adapter"
             )
-        self._policy.version = self._policy.wait_for(self._policy.keeper.commit(lr, self._max_grad_norm))
+        self._policy.version = self._policy.wait_for(self._policy.supervisor.commit(lr, self._max_grad_norm))
 
     def drop(self) -> None:
         """See `PolicyOptimizer`."""
         if self._norm is not None:
             self._norm = None
-            self._policy.wait_for(self._policy.keeper.crew.drop())
+            self._policy.wait_for(self._policy.supervisor.stage_group.drop())
 
     def adapter_norm(self) -> None:
         """See `PolicyOptimizer`: it would cost as much as a checkpoint."""
@@ -259,7 +259,7 @@ class PipelineOptimizer:
             moments = {key: t for key, t in tensors["optimizer"].items() if key.partition(":")[2] not in odd}
             return {"adapter": adapter, "optimizer": moments}, rest
 
-        self._policy.wait_for(self._policy.keeper.rewrite(change))
+        self._policy.wait_for(self._policy.supervisor.rewrite(change))
 
     def state(self) -> Tensors:
         """See `PolicyOptimizer`: as a single process would save it, with `lr_factors` where a rebuilt stage has another one.
@@ -268,19 +268,23 @@ class PipelineOptimizer:
         """
         merged: Tensors = {"adapter": {}, "optimizer": {}}
         factors: dict[str, torch.Tensor] = {}
-        for tensors, rest in self._policy.wait_for(self._policy.keeper.states()):
+        for tensors, rest in self._policy.wait_for(self._policy.supervisor.states()):
             for kind, group in tensors.items():
                 merged[kind] |= group
             if rest["lr_factor"] != 1:
                 factors |= {name: torch.tensor(float(rest["lr_factor"])) for name in tensors["adapter"]}
-        shapes = {name: torch.Size(s) for facts in self._policy.keeper.crew.facts for name, s in facts.shapes.items()}
+        shapes = {
+            name: torch.Size(s)
+            for facts in self._policy.supervisor.stage_group.facts
+            for name, s in facts.shapes.items()
+        }
         check_adapter(merged["adapter"], shapes)  # once more: what is written to disk is what the next start depends on
         return {**merged, "lr_factors": factors} if factors else merged
 
     def restore(self, tensors: Tensors, version: int) -> None:
         """See `PolicyOptimizer`."""
         try:
-            self._policy.wait_for(self._policy.keeper.restore(tensors, version))
+            self._policy.wait_for(self._policy.supervisor.restore(tensors, version))
         except StageLostError:
             raise
         except PipelineError as error:
@@ -288,8 +292,12 @@ class PipelineOptimizer:
         self._policy.version = version
 
 
-def crew_policy(
-    config: PolicySection, base: BaseModel, keeper: PipelineSupervisor, loop: asyncio.AbstractEventLoop, hash_cache: Any
+def pipeline_policy(
+    config: PolicySection,
+    base: BaseModel,
+    supervisor: PipelineSupervisor,
+    loop: asyncio.AbstractEventLoop,
+    hash_cache: Any,
 ) -> PipelinePolicy:
     """Tokenizer, lineage and ends of answers of the base; no weights. Raises PolicyError."""
     tokenizer = load_tokenizer(base.folder)
@@ -299,5 +307,5 @@ def crew_policy(
     return PipelinePolicy(
         tokenizer=tokenizer, config=config, device=torch.device("cpu"), dtype=base.dtype, lineage=lineage,
         base_folder=base.folder, eos_token_ids=folder_eos_ids(base.folder, tokenizer),
-        vocab_size=model_shape(base.folder).vocab, keeper=keeper, loop=loop,
+        vocab_size=model_shape(base.folder).vocab, supervisor=supervisor, loop=loop,
     )  # fmt: skip
