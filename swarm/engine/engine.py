@@ -5,9 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
+
 from swarm.engine.pruning import PruneCall
-from swarm.engine.sampling import Sampling
+from swarm.engine.sampling import Sampling, StopStrings
 from swarm.errors import TrainingError
+from swarm.policy.counter_noise import uniform
+from swarm.policy.policy import TextPolicy
 
 End = Literal["eos", "stop", "limit", "open", "pruned"]
 """Why an answer ended: EOS was sampled, a stop string came up, it was cut at its token limit or dropped. open: it has not."""
@@ -139,6 +143,28 @@ class AnswerSlot:
     def start(self) -> tuple[int, int]:
         """Names the tokens that come before the next one: the same for all siblings that are not begun."""
         return (self.prompt, self.sample if self.begun.token_ids else -1)
+
+
+class SamplingCall:
+    """How one call of an engine draws tokens, and what ends an answer. It holds nothing of the answers themselves."""
+
+    def __init__(self, policy: TextPolicy, sampling: Sampling, seed: int, *, stop: Sequence[str]) -> None:
+        self.sampling = sampling
+        self.stop = StopStrings(policy.decode, stop)
+        self.eos_token_ids = frozenset(policy.eos_token_ids)
+        self._seed = seed
+
+    def uniforms(self, slot: AnswerSlot) -> np.ndarray:
+        """Uniform numbers [max_new_tokens] that draw the tokens of one answer. They do not depend on the batch."""
+        return uniform(slot.max_new_tokens, "sample", self._seed, slot.prompt, slot.sample)
+
+    def end(self, token_ids: Sequence[int], max_new_tokens: int) -> End | None:
+        """Why an answer ends with its newest token, or None where it goes on."""
+        if token_ids[-1] in self.eos_token_ids:
+            return "eos"
+        if self.stop.are_in(token_ids):
+            return "stop"
+        return "limit" if len(token_ids) == max_new_tokens else None
 
 
 def open_rows(requests: Sequence[AnswerRequest]) -> list[AnswerSlot]:

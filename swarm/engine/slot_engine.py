@@ -23,6 +23,7 @@ from swarm.engine.engine import (
     AnswerRequest,
     AnswerSlot,
     Completion,
+    SamplingCall,
     capacity_of,
     grouped,
     longest_first,
@@ -30,7 +31,7 @@ from swarm.engine.engine import (
     refuse_nan,
 )
 from swarm.engine.pruning import PruneCall
-from swarm.engine.sampling import Sampling, StopStrings
+from swarm.engine.sampling import Sampling
 from swarm.engine.slot_model import SlotCache, SlotModel
 from swarm.engine.slot_run import SlotPruning, SlotRun
 from swarm.policy.device import available_bytes
@@ -125,7 +126,7 @@ class SlotEngine:
     ) -> list[list[Completion]]:
         """See `Engine.generate`."""
         rows = longest_first(requests, open_rows(requests))
-        return grouped(requests, self._run(requests, rows, len(requests), sampling, seed, stop))
+        return grouped(requests, self._run(requests, rows, self._call(sampling, seed, stop)))
 
     @torch.inference_mode()
     def generate_and_prune(
@@ -140,7 +141,7 @@ class SlotEngine:
         """See `PruningEngine.generate_and_prune`."""
         rows = longest_first(requests, open_rows(requests))
         slot_pruning = SlotPruning(self._policy, pruning, [len(request.prompt) for request in requests])
-        return grouped(requests, self._run(requests, rows, len(requests), sampling, seed, stop, slot_pruning))
+        return grouped(requests, self._run(requests, rows, self._call(sampling, seed, stop), pruning=slot_pruning))
 
     @torch.no_grad()
     def resume(
@@ -153,31 +154,27 @@ class SlotEngine:
         stop: Sequence[str] = (),
     ) -> list[list[Completion]]:
         """See `ResumingEngine.resume`."""
-        return grouped(requests, self._run(requests, open_rows(requests), enough, sampling, seed, stop))
+        return grouped(
+            requests, self._run(requests, open_rows(requests), self._call(sampling, seed, stop), enough=enough)
+        )
 
     def _run(
         self,
         requests: Sequence[AnswerRequest],
         rows: Sequence[AnswerSlot],
-        enough: int,
-        sampling: Sampling,
-        seed: int,
-        stop: Sequence[str],
+        call: SamplingCall,
+        *,
+        enough: int | None = None,
         pruning: SlotPruning | None = None,
     ) -> dict[tuple[int, int], Completion]:
-        """All rows, by (request, sample), once `enough` requests have no row left that is open."""
+        """All rows, by (request, sample), once `enough` requests, by default all, have no open row left."""
         if not rows:
             return {}
+        enough = len(requests) if enough is None else enough
         self._policy.model.eval()
-        capacity = capacity_of(requests)
-        num_slots = self._num_slots(len(rows), capacity)
-        eos = torch.tensor(self._policy.eos_token_ids, device=self._policy.device)
-        cache, self._cache = self._cache, None  # what fails midway leaves nothing behind
-        run = SlotRun(
-            self._model, requests, rows, num_slots, capacity,
-            sampling=sampling, seed=seed, eos=eos, stop=StopStrings(self._policy.decode, stop), cache=cache,
-            pruning=pruning,
-        )  # fmt: skip
+        num_slots = self._num_slots(len(rows), capacity_of(requests))
+        cache, self._cache = self._cache, None  # a call that fails midway must leave nothing behind
+        run = SlotRun(self._model, requests, rows, call=call, num_slots=num_slots, cache=cache, pruning=pruning)
         num_ended = len(requests) - len(run.num_missing)  # those whose answers had all ended before
         with self._merged, pruning or nullcontext():
             while num_ended + sum(not num for num in run.num_missing.values()) < enough and run.is_going():
@@ -216,6 +213,9 @@ class SlotEngine:
     def held_bytes(self) -> int:
         """See `Engine.held_bytes`."""
         return self._merged.num_bytes
+
+    def _call(self, sampling: Sampling, seed: int, stop: Sequence[str]) -> SamplingCall:
+        return SamplingCall(self._policy, sampling, seed, stop=stop)
 
     def _num_slots(self, wanted: int, capacity: int) -> int:
         """As many as are wanted, allowed and fit. Raises MemoryBudgetError where not one does."""

@@ -30,19 +30,17 @@ class SlotCache(Cache):
         self.device = self.slot_layers[0].keys.device
         self.dtype = self.slot_layers[0].keys.dtype
         self._num_places = num_slots * capacity
-        self.resize(num_slots, capacity)
+        self.slots, self.positions = self._cut(num_slots, capacity)
+        """Numbers [S] of the slots, and the column [S] that the next token of each goes to."""
+        self.width = 0
+        """Columns that the active slots use, the next token's included."""
 
     def resize(self, num_slots: int, capacity: int) -> bool:
         """Cut the same buffers into other slots, all of them free; False, and nothing done, where they are too small."""
         if num_slots * capacity > self._num_places:
             return False
-        for layer in self.slot_layers:
-            layer.cut(num_slots, capacity)
-        self.slots = torch.arange(num_slots, device=self.device)
-        self.positions = torch.zeros(num_slots, dtype=torch.long, device=self.device)
-        """[S] column that the next token of a slot goes to."""
+        self.slots, self.positions = self._cut(num_slots, capacity)
         self.width = 0
-        """Columns that the active slots use, the next token's included."""
         return True
 
     def put(self, slot: int, prepared: DynamicCache, row: int, length: int) -> None:
@@ -62,6 +60,12 @@ class SlotCache(Cache):
     def num_bytes(self) -> int:
         """Memory of the buffers."""
         return sum(layer.num_bytes() for layer in self.slot_layers)
+
+    def _cut(self, num_slots: int, capacity: int) -> tuple[Tensor, Tensor]:
+        for layer in self.slot_layers:
+            layer.cut(num_slots, capacity)
+        zeros = torch.zeros(num_slots, dtype=torch.long, device=self.device)
+        return torch.arange(num_slots, device=self.device), zeros
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -124,6 +128,7 @@ class SlotModel:
     """The policy's model as the slots use it; holds no weights."""
 
     def __init__(self, policy: Policy) -> None:
+        self.device = policy.device
         self._policy = policy
         self._base = policy.model.get_base_model()
         config = self._base.config.get_text_config()

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from swarm.engine.engine import AnswerRequest, AnswerSlot, Completion, End
+from swarm.engine.engine import AnswerRequest, AnswerSlot, Completion, End, SamplingCall, capacity_of
 from swarm.engine.pruning import PruneCall
-from swarm.engine.sampling import Sampling, StopStrings, sample_tokens
+from swarm.engine.sampling import sample_tokens
 from swarm.engine.slot_model import SlotCache, SlotModel
 from swarm.errors import ConfigError
-from swarm.policy.counter_noise import uniform
 from swarm.policy.policy import Policy
 
 
@@ -102,21 +101,14 @@ class SlotRun:
         model: SlotModel,
         requests: Sequence[AnswerRequest],
         rows: Sequence[AnswerSlot],
-        num_slots: int,
-        capacity: int,
         *,
-        sampling: Sampling,
-        seed: int,
-        eos: Tensor,
-        stop: StopStrings,
+        call: SamplingCall,
+        num_slots: int,
         cache: SlotCache | None,
         pruning: SlotPruning | None = None,
     ) -> None:
-        """`rows` in the order to start them in, siblings together. `capacity`: tokens of a slot.
-
-        `cache`: buffers of an earlier call, to be used again.
-        """
-        device, longest_answer = eos.device, max(row.max_new_tokens for row in rows)
+        """`rows`: in the order in which they start, siblings together. `cache`: buffers of an earlier call to reuse."""
+        device, longest_answer = model.device, max(row.max_new_tokens for row in rows)
         self.completions: dict[tuple[int, int], Completion] = {}
         """By (prompt, sample), once ended."""
         self.num_missing = Counter(row.prompt for row in rows)
@@ -125,14 +117,12 @@ class SlotRun:
         self._model = model
         self._prompts = [request.prompt for request in requests]
         self._queue = deque(rows)
-        self._sampling = sampling
-        self._seed = seed
-        self._stop = stop
-        self._eos = eos
+        self._call = call
+        self._eos = torch.tensor(sorted(call.eos_token_ids), device=device)
         self._pruning = pruning
         self._num_slots = num_slots
         self._num_active = 0
-        self._capacity = capacity
+        self._capacity = capacity_of(requests)  # tokens of one slot
         self._prepared: dict[tuple[int, int], _Prepared] = {}  # by start
         self._slots = torch.arange(num_slots, device=device)
         self._rows: list[AnswerSlot | None] = [None] * num_slots
@@ -165,7 +155,7 @@ class SlotRun:
         """Sample one token in every active slot, take out what has ended, and compute the rest one token further."""
         num_active = self._num_active
         slots, steps = self._slots[:num_active], self._steps[:num_active]
-        tokens, *logprobs = sample_tokens(self._logits[:num_active], self._sampling, self._noise[slots, steps])
+        tokens, *logprobs = sample_tokens(self._logits[:num_active], self._call.sampling, self._noise[slots, steps])
         self._tokens[slots, steps] = tokens
         self._logprobs[:, slots, steps] = torch.stack(logprobs)
         steps += 1
@@ -197,7 +187,7 @@ class SlotRun:
         for slot, code in enumerate(codes):
             if code == 2:
                 ended.append((slot, "eos"))
-            elif self._stop and self._stop.are_in(self._tokens[slot, : int(steps[slot])].tolist()):
+            elif self._call.stop and self._call.stop.are_in(self._tokens[slot, : int(steps[slot])].tolist()):
                 ended.append((slot, "stop"))
             elif code == 1:
                 ended.append((slot, "limit"))
@@ -227,8 +217,8 @@ class SlotRun:
         length = len(self._prompts[row.prompt]) + num_begun
         cache = self._cache_like(prepared)
         cache.put(slot, prepared.cache, prepared.row, length)
-        noise = uniform(row.max_new_tokens, "sample", self._seed, row.prompt, row.sample)
-        self._noise[slot, : row.max_new_tokens] = torch.from_numpy(noise).to(self._noise.device)
+        noise = torch.from_numpy(self._call.uniforms(row))
+        self._noise[slot, : row.max_new_tokens] = noise.to(self._noise.device)
         self._logits[slot] = prepared.logits
         self._rows[slot], self._lengths[slot] = row, length
         self._steps[slot], self._limits[slot] = num_begun, row.max_new_tokens

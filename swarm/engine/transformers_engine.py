@@ -7,24 +7,23 @@
 The engine holds no weights: it runs the policy's own model, so there is no copy that could be stale.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from swarm.engine.engine import (
     AnswerRequest,
     AnswerSlot,
     Completion,
     End,
+    SamplingCall,
     capacity_of,
     grouped,
     longest_first,
     open_rows,
     refuse_nan,
 )
-from swarm.engine.sampling import Sampling, StopStrings, sample_tokens
-from swarm.policy.counter_noise import uniform
+from swarm.engine.sampling import Sampling, sample_tokens
 from swarm.policy.logprobs import PromptCache
 from swarm.policy.memory_probe import fitting_answers
 from swarm.policy.policy import Policy
@@ -57,10 +56,11 @@ class TransformersEngine:
             return grouped(requests, {})
         self._policy.model.eval()
         size = self._chunk_size(capacity_of(requests))
+        call = SamplingCall(self._policy, sampling, seed, stop=stop)
         answers: dict[tuple[int, int], Completion] = {}
         for start in range(0, len(rows), size):
             chunk = rows[start : start + size]
-            batch = _Batch(self._policy, requests, chunk, sampling, seed, StopStrings(self._policy.decode, stop))
+            batch = _Batch(self._policy, requests, chunk, call=call)
             keys = [(row.prompt, row.sample) for row in chunk]
             answers.update(zip(keys, batch.decode(), strict=True))
         refuse_nan(answers.values())
@@ -101,24 +101,16 @@ class _Batch:
     """Rows that are decoded together until the last one has ended."""
 
     def __init__(
-        self,
-        policy: Policy,
-        requests: Sequence[AnswerRequest],
-        rows: Sequence[AnswerSlot],
-        sampling: Sampling,
-        seed: int,
-        stop: StopStrings,
+        self, policy: Policy, requests: Sequence[AnswerRequest], rows: Sequence[AnswerSlot], *, call: SamplingCall
     ) -> None:
         self._policy = policy
         self._prompts = [tuple(requests[row.prompt].prompt) for row in rows]
-        self._sampling = sampling
-        self._stop = stop
+        self._call = call
         self._limits = [row.max_new_tokens for row in rows]
         longest = max(self._limits)
         self._noise = torch.zeros(len(rows), longest, device=policy.device)
         for index, row in enumerate(rows):
-            noise = uniform(row.max_new_tokens, "sample", seed, row.prompt, row.sample)
-            self._noise[index, : row.max_new_tokens] = torch.from_numpy(noise).to(policy.device)
+            self._noise[index, : row.max_new_tokens] = torch.from_numpy(call.uniforms(row)).to(policy.device)
         self._tokens: list[list[int]] = [[] for _ in rows]
         self._logprobs: list[tuple[list[float], list[float]]] = [([], []) for _ in rows]
         self._ends: list[End | None] = [None] * len(rows)
@@ -134,8 +126,8 @@ class _Batch:
         cache.select(prompt_of)
         active = list(range(len(self._prompts)))  # rows of the batch that is still decoded
         for step in range(max(self._limits)):
-            chosen, drawn, plain = sample_tokens(logits, self._sampling, self._noise[active, step])
-            self._note(active, chosen, drawn, plain)
+            chosen, drawn, plain = sample_tokens(logits, self._call.sampling, self._noise[active, step])
+            self._note(active, zip(chosen.tolist(), drawn.tolist(), plain.tolist(), strict=True))
             going = [place for place, row in enumerate(active) if self._ends[row] is None]
             if not going:
                 break
@@ -150,19 +142,13 @@ class _Batch:
             if end is not None
         ]
 
-    def _note(self, active: Sequence[int], chosen: Tensor, drawn: Tensor, plain: Tensor) -> None:
-        """Add a token to every active row that has not ended."""
-        values = zip(active, chosen.tolist(), drawn.tolist(), plain.tolist(), strict=True)
-        for row, token, drawn_logprob, plain_logprob in values:
+    def _note(self, active: Sequence[int], drawn_tokens: Iterable[tuple[int, float, float]]) -> None:
+        """Add (token, its log-prob as drawn, its plain log-prob) to every active row that has not ended."""
+        for row, (token, drawn_logprob, plain_logprob) in zip(active, drawn_tokens, strict=True):
             if self._ends[row] is not None:
                 continue
             tokens = self._tokens[row]
             tokens.append(token)
             self._logprobs[row][0].append(drawn_logprob)
             self._logprobs[row][1].append(plain_logprob)
-            if token in self._policy.eos_token_ids:
-                self._ends[row] = "eos"
-            elif self._stop.are_in(tokens):
-                self._ends[row] = "stop"
-            elif len(tokens) == self._limits[row]:
-                self._ends[row] = "limit"
+            self._ends[row] = self._call.end(tokens, self._limits[row])
