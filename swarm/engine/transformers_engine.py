@@ -1,10 +1,10 @@
-"""Sampling with any cache that transformers knows, also recurrent ones: whole batches, as slots cannot be cut from those.
+"""Sampling in whole batches with any cache of transformers, also recurrent ones, which cannot be divided into slots.
 
     prompts ─▶ rows (prompt, sample), long limits first ─▶ chunks of max_batch_sequences
             ─▶ each prompt computed once, its cache repeated for its rows ─▶ one token per row and step, ended rows
             dropped
 
-The engine holds no weights: it runs the policy's own model, so there is no copy that could be stale.
+The engine holds no weights. It runs the policy's own model, so no copy can be outdated.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,14 +29,14 @@ from swarm.policy.memory_probe import fitting_answers
 from swarm.policy.policy import Policy
 
 _DROP_SHARE = 8
-"""Ended rows leave the batch once they are 1/8 of it: dropping costs about as much as one step copies anyway."""
+"""Ended rows leave the batch once they are 1/8 of it: dropping them costs about as much as one step copies."""
 
 
 class TransformersEngine:
-    """Engine over `policy.model`, adapter unmerged."""
+    """An engine over `policy.model`, with the adapter unmerged."""
 
     def __init__(self, policy: Policy, max_batch_sequences: int, cache_bytes: int | None = None) -> None:
-        """At most `max_batch_sequences` answers at a time, fewer where their caches need more than `cache_bytes`."""
+        """Samples at most `max_batch_sequences` answers at a time, fewer where their caches exceed `cache_bytes`."""
         self._policy = policy
         self._max_batch_sequences = max_batch_sequences
         self._cache_bytes = cache_bytes
@@ -84,7 +84,7 @@ class TransformersEngine:
         """See `Engine.answer_bytes`."""
         cache = PromptCache(self._policy.model, self._policy.pad_token_id)
         cache.start([[self._policy.pad_token_id] * num_tokens], self._policy.device)
-        return 2 * cache.num_bytes()  # it is copied as it grows
+        return 2 * cache.num_bytes()  # the cache is copied as it grows
 
     @property
     def held_bytes(self) -> int:
@@ -116,7 +116,7 @@ class _Batch:
         self._ends: list[End | None] = [None] * len(rows)
 
     def decode(self) -> list[Completion]:
-        """One answer per row, equal prompts computed once."""
+        """Sample one answer for each row; equal prompts are computed once."""
         device = self._policy.device
         distinct = list(dict.fromkeys(self._prompts))
         index = {prompt: i for i, prompt in enumerate(distinct)}
@@ -124,7 +124,7 @@ class _Batch:
         cache = PromptCache(self._policy.model, self._policy.pad_token_id)
         logits = cache.start(distinct, device)[prompt_of]
         cache.select(prompt_of)
-        active = list(range(len(self._prompts)))  # rows of the batch that is still decoded
+        active = list(range(len(self._prompts)))  # rows of the batch that are still decoded
         for step in range(max(self._limits)):
             chosen, drawn, plain = sample_tokens(logits, self._call.sampling, self._noise[active, step])
             self._note(active, zip(chosen.tolist(), drawn.tolist(), plain.tolist(), strict=True))

@@ -76,7 +76,7 @@ class PipelineProcesses:
         """Who holds which stage, the driver's own excluded, as its log says."""
         log = self.driver.output.read_text()
         peers = re.findall(r"are held by (12D3\w+)", log)
-        for stage, peer_id in re.findall(r"stage (\d+) goes on at (\w+)", log):
+        for stage, peer_id in re.findall(r"stage (\d+) continues at (\w+)", log):
             peers[int(stage)] = peer_id
         return [stage for peer_id in peers for stage in self.stages if stage.peer_id == peer_id]
 
@@ -104,7 +104,7 @@ class PipelineProcesses:
 
     def recoveries_s(self) -> list[float]:
         """How long each rebuilding took, from the moment that the driver noticed a loss."""
-        return [float(text) for text in re.findall(r"whole again after ([\d.]+) s", self.driver.output.read_text())]
+        return [float(text) for text in re.findall(r"complete again after ([\d.]+) s", self.driver.output.read_text())]
 
 
 def free_ports(count: int) -> list[int]:

@@ -247,7 +247,7 @@ async def test_keys_and_values_of_two_versions_do_not_mix(pipeline_models: dict[
         await opened.policy.accumulate(made_up_parts(2), loss_of)
         await opened.stage_group.extend(session, torch.tensor([[7]]))  # not yet
         await opened.stage_group.commit(lr=1e-2, max_grad_norm=1.0)
-        with pytest.raises(PipelineError, match="begin it anew"):
+        with pytest.raises(PipelineError, match="begin it again"):
             await opened.stage_group.extend(session, torch.tensor([[8]]))
 
 

@@ -130,7 +130,7 @@ async def test_one_machine_holds_two_stages_and_refusals_are_told(folder: Path) 
         with pytest.raises(PipelineError, match="must hold some of 5 layers"):
             bad = {"start": 4, "stop": 9, "has_embedding": False, "has_head": False, "instead_of": []}
             await ask(stage_group.give, stage_group.members[0], "load", Bundle(bad))
-        with pytest.raises(RequestError, match="got none at layer 1"):
+        with pytest.raises(RequestError, match="no stage at layer 1 is loaded"):
             elsewhere = expected_stages(folder, LORA, stage_parts([1, 4]))[1]
             await RemoteLink(stage_group.give, stage_group.members[0], elsewhere, "fp32").describe()
 
@@ -144,7 +144,7 @@ async def test_copies_come_back_as_they_were_given(folder: Path) -> None:
         fields = await ask(stage_group.give, peer_id, "kept", Bundle({"of": 2}), max_reply_bytes=1 << 16)
         assert fields.integer("version") == 7
         assert torch.equal(fields.tensor("adapter/x"), weights)
-        with pytest.raises(PipelineError, match="got none of 3"):
+        with pytest.raises(PipelineError, match="no copy of the stage at layer 3"):
             await ask(stage_group.give, peer_id, "kept", Bundle({"of": 3}))
 
 

@@ -317,11 +317,11 @@ async def test_a_loss_that_fails_or_is_not_finite_leaves_no_trace(pipeline_model
             await opened.policy.accumulate(made_up_parts(3), failing)
         with pytest.raises(PipelineError, match="finite"):
             await opened.policy.accumulate(made_up_parts(3), infinite)
-        with pytest.raises(PipelineError, match="settled and finite"):
+        with pytest.raises(PipelineError, match="closed and finite"):
             await opened.stage_group.commit(lr=1e-2, max_grad_norm=1.0)
         await opened.policy.accumulate(made_up_parts(3), loss_of)
         await opened.stage_group.drop()
-        with pytest.raises(PipelineError, match="settled"):
+        with pytest.raises(PipelineError, match="closed"):
             await opened.stage_group.commit(lr=1e-2, max_grad_norm=1.0)
         assert are_equal(weights(opened), before)
         assert not gradients(opened)
@@ -341,7 +341,7 @@ def test_a_stage_applies_only_what_is_whole(pipeline_models: dict[str, Path]) ->
     stage.backward(BackwardCommand(1, 0, HIDDEN))
     with pytest.raises(PipelineError, match="1 of 2 micro-batches and 1 in flight"):
         stage.close_batch(CloseBatchCommand(1, 2, ()))
-    with pytest.raises(PipelineError, match="settled before"):
+    with pytest.raises(PipelineError, match="closed before"):
         stage.commit(CommitCommand(1, 0.1, 1.0, {}))
     stage.backward(BackwardCommand(1, 1, HIDDEN))
     with pytest.raises(PipelineError, match="2 of 3"):
@@ -361,13 +361,13 @@ def test_copies_are_stepped_with_the_sum_or_not_at_all(pipeline_models: dict[str
     stage, name = Stage(model, StageSettings()), "model.embed_tokens.weight"
     stage.forward(ForwardCommand(1, 0, torch.ones(1, 3, dtype=torch.long)))
     stage.backward(BackwardCommand(1, 0, torch.ones(1, 3, 32)))
-    settled = stage.close_batch(CloseBatchCommand(1, 1, (name,)))
+    gradient = stage.close_batch(CloseBatchCommand(1, 1, (name,)))
     before = model.trainable[name].detach().clone()
     for gradients in ({}, {name: torch.ones(2, 2)}, {"lm_head.weight": torch.ones(2, 2)}):
         with pytest.raises(PipelineError, match="shared gradient"):
             stage.commit(CommitCommand(1, 0.1, 1.0, gradients))
     assert torch.equal(model.trainable[name], before)
-    stage.commit(CommitCommand(1, 0.1, 1.0, settled.shared_gradients))
+    stage.commit(CommitCommand(1, 0.1, 1.0, gradient.shared_gradients))
     assert not torch.equal(model.trainable[name], before)
 
 
@@ -378,14 +378,14 @@ def test_late_orders_do_not_revive_a_batch(pipeline_models: dict[str, Path]) -> 
     for command in (ForwardCommand(3, 1, HIDDEN), ForwardCommand(2, 0, HIDDEN)):
         with pytest.raises(PipelineError, match="newer than the last"):
             stage.forward(command)
-    with pytest.raises(PipelineError, match="open to go on"):
+    with pytest.raises(PipelineError, match="is not open"):
         stage.backward(BackwardCommand(3, 0, HIDDEN))
     stage.forward(ForwardCommand(5, 0, HIDDEN))
     stage.drop(4)  # late: an older one
     assert stage.num_in_flight == 1
     stage.forward(ForwardCommand(6, 0, HIDDEN))  # its pipeline gave up 5
     assert stage.num_in_flight == 1
-    with pytest.raises(PipelineError, match="open to go on"):
+    with pytest.raises(PipelineError, match="is not open"):
         stage.backward(BackwardCommand(5, 0, HIDDEN))
     stage.drop(7)  # before anything of it came
     with pytest.raises(PipelineError, match="newer"):

@@ -1,6 +1,6 @@
-"""Sampling through the crew: the driver chooses the tokens, from logits that its own stage gives it.
+"""The sampling engine of a pipeline: the driver chooses the tokens, from logits that its own stage computes.
 
-The numbers that tokens are drawn with are those of the other engines: (seed, prompt, sibling) name them.
+As in the other engines, the random numbers of an answer depend on (seed, prompt, sibling) alone.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from swarm.pipeline.driver.pipeline_policy import PipelineModel, PipelinePolicy
 
 
 class PipelineEngine:
-    """See `Engine`; for the compute thread."""
+    """The `Engine` of a pipeline, for the compute thread."""
 
     def __init__(self, policy: PipelinePolicy, max_batch_sequences: int) -> None:
         self._policy = policy
@@ -39,7 +39,7 @@ class PipelineEngine:
         seed: int,
         stop: Sequence[str] = (),
     ) -> list[list[Completion]]:
-        """See `Engine.generate`. A stage that is lost is rebuilt, and the answers under way are sampled again."""
+        """See `Engine.generate`. After a lost stage is rebuilt, unfinished answers are sampled again."""
         call = SamplingCall(self._policy, sampling, seed, stop=stop)
         rows = longest_first(requests, open_rows(requests))
         answers: dict[tuple[int, int], Completion] = {}
@@ -67,7 +67,7 @@ class PipelineEngine:
         return self._policy.run_on_stages(follow)
 
     def answer_bytes(self, num_tokens: int) -> int:
-        """Keys and values are in the stages, each of which bounds its own."""
+        """See `Engine.answer_bytes`. 0: keys and values are in the stages, each of which has its own limit."""
         return 0
 
     @property
@@ -79,7 +79,7 @@ class PipelineEngine:
 async def _sample(
     requests: Sequence[AnswerRequest], rows: Sequence[AnswerSlot], call: SamplingCall, model: PipelineModel
 ) -> list[Completion]:
-    """One answer for each row; `requests` holds the request of each row. A repeated call starts from nothing again."""
+    """Sample one answer for each row, from its start; `requests` holds the request of each row."""
     logprobs: list[tuple[list[float], list[float]]] = [([], []) for _ in rows]
     uniforms = [call.uniforms(row) for row in rows]
 

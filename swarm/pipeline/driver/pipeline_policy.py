@@ -1,10 +1,11 @@
-"""The crew as a policy: log-probs of answers, gradients of them, and sampled answers, as from a single model.
+"""A pipeline as the policy of a learner: log-probs, gradients and sampled answers, as from a single model.
 
 The loss stays with the caller. It gets the log-probs of one micro-batch and returns the gradient with respect to them, a
-[B, T] tensor; everything before that, back to the embedding, is the crew's. So any loss of `swarm.training` works on a
-pipelined policy as it is.
+[B, T] tensor; the stages compute everything before that, back to the embedding. Any loss of `swarm.training` therefore works
+on a pipeline.
 
-A crew as the policy of a learner: what the compute thread calls, and waits for while the loop drives the stages.
+`PipelineModel` runs on the event loop that drives the stages. `PipelinePolicy` and `PipelineOptimizer` are called by the
+compute thread and wait for that loop.
 """
 
 import asyncio
@@ -32,13 +33,13 @@ from swarm.policy.policy import TextPolicy
 LossOf = Callable[[int, TokenLogprobs], Tensor]
 """(micro-batch, log-probs that require grad) → its share of the loss of the batch, a scalar."""
 HasEnded = Callable[[int, Sequence[int]], bool]
-"""(number of the prompt, answer so far) → whether it is complete."""
+"""(number of the prompt, answer so far) → whether the answer is complete."""
 Choose = Callable[[Tensor, Sequence[int], int], Tensor]
 """(logits [n, V], number [n] of the prompt of each row, step) → token ids [n]."""
 
 
 class PipelineModel:
-    """What rollouts and training need of a policy, over the stages of `stage_group`."""
+    """Computes log-probs, gradients and answers over the stages of a stage group, as a single model would."""
 
     def __init__(self, stage_group: StageGroup, pad_token_id: int) -> None:
         self._stage_group = stage_group
@@ -52,9 +53,9 @@ class PipelineModel:
         *,
         without_adapter: bool = False,
     ) -> list[TokenLogprobs]:
-        """As `swarm.policy.logprobs.token_logprobs`, for several micro-batches at once, without gradients.
+        """As `swarm.policy.logprobs.token_logprobs`, for several micro-batches at once and without gradients.
 
-        `without_adapter`: of the frozen base.
+        `without_adapter` gives the log-probs of the frozen base.
         """
         scored = [self._scored(part, temperature, with_entropy) for part in parts]
         return await self._stage_group.logprobs(scored, without_adapter=without_adapter)
@@ -66,7 +67,7 @@ class PipelineModel:
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> GradientNorms:
-        """Gradient of the sum of losses of all parts, gathered in the stages until `commit` or `drop` of the crew.
+        """Compute the gradient of the summed losses of all parts. The stages store it until the stage group's commit or drop.
 
         Raises StageLostError and PipelineError; the batch is then dropped.
         """
@@ -90,16 +91,17 @@ class PipelineModel:
         has_ended: HasEnded | None = None,
         num_sessions: int | None = None,
     ) -> list[list[int]]:
-        """One answer for each prompt, EOS included where it was chosen; rows that ended are taken out of the batch.
+        """Sample one answer for each prompt, with EOS where it was chosen. Rows leave the batch when they end.
 
-        Equal prompts of one session are computed once. `has_ended`: what ends an answer, in place of `eos_token_ids`.
-
-        While one session is in one stage, another can be in the next: prompts are dealt to `num_sessions` sessions, as many
-        as there are stages by default. Raises StageLostError and PipelineError; all sessions are then ended.
+        Prompts are divided among `num_sessions` sessions, by default as many as there are stages, so that all stages work at
+        once. Equal prompts of one session are computed once. `has_ended` replaces `eos_token_ids` as the end of an answer.
+        Raises StageLostError and PipelineError; all sessions are then ended.
         """
         ended = has_ended or (lambda row, answer: answer[-1] in eos_token_ids)
         count = min(num_sessions or self._stage_group.num_stages, len(prompts))
-        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # like lengths together: less padding
+        by_length = sorted(
+            range(len(prompts)), key=lambda i: len(prompts[i])
+        )  # similar lengths together need less padding
         share = -(-len(prompts) // max(count, 1))
         chunks = [by_length[i : i + share] for i in range(0, len(prompts), max(share, 1))]
         answers: list[list[int]] = [[] for _ in prompts]
@@ -109,7 +111,7 @@ class PipelineModel:
                 self._session(session, prompts, chunk, answers, choose, max_new_tokens, ended)
                 for session, chunk in zip(sessions, chunks, strict=True)
             )
-        finally:  # here and not in the sessions, which a failure of another may cut off at any point
+        finally:  # not in the sessions, which a failure of another one may cancel at any point
             await all_of(self._stage_group.end(session) for session in sessions)
         return answers
 
@@ -145,7 +147,7 @@ class PipelineModel:
             logits = await self._stage_group.extend(session, torch.tensor([[tokens[i]] for i in going]))
 
     def _scored(self, sequences: Sequence[TokenSequence], temperature: float, with_entropy: bool) -> ScoredPart:
-        """Rows of prompt and answer; the last token of an answer predicts nothing and is left out."""
+        """Build rows of prompt and answer without the last answer token, which predicts nothing."""
         full = [[*prompt, *answer[:-1]] for prompt, answer in sequences]
         longest = max(len(row) for row in full)
         token_ids = torch.tensor([row + [self._pad_token_id] * (longest - len(row)) for row in full])
@@ -155,7 +157,7 @@ class PipelineModel:
 
 
 def greedy(logits: Tensor, rows: Sequence[int], step: int) -> Tensor:
-    """The likeliest token of each row."""
+    """Choose the likeliest token of each row."""
     return logits.argmax(-1)
 
 
@@ -165,11 +167,11 @@ Tensors = dict[str, dict[str, torch.Tensor]]
 
 @dataclass(slots=True, kw_only=True)
 class PipelinePolicy(TextPolicy):
-    """Its weights are in the stages. `token_logprobs` gives no gradients: `PipelineOptimizer` has them."""
+    """A policy whose weights are in the stages. `PipelineOptimizer` computes gradients; `token_logprobs` gives none."""
 
     supervisor: PipelineSupervisor
     loop: asyncio.AbstractEventLoop
-    """Where the crew is driven; to be called from other threads only."""
+    """The loop that drives the stages. Methods must be called from other threads."""
 
     def token_logprobs(
         self,
@@ -190,21 +192,24 @@ class PipelinePolicy(TextPolicy):
         return self.run_on_stages(score)
 
     def run_on_stages(self, call: Callable[[PipelineModel], Awaitable[T]]) -> T:
-        """What `call` gives, which changes nothing: it is repeated when a stage was lost and rebuilt."""
+        """Return the result of `call`, which must change nothing: it is repeated after a stage was lost and rebuilt."""
         return self.wait_for(self.supervisor.persist(lambda: call(self.pipeline_model)))
 
     @property
     def pipeline_model(self) -> PipelineModel:
-        """Over the crew as it is now."""
+        """The model over the current stage group."""
         return PipelineModel(self.supervisor.stage_group, self.pad_token_id)
 
     def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        """Let the loop do it."""
+        """Run `work` on the loop and wait for its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
 
 class PipelineOptimizer:
-    """See `PolicyOptimizer`. A batch during which a stage is lost is forgotten; the crew is whole again when that is told."""
+    """The `PolicyOptimizer` of a pipeline.
+
+    A batch during which a stage is lost is dropped. The error is raised once the stage is rebuilt.
+    """
 
     def __init__(self, config: TrainingSection, policy: PipelinePolicy) -> None:
         self._max_grad_norm = config.max_grad_norm
@@ -242,15 +247,15 @@ class PipelineOptimizer:
             self._policy.wait_for(self._policy.supervisor.stage_group.drop())
 
     def adapter_norm(self) -> None:
-        """See `PolicyOptimizer`: it would cost as much as a checkpoint."""
+        """See `PolicyOptimizer`. None, since reading it would cost as much as a checkpoint."""
         return
 
     def read(self) -> dict[str, torch.Tensor]:
-        """See `PolicyOptimizer`. Moments travel too, so it costs as much as a checkpoint."""
+        """See `PolicyOptimizer`. It transfers the moments too, so it costs as much as a checkpoint."""
         return self.state()["adapter"]
 
     def write(self, weights: Mapping[str, torch.Tensor], turned: Iterable[str] = ()) -> None:
-        """See `PolicyOptimizer`. Moments travel there and back."""
+        """See `PolicyOptimizer`. It transfers the moments in both directions."""
         odd = set(turned)
 
         def change(state: StageState) -> StageState:
@@ -262,9 +267,9 @@ class PipelineOptimizer:
         self._policy.wait_for(self._policy.supervisor.rewrite(change))
 
     def state(self) -> Tensors:
-        """See `PolicyOptimizer`: as a single process would save it, with `lr_factors` where a rebuilt stage has another one.
+        """See `PolicyOptimizer`. The state of a single process, plus `lr_factors` where a rebuilt stage has another one.
 
-        Raises CheckpointError rather than to give out an adapter that is not whole and finite.
+        Raises CheckpointError where the adapter is not complete and finite.
         """
         merged: Tensors = {"adapter": {}, "optimizer": {}}
         factors: dict[str, torch.Tensor] = {}
@@ -278,7 +283,9 @@ class PipelineOptimizer:
             for facts in self._policy.supervisor.stage_group.facts
             for name, s in facts.shapes.items()
         }
-        check_adapter(merged["adapter"], shapes)  # once more: what is written to disk is what the next start depends on
+        check_adapter(
+            merged["adapter"], shapes
+        )  # checked again, since the next start depends on what is written to disk
         return {**merged, "lr_factors": factors} if factors else merged
 
     def restore(self, tensors: Tensors, version: int) -> None:
@@ -288,7 +295,7 @@ class PipelineOptimizer:
         except StageLostError:
             raise
         except PipelineError as error:
-            raise CheckpointError(f"a checkpoint must fit the crew, got: {error}") from None
+            raise CheckpointError(f"a checkpoint must fit the pipeline, got: {error}") from None
         self._policy.version = version
 
 
@@ -299,7 +306,7 @@ def pipeline_policy(
     loop: asyncio.AbstractEventLoop,
     hash_cache: Any,
 ) -> PipelinePolicy:
-    """Tokenizer, lineage and ends of answers of the base; no weights. Raises PolicyError."""
+    """Make the policy from tokenizer, lineage and EOS ids of the base, without weights. Raises PolicyError."""
     tokenizer = load_tokenizer(base.folder)
     lineage = compute_lineage(
         base.folder, tokenizer, config.lora, adapter_targets(base.folder, config.lora), hash_cache
