@@ -232,7 +232,7 @@ def test_a_commit_ends_sessions_and_a_drop_does_not(pipeline_models: dict[str, P
     stage.drop(1)
     stage.decode(DecodeCommand(1, torch.ones(2, 1, 32)))
     stage.forward(ForwardCommand(2, 0, torch.ones(2, 4, 32)))
-    with pytest.raises(PipelineError, match="whole"):
+    with pytest.raises(PipelineError, match="complete"):
         stage.close_batch(CloseBatchCommand(2, 1, ()))
     stage.drop(2)
     with pytest.raises(PipelineError, match="open"):
