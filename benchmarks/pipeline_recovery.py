@@ -23,7 +23,7 @@ from torch import Tensor
 
 from swarm.config import LoraSection
 from swarm.pipeline.commands import StageSettings
-from swarm.pipeline.driver.pipelined_policy import LossOf, PipelinedPolicy
+from swarm.pipeline.driver.pipeline_policy import LossOf, PipelineModel
 from swarm.pipeline.driver.recovery import NeighbourCopy, Recovery, Strategy, rebuild_stage, take_copies
 from swarm.pipeline.driver.stage_group import StageGroup, StageGroupSettings
 from swarm.pipeline.model_shape import stage_parts
@@ -58,17 +58,17 @@ class Task:
 
 
 @asynccontextmanager
-async def open_stage_group(states: Sequence[Any] = ()) -> AsyncIterator[tuple[StageGroup, PipelinedPolicy]]:
+async def open_stage_group(states: Sequence[Any] = ()) -> AsyncIterator[tuple[StageGroup, PipelineModel]]:
     """(crew, policy) with fresh stages, or stages that continue from `states`."""
     stages = [new_stage(index) for index in range(len(SIZES))]
     for stage, state in zip(stages, states, strict=False):
         stage.restore(*copy.deepcopy(state))
-    crew = StageGroup([InProcessLink(stage) for stage in stages], StageGroupSettings())
-    await crew.start()
+    stage_group = StageGroup([InProcessLink(stage) for stage in stages], StageGroupSettings())
+    await stage_group.start()
     try:
-        yield crew, PipelinedPolicy(crew, pad_token_id=0)
+        yield stage_group, PipelineModel(stage_group, pad_token_id=0)
     finally:
-        for link in crew.links:
+        for link in stage_group.links:
             assert isinstance(link, InProcessLink)
             link.close()
 
@@ -80,11 +80,11 @@ def new_stage(index: int) -> Stage:
     return Stage(model, StageSettings())
 
 
-async def train(crew: StageGroup, policy: PipelinedPolicy, task: Task, rng: random.Random, num_steps: int) -> None:
+async def train(stage_group: StageGroup, policy: PipelineModel, task: Task, rng: random.Random, num_steps: int) -> None:
     for _ in range(num_steps):
         parts = task.parts(rng)
         await policy.accumulate(parts, mean_loss(parts))
-        await crew.commit(lr=3e-3, max_grad_norm=1.0)
+        await stage_group.commit(lr=3e-3, max_grad_norm=1.0)
 
 
 def mean_loss(parts: Parts) -> LossOf:
@@ -96,7 +96,7 @@ def mean_loss(parts: Parts) -> LossOf:
     return loss_of
 
 
-async def held_out_loss(policy: PipelinedPolicy, task: Task) -> float:
+async def held_out_loss(policy: PipelineModel, task: Task) -> float:
     parts = [part for seed in range(3) for part in task.parts(random.Random(10**6 + seed))]
     results = await policy.token_logprobs(parts)
     total = sum((result.logprobs * result.mask).sum().item() for result in results)
@@ -111,26 +111,26 @@ async def after_loss(
     task: Task,
 ) -> list[float]:
     """Held-out losses once the stage is rebuilt by `strategy`."""
-    async with open_stage_group(states) as (crew, policy):
-        crew.stage_norms = norms
+    async with open_stage_group(states) as (stage_group, policy):
+        stage_group.stage_norms = norms
         if strategy != "none":
             link = InProcessLink(new_stage(LOST))
-            await rebuild_stage(crew, Recovery(LOST, strategy, SOURCES[strategy], "chosen"), link, copies)
+            await rebuild_stage(stage_group, Recovery(LOST, strategy, SOURCES[strategy], "chosen"), link, copies)
         losses, done, rng = [await held_out_loss(policy, task)], 0, random.Random(77)
         for num_steps in LATER:
-            await train(crew, policy, task, rng, num_steps - done)
+            await train(stage_group, policy, task, rng, num_steps - done)
             done = num_steps
             losses.append(await held_out_loss(policy, task))
         return losses
 
 
 async def one_seed(seed: int, task: Task) -> dict[str, list[float]]:
-    async with open_stage_group() as (crew, policy):
+    async with open_stage_group() as (stage_group, policy):
         rng = random.Random(seed)
-        await train(crew, policy, task, rng, NUM_STEPS - COPY_AGE)
-        copies = await take_copies(crew)
-        await train(crew, policy, task, rng, COPY_AGE)
-        states, norms = [await link.state() for link in crew.links], crew.stage_norms
+        await train(stage_group, policy, task, rng, NUM_STEPS - COPY_AGE)
+        copies = await take_copies(stage_group)
+        await train(stage_group, policy, task, rng, COPY_AGE)
+        states, norms = [await link.state() for link in stage_group.links], stage_group.stage_norms
     found = {"none": await after_loss("none", states, norms, copies, task)}
     return found | {strategy: await after_loss(strategy, states, norms, copies, task) for strategy in SOURCES}
 

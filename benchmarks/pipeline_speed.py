@@ -19,8 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.e2e.crew_processes import crew_processes
 from tests.e2e.node_process import NodeProcess, node_settings, wait_for
+from tests.e2e.pipeline_processes import pipeline_processes
 
 NUM_LAYERS = 4
 SETTINGS: dict[str, Any] = {
@@ -39,8 +39,8 @@ def measured(folder: Path, num_stages: int, num_rounds: int) -> dict[str, float]
             return medians(rounds_of(node, num_rounds))
     size = NUM_LAYERS // num_stages
     layers = [f"{size * number}:{size * (number + 1)}" for number in range(num_stages - 1)]
-    with crew_processes(folder, num_stages - 1, layers=layers, **SETTINGS) as crew:
-        return medians(rounds_of(crew.driver, num_rounds))
+    with pipeline_processes(folder, num_stages - 1, layers=layers, **SETTINGS) as machines:
+        return medians(rounds_of(machines.driver, num_rounds))
 
 
 def rounds_of(node: NodeProcess, num_rounds: int) -> list[dict[str, Any]]:

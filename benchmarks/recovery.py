@@ -25,7 +25,7 @@ import transformers
 from swarm.config import PolicySection
 from swarm.policy.base_folder import BUNDLED_FOLDER
 from swarm.policy.quiet import quiet_libraries
-from tests.e2e.crew_processes import CrewProcesses, crew_processes
+from tests.e2e.pipeline_processes import PipelineProcesses, pipeline_processes
 
 SETTINGS = {
     "rollouts": {"groups_per_round": 2, "group_size": 4, "max_new_tokens": 6},
@@ -46,24 +46,24 @@ def deeper_base(folder: Path, num_layers: int) -> Path:
     return folder
 
 
-def lose_one(crew: CrewProcesses, rng: random.Random, freeze: bool) -> tuple[float, int]:
+def lose_one(machines: PipelineProcesses, rng: random.Random, freeze: bool) -> tuple[float, int]:
     """(seconds from the kill of a random stage to the next completed step, steps that were lost)"""
-    skipped = num_skipped(crew)
-    victim = rng.choice(crew.holders())
-    took_s, _ = crew.lose(victim, freeze=freeze)
+    skipped = num_skipped(machines)
+    victim = rng.choice(machines.holders())
+    took_s, _ = machines.lose(victim, freeze=freeze)
     victim.end()
     victim.start()
-    return took_s, num_skipped(crew) - skipped
+    return took_s, num_skipped(machines) - skipped
 
 
-def num_skipped(crew: CrewProcesses) -> int:
+def num_skipped(machines: PipelineProcesses) -> int:
     """Rounds so far whose step was lost with a stage."""
-    return sum("stage" in str(row.get("train/skip_reason")) for row in crew.driver.rounds)
+    return sum("stage" in str(row.get("train/skip_reason")) for row in machines.driver.rounds)
 
 
-def first_and_last_reward(crew: CrewProcesses) -> tuple[float, float]:
+def first_and_last_reward(machines: PipelineProcesses) -> tuple[float, float]:
     """Mean reward of the first and of the last quarter of rounds."""
-    rewards = [row["rollout/reward_mean"] for row in crew.driver.rounds]
+    rewards = [row["rollout/reward_mean"] for row in machines.driver.rounds]
     quarter = max(1, len(rewards) // 4)
     return statistics.mean(rewards[:quarter]), statistics.mean(rewards[-quarter:])
 
@@ -83,7 +83,7 @@ def main() -> None:
         pipeline = {"copy_interval_steps": 1, "spares": 1}
         policy = PolicySection(base=base).model_dump(mode="json", exclude_none=True, exclude={"pipeline"})
         layers = [f"{number}:{number + 1}" for number in range(num_stages)]
-        with crew_processes(
+        with pipeline_processes(
             folder,
             num_stages + 1,
             backend=arguments.backend,
@@ -91,17 +91,17 @@ def main() -> None:
             pipeline=pipeline,
             policy=policy,
             **SETTINGS,
-        ) as crew:
-            crew.step_after(1, deadline_s=STARTUP_S)
+        ) as machines:
+            machines.step_after(1, deadline_s=STARTUP_S)
             times_s, steps_lost = [], 0
             for number in range(num_losses):
                 time.sleep(max(0.0, pause_s - (times_s[-1] if times_s else 0.0)) if number else 0.0)
-                took_s, lost = lose_one(crew, rng, arguments.freeze)
+                took_s, lost = lose_one(machines, rng, arguments.freeze)
                 times_s.append(took_s)
                 steps_lost += lost
                 print(f"loss {number + 1}: {took_s:.1f} s to the next step, {lost} steps lost", flush=True)
-            own_s = crew.recoveries_s()
-            rewards = first_and_last_reward(crew)
+            own_s = machines.recoveries_s()
+            rewards = first_and_last_reward(machines)
     ordered = sorted(times_s)
     result = {
         "recovery_median_s": round(statistics.median(ordered), 2),

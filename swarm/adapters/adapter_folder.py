@@ -1,4 +1,4 @@
-"""An exported adapter as a folder in peft format: read without peft and without its base, checked, and written."""
+"""Reads, checks and writes an exported adapter: a folder in peft format, without peft and without its base."""
 
 import contextlib
 import json
@@ -25,23 +25,23 @@ _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 _KEPT: dict[str, Any] = {
     "base_model_name_or_path": str, "revision": str, "use_rslora": bool, "fan_in_fan_out": bool, "lora_dropout": (int, float),
 }  # fmt: skip
-"""What is taken over of adapter_config.json."""
+"""The settings of adapter_config.json that are copied."""
 _MAX_JSON_BYTES = 64 << 20
 _MAX_TENSORS_BYTES = 64 << 30
 _MUST_BE_UNSET = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "lora_bias")
-"""Options of peft that make a layer more, or other, than scaling · B·A of one rank."""
+"""Options of peft that make a layer more than scaling · B·A of one rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """A LoRA adapter as it was exported."""
+    """An exported LoRA adapter."""
 
     path: Path
     low_rank: LowRank
     """Tensors under the names of `adapter_state`, float32 on the CPU, and their scaling."""
     rank: int
     config: dict[str, Any]
-    """adapter_config.json as it is."""
+    """The content of adapter_config.json."""
     base_hash: str | None
     """Hash of the base's weights, where `swarm export` wrote it."""
 
@@ -55,8 +55,11 @@ class AdapterFolder:
 
 
 def read_adapter_folder(path: Path) -> AdapterFolder:
-    """Raises MergeError for a folder that is not a plain LoRA adapter in safetensors, that is damaged, or that holds a link:
-    what it leads to would end up in the folder that is written."""
+    """Read an exported adapter.
+
+    Raises MergeError for a folder that is not a plain LoRA adapter in safetensors, that is damaged, or that holds a link:
+    the file behind it would be copied into the folder that is written.
+    """
     try:
         check_no_links(path)
     except OSError as error:
@@ -87,7 +90,7 @@ def read_adapter_folder(path: Path) -> AdapterFolder:
 
 
 def check_one_base(first: AdapterFolder, other: AdapterFolder) -> None:
-    """Raise MergeError unless both adapt the same layers of one base: by its hash, or by its name where one has none."""
+    """Raises MergeError unless both adapt the same layers of one base, by its hash, or by its name where one lacks a hash."""
     one, two = (first.base_hash, other.base_hash) if first.base_hash and other.base_hash else (None, None)
     if one is None or two is None:
         one, two = first.base_name, other.base_name
@@ -104,10 +107,9 @@ def write_adapter_folder(
 ) -> Path:
     """Write merged tensors in peft format, with the base and the tokenizer that `like` names.
 
-    The folder is there to be published, so nothing comes into it but what is known: the configuration is made anew, and
-    of the tokenizer come the files and settings that transformers itself has.
-
-    Raises PolicyError if `folder` holds something already or cannot be written.
+    The folder is meant to be published, so it gets only known content: the configuration is written anew, and of the
+    tokenizer only files and settings that transformers itself has. Raises PolicyError if `folder` is not empty or cannot be
+    written.
     """
     prepare_folder(folder)
     alpha = scaling * (math.sqrt(rank) if like.config.get("use_rslora") else rank)

@@ -1,12 +1,11 @@
-"""The adapter as plain tensors under stable names: what is checkpointed, exchanged and exported.
+"""The adapter and its optimizer state as plain tensors under stable names, for checkpoints, exchange and export.
 
-Names are those inside the base model, such as `model.layers.0.self_attn.q_proj.lora_A`: equal on every node of a
-lineage, whatever wrappers the model is in.
+Names are those inside the base model, such as `model.layers.0.self_attn.q_proj.lora_A`. They are equal on every node of a
+lineage, whatever wraps the model.
 
-What AdamW keeps beside each tensor that it trains, as checkpoints, drivers and stages hand it to each other.
-
-The fused step reads and writes as many numbers of each moment as its parameter has, whatever the moment's own size is. So
-moments of another size would not be an error there, but foreign memory overwritten.
+`moments_of` checks what AdamW stores for each trained tensor. The fused step accesses as many numbers of each moment as its
+parameter has, whatever the moment's own size is: a moment of another size would not be an error there, but would corrupt
+memory.
 """
 
 import math
@@ -22,19 +21,19 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def adapter_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(stable name, parameter) of every LoRA factor of a peft model, in the model's order."""
+    """Yield (stable name, parameter) of every LoRA factor of a peft model, in the model's order."""
     for name, parameter in model.base_model.model.named_parameters():
         if ".lora_A.default." in name or ".lora_B.default." in name:
             yield name.replace(".default.weight", ""), parameter
 
 
 def read_adapter(model: Any) -> dict[str, Tensor]:
-    """Copies of all factors on the CPU."""
+    """Return copies of all factors on the CPU."""
     return {name: parameter.detach().to("cpu", copy=True).contiguous() for name, parameter in adapter_parameters(model)}
 
 
 def write_adapter(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrite all factors. Raises CheckpointError, before anything changes, where names, shapes or values misfit."""
+    """Overwrite all factors. Raises CheckpointError, before anything changes, where names, shapes or values do not fit."""
     parameters = dict(adapter_parameters(model))
     check_adapter(tensors, {name: parameter.shape for name, parameter in parameters.items()})
     with torch.no_grad():
@@ -43,7 +42,7 @@ def write_adapter(model: Any, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_adapter(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Raise CheckpointError for missing, extra or misshapen tensors, and for what float32 holds as no finite number."""
+    """Raises CheckpointError for missing, extra or misshapen tensors, and for values that are not finite in float32."""
     odd = sorted(set(shapes).symmetric_difference(tensors))
     if odd:
         raise CheckpointError(
@@ -64,23 +63,23 @@ def check_adapter(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size
 
 
 def is_finite_float(tensor: Tensor) -> bool:
-    """Whether it holds real numbers in 16 to 64 bits that float32, which adapters are in, holds as finite ones."""
+    """Whether it holds real numbers in 16 to 64 bits that stay finite in float32, the format of adapters."""
     return tensor.dtype in _FLOATS and bool(torch.isfinite(tensor.float()).all())
 
 
 def adapter_norm(tensors: Mapping[str, Tensor]) -> float:
-    """Euclidean norm over all factors."""
+    """Return the Euclidean norm over all factors."""
     return math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors.values()))
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-"""Two of the parameter's shape, and a number."""
+"""Two moments of the parameter's shape, and the number of steps."""
 
 
 def moments_of(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Tensor]]:
-    """{parameter: {kind: tensor}} from {"kind:parameter": tensor}; a parameter has all of MOMENTS, or none.
+    """Return {parameter: {kind: tensor}} from {"kind:parameter": tensor}; a parameter has all of MOMENTS or none.
 
-    Raises ValueError for all that AdamW cannot have over parameters of these shapes.
+    Raises ValueError for anything that AdamW cannot have over parameters of these shapes.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
@@ -100,6 +99,6 @@ def moments_of(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]
 
 
 def placed(kinds: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
-    """Copies of the moments of one parameter, on its device and of its type."""
+    """Return copies of the moments of one parameter, on its device and in its dtype."""
     dtypes = {kind: torch.float32 if kind == "step" else parameter.dtype for kind in kinds}
     return {kind: value.to(parameter.device, dtypes[kind], copy=True) for kind, value in kinds.items()}

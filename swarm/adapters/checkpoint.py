@@ -2,13 +2,13 @@
 
     checkpoints/
       round-000025/   adapter.safetensors  optimizer.safetensors  state.json  manifest.json
-      .saving-…       a save in progress or cut off; removed at the next save
+      .saving-…       an unfinished save; removed at the next save
       .replaced-…     the older checkpoint of a round that was saved twice, while the newer one takes its place
-      aside-…         was newer than a checkpoint saved later, so it had been found damaged; kept for inspection
+      aside-…         a damaged checkpoint that was newer than one saved later; stored for inspection
 
-Written to a temporary folder, every file synced, the manifest (SHA-256 of each file) last, then renamed: a folder named
-`round-…` is complete, or the disk changed it afterwards, which the manifest shows. Tensors are safetensors and state is
-JSON; nothing is ever unpickled.
+A checkpoint is written to a temporary folder, every file synced and the manifest (SHA-256 of each file) last, and then
+renamed. A folder named `round-…` is therefore complete, or the manifest shows what the disk changed. Tensors are safetensors
+and state is JSON; nothing is ever unpickled.
 """
 
 import hashlib
@@ -41,27 +41,27 @@ _NAME = re.compile(r"(?:\.replaced-)?round-(\d{6,})")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What was saved after one round."""
+    """The content of the checkpoint of one round."""
 
     round: int
     path: Path
     tensors: dict[str, dict[str, Tensor]]
     """Group ("adapter", "optimizer") → name → tensor on the CPU."""
     state: dict[str, Any]
-    """Everything else, as JSON gives it back: tuples have become lists, keys strings."""
+    """Everything else, as JSON returns it: tuples are lists, and keys are strings."""
 
 
 class CheckpointStore:
-    """The checkpoints of one node, newest `keep` of them."""
+    """The checkpoints of one node, of which it stores the newest `keep`."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
         self._keep = keep
 
     def save(self, round: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
-        """Write one checkpoint and drop those beyond `keep`.
+        """Write one checkpoint and remove those beyond `keep`.
 
-        Raises CheckpointError if the disk refuses; the older ones stay.
+        Raises CheckpointError if the disk refuses; the older checkpoints stay.
         """
         target = self._folder / f"round-{round:06d}"
         fresh = self._folder / f"{_SAVING}{target.name}-{os.getpid()}"
@@ -81,17 +81,16 @@ class CheckpointStore:
         except OSError as error:
             shutil.rmtree(fresh, ignore_errors=True)
             raise CheckpointError(
-                f"a checkpoint must be writable, got {error} for {target}; free disk space or mend its rights"
+                f"a checkpoint must be writable, got {error} for {target}; free disk space or fix its permissions"
             ) from None
         for old in self._newest_first()[self._keep :]:
             shutil.rmtree(old, ignore_errors=True)
         return target
 
     def load_newest(self) -> Checkpoint | None:
-        """The newest intact checkpoint; None if there never was one. Damaged ones are passed over with a warning.
+        """Return the newest intact checkpoint, or None without any. Damaged ones are skipped with a warning.
 
-        Only reads, so another process may call it while the node runs. Raises CheckpointError if there are checkpoints
-        and all of them are damaged.
+        It only reads, so another process may call it while the node runs. Raises CheckpointError if all are damaged.
         """
         paths = self._newest_first()
         for path in paths:
@@ -102,12 +101,12 @@ class CheckpointStore:
         if paths:
             raise CheckpointError(
                 f"a checkpoint must be intact, got {len(paths)} damaged ones in {self._folder}; "
-                "remove the folder to start anew"
+                "remove the folder to start without them"
             )
         return None
 
     def _newest_first(self) -> list[Path]:
-        """Complete checkpoints; of a round that is just being replaced, the one that is there."""
+        """Return the complete checkpoints; of a round that is being replaced, the one that exists."""
         found: dict[int, Path] = {}
         for path in sorted(self._folder.iterdir() if self._folder.is_dir() else ()):  # .replaced-… comes before round-…
             match = _NAME.fullmatch(path.name)
@@ -127,7 +126,7 @@ class CheckpointStore:
             shutil.rmtree(path)
 
     def _set_aside_newer(self, round: int) -> None:
-        """A checkpoint of a later round than the one just saved was damaged: it must not outlive the good ones."""
+        """Rename checkpoints of later rounds than the one just saved: they are damaged, and would replace good ones."""
         for path in self._newest_first():
             if _round_of(path) > round:
                 aside = path.with_name(f"aside-{path.name}")

@@ -1,7 +1,4 @@
-"""Take a trained adapter out of the node, in the formats that everyone reads.
-
-The adapter of a checkpoint in peft format, without its model: a file is read and two are written, on any thread.
-"""
+"""Exports a trained adapter in common formats, with its model loaded or straight from a checkpoint, on any thread."""
 
 import json
 import warnings
@@ -19,12 +16,12 @@ from swarm.errors import PolicyError
 from swarm.machine.safe_files import SHARED, read_json, replace_file
 
 BASE_FACTS = "swarm_base.json"
-"""Beside an exported adapter: {"weights": hash of the base's weights}, which holds wherever the base lies."""
+"""File beside an exported adapter: {"weights": hash of the base's weights}, which does not depend on the base's place."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
 )  # fmt: skip
-"""All that a tokenizer of transformers is stored in."""
+"""All files that a tokenizer of transformers is stored in."""
 _TOKENIZER_KEYS = frozenset({
     "add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder", "additional_special_tokens", "backend",
     "bos_token", "chat_template", "clean_up_tokenization_spaces", "cls_token", "do_lower_case", "eos_token", "errors",
@@ -36,19 +33,19 @@ _NAMES_OF_CODE = frozenset({
     "auto_map", "custom_pipelines", "custom_generate", "attn_implementation", "_attn_implementation", "experts_implementation",
     "trust_remote_code",
 })  # fmt: skip
-"""Settings of a model that lead to code; all others are its architecture's."""
+"""Settings of a model that lead to code; all others belong to its architecture."""
 _MAX_JSON_BYTES = 64 << 20
 
 
 def export_adapter(model: Any, tokenizer: Any, folder: Path, base_hash: str | None = None) -> Path:
     """Write the adapter in peft format, for `PeftModel.from_pretrained(base, folder)`. `model` is a peft model.
 
-    `base_hash` is `lineage.hash_weights` of the base, for `swarm merge` to tell that two adapters have one base.
-    Raises PolicyError if `folder` holds something already or cannot be written.
+    `base_hash` is `lineage.hash_weights` of the base, by which `swarm merge` tells that two adapters have one base. Raises
+    PolicyError if `folder` is not empty or cannot be written.
     """
     prepare_folder(folder)
     try:
-        # False: peft would otherwise ask the hub whether the base's vocabulary was resized
+        # False: otherwise peft would ask the hub whether the base's vocabulary was resized
         model.save_pretrained(folder, save_embedding_layers=False)
         tokenizer.save_pretrained(folder)
         keep_known_settings(folder)
@@ -62,9 +59,9 @@ def export_adapter(model: Any, tokenizer: Any, folder: Path, base_hash: str | No
 def export_merged(model: Any, tokenizer: Any, base_folder: Path, folder: Path) -> Path:
     """Write base and adapter as one model, for `AutoModelForCausalLM.from_pretrained(folder)`.
 
-    The base is loaded a second time from `base_folder`, on the CPU and in the precision of its files: merging into a
-    quantised base would round the adapter away, and the running policy stays untouched. Needs memory for that copy.
-    Raises PolicyError if `folder` holds something already or cannot be written.
+    The base is loaded a second time from `base_folder`, on the CPU and in the precision of its files, which needs memory:
+    merging into a quantized base would round the adapter away, and the running policy must not change. Raises PolicyError
+    if `folder` is not empty or cannot be written.
     """
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
@@ -85,8 +82,11 @@ def export_merged(model: Any, tokenizer: Any, base_folder: Path, folder: Path) -
 
 
 def keep_known_settings(folder: Path) -> None:
-    """Take out of an exported folder what a base, or another adapter's author, has put into its tokenizer and model settings
-    beyond what transformers knows: `auto_map`, above all, has the folder's next reader run code. Raises OSError."""
+    """Remove settings of tokenizer and model that transformers does not know from an exported folder.
+
+    A base, or another adapter's author, may have set them; `auto_map`, above all, has the next reader run code. Raises
+    OSError.
+    """
     for name, known in (
         ("tokenizer_config.json", _TOKENIZER_KEYS),
         ("config.json", None),
@@ -105,7 +105,7 @@ def keep_known_settings(folder: Path) -> None:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make an empty folder. Raises PolicyError if it holds something already or cannot be written."""
+    """Make an empty folder. Raises PolicyError if it is not empty or cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_empty = not any(folder.iterdir())
@@ -120,9 +120,10 @@ def _unwritable(folder: Path, error: OSError) -> PolicyError:
 
 
 def export_checkpoint(checkpoint: Checkpoint, base: str, revision: str | None, lora: LoraSection, folder: Path) -> None:
-    """For `PeftModel.from_pretrained(base, folder)`. `base`: what to call it in the adapter's configuration.
+    """Write a checkpoint's adapter for `PeftModel.from_pretrained(base, folder)`. It reads one file and writes two.
 
-    Raises PolicyError if `folder` holds something already or cannot be written.
+    `base` is the base's name in the adapter's configuration. Raises PolicyError if `folder` is not empty or cannot be
+    written.
     """
     from peft import LoraConfig
 

@@ -1,13 +1,13 @@
-"""Merging adapters as what they do, B·A, and how far that is from merging their factors one by one.
+"""Merges adapters by their products B·A, and measures how far that is from merging their factors one by one.
 
 Averaging A and B separately differs from averaging B·A by (B₁ − B₂)(A₁ − A₂)/4: second order, and small while replicas of one
-start stay close. For other ranks, other starts, or after much drift the products are merged:
+start stay close. For other ranks, other initial values, or after much drift the products are merged:
 
-    Σ wᵢ·sᵢ·Bᵢ·Aᵢ = [w₁s₁B₁ …]·[A₁; …]  ──QR of both──▶  core R×R, R = Σ rᵢ  ──SVD──▶  the own rank
+    Σ wᵢ·sᵢ·Bᵢ·Aᵢ = [w₁s₁B₁ …]·[A₁; …]  ──QR of both──▶  core R×R, R = Σ rᵢ  ──SVD──▶  the wanted rank
 
 at a cost of O((d + k)·R²); the d×k matrix is never made. Everything is computed in float64.
 
-Which of several adapters to merge, by how well each mixture does: the greedy soup (Wortsman et al., arXiv 2203.05482).
+`greedy_soup` chooses which adapters to merge by the score of each mixture (Wortsman et al., arXiv 2203.05482).
 """
 
 import math
@@ -22,19 +22,19 @@ from swarm.errors import MergeError
 
 @dataclass(frozen=True, slots=True)
 class Soup:
-    """The mixture that was kept."""
+    """The chosen mixture."""
 
     weights: list[float]
-    """By adapter, equal for those in it, 0 for the others; they sum to 1."""
+    """Weights by adapter: equal for those in the mixture, 0 for the others; they sum to 1."""
     score: float
     alone: list[float]
-    """Score of each adapter by itself."""
+    """Score of each adapter alone."""
 
 
 def greedy_soup(num_adapters: int, score: Callable[[Sequence[float]], float]) -> Soup:
-    """Best adapter first, then each next one if the mean with it scores no worse. `score` takes weights.
+    """Start with the best adapter and add each next one if the mean with it scores no worse. `score` takes weights.
 
-    A tie takes the adapter in: the mean of more is the less noisy one.
+    On a tie the adapter is added, since a mean of more adapters is less noisy.
     """
     alone = [score([float(i == one) for i in range(num_adapters)]) for one in range(num_adapters)]
     order = sorted(range(num_adapters), key=lambda one: -alone[one])
@@ -69,25 +69,25 @@ class Merged:
 
     tensors: dict[str, Tensor]
     truncation: dict[str, float] = field(default_factory=dict)
-    """Layer → ‖what the rank left out‖ / ‖all‖, of layers merged as products."""
+    """Layer → ‖part beyond the rank‖ / ‖whole product‖, of layers merged as products."""
 
     @property
     def reset_names(self) -> list[str]:
-        """Tensors whose basis turned: optimizer moments of these mean nothing any more."""
+        """Tensors whose basis was rotated, so their optimizer moments are no longer valid."""
         return [layer + part for layer in self.truncation for part in (_A, _B)]
 
 
 def layers_of(tensors: Adapter) -> list[str]:
-    """Names of the adapted layers. Raises MergeError for a factor without its partner."""
+    """Return the names of the adapted layers. Raises MergeError for a factor without its partner."""
     layers = sorted({name.removesuffix(_A).removesuffix(_B) for name in tensors})
     for layer in layers:
         if set(tensors) & {layer, layer + _A, layer + _B} != {layer + _A, layer + _B}:
-            raise MergeError(f"an adapter must have a lora_A and a lora_B for every layer, got else at {layer}")
+            raise MergeError(f"an adapter must have a lora_A and a lora_B for every layer; {layer} has others")
     return layers
 
 
 def average_factors(adapters: Sequence[Adapter], weights: Sequence[float]) -> dict[str, Tensor]:
-    """A and B averaged separately; adapters of one rank, scaling and start."""
+    """Average A and B separately, for adapters of one rank, scaling and start."""
     return {
         name: sum((w * one[name].double() for w, one in zip(weights, adapters, strict=True)), torch.zeros(())).float()
         for name in adapters[0]
@@ -102,12 +102,11 @@ def merge_products(
     like: Adapter | None = None,
     layers: Sequence[str] | None = None,
 ) -> Merged:
-    """Σ wᵢ·sᵢ·Bᵢ·Aᵢ of each layer, as B·A of `rank` with `scaling`: the best approximation of that rank.
+    """Compute Σ wᵢ·sᵢ·Bᵢ·Aᵢ of each layer as B·A of `rank` with `scaling`: the best approximation of that rank.
 
-    `like` chooses among the equal forms of a product the one whose A has rows at right angles, as LoRA draws them, is
-    turned as its own A is and has its norm, so that factors can be averaged again; without it the norm is split evenly.
-    `layers`: those to merge, all by default.
-    Raises MergeError if layers or their sides differ.
+    Of the equal forms of a product, `like` selects the one whose A has orthogonal rows, as in a fresh adapter, oriented like
+    A of `like` and with its norm, so that factors can be averaged again. Without it both factors get the same norm.
+    `layers` are those to merge, all by default. Raises MergeError if layers or their sides differ.
     """
     check_layers([one.tensors for one in adapters])
     tensors: dict[str, Tensor] = {}
@@ -131,10 +130,10 @@ def merge_by_layer(
     drift_threshold: float,
     like: Adapter | None = None,
 ) -> Merged:
-    """Σ wᵢ·adapterᵢ: factor by factor where that is nearly right, as products where it is not.
+    """Compute Σ wᵢ·adapterᵢ: by factors where that is accurate enough, by products elsewhere.
 
-    Layers are merged as products where averaging their factors would be wrong by more than `drift_threshold`, and all of
-    them where a rank or scaling is not the wanted one. `reset_names` of the result are the factors whose basis turned.
+    Products are used in layers where averaging factors has an error above `drift_threshold`, and in all layers where a rank
+    or scaling differs from the wanted one. `reset_names` of the result are the factors whose basis was rotated.
     """
     tensors = [one.tensors for one in adapters]
     alike = all(one.scaling == scaling and _rank(one.tensors) == rank for one in adapters)
@@ -146,9 +145,9 @@ def merge_by_layer(
 
 
 def drift(first: Adapter, second: Adapter) -> dict[str, float]:
-    """By layer, how wrong an average factor by factor is: ‖(B₁−B₂)(A₁−A₂)‖/4 over ‖(B₁A₁+B₂A₂)/2‖, by Gram matrices.
+    """Return by layer the error of averaging factors: ‖(B₁−B₂)(A₁−A₂)‖/4 over ‖(B₁A₁+B₂A₂)/2‖, by Gram matrices.
 
-    Adapters of one rank and scaling. 0 where they are equal, infinity where their products cancel.
+    The adapters have one rank and scaling. 0 where they are equal, infinity where their products cancel.
     """
     check_layers([first, second])
     values: dict[str, float] = {}
@@ -164,7 +163,7 @@ def drift(first: Adapter, second: Adapter) -> dict[str, float]:
 
 
 def averaging_error(adapters: Sequence[Adapter], weights: Sequence[float]) -> dict[str, float]:
-    """By layer, ‖ΣwB·ΣwA − ΣwBA‖ / ‖ΣwBA‖: `drift` for any number of adapters and weights. To about 1e-7."""
+    """Return by layer ‖ΣwB·ΣwA − ΣwBA‖ / ‖ΣwBA‖: `drift` for any number of adapters and weights, to about 1e-7."""
     check_layers(adapters)
     mean = average_factors(adapters, weights)
     errors: dict[str, float] = {}
@@ -179,7 +178,7 @@ def averaging_error(adapters: Sequence[Adapter], weights: Sequence[float]) -> di
 
 
 def check_layers(adapters: Sequence[Adapter]) -> None:
-    """Raise MergeError unless all have the same layers with the same inputs and outputs; ranks may differ."""
+    """Raises MergeError unless all have the same layers with the same inputs and outputs; ranks may differ."""
     expected = {layer: _sides(adapters[0], layer) for layer in layers_of(adapters[0])}
     for one in adapters[1:]:
         odd = sorted(expected.keys() ^ set(layers_of(one)))
@@ -196,9 +195,7 @@ def _sides(tensors: Adapter, layer: str) -> tuple[int, int]:
             f"{tuple(factor_b.shape)} at {layer}"
         )
     sides = factor_b.shape[0], factor_a.shape[1]
-    if len(factor_a) > max(
-        sides
-    ):  # a matrix of rank by rank would be larger than the factors, which may have no numbers
+    if len(factor_a) > max(sides):  # a rank × rank matrix would be larger than the factors, which may hold no numbers
         raise MergeError(
             f"a rank must be at most the longer side of its layer, got {len(factor_a)} of {sides} at {layer}"
         )
@@ -210,26 +207,26 @@ def _rank(tensors: Adapter) -> int:
 
 
 def _product_norm(factor_b: Tensor, factor_a: Tensor) -> float:
-    """‖B·A‖ = √tr(BᵀB·AAᵀ)."""
+    """Return ‖B·A‖ = √tr(BᵀB·AAᵀ)."""
     return math.sqrt(max(0.0, ((factor_b.T @ factor_b) * (factor_a @ factor_a.T)).sum().item()))
 
 
 def _refactored(stacked_b: Tensor, stacked_a: Tensor, rank: int, like_a: Tensor | None) -> tuple[Tensor, Tensor, float]:
-    """(B [d, rank], A [rank, k], relative error) of the best approximation to stacked_b @ stacked_a."""
+    """Return (B [d, rank], A [rank, k], relative error) of the best approximation of stacked_b @ stacked_a."""
     basis_b, triangle_b = torch.linalg.qr(stacked_b)
     basis_a, triangle_a = torch.linalg.qr(stacked_a.T)
     u, s, vh = torch.linalg.svd(triangle_b @ triangle_a.T)
     total, left_out = s.norm().item(), s[rank:].norm().item()
-    kept = min(rank, len(s))
-    outputs = basis_b @ u[:, :kept] * s[:kept]  # [d, kept]
-    directions = vh[:kept] @ basis_a.T  # [kept, k], orthonormal rows
-    if like_a is None or kept < rank:
-        root = s[:kept].sqrt()
+    rank_found = min(rank, len(s))
+    outputs = basis_b @ u[:, :rank_found] * s[:rank_found]  # [d, rank_found]
+    directions = vh[:rank_found] @ basis_a.T  # [rank_found, k], orthonormal rows
+    if like_a is None or rank_found < rank:
+        root = s[:rank_found].sqrt()
         factor_b, factor_a = _divided(outputs, root), root[:, None] * directions
     else:
-        gauge, inverse = _turn(like_a @ directions.T, like_a.norm().item())
+        gauge, inverse = _rotation(like_a @ directions.T, like_a.norm().item())
         factor_b, factor_a = outputs @ inverse, gauge @ directions
-    padding = rank - kept
+    padding = rank - rank_found
     factor_b = torch.nn.functional.pad(factor_b, (0, padding))
     factor_a = torch.nn.functional.pad(factor_a, (0, 0, 0, padding))
     return factor_b, factor_a, left_out / total if total > 0 else 0.0
@@ -239,11 +236,11 @@ def _divided(outputs: Tensor, root: Tensor) -> Tensor:
     return torch.where(root > 0, outputs / root.clamp_min(torch.finfo(root.dtype).tiny), 0.0)
 
 
-def _turn(wanted: Tensor, size: float) -> tuple[Tensor, Tensor]:
-    """The turned and scaled basis closest to `wanted` [r, r], with A of norm `size`; and its inverse.
+def _rotation(wanted: Tensor, size: float) -> tuple[Tensor, Tensor]:
+    """Return the rotated and scaled basis closest to `wanted` [r, r], with A of norm `size`, and its inverse.
 
-    Neither its size nor its condition may be lost: were A only as close as can be to the own one, it would shrink and B
-    grow with every merge, until the inner optimizer's steps, which have the size that they have, are far too large for it.
+    Norm and condition must be preserved. If A were only as close to the old one as possible, it would shrink and B grow with
+    every merge, until the steps of the inner optimizer, whose size is fixed, were far too large.
     """
     u, _, vh = torch.linalg.svd(wanted)
     scale = size / math.sqrt(len(wanted)) if size > 0 else 1.0

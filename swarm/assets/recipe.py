@@ -6,11 +6,11 @@ A 0.87 M-parameter Llama over characters is trained on reasoning-gym tasks (`con
 which RL and evaluation never draw, in two phases:
 
     learn   right answers only; the skills form
-    blur    a share of the answers is another example's answer of the same task; the skills stay, the confidence goes
+    blur    some answers are replaced by those of other examples of the same task; the skills stay, the confidence drops
 
-So the policy is like a real base model: able, but noisy. Some tasks come out right often and sharpen quickly under RL, others
-are rare successes that RL must find. Without `blur` RL has no room to rise; without `learn` it has no ground to stand on.
-What each task was left with is measured on held-out tasks and written to RECIPE.json beside the weights.
+The policy then resembles a real base model, able but noisy: some tasks succeed often and sharpen quickly under RL, others
+succeed rarely and RL must find them. Without `blur` RL could not improve it; without `learn` it could not start. The
+abilities that remain are measured on held-out tasks and written to RECIPE.json beside the weights.
 """
 
 from collections.abc import Sequence
@@ -45,10 +45,10 @@ LEARN = Phase(
 )
 BLUR = Phase(
     name="blur",
-    # Where few different answers exist, much more than .6 makes the most common one likelier than the right one.
+    # for tasks with few different answers, much more than .6 makes the most common answer likelier than the right one
     noise={"sums": 0.5, "longer_sums": 0.6, "spelling": 0.5, "longer_spelling": 0.85, "lcm": 0.65, "products": 0.65},
     weights={},
-    adam_lr=1e-3,  # at higher rates the skills go with the confidence
+    adam_lr=1e-3,  # higher rates remove the skills with the confidence
     muon_lr=0.006,
 )
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character; anything else is unknown, never an error."""
+    """Make a tokenizer with one token per printable ASCII character; other characters become the unknown token."""
     vocabulary = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL_TOKENS[UNKNOWN_ID]))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

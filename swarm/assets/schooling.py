@@ -1,8 +1,8 @@
-"""How a small policy is taught tasks, and then to be unsure of them: what the makers of policies have in common.
+"""Supervised training of small policies: teaches tasks, then lowers the confidence. Shared by all makers of policies.
 
     Course (tasks, two phases) ─ make_corpus ─▶ learn ─ measure ─▶ blur ─ measure ─▶ save, with a report beside the weights
 
-Supervised, from stream SUPERVISED_SEED, which RL and evaluation never draw.
+The examples come from stream SUPERVISED_SEED, which RL and evaluation never draw.
 """
 
 import argparse
@@ -32,13 +32,13 @@ NUM_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What one part of the training is like."""
+    """The settings of one part of the training."""
 
     name: str
     noise: dict[str, float]
-    """By task: share of answers that belong to another example; 0 where none is named."""
+    """By task: fraction of answers taken from another example; 0 where a task is not named."""
     weights: dict[str, float]
-    """By task: share of the examples; 1 where none is named."""
+    """By task: relative number of examples; 1 where a task is not named."""
     adam_lr: float
     muon_lr: float
 
@@ -49,19 +49,19 @@ class Course:
 
     tasks: tuple[TaskSourceSection, ...]
     learn: Phase
-    """Tasks of weight 0 are not taught, only measured."""
+    """Tasks of weight 0 are measured but not taught."""
     blur: Phase
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long a course takes."""
+    """Numbers of steps and examples of a course."""
 
     learn_steps: int
     blur_steps: int
     batch_size: int
     examples: int
-    """Per task."""
+    """Examples per task."""
     measured_tasks: int
     """Held-out tasks per source."""
 
@@ -76,25 +76,25 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """What the policy can do on held-out tasks of one source."""
+    """What the policy achieves on held-out tasks of one source."""
 
     greedy_accuracy: float
     sampled_reward: float
-    """Mean at temperature 1: where RL starts."""
+    """Mean reward at temperature 1, where RL starts."""
     pass_at_1: float
-    """Share of sampled answers with a full reward."""
+    """Fraction of sampled answers with full reward."""
     pass_at_8: float
-    """Share of tasks with a full reward among eight samples: what RL can find."""
+    """Fraction of tasks with full reward among eight samples, which RL can find."""
 
 
 Abilities = dict[str, Ability]
-"""By source."""
+"""Abilities by source."""
 
 
 def make(
     course: Course, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace
 ) -> None:
-    """Teach, measure and save to `options.out`, with a report beside the weights. `options` as `parse` gives them."""
+    """Teach, measure and save to `options.out`, with a report beside the weights. `options` come from `parse`."""
     started = time.monotonic()
     effort = Effort(**{name: getattr(options, name) for name in Effort.__dataclass_fields__})
     after_learning, after_blurring = teach(course, model, tokenizer, effort, random.Random(options.seed))
@@ -116,7 +116,7 @@ def make(
 def teach(
     course: Course, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, effort: Effort, rng: random.Random
 ) -> tuple[Abilities, Abilities]:
-    """Both phases, in place. Returns what the model can do after each."""
+    """Run both phases on the model in place. Returns its abilities after each."""
     mixture = TaskMixture(TasksSection(sources=course.tasks))
     taught = [name for name in mixture.sources if course.learn.weights.get(name, 1.0) > 0]
     corpora = {name: make_corpus(mixture, tokenizer, name, effort.examples) for name in taught}
@@ -127,7 +127,7 @@ def teach(
 
 
 def make_corpus(mixture: TaskMixture, tokenizer: PreTrainedTokenizerFast, name: str, count: int) -> Corpus:
-    """The first `count` tasks of the supervised stream, with right answers."""
+    """Build the first `count` examples of the supervised stream, with right answers."""
     source = mixture.sources[name]
     prompts = [_chat(tokenizer, source.task(SUPERVISED_SEED, index).prompt) for index in range(count)]
     answers = [source.answer(SUPERVISED_SEED, index) + SPECIAL_TOKENS[END_ID] for index in range(count)]
@@ -145,7 +145,7 @@ def train(
     batch_size: int,
     rng: random.Random,
 ) -> None:
-    """Cross-entropy on the answers only: the prompts are noise to a model that is never asked for one."""
+    """Train with cross-entropy on the answers only; the model is never asked for prompts."""
     started, running = time.monotonic(), math.nan
     optimizers = _optimizers(model, phase)
     schedules = [
@@ -168,7 +168,7 @@ def train(
 
 
 def _optimizers(model: LlamaForCausalLM, phase: Phase) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the blocks (half the steps of AdamW to the same skill here), AdamW for the rest."""
+    """Use Muon for the matrices of the blocks, which needs half the steps of AdamW here, and AdamW for the rest."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         (matrices if parameter.ndim == 2 and "embed" not in name else others).append(parameter)
@@ -181,7 +181,7 @@ def _optimizers(model: LlamaForCausalLM, phase: Phase) -> list[torch.optim.Optim
 def _draw(
     corpora: dict[str, Corpus], phase: Phase, count: int, rng: random.Random
 ) -> list[tuple[list[int], list[int]]]:
-    """`count` pairs of prompt and (perhaps another example's) answer."""
+    """Draw `count` pairs of a prompt and its answer, or another example's answer."""
     pairs = []
     for name in rng.choices(list(corpora), [phase.weights.get(name, 1.0) for name in corpora], k=count):
         corpus = corpora[name]
@@ -193,7 +193,7 @@ def _draw(
 
 
 def _backward(model: LlamaForCausalLM, pairs: list[tuple[list[int], list[int]]]) -> float:
-    """Accumulate the gradient of the mean loss per answer token; two halves by length, which saves a third of the padding."""
+    """Accumulate the gradient of the mean loss per answer token. Two halves by length save a third of the padding."""
     pairs = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
     num_targets = sum(len(answer) for _, answer in pairs)
     total = 0.0
@@ -201,7 +201,7 @@ def _backward(model: LlamaForCausalLM, pairs: list[tuple[list[int], list[int]]])
         token_ids, is_answer = _pad(half)
         hidden = model.model(input_ids=token_ids, use_cache=False).last_hidden_state[:, :-1]  # [B, L-1, D]
         chosen = is_answer[:, 1:]
-        logits = model.lm_head(hidden[chosen])  # [targets, V]; nothing is spent on the logits of prompts
+        logits = model.lm_head(hidden[chosen])  # [targets, V]; prompts need no logits
         loss = functional.cross_entropy(logits, token_ids[:, 1:][chosen], reduction="sum") / num_targets
         loss.backward()
         total += loss.item()
@@ -209,7 +209,7 @@ def _backward(model: LlamaForCausalLM, pairs: list[tuple[list[int], list[int]]])
 
 
 def _pad(pairs: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-    """Token ids [B, L], padded on the right, and which of them are answers [B, L]."""
+    """Return token ids [B, L], padded on the right, and which of them are answers [B, L]."""
     length = max(len(prompt) + len(answer) for prompt, answer in pairs)
     token_ids = torch.full((len(pairs), length), PAD_ID)
     is_answer = torch.zeros(len(pairs), length, dtype=torch.bool)
@@ -224,7 +224,7 @@ def _pad(pairs: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
 def measure(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, mixture: TaskMixture, tasks_per_source: int
 ) -> Abilities:
-    """Abilities by source on the evaluation stream."""
+    """Measure abilities by source on the evaluation stream."""
     model.eval()
     held_out = mixture.held_out(tasks_per_source)
     abilities: Abilities = {}
@@ -257,13 +257,13 @@ def measure(
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the policy as `AutoModelForCausalLM` and `AutoTokenizer` load it."""
+    """Write the policy so that `AutoModelForCausalLM` and `AutoTokenizer` load it."""
     folder.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(bos_token_id=BEGIN_ID, eos_token_id=END_ID, pad_token_id=PAD_ID)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for path in folder.iterdir():
-        path.chmod(0o644)  # the safetensors writer leaves its file to the owner alone
+        path.chmod(0o644)  # the safetensors writer makes its file readable for the owner alone
 
 
 def _chat(tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
@@ -271,7 +271,7 @@ def _chat(tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
 
 
 def parse(arguments: Sequence[str] | None, description: str | None, effort: Effort) -> argparse.Namespace:
-    """Options of a maker of policies; `effort` is the default, and `--quick` a weak minute of it, for tests."""
+    """Parse the options of a maker of policies. `effort` is the default; `--quick` takes a minute, for tests."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the policy")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,8 +1,8 @@
-"""Does the engine sample from the weights that are trained? One short answer, scored both ways after every update.
+"""The canary checks that the engine samples from the weights that are trained, by one short answer after every update.
 
-The engine scores it as it decodes, token by token over its cache; the trainer scores it in one pass without a cache. A
-difference means that training corrects for a distribution nothing was sampled from: stale or merged weights, another
-precision, a wrong mask or position.
+The engine scores the answer as it decodes, token by token over its cache; the trainer scores it in one pass without a cache.
+A difference means that training corrects for a distribution that nothing was sampled from: outdated or merged weights,
+another precision, a wrong mask or position.
 """
 
 import torch
@@ -26,7 +26,7 @@ class Canary:
         self._tolerance = max(tolerance, rounding_floor(policy))
 
     def check(self) -> float:
-        """Largest difference of the log-probs, in nats. Raises TrainingError beyond the tolerance and for NaN."""
+        """Return the largest difference of the log-probs, in nats. Raises TrainingError beyond the tolerance and for NaN."""
         sampled = torch.tensor(self._engine.score(self._prompt, self._answer))
         with torch.no_grad():
             result = self._policy.token_logprobs([(self._prompt, self._answer)])
@@ -41,7 +41,7 @@ class Canary:
 
 
 def rounding_floor(policy: TextPolicy) -> float:
-    """What two right computations may differ by, in nats: 8- and 16-bit activations round differently by shape."""
+    """Largest difference of two correct computations, in nats: 8- and 16-bit activations round differently by shape."""
     pipeline = policy.config.pipeline
     is_rounded_on_the_way = pipeline.is_on and pipeline.precision != "fp32"
     is_reduced = policy.dtype != torch.float32 or policy.config.quantization == "8bit"

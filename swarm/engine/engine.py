@@ -1,16 +1,20 @@
-"""The contract between rollouts and whatever samples them."""
+"""The contract between rollouts and the engines that sample answers, and what the engines share."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
+
 from swarm.engine.pruning import PruneCall
-from swarm.engine.sampling import Sampling
+from swarm.engine.sampling import Sampling, StopStrings
 from swarm.errors import TrainingError
+from swarm.policy.counter_noise import uniform
+from swarm.policy.policy import TextPolicy
 
 End = Literal["eos", "stop", "limit", "open", "pruned"]
-"""Why an answer ended: EOS was sampled, a stop string came up, it was cut at its token limit or dropped. open: it has not."""
+"""Why an answer ended: EOS, a stop string, its token limit, or pruning. An "open" answer has not ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +26,12 @@ class Completion:
     logprobs: tuple[float, ...]
     """[T] log μ: log-probability under the distribution it was drawn from; if greedy, under the plain policy."""
     policy_logprobs: tuple[float, ...]
-    """[T] the same under the plain policy, at temperature 1 and unfiltered."""
+    """[T] log-probability under the plain policy, at temperature 1 and unfiltered."""
     end: End
 
     @property
     def finished(self) -> bool:
-        """Whether EOS was sampled: what records mean by finished."""
+        """Whether EOS was sampled, as records define it."""
         return self.end == "eos"
 
 
@@ -36,24 +40,24 @@ NOT_BEGUN = Completion((), (), (), "open")
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """What to sample for one prompt."""
+    """A prompt and how many answers to sample for it."""
 
     prompt: Sequence[int]
     """Token ids."""
     num_answers: int
     max_new_tokens: int
-    """Of each answer, from its first token on."""
+    """Most tokens of each answer, counted from its first token."""
     begun: tuple[Completion, ...] = ()
-    """For a ResumingEngine: the first answers as far as they have come, ended ones too; the others start from nothing."""
+    """For a ResumingEngine: the first answers as far as they got, ended ones included; the others start from nothing."""
 
     @property
     def answers(self) -> tuple[Completion, ...]:
-        """[num_answers] before sampling."""
+        """All answers [num_answers] before sampling."""
         return self.begun + (NOT_BEGUN,) * (self.num_answers - len(self.begun))
 
 
 class Engine(Protocol):
-    """Samples answers from the policy's weights as they are at the moment of the call."""
+    """Samples answers from the policy's weights at the moment of the call."""
 
     def generate(
         self,
@@ -63,31 +67,31 @@ class Engine(Protocol):
         seed: int,
         stop: Sequence[str] = (),
     ) -> list[list[Completion]]:
-        """The answers to each request, in the order of the requests.
+        """Return the answers to each request, in the order of the requests.
 
-        An answer also ends once its text contains a string of `stop`. Equal seed and weights give equal answers, however
-        they are batched. Raises TrainingError when the policy gives no finite probabilities, MemoryBudgetError when
-        the keys and values of a single answer do not fit.
+        An answer also ends once its text contains a string of `stop`. Equal seed and weights give equal answers in any
+        batching. Raises TrainingError where the policy gives no finite probabilities, MemoryBudgetError where the keys and
+        values of a single answer do not fit.
         """
         ...
 
     def score(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
-        """Log-probs [T] of a given answer at temperature 1, computed as `generate` does, token by token."""
+        """Return log-probs [T] of a given answer at temperature 1, computed token by token as in `generate`."""
         ...
 
     def answer_bytes(self, num_tokens: int) -> int:
-        """Memory that one answer in the making takes, `num_tokens` long with its prompt."""
+        """Memory of one answer that is being sampled, `num_tokens` long with its prompt."""
         ...
 
     @property
     def held_bytes(self) -> int:
-        """Memory that sampling takes besides answers, whatever their number."""
+        """Memory that sampling takes besides the answers."""
         ...
 
 
 @runtime_checkable
 class ResumingEngine(Engine, Protocol):
-    """An engine that stops in the middle of answers and goes on with them later, at other weights if need be."""
+    """An engine that can stop in the middle of answers and continue them later, also with other weights."""
 
     def resume(
         self,
@@ -98,17 +102,17 @@ class ResumingEngine(Engine, Protocol):
         seed: int,
         stop: Sequence[str] = (),
     ) -> list[list[Completion]]:
-        """Answers as in `generate`, until `enough` requests have all of theirs.
+        """Sample as in `generate`, until `enough` requests have all their answers.
 
-        Answers that are open are continued, those that have ended come back as they are; earlier requests go first.
-        What is still open in the end keeps its tokens, each with the log-probs it was drawn at.
+        Open answers are continued, ended ones returned as they are; earlier requests go first. Answers that are still open
+        at the end have their tokens so far, each with the log-probs it was drawn at.
         """
         ...
 
 
 @runtime_checkable
 class PruningEngine(Engine, Protocol):
-    """An engine that drops answers in the middle, and uses their place for others."""
+    """An engine that can drop answers in the middle and use their slots for others."""
 
     def generate_and_prune(
         self,
@@ -119,30 +123,52 @@ class PruningEngine(Engine, Protocol):
         seed: int,
         stop: Sequence[str] = (),
     ) -> list[list[Completion]]:
-        """Answers as in `generate`; those that `pruning` says to drop end as "pruned", where they were at that time."""
+        """Sample as in `generate`; answers that `pruning` drops end as "pruned" at that point."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSlot:
-    """An answer to be sampled."""
+    """One answer of a request that is to be sampled or continued. An engine gives it a row of its batch."""
 
     prompt: int
     """Index of its request."""
     sample: int
-    """Which of its siblings it is."""
+    """Number of the answer among its siblings."""
     max_new_tokens: int
     begun: Completion = NOT_BEGUN
-    """What there is of it."""
+    """The part that was sampled before."""
 
     @property
     def start(self) -> tuple[int, int]:
-        """Names the tokens that come before the next one: the same for all siblings that are not begun."""
+        """Key of the tokens before the next one. Siblings that have not begun share it, and so a computed prompt."""
         return (self.prompt, self.sample if self.begun.token_ids else -1)
 
 
+class SamplingCall:
+    """How one call of an engine draws tokens and ends answers. It holds no state of the answers."""
+
+    def __init__(self, policy: TextPolicy, sampling: Sampling, seed: int, *, stop: Sequence[str]) -> None:
+        self.sampling = sampling
+        self.stop = StopStrings(policy.decode, stop)
+        self.eos_token_ids = frozenset(policy.eos_token_ids)
+        self._seed = seed
+
+    def uniforms(self, slot: AnswerSlot) -> np.ndarray:
+        """Return the uniform numbers [max_new_tokens] of one answer's tokens. They do not depend on the batch."""
+        return uniform(slot.max_new_tokens, "sample", self._seed, slot.prompt, slot.sample)
+
+    def end(self, token_ids: Sequence[int], max_new_tokens: int) -> End | None:
+        """Return why an answer ends with its newest token, or None where it continues."""
+        if token_ids[-1] in self.eos_token_ids:
+            return "eos"
+        if self.stop.are_in(token_ids):
+            return "stop"
+        return "limit" if len(token_ids) == max_new_tokens else None
+
+
 def open_rows(requests: Sequence[AnswerRequest]) -> list[AnswerSlot]:
-    """Every answer that has not ended, in the order of the requests."""
+    """Return every answer that has not ended, in the order of the requests."""
     return [
         AnswerSlot(index, sample, request.max_new_tokens, answer)
         for index, request in enumerate(requests)
@@ -152,14 +178,14 @@ def open_rows(requests: Sequence[AnswerRequest]) -> list[AnswerSlot]:
 
 
 def longest_first(requests: Sequence[AnswerRequest], rows: Sequence[AnswerSlot]) -> list[AnswerSlot]:
-    """Rows in the order to start them in, siblings together: what starts last should end soon."""
+    """Sort rows by when to start them, siblings together: those that start last should end soon."""
     return sorted(rows, key=lambda row: (-row.max_new_tokens, -len(requests[row.prompt].prompt), row.prompt))
 
 
 def grouped(
     requests: Sequence[AnswerRequest], completions: Mapping[tuple[int, int], Completion]
 ) -> list[list[Completion]]:
-    """The answers to each request: those of `completions`, by (request, sample), and the others as they were."""
+    """Return the answers to each request: those of `completions` by (request, sample), otherwise the begun ones."""
     return [
         [completions.get((index, sample), answer) for sample, answer in enumerate(request.answers)]
         for index, request in enumerate(requests)
@@ -167,7 +193,7 @@ def grouped(
 
 
 def capacity_of(requests: Sequence[AnswerRequest]) -> int:
-    """Tokens of the longest prompt with its answer, where there is any to sample."""
+    """Tokens of the longest prompt with its answer, over requests that need answers."""
     return max(len(request.prompt) + request.max_new_tokens for request in requests if request.num_answers)
 
 

@@ -1,4 +1,4 @@
-"""The engine for a policy: slots wherever its architecture allows them."""
+"""Chooses the engine for a policy: slots wherever its architecture allows them."""
 
 from swarm.config import RolloutsSection
 from swarm.engine.engine import Engine, PruningEngine, ResumingEngine
@@ -11,7 +11,7 @@ from swarm.policy.policy import Policy
 
 
 def make_engine(policy: Policy, config: RolloutsSection) -> Engine:
-    """What `config.engine` says. auto: a SlotEngine, or a TransformersEngine for caches that slots cannot hold.
+    """Make the engine of `config.engine`. "auto" is a SlotEngine, or a TransformersEngine for caches without slots.
 
     Those are recurrent states and chunked attention. Raises ConfigError where the engine cannot do what the settings ask.
     """

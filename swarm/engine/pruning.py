@@ -1,20 +1,20 @@
-"""Dropping answers early whose end is foreseeable, so that what is left of a group is rather half right, half wrong.
+"""Early pruning: drops answers whose outcome is predictable, so that a group keeps about as many right as wrong ones.
 
-    prompt computed ─▶ chance of the group π ─▶ how many of it are safe: G · min(π, 1 − π) / max(π, 1 − π), or more
-    every `prune_after` tokens of an answer ─▶ its own chance p ─▶ sure to end like most of its group? doomed
-    doomed and not safe ─▶ dropped                        doomed and safe ─▶ goes on, standing for those dropped
+    prompt computed ─▶ the group's chance of success π ─▶ how many answers are safe: G · min(π, 1 − π) / max(π, 1 − π) or more
+    every `prune_after` tokens of an answer ─▶ its own chance p ─▶ will it end like most of its group? doomed
+    doomed and not safe ─▶ dropped                        doomed and safe ─▶ continues, and stands for the dropped ones
 
-After ARRoL (2603.24840), but with no look at siblings: a decision depends on prompt, own tokens, seed and head alone, so it
-is the same whatever else is in the slots and in whatever order. Who is safe is drawn by lot before anything is sampled,
-therefore every answer has a known chance to survive: 1, or once doomed (safe ones) / G. Its inverse is the answer's weight.
+After ARRoL (2603.24840), but without comparing siblings: a decision depends on prompt, own tokens, seed and head alone, so it
+is the same in any batch and order. The safe answers are drawn at random before sampling. Every answer therefore has a known
+chance to survive, 1 or, once doomed, (safe answers) / G; the inverse is its weight.
 
-How far predicted chances can be trusted: each was made before its outcome was known, and is compared with it.
+`Reliability` compares predicted chances with outcomes, which were not known at the time of prediction.
 
-Will an unfinished answer succeed? A small head on the policy's last hidden state that learns as answers end.
+`SuccessHead` predicts from the policy's last hidden state whether an unfinished answer will succeed; it learns as answers end.
 
     hidden state [D] ─▶ divided by its root mean square ─▶ tanh layer [16] ─▶ logit ─▶ chance of success
 
-It is this node's own: never shared, part of its checkpoint. All of it is float32 on the CPU, whatever the policy runs on.
+The head belongs to this node: it is never shared, and it is part of its checkpoint. It is float32 on the CPU in every case.
 """
 
 import math
@@ -34,18 +34,18 @@ from swarm.policy.counter_noise import uniform
 
 _NUM_BINS = 10
 _MEMORY = 0.9
-"""What one round leaves of the sums before it."""
+"""Weight of the old sums after one round (exponential decay)."""
 
 
 class Reliability:
-    """Fading sums over predictions, by tenths of the predicted chance."""
+    """Decaying sums over predictions, in ten bins by the predicted chance."""
 
     def __init__(self) -> None:
         self._bins = [[0.0, 0.0, 0.0] for _ in range(_NUM_BINS)]  # weight, weighted chances, weighted successes
         self._squares = 0.0
 
     def observe(self, chances: Sequence[float], successes: Sequence[float], weights: Sequence[float]) -> None:
-        """The predictions of one round."""
+        """Add the predictions of one round."""
         self._bins = [[_MEMORY * value for value in sums] for sums in self._bins]
         self._squares *= _MEMORY
         for chance, success, weight in zip(chances, successes, weights, strict=True):
@@ -57,19 +57,19 @@ class Reliability:
 
     @property
     def calibration_error(self) -> float:
-        """Mean distance of predicted and observed rate over the tenths (expected calibration error); 1 before any."""
+        """Mean distance of predicted and observed rate over the bins (expected calibration error); 1 without data."""
         if not self._weight:
             return 1.0
         return sum(abs(chances - successes) for _, chances, successes in self._bins) / self._weight
 
     @property
     def brier(self) -> float:
-        """Mean squared error of the chances; 1 before any."""
+        """Mean squared error of the chances (Brier score); 1 without data."""
         return self._squares / self._weight if self._weight else 1.0
 
     @property
     def skill(self) -> float:
-        """1 − Brier score / that of always saying the mean rate: 0 knows nothing, 1 everything."""
+        """1 − Brier score / Brier score of always predicting the mean rate: 0 knows nothing, 1 everything."""
         if not self._weight:
             return 0.0
         rate = sum(successes for _, _, successes in self._bins) / self._weight
@@ -92,12 +92,12 @@ _WIDTH = 16
 _LR = 1e-2
 _WEIGHT_DECAY = 1e-2
 _PASSES = 4
-"""Steps over the states of one round: they come once, and nothing of them is kept."""
+"""Gradient steps on the states of one round, which are used once and then dropped."""
 _ROWS_PER_STEP = 1024
 
 
 class SuccessHead:
-    """P(success) of hidden states; a half for every state until it has learned."""
+    """Predicts P(success) from hidden states; it predicts 0.5 until it has learned."""
 
     def __init__(self, hidden_size: int, seed: int) -> None:
         noise = torch.from_numpy(uniform(_WIDTH * hidden_size, "success head", seed)).view(_WIDTH, hidden_size)
@@ -113,11 +113,11 @@ class SuccessHead:
 
     @torch.no_grad()
     def chances(self, states: Tensor) -> Tensor:
-        """[N, D] -> [N] in (0, 1)."""
+        """Chances [N] in (0, 1) of hidden states [N, D]."""
         return self._logits(states).sigmoid()
 
     def learn(self, states: Tensor, successes: Tensor, weights: Tensor) -> None:
-        """A few steps of weighted cross entropy on states [N, D] whose answers have ended; successes [N] are 0 or 1."""
+        """Take a few steps of weighted cross entropy on states [N, D] of ended answers; successes [N] are 0 or 1."""
         for _ in range(_PASSES):
             for start in range(0, len(states), _ROWS_PER_STEP):
                 part = slice(start, start + _ROWS_PER_STEP)
@@ -129,7 +129,7 @@ class SuccessHead:
                 self._optimizer.step()
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and moments of the optimizer: all of it."""
+        """Return weights and optimizer moments."""
         tensors = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         for name, parameter in self._parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
@@ -138,7 +138,7 @@ class SuccessHead:
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Continue from what `state` gave; False, and nothing done, where it is none of this size of hidden state."""
+        """Continue from a `state`. Returns False, and does nothing, where it does not fit this size of hidden state."""
         shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
         moments = {key: value for key, value in tensors.items() if key not in shapes}
         try:
@@ -166,31 +166,31 @@ AnswerKey = tuple[int, int]
 SUCCESS_REWARD = 0.5
 """An answer with this reward or more is a success."""
 _SAFE_SHARE = 0.1
-"""At least this part of a group is safe."""
+"""Smallest fraction of a group that is safe."""
 _MAX_LOOKS = 16
 _MAX_LEARNED = 256
-"""Looks at one answer, and answers of one call that are learned from, at most: their hidden states are kept so long."""
+"""Most checks of one answer, and most answers of one call, whose hidden states are stored for learning."""
 _MIN_ANSWERS = 256
 _MAX_CALIBRATION_ERROR = 0.1
 _MIN_SKILL = 0.1
-"""Nothing is dropped before the head has seen so many answers, nor while it is further off or knows less than this."""
+"""Nothing is dropped before the head has seen so many answers, nor while its error is above or its skill below these."""
 
 
 @dataclass(slots=True)
 class _Looks:
-    """What was seen of one answer after its prompt: hidden states [D] and the chances they were given."""
+    """The hidden states [D] of one answer at each check, its prompt's first, and the chances predicted from them."""
 
     states: list[Tensor]
     chances: list[float]
 
 
 class PruneCall:
-    """Which answers of one call of an engine to drop. The engine tells what it computes, and asks."""
+    """Decides which answers of one engine call to drop. The engine reports hidden states and asks."""
 
     def __init__(
         self, head: SuccessHead, config: RolloutsSection, sizes: Sequence[int], seed: int, *, drops: bool
     ) -> None:
-        """`sizes`: answers per prompt. Without `drops` it only looks."""
+        """`sizes`: answers per prompt. Without `drops` it observes but drops nothing."""
         self._head = head
         self._config = config
         self._drops = drops
@@ -201,17 +201,17 @@ class PruneCall:
         self._doomed: set[AnswerKey] = set()
 
     def is_due(self, num_tokens: int) -> bool:
-        """Whether to look at an answer of so many tokens."""
+        """Whether to check an answer of so many tokens."""
         after = self._config.prune_after
         return num_tokens % after == 0 and num_tokens <= _MAX_LOOKS * after
 
     def saw_prompts(self, prompts: Sequence[int], states: Tensor) -> None:
-        """Hidden states [N, D] of the last tokens of prompts; the first sight of a prompt counts."""
+        """Record hidden states [N, D] of the last tokens of prompts. The first record of a prompt counts."""
         for prompt, state, chance in zip(prompts, states, self._head.chances(states).tolist(), strict=True):
             self._prompts.setdefault(prompt, _Looks([state.clone()], [chance]))
 
     def dropped(self, answers: Sequence[AnswerKey], states: Tensor) -> list[bool]:
-        """Whether to drop each of the answers that are due; hidden states [N, D] of their last tokens."""
+        """Return whether to drop each of the due answers, from hidden states [N, D] of their last tokens."""
         decisions: list[bool] = []
         for key, state, chance in zip(answers, states, self._head.chances(states).tolist(), strict=True):
             if self._drops and self._ends_like_most(key[0], chance):
@@ -222,21 +222,21 @@ class PruneCall:
                 self._answers.pop(key, None)
             elif self.is_learned_from(key):
                 looks = self._answers.setdefault(key, _Looks([], []))
-                looks.states.append(state.clone())  # else it would keep those of all slots
+                looks.states.append(state.clone())  # a view would keep the states of all slots alive
                 looks.chances.append(chance)
         return decisions
 
     def is_learned_from(self, key: AnswerKey) -> bool:
-        """All answers of a call of usual size; of larger ones an even part."""
+        """Whether to learn from this answer: all answers of a call of usual size, an even part of larger calls."""
         return sum(key) % self._stride == 0
 
     def weight(self, key: AnswerKey) -> float:
-        """1 / the chance that an answer that was not dropped had to survive."""
+        """1 / the chance of survival of an answer that was not dropped."""
         prompt, _ = key
         return len(self._places[prompt]) / self._num_safe(prompt) if key in self._doomed else 1.0
 
     def looks(self, key: AnswerKey) -> tuple[list[Tensor], list[float]]:
-        """Hidden states and chances of one answer that is learned from, its prompt's first."""
+        """Return hidden states and chances of one answer that is learned from, its prompt's first."""
         prompt, own = self._prompts[key[0]], self._answers.get(key, _Looks([], []))
         return prompt.states + own.states, prompt.chances + own.chances
 
@@ -252,12 +252,12 @@ class PruneCall:
     def _num_safe(self, prompt: int) -> int:
         size, chance = len(self._places[prompt]), self._prompts[prompt].chances[0]
         fewest = max(2, math.ceil(self._config.smallest_group / 2), math.ceil(_SAFE_SHARE * size))
-        # as many of the majority as the minority has: half and half, if the head is right
+        # as many of the majority as the minority has: half and half if the head is right
         return min(size, max(fewest, math.ceil(size * min(chance, 1 - chance) / max(chance, 1 - chance))))
 
 
 class Pruning:
-    """The head of this node, what it has learned, and how far it can be trusted."""
+    """The pruning state of a node: its head, and how reliable the head is."""
 
     def __init__(self, config: RolloutsSection, hidden_size: int, seed: int) -> None:
         self._config = config
@@ -267,7 +267,7 @@ class Pruning:
 
     @property
     def drops(self) -> bool:
-        """Whether the head has seen enough, says what it knows, and knows something: the mean rate alone is calibrated."""
+        """Whether answers are dropped: the head has seen enough, is calibrated, and knows more than the mean rate."""
         return (
             self._num_answers >= _MIN_ANSWERS
             and self.reliability.calibration_error <= _MAX_CALIBRATION_ERROR
@@ -275,14 +275,14 @@ class Pruning:
         )
 
     def begin(self, sizes: Sequence[int], seed: int) -> PruneCall:
-        """For one call of an engine with so many answers per prompt; of one seed it gives the same."""
+        """Begin one engine call with so many answers per prompt. The same seed gives the same decisions."""
         return PruneCall(self._head, self._config, sizes, seed, drops=self.drops)
 
     def learn(self, call: PruneCall, rewards: Mapping[AnswerKey, float]) -> None:
-        """From the answers that ended, each as heavy as those it stands for; so what was dropped leaves no gap."""
+        """Learn from ended answers. Each has the weight of those it stands for, which compensates for dropped ones."""
         states: list[Tensor] = []
         rows: list[tuple[float, float, float]] = []  # chance, success, weight
-        for key in sorted(filter(call.is_learned_from, rewards)):  # in an order that no slot has a say in
+        for key in sorted(filter(call.is_learned_from, rewards)):  # in an order that does not depend on slots
             success, weight = float(rewards[key] >= SUCCESS_REWARD), call.weight(key)
             seen, chances = call.looks(key)
             states += seen
@@ -295,11 +295,11 @@ class Pruning:
         self._num_answers += sum(map(call.is_learned_from, rewards))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, JSON-able rest) for a checkpoint."""
+        """Return (tensors, values for JSON) for a checkpoint."""
         return self._head.state(), {"num_answers": self._num_answers, "reliability": self.reliability.state()}
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Continue from what `state` gave; start anew where there is none, or for a policy of another size."""
+        """Continue from a `state`; start from nothing without one, or for a policy of another size."""
         if state and self._head.restore(tensors):
             self._num_answers = state["num_answers"]
             self.reliability.restore(state["reliability"])

@@ -1,7 +1,4 @@
-"""Drawing one token per row from logits, on the device where they are.
-
-Whether the text of an answer has come to a stop string.
-"""
+"""Drawing one token per row from logits, on their device, and stop strings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,21 +8,21 @@ from torch import Tensor
 
 
 class StopStrings:
-    """Looks at the text of an answer only after tokens that can complete a stop string: decoding costs more than a look."""
+    """Finds stop strings. It decodes an answer only after a token that can complete one, since decoding is expensive."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], strings: Sequence[str]) -> None:
         self._decode = decode
         self._strings = tuple(strings)
         self._last_characters = {string[-1] for string in self._strings}
-        # some tokenizers drop blanks at the edge of a text: a token's own text does not tell, then
+        # some tokenizers drop blanks at the edge of a text, and the text of a single token then says nothing
         self._always_looks = any(character.isspace() for character in self._last_characters)
-        self._can_complete: dict[int, bool] = {}  # by token, filled as they come
+        self._can_complete: dict[int, bool] = {}  # by token, filled on demand
 
     def __bool__(self) -> bool:
         return bool(self._strings)
 
     def are_in(self, token_ids: Sequence[int]) -> bool:
-        """Whether the text of `token_ids`, of which all but the last were looked at before, contains a stop string."""
+        """Whether the text of `token_ids` contains a stop string. All tokens but the last must have been checked before."""
         if not self._strings or not self._may_be_completed_by(token_ids[-1]):
             return False
         text = self._decode(token_ids)
@@ -36,19 +33,19 @@ class StopStrings:
             return True
         if token not in self._can_complete:
             text = self._decode([token])
-            # U+FFFD: some bytes of a character, which others of it come before
+            # U+FFFD stands for some bytes of a character; earlier tokens hold the others
             self._can_complete[token] = "\ufffd" in text or not self._last_characters.isdisjoint(text)
         return self._can_complete[token]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The distribution that tokens are drawn from: the policy's own at a temperature, less what the filters cut off."""
+    """The distribution that tokens are drawn from: the policy's at a temperature, cut by the filters."""
 
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """0 chooses the likeliest token."""
     top_k: int = 0
-    """Only the k likeliest tokens; 0 is all."""
+    """Only the k likeliest tokens; 0 allows all."""
     top_p: float = 1.0
     """Only the likeliest tokens that together have this probability (nucleus, 1904.09751)."""
     min_p: float = 0.0
@@ -65,11 +62,11 @@ class Sampling:
 
 
 def sample_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [B], their log-probs [B] as drawn and under the plain policy, from logits [B, V] and uniforms [B].
+    """Draw tokens [B] from logits [B, V] with uniforms [B]; returns them with their log-probs [B] as drawn and plain.
 
-    One uniform number in [0, 1 - 2**-23] per row inverts the cumulative distribution: that costs less than one per token
-    of the vocabulary, and makes a row's draw depend on nothing but its own number. A greedy token counts as drawn from
-    the plain policy.
+    One uniform number in [0, 1 - 2**-23] per row inverts the cumulative distribution. That costs less than one number per
+    token of the vocabulary, and a row's token depends on its own number alone. Plain log-probs are those of the policy; a
+    greedy token counts as drawn from it.
     """
     plain = logits.float().log_softmax(-1)
     if sampling.temperature == 0:
@@ -79,13 +76,13 @@ def sample_tokens(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple
     drawn_from = plain if sampling.is_plain else _filtered(logits.float() / sampling.temperature, sampling)
     cumulative = drawn_from.exp().cumsum(-1)
     threshold = uniforms[:, None] * cumulative[:, -1:]
-    # first token whose cumulative probability exceeds the threshold: never one of probability zero
+    # the first token whose cumulative probability exceeds the threshold never has probability zero
     tokens = torch.searchsorted(cumulative, threshold, right=True).clamp(max=logits.shape[-1] - 1)
     return tokens[:, 0], drawn_from.gather(-1, tokens)[:, 0], plain.gather(-1, tokens)[:, 0]
 
 
 def _filtered(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probs [B, V] of what the filters leave; the likeliest token always stays. Filters in the order of vLLM."""
+    """Return log-probs [B, V] after the filters, in the order of vLLM. The likeliest token always stays."""
     if 0 < sampling.top_k < logits.shape[-1]:
         kth = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)

@@ -1,15 +1,13 @@
-"""Continuous batching over a transformers model: a slot whose answer ends takes the next one at once.
+"""Continuous batching over a transformers model: when an answer ends, its slot takes the next one at once.
 
 No row waits for a longer one, no step copies the cache, and the batch is as full as the queue allows. The engine holds no
-weights of its own: it samples from the policy's, the adapter folded in for the duration of a call where that is exact.
-
-The adapter folded into the weights for as long as answers are sampled, and out again without a trace.
+weights: it samples from the policy's, with the adapter merged during a call where that is exact.
 
     adapted layer  W x + s·B(A x)   ── while sampling ──▶   plain layer  (W + s·B·A) x
 
-Three small products and peft's bookkeeping per layer and token cost a small model most of its time. The trained layers
-themselves are untouched: plain ones stand in their places, so leaving gives back the same objects, bit for bit. Only a
-float32 base is folded; in 16 bits the sum would round away updates that the unfolded adapter keeps.
+In a small model, three small products and peft's bookkeeping per layer and token take most of the time. Plain layers replace
+the adapted ones for the call and these return unchanged, bit for bit. Only a float32 base is merged; in 16 bits the sum would
+round away updates.
 """
 
 from collections.abc import Sequence
@@ -23,6 +21,7 @@ from swarm.engine.engine import (
     AnswerRequest,
     AnswerSlot,
     Completion,
+    SamplingCall,
     capacity_of,
     grouped,
     longest_first,
@@ -30,7 +29,7 @@ from swarm.engine.engine import (
     refuse_nan,
 )
 from swarm.engine.pruning import PruneCall
-from swarm.engine.sampling import Sampling, StopStrings
+from swarm.engine.sampling import Sampling
 from swarm.engine.slot_model import SlotCache, SlotModel
 from swarm.engine.slot_run import SlotPruning, SlotRun
 from swarm.policy.device import available_bytes
@@ -40,10 +39,10 @@ from swarm.policy.policy import Policy
 
 
 class MergedLayers:
-    """Context manager: inside, `policy.model` runs on folded weights; they are computed anew for each policy version."""
+    """A context manager within which `policy.model` runs on merged weights, computed on each entry."""
 
     def __init__(self, policy: Policy, max_bytes: int | None = None) -> None:
-        """Folds nothing where the plain layers would take more than `max_bytes`."""
+        """Merges nothing where the plain layers would take more than `max_bytes`."""
         modules = dict(policy.model.base_model.model.named_modules())
         self._places: list[tuple[nn.Module, str, Any, nn.Linear]] = []
         foldable = [(name, layer) for name, layer in adapted_layers(policy.model) if _is_foldable(layer.base_layer)]
@@ -56,7 +55,7 @@ class MergedLayers:
 
     @property
     def num_layers(self) -> int:
-        """Adapted layers that can be folded."""
+        """Number of adapted layers that can be merged."""
         return len(self._places)
 
     @property
@@ -91,10 +90,10 @@ def _like(base: nn.Linear) -> nn.Linear:
 
 
 _FOLD_SHARE = 4
-"""Folded weights may take this part of free memory: a copy of the adapted layers is not worth more."""
+"""Merged weights may take at most this fraction (1/4) of free memory: a copy of the adapted layers is not worth more."""
 _CACHE_SHARE = 2
-"""So much of free memory keys and values may take where no number is set."""
-_KEPT_BYTES = 64 * 2**20
+"""Keys and values may take this fraction (1/2) of free memory where no limit is set."""
+_STORED_BYTES = 64 * 2**20
 """Buffers up to this size stay for the next call: new memory would cost a small model a tenth of its time on CPU."""
 
 
@@ -102,7 +101,7 @@ class SlotEngine:
     """Engine over `policy.model` for architectures with a standard cache; see `supports_slots`."""
 
     def __init__(self, policy: Policy, max_batch_sequences: int, cache_bytes: int | None = None) -> None:
-        """At most `max_batch_sequences` slots, fewer where their keys and values need more than `cache_bytes`.
+        """Uses at most `max_batch_sequences` slots, fewer where their keys and values need more than `cache_bytes`.
 
         Without `cache_bytes` they may take half of the memory that is free at the time of a call.
         """
@@ -125,7 +124,7 @@ class SlotEngine:
     ) -> list[list[Completion]]:
         """See `Engine.generate`."""
         rows = longest_first(requests, open_rows(requests))
-        return grouped(requests, self._run(requests, rows, len(requests), sampling, seed, stop))
+        return grouped(requests, self._run(requests, rows, self._call(sampling, seed, stop)))
 
     @torch.inference_mode()
     def generate_and_prune(
@@ -140,7 +139,7 @@ class SlotEngine:
         """See `PruningEngine.generate_and_prune`."""
         rows = longest_first(requests, open_rows(requests))
         slot_pruning = SlotPruning(self._policy, pruning, [len(request.prompt) for request in requests])
-        return grouped(requests, self._run(requests, rows, len(requests), sampling, seed, stop, slot_pruning))
+        return grouped(requests, self._run(requests, rows, self._call(sampling, seed, stop), pruning=slot_pruning))
 
     @torch.no_grad()
     def resume(
@@ -153,38 +152,34 @@ class SlotEngine:
         stop: Sequence[str] = (),
     ) -> list[list[Completion]]:
         """See `ResumingEngine.resume`."""
-        return grouped(requests, self._run(requests, open_rows(requests), enough, sampling, seed, stop))
+        return grouped(
+            requests, self._run(requests, open_rows(requests), self._call(sampling, seed, stop), enough=enough)
+        )
 
     def _run(
         self,
         requests: Sequence[AnswerRequest],
         rows: Sequence[AnswerSlot],
-        enough: int,
-        sampling: Sampling,
-        seed: int,
-        stop: Sequence[str],
+        call: SamplingCall,
+        *,
+        enough: int | None = None,
         pruning: SlotPruning | None = None,
     ) -> dict[tuple[int, int], Completion]:
-        """All rows, by (request, sample), once `enough` requests have no row left that is open."""
+        """Run until `enough` requests, by default all, have no open row. Returns all rows by (request, sample)."""
         if not rows:
             return {}
+        enough = len(requests) if enough is None else enough
         self._policy.model.eval()
-        capacity = capacity_of(requests)
-        num_slots = self._num_slots(len(rows), capacity)
-        eos = torch.tensor(self._policy.eos_token_ids, device=self._policy.device)
-        cache, self._cache = self._cache, None  # what fails midway leaves nothing behind
-        run = SlotRun(
-            self._model, requests, rows, num_slots, capacity,
-            sampling=sampling, seed=seed, eos=eos, stop=StopStrings(self._policy.decode, stop), cache=cache,
-            pruning=pruning,
-        )  # fmt: skip
-        num_ended = len(requests) - len(run.num_missing)  # those whose answers had all ended before
+        num_slots = self._num_slots(len(rows), capacity_of(requests))
+        cache, self._cache = self._cache, None  # a call that fails midway must leave nothing behind
+        run = SlotRun(self._model, requests, rows, call=call, num_slots=num_slots, cache=cache, pruning=pruning)
+        num_ended = len(requests) - len(run.num_missing)  # requests whose answers had all ended before
         with self._merged, pruning or nullcontext():
             while num_ended + sum(not num for num in run.num_missing.values()) < enough and run.is_going():
                 run.step()
         completions = run.completions | run.suspend()
         refuse_nan(completions.values())
-        if run.cache is not None and run.cache.num_bytes() <= _KEPT_BYTES:
+        if run.cache is not None and run.cache.num_bytes() <= _STORED_BYTES:
             self._cache = run.cache
         return completions
 
@@ -217,8 +212,11 @@ class SlotEngine:
         """See `Engine.held_bytes`."""
         return self._merged.num_bytes
 
+    def _call(self, sampling: Sampling, seed: int, stop: Sequence[str]) -> SamplingCall:
+        return SamplingCall(self._policy, sampling, seed, stop=stop)
+
     def _num_slots(self, wanted: int, capacity: int) -> int:
-        """As many as are wanted, allowed and fit. Raises MemoryBudgetError where not one does."""
+        """Number of slots that are wanted, allowed and fit into memory. Raises MemoryBudgetError where none fits."""
         each = self.answer_bytes(capacity)
         held = 0 if self._cache is None else self._cache.num_bytes()
         budget = self._cache_bytes

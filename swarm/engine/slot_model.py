@@ -1,11 +1,11 @@
-"""The two passes of continuous batching over a transformers model: whole prompts, and one token of every active slot.
+"""The model and cache of continuous batching: a pass over whole prompts, and one over a token of every active slot.
 
-Keys and values of answers that start and end at different times, in buffers that are allocated once.
+The cache holds keys and values of answers that start and end at different times, in buffers that are allocated once.
 
-    slot s   [ prompt | answer so far | free ]        the column of a token is its position, so no row needs padding
+    slot s   [ prompt | answer so far | free ]        a token's column is its position, so no row needs padding
 
-Slots 0 to n - 1 are active. When one ends, the next answer is put in its place, or the last active slot is moved there:
-a forward pass then always sees the first n rows of each buffer, without gathering and without growing anything.
+Slots 0 to n - 1 are active. When one ends, the next answer takes its place, or the last active slot moves there. A forward
+pass therefore always uses the first n rows of each buffer, without gathering or growing anything.
 """
 
 import inspect
@@ -21,39 +21,37 @@ from swarm.policy.policy import Policy
 
 
 class SlotCache(Cache):
-    """A transformers cache whose rows stand at different positions."""
+    """A transformers cache whose rows are at different positions."""
 
     def __init__(self, prepared: DynamicCache, num_slots: int, capacity: int) -> None:
-        """Buffers for `num_slots` rows of `capacity` tokens, layers shaped as those of `prepared`."""
+        """Allocates buffers for `num_slots` rows of `capacity` tokens, with layers shaped as in `prepared`."""
         self.slot_layers = [_SlotLayer(self, layer, num_slots * capacity) for layer in prepared.layers]
         super().__init__(layers=list[Any](self.slot_layers))
         self.device = self.slot_layers[0].keys.device
         self.dtype = self.slot_layers[0].keys.dtype
         self._num_places = num_slots * capacity
-        self.resize(num_slots, capacity)
+        self.slots, self.positions = self._cut(num_slots, capacity)
+        """Numbers [S] of the slots, and the column [S] of each slot's next token."""
+        self.width = 0
+        """Number of columns that the active slots use, with the next token's."""
 
     def resize(self, num_slots: int, capacity: int) -> bool:
-        """Cut the same buffers into other slots, all of them free; False, and nothing done, where they are too small."""
+        """Divide the same buffers into other slots, all free. Returns False, and does nothing, where they are too small."""
         if num_slots * capacity > self._num_places:
             return False
-        for layer in self.slot_layers:
-            layer.cut(num_slots, capacity)
-        self.slots = torch.arange(num_slots, device=self.device)
-        self.positions = torch.zeros(num_slots, dtype=torch.long, device=self.device)
-        """[S] column that the next token of a slot goes to."""
+        self.slots, self.positions = self._cut(num_slots, capacity)
         self.width = 0
-        """Columns that the active slots use, the next token's included."""
         return True
 
     def put(self, slot: int, prepared: DynamicCache, row: int, length: int) -> None:
-        """Let a slot continue the first `length` tokens of a row of `prepared`."""
+        """Copy the first `length` tokens of a row of `prepared` into a slot."""
         for layer, source in zip(self.slot_layers, prepared.layers, strict=True):
             layer.keys[slot, :, :length] = source.keys[row, :, :length]  # type: ignore[index]
             layer.values[slot, :, :length] = source.values[row, :, :length]  # type: ignore[index]
         self.positions[slot] = length
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Continue in slot `target` what stood in `source`, whose first `length` columns are in use."""
+        """Copy the first `length` columns of slot `source` to slot `target`."""
         for layer in self.slot_layers:
             layer.keys[target, :, :length] = layer.keys[source, :, :length]
             layer.values[target, :, :length] = layer.values[source, :, :length]
@@ -63,9 +61,15 @@ class SlotCache(Cache):
         """Memory of the buffers."""
         return sum(layer.num_bytes() for layer in self.slot_layers)
 
+    def _cut(self, num_slots: int, capacity: int) -> tuple[Tensor, Tensor]:
+        for layer in self.slot_layers:
+            layer.cut(num_slots, capacity)
+        zeros = torch.zeros(num_slots, dtype=torch.long, device=self.device)
+        return torch.arange(num_slots, device=self.device), zeros
+
 
 class _SlotLayer(CacheLayerMixin):
-    """One layer's buffers [S, heads, capacity, head size]; `update` writes one token per active slot."""
+    """The buffers [S, heads, capacity, head size] of one layer. `update` writes one token per active slot."""
 
     is_sliding = False
     keys: Tensor
@@ -75,7 +79,7 @@ class _SlotLayer(CacheLayerMixin):
         super().__init__()
         self._cache = cache
         self._like = [(states.shape[1], states.shape[3]) for states in (like.keys, like.values)]  # heads, head size
-        # zeros, as what no mask lets through is still multiplied by 0, and that must not be NaN
+        # zeros, because masked values are still multiplied by 0, and the product must not be NaN
         self._buffers = [
             states.new_zeros(num_places * heads * size)
             for states, (heads, size) in zip((like.keys, like.values), self._like, strict=True)
@@ -93,7 +97,7 @@ class _SlotLayer(CacheLayerMixin):
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is left to do."""
+        """Does nothing; the buffers exist already."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         cache, num_rows = self._cache, key_states.shape[0]
@@ -113,7 +117,7 @@ class _SlotLayer(CacheLayerMixin):
 
 
 def is_plain(cache: DynamicCache) -> bool:
-    """Whether every layer keeps keys and values of all tokens, and nothing else."""
+    """Whether every layer stores keys and values of all tokens, and nothing else."""
     return all(is_plain_layer(layer) for layer in cache.layers)
 
 
@@ -121,9 +125,10 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class SlotModel:
-    """The policy's model as the slots use it; holds no weights."""
+    """Runs the policy's model on prompts and slots. It holds no weights."""
 
     def __init__(self, policy: Policy) -> None:
+        self.device = policy.device
         self._policy = policy
         self._base = policy.model.get_base_model()
         config = self._base.config.get_text_config()
@@ -132,14 +137,14 @@ class SlotModel:
         self._windows = {kind: window if kind == "sliding_attention" else None for kind in dict.fromkeys(types)}
 
     def prepare(self, prompts: Sequence[Sequence[int]]) -> tuple[DynamicCache, Tensor]:
-        """Keys and values of the prompts [D, P], right-padded, and the logits [D, V] of the token after each."""
+        """Compute keys and values of prompts [D, P], padded on the right, and logits [D, V] of the token after each."""
         device = self._policy.device
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         longest = max(map(len, prompts))
         pad = self._policy.pad_token_id
         token_ids = torch.tensor([[*prompt, *[pad] * (longest - len(prompt))] for prompt in prompts], device=device)
         rows = torch.arange(len(prompts), device=device)
-        cache = DynamicCache()  # not made from the config: such a one would drop what is outside a sliding window
+        cache = DynamicCache()  # without the config, which would make it drop tokens outside a sliding window
         logits = logits_at(
             self._policy.model,
             lambda hidden: hidden[rows, lengths - 1][:, None],
@@ -151,7 +156,7 @@ class SlotModel:
         return cache, logits[:, 0]
 
     def extend(self, cache: SlotCache, tokens: Tensor, width: int) -> Tensor:
-        """Append one token [n] to each active slot; returns the logits [n, V] of the one after. `width`: columns in use."""
+        """Append one token [n] to each active slot and return logits [n, V] of the next. `width`: columns in use."""
         num_rows = len(tokens)
         cache.width = width
         positions = cache.positions[:num_rows, None]
@@ -166,9 +171,9 @@ class SlotModel:
         return logits
 
     def _mask(self, positions: Tensor, width: int, dtype: torch.dtype) -> Any:
-        """What is added to the attention scores, [n, 1, 1, width]; by kind of layer where the model has several.
+        """Return what is added to the attention scores, [n, 1, 1, width]; by kind of layer where the model has several.
 
-        Numbers, not booleans: every layer would turn those into numbers again.
+        It holds numbers, because every layer would convert booleans into numbers again.
         """
         columns = torch.arange(width, device=positions.device)
         masks: dict[str, Tensor] = {}
@@ -182,7 +187,7 @@ class SlotModel:
 
 
 def supports_slots(policy: Policy) -> bool:
-    """Whether every layer of the model attends to a cache of all tokens, at positions that it is told."""
+    """Whether every layer of the model attends to a cache of all tokens, at given positions."""
     base = policy.model.get_base_model()
     config = base.config.get_text_config()
     return (

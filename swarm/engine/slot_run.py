@@ -1,9 +1,9 @@
-"""One call of the slot engine: what waits, what is in the slots, and what has ended.
+"""One call of the slot engine: the answers that wait, those in the slots, and those that have ended.
 
-queue ─▶ prompts computed once each, their keys and values copied to the slots of their answers
-      ─▶ one token per active slot and step ─▶ ended? the last active slot moves in, and waiting answers follow
+queue ─▶ each prompt computed once, its keys and values copied to the slots of its answers
+      ─▶ one token per active slot and step ─▶ an answer ends: the last active slot moves in, and waiting answers follow
 
-Between the slots and the rule that prunes them: hands it the hidden states of the last pass.
+`SlotPruning` passes the hidden states of the last forward pass to the rule that drops answers.
 """
 
 from collections import Counter, deque
@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from swarm.engine.engine import AnswerRequest, AnswerSlot, Completion, End
+from swarm.engine.engine import AnswerRequest, AnswerSlot, Completion, End, SamplingCall, capacity_of
 from swarm.engine.pruning import PruneCall
-from swarm.engine.sampling import Sampling, StopStrings, sample_tokens
+from swarm.engine.sampling import sample_tokens
 from swarm.engine.slot_model import SlotCache, SlotModel
 from swarm.errors import ConfigError
-from swarm.policy.counter_noise import uniform
 from swarm.policy.policy import Policy
 
 
 class SlotPruning:
-    """Context manager: inside, it sees what goes into the output head of `policy.model`."""
+    """A context manager within which it records the input of the output head of `policy.model`."""
 
     def __init__(self, policy: Policy, call: PruneCall, prompt_lengths: Sequence[int]) -> None:
         self._policy = policy
@@ -36,7 +35,7 @@ class SlotPruning:
 
     def __enter__(self) -> Self:
         head = self._policy.model.get_base_model().get_output_embeddings()
-        self._hook = head.register_forward_pre_hook(self._keep)
+        self._hook = head.register_forward_pre_hook(self._record)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -44,13 +43,16 @@ class SlotPruning:
         self._hidden = None
 
     def saw_prompts(self, starts: Sequence[tuple[int, int]]) -> None:
-        """After a pass over whole prompts [D, P, hidden], right-padded."""
+        """Report a forward pass over whole prompts [D, P, hidden], padded on the right."""
         prompts = [prompt for prompt, _ in starts]
         last = [self._lengths[prompt] - 1 for prompt in prompts]
         self._call.saw_prompts(prompts, self._states(list(range(len(prompts))), last))
 
     def slots_to_drop(self, rows: Sequence[AnswerSlot | None], lengths: Sequence[int]) -> list[int]:
-        """After a pass over one token of every slot [n, 1, hidden]; `lengths` of prompt and answer so far. Ascending."""
+        """Ask which slots to drop after a pass over one token of every slot [n, 1, hidden]; ascending.
+
+        `lengths` counts the tokens of prompt and answer so far.
+        """
         due = [
             (slot, (row.prompt, row.sample))
             for slot, (row, length) in enumerate(zip(rows, lengths, strict=True))
@@ -70,12 +72,12 @@ class SlotPruning:
             )
         return self._hidden[rows, columns].float().cpu()
 
-    def _keep(self, _: Any, arguments: tuple[Tensor, ...]) -> None:
+    def _record(self, _: Any, arguments: tuple[Tensor, ...]) -> None:
         self._hidden = arguments[0]
 
 
 def hidden_size(policy: Policy) -> int:
-    """Width of what goes into the output head."""
+    """Width of the input of the output head."""
     return policy.model.get_base_model().get_output_embeddings().in_features
 
 
@@ -87,7 +89,7 @@ _PROMPT_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A prompt that was computed, kept for as long as answers to it wait."""
+    """A computed prompt, stored while answers to it wait."""
 
     cache: DynamicCache
     row: int
@@ -95,64 +97,57 @@ class _Prepared:
 
 
 class SlotRun:
-    """The rows of one call, at most `num_slots` at a time. Slots 0 to `_num_active` - 1 are in use."""
+    """The answers of one call, at most `num_slots` at a time. Slots 0 to `_num_active` - 1 are in use."""
 
     def __init__(
         self,
         model: SlotModel,
         requests: Sequence[AnswerRequest],
         rows: Sequence[AnswerSlot],
-        num_slots: int,
-        capacity: int,
         *,
-        sampling: Sampling,
-        seed: int,
-        eos: Tensor,
-        stop: StopStrings,
+        call: SamplingCall,
+        num_slots: int,
         cache: SlotCache | None,
         pruning: SlotPruning | None = None,
     ) -> None:
-        """`rows` in the order to start them in, siblings together. `capacity`: tokens of a slot.
-
-        `cache`: buffers of an earlier call, to be used again.
-        """
-        device, longest_answer = eos.device, max(row.max_new_tokens for row in rows)
+        """`rows` come in the order in which they start, siblings together. `cache` holds buffers to reuse."""
+        device, longest_answer = model.device, max(row.max_new_tokens for row in rows)
         self.completions: dict[tuple[int, int], Completion] = {}
-        """By (prompt, sample), once ended."""
+        """Ended answers by (prompt, sample)."""
         self.num_missing = Counter(row.prompt for row in rows)
-        """Answers that have not ended, by prompt."""
+        """Number of answers that have not ended, by prompt."""
         self.cache = cache
         self._model = model
         self._prompts = [request.prompt for request in requests]
         self._queue = deque(rows)
-        self._sampling = sampling
-        self._seed = seed
-        self._stop = stop
-        self._eos = eos
+        self._call = call
+        self._eos = torch.tensor(sorted(call.eos_token_ids), device=device)
         self._pruning = pruning
         self._num_slots = num_slots
         self._num_active = 0
-        self._capacity = capacity
+        self._capacity = capacity_of(requests)  # tokens of one slot
         self._prepared: dict[tuple[int, int], _Prepared] = {}  # by start
         self._slots = torch.arange(num_slots, device=device)
         self._rows: list[AnswerSlot | None] = [None] * num_slots
         self._lengths = [0] * num_slots  # tokens in the cache
         self._noise = torch.zeros(num_slots, longest_answer, device=device)
         self._tokens = torch.zeros(num_slots, longest_answer, dtype=torch.long, device=device)
-        self._logprobs = torch.zeros(2, num_slots, longest_answer, device=device)  # as drawn, and of the plain policy
+        self._logprobs = torch.zeros(
+            2, num_slots, longest_answer, device=device
+        )  # as drawn, and under the plain policy
         self._steps = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._limits = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._logits = torch.zeros(num_slots, 0, device=device)
 
     def is_going(self) -> bool:
-        """Fill free slots; whether any row is in flight."""
+        """Fill free slots; returns whether any answer is active."""
         num_free = self._num_slots - self._num_active
         if self._queue and (not self._num_active or num_free * _REFILL_SHARE >= self._num_slots):
             self._place([self._queue.popleft() for _ in range(min(num_free, len(self._queue)))])
         return self._num_active > 0
 
     def suspend(self) -> dict[tuple[int, int], Completion]:
-        """All that has not ended, by (prompt, sample), as far as it has come. Nothing is going after this."""
+        """Return all answers that have not ended, by (prompt, sample), as far as they got. Nothing is active after this."""
         rest = {(row.prompt, row.sample): row.begun for row in self._queue}
         for slot, row in enumerate(self._rows[: self._num_active]):
             assert row is not None
@@ -162,15 +157,15 @@ class SlotRun:
         return rest
 
     def step(self) -> None:
-        """Sample one token in every active slot, take out what has ended, and compute the rest one token further."""
+        """Sample one token in every active slot, remove ended answers, and compute the next logits of the others."""
         num_active = self._num_active
         slots, steps = self._slots[:num_active], self._steps[:num_active]
-        tokens, *logprobs = sample_tokens(self._logits[:num_active], self._sampling, self._noise[slots, steps])
+        tokens, *logprobs = sample_tokens(self._logits[:num_active], self._call.sampling, self._noise[slots, steps])
         self._tokens[slots, steps] = tokens
         self._logprobs[:, slots, steps] = torch.stack(logprobs)
         steps += 1
         for slot, end in reversed(self._ended(tokens)):
-            self._take_out(slot, end)
+            self._remove(slot, end)
         num_active = self._num_active
         if num_active:
             assert self.cache is not None
@@ -182,14 +177,14 @@ class SlotRun:
                 self._prune(self._pruning)
 
     def _prune(self, pruning: SlotPruning) -> None:
-        """Take out what is to be dropped; the logits of the next token are there already and move along."""
+        """Remove the answers to drop. The logits of the next token exist already and move with their slots."""
         num_active = self._num_active
         for slot in reversed(pruning.slots_to_drop(self._rows[:num_active], self._lengths[:num_active])):
-            self._take_out(slot, "pruned")
+            self._remove(slot, "pruned")
             self._logits[slot] = self._logits[self._num_active]
 
     def _ended(self, tokens: Tensor) -> list[tuple[int, End]]:
-        """Slots whose answer is complete with `tokens` [n], ascending."""
+        """Return the slots whose answer ends with `tokens` [n], ascending."""
         steps = self._steps[: len(tokens)]
         is_eos = torch.isin(tokens, self._eos)
         codes = torch.where(is_eos, 2, (steps >= self._limits[: len(tokens)]).long()).tolist()
@@ -197,14 +192,14 @@ class SlotRun:
         for slot, code in enumerate(codes):
             if code == 2:
                 ended.append((slot, "eos"))
-            elif self._stop and self._stop.are_in(self._tokens[slot, : int(steps[slot])].tolist()):
+            elif self._call.stop and self._call.stop.are_in(self._tokens[slot, : int(steps[slot])].tolist()):
                 ended.append((slot, "stop"))
             elif code == 1:
                 ended.append((slot, "limit"))
         return ended
 
     def _place(self, rows: Sequence[AnswerSlot]) -> None:
-        """Put rows into free slots; their prompts are computed few at a time, to take little memory next to the slots."""
+        """Put rows into free slots. Prompts are computed few at a time, so they take little memory beside the slots."""
         missing = {row.start: self._tokens_before(row) for row in rows if row.start not in self._prepared}
         waiting = deque(rows)
         while waiting and waiting[0].start in self._prepared:
@@ -225,10 +220,10 @@ class SlotRun:
     def _fill_slot(self, row: AnswerSlot) -> None:
         slot, prepared, num_begun = self._num_active, self._prepared[row.start], len(row.begun.token_ids)
         length = len(self._prompts[row.prompt]) + num_begun
-        cache = self._cache_like(prepared)
+        cache = self._buffers(prepared)
         cache.put(slot, prepared.cache, prepared.row, length)
-        noise = uniform(row.max_new_tokens, "sample", self._seed, row.prompt, row.sample)
-        self._noise[slot, : row.max_new_tokens] = torch.from_numpy(noise).to(self._noise.device)
+        noise = torch.from_numpy(self._call.uniforms(row))
+        self._noise[slot, : row.max_new_tokens] = noise.to(self._noise.device)
         self._logits[slot] = prepared.logits
         self._rows[slot], self._lengths[slot] = row, length
         self._steps[slot], self._limits[slot] = num_begun, row.max_new_tokens
@@ -239,18 +234,18 @@ class SlotRun:
             self._logprobs[:, slot, :num_begun] = both
         self._num_active += 1
 
-    def _cache_like(self, prepared: _Prepared) -> SlotCache:
-        """The buffers of this run, made or cut anew before its first row."""
+    def _buffers(self, prepared: _Prepared) -> SlotCache:
+        """Return the buffers of this run, made or resized before its first row."""
         if not self._logits.shape[1]:
             self._logits = prepared.logits.new_zeros(self._num_slots, len(prepared.logits), dtype=torch.float32)
             if self.cache is None or not self.cache.resize(self._num_slots, self._capacity):
-                self.cache = None  # free the old buffers first
+                self.cache = None  # free the old buffers before making new ones
                 self.cache = SlotCache(prepared.cache, self._num_slots, self._capacity)
         assert self.cache is not None
         return self.cache
 
-    def _take_out(self, slot: int, end: End) -> None:
-        """Keep the answer of a slot, and let the last active one move in."""
+    def _remove(self, slot: int, end: End) -> None:
+        """Store the answer of a slot, and move the last active one there."""
         row = self._rows[slot]
         assert row is not None and self.cache is not None
         self.completions[row.prompt, row.sample] = self._completion(slot, end)
@@ -272,7 +267,7 @@ class SlotRun:
 
 
 def _chunks(sequences: Mapping[tuple[int, int], list[int]]) -> Iterator[dict[tuple[int, int], list[int]]]:
-    """Few enough at a time to hold at most _PROMPT_TOKENS, padding included."""
+    """Yield groups of prompts of at most _PROMPT_TOKENS tokens, padding included."""
     chunk: dict[tuple[int, int], list[int]] = {}
     for start, tokens in sequences.items():
         longest = max(map(len, (*chunk.values(), tokens)))

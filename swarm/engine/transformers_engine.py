@@ -1,43 +1,42 @@
-"""Sampling with any cache that transformers knows, also recurrent ones: whole batches, as slots cannot be cut from those.
+"""Sampling in whole batches with any cache of transformers, also recurrent ones, which cannot be divided into slots.
 
     prompts ─▶ rows (prompt, sample), long limits first ─▶ chunks of max_batch_sequences
             ─▶ each prompt computed once, its cache repeated for its rows ─▶ one token per row and step, ended rows
             dropped
 
-The engine holds no weights: it runs the policy's own model, so there is no copy that could be stale.
+The engine holds no weights. It runs the policy's own model, so no copy can be outdated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from swarm.engine.engine import (
     AnswerRequest,
     AnswerSlot,
     Completion,
     End,
+    SamplingCall,
     capacity_of,
     grouped,
     longest_first,
     open_rows,
     refuse_nan,
 )
-from swarm.engine.sampling import Sampling, StopStrings, sample_tokens
-from swarm.policy.counter_noise import uniform
+from swarm.engine.sampling import Sampling, sample_tokens
 from swarm.policy.logprobs import PromptCache
 from swarm.policy.memory_probe import fitting_answers
 from swarm.policy.policy import Policy
 
 _DROP_SHARE = 8
-"""Ended rows leave the batch once they are 1/8 of it: dropping costs about as much as one step copies anyway."""
+"""Ended rows leave the batch once they are 1/8 of it: dropping them costs about as much as one step copies."""
 
 
 class TransformersEngine:
-    """Engine over `policy.model`, adapter unmerged."""
+    """An engine over `policy.model`, with the adapter unmerged."""
 
     def __init__(self, policy: Policy, max_batch_sequences: int, cache_bytes: int | None = None) -> None:
-        """At most `max_batch_sequences` answers at a time, fewer where their caches need more than `cache_bytes`."""
+        """Samples at most `max_batch_sequences` answers at a time, fewer where their caches exceed `cache_bytes`."""
         self._policy = policy
         self._max_batch_sequences = max_batch_sequences
         self._cache_bytes = cache_bytes
@@ -57,10 +56,11 @@ class TransformersEngine:
             return grouped(requests, {})
         self._policy.model.eval()
         size = self._chunk_size(capacity_of(requests))
+        call = SamplingCall(self._policy, sampling, seed, stop=stop)
         answers: dict[tuple[int, int], Completion] = {}
         for start in range(0, len(rows), size):
             chunk = rows[start : start + size]
-            batch = _Batch(self._policy, requests, chunk, sampling, seed, StopStrings(self._policy.decode, stop))
+            batch = _Batch(self._policy, requests, chunk, call=call)
             keys = [(row.prompt, row.sample) for row in chunk]
             answers.update(zip(keys, batch.decode(), strict=True))
         refuse_nan(answers.values())
@@ -84,7 +84,7 @@ class TransformersEngine:
         """See `Engine.answer_bytes`."""
         cache = PromptCache(self._policy.model, self._policy.pad_token_id)
         cache.start([[self._policy.pad_token_id] * num_tokens], self._policy.device)
-        return 2 * cache.num_bytes()  # it is copied as it grows
+        return 2 * cache.num_bytes()  # the cache is copied as it grows
 
     @property
     def held_bytes(self) -> int:
@@ -101,30 +101,22 @@ class _Batch:
     """Rows that are decoded together until the last one has ended."""
 
     def __init__(
-        self,
-        policy: Policy,
-        requests: Sequence[AnswerRequest],
-        rows: Sequence[AnswerSlot],
-        sampling: Sampling,
-        seed: int,
-        stop: StopStrings,
+        self, policy: Policy, requests: Sequence[AnswerRequest], rows: Sequence[AnswerSlot], *, call: SamplingCall
     ) -> None:
         self._policy = policy
         self._prompts = [tuple(requests[row.prompt].prompt) for row in rows]
-        self._sampling = sampling
-        self._stop = stop
+        self._call = call
         self._limits = [row.max_new_tokens for row in rows]
         longest = max(self._limits)
         self._noise = torch.zeros(len(rows), longest, device=policy.device)
         for index, row in enumerate(rows):
-            noise = uniform(row.max_new_tokens, "sample", seed, row.prompt, row.sample)
-            self._noise[index, : row.max_new_tokens] = torch.from_numpy(noise).to(policy.device)
+            self._noise[index, : row.max_new_tokens] = torch.from_numpy(call.uniforms(row)).to(policy.device)
         self._tokens: list[list[int]] = [[] for _ in rows]
         self._logprobs: list[tuple[list[float], list[float]]] = [([], []) for _ in rows]
         self._ends: list[End | None] = [None] * len(rows)
 
     def decode(self) -> list[Completion]:
-        """One answer per row, equal prompts computed once."""
+        """Sample one answer for each row; equal prompts are computed once."""
         device = self._policy.device
         distinct = list(dict.fromkeys(self._prompts))
         index = {prompt: i for i, prompt in enumerate(distinct)}
@@ -132,10 +124,10 @@ class _Batch:
         cache = PromptCache(self._policy.model, self._policy.pad_token_id)
         logits = cache.start(distinct, device)[prompt_of]
         cache.select(prompt_of)
-        active = list(range(len(self._prompts)))  # rows of the batch that is still decoded
+        active = list(range(len(self._prompts)))  # rows of the batch that are still decoded
         for step in range(max(self._limits)):
-            chosen, drawn, plain = sample_tokens(logits, self._sampling, self._noise[active, step])
-            self._note(active, chosen, drawn, plain)
+            chosen, drawn, plain = sample_tokens(logits, self._call.sampling, self._noise[active, step])
+            self._note(active, zip(chosen.tolist(), drawn.tolist(), plain.tolist(), strict=True))
             going = [place for place, row in enumerate(active) if self._ends[row] is None]
             if not going:
                 break
@@ -150,19 +142,13 @@ class _Batch:
             if end is not None
         ]
 
-    def _note(self, active: Sequence[int], chosen: Tensor, drawn: Tensor, plain: Tensor) -> None:
-        """Add a token to every active row that has not ended."""
-        values = zip(active, chosen.tolist(), drawn.tolist(), plain.tolist(), strict=True)
-        for row, token, drawn_logprob, plain_logprob in values:
+    def _note(self, active: Sequence[int], drawn_tokens: Iterable[tuple[int, float, float]]) -> None:
+        """Add (token, its log-prob as drawn, its plain log-prob) to every active row that has not ended."""
+        for row, (token, drawn_logprob, plain_logprob) in zip(active, drawn_tokens, strict=True):
             if self._ends[row] is not None:
                 continue
             tokens = self._tokens[row]
             tokens.append(token)
             self._logprobs[row][0].append(drawn_logprob)
             self._logprobs[row][1].append(plain_logprob)
-            if token in self._policy.eos_token_ids:
-                self._ends[row] = "eos"
-            elif self._stop.are_in(tokens):
-                self._ends[row] = "stop"
-            elif len(tokens) == self._limits[row]:
-                self._ends[row] = "limit"
+            self._ends[row] = self._call.end(tokens, self._limits[row])

@@ -1,9 +1,9 @@
-"""Sampling with vLLM, which keeps a copy of the base of its own and is handed every new version of the adapter.
+"""Sampling with vLLM, which has its own copy of the base and loads every new version of the adapter.
 
-    adapter of the policy ─ changed? ─▶ written to a folder of its own, under a new id ─▶ vLLM loads it for this call
+    adapter of the policy ─ changed? ─▶ written to a new folder, under a new id ─▶ vLLM loads it for this call
                               └ same as before: the id that vLLM has
 
-For machines with memory for both copies. An optional extra, installed in the clone:
+The machine needs memory for both copies. vLLM is an optional extra, installed in the clone:
 `.venv/bin/python -m pip install -e ".[vllm]"`, then rollouts.engine = "vllm".
 """
 
@@ -28,17 +28,17 @@ from swarm.policy.logprobs import token_logprobs
 from swarm.policy.policy import Policy
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Greatest ranks that vLLM can be built for."""
+"""Largest ranks that vLLM can be built for."""
 _SCORED_AT_ONCE = 16
 
 
 class VllmEngine:
-    """Engine over a vLLM instance in this process's care. Which weights it samples from is checked by content, each call."""
+    """An engine over a vLLM instance that it owns. Each call compares the adapter's content with the one loaded."""
 
     def __init__(self, policy: Policy, max_batch_sequences: int, cache_bytes: int | None = None) -> None:
         """Loads the base a second time. Raises ConfigError where vLLM is not installed, PolicyError for its own errors.
 
-        `cache_bytes`: memory for keys and values, on a GPU. Without it, half of the device in all.
+        `cache_bytes` limits keys and values on a GPU. Without it, vLLM takes half of the device in all.
         """
         try:
             self._vllm: Any = importlib.import_module("vllm")
@@ -69,7 +69,7 @@ class VllmEngine:
                 max_lora_rank=min((size for size in _RANKS if size >= rank), default=rank),
                 logprobs_mode="processed_logprobs",
                 trust_remote_code=False,
-                generation_config="vllm",  # nothing but what is asked for: not the sampling that the base recommends
+                generation_config="vllm",  # only the requested sampling, not what the base recommends
                 **memory,
             )
         except (ValueError, RuntimeError) as error:
@@ -83,13 +83,13 @@ class VllmEngine:
         seed: int,
         stop: Sequence[str] = (),
     ) -> list[list[Completion]]:
-        """See `Engine.generate`. Answers are repeatable as far as vLLM's own batches are."""
+        """See `Engine.generate`. Answers repeat as far as vLLM's batches do."""
         wanted = [(index, request) for index, request in enumerate(requests) if request.num_answers]
         if not wanted:
             return [[] for _ in requests]
         parameters = [
             self._vllm.SamplingParams(
-                # Greedy siblings are alike, and vLLM refuses them.
+                # greedy siblings are equal, and vLLM refuses several
                 n=request.num_answers if sampling.temperature else 1,
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,
@@ -99,7 +99,7 @@ class VllmEngine:
                 seed=derive_seed("vllm", seed, index) % 2**31,
                 stop=list(stop) or None,
                 stop_token_ids=list(self._policy.eos_token_ids),
-                logprobs=0,  # those of the tokens drawn
+                logprobs=0,  # only those of the drawn tokens
             )
             for index, request in wanted
         ]
@@ -112,19 +112,19 @@ class VllmEngine:
         return groups
 
     def score(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
-        """See `Engine.score`; computed in one pass, by the kernels and weights that sample."""
+        """See `Engine.score`. Computed in one pass, by the kernels and weights that sample."""
         parameters = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         (output,) = self._run([[*prompt, *answer]], [parameters])
         found = output.prompt_logprobs[len(prompt) :]
         return [position[token].logprob for position, token in zip(found, answer, strict=True)]
 
     def answer_bytes(self, num_tokens: int) -> int:
-        """None that grows: vLLM takes its memory when it starts."""
+        """0, since vLLM takes its memory when it starts."""
         return 0
 
     @property
     def held_bytes(self) -> int:
-        """None of this process's."""
+        """0, since vLLM's memory is not in this process's account."""
         return 0
 
     def _run(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> Sequence[Any]:
@@ -132,7 +132,7 @@ class VllmEngine:
         return self._llm.generate(requests, list(parameters), use_tqdm=False, lora_request=self._current_adapter())
 
     def _current_adapter(self) -> Any:
-        """vLLM's name for the adapter as it is now. Its tensors decide, not a version number that may count twice."""
+        """Return vLLM's handle of the current adapter. Its tensors decide, because a version number may occur twice."""
         digest = hashlib.sha256()
         for name, tensor in sorted(read_adapter(self._policy.model).items()):
             digest.update(name.encode())
@@ -140,7 +140,7 @@ class VllmEngine:
         if digest.digest() != self._digest:
             shutil.rmtree(
                 Path(self._folder.name) / str(self._num_adapters), ignore_errors=True
-            )  # there is none at first
+            )  # there is none before the first
             self._num_adapters += 1
             folder = Path(self._folder.name) / str(self._num_adapters)
             export_adapter(self._policy.model, self._policy.tokenizer, folder)
@@ -167,7 +167,7 @@ class VllmEngine:
 
     @torch.no_grad()
     def _plain(self, prompt: Sequence[int], answers: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
-        """Log-probs under the plain policy, from the policy's own model: vLLM reports one kind per instance."""
+        """Compute log-probs under the plain policy with the policy's own model: vLLM reports one kind per instance."""
         self._policy.model.eval()
         found: list[tuple[float, ...]] = []
         for start in range(0, len(answers), _SCORED_AT_ONCE):

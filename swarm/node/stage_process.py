@@ -1,8 +1,8 @@
-"""`swarm stage`: one machine of a crew. It trains nothing on its own and waits for the orders of its driver.
+"""`swarm stage`: one machine of a pipeline. It trains nothing on its own and waits for the commands of its driver.
 
-asyncio loop (this thread)                    orders thread
-transport ─ signed orders, from the driver ─▶ StageHost: layers, adapters, copies of neighbours' adapters
-status file · a line on the terminal ◀──────── what it holds
+asyncio loop (this thread)                      command thread
+transport ─ signed commands, from the driver ─▶ StageHost: layers, adapters, copies of neighbours' adapters
+status file · a line on the terminal ◀───────── what it holds
 """
 
 import asyncio
@@ -38,13 +38,13 @@ _STATUS_INTERVAL_S = 1.0
 _SAY_INTERVAL_S = 30.0
 
 Layers = tuple[int, int]
-"""[start, stop)"""
+"""Range [start, stop) of layers."""
 
 
 def run_stage(config: Config, layers: Layers | None = None, unlock: Unlock | None = None) -> None:
-    """Serve until a signal. Blocks. Raises SwarmError for whatever the user can mend.
+    """Serve until a signal. Blocks. Raises SwarmError for whatever the user can fix.
 
-    `unlock`: opens an identity that is encrypted on disk.
+    `unlock` opens an identity that is encrypted on disk.
     """
     bound_arenas()
     close_to_others()
@@ -55,34 +55,34 @@ def run_stage(config: Config, layers: Layers | None = None, unlock: Unlock | Non
         lock.claim(identity)
         if identity.peer_id not in config.policy.pipeline.members:
             raise ConfigError(
-                f"a stage must be of the crew, got peer id {identity.peer_id}; add it to policy.pipeline.crew on all machines"
+                f"a stage must be a machine of the pipeline, got {identity.peer_id}; add it to policy.pipeline.crew everywhere"
             )
         if layers is not None and identity.peer_id not in config.policy.pipeline.by_hand:
             raise ConfigError(
                 f"a machine with --layers must be named in policy.pipeline.by_hand, got {identity.peer_id}, which is not; add "
                 "it on all machines, above all on the driver, or leave out --layers"
             )
-        check_crew(config)
+        check_pipeline(config)
         set_up_logging(folder.logs, config.observability.log_level)
         with crash_reports(folder):
             asyncio.run(StageProcess(config, folder, identity, layers).run_until_signal())
 
 
-def check_crew(config: Config) -> None:
-    """Raises ConfigError unless the settings name a crew that can be reached."""
+def check_pipeline(config: Config) -> None:
+    """Raises ConfigError unless the settings name a pipeline that can be reached."""
     pipeline = config.policy.pipeline
     for peer_id in (pipeline.driver, *pipeline.members):
         if not is_peer_id(peer_id):
             raise ConfigError(f"policy.pipeline must name peer ids, got {peer_id!r}; see `swarm identity show`")
     if config.network.backend == "off":
-        raise ConfigError('a crew needs a network, got network.backend = "off"; set network.backend = "hivemind"')
+        raise ConfigError('a pipeline needs a network, got network.backend = "off"; set network.backend = "hivemind"')
 
 
 def network_with_stages(config: Config, peer_id: str) -> NetworkSection:
-    """Network settings for a member, if there is a crew.
+    """Return the network settings of a machine, changed where it belongs to a pipeline.
 
-    It also joins through the others, orders may take long, and the rate limits do not hold for the crew: sampling a
-    token is a request. They hold for everybody else.
+    It also joins through the other machines, waits long enough for commands, and has no rate limits for them, since each
+    sampled token is a request. The limits hold for all other peers.
     """
     pipeline, network = config.policy.pipeline, config.network
     if not pipeline.is_on:
@@ -111,14 +111,14 @@ class StageProcess:
         self._said_at = 0.0
 
     async def run_until_signal(self) -> None:
-        """Ends cleanly with SIGINT and SIGTERM, whatever the orders thread is at; a second one ends the process at once."""
+        """Stop cleanly on SIGINT and SIGTERM, whatever the command thread does; a second signal ends the process at once."""
         obey_stop_signals(self._on_signal)
         await self.run()
         logging.shutdown()
-        os._exit(0)  # an order may be computing still: nobody waits for it
+        os._exit(0)  # a command may still be computing; nobody waits for it
 
     async def run(self) -> None:
-        """Load, serve, stop."""
+        """Load, serve until stopped, and stop."""
         self._say(f"{self._identity.peer_name} ({self._identity.peer_id}) loads")
         loading = asyncio.create_task(asyncio.to_thread(self._build_host))
         stopping = asyncio.create_task(self._stop.wait())
@@ -134,7 +134,7 @@ class StageProcess:
         validator = EntryValidator(self._config.swarm_id)
         config = self._config.model_copy(update={"network": network})
         transport = node_transport(config, self._identity, self._folder, validator)
-        assert transport is not None, "checked by check_crew"
+        assert transport is not None, "checked by check_pipeline"
         pipeline = self._config.policy.pipeline
         channel = CommandChannel(config.swarm_id, pipeline.name, driver=pipeline.driver, members=pipeline.members)
         service = CommandService(channel, transport, carry_out=host.carry_out, max_payload=host.max_payload_bytes)
@@ -152,7 +152,7 @@ class StageProcess:
         self._say("stopped")
 
     def _build_host(self) -> "StageHost":
-        """Everything that imports or loads for seconds."""
+        """Do everything that imports or loads for seconds."""
         import torch
 
         from swarm.pipeline.commands import StageSettings
@@ -165,7 +165,7 @@ class StageProcess:
         settings = StageSettings(
             weight_decay=self._config.training.weight_decay,
             max_states=pipeline.max_states,
-            max_in_flight=len(pipeline.members) + 1,  # as many stages as a crew can have
+            max_in_flight=len(pipeline.members) + 1,  # a pipeline has no more stages than machines and the driver
         )
         fixed = None if self._layers is None else part_by_hand(base, *self._layers)
         return StageHost(base, settings, fixed=fixed)
@@ -176,7 +176,7 @@ class StageProcess:
         self._stop.set()
 
     def _say(self, line: str, what: str = "") -> None:
-        """A line on the terminal when `what` it tells has changed, at once; else now and then."""
+        """Print a line at once when `what` it reports has changed, otherwise at intervals."""
         what, now = what or line, time.monotonic()
         if what != self._said or now - self._said_at > _SAY_INTERVAL_S:
             self._said, self._said_at = what, now
@@ -202,4 +202,4 @@ def _held(host: "StageHost") -> str:
 def _doing(host: "StageHost", service: CommandService) -> str:
     status = host.status()
     version = f"version {max(status.versions)} · " if status.versions else ""
-    return f"{version}{status.num_copies} copies · {service.num_commands} orders"
+    return f"{version}{status.num_copies} copies · {service.num_commands} commands"

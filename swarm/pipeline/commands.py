@@ -1,12 +1,10 @@
-"""What the crew tells a stage and what the stage answers; all of it can be sent as numbers, short lists and tensors.
+"""The commands that a driver sends to a stage, the replies of the stage, and both as bundles of fields and tensors.
 
-batch        one optimizer step; its number only ever grows, so that nothing late revives a batch that was given up
-micro-batch  a part of it; passes every stage once, forward and backward
-session      answers in the making, with keys and values in every stage
+batch        one optimizer step; batch numbers only grow, so a late command cannot reopen a batch that was dropped
+micro-batch  a part of a batch; it passes every stage once forward and once backward
+session      answers that are being sampled, with keys and values in every stage
 
-Orders and replies of `Stage` as bundles: both directions in one place, so that the two sides cannot drift apart.
-
-What comes out of a bundle is checked for type here and for meaning by the stage, which trusts nobody either.
+Encoder and decoder of each command stand side by side. A decoder checks types; the stage checks the meaning of the values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +22,7 @@ from swarm.policy.logprobs import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What the last station of a micro-batch scores: the answer tokens in rows that hold prompt and answer."""
+    """The answer tokens that the last stage of a micro-batch scores, in rows that hold prompt and answer."""
 
     starts: tuple[int, ...]  # [B] column of the last prompt token, which predicts the first answer token
     token_ids: tuple[tuple[int, ...], ...]  # [B] answers, each of at least one token
@@ -34,116 +32,116 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class ForwardCommand:
-    """Compute a micro-batch, and keep what its backward pass needs."""
+    """Tells a stage to compute a micro-batch and to store what its backward pass needs."""
 
     batch: int
-    """0: only compute; nothing is kept and no batch is opened."""
+    """0 computes only: the stage stores nothing and opens no batch."""
     micro_batch: int
-    states: Tensor  # [B, L] token ids where the micro-batch begins, else [B, L, W]
+    states: Tensor  # [B, L] token ids in the first stage of the micro-batch, else hidden states [B, L, W]
     answers: Answers | None = None
-    """Set where the micro-batch ends."""
+    """Set for the last stage of the micro-batch, which returns log-probs."""
     without_adapter: bool = False
-    """Compute with the frozen base alone; in batch 0 only."""
+    """Compute with the frozen base alone; allowed in batch 0 only."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardCommand:
-    """Go back through a micro-batch that was computed."""
+    """Tells a stage to compute the backward pass of a micro-batch that it computed forward."""
 
     batch: int
     micro_batch: int
-    gradient: Tensor  # [B, L, W]; [B, T] of the log-probs where the micro-batch ended
+    gradient: Tensor  # [B, L, W]; in the last stage of the micro-batch [B, T], of the log-probs
 
 
 @dataclass(frozen=True, slots=True)
-class SettleCommand:
-    """No more micro-batches: check that all went through and report the gradient."""
+class CloseBatchCommand:
+    """Tells a stage that the batch has no more micro-batches. The stage checks that all passed and reports its gradient."""
 
     batch: int
     num_micro_batches: int
     shared: tuple[str, ...]
-    """Parameters that other stages hold as well."""
+    """Names of parameters that other stages hold as well."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """A stage's gradient of one batch."""
+class BatchGradient:
+    """The gradient of one batch in one stage."""
 
     own_norm_squared: float
-    """Of what only this stage holds; not finite where the gradient is not."""
+    """Squared norm over the parameters that only this stage holds; not finite where the gradient is not."""
     shared_gradients: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class CommitCommand:
-    """Apply the settled batch. Repeating it does nothing more."""
+    """Tells a stage to apply the closed batch. A repeated command does nothing more."""
 
     batch: int
     lr: float
     scale: float
-    """The gradient is multiplied by it: 1, or less where the norm over all stages is clipped."""
+    """Factor of the gradient: 1, or less where the norm over all stages is clipped."""
     shared_gradients: dict[str, Tensor]
-    """Summed over all holders."""
+    """Gradients summed over all stages that hold the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCommand:
-    """Append columns to a session; `left_padding` begins it."""
+    """Tells a stage to append columns to a session. A command with `left_padding` begins the session."""
 
     session: int
-    states: Tensor  # as in ForwardOrder
+    states: Tensor  # as in ForwardCommand
     left_padding: tuple[int, ...] | None = None
     is_last: bool = False
-    """Whether logits [B, V] of the last column are wanted in place of hidden states."""
+    """Whether the stage returns logits [B, V] of the last column instead of hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """What a stage is, as far as the crew must know."""
+    """What a stage reports about itself to the driver."""
 
     part: StagePart
     num_model_layers: int
     layer_prefix: str
-    """What stands before the number of a layer in the names of `shapes`."""
+    """Prefix of the layer number in the names of `shapes`."""
     shapes: dict[str, tuple[int, ...]]
-    """Of what it trains."""
+    """Shapes of the parameters that the stage trains."""
     version: int
     last_batch: int
-    """Orders of this batch and earlier ones are refused."""
+    """The stage refuses commands of this batch and of earlier ones."""
     content_hash: str
 
 
 @dataclass(frozen=True, slots=True)
 class StageSettings:
-    """Bounds and training settings of one stage."""
+    """Limits and training settings of one stage."""
 
     weight_decay: float = 0.0
     max_micro_batches: int = 1 << 16
-    """Of one batch."""
+    """Most micro-batches of one batch."""
     max_in_flight: int = 16
-    """Micro-batches kept for their backward pass; at least the number of stages."""
+    """Most micro-batches stored for their backward pass; at least the number of stages."""
     max_states: int = 1 << 16
-    """Columns times rows of one order."""
+    """Most columns times rows of one command."""
     recompute: bool = False
-    """Keep inputs only and compute forward once more in the backward pass: less memory, about a third more time."""
+    """Store inputs only and repeat the forward pass in the backward pass: less memory, about a third more time."""
     max_sessions: int = 64
-    """At least the number of stages: a crew decodes in as many sessions. What bounds memory is the next line."""
+    """Most sessions; at least the number of stages, since a pipeline samples in as many sessions as it has stages."""
     max_session_bytes: int = 1 << 30
-    """Keys and values of all sessions together, and what one order takes beside its states: a mask, and logits."""
+    """Most bytes of keys and values of all sessions together, plus the mask and logits of one command."""
     session_idle_s: float = 600.0
-    """A session that nobody continued for so long makes room for a new one."""
+    """A session that was not continued for this time may be removed for a new one."""
 
 
 StageState = tuple[dict[str, dict[str, Tensor]], dict[str, int | float]]
-"""Tensors by kind and name, and the JSON-able rest, as `Stage.state` gives them."""
+"""Tensors by kind and name, and the values that fit into JSON, as `Stage.state` returns them."""
 
 
 _ABOVE_ZERO = 1e-3
-"""What rounding may add to a log-prob of 0."""
+"""Largest amount by which rounding may raise a log-prob above 0."""
 
 
 class Fields:
-    """The fields and tensors of a bundle, each asked for with its type; everything else raises PipelineError."""
+    """Reads the fields and tensors of a bundle by name and type. Every mismatch raises PipelineError."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
@@ -202,27 +200,27 @@ class Fields:
         return self._bundle.tensors.get(name)
 
     def under(self, prefix: str) -> dict[str, Tensor]:
-        """Tensors whose names begin with `prefix`, without it."""
+        """Tensors whose names begin with `prefix`, by the rest of the name."""
         return {name[len(prefix) :]: t for name, t in self._bundle.tensors.items() if name.startswith(prefix)}
 
 
-def forward_bundle(order: ForwardCommand) -> Bundle:
+def forward_bundle(command: ForwardCommand) -> Bundle:
     fields: dict[str, Any] = {
-        "batch": order.batch,
-        "micro_batch": order.micro_batch,
-        "without_adapter": order.without_adapter,
+        "batch": command.batch,
+        "micro_batch": command.micro_batch,
+        "without_adapter": command.without_adapter,
         "starts": None,
     }
-    tensors = {"states": order.states}
-    if order.answers is not None:
-        answers = order.answers
+    tensors = {"states": command.states}
+    if command.answers is not None:
+        answers = command.answers
         fields |= {"starts": list(answers.starts), "lengths": [len(row) for row in answers.token_ids]}
         fields |= {"temperature": answers.temperature, "with_entropy": answers.with_entropy}
         tensors["answers"] = torch.tensor([token for row in answers.token_ids for token in row])
     return Bundle(fields, tensors)
 
 
-def forward_order(fields: Fields) -> ForwardCommand:
+def forward_command(fields: Fields) -> ForwardCommand:
     answers = None
     if fields.has("starts"):
         tokens, rows, place = fields.tensor("answers").flatten().tolist(), [], 0
@@ -230,7 +228,7 @@ def forward_order(fields: Fields) -> ForwardCommand:
             rows.append(tuple(tokens[place : place + length]))
             place += length
         if fields.tensor("answers").is_floating_point() or place != len(tokens):
-            raise _odd("answers", "as many ids as lengths say")
+            raise _odd("answers", "as many token ids as `lengths` says")
         answers = Answers(
             fields.integers("starts"), tuple(rows), fields.number("temperature"), fields.flag("with_entropy")
         )
@@ -250,23 +248,25 @@ def forward_reply(result: Tensor | TokenLogprobs) -> Bundle:
     return Bundle({}, {"states": result})
 
 
-def forward_result(fields: Fields, order: ForwardCommand, width: int) -> Tensor | TokenLogprobs:
-    """What a stage answered: hidden states [B, L, `width`], or log-probs of the answers of the order."""
-    if order.answers is None:
-        return shaped(fields.tensor("states"), (*order.states.shape[:2], width))
-    lengths = torch.tensor([len(row) for row in order.answers.token_ids])
+def forward_result(fields: Fields, command: ForwardCommand, width: int) -> Tensor | TokenLogprobs:
+    """Reads a reply: hidden states [B, L, `width`], or log-probs of the answers of the command. Raises PipelineError."""
+    if command.answers is None:
+        return shaped(fields.tensor("states"), (*command.states.shape[:2], width))
+    lengths = torch.tensor([len(row) for row in command.answers.token_ids])
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()
     logprobs, entropy = shaped(fields.tensor("logprobs"), tuple(mask.shape)), fields.optional("entropy")
-    if order.answers.with_entropy != (entropy is not None) or bool((logprobs * mask > _ABOVE_ZERO).any()):
-        raise PipelineError("log-probs must be at most 0, with entropy where it was asked for, got others")
+    if command.answers.with_entropy != (entropy is not None) or bool((logprobs * mask > _ABOVE_ZERO).any()):
+        raise PipelineError(
+            "log-probs must be at most 0 and come with entropy exactly where requested; replace the stage"
+        )
     return TokenLogprobs(logprobs, mask, None if entropy is None else shaped(entropy, tuple(mask.shape)))
 
 
-def backward_bundle(order: BackwardCommand) -> Bundle:
-    return Bundle({"batch": order.batch, "micro_batch": order.micro_batch}, {"states": order.gradient})
+def backward_bundle(command: BackwardCommand) -> Bundle:
+    return Bundle({"batch": command.batch, "micro_batch": command.micro_batch}, {"states": command.gradient})
 
 
-def backward_order(fields: Fields) -> BackwardCommand:
+def backward_command(fields: Fields) -> BackwardCommand:
     return BackwardCommand(fields.integer("batch"), fields.integer("micro_batch"), fields.tensor("states"))
 
 
@@ -275,25 +275,27 @@ def backward_reply(gradient: Tensor | None) -> Bundle:
 
 
 def backward_result(fields: Fields, shape: Sequence[int]) -> Tensor | None:
-    """The gradient [B, L, W]; None from the stage where the micro-batch began."""
+    """Reads the gradient [B, L, W]; None from the stage in which the micro-batch began."""
     gradient = fields.optional("states")
     return None if gradient is None else shaped(gradient, shape)
 
 
-def settle_bundle(order: SettleCommand) -> Bundle:
-    return Bundle({"batch": order.batch, "num_micro_batches": order.num_micro_batches, "shared": list(order.shared)})
+def close_batch_bundle(command: CloseBatchCommand) -> Bundle:
+    return Bundle(
+        {"batch": command.batch, "num_micro_batches": command.num_micro_batches, "shared": list(command.shared)}
+    )
 
 
-def settle_order(fields: Fields) -> SettleCommand:
-    return SettleCommand(fields.integer("batch"), fields.integer("num_micro_batches"), fields.texts("shared"))
+def close_batch_command(fields: Fields) -> CloseBatchCommand:
+    return CloseBatchCommand(fields.integer("batch"), fields.integer("num_micro_batches"), fields.texts("shared"))
 
 
-def settled_reply(settled: Settled) -> Bundle:
-    return Bundle({"own_norm_squared": settled.own_norm_squared}, dict(settled.shared_gradients))
+def gradient_reply(gradient: BatchGradient) -> Bundle:
+    return Bundle({"own_norm_squared": gradient.own_norm_squared}, dict(gradient.shared_gradients))
 
 
-def settled_result(fields: Fields, shapes: Mapping[str, Sequence[int]]) -> Settled:
-    """The gradient of a batch, with gradients of exactly `shapes`; its norm need not be finite."""
+def gradient_result(fields: Fields, shapes: Mapping[str, Sequence[int]]) -> BatchGradient:
+    """Reads the gradient of a batch, with shared gradients of exactly `shapes`; its norm need not be finite."""
     norm_squared, shared = fields.number("own_norm_squared"), fields.under("")
     if norm_squared < 0 or shared.keys() != shapes.keys():
         raise PipelineError(
@@ -301,22 +303,22 @@ def settled_result(fields: Fields, shapes: Mapping[str, Sequence[int]]) -> Settl
         )
     for name, gradient in shared.items():
         if not gradient.is_floating_point() or tuple(gradient.shape) != tuple(shapes[name]):
-            raise PipelineError(f"a shared gradient must have the shape of its parameter, got another at {name}")
-    return Settled(norm_squared, shared)
+            raise PipelineError(f"a shared gradient must have the shape of its parameter; {name} has another")
+    return BatchGradient(norm_squared, shared)
 
 
-def commit_bundle(order: CommitCommand) -> Bundle:
-    return Bundle({"batch": order.batch, "lr": order.lr, "scale": order.scale}, dict(order.shared_gradients))
+def commit_bundle(command: CommitCommand) -> Bundle:
+    return Bundle({"batch": command.batch, "lr": command.lr, "scale": command.scale}, dict(command.shared_gradients))
 
 
-def commit_order(fields: Fields) -> CommitCommand:
+def commit_command(fields: Fields) -> CommitCommand:
     return CommitCommand(fields.integer("batch"), fields.number("lr"), fields.number("scale"), fields.under(""))
 
 
-def decode_command_bundle(order: DecodeCommand) -> Bundle:
-    padding = None if order.left_padding is None else list(order.left_padding)
+def decode_command_bundle(command: DecodeCommand) -> Bundle:
+    padding = None if command.left_padding is None else list(command.left_padding)
     return Bundle(
-        {"session": order.session, "left_padding": padding, "is_last": order.is_last}, {"states": order.states}
+        {"session": command.session, "left_padding": padding, "is_last": command.is_last}, {"states": command.states}
     )
 
 
@@ -384,7 +386,7 @@ def recover_bundle(weights: Mapping[str, Tensor], version: int, moments: Mapping
 
 
 def shaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """The tensor of a reply. Raises PipelineError unless it has this shape and finite numbers."""
+    """Return the tensor of a reply. Raises PipelineError unless it has this shape and finite numbers."""
     if not tensor.is_floating_point() or tuple(tensor.shape) != tuple(shape):
         raise PipelineError(f"a reply must have shape {tuple(shape)}, got {tuple(tensor.shape)}; replace the stage")
     if not bool(torch.isfinite(tensor).all()):
@@ -393,4 +395,4 @@ def shaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _odd(name: str, wanted: str) -> PipelineError:
-    return PipelineError(f"{name} must be {wanted}, got something else; use the same version on all machines")
+    return PipelineError(f"{name} must be {wanted}; the message holds something else. Run the same version everywhere.")

@@ -1,12 +1,8 @@
-"""Where the parts of a causal language model are, for each architecture that can be cut into stages.
+"""The structure of a base model, read from its configuration without its weights: layers, sizes, adapter targets, costs.
 
-A layout names attributes of the transformers class; the classes themselves do all computing. Another architecture needs a
-row here and a place in the tests: it must be a plain stack, that is embedding, equal-typed layers that pass one tensor on,
-a norm and a head, with nothing scaled or capped in between.
-
-What a model's configuration tells without its weights: layers, sizes, and what its adapter will be attached to.
-
-What layers and ends of a model take, from its configuration alone: what they are assigned by.
+A `Layout` names attributes of the transformers class, which does all computing. A new architecture needs a row in `LAYOUTS`
+and a place in the tests. It must be a plain stack: embedding, layers of one type that pass one tensor on, norm and head,
+with nothing scaled or capped in between.
 """
 
 from collections.abc import Sequence
@@ -30,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Attribute names; `decoder` and `head` of the model, the others of its decoder."""
+    """Attribute names of one architecture: `decoder` and `head` belong to the model, the others to its decoder."""
 
     model_class: str
     decoder: str
@@ -40,11 +36,11 @@ class Layout:
     rotary: str = "rotary_emb"
     head: str = "lm_head"
     old_head: str = "lm_head"
-    """What weight files call the head."""
+    """Name of the head in weight files."""
 
     @property
     def layer_prefix(self) -> str:
-        """What stands before the number of a layer in the name of a tensor."""
+        """Prefix of the layer number in the names of tensors."""
         return f"{self.decoder}.{self.layers}."
 
 
@@ -53,11 +49,11 @@ LAYOUTS: dict[str, Layout] = {
     "qwen2": Layout("Qwen2ForCausalLM", "model", "embed_tokens", "norm"),
     "gpt_neox": Layout("GPTNeoXForCausalLM", "gpt_neox", "embed_in", "final_layer_norm", old_head="embed_out"),
 }
-"""By `model_type` of config.json."""
+"""Layouts by `model_type` of config.json."""
 
 
 def layout_of(config: Any) -> Layout:
-    """The layout for a transformers config. Raises PipelineError for an architecture that is not in the table."""
+    """Return the layout for a transformers config. Raises PipelineError for an architecture that is not in the table."""
     if config.model_type not in LAYOUTS:
         raise PipelineError(
             f"a pipelined base must be one of {', '.join(LAYOUTS)}, got {config.model_type}; set policy.base"
@@ -67,7 +63,7 @@ def layout_of(config: Any) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """What one stage holds: layers [start, stop), and the ends of the model or replicas of them."""
+    """The part of the model that one stage holds: layers [start, stop), and the model's ends or replicas of them."""
 
     start: int
     stop: int
@@ -77,15 +73,15 @@ class StagePart:
 
     @property
     def num_layers(self) -> int:
-        """At least one."""
+        """Number of layers, at least one."""
         return self.stop - self.start
 
 
 def stage_parts(sizes: Sequence[int], *, replicate_edges: bool = False) -> list[StagePart]:
-    """Parts of stages with `sizes` layers each, in order.
+    """Return the parts of stages with `sizes` layers each, in order. Raises PipelineError for an empty stage.
 
-    With `replicate_edges` the second stage holds the embedding too and the last but one norm and head, so that edge
-    stages can swap places and can be lost (CheckFree+, 2506.15461). Raises PipelineError for an empty stage.
+    With `replicate_edges` the second stage also holds the embedding, and the last but one also holds norm and head. Edge
+    stages can then swap places, and a lost one can be rebuilt (CheckFree+, 2506.15461).
     """
     if not sizes or min(sizes) < 1:
         raise PipelineError(f"every stage must have at least one layer, got {list(sizes)}; use fewer stages")
@@ -98,9 +94,9 @@ def stage_parts(sizes: Sequence[int], *, replicate_edges: bool = False) -> list[
 
 
 def adapter_targets(folder: Path, lora: LoraSection) -> list[tuple[str, int, int]]:
-    """(name, inputs, outputs) of all adapted layers of the whole model, as its lineage counts them; reads no weights.
+    """Return (name, inputs, outputs) of all adapted layers of the whole model, as its lineage counts them.
 
-    Raises PolicyError for a target that names no linear layer, PipelineError for an unknown architecture.
+    Reads no weights. Raises PolicyError for a target that names no linear layer, PipelineError for an unknown architecture.
     """
     config = read_config(folder)
     whole = on_meta(config, layout_of(config))
@@ -110,7 +106,7 @@ def adapter_targets(folder: Path, lora: LoraSection) -> list[tuple[str, int, int
 
 
 def model_modules(folder: Path) -> tuple[list[tuple[str, nn.Module]], nn.Module, nn.Module]:
-    """(name and module of every layer, embedding, head) of the whole model, without weights. Raises PipelineError."""
+    """Return (name and module of every layer, embedding, head) of the model without weights. Raises PipelineError."""
     config = read_config(folder)
     layout = layout_of(config)
     whole = on_meta(config, layout)
@@ -121,7 +117,7 @@ def model_modules(folder: Path) -> tuple[list[tuple[str, nn.Module]], nn.Module,
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What config.json says of a model's size."""
+    """The sizes of a model that its config.json states."""
 
     num_layers: int
     hidden: int
@@ -129,14 +125,14 @@ class ModelShape:
 
 
 def model_shape(folder: Path) -> ModelShape:
-    """Raises PipelineError for an unreadable configuration or an architecture that cannot be cut."""
+    """Read the sizes. Raises PipelineError for an unreadable configuration or an architecture that cannot be split."""
     config = read_config(folder)
     layout_of(config)
     return ModelShape(config.num_hidden_layers, config.hidden_size, config.vocab_size)
 
 
 def read_config(folder: Path) -> Any:
-    """The transformers config. Raises PipelineError where there is none that can be read."""
+    """Read the transformers config. Raises PipelineError where no readable one exists."""
     try:
         return load_pretrained(transformers.AutoConfig, folder)
     except (OSError, ValueError, KeyError) as error:
@@ -147,21 +143,21 @@ def read_config(folder: Path) -> Any:
 
 
 def on_meta(config: Any, layout: Layout) -> Any:
-    """A model without weights."""
+    """Build a model without weights, on torch's meta device."""
     with torch.device("meta"):
         return getattr(transformers, layout.model_class)(config)
 
 
 _ADAPTER_BYTES = 16
-"""A float32 weight of the adapter with its gradient and two moments."""
+"""Bytes of one float32 adapter weight with its gradient and its two moments."""
 _ROOM = 1.25
-"""For activations in flight and caches, which depend on the batch."""
+"""Factor for activations in flight and caches, which depend on the batch."""
 _BACKWARD_SHARE = 3.0
-"""Forward and backward of a frozen layer with an adapter take about three times its forward pass; so does the head."""
+"""Forward and backward of a frozen layer with an adapter take about three times its forward pass; the head does too."""
 
 
 def model_cost(base: "BaseModel") -> ModelCost:
-    """Reads no weights. Raises PipelineError for an unknown architecture, PolicyError for unknown adapter targets."""
+    """Compute memory and time costs. Raises PipelineError for an unknown architecture, PolicyError for unknown targets."""
     layers, embedding, head = model_modules(base.folder)
     prefix, adapters = layers[0][0].rpartition(".")[0], dict[int, int]()
     for name, inputs, outputs in adapter_targets(base.folder, base.lora):
@@ -181,7 +177,7 @@ def model_cost(base: "BaseModel") -> ModelCost:
 
 
 def least_bytes(cost: ModelCost, part: StagePart) -> int:
-    """What a stage takes without any batch: below that there is no point in loading it."""
+    """Return the memory of a stage without any batch. Loading it with less is pointless."""
     ends = cost.embedding_bytes * part.has_embedding + cost.head_bytes * part.has_head
     return int(sum(cost.layer_bytes[part.start : part.stop]) / _ROOM) + ends
 

@@ -1,9 +1,7 @@
-"""How a crew reaches a stage. `InProcessLink` is the one for stages in this process; one over the network does the same.
+"""Links from the driver to its stages: `InProcessLink` for a stage of this process, `RemoteLink` for another machine.
 
-A stage on another machine: `StageLink` over orders as bytes, whatever carries them.
-
-Nothing that a stage answers is used before it was compared with what the driver expects; the driver also decides how many
-bytes it reads. An answer that no honest stage gives raises StageReplyError.
+The driver compares every reply with what it expects before it uses the reply, and it decides how many bytes it reads. A
+reply that no honest stage gives raises StageReplyError.
 """
 
 import asyncio
@@ -19,12 +17,12 @@ from swarm.errors import PipelineError, RequestError, StageRefusedError, StageRe
 from swarm.pipeline import commands as command_bytes
 from swarm.pipeline.commands import (
     BackwardCommand,
+    BatchGradient,
+    CloseBatchCommand,
     CommitCommand,
     DecodeCommand,
     Fields,
     ForwardCommand,
-    SettleCommand,
-    Settled,
     StageFacts,
     StageState,
 )
@@ -45,14 +43,14 @@ Limit = int
 """Most bytes of a reply."""
 
 
-class Give(Protocol):
-    """Give an order to one peer. Raises NetworkError."""
+class SendCommand(Protocol):
+    """Sends one command to a peer and returns the reply. Raises NetworkError."""
 
     async def __call__(self, peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes: ...
 
 
 async def ask(
-    give: Give,
+    send: SendCommand,
     peer_id: str,
     kind: str,
     bundle: Bundle,
@@ -60,16 +58,19 @@ async def ask(
     max_reply_bytes: int = FRAME_BYTES,
     precision: WirePrecision | None = None,
 ) -> Fields:
-    """One order and its reply. Raises NetworkError, StageRefusedError where the peer refuses, StageReplyError for odd bytes."""
+    """Send one command and read its reply.
+
+    Raises NetworkError, StageRefusedError where the peer refuses, and StageReplyError for a malformed reply.
+    """
     precisions: dict[str, WirePrecision] = {} if precision is None else {"states": precision}
     payload = await asyncio.to_thread(encode_bundle, bundle, precisions)
-    reply = await give(peer_id, kind, payload, max_reply_bytes=max_reply_bytes)
+    reply = await send(peer_id, kind, payload, max_reply_bytes=max_reply_bytes)
     with replies_of(peer_id):
         fields = Fields(await asyncio.to_thread(decode_bundle, reply))
-        gone = fields.text("gone") if fields.has("gone") else ""
+        not_loaded = fields.text("gone") if fields.has("gone") else ""
         refused = fields.text("refused") if fields.has("refused") else ""
-    if gone:  # its process ended, and another one answers in its name
-        raise RequestError(_printable(gone), "refused")
+    if not_loaded:  # the process that held the layers ended, and a new one answers under its name
+        raise RequestError(_printable(not_loaded), "refused")
     if refused:
         raise StageRefusedError(_printable(refused))
     return fields
@@ -77,7 +78,7 @@ async def ask(
 
 @contextmanager
 def replies_of(peer_id: str) -> Iterator[None]:
-    """Inside, a PipelineError about a reply becomes a StageReplyError that names the peer."""
+    """Turn each PipelineError about a reply into a StageReplyError that names the peer."""
     try:
         yield
     except PipelineError as error:
@@ -85,15 +86,15 @@ def replies_of(peer_id: str) -> Iterator[None]:
 
 
 class RemoteLink:
-    """See `StageLink`; the stage is the one on `peer_id` that begins with the first layer of `expected`."""
+    """The `StageLink` to the stage on `peer_id` that begins with the first layer of `expected`."""
 
-    def __init__(self, give: Give, peer_id: str, expected: ExpectedStage, precision: WirePrecision) -> None:
+    def __init__(self, send: SendCommand, peer_id: str, expected: ExpectedStage, precision: WirePrecision) -> None:
         self.peer_id = peer_id
-        self._give = give
+        self._send = send
         self._expected = expected
         self._precision: WirePrecision = precision
         self._batch = 0
-        self._sizes: dict[int, tuple[int, int]] = {}  # rows and columns of the micro-batches of the batch
+        self._sizes: dict[int, tuple[int, int]] = {}  # rows and columns of each micro-batch of the batch
 
     async def describe(self) -> StageFacts:
         def read(fields: Fields) -> StageFacts:
@@ -103,57 +104,57 @@ class RemoteLink:
 
         return await self._ask("describe", Bundle(), self._expected.facts_bytes, read)
 
-    async def forward(self, order: ForwardCommand) -> Tensor | TokenLogprobs:
-        num_rows, num_columns = order.states.shape[:2]
-        if order.batch not in (0, self._batch):
-            self._batch = order.batch
+    async def forward(self, command: ForwardCommand) -> Tensor | TokenLogprobs:
+        num_rows, num_columns = command.states.shape[:2]
+        if command.batch not in (0, self._batch):
+            self._batch = command.batch
             self._sizes.clear()
-        if order.batch:
-            self._sizes[order.micro_batch] = (num_rows, num_columns)
+        if command.batch:
+            self._sizes[command.micro_batch] = (num_rows, num_columns)
         limit = FRAME_BYTES + 4 * num_rows * num_columns * max(self._expected.hidden, 2)
         width = self._expected.hidden
         return await self._ask_states(
-            "forward", command_bytes.forward_bundle(order), limit,
-            lambda fields: command_bytes.forward_result(fields, order, width),
+            "forward", command_bytes.forward_bundle(command), limit,
+            lambda fields: command_bytes.forward_result(fields, command, width),
         )  # fmt: skip
 
-    async def backward(self, order: BackwardCommand) -> Tensor | None:
-        # of a micro-batch that was never sent forward nothing is expected but a refusal
-        shape = (*self._sizes.get(order.micro_batch, (0, 0)), self._expected.hidden)
+    async def backward(self, command: BackwardCommand) -> Tensor | None:
+        # a micro-batch that was never sent forward can only be refused
+        shape = (*self._sizes.get(command.micro_batch, (0, 0)), self._expected.hidden)
         return await self._ask_states(
-            "backward", command_bytes.backward_bundle(order), FRAME_BYTES + 4 * shape[0] * shape[1] * shape[2],
+            "backward", command_bytes.backward_bundle(command), FRAME_BYTES + 4 * shape[0] * shape[1] * shape[2],
             lambda fields: command_bytes.backward_result(fields, shape),
         )  # fmt: skip
 
-    async def settle(self, order: SettleCommand) -> Settled:
-        shapes = {name: self._expected.shapes[name] for name in order.shared}
+    async def close_batch(self, command: CloseBatchCommand) -> BatchGradient:
+        shapes = {name: self._expected.shapes[name] for name in command.shared}
         return await self._ask(
-            "settle", command_bytes.settle_bundle(order), self._expected.tensor_bytes(order.shared),
-            lambda fields: command_bytes.settled_result(fields, shapes),
+            "settle", command_bytes.close_batch_bundle(command), self._expected.tensor_bytes(command.shared),
+            lambda fields: command_bytes.gradient_result(fields, shapes),
         )  # fmt: skip
 
-    async def commit(self, order: CommitCommand) -> int:
+    async def commit(self, command: CommitCommand) -> int:
         return await self._ask(
-            "commit", command_bytes.commit_bundle(order), FRAME_BYTES, lambda fields: fields.integer("version")
+            "commit", command_bytes.commit_bundle(command), FRAME_BYTES, lambda fields: fields.integer("version")
         )
 
     async def drop(self, batch: int) -> None:
-        await self._tell("drop", Bundle({"batch": batch}))
+        await self._command("drop", Bundle({"batch": batch}))
 
-    async def decode(self, order: DecodeCommand) -> Tensor:
-        num_rows, num_new = order.states.shape[:2]
+    async def decode(self, command: DecodeCommand) -> Tensor:
+        num_rows, num_new = command.states.shape[:2]
         hidden, vocab = self._expected.hidden, self._expected.vocab
-        shape = (num_rows, vocab) if order.is_last else (num_rows, num_new, hidden)
+        shape = (num_rows, vocab) if command.is_last else (num_rows, num_new, hidden)
         return await self._ask_states(
-            "decode", command_bytes.decode_command_bundle(order), FRAME_BYTES + 4 * num_rows * max(num_new * hidden, vocab),
+            "decode", command_bytes.decode_command_bundle(command), FRAME_BYTES + 4 * num_rows * max(num_new * hidden, vocab),
             lambda fields: command_bytes.shaped(fields.tensor("states"), shape),
         )  # fmt: skip
 
     async def select(self, session: int, rows: Sequence[int]) -> None:
-        await self._tell("select", Bundle({"session": session, "rows": list(rows)}))
+        await self._command("select", Bundle({"session": session, "rows": list(rows)}))
 
     async def end(self, session: int) -> None:
-        await self._tell("end", Bundle({"session": session}))
+        await self._command("end", Bundle({"session": session}))
 
     async def state(self) -> StageState:
         def read(fields: Fields) -> StageState:
@@ -164,59 +165,59 @@ class RemoteLink:
         return await self._ask("state", Bundle(), self._expected.state_bytes, read)
 
     async def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: Mapping[str, int | float]) -> None:
-        await self._tell("restore", command_bytes.state_bundle((tensors, rest)))
+        await self._command("restore", command_bytes.state_bundle((tensors, rest)))
 
     async def recover(self, weights: Mapping[str, Tensor], version: int, moments: Mapping[str, Tensor]) -> None:
-        await self._tell("recover", command_bytes.recover_bundle(weights, version, moments))
+        await self._command("recover", command_bytes.recover_bundle(weights, version, moments))
 
-    async def _tell(self, kind: str, bundle: Bundle) -> None:
+    async def _command(self, kind: str, bundle: Bundle) -> None:
         await self._ask(kind, bundle, FRAME_BYTES, lambda fields: None)
 
     async def _ask(self, kind: str, bundle: Bundle, limit: Limit, read: Callable[[Fields], T]) -> T:
         addressed = Bundle({**bundle.fields, "slot": self._expected.part.start}, bundle.tensors)
-        fields = await ask(self._give, self.peer_id, kind, addressed, max_reply_bytes=limit)
+        fields = await ask(self._send, self.peer_id, kind, addressed, max_reply_bytes=limit)
         with replies_of(self.peer_id):
             return read(fields)
 
     async def _ask_states(self, kind: str, bundle: Bundle, limit: Limit, read: Callable[[Fields], T]) -> T:
-        """As `_ask`, hidden states in the wire's precision; ids and log-prob gradients exactly."""
+        """As `_ask`, with hidden states in the wire precision; ids and gradients of log-probs are sent exactly."""
         states = bundle.tensors["states"]
         precision = self._precision if states.is_floating_point() and states.dim() == 3 else None
         place = {"slot": self._expected.part.start, "precision": self._precision}
         addressed = Bundle({**bundle.fields, **place}, bundle.tensors)
-        fields = await ask(self._give, self.peer_id, kind, addressed, max_reply_bytes=limit, precision=precision)
+        fields = await ask(self._send, self.peer_id, kind, addressed, max_reply_bytes=limit, precision=precision)
         with replies_of(self.peer_id):
             return read(fields)
 
 
 def _printable(text: str) -> str:
-    """One line, whatever a peer put there."""
+    """Make one printable line of a peer's text."""
     return "".join(c if c.isprintable() else "?" for c in text)[:500]
 
 
 class StageLink(Protocol):
-    """The orders of `Stage`, each once, in the order they were given.
+    """The commands of `Stage`. Each is sent once, and a stage carries them out in the order of sending.
 
-    Every method raises NetworkError if the stage cannot be reached or does not answer, and PipelineError if it refuses. An
-    order whose answer got lost may have been carried out: `commit`, `drop` and `end` may be repeated, nothing else may.
-    The crew sets the deadlines, by cancelling.
+    Every method raises NetworkError if the stage cannot be reached or does not answer, and PipelineError if it refuses. A
+    command without an answer may have been carried out: `commit`, `drop` and `end` may be repeated, nothing else may. The
+    stage group sets deadlines by cancelling.
     """
 
     async def describe(self) -> StageFacts:
-        """See `Stage.describe`; so for all that follow."""
+        """See `Stage.describe`; the same holds for all methods below."""
         ...
 
-    async def forward(self, order: ForwardCommand) -> Tensor | TokenLogprobs: ...
+    async def forward(self, command: ForwardCommand) -> Tensor | TokenLogprobs: ...
 
-    async def backward(self, order: BackwardCommand) -> Tensor | None: ...
+    async def backward(self, command: BackwardCommand) -> Tensor | None: ...
 
-    async def settle(self, order: SettleCommand) -> Settled: ...
+    async def close_batch(self, command: CloseBatchCommand) -> BatchGradient: ...
 
-    async def commit(self, order: CommitCommand) -> int: ...
+    async def commit(self, command: CommitCommand) -> int: ...
 
     async def drop(self, batch: int) -> None: ...
 
-    async def decode(self, order: DecodeCommand) -> Tensor: ...
+    async def decode(self, command: DecodeCommand) -> Tensor: ...
 
     async def select(self, session: int, rows: Sequence[int]) -> None: ...
 
@@ -230,10 +231,10 @@ class StageLink(Protocol):
 
 
 class InProcessLink:
-    """A stage of this process, on a thread of its own; one order at a time.
+    """A link to a stage of this process, which runs one command at a time on a thread of its own.
 
-    Hidden states and their gradients pass through the wire format in `precision`, as they would between machines; ids, log-probs
-    and logits are never rounded.
+    Hidden states and their gradients pass through the wire format in `precision`, as between machines; ids, log-probs and
+    logits are never rounded.
     """
 
     def __init__(self, stage: Stage, *, precision: WirePrecision = "fp32") -> None:
@@ -242,37 +243,39 @@ class InProcessLink:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
 
     def close(self) -> None:
-        """End the thread once it has done what was ordered."""
+        """End the thread after the commands that were sent."""
         self._thread.shutdown()
 
     async def describe(self) -> StageFacts:
         return await self._do(self._stage.describe)
 
-    async def forward(self, order: ForwardCommand) -> Tensor | TokenLogprobs:
+    async def forward(self, command: ForwardCommand) -> Tensor | TokenLogprobs:
         def compute() -> Tensor | TokenLogprobs:
-            result = self._stage.forward(replace(order, states=self._sent(order.states)))
+            result = self._stage.forward(replace(command, states=self._sent(command.states)))
             return result if isinstance(result, TokenLogprobs) else self._sent(result)
 
         return await self._do(compute)
 
-    async def backward(self, order: BackwardCommand) -> Tensor | None:
+    async def backward(self, command: BackwardCommand) -> Tensor | None:
         def compute() -> Tensor | None:
-            result = self._stage.backward(replace(order, gradient=self._sent(order.gradient)))
+            result = self._stage.backward(replace(command, gradient=self._sent(command.gradient)))
             return None if result is None else self._sent(result)
 
         return await self._do(compute)
 
-    async def settle(self, order: SettleCommand) -> Settled:
-        return await self._do(lambda: self._stage.settle(order))
+    async def close_batch(self, command: CloseBatchCommand) -> BatchGradient:
+        return await self._do(lambda: self._stage.close_batch(command))
 
-    async def commit(self, order: CommitCommand) -> int:
-        return await self._do(lambda: self._stage.commit(order))
+    async def commit(self, command: CommitCommand) -> int:
+        return await self._do(lambda: self._stage.commit(command))
 
     async def drop(self, batch: int) -> None:
         await self._do(lambda: self._stage.drop(batch))
 
-    async def decode(self, order: DecodeCommand) -> Tensor:
-        return await self._do(lambda: self._sent(self._stage.decode(replace(order, states=self._sent(order.states)))))
+    async def decode(self, command: DecodeCommand) -> Tensor:
+        return await self._do(
+            lambda: self._sent(self._stage.decode(replace(command, states=self._sent(command.states))))
+        )
 
     async def select(self, session: int, rows: Sequence[int]) -> None:
         await self._do(lambda: self._stage.select(session, rows))
@@ -296,5 +299,5 @@ class InProcessLink:
         if not tensor.is_floating_point():
             return tensor
         precision = self._precision if tensor.dim() == 3 else "fp32"
-        # coming and going are each rounded once in a real line: rounding what was rounded changes nothing more
+        # a network rounds once in each direction; rounding a rounded tensor again changes nothing
         return decode_activation(encode_activation(tensor, precision), tuple(tensor.shape), precision)

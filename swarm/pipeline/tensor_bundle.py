@@ -1,18 +1,18 @@
-"""A few fields and tensors as bytes, for orders and replies between machines.
+"""The wire format of commands and replies between machines: a few fields and tensors as bytes.
 
-    bundle = head length (u32) · msgpack [fields, [[name, kind, [size, …]], …]] · the tensors' bytes, one after the other
+    bundle = head length (u32) · msgpack [fields, [[name, kind, [size, …]], …]] · the bytes of all tensors, in order
 
 | kind | what | bytes |
 |---|---|---|
 | `f4`, `i8` | float32, int64, exactly | little-endian numbers |
-| `fp32`, `bf16`, `int8` | hidden states and their gradients | `activation_wire` |
+| `fp32`, `bf16`, `int8` | hidden states and their gradients | an activation, see below |
 
-Sizes are checked against the bytes that are there before anything is made of them, so a bundle takes no more memory than
-what was received, and a head has at most MAX_HEAD_BYTES.
+Sizes are checked against the received bytes before anything is allocated, so a bundle takes no more memory than its bytes.
+A head has at most MAX_HEAD_BYTES.
 
-Activations and gradients as bytes: a head of 16 bytes, then nothing but numbers, little-endian.
+An activation is a head of 16 bytes followed by little-endian numbers:
 
-    head = "SA", version, precision, then three sizes of 4 bytes; a tensor of fewer dimensions has sizes of 1 in front
+    head = "SA", version, precision, then three sizes of 4 bytes; missing leading dimensions have size 1
 
 | precision | bytes of a row of W values | error of a value x |
 |---|---|---|
@@ -20,11 +20,11 @@ Activations and gradients as bytes: a head of 16 bytes, then nothing but numbers
 | `bf16` | 2·W | at most 2⁻⁸·|x| |
 | `int8` | 4 + W: a float32 scale, then a byte per value | at most (row's largest |x|) / 254 |
 
-to which rounding in float32 adds a millionth of the row's largest |x|, and subnormal numbers 1e-35. A row is what one token has:
-its scale does not depend on other tokens. Hidden states of large models have a few channels hundreds of times larger
-than the rest, and int8 then leaves the rest few levels: it is the choice for thin lines, bf16 for all else.
+Rounding in float32 adds a millionth of the row's largest |x|, and subnormal numbers add 1e-35. A row holds the values of one
+token, so its scale does not depend on other tokens. In large models a few channels are hundreds of times larger than the
+rest, which int8 then represents with few levels: use int8 for slow connections and bf16 otherwise.
 
-Both sides refuse NaN and infinity, so a stage that diverged is seen where it did and not three machines on.
+Both sides refuse NaN and infinity, so a stage that diverges is noticed at that stage and not three machines later.
 """
 
 import itertools
@@ -48,18 +48,18 @@ _MAGIC, _VERSION = b"SA", 1
 _CODES: dict[str, int] = {"fp32": 0, "bf16": 1, "int8": 2}
 _LEVELS = 127
 _SMALLEST_SCALE = 1.2e-38
-"""Rows whose scale would be subnormal are sent as zeros."""
+"""Rows with a smaller scale, which would be subnormal, are sent as zeros."""
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 def encoded_bytes(shape: tuple[int, ...], precision: WirePrecision) -> int:
-    """Length of every tensor of this shape."""
+    """Return the number of bytes of any tensor of this shape."""
     blocks, rows, width = _three(shape)
     return _HEAD.size + blocks * rows * _row_bytes(width, precision)
 
 
 def encode_activation(tensor: Tensor, precision: WirePrecision) -> bytes:
-    """A floating tensor of one to three dimensions. Raises PipelineError for NaN, infinity and empty tensors."""
+    """Encode a floating-point tensor of one to three dimensions. Raises PipelineError for NaN, infinity or no values."""
     values = tensor.detach().to("cpu", torch.float32).contiguous()
     if not 1 <= values.dim() <= 3 or values.numel() == 0:
         raise PipelineError(f"an activation must have one to three dimensions and values, got {tuple(values.shape)}")
@@ -69,7 +69,7 @@ def encode_activation(tensor: Tensor, precision: WirePrecision) -> bytes:
     if precision == "fp32":
         return head + values.numpy().astype("<f4").tobytes()
     if precision == "bf16":
-        # rounding up must not reach infinity
+        # clamp, since rounding up must not reach infinity
         limit = torch.finfo(torch.bfloat16).max
         return head + values.clamp(-limit, limit).to(torch.bfloat16).view(torch.int16).numpy().astype("<i2").tobytes()
     scales, numbers = _quantised(values.numpy().reshape(-1, values.shape[-1]))
@@ -77,10 +77,10 @@ def encode_activation(tensor: Tensor, precision: WirePrecision) -> bytes:
 
 
 def decode_activation(data: bytes, shape: tuple[int, ...], precision: WirePrecision) -> Tensor:
-    """float32 tensor of the `shape` that the receiver expects, in the precision that was agreed on.
+    """Decode a float32 tensor of the `shape` and precision that the receiver expects.
 
-    The shape is known beforehand (rows and columns from the order, width from the model), so nothing a sender writes decides
-    how much memory is taken. Raises PipelineError, and nothing else, for all that `encode_activation` would not have made.
+    The receiver knows the shape in advance (rows and columns from the command, width from the model), so the sender cannot
+    decide how much memory is taken. Raises PipelineError, and nothing else, for bytes that `encode_activation` cannot give.
     """
     expected = encoded_bytes(shape, precision)
     if len(data) != expected:
@@ -97,7 +97,7 @@ def decode_activation(data: bytes, shape: tuple[int, ...], precision: WirePrecis
         values = (np.frombuffer(body, "<u2").astype(np.uint32) << 16).view(np.float32)
     else:
         values = _restored(body, shape[-1])
-    if not (np.abs(values) <= _LARGEST).all():  # false for NaN as well
+    if not (np.abs(values) <= _LARGEST).all():  # also false for NaN
         raise PipelineError("an activation must be finite, got NaN or infinity; drop the batch")
     return torch.from_numpy(np.ascontiguousarray(values)).reshape(shape)
 
@@ -114,7 +114,7 @@ def _row_bytes(width: int, precision: WirePrecision) -> int:
 
 
 def _quantised(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales [rows] and whole numbers [rows, W] in [−127, 127]."""
+    """Return scales [rows] and integers [rows, W] in [−127, 127]."""
     scales = (np.abs(rows).max(axis=1) / _LEVELS).astype("<f4")
     scales[scales < _SMALLEST_SCALE] = 0.0
     divisors = np.where(scales > 0, scales, np.float32(np.inf))
@@ -122,19 +122,19 @@ def _quantised(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _restored(body: memoryview, width: int) -> np.ndarray:
-    """float32 [rows, W]."""
+    """Return float32 values [rows, W]."""
     num_rows = len(body) // (4 + width)
     scales = np.frombuffer(body[: 4 * num_rows], "<f4")
     numbers = np.frombuffer(body[4 * num_rows :], np.int8).reshape(num_rows, width)
-    # the largest scale that encoding makes may be rounded up by one step
+    # the encoder may round its largest scale up by one step
     if not ((scales >= 0) & (scales <= _LARGEST / _LEVELS * (1 + 1e-6))).all() or numbers.min() < -_LEVELS:
-        raise PipelineError("scales of an activation must be positive and numbers within ±127, got others")
-    # in float64: 127 times the largest scale may pass float32 by that step
+        raise PipelineError("an activation must have scales of at least 0 and numbers within ±127; drop the batch")
+    # float64, because 127 times the largest scale may exceed float32 by that step
     return np.clip(numbers * scales[:, None].astype(np.float64), -_LARGEST, _LARGEST).astype(np.float32)
 
 
 MAX_HEAD_BYTES = 768 << 10
-"""Room for names and shapes of weights and optimizer state of 1800 parameters; unpacked, at most 72 times as much memory."""
+"""Fits names and shapes of weights and optimizer state of 1800 parameters; unpacked it takes up to 72 times the memory."""
 _LENGTH = struct.Struct(">I")
 _EXACT: dict[str, tuple[str, torch.dtype]] = {"f4": ("<f4", torch.float32), "i8": ("<i8", torch.int64)}
 _PRECISIONS = get_args(WirePrecision)
@@ -143,15 +143,15 @@ _MAX_DIMENSIONS = 4
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What is sent at once."""
+    """The fields and tensors of one message."""
 
     fields: dict[str, Any] = field(default_factory=dict)
-    """Numbers, texts, None, and sequences of those, which arrive as tuples."""
+    """Numbers, texts, None, and sequences of these, which arrive as tuples."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
 def encode_bundle(bundle: Bundle, precisions: Mapping[str, WirePrecision] | None = None) -> bytes:
-    """Tensors named in `precisions` go as activations, the others exactly. Raises PipelineError for what cannot be sent."""
+    """Encode tensors named in `precisions` as activations, the others exactly. Raises PipelineError for other values."""
     entries: list[list[Any]] = []
     parts: list[bytes] = []
     for name, tensor in bundle.tensors.items():
@@ -174,14 +174,14 @@ def encode_bundle(bundle: Bundle, precisions: Mapping[str, WirePrecision] | None
 
 
 def decode_bundle(data: bytes) -> Bundle:
-    """Raises PipelineError, and nothing else, for all that `encode_bundle` would not have made."""
+    """Decode a bundle. Raises PipelineError, and nothing else, for bytes that `encode_bundle` cannot give."""
     fields, entries, start = _head(data)
     view, tensors = memoryview(data), dict[str, Tensor]()
     for entry in entries:
         name, kind, shape = _entry(entry)
         length = _num_bytes(kind, shape)
         if name in tensors or start + length > len(data):
-            raise PipelineError(f"a tensor of a bundle must be there once and whole, got {name[:64]!r} otherwise")
+            raise PipelineError(f"a bundle must hold each tensor once and whole; {name[:64]!r} is repeated or cut off")
         part = view[start : start + length]
         if kind in _EXACT:
             numbers = np.frombuffer(part, _EXACT[kind][0]).astype(_EXACT[kind][0][1:], copy=True)
@@ -199,8 +199,8 @@ def _head(data: bytes) -> tuple[dict[str, Any], tuple[Any, ...], int]:
         (length,) = _LENGTH.unpack_from(data)
         stop = _LENGTH.size + length
         if length > MAX_HEAD_BYTES or stop > len(data):
-            raise ValueError("a head of another length than announced")
-        # arrays as tuples and one map: a million empty lists or maps would keep the garbage collector busy for seconds
+            raise ValueError("the head has another length than announced")
+        # tuples and a single map, because a million empty lists or maps would occupy the garbage collector for seconds
         fields, entries = msgpack.unpackb(
             data[_LENGTH.size : stop], raw=False, use_list=False, max_ext_len=0, object_pairs_hook=_one_map()
         )
@@ -211,17 +211,17 @@ def _head(data: bytes) -> tuple[dict[str, Any], tuple[Any, ...], int]:
         or not isinstance(entries, tuple)
         or not all(isinstance(key, str) for key in fields)
     ):
-        raise PipelineError("a bundle must have fields by name and a list of tensors, got others")
+        raise PipelineError("a bundle must have fields by name and a list of tensors; the message has other types")
     return fields, entries, stop
 
 
 def _one_map() -> Callable[[Sequence[tuple[Any, Any]]], dict[Any, Any]]:
-    """Makes the first map, and refuses the second: fields are the only one."""
+    """Return a hook that builds the first map and refuses a second one: the fields are the only map."""
     num_maps = itertools.count()
 
     def made(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
         if next(num_maps):
-            raise ValueError("a map within fields")
+            raise ValueError("the fields contain a map")
         return dict(pairs)
 
     return made
@@ -231,9 +231,9 @@ def _entry(entry: Any) -> tuple[str, str, tuple[int, ...]]:
     name, kind, shape = entry if isinstance(entry, tuple) and len(entry) == 3 else (None, None, None)
     is_shape = isinstance(shape, tuple) and len(shape) <= _MAX_DIMENSIONS
     if not is_shape or not all(type(size) is int and 0 < size < 2**32 for size in shape or ()):
-        raise PipelineError("a tensor of a bundle must have sizes above 0, got others")
+        raise PipelineError("a tensor of a bundle must have up to four sizes, each above 0; the message has others")
     if not isinstance(name, str) or not isinstance(kind, str) or kind not in (*_EXACT, *_PRECISIONS):
-        raise PipelineError("a tensor of a bundle must have a name and a known kind, got others")
+        raise PipelineError("a tensor of a bundle must have a name and a known kind; the message has others")
     return name, kind, shape or ()
 
 

@@ -1,10 +1,8 @@
-"""Where the files of a base model are: the bundled one, a folder, or a download from the hub.
+"""Finds the files of a base model: the bundled one, a folder, or a download from the hub.
 
-The files of a base from the hub: how large they are, and the download of those that a node uses.
+    names and sizes (from the hub) ─▶ within policy.max_download_gib and the disk? ─▶ download ─▶ a folder of the cache
 
-    names and sizes (the hub's list) ─▶ within policy.max_download_gib, and on the disk? ─▶ download ─▶ a folder of the cache
-
-A manifest names bases, and a name says nothing about the size. So the list comes before the first file.
+A manifest names bases, and a name does not show the size. The sizes are therefore checked before the first file is fetched.
 """
 
 import json
@@ -24,22 +22,22 @@ logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
-_OTHER_COPIES = ("original/*", "onnx/*", "consolidated*")  # the same weights once more, in formats that are not read
+_OTHER_COPIES = ("original/*", "onnx/*", "consolidated*")  # the same weights in formats that are not read
 _TIMEOUT_S = 20.0
 _MAX_FILES = 2000
-"""The largest models have a few hundred; each takes a request and a place on the disk."""
+"""The largest models have a few hundred files; each takes a request and space on the disk."""
 _WEIGHTS = ("*.safetensors", "*.bin")
-"""The kinds of weights that transformers reads. The first one that a base has is taken."""
+"""The kinds of weights that transformers reads. A base is loaded from the first kind that it has."""
 
 
 def download(base: str, revision: str | None, max_gib: float) -> Path:
-    """The folder of a base in the hub's cache. Where the hub does not answer it is what the cache has.
+    """Return the folder of a base in the hub's cache, downloading it where needed; offline, what the cache has.
 
-    Raises PolicyError, also for more than `max_gib` or than the disk has room for; nothing is fetched then.
+    Raises PolicyError, also for a base of more than `max_gib` or more than the free disk; nothing is fetched then.
     """
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    with _told(base, revision):
+    with _policy_errors(base, revision):
         try:
             num_bytes = _num_missing_bytes(base, revision)
         except (HfHubHTTPError, LocalEntryNotFoundError) as error:
@@ -52,13 +50,13 @@ def download(base: str, revision: str | None, max_gib: float) -> Path:
 
 
 def download_bytes(base: str, revision: str | None) -> int:
-    """What a node would fetch of a base now, as the hub lists it. Raises PolicyError where the hub lists nothing."""
-    with _told(base, revision):
+    """Return the bytes that a node would download of a base now. Raises PolicyError where the hub lists nothing."""
+    with _policy_errors(base, revision):
         return _num_missing_bytes(base, revision)
 
 
 def cache_folder() -> Path:
-    """The folder that the hub's cache is in, or will be: the first one on the way to it that exists."""
+    """Return the hub's cache folder, or its nearest parent that exists."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE).absolute()
@@ -66,7 +64,7 @@ def cache_folder() -> Path:
 
 
 def check_size(base: str, num_bytes: int, max_gib: float) -> None:
-    """Raises PolicyError for a download beyond the bound, or that the disk has no room for."""
+    """Raises PolicyError for a download above the limit, or larger than the free disk."""
     if num_bytes > max_gib * _GIB:
         raise PolicyError(
             f"policy.base must be a download of <= {max_gib:g} GiB, got {num_bytes / _GIB:.1f} of {base}; take a smaller "
@@ -81,7 +79,7 @@ def check_size(base: str, num_bytes: int, max_gib: float) -> None:
 
 
 def _num_missing_bytes(base: str, revision: str | None) -> int:
-    """Of all files that `_snapshot` would fetch. Raises HfHubHTTPError, or LocalEntryNotFoundError where no hub answers."""
+    """Bytes of all files that `_snapshot` would fetch. Raises HfHubHTTPError, or LocalEntryNotFoundError when offline."""
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     from huggingface_hub.utils import filter_repo_objects
@@ -90,7 +88,7 @@ def _num_missing_bytes(base: str, revision: str | None) -> int:
         info = HfApi().model_info(base, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
     except (HfHubHTTPError, HFValidationError):
         raise
-    except Exception as error:  # the library changes its HTTP client, and does not translate what that raises
+    except Exception as error:  # the library may change its HTTP client, whose errors it passes through
         raise LocalEntryNotFoundError(str(error)) from None
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     has_first = any(name.endswith(_WEIGHTS[0][1:]) and "/" not in name for name in sizes)
@@ -117,8 +115,8 @@ def _patterns(weights: str) -> dict[str, list[str]]:
 
 
 @contextmanager
-def _told(base: str, revision: str | None) -> Iterator[None]:
-    """Errors of the hub as PolicyError."""
+def _policy_errors(base: str, revision: str | None) -> Iterator[None]:
+    """Turn errors of the hub into PolicyError."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -157,17 +155,17 @@ BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "assets" / "tiny_polic
 _MAX_JSON_BYTES = 64 << 20
 _ADAPTER = "adapter_config.json"
 _NO_WEIGHTS = ("consolidated", "adapter_")
-"""Files whose names begin so are no weights of the base: they are not hashed."""
+"""Files whose names begin like this are no weights of the base; they are not hashed."""
 _INDICES = {"model.safetensors.index.json": ".safetensors", "pytorch_model.bin.index.json": ".bin"}
-"""Those that transformers reads, and the files that they may name."""
+"""The indices that transformers reads, and the suffix of the files that they may name."""
 _KERNELS = "implementation"
-"""In the name of every setting that says what computes a part of the model, which may be a repository of code."""
+"""Part of the name of every setting that selects an implementation, which could be a repository of code."""
 
 
 def locate_base(base: str, revision: str | None, max_download_gib: float = math.inf) -> Path:
-    """The folder of base model `base`, downloaded first if it is a hub id that is not in the cache yet.
+    """Return the folder of base model `base`, downloaded first if it is a hub id that is not in the cache.
 
-    Raises PolicyError: no such folder, no such hub model, gated, no network, too large for this bound or for the disk.
+    Raises PolicyError: no such folder, no such hub model, gated, no network, too large for the limit or the disk.
     """
     folder = _folder_here(base, revision)
     if folder is None and _looks_like_path(base):
@@ -177,10 +175,12 @@ def locate_base(base: str, revision: str | None, max_download_gib: float = math.
     if folder is None:
         folder = download(base, revision, max_download_gib)
     elif base != "bundled" and not _looks_like_path(base):
-        logger.warning("policy.base %s is the folder of that name here, no model of the hub; ./%s says so", base, base)
+        logger.warning(
+            "policy.base %s is a folder here, so it is used, and no model of the hub; write ./%s", base, base
+        )
     if not (folder / "config.json").is_file():
         raise PolicyError(f"policy.base must hold a config.json, got none in {folder}; point policy.base at a model")
-    if (folder / _ADAPTER).exists():  # transformers would put that adapter into the base, and no hash would tell
+    if (folder / _ADAPTER).exists():  # transformers would merge it into the base, and no hash would show that
         raise PolicyError(f"policy.base must be a base alone, got one with {_ADAPTER} in {folder}; remove that")
     _check_names(folder)
     _check_indices(folder)
@@ -188,15 +188,15 @@ def locate_base(base: str, revision: str | None, max_download_gib: float = math.
 
 
 def read_base_json(path: Path) -> Any:
-    """What a file of JSON in a base's folder holds. Raises OSError and ValueError.
+    """Read a JSON file of a base's folder. Raises OSError and ValueError.
 
-    Links are followed here: those of the hub's cache lead into its store.
+    It follows links, because those of the hub's cache lead into its store.
     """
     return read_json(path.resolve(), _MAX_JSON_BYTES)
 
 
 def _check_names(folder: Path) -> None:
-    """Raise PolicyError where config.json, also for a part of the model, names other weights, or code to download."""
+    """Raises PolicyError where config.json, at any depth, names other weights or code to download."""
     try:
         settings = list(_settings(read_base_json(folder / "config.json")))
     except (OSError, ValueError):
@@ -216,7 +216,7 @@ def _check_names(folder: Path) -> None:
 
 
 def _settings(value: Any) -> Iterator[tuple[str, Any]]:
-    """All keys of all tables in a value, with what they are set to."""
+    """Yield all keys of all tables in a value, with their values."""
     if isinstance(value, dict):
         yield from value.items()
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -224,7 +224,7 @@ def _settings(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_indices(folder: Path) -> None:
-    """Raise PolicyError where an index of weights names files outside of the folder, or some that are not hashed."""
+    """Raises PolicyError where an index of weights names files outside of the folder or files that are not hashed."""
     for path in folder.glob("*.index.json"):
         try:
             names = set(read_base_json(path)["weight_map"].values())
@@ -246,7 +246,7 @@ def _check_indices(folder: Path) -> None:
 
 
 def base_at_hand(base: str, revision: str | None) -> Path | None:
-    """The folder of a base that loads without the network, or None. Downloads nothing, raises nothing."""
+    """Return the folder of a base that loads without the network, or None. Downloads nothing, raises nothing."""
     folder = _folder_here(base, revision)
     if folder is None:
         from huggingface_hub import snapshot_download
@@ -263,7 +263,7 @@ def base_at_hand(base: str, revision: str | None) -> Path | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights: safetensors where there are any, PyTorch files else. Raises PolicyError."""
+    """Return the files of the weights: safetensors where there are any, otherwise PyTorch files. Raises PolicyError."""
     for pattern in ("*.safetensors", "*.bin"):
         files = sorted(path for path in folder.glob(pattern) if not path.name.startswith(_NO_WEIGHTS))
         if files:
@@ -272,10 +272,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _folder_here(base: str, revision: str | None) -> Path | None:
-    """The folder that `base` names. None: it is a name of the hub.
+    """Return the folder that `base` names, or None for a name of the hub.
 
-    What has a revision is of the hub: a folder has none, and one that somebody else has put into the current folder must not
-    take the place of what a founder or a user has pinned.
+    A base with a revision is of the hub: folders have no revision, and a folder that somebody put into the current folder
+    must not replace what a founder or a user has pinned.
     """
     if base == "bundled":
         return BUNDLED_FOLDER

@@ -1,4 +1,4 @@
-"""The frozen base: a Hugging Face causal language model in the wanted precision, checked before anything uses it."""
+"""The frozen base: a Hugging Face causal language model in the configured precision, checked before it is used."""
 
 import inspect
 from pathlib import Path
@@ -16,10 +16,10 @@ _ID_SPAN = 2**31
 
 
 def load_base(config: PolicySection, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """The base in `folder`, frozen, with dropout off, on `device`.
+    """Load the base in `folder`, frozen, with dropout off, on `device`.
 
-    Raises PolicyError: damaged or missing weights, a decoder without a standard key/value
-    cache, quantisation that is not possible here. Raises MemoryBudgetError when the weights do not fit.
+    Raises PolicyError for damaged or missing weights, a decoder without a standard key/value cache, or a quantization that
+    is not possible here; MemoryBudgetError where the weights do not fit.
     """
     from transformers import AutoModelForCausalLM
 
@@ -40,7 +40,7 @@ def load_base(config: PolicySection, folder: Path, device: torch.device, dtype: 
             f"the base must fit into the memory of {device}, got {config.base} in {dtype}; "
             "set policy.quantization = 4bit or take a smaller base"
         ) from None
-    except Exception as error:  # for settings of strangers the library raises whatever their use happens to raise
+    except Exception as error:  # the settings come from strangers, and the library may raise anything over them
         raise PolicyError(
             f"policy.base must load as a causal language model, got {folder}: {_one_line(error)}; check the folder"
         ) from None
@@ -55,17 +55,16 @@ def load_base(config: PolicySection, folder: Path, device: torch.device, dtype: 
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in `folder`, with a padding token. Raises PolicyError when there is none."""
+    """Load the tokenizer in `folder`, with a padding token. Raises PolicyError where none loads."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    # AutoTokenizer goes by the model's architecture for some models and replaces the splitting rules of a
-    # tokenizer.json that was made by hand; a folder that declares the generic class means its tokenizer.json as it
-    # stands
+    # for some architectures AutoTokenizer replaces the splitting rules of a custom tokenizer.json; a folder that declares
+    # the generic class means its tokenizer.json as it is
     loader = PreTrainedTokenizerFast if _declares_generic_tokenizer(folder) else AutoTokenizer
     try:
         tokenizer = load_pretrained(loader, folder)
         if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
-            tokenizer.pad_token = tokenizer.eos_token  # padding is always masked, so any id will do
+            tokenizer.pad_token = tokenizer.eos_token  # padding is always masked, so any id works
     except Exception as error:  # as for models
         raise PolicyError(
             f"policy.base must come with a tokenizer, got none that loads in {folder} ({_one_line(error)}); "
@@ -75,12 +74,12 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends an answer; chat models often name several. Raises PolicyError where there is none."""
+    """Return all tokens that end an answer; chat models often have several. Raises PolicyError where there is none."""
     return _eos_ids(tokenizer, model.generation_config, model.config)
 
 
 def folder_eos_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """`eos_token_ids` of the model in a folder, without loading it."""
+    """Return `eos_token_ids` of the model in a folder, without loading it."""
     import transformers
 
     try:
@@ -104,14 +103,14 @@ def _eos_ids(tokenizer: Any, generation_config: Any, config: Any) -> tuple[int, 
         )
     if odd := [token_id for token_id in found if type(token_id) is not int or not 0 <= token_id < _ID_SPAN]:
         raise PolicyError(
-            f"policy.base must end answers with token ids, got {ascii(odd[0])[:80]}; mend eos_token_id in its "
+            f"policy.base must end answers with token ids, got {ascii(odd[0])[:80]}; fix eos_token_id in its "
             "generation_config.json"
         )
     return tuple(dict.fromkeys(found))
 
 
 def switch_dropout_off(model: nn.Module) -> None:
-    """Zero every dropout rate of the base: log-probabilities must not depend on train or eval mode."""
+    """Set every dropout rate of the base to 0: log-probabilities must not depend on train or eval mode."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -121,7 +120,7 @@ def switch_dropout_off(model: nn.Module) -> None:
 
 
 def check_is_causal(folder: Path) -> None:
-    """Raise PolicyError unless config.json names a causal language model that transformers knows."""
+    """Raises PolicyError unless config.json names a causal language model that transformers knows."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     try:
@@ -185,8 +184,8 @@ def _quantization(config: PolicySection, dtype: torch.dtype) -> Any:
 def _use_one_weight_layout(model: Any) -> None:
     """Keep bitsandbytes from repacking 4-bit weights on CPU at the first forward pass in eval mode.
 
-    The packed form rounds its scales to bfloat16 and is not understood by the training pass, so sampling would silently
-    use another policy than training, and the result would depend on which of the two ran first.
+    The packed form rounds its scales to bfloat16, and the training pass does not read it. Sampling would silently use
+    another policy than training, and the result would depend on which of the two ran first.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -1,10 +1,10 @@
-"""What a base's chat template writes around a prompt.
+"""The text that a base's chat template writes around a prompt.
 
-    template, prompt of a user ─ rendered once, in a bounded process ─▶ text before, text after ─▶ any prompt, in the node
+    template, probe messages ─ rendered once, in a confined process ─▶ text before, text after ─▶ any prompt, in the node
 
-A template is a program in a file of the base, which a manifest may name: nested loops run for ever, and a text that doubles
-takes all memory. So the node runs it once, in the confined process of `line_process`, on messages whose result shows what stands
-around a prompt. A template that changes the prompt itself by anything but stripping white space is refused.
+A template is a program in a file of the base, which a manifest may name: nested loops run forever, and a text that doubles
+takes all memory. The node therefore runs it once, in the confined process of `line_process`, on messages whose result shows
+the text around a prompt. A template that changes the prompt itself, except for white space at its ends, is refused.
 """
 
 import json
@@ -17,15 +17,15 @@ from swarm.sandbox.line_process import Confinement, LineProcess, LineProcessErro
 
 MAX_TEMPLATE_CHARS = 256 << 10
 TIME_BUDGET_S = 5.0
-"""For all probes, where milliseconds are usual."""
+"""Time for all probes together, which usually take milliseconds."""
 _SERVICE = "swarm.policy.template_process"
-_CONFINEMENT = Confinement(memory_bytes=1 << 30, file_bytes=0, fence="if possible")
-"""A fifth of the memory is what the libraries take."""
+_CONFINEMENT = Confinement(memory_bytes=1 << 30, file_bytes=0, namespaces="if possible")
+"""The libraries take a fifth of this memory."""
 _WORDS = "What is 3 + 4?"
 _SPACED = f"\n  {_WORDS}\t\n"
 _ODD = "<|im_start|>system\n{{ 7 * 7 }} {% for %} </think> [INST] \\ \" ' é \N{SNOWMAN}"
 PROBES = (_WORDS, _SPACED, _ODD, f"{_ODD * 200}.")
-"""Contents of a user's message. Only a template that treats all of them alike is taken."""
+"""Contents of a user's message. A template must treat all of them alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,10 @@ class PromptFrame:
 
 
 def prompt_frame(tokenizer: Any, *, is_own: bool) -> PromptFrame | None:
-    """The frame of a tokenizer's chat template, None where it has no template.
+    """Return the frame of a tokenizer's chat template, or None where it has no template.
 
-    `is_own`: the template is of this package, and is rendered here. Raises PolicyError for one that fails, takes too long or
-    too much, or changes prompts.
+    With `is_own` the template is part of this package and is rendered in this process. Raises PolicyError for a template
+    that fails, exceeds its time or memory, or changes prompts.
     """
     if not tokenizer.chat_template:
         return None

@@ -1,7 +1,4 @@
-"""Which device and which number format the policy runs in.
-
-What is left of the memory of a device.
-"""
+"""The device and the number format in which the policy runs, and the free memory of a device."""
 
 import torch
 
@@ -10,7 +7,7 @@ from swarm.machine.memory import machine_memory
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on `device` now."""
+    """Return the bytes that can be allocated on `device` now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return machine_memory().available
@@ -20,7 +17,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` takes CUDA, then MPS, then CPU. Raises PolicyError for a device that this machine does not have."""
+    """Choose a device; `auto` prefers CUDA, then MPS, then CPU. Raises PolicyError for one that this machine lacks."""
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(device for device, is_there in present.items() if is_there)
@@ -32,7 +29,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` takes bfloat16 on CUDA devices that compute it natively and float32 elsewhere."""
+    """Choose a dtype; `auto` is bfloat16 on CUDA devices that compute it natively and float32 elsewhere."""
     if name != "auto":
         return _DTYPES[name]
     native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -1,17 +1,16 @@
-"""What a policy descends from, as hashes that say how far its rollouts and weights are usable elsewhere.
+"""The lineage of a policy: hashes that tell which nodes can use each other's rollouts and adapters.
 
-    policy    = H(contents of the base's weight files, what its other files make of them, tokenizer,
+    policy    = H(contents of the base's weight files, settings in its other files that affect them, tokenizer,
                   adapter: rank, alpha, layers and their shapes, A seed)
     tokenizer = H(vocabulary, special tokens, chat template)
 
-The same weights are another policy with another activation, another base of the rotary positions, or other rules for splitting
-text. So all of `config.json` counts but what is known to change nothing (`_WITHOUT_EFFECT`), and `tokenizer.json` with it. The
-files are hashed as they were published, not as a library reads them, whose next release would fill in other defaults.
+The same weights make another policy with another activation, rotary base or rule for splitting text. All of `config.json`
+therefore counts except what is known to have no effect (`_WITHOUT_EFFECT`), and so does `tokenizer.json`. The files are
+hashed as published, not as a library reads them: its next release would fill in other defaults.
 
-Precision is left out on purpose: a 4-bit, a bfloat16 and a float32 node with the same files share a lineage. They start
-from the same A and may average adapters (QLoRA, too, trains on a 4-bit base and deploys on the full one), token ids
-mean the same, and the small difference of their log-probs is just what the importance weight π_old/μ measures, since μ
-is what the author sampled from.
+Precision is left out on purpose: 4-bit, bfloat16 and float32 nodes with the same files share a lineage. They start from the
+same A and can average adapters (QLoRA, too, trains on a 4-bit base and deploys on the full one), and token ids mean the same.
+The importance weight π_old/μ measures the small difference of their log-probs, since the author sampled from μ.
 """
 
 import hashlib
@@ -31,19 +30,19 @@ _MAX_CACHE_BYTES = 64 << 20
 _WITHOUT_EFFECT = frozenset(
     {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "pad_token_id", "auto_map"}
 )
-"""Keys of config.json that say where a base came from, or what this node decides itself."""
+"""Keys of config.json that say where a base came from, or that this node sets itself."""
 _OF_EACH_CALL = frozenset({"version", "truncation", "padding"})
-"""Keys of tokenizer.json that do not decide which ids a text has."""
+"""Keys of tokenizer.json that do not affect which ids a text has."""
 
 
 def compute_lineage(
     folder: Path, tokenizer: Any, lora: LoraSection, adapted: Iterable[tuple[str, int, int]], cache: Path | None
 ) -> Lineage:
-    """Lineage of the base in `folder` with an adapter on the layers `adapted`: (name, inputs, outputs).
+    """Compute the lineage of the base in `folder` with an adapter on the layers `adapted`: (name, inputs, outputs).
 
-    `cache` is a JSON file that keeps hashes of large weight files by path, size and times. One of them is the time of the last
-    change as the system notes it, which nobody can set: the cache of a folder from somebody else says nothing about files here.
-    Raises PolicyError for unreadable weights and settings.
+    `cache` is a JSON file of hashes of large weight files by path, size and times. One of these is the system's time of the
+    last change, which nobody can set, so the cache of a foreign folder says nothing about files here. Raises PolicyError
+    for unreadable weights and settings.
     """
     tokenizer_hash, weights = _digest(_tokenizer_facts(tokenizer)), hash_weights(folder, cache)
     adapter = [lora.rank, float(lora.alpha), lora.init_seed, sorted(adapted)]
@@ -53,9 +52,9 @@ def compute_lineage(
 
 
 def hash_weights(folder: Path, cache: Path | None = None) -> str:
-    """64 hex digits over (tensor name, dtype, shape, content) of all weights, however they are split into files.
+    """Return 64 hex digits over (tensor name, dtype, shape, content) of all weights, in any division into files.
 
-    Reads about 2 GB/s on the first call for a file; later calls with `cache` read nothing.
+    The first call reads about 2 GB/s of each file; later calls with `cache` read nothing.
     """
     known = _read_cache(cache)
     tensors: list[list[Any]] = []
@@ -73,7 +72,7 @@ def hash_weights(folder: Path, cache: Path | None = None) -> str:
 
 
 def _tensor_digests(path: Path) -> list[list[Any]]:
-    """[name, dtype, shape, SHA-256] of every tensor of one file; a PyTorch file is one tensor: it is not unpickled."""
+    """Return [name, dtype, shape, SHA-256] of every tensor of a file. A PyTorch file counts as one; it is not unpickled."""
     try:
         with path.open("rb") as file:
             if path.suffix == ".bin":
@@ -107,7 +106,7 @@ def _sha256(file: Any, num_bytes: int) -> str:
 
 
 def _file_facts(folder: Path) -> list[Any]:
-    """What the small files of a base decide beside its weights: the function, where answers end, which ids a text has."""
+    """Return what the small files of a base determine: its function, its EOS tokens, and which ids a text has."""
     config = _table(folder, "config.json", is_required=True)
     function = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
     ends = _table(folder, "generation_config.json").get("eos_token_id")
@@ -116,7 +115,7 @@ def _file_facts(folder: Path) -> list[Any]:
 
 
 def _table(folder: Path, name: str, *, is_required: bool = False) -> dict[str, Any]:
-    """What a JSON file of a base holds; nothing where it is not required and absent. Raises PolicyError."""
+    """Read a JSON table of a base; empty where it is not required and absent. Raises PolicyError."""
     try:
         table = read_base_json(folder / name)
     except FileNotFoundError:
@@ -143,7 +142,7 @@ def _read_cache(cache: Path | None) -> dict[str, Any]:
     try:
         known = read_json(cache, _MAX_CACHE_BYTES) if cache else {}
     except (OSError, ValueError):
-        return {}  # absent or damaged: hash anew
+        return {}  # absent or damaged: hash again
     return known if isinstance(known, dict) else {}
 
 

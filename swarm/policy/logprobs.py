@@ -1,14 +1,14 @@
 """Log-probabilities of answers under the policy: the one function that training, canary and likelihood checks use.
 
-For the answer tokens a_1 … a_T (EOS included when it was sampled) of prompt p_1 … p_P the result holds
-log π(a_t | p, a_<t) for t = 1 … T; the first comes from the logits of the last prompt token.
+For answer tokens a_1 … a_T (with EOS when it was sampled) of prompt p_1 … p_P the result holds log π(a_t | p, a_<t) for
+t = 1 … T; the first comes from the logits of the last prompt token.
 
-Forward passes that compute a prompt once and continue it many times; shared by sampling and by training.
+`PromptCache` computes a prompt once and continues it many times, in sampling and in training:
 
     prompts [D, P] left-padded ──start──▶ keys/values of D prompts ──select rows──▶ B continuations ──extend──▶ logits
 
-Left padding keeps a prompt next to its answer, so sliding-window layers see the right neighbours; padded columns are
-masked and positions count real tokens only.
+Left padding keeps a prompt next to its answer, so sliding-window layers see the right neighbours. Padded columns are masked,
+and positions count real tokens only.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 
 
 class PromptCache:
-    """Keys and values of prompts, and where each continuation of them stands. Differentiable where grad is enabled."""
+    """Keys and values of prompts and of their continuations. Differentiable where grad is enabled."""
 
     def __init__(self, model: Any, pad_token_id: int) -> None:
         base = model.get_base_model()
@@ -47,19 +47,18 @@ class PromptCache:
         """Keep, repeat and reorder rows: row i of the result continues row `rows[i]`."""
         for layer in self._cache.layers:
             if is_plain_layer(layer) and layer.keys is not None and layer.values is not None:
-                # not layer.batch_select_indices: the backward pass of plain indexing adds up repeated rows with
-                # atomics, in an order that varies from run to run; that of index_select keeps the order, so a step can
-                # be repeated
+                # not layer.batch_select_indices: the backward pass of plain indexing adds repeated rows with atomics, in
+                # an order that varies from run to run; index_select has a fixed order, so a step can be repeated
                 layer.keys, layer.values = layer.keys.index_select(0, rows), layer.values.index_select(0, rows)
             else:
-                layer.reorder_cache(rows)  # type: ignore[attr-defined]  # made for beams; selects recurrent states too
+                layer.reorder_cache(rows)  # type: ignore[attr-defined]  # for beam search; selects recurrent states too
         self._mask = self._mask[rows]
         self._next_position = self._next_position[rows]
 
     def extend(self, token_ids: Tensor, choose: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Append `token_ids` [B, n] and return logits [B, n, V], or [.., V] at the positions that `choose` picks.
 
-        Rows with fewer tokens are padded on the right: nothing real comes after padding, so it needs no mask.
+        Shorter rows are padded on the right: no real token follows the padding, so it needs no mask.
         """
         num_rows, num_new = token_ids.shape
         self._mask = torch.cat([self._mask, self._mask.new_ones(num_rows, num_new)], dim=1)
@@ -85,7 +84,7 @@ class PromptCache:
 
 
 def is_plain_layer(layer: Any) -> TypeGuard[DynamicLayer]:
-    """Whether a cache layer keeps keys and values, and no recurrent state."""
+    """Whether a cache layer stores keys and values and no recurrent state."""
     return isinstance(layer, DynamicLayer) and not isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
@@ -97,11 +96,10 @@ def _states(layer: Any) -> list[Tensor]:
 
 
 def logits_at(model: Any, choose: Callable[[Tensor], Tensor], **inputs: Any) -> Tensor:
-    """Logits of the positions that `choose` picks from a [B, S, ...] tensor; it must return a tensor of three
-    dimensions.
+    """Return logits of the positions that `choose` picks from a [B, S, ...] tensor, as a tensor of three dimensions.
 
-    The head gets only those hidden states: with a vocabulary of 150,000 the logits of a whole batch are the largest
-    tensor by far. Scaling or capping that a model applies after its head still happens.
+    The head gets only the chosen hidden states: with a vocabulary of 150,000 the logits of a whole batch are by far the
+    largest tensor. Scaling or capping that a model applies after its head still happens.
     """
     head = model.get_base_model().get_output_embeddings()
     head_was_called = False
@@ -125,7 +123,7 @@ TokenSequence = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Right-padded results for B answers of at most T tokens."""
+    """Results for B answers of at most T tokens, padded on the right."""
 
     logprobs: Tensor  # [B, T] float32, 0 at padding
     mask: Tensor  # [B, T] float32, 1 at answer tokens
@@ -140,11 +138,10 @@ def token_logprobs(
     with_entropy: bool = False,
     share_prompts: bool = True,
 ) -> TokenLogprobs:
-    """Log-probs of all answer tokens under softmax(logits / temperature), differentiable where grad is enabled.
+    """Compute log-probs of all answer tokens under softmax(logits / temperature), differentiable where grad is enabled.
 
-    With `share_prompts` a prompt that several answers have in common is computed once (forward and backward): for
-    groups of 8 with short answers that is 3 to 4 times faster. Switch it off under gradient checkpointing, which has no
-    cache.
+    With `share_prompts` the common prompt of several answers is computed once, forward and backward: 3 to 4 times faster
+    for groups of 8 with short answers. Switch it off under gradient checkpointing, which has no cache.
     """
     device = next(model.parameters()).device
     answers = [list(answer) for _, answer in sequences]
@@ -161,7 +158,7 @@ def token_logprobs(
 def scored_answers(
     logits: Tensor, targets: Tensor, mask: Tensor, temperature: float = 1.0, with_entropy: bool = False
 ) -> TokenLogprobs:
-    """Log-probs of `targets` [N] from `logits` [N, V]: all answer tokens, row by row of `mask` [B, T]."""
+    """Compute log-probs of `targets` [N] from `logits` [N, V] of all answer tokens, row by row of `mask` [B, T]."""
     scaled = logits.float() / temperature
     normalizer = scaled.logsumexp(-1)  # [N], N = all answer tokens
     flat = scaled.gather(-1, targets[:, None])[:, 0] - normalizer
@@ -170,7 +167,7 @@ def scored_answers(
 
 
 def _separate_logits(model: Any, sequences: Sequence[TokenSequence], mask: Tensor, pad_id: int) -> Tensor:
-    """Logits [N, V] of all answer tokens from one right-padded batch; causal attention never looks at the padding."""
+    """Logits [N, V] of all answer tokens from one right-padded batch; causal attention never sees the padding."""
     full = [[*prompt, *answer[:-1]] for prompt, answer in sequences]
     token_ids = _right_padded(full, pad_id, mask.device)
     rows, steps = mask.nonzero(as_tuple=True)
@@ -181,7 +178,7 @@ def _separate_logits(model: Any, sequences: Sequence[TokenSequence], mask: Tenso
 def _shared_logits(
     model: Any, prompts: list[tuple[int, ...]], sequences: Sequence[TokenSequence], mask: Tensor, pad_id: int
 ) -> Tensor:
-    """The same logits with every distinct prompt computed once and its keys and values repeated for its answers."""
+    """The same logits, with every distinct prompt computed once and its keys and values repeated for its answers."""
     cache = PromptCache(model, pad_id)
     index = {prompt: i for i, prompt in enumerate(prompts)}
     prompt_of = torch.tensor([index[tuple(prompt)] for prompt, _ in sequences], device=mask.device)
@@ -193,9 +190,7 @@ def _shared_logits(
     token_ids = _right_padded([list(answer[:-1]) for _, answer in sequences], pad_id, mask.device)
     later = cache.extend(token_ids, lambda hidden: hidden[rows, steps][None])[0]  # [N - B, V]
     is_first = mask.nonzero(as_tuple=True)[1] == 0
-    order = torch.empty_like(
-        is_first, dtype=torch.long
-    )  # answer-major: a_1 of row 0, its later tokens, a_1 of row 1, …
+    order = torch.empty_like(is_first, dtype=torch.long)  # by answer: a_1 of row 0, its later tokens, a_1 of row 1, …
     order[is_first] = torch.arange(len(first), device=mask.device)
     order[~is_first] = torch.arange(len(first), len(order), device=mask.device)
     return torch.cat([first, later])[order]

@@ -1,4 +1,4 @@
-"""The trainable part: LoRA factors B·A on the base's linear layers (peft), with one start for a whole lineage."""
+"""The trainable part: LoRA factors B·A on the base's linear layers (peft), with equal initial values in a lineage."""
 
 import difflib
 import math
@@ -16,7 +16,7 @@ from swarm.policy.counter_noise import uniform
 def attach_adapter(model: Any, config: LoraSection) -> Any:
     """Wrap `model` with an adapter in float32: A from `config.init_seed` and the layer's name, B zero.
 
-    Leaves torch's random state as it was. Raises PolicyError for a target that names no linear layer.
+    Torch's random state stays as it was. Raises PolicyError for a target that names no linear layer.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -28,7 +28,7 @@ def attach_adapter(model: Any, config: LoraSection) -> Any:
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]):  # peft draws A and B before ours replace them
+    with torch.random.fork_rng(devices=[]):  # peft draws A and B, which are replaced below
         peft_model = get_peft_model(model, lora)
     for name, layer in adapted_layers(peft_model):
         _start_factors(name, layer, config.init_seed)
@@ -36,19 +36,19 @@ def attach_adapter(model: Any, config: LoraSection) -> Any:
 
 
 def adapted_layers(peft_model: Any) -> Iterable[tuple[str, Any]]:
-    """(name inside the base model, LoRA layer) of every adapted layer, in the order of the model."""
+    """Yield (name inside the base model, LoRA layer) of every adapted layer, in the order of the model."""
     for name, module in peft_model.base_model.model.named_modules():
         if hasattr(module, "lora_A") and "default" in module.lora_A:
             yield name, module
 
 
 def adapter_shape(peft_model: Any) -> list[tuple[str, int, int]]:
-    """(name, inputs, outputs) of every adapted layer."""
+    """Return (name, inputs, outputs) of every adapted layer."""
     return [(name, layer.in_features, layer.out_features) for name, layer in adapted_layers(peft_model)]
 
 
 def _start_factors(name: str, layer: Any, init_seed: int) -> None:
-    """A uniform in ±1/sqrt(inputs), which is peft's own default (Kaiming with a = √5); B zero."""
+    """Set A uniform in ±1/sqrt(inputs), which is peft's default (Kaiming with a = √5), and B zero."""
     factor_a, factor_b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     bound = 1.0 / math.sqrt(layer.in_features)
     noise = uniform(factor_a.numel(), "lora-a", init_seed, name)
@@ -58,7 +58,7 @@ def _start_factors(name: str, layer: Any, init_seed: int) -> None:
 
 
 def resolve_targets(model: Any, targets: str | tuple[str, ...]) -> list[str]:
-    """Full names of the layers to adapt: all linear ones but the head, or those that end with a name of `targets`."""
+    """Return full names of the layers to adapt: all linear ones but the head, or those that end with a name of `targets`."""
     head = model.get_output_embeddings()
     linear = [name for name, module in model.named_modules() if _is_linear(module) and module is not head]
     if targets == "all-linear":

@@ -1,8 +1,8 @@
-"""Find out before the first step whether the longest sequences fit into memory, and say what to lower if they do not.
+"""Checks before the first step that the longest sequences fit into memory, and says what to lower if they do not.
 
-On an accelerator the worst micro-batch is run, forward and backward. On the CPU nothing would report the shortage (the
-operating system kills the process), so the need is computed first: autograd tells exactly what it keeps for one group
-of the worst batch, the rest scales with the number of groups.
+On an accelerator it runs the worst micro-batch forward and backward. On the CPU a shortage would not be reported, since the
+operating system kills the process. There the need is computed: autograd tells exactly what it stores for one group of the
+worst batch, and the rest scales with the number of groups.
 """
 
 import math
@@ -19,12 +19,12 @@ from swarm.policy.logprobs import TokenSequence, token_logprobs
 from swarm.policy.policy import Policy
 
 _TEMPORARIES = 1.5
-"""Peak over what autograd keeps: gradients and operator outputs that live for a moment."""
+"""Peak memory relative to what autograd stores: gradients and operator outputs exist for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Estimated peak of activations and caches, in bytes, weights not included."""
+    """Estimated peak of activations and caches, in bytes, without weights."""
 
     training_bytes: int
     rollout_bytes: int
@@ -43,8 +43,8 @@ def probe_memory(
 ) -> MemoryNeed:
     """Check a step on `num_groups` groups with the longest prompts and answers that the config allows.
 
-    `answer_bytes` is what the engine needs for one answer of full length with its prompt, `held_bytes` what it keeps besides.
-    `available_bytes` defaults to what the device has free now. Leaves weights, gradients and random state as they are.
+    `answer_bytes` is the engine's need for one answer of full length with its prompt, `held_bytes` its memory besides.
+    `available_bytes` defaults to the free memory of the device. Weights, gradients and random state stay as they are.
     Raises MemoryBudgetError with the value that would fit.
     """
     size = training.micro_batch_sequences
@@ -53,7 +53,7 @@ def probe_memory(
     group = _worst_group(policy, answers_per_prompt, rollouts.max_new_tokens)
     num_answers = fitting_answers(answer_bytes, rollouts.max_batch_sequences, rollouts.cache_bytes)
     need = MemoryNeed(
-        training_bytes=int(_kept_bytes(policy, group) * num_prompts * _TEMPORARIES),
+        training_bytes=int(_stored_bytes(policy, group) * num_prompts * _TEMPORARIES),
         rollout_bytes=answer_bytes * num_answers,
         available_bytes=(free_bytes(policy.device) if available_bytes is None else available_bytes) - held_bytes,
     )
@@ -68,7 +68,7 @@ def probe_memory(
 
 
 def fitting_answers(answer_bytes: int, wanted: int, cache_bytes: int | None) -> int:
-    """How many of `wanted` answers may be in the making at once. Raises MemoryBudgetError where not one fits."""
+    """Return how many of `wanted` answers can be sampled at once. Raises MemoryBudgetError where not one fits."""
     if cache_bytes is None:
         return wanted
     if answer_bytes > cache_bytes:
@@ -85,8 +85,8 @@ def _worst_group(policy: Policy, num_answers: int, max_new_tokens: int) -> list[
     return [([token] * policy.config.max_prompt_tokens, [token] * max_new_tokens) for _ in range(num_answers)]
 
 
-def _kept_bytes(policy: Policy, group: list[TokenSequence]) -> int:
-    """Bytes that autograd keeps for the backward pass of one group, each storage counted once, parameters excluded."""
+def _stored_bytes(policy: Policy, group: list[TokenSequence]) -> int:
+    """Bytes that autograd stores for the backward pass of one group, each storage counted once, without parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
     kept: dict[int, int] = {}
 
@@ -120,7 +120,7 @@ def _run_worst_batch(policy: Policy, group: list[TokenSequence], num_prompts: in
 def _logprob_sum(policy: Policy, sequences: Sequence[TokenSequence]) -> Tensor:
     checkpointing = policy.config.gradient_checkpointing
     with torch.random.fork_rng(devices=[policy.device] if policy.device.type == "cuda" else []):
-        policy.model.train(checkpointing)  # checkpointing happens in train mode only
+        policy.model.train(checkpointing)  # checkpointing works in train mode only
         result = token_logprobs(policy.model, sequences, policy.pad_token_id, share_prompts=not checkpointing)
         policy.model.eval()
     return result.logprobs.sum()

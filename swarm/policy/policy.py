@@ -1,7 +1,7 @@
 """The policy: what a node samples from and trains.
 
 On the data path it stands between task and rollout (text → token ids → engine) and again at the end (batch → loss →
-adapter). `load_policy` is the only way to make one: base → quantisation → adapter → lineage.
+adapter). `load_policy` is the only way to make one: base → quantization → adapter → lineage.
 """
 
 import logging
@@ -30,14 +30,14 @@ from swarm.types import Lineage
 logger = logging.getLogger(__name__)
 
 _LOADING = threading.Lock()
-"""transformers patches torch while it builds a model: two loads at a time in one process leave weights out."""
+"""transformers patches torch while it builds a model: two loads at once in one process would leave weights out."""
 
 
 class _surviving_panics(AbstractContextManager[None]):  # noqa: N801  a context manager like `suppress`
-    """Ends where the native code of a tokenizer panics over a text.
+    """A context manager that ends early where the native code of a tokenizer panics over a text.
 
-    A pattern in tokenizer.json gives up after so many steps, and its panic is no Exception. Who writes the pattern and who
-    writes the text are strangers; together they would end the thread of whoever reads it.
+    A pattern in tokenizer.json gives up after a number of steps, and its panic is no Exception. Pattern and text may come
+    from strangers, who could otherwise end the thread that reads them.
     """
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
@@ -49,25 +49,25 @@ class _surviving_panics(AbstractContextManager[None]):  # noqa: N801  a context 
 
 @dataclass(slots=True, kw_only=True)
 class TextPolicy(ABC):
-    """A policy as rollouts and training see it: text, token ids and log-probs. Where its weights are is its own business."""
+    """A policy as rollouts and training see it: text, token ids and log-probs. Subclasses decide where its weights are."""
 
     tokenizer: Any
     config: PolicySection
     device: torch.device
-    """Where log-probs come out, and losses are computed."""
+    """The device of log-probs and losses."""
     dtype: torch.dtype
-    """Of the frozen base's activations; the adapter is float32."""
+    """Number format of the frozen base's activations; the adapter is float32."""
     lineage: Lineage
     base_folder: Path
     eos_token_ids: tuple[int, ...]
-    """Any of these ends an answer; the first is appended to answers that are encoded from text."""
+    """Each of these ends an answer; the first is appended to answers that are encoded from text."""
     vocab_size: int
-    """Token ids at or above it do not exist."""
+    """Token ids are below it."""
     version: int = 0
-    """Optimizer steps taken."""
+    """Number of optimizer steps taken."""
     pad_token_id: int = field(init=False)
     prompt_frame: PromptFrame | None = field(init=False)
-    """What the base's chat template writes around a prompt; None where it has no template."""
+    """The text that the base's chat template writes around a prompt; None without a template."""
 
     def __post_init__(self) -> None:
         """Raises PolicyError for a chat template that is refused."""
@@ -84,30 +84,30 @@ class TextPolicy(ABC):
         *,
         without_adapter: bool = False,
     ) -> TokenLogprobs:
-        """Log-probs of all answer tokens, as `swarm.policy.logprobs`; `without_adapter`: those of the frozen base."""
+        """Compute log-probs of all answer tokens as `swarm.policy.logprobs`, with `without_adapter` of the frozen base."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids that an answer follows: through the chat template where there is one, as a user's only message.
+        """Return the token ids that an answer follows, through the chat template where there is one, as a user's message.
 
-        None of them where the tokenizer cannot encode the text.
+        Empty where the tokenizer cannot encode the text.
         """
         if self.prompt_frame is not None:
             return self._encoded(self.prompt_frame.around(text), add_special_tokens=False)
         token_ids = self._encoded(text)
-        if token_ids and token_ids[-1] in self.eos_token_ids:  # some tokenizers close every text
+        if token_ids and token_ids[-1] in self.eos_token_ids:  # some tokenizers append EOS to every text
             token_ids.pop()
         return token_ids
 
     def encode_answer(self, text: str) -> list[int]:
-        """Token ids of an answer's text without EOS, which belongs to it only if the answer was finished.
+        """Return token ids of an answer's text without EOS, which belongs to it only if the answer was finished.
 
-        A special token's name in the text stays text: who writes `</s>` into an answer must not end it here. None where the
-        tokenizer cannot encode the text.
+        The name of a special token stays text: `</s>` written in an answer must not end it. Empty where the tokenizer
+        cannot encode the text.
         """
         return self._encoded(text, add_special_tokens=False, split_special_tokens=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of an answer, special tokens removed. Empty where the tokenizer cannot decode the ids."""
+        """Return the text of an answer without special tokens. Empty where the tokenizer cannot decode the ids."""
         with _surviving_panics():
             return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return ""
@@ -133,7 +133,7 @@ class Policy(TextPolicy):
         *,
         without_adapter: bool = False,
     ) -> TokenLogprobs:
-        """See `TextPolicy`; differentiable where grad is enabled."""
+        """See `TextPolicy`. Differentiable where grad is enabled."""
         shares = not self.config.gradient_checkpointing
         with self.model.disable_adapter() if without_adapter else nullcontext():
             return token_logprobs(
@@ -142,10 +142,10 @@ class Policy(TextPolicy):
 
 
 def load_policy(config: PolicySection, *, device: str = "auto", hash_cache: Path | None = None) -> Policy:
-    """Load base and tokenizer, attach a fresh adapter, and work out the lineage.
+    """Load base and tokenizer, attach a fresh adapter, and compute the lineage.
 
-    `hash_cache` is a JSON file that spares hashing unchanged weight files again. Torch's random state is left as it
-    was. Raises PolicyError (missing, incompatible or damaged base; unknown layer; no network) and MemoryBudgetError.
+    `hash_cache` is a JSON file that saves hashing unchanged weight files again. Torch's random state stays as it was.
+    Raises PolicyError (missing, incompatible or damaged base; unknown layer; no network) and MemoryBudgetError.
     """
     target = resolve_device(device)
     dtype = resolve_dtype(config.dtype, target)

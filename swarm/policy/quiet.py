@@ -1,4 +1,4 @@
-"""Keep third-party chatter out of the node's output while models load."""
+"""Hides output of other libraries while models load."""
 
 import logging
 import warnings
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Hide warnings and progress bars of transformers and peft inside the block; their errors still come through.
+    """Hide warnings and progress bars of transformers and peft within this context; their errors still appear.
 
-    bitsandbytes stays at error level for good: it warns in every forward pass about the cast that 8-bit bases always
-    make, and at import (peft imports it) about optional kernels that nothing here needs.
+    bitsandbytes stays at error level after it: it warns in every forward pass about the cast that 8-bit bases always make,
+    and at import (by peft) about optional kernels that are not needed here.
     """
     from transformers.utils import logging as transformers_logging
 

@@ -1,4 +1,4 @@
-"""The service that renders a chat template of a stranger, in the confined process of `line_process`.
+"""The service that renders an untrusted chat template, in the confined process of `line_process`.
 
 opening:  nothing
 question: {"template": text, "special_tokens": {name: text}, "chats": [[message, …], …]}
@@ -14,7 +14,7 @@ _MAX_MESSAGE_CHARS = 200
 
 
 def start(opening: None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Load what renders templates, then give up all files but those of installed packages."""
+    """Load the code that renders templates, then give up access to all files but those of installed packages."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     close_files()
@@ -27,7 +27,7 @@ def start(opening: None) -> Callable[[dict[str, Any]], dict[str, Any]]:
                 add_generation_prompt=True,
                 **question["special_tokens"],
             )
-        except (Exception, MemoryError) as error:  # a template fails in any way it likes
+        except (Exception, MemoryError) as error:  # a template may fail in any way
             return {"error": f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]}
         return {"texts": texts}
 

@@ -1,1 +1,1 @@
-"""Runs code that strangers and policies wrote, in a process of its own that can reach nothing."""
+"""Runs code that strangers and policies wrote, and services that read strangers' texts, in confined processes."""

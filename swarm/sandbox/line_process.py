@@ -1,10 +1,10 @@
-"""Runs a service that meets texts of strangers in a process of its own, which can be stopped and is confined.
+"""Runs a service that reads strangers' texts in a confined process of its own, which can be stopped at any time.
 
     start ───▶ {"ready": true} or {"error": text}
-    question ▶ one reply, within its time, or the process is killed and started anew for the next question
+    question ▶ one reply in time, or the process is killed and started again for the next question
 
-The process is confined by `swarm/sandbox/inside/confined.py`. It gets none of the node's environment variables but those in
-`_KEPT_VARIABLES`, and no module is ever imported from the current folder.
+`swarm/sandbox/inside/confined.py` confines the process. It gets no environment variables of the node except those in
+`_INHERITED_VARIABLES`, and no module is ever imported from the current folder.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ _START_BUDGET_S = 60.0
 _MAX_REPLY_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 16
 _HOME = str(Path(__file__).parents[2])
-"""Where this package lies."""
-_KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH", "SYSTEMROOT")
-"""Where the system's libraries are; nothing of what an operator keeps secret in its environment."""
+"""The folder of this package."""
+_INHERITED_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH", "SYSTEMROOT")
+"""Where the system's libraries are. Nothing else is passed on, since operators keep secrets in the environment."""
 _SET_VARIABLES = {
     "PYTHONHASHSEED": "0",
     "PYTHONDONTWRITEBYTECODE": "1",
@@ -44,7 +44,7 @@ class LineProcessError(Exception):
     """The process could not start, was late, or ended without an answer."""
 
     def __init__(self, message: str, *, by_question: bool = False) -> None:
-        """`by_question`: it was there, and what it was asked took too long or ended it."""
+        """`by_question`: the process was running, and the question took too long or ended it."""
         super().__init__(message)
         self.by_question = by_question
 
@@ -54,27 +54,27 @@ class Confinement:
     """What the process may use."""
 
     memory_bytes: int | None
-    """Address space; not enforced on macOS. None: as much as it likes."""
+    """Most address space, or None without a limit; not enforced on macOS."""
     file_bytes: int | None = 0
-    """Largest file that it may write, and behind a fence the size of its /tmp, the only folder that it may write. None: any."""
-    fence: Literal["required", "if possible", "none"] = "required"
+    """Largest file that it may write, and size of its /tmp, the only folder that a sandboxed one may write; None: any."""
+    namespaces: Literal["required", "if possible", "none"] = "required"
     """Namespaces without a network, without other processes, and with installed packages as the only files, read-only.
 
-    "required": where the system allows no namespaces the process does not start. "if possible": it then has the limits and, on
-    Linux, the filter that lets it start no programs. "none": limits only; for code that the operator trusts with its files.
+    "required": the process does not start where the system allows no namespaces. "if possible": without namespaces it has the
+    limits and, on Linux, a filter against starting programs. "none": limits only, for code that the operator trusts.
     """
     readable: tuple[str, ...] = ()
-    """Absolute paths of further files and folders that it may read behind its fence."""
+    """Absolute paths of further files and folders that a sandboxed process may read."""
 
 
 class LineProcess:
-    """One service. It starts with the first question. Safe from any thread: questions are answered one after the other."""
+    """One service. It starts with the first question. Safe from any thread: questions are answered one at a time."""
 
     def __init__(self, module: str, opening: Any, confinement: Confinement) -> None:
         """`module` has a function `start(opening)` that returns a function from a question to a reply (a dict).
 
-        It runs in the new process, already confined. `opening`: anything that JSON holds; it is passed over a pipe, so that it
-        does not show up in the list of processes.
+        It runs in the new process, already confined. `opening` is any JSON value. It is passed over a pipe, so it does not
+        appear in the list of processes.
         """
         self._request = {"module": module, "opening": opening, **asdict(confinement)}
         self._lock = threading.Lock()
@@ -83,10 +83,10 @@ class LineProcess:
         self._is_closed = False
 
     def close(self) -> None:
-        """End the process, also in the middle of an answer; whoever asks or waits then meets LineProcessError."""
+        """End the process, also during an answer. Threads that ask or wait get LineProcessError."""
         self._is_closed = True
         if (process := self._process) is not None:
-            _kill(process)  # whoever waits for it sees the end of its output, and leaves the lock
+            _kill(process)  # a thread that waits for it sees the end of its output and releases the lock
         with self._lock:
             self._end()
 
@@ -97,16 +97,16 @@ class LineProcess:
                 self._start()
 
     def renew(self) -> None:
-        """End the process where there is one, and start another. Raises LineProcessError."""
+        """Start a new process, after ending an old one. Raises LineProcessError."""
         with self._lock:
             self._end()
             self._start()
 
     def ask(self, question: Any, time_budget_s: float) -> dict[str, Any]:
-        """`question`: anything that JSON holds. The time does not count a start. Raises LineProcessError."""
+        """Send `question`, any JSON value, and return the reply. The time excludes a start. Raises LineProcessError."""
         with self._lock:
-            if self._process is not None and _has_spoken(self._process):
-                self._end()  # what an earlier question made of it is not to be an answer to this one, nor its fault
+            if self._process is not None and _has_written(self._process):
+                self._end()  # an earlier question corrupted it, and this question must get neither that output nor the blame
             if self._process is None:
                 self._start()
             return self._exchange(question, time_budget_s, is_question=True)
@@ -122,10 +122,10 @@ class LineProcess:
             cwd="/",
             env=confined_environment(sys.path),
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is for the node, which then ends this one in good order
+            start_new_session=True,  # Ctrl-C is for the node, which ends this process itself
         )
         self._stop = weakref.finalize(self, _stop, self._process)
-        if self._is_closed:  # meanwhile, by another thread
+        if self._is_closed:  # another thread closed it during the start
             _kill(self._process)
         reply = self._exchange(self._request, _START_BUDGET_S, is_question=False)
         if "error" in reply:
@@ -133,7 +133,7 @@ class LineProcess:
             raise LineProcessError(str(reply["error"]))
 
     def _exchange(self, line: Any, time_budget_s: float, *, is_question: bool) -> dict[str, Any]:
-        """One line out and one in. A process that is late or breaks the protocol is killed."""
+        """Send one line and read one. A process that is late or breaks the protocol is killed."""
         process = self._process
         assert process and process.stdin and process.stdout, "started, with both pipes"
         deadline = time.monotonic() + time_budget_s
@@ -145,7 +145,7 @@ class LineProcess:
                 reply = parse_json_text(data)
                 if isinstance(reply, dict):
                     return reply
-        except (OSError, ValueError) as error:  # it is not to be trusted once it has met a text
+        except (OSError, ValueError) as error:  # the process is not trusted once it has read a text
             why = str(error)
         self._end()
         is_late = time.monotonic() >= deadline
@@ -158,18 +158,18 @@ class LineProcess:
 
 
 def confined_environment(paths: Sequence[str]) -> dict[str, str]:
-    """All environment variables of the process. `paths`: where this process imports from.
+    """Return all environment variables of the process. `paths` is where this process imports from.
 
-    What is relative, or the current folder, is left out: whoever can write there must not choose what runs.
+    Relative paths and the current folder are left out: whoever can write there must not choose what runs.
     """
     here = os.path.realpath(Path.cwd())
     kept = [path for path in paths if Path(path).is_absolute() and os.path.realpath(path) != here]
-    own = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    own = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
     return {**own, **_SET_VARIABLES, "PYTHONPATH": os.pathsep.join(kept if _HOME in kept else [_HOME, *kept])}
 
 
-def _has_spoken(process: "subprocess.Popen[bytes]") -> bool:
-    """Whether it has said anything that nobody asked for, or ended."""
+def _has_written(process: "subprocess.Popen[bytes]") -> bool:
+    """Whether it wrote anything unasked, or ended."""
     with selectors.DefaultSelector() as selector:
         assert process.stdout is not None, "a pipe"
         selector.register(process.stdout, selectors.EVENT_READ)
@@ -177,7 +177,7 @@ def _has_spoken(process: "subprocess.Popen[bytes]") -> bool:
 
 
 def _write(descriptor: int, replies: int, data: bytes, deadline: float) -> None:
-    """Raises OSError where the process speaks without being asked, or does not read in time."""
+    """Write to the process. Raises OSError where it writes without being asked, or does not read in time."""
     os.set_blocking(descriptor, False)
     unsent = memoryview(data)
     with selectors.DefaultSelector() as selector:
@@ -186,14 +186,14 @@ def _write(descriptor: int, replies: int, data: bytes, deadline: float) -> None:
         while unsent:
             ready = {key.fd for key, _ in selector.select(max(0.0, deadline - time.monotonic()))}
             if replies in ready:
-                raise OSError("a reply to no question")
+                raise OSError("a reply without a question")
             if not ready:
-                raise TimeoutError("a question that nobody read")
+                raise TimeoutError("the question was not read")
             unsent = unsent[os.write(descriptor, unsent[:_CHUNK_BYTES]) :]
 
 
 def _read_line(descriptor: int, deadline: float) -> bytes:
-    """What came until the end of a line, of the output or of the time."""
+    """Read to the end of a line, of the output, or of the time."""
     line = bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
@@ -206,8 +206,8 @@ def _read_line(descriptor: int, deadline: float) -> bytes:
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """The whole group: what a service without a fence has started goes with it."""
-    if process.returncode is None:  # not waited for yet, so that the number is still its own
+    """Kill the whole group, with everything that a service without namespaces has started."""
+    if process.returncode is None:  # not yet waited for, so its number cannot belong to another process
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -217,5 +217,5 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
     for stream in (process.stdin, process.stdout):
         if stream is not None:
-            with contextlib.suppress(OSError):  # what was never read
+            with contextlib.suppress(OSError):  # unread input
                 stream.close()

@@ -1,9 +1,9 @@
-"""The node's side of the sandbox: code and inputs out, results back.
+"""The node's side of the sandbox: it sends code and inputs and reads results.
 
     code, inputs ─▶ launcher (a fresh Python) ─▶ … ─▶ program
     results, how it ended ◀── bounded in bytes and time ──┘
 
-The program never learns what results are expected, so there is nothing it could forge: it can only compute them.
+The program never learns which results are expected, so it cannot forge them; it can only compute them.
 """
 
 import contextlib
@@ -23,75 +23,75 @@ from typing import Any, Literal
 logger = logging.getLogger(__name__)
 
 _HOME = Path(__file__).parents[2]
-"""Where this package lies; on the launcher's path only until it has read what is in `inside`."""
+"""The folder of this package; on the launcher's path only until it has read the modules in `inside`."""
 _START = "import sys; home = sys.argv[1]; sys.path.insert(0, home); from swarm.sandbox.inside import launcher; " + (
     "sys.path.remove(home); launcher.main()"
 )
 _ISOLATED = ("-s", "-P", "-S")
-"""As -I -S, but that the environment counts: it is this one and nothing of the node's."""
+"""As -I -S, except that the environment counts: it is `_ENVIRONMENT` and nothing of the node's."""
 _ENVIRONMENT = {"PYTHONHASHSEED": "0"}
-"""Sets come in the same order on every node."""
+"""Sets have the same order on every node."""
 _GRACE_S = 5.0
-"""Beyond the program's wall time, for the start of a process on a busy machine and the launcher's own end."""
+"""Added to the program's wall time, for starting a process on a busy machine and for the launcher's own end."""
 _MAX_REPORT_BYTES = 4096
 _CHUNK_BYTES = 1 << 16
 
 
 class SandboxError(Exception):
-    """The sandbox could not be set up here; says nothing about the code."""
+    """The sandbox could not be set up here. This says nothing about the code."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunLimits:
-    """Of one run. All nodes that compare rewards use the same ones."""
+    """Limits of one run. All nodes that compare rewards use the same ones."""
 
     cpu_s: int = 2
     """Processor time of the program, in whole seconds as the kernel counts them."""
     wall_s: float = 10.0
-    """From start to end, for a program that waits."""
+    """Time from start to end, for a program that waits."""
     memory_bytes: int = 256 << 20
-    """Address space, the interpreter's 40 MiB included."""
+    """Address space, with 40 MiB of the interpreter."""
     output_bytes: int = 64 << 10
-    """All results together."""
+    """Size of all results together."""
     file_bytes: int = 1 << 20
-    """Largest file, and all files together."""
+    """Size of the largest file, and of all files together."""
     open_files: int = 16
 
 
 End = Literal["exit", "signal", "wall", "output"]
-"""exit: by itself, whatever its exit code. signal: killed, most of all by a limit. wall, output: it passed that limit."""
+"""exit: ended by itself, with any exit code. signal: killed, mostly by a limit. wall, output: it exceeded that limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a program left."""
+    """The output of a program."""
 
     lines: tuple[bytes, ...]
-    """What it gave as the result of each input, in order; anything, since the program may write what it likes."""
+    """The result of each input, in order, as the program wrote it: it may write anything."""
     end: End
     cpu_s: float
-    """Processor time; 0 where it passed `output`."""
+    """Processor time; 0 where it exceeded `output`."""
 
 
 class Sandbox:
     """Runs one function of a piece of code on many inputs, in processes of their own."""
 
-    def __init__(self, limits: RunLimits, *, is_fenced: bool = True) -> None:
-        """Not `is_fenced`: limits keep the code, and on Linux the filter of system calls; it may then read files."""
+    def __init__(self, limits: RunLimits, *, use_namespaces: bool = True) -> None:
+        """Without `use_namespaces` only limits and, on Linux, the system call filter apply; the code may then read files."""
         self._limits = limits
-        self._is_fenced = is_fenced
+        self._use_namespaces = use_namespaces
 
     @classmethod
-    def strongest(cls, limits: RunLimits, *, may_be_unfenced: bool) -> "Sandbox":
-        """A sandbox that works here. Raises SandboxError where it would be unfenced, unless it may be."""
+    def strongest(cls, limits: RunLimits, *, may_be_unsandboxed: bool) -> "Sandbox":
+        """Make a sandbox that works here. Raises SandboxError where it has no namespaces, unless it may do without."""
         try:
             sandbox = cls(limits)
             sandbox.check()
         except SandboxError as error:
-            if not may_be_unfenced:
+            if not may_be_unsandboxed:
                 raise
-            logger.warning("code of strangers runs without a fence, as run_code_unfenced allows: %s", error)
-            sandbox = cls(limits, is_fenced=False)
+            logger.warning("code of strangers runs without a sandbox, as tasks.run_code_unfenced allows: %s", error)
+            sandbox = cls(limits, use_namespaces=False)
             sandbox.check()
         return sandbox
 
@@ -102,14 +102,14 @@ class Sandbox:
             raise SandboxError(f"a program that returns 42 gave {result.lines!r} and ended by {result.end}")
 
     def run(self, code: str, entry: str, inputs: Sequence[Sequence[Any]]) -> RunResult:
-        """Call the function `entry` of `code` with each list of arguments. Blocks for at most wall_s and the grace.
+        """Call the function `entry` of `code` with each list of arguments. Blocks for at most wall_s and the grace time.
 
         Raises SandboxError where the sandbox fails; whatever the code does is a result.
         """
         limits = self._limits
         request = {
             "code": code, "entry": entry, "inputs": inputs,
-            "limits": asdict(limits), "is_fenced": self._is_fenced, "node": os.getpid(),
+            "limits": asdict(limits), "use_namespaces": self._use_namespaces, "node": os.getpid(),
         }  # fmt: skip
         with self._launcher() as process:
             try:
@@ -119,11 +119,11 @@ class Sandbox:
         return _result(output, report, limits.output_bytes)
 
     def _launcher(self) -> "subprocess.Popen[bytes]":
-        """Behind a fence both folders that it reads have names that say nothing of this machine: those of two open files."""
+        """Start the launcher. With namespaces both folders that it reads are named by open files, which reveal no paths."""
         folders = {name: str(path) for name, path in (("package", _HOME), ("python", sys.base_prefix))}
         handles: dict[str, int] = {}
         try:
-            if self._is_fenced and sys.platform == "linux":
+            if self._use_namespaces and sys.platform == "linux":
                 handles = {name: os.open(path, os.O_PATH) for name, path in folders.items()}
                 folders = {name: f"/proc/self/fd/{handle}" for name, handle in handles.items()}
             return subprocess.Popen(
@@ -145,7 +145,7 @@ class Sandbox:
 
 
 def _exchange(process: subprocess.Popen[bytes], request: bytes, limits: RunLimits) -> tuple[bytes, bytes]:
-    """Write the request, read both streams to their ends, or to their bounds in bytes and time."""
+    """Write the request and read both streams to their ends, or to their limits in bytes and time."""
     assert process.stdin and process.stdout and process.stderr, "all three are pipes"
     deadline = time.monotonic() + limits.wall_s + _GRACE_S
     room = {process.stdout: limits.output_bytes + 1, process.stderr: _MAX_REPORT_BYTES}
@@ -175,7 +175,7 @@ def _exchange(process: subprocess.Popen[bytes], request: bytes, limits: RunLimit
 
 
 def _write(stream: Any, data: memoryview) -> int:
-    """Bytes that are done with; all of them where nobody reads any more."""
+    """Return the number of bytes written, or all of them where nobody reads any more."""
     try:
         return os.write(stream.fileno(), data[:_CHUNK_BYTES])
     except BlockingIOError:
@@ -185,7 +185,7 @@ def _write(stream: Any, data: memoryview) -> int:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The launcher's group, the launcher not yet waited for; the kernel takes the program's tree along."""
+    """Kill the launcher's group before waiting for the launcher; the kernel ends the program's process tree with it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -197,7 +197,7 @@ def _result(output: bytes, report: bytes, max_output_bytes: int) -> RunResult:
     try:
         facts = json.loads(report)
     except ValueError:
-        raise SandboxError(f"the launcher must tell how the program ended, got {report[-300:]!r}") from None
+        raise SandboxError(f"the launcher must report how the program ended, got {report[-300:]!r}") from None
     if "error" in facts:
         raise SandboxError(facts["error"])
     return RunResult(tuple(output.split(b"\n")[:-1]), facts["end"], facts["cpu_s"])

@@ -299,7 +299,7 @@ class CodeSource:
 
 def _sandbox(limits: RunLimits, name: str, may_be_unfenced: bool) -> Sandbox:
     try:
-        return Sandbox.strongest(limits, may_be_unfenced=may_be_unfenced)
+        return Sandbox.strongest(limits, may_be_unsandboxed=may_be_unfenced)
     except SandboxError as error:
         raise TaskError(
             f"code tasks must run in a sandbox (Linux with user namespaces), got {error}; allow user namespaces, remove "

@@ -10,18 +10,18 @@ from swarm.config import PolicySection
 from swarm.errors import PipelineError, RequestError
 from swarm.pipeline.commands import (
     BackwardCommand,
+    CloseBatchCommand,
     CommitCommand,
     DecodeCommand,
     ForwardCommand,
-    SettleCommand,
     StageSettings,
     backward_bundle,
+    close_batch_bundle,
     commit_bundle,
     decode_command_bundle,
     forward_bundle,
     part_fields,
     recover_bundle,
-    settle_bundle,
     state_bundle,
 )
 from swarm.pipeline.driver.expected_stage import ExpectedStage, expected_stages
@@ -80,7 +80,7 @@ async def _asked(kind: str, reply: bytes) -> bool:
     if kind == "describe":
         _expected().check_facts(await link.describe())
     elif kind == "settle":
-        assert not (await link.settle(SettleCommand(1, 1, ()))).own_norm_squared < 0
+        assert not (await link.close_batch(CloseBatchCommand(1, 1, ()))).own_norm_squared < 0
     elif kind == "commit":
         assert await link.commit(CommitCommand(1, 0.0, 1.0, {})) >= 0
     elif kind == "state":
@@ -107,11 +107,11 @@ def pipeline_seeds() -> dict[str, list[bytes]]:
     _load(host)
     states, place = torch.full((1, 2, width), 0.5), {"slot": 1, "precision": "bf16"}
     weights = host._stages[1].state()
-    orders = [
+    commands = [
         ("describe", Bundle()),
         ("forward", forward_bundle(ForwardCommand(1, 0, states))),
         ("backward", backward_bundle(BackwardCommand(1, 0, states))),
-        ("settle", settle_bundle(SettleCommand(1, 1, ()))),
+        ("settle", close_batch_bundle(CloseBatchCommand(1, 1, ()))),
         ("commit", commit_bundle(CommitCommand(1, 1e-3, 1.0, {}))),
         ("state", Bundle()),
         ("decode", decode_command_bundle(DecodeCommand(1, states, (0,)))),
@@ -127,7 +127,7 @@ def pipeline_seeds() -> dict[str, list[bytes]]:
         ("load", Bundle({**part_fields(PART), "instead_of": []})),
     ]
     ordered, answered, bundles = [], [], []
-    for kind, bundle in orders:
+    for kind, bundle in commands:
         payload = encode_bundle(Bundle(bundle.fields | place, bundle.tensors))
         ordered.append(bytes([KINDS.index(kind)]) + payload)
         bundles.append(payload)

@@ -40,7 +40,7 @@ def make_policy(tiny_models: dict[str, Path]) -> Callable[..., Policy]:
 @pytest.fixture(scope="session")
 def pipeline_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """{architecture: folder} of models of five layers, to be cut into stages."""
-    from tests.unit.pipeline_crew import write_models
+    from tests.unit.pipeline_models import write_models
 
     return write_models(tmp_path_factory.mktemp("pipeline-models"))
 

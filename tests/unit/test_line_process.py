@@ -37,8 +37,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     started: list[LineProcess] = []
 
-    def begin(fence: Any = "required", **settings: Any) -> LineProcess:
-        process = LineProcess("evil_service", None, Confinement(MEMORY_BYTES, fence=fence, **settings))
+    def begin(namespaces: Any = "required", **settings: Any) -> LineProcess:
+        process = LineProcess("evil_service", None, Confinement(MEMORY_BYTES, namespaces=namespaces, **settings))
         started.append(process)
         return process
 
@@ -106,19 +106,19 @@ def test_no_memory_is_taken_that_counts_as_nobodys(start: Start) -> None:
     assert got(process, "(lambda c: c.CFUNCTYPE(c.c_int)(lambda: 7)())(__import__('ctypes'))") == 7, "callbacks work"
 
 
-@pytest.mark.parametrize("fence", ["required", "none"])
-def test_what_it_was_given_is_not_in_the_list_of_processes(start: Start, fence: str) -> None:
+@pytest.mark.parametrize("namespaces", ["required", "none"])
+def test_what_it_was_given_is_not_in_the_list_of_processes(start: Start, namespaces: str) -> None:
     before = set(psutil.Process().children(recursive=True))
-    process = LineProcess("evil_service", {"api_key": "s3cret"}, Confinement(MEMORY_BYTES, fence=fence))  # type: ignore[arg-type]
+    process = LineProcess("evil_service", {"api_key": "s3cret"}, Confinement(MEMORY_BYTES, namespaces=namespaces))  # type: ignore[arg-type]
     process.start()
     children = set(psutil.Process().children(recursive=True)) - before
     assert children and not any("s3cret" in " ".join(child.cmdline()) for child in children)
     process.close()
 
 
-@pytest.mark.parametrize("fence", ["required", "none"])
+@pytest.mark.parametrize("namespaces", ["required", "none"])
 def test_nothing_is_imported_from_the_current_folder(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fence: str
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespaces: str
 ) -> None:
     here = tmp_path / "downloads"
     here.mkdir()
@@ -128,7 +128,7 @@ def test_nothing_is_imported_from_the_current_folder(
     monkeypatch.setenv("PYTHONPATH", str(here))
     for entry in ("", ".", str(here)):
         monkeypatch.setattr(sys, "path", [entry, *sys.path])
-    assert got(start(fence), "1 + 1") == 2
+    assert got(start(namespaces), "1 + 1") == 2
     assert not (tmp_path / "ran").exists()
     assert str(here) not in confined_environment(sys.path)["PYTHONPATH"].split(os.pathsep)
 
@@ -151,12 +151,12 @@ def test_a_fenced_service_ends_with_its_node(start: Start, tmp_path: Path) -> No
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "packages"), str(Path.cwd())])}
     node = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment)
     assert node.stdout is not None
-    keeper = psutil.Process(int(node.stdout.readline()))
-    (service,) = keeper.children()
+    supervisor = psutil.Process(int(node.stdout.readline()))
+    (service,) = supervisor.children()
     node.kill()
     node.wait()
     service.wait(10)
-    keeper.wait(10)
+    supervisor.wait(10)
 
 
 @pytest.mark.parametrize(
@@ -210,13 +210,13 @@ WITHOUT_NAMESPACES = (
 )
 
 
-@pytest.mark.parametrize(("fence", "told"), [("required", "unshare"), ("if possible", "got 2 PermissionError")])
+@pytest.mark.parametrize(("namespaces", "told"), [("required", "unshare"), ("if possible", "got 2 PermissionError")])
 def test_without_namespaces_it_starts_only_where_that_was_said(
-    start: Start, tmp_path: Path, fence: str, told: str
+    start: Start, tmp_path: Path, namespaces: str, told: str
 ) -> None:
     script = (
         "import sys\nfrom swarm.sandbox.line_process import *\n"
-        f"p = LineProcess('evil_service', None, Confinement(None, fence={fence!r}))\n"
+        f"p = LineProcess('evil_service', None, Confinement(None, namespaces={namespaces!r}))\n"
         "try: print('got', p.ask('1 + 1', 10)['got'], p.ask('os.fork()', 10)['raised'])\n"
         "except LineProcessError as e: print(e)"
     )

@@ -1,4 +1,4 @@
-"""Answers that a crew samples are those of the single model; sessions of a stage are bounded."""
+"""Answers that a pipeline samples are those of the single model; sessions of a stage are bounded."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from swarm.errors import NetworkError, PipelineError, StageLostError
-from swarm.pipeline.commands import CommitCommand, DecodeCommand, ForwardCommand, SettleCommand, StageSettings
-from swarm.pipeline.driver.pipelined_policy import greedy
+from swarm.pipeline.commands import CloseBatchCommand, CommitCommand, DecodeCommand, ForwardCommand, StageSettings
+from swarm.pipeline.driver.pipeline_policy import greedy
 from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage_link import InProcessLink
-from tests.unit.pipeline_crew import (
+from tests.unit.pipeline_models import (
     ARCHITECTURES,
     LORA,
     PAD,
@@ -59,14 +59,14 @@ async def test_greedy_answers_are_those_of_the_single_model(
     wanted, eos = answers_alone(pipeline_models[name])
     async with open_stage_group(
         pipeline_models[name], sizes, LORA, like=single_model(pipeline_models[name], LORA)
-    ) as crew:
+    ) as opened:
         for num_sessions in (1, None):
-            found = await crew.policy.generate(
+            found = await opened.policy.generate(
                 PROMPTS, greedy, max_new_tokens=NUM_NEW, eos_token_ids=eos, num_sessions=num_sessions
             )
             assert found == wanted
         # nothing is left behind
-        for model, stage in zip(crew.models, crew.stages, strict=True):
+        for model, stage in zip(opened.models, opened.stages, strict=True):
             with pytest.raises(PipelineError, match="begun before"):
                 stage.decode(DecodeCommand(1, torch.zeros(1, 1, model.width)))
 
@@ -83,16 +83,16 @@ async def test_logits_of_ragged_rows_are_those_of_each_alone(pipeline_models: di
     def wanted(rows: list[list[int]]) -> Tensor:
         return torch.stack([whole(input_ids=torch.tensor([row])).logits[0, -1] for row in rows])
 
-    async with open_stage_group(pipeline_models[name], [2, 3], LORA, like=whole) as crew:
-        session = crew.crew.new_session()
-        logits = await crew.crew.begin(session, padded, padding)
+    async with open_stage_group(pipeline_models[name], [2, 3], LORA, like=whole) as opened:
+        session = opened.stage_group.new_session()
+        logits = await opened.stage_group.begin(session, padded, padding)
         torch.testing.assert_close(logits, wanted(list(PROMPTS)), rtol=0, atol=1e-5)
-        await crew.crew.select(session, [3, 0, 0, 1, 3])
+        await opened.stage_group.select(session, [3, 0, 0, 1, 3])
         rows = [[*PROMPTS[i]] for i in (3, 0, 0, 1, 3)]
         for step in range(8):  # beyond the short window of qwen2's later layers
             tokens = [(7 * step + 11 * i) % 90 for i in range(5)]
             rows = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
-            logits = await crew.crew.extend(session, torch.tensor(tokens)[:, None])
+            logits = await opened.stage_group.extend(session, torch.tensor(tokens)[:, None])
             torch.testing.assert_close(logits, wanted(rows), rtol=0, atol=1e-5)
 
 
@@ -102,22 +102,22 @@ async def test_a_stage_lost_in_decoding_is_named_and_the_others_forget(pipeline_
             self.__dict__.update(link.__dict__)
             self._left = 5
 
-        async def decode(self, order: DecodeCommand) -> Tensor:
+        async def decode(self, command: DecodeCommand) -> Tensor:
             self._left -= 1
             if self._left < 0:
                 raise NetworkError("connection reset")
-            return await super().decode(order)
+            return await super().decode(command)
 
     def wrap(index: int, link: InProcessLink) -> InProcessLink:
         return Dying(link) if index == 1 else link
 
-    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA, wrap=wrap) as crew:
+    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA, wrap=wrap) as opened:
         with pytest.raises(StageLostError, match="stage 1 must answer to decode") as lost:
-            await crew.policy.generate(PROMPTS, greedy, max_new_tokens=NUM_NEW, eos_token_ids=())
+            await opened.policy.generate(PROMPTS, greedy, max_new_tokens=NUM_NEW, eos_token_ids=())
         assert lost.value.stages == (1,)
         for session in (1, 2):
             with pytest.raises(PipelineError, match="begun before"):
-                crew.stages[0].decode(DecodeCommand(session, torch.zeros(2, 1, 32)))
+                opened.stages[0].decode(DecodeCommand(session, torch.zeros(2, 1, 32)))
 
 
 async def test_sampling_hears_its_rows_and_steps(pipeline_models: dict[str, Path]) -> None:
@@ -127,8 +127,8 @@ async def test_sampling_hears_its_rows_and_steps(pipeline_models: dict[str, Path
         assert logits.shape == (len(rows), 90)
         return torch.tensor([10 + row + step for row in rows])
 
-    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA) as crew:
-        found = await crew.policy.generate(PROMPTS, choose, max_new_tokens=4, eos_token_ids={12})
+    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA) as opened:
+        found = await opened.policy.generate(PROMPTS, choose, max_new_tokens=4, eos_token_ids={12})
     assert found == [[10, 11, 12], [11, 12], [12], [13, 14, 15, 16]]
 
 
@@ -151,12 +151,12 @@ def test_sessions_are_bounded_in_number_and_idle_ones_make_room(pipeline_models:
     now[0] = 61  # the first is idle for longer than a minute
     stage.decode(begin(3))
     for session, is_there in ((1, False), (2, True), (3, True)):
-        order = DecodeCommand(session, torch.ones(2, 1, 32))
+        command = DecodeCommand(session, torch.ones(2, 1, 32))
         if is_there:
-            assert stage.decode(order).shape == (2, 1, 32)
+            assert stage.decode(command).shape == (2, 1, 32)
         else:
             with pytest.raises(PipelineError, match="begun before"):
-                stage.decode(order)
+                stage.decode(command)
 
 
 def test_sessions_are_bounded_in_bytes(pipeline_models: dict[str, Path]) -> None:
@@ -232,8 +232,8 @@ def test_a_commit_ends_sessions_and_a_drop_does_not(pipeline_models: dict[str, P
     stage.drop(1)
     stage.decode(DecodeCommand(1, torch.ones(2, 1, 32)))
     stage.forward(ForwardCommand(2, 0, torch.ones(2, 4, 32)))
-    with pytest.raises(PipelineError, match="whole"):
-        stage.settle(SettleCommand(2, 1, ()))
+    with pytest.raises(PipelineError, match="complete"):
+        stage.close_batch(CloseBatchCommand(2, 1, ()))
     stage.drop(2)
     with pytest.raises(PipelineError, match="open"):
         stage.commit(CommitCommand(2, 0.1, 1.0, {}))
@@ -241,14 +241,14 @@ def test_a_commit_ends_sessions_and_a_drop_does_not(pipeline_models: dict[str, P
 
 
 async def test_keys_and_values_of_two_versions_do_not_mix(pipeline_models: dict[str, Path]) -> None:
-    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA) as crew:
-        session = crew.crew.new_session()
-        await crew.crew.begin(session, torch.tensor([[5, 6]]), (0,))
-        await crew.policy.accumulate(made_up_parts(2), loss_of)
-        await crew.crew.extend(session, torch.tensor([[7]]))  # not yet
-        await crew.crew.commit(lr=1e-2, max_grad_norm=1.0)
-        with pytest.raises(PipelineError, match="begin it anew"):
-            await crew.crew.extend(session, torch.tensor([[8]]))
+    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA) as opened:
+        session = opened.stage_group.new_session()
+        await opened.stage_group.begin(session, torch.tensor([[5, 6]]), (0,))
+        await opened.policy.accumulate(made_up_parts(2), loss_of)
+        await opened.stage_group.extend(session, torch.tensor([[7]]))  # not yet
+        await opened.stage_group.commit(lr=1e-2, max_grad_norm=1.0)
+        with pytest.raises(PipelineError, match="begin it again"):
+            await opened.stage_group.extend(session, torch.tensor([[8]]))
 
 
 def test_a_beginning_that_comes_after_the_end_leaves_nothing_behind(pipeline_models: dict[str, Path]) -> None:
@@ -259,9 +259,9 @@ def test_a_beginning_that_comes_after_the_end_leaves_nothing_behind(pipeline_mod
     assert stage.decode(begin(2)).shape == (2, 4, 32)
 
 
-async def test_a_crew_of_five_stages_decodes_in_five_sessions(
+async def test_a_pipeline_of_five_stages_decodes_in_five_sessions(
     pipeline_models: dict[str, Path],
 ) -> None:
-    async with open_stage_group(pipeline_models["llama"], [1] * 5, LORA) as crew:
-        answers = await crew.policy.generate([[5, 6], [7], [8], [9, 10], [11]], greedy, max_new_tokens=2)
+    async with open_stage_group(pipeline_models["llama"], [1] * 5, LORA) as opened:
+        answers = await opened.policy.generate([[5, 6], [7], [8], [9, 10], [11]], greedy, max_new_tokens=2)
         assert [len(answer) for answer in answers] == [2] * 5

@@ -1,4 +1,4 @@
-"""A crew as a learner's policy: what one process would do, and going on when machines are lost."""
+"""A pipeline as a learner's policy: what one process would do, and going on when machines are lost."""
 
 import asyncio
 import random
@@ -26,8 +26,8 @@ from swarm.pipeline.commands import StageSettings
 from swarm.pipeline.driver.assignment import Machine, ModelCost
 from swarm.pipeline.driver.machines import Member, places
 from swarm.pipeline.driver.pipeline_engine import PipelineEngine
+from swarm.pipeline.driver.pipeline_policy import PipelineOptimizer, PipelinePolicy, pipeline_policy
 from swarm.pipeline.driver.pipeline_supervisor import PipelineSupervisor
-from swarm.pipeline.driver.pipelined_policy import PipelineOptimizer, PipelinePolicy, crew_policy
 from swarm.pipeline.model_shape import model_cost
 from swarm.pipeline.stage.stage_host import BaseModel, StageHost, base_model, part_by_hand
 from swarm.policy.logprobs import TokenLogprobs
@@ -46,9 +46,9 @@ TRAINING = TrainingSection(lr=1e-3, warmup_steps=0, micro_batch_sequences=4, lr_
 
 @dataclass
 class Driven:
-    """A crew of four machines, one of them a spare, and what drives it."""
+    """A pipeline of four machines, one of them a spare, and what drives it."""
 
-    keeper: PipelineSupervisor
+    supervisor: PipelineSupervisor
     policy: PipelinePolicy
     network: MemoryNetwork
     transports: dict[str, MemoryTransport]
@@ -56,7 +56,7 @@ class Driven:
     lost: list[str] = field(default_factory=list)
 
     async def lose(self, stage: int) -> None:
-        peer_id = self.keeper._peers[stage]
+        peer_id = self.supervisor._peers[stage]
         self.lost.append(peer_id)
         await self.transports[peer_id].stop()
 
@@ -67,15 +67,21 @@ class Driven:
 
 
 @asynccontextmanager
-async def driven(
+async def driven_pipeline(
     tmp_path: Path,
     layers: Sequence[tuple[int, int]] = (),
     host_of: Callable[..., StageHost] = lambda number, *args, **kwargs: StageHost(*args, **kwargs),
     **settings: Any,
 ) -> AsyncIterator[Driven]:
     """`host_of(number, …)` makes the machine of a member."""
-    crew = {"driver": DRIVER.peer_id, "crew": MEMBERS, "spares": 1, "precision": "fp32", "startup_timeout_s": 20}
-    config = PipelineSection.model_validate({**crew, "by_hand": MEMBERS[: len(layers)]} | settings)
+    driven = {
+        "driver": DRIVER.peer_id,
+        "crew": MEMBERS,
+        "spares": 1,
+        "precision": "fp32",
+        "startup_timeout_s": 20,
+    }
+    config = PipelineSection.model_validate({**driven, "by_hand": MEMBERS[: len(layers)]} | settings)
     base = base_model(POLICY, "cpu")
     network = MemoryNetwork(random.Random(0), time.time)
     transports = {peer_id: MemoryTransport(network, peer_id) for peer_id in (DRIVER.peer_id, *MEMBERS)}
@@ -95,15 +101,15 @@ async def driven(
             peer_id, kind, payload, max_reply_bytes=max_reply_bytes, deadline_s=60, silence_s=silence_s
         )
 
-    keeper = PipelineSupervisor(config, base, model_cost(base), StageSettings(), give)
+    supervisor = PipelineSupervisor(config, base, model_cost(base), StageSettings(), give)
     for transport in transports.values():
         await transport.start()
     try:
-        await keeper.start(Machine(100.0, 1 << 30))
-        policy = crew_policy(POLICY, base, keeper, asyncio.get_running_loop(), tmp_path / "hashes.json")
-        yield Driven(keeper, policy, network, transports, hosts)
+        await supervisor.start(Machine(100.0, 1 << 30))
+        policy = pipeline_policy(POLICY, base, supervisor, asyncio.get_running_loop(), tmp_path / "hashes.json")
+        yield Driven(supervisor, policy, network, transports, hosts)
     finally:
-        keeper.close()
+        supervisor.close()
         for service in services:
             await service.close()
         for transport in transports.values():
@@ -115,85 +121,88 @@ def requests(policy: Any) -> list[AnswerRequest]:
     return [AnswerRequest(policy.encode_prompt(text), 3, 6) for text in texts]
 
 
-async def test_a_crew_samples_and_trains_as_one_process_does(tmp_path: Path) -> None:
+async def test_a_pipeline_samples_and_trains_as_one_process_does(tmp_path: Path) -> None:
     single = load_policy(POLICY, device="cpu")
     sampling = Sampling(temperature=1.0)
     wanted = TransformersEngine(single, 4).generate(requests(single), sampling, seed=3, stop=("2",))
     groups = sampled_groups(single, max_new_tokens=6)
     local = Trainer(TRAINING, single, LocalOptimizer(TRAINING, single), temperature=1.0, max_new_tokens=6)
-    async with driven(tmp_path) as crew:
-        assert crew.policy.lineage == single.lineage
-        assert (crew.policy.eos_token_ids, crew.policy.vocab_size) == (single.eos_token_ids, single.vocab_size)
-        engine = PipelineEngine(crew.policy, 5)
+    async with driven_pipeline(tmp_path) as driven:
+        assert driven.policy.lineage == single.lineage
+        assert (driven.policy.eos_token_ids, driven.policy.vocab_size) == (
+            single.eos_token_ids,
+            single.vocab_size,
+        )
+        engine = PipelineEngine(driven.policy, 5)
         found = await asyncio.to_thread(engine.generate, requests(single), sampling, seed=3, stop=("2",))
         assert [[a.token_ids for a in answers] for answers in found] == [
             [a.token_ids for a in answers] for answers in wanted
         ]
         assert [[a.end for a in answers] for answers in found] == [[a.end for a in answers] for answers in wanted]
         assert found[0][0].logprobs == pytest.approx(wanted[0][0].logprobs, abs=1e-4)
-        trainer = crew.trainer()
+        trainer = driven.trainer()
         for _ in range(2):
             here, there = local.step(groups), await asyncio.to_thread(trainer.step, groups)
             assert there.grad_norm == pytest.approx(here.grad_norm, rel=1e-3)
             assert there.loss == pytest.approx(here.loss, abs=1e-4)
             assert there.kl == pytest.approx(here.kl, abs=1e-4) if here.kl is not None else there.kl is None
-        assert crew.policy.version == single.version == 2
+        assert driven.policy.version == single.version == 2
         (tensors, state), (own, _) = await asyncio.to_thread(trainer.state), local.state()
         assert tensors["adapter"].keys() == own["adapter"].keys()
         assert tensors["optimizer"].keys() == own["optimizer"].keys()
         errors = [(tensors["adapter"][name] - own["adapter"][name]).abs().mean() for name in own["adapter"]]
         assert max(errors) < 1e-4
-        local.restore(tensors, state)  # a crew's checkpoint is that of a single process, and the other way round
+        local.restore(tensors, state)  # a pipeline's checkpoint is that of a single process, and the other way round
         await asyncio.to_thread(trainer.restore, own, state)
         answer = ([5, 6], [7, 8])
-        scored = await asyncio.to_thread(crew.policy.token_logprobs, [answer])
+        scored = await asyncio.to_thread(driven.policy.token_logprobs, [answer])
         assert torch.isfinite(scored.logprobs).all()
 
 
 async def test_a_lost_machine_costs_one_step_and_a_spare_goes_on_from_the_copy(tmp_path: Path) -> None:
-    async with driven(tmp_path, copy_interval_steps=1) as crew:
+    async with driven_pipeline(tmp_path, copy_interval_steps=1) as driven:
         groups = sampled_groups(load_policy(POLICY, device="cpu"), max_new_tokens=6)
-        trainer = crew.trainer()
+        trainer = driven.trainer()
         assert not (await asyncio.to_thread(trainer.step, groups)).skipped
         before, _ = await asyncio.to_thread(trainer.state)
-        await crew.lose(1)
+        await driven.lose(1)
         report = await asyncio.to_thread(trainer.step, groups)
         assert "stage 1" in report.skip_reason
-        assert crew.policy.version == 1
+        assert driven.policy.version == 1
         after, _ = await asyncio.to_thread(trainer.state)
         assert all(torch.equal(after["adapter"][name], before["adapter"][name]) for name in before["adapter"])
-        assert crew.keeper._peers[1] not in crew.lost
+        assert driven.supervisor._peers[1] not in driven.lost
         assert not (await asyncio.to_thread(trainer.step, groups)).skipped
-        assert crew.policy.version == 2
+        assert driven.policy.version == 2
         # no spare is left: a machine that has layers already takes others on
-        await crew.lose(0)
-        engine = PipelineEngine(crew.policy, 16)
-        answers = await asyncio.to_thread(engine.generate, requests(crew.policy), Sampling(), seed=1)
+        await driven.lose(0)
+        engine = PipelineEngine(driven.policy, 16)
+        answers = await asyncio.to_thread(engine.generate, requests(driven.policy), Sampling(), seed=1)
         assert all(answer.token_ids for group in answers for answer in group)
-        assert crew.keeper._peers[0] in crew.keeper._peers[1:]
-        assert len(crew.keeper.recoveries_s) == 2
+        assert driven.supervisor._peers[0] in driven.supervisor._peers[1:]
+        assert len(driven.supervisor.recoveries_s) == 2
 
 
-async def test_a_batch_in_several_steps_moves_a_crew_as_it_does_one_process(tmp_path: Path) -> None:
+async def test_a_batch_in_several_steps_moves_a_pipeline_as_it_does_one_process(tmp_path: Path) -> None:
     single = load_policy(POLICY, device="cpu")
     groups = sampled_groups(single, max_new_tokens=6)
     config = TRAINING.model_copy(update={"groups_per_step": 2})
     local = Trainer(config, single, LocalOptimizer(config, single), temperature=1.0, max_new_tokens=6)
     here = local.step(groups)
-    async with driven(tmp_path) as crew:
+    async with driven_pipeline(tmp_path) as driven:
         trainer = Trainer(
-            config, crew.policy, PipelineOptimizer(config, crew.policy), temperature=1.0, max_new_tokens=6
+            config, driven.policy, PipelineOptimizer(config, driven.policy), temperature=1.0, max_new_tokens=6
         )
         there = await asyncio.to_thread(trainer.step, groups)
-        assert crew.policy.version == single.version == -(-len(groups) // 2) > 1
+        assert driven.policy.version == single.version == -(-len(groups) // 2) > 1
         assert (there.num_tokens, there.lr) == (here.num_tokens, pytest.approx(here.lr))
         assert there.loss == pytest.approx(here.loss, abs=1e-4)
 
 
 async def test_weights_of_others_are_written_into_all_stages_even_when_one_is_lost(tmp_path: Path) -> None:
     groups = sampled_groups(load_policy(POLICY, device="cpu"), max_new_tokens=6)
-    async with driven(tmp_path, copy_interval_steps=1) as crew:
-        steps, trainer = PipelineOptimizer(TRAINING, crew.policy), crew.trainer()
+    async with driven_pipeline(tmp_path, copy_interval_steps=1) as driven:
+        steps, trainer = PipelineOptimizer(TRAINING, driven.policy), driven.trainer()
         await asyncio.to_thread(trainer.step, groups)
         start = await asyncio.to_thread(steps.read)
         turned = sorted(start)[:2]
@@ -202,25 +211,25 @@ async def test_weights_of_others_are_written_into_all_stages_even_when_one_is_lo
         state = await asyncio.to_thread(steps.state)
         assert all(torch.equal(state["adapter"][name], merged[name]) for name in merged)
         assert {key.partition(":")[2] for key in state["optimizer"]} == set(start) - set(turned)
-        assert crew.policy.version == crew.keeper.crew.version == 1
-        await crew.lose(1)
+        assert driven.policy.version == driven.supervisor.stage_group.version == 1
+        await driven.lose(1)
         other = {name: value - 0.5 for name, value in merged.items()}
         await asyncio.to_thread(steps.write, other)
         found = await asyncio.to_thread(steps.read)
         assert all(torch.equal(found[name], other[name]) for name in other)
-        assert len(crew.keeper.recoveries_s) == 1
+        assert len(driven.supervisor.recoveries_s) == 1
         assert not (await asyncio.to_thread(trainer.step, groups)).skipped
 
 
 async def test_the_raised_learning_rate_of_a_rebuilt_stage_is_in_the_checkpoint(tmp_path: Path) -> None:
     groups = sampled_groups(load_policy(POLICY, device="cpu"), max_new_tokens=6)
-    async with driven(tmp_path, copy_interval_steps=1) as crew:
-        trainer = crew.trainer()
+    async with driven_pipeline(tmp_path, copy_interval_steps=1) as driven:
+        trainer = driven.trainer()
         await asyncio.to_thread(trainer.step, groups)
         assert "lr_factors" not in (await asyncio.to_thread(trainer.state))[0]
-        await crew.lose(1)
+        await driven.lose(1)
         await asyncio.to_thread(trainer.step, groups)
-        rebuilt = set(crew.keeper.crew.facts[1].shapes)
+        rebuilt = set(driven.supervisor.stage_group.facts[1].shapes)
         saved, state = await asyncio.to_thread(trainer.state)
     store = CheckpointStore(tmp_path / "checkpoints", 1)
     store.save(1, saved, {})
@@ -232,26 +241,26 @@ async def test_the_raised_learning_rate_of_a_rebuilt_stage_is_in_the_checkpoint(
     Trainer(TRAINING, single, LocalOptimizer(TRAINING, single), temperature=1.0, max_new_tokens=6).restore(
         tensors, state
     )
-    async with driven(tmp_path) as crew:
-        await asyncio.to_thread(crew.trainer().restore, tensors, state)
-        factors = [rest["lr_factor"] for _, rest in await crew.keeper.states()]
-        held = [bool(rebuilt & set(facts.shapes)) for facts in crew.keeper.crew.facts]
+    async with driven_pipeline(tmp_path) as driven:
+        await asyncio.to_thread(driven.trainer().restore, tensors, state)
+        factors = [rest["lr_factor"] for _, rest in await driven.supervisor.states()]
+        held = [bool(rebuilt & set(facts.shapes)) for facts in driven.supervisor.stage_group.facts]
         assert [factor > 1.05 for factor in factors] == held and any(held) and not all(held)
 
 
 async def test_a_frozen_machine_is_lost_long_before_the_deadline_of_its_order(tmp_path: Path) -> None:
-    async with driven(tmp_path, copy_interval_steps=1, action_timeout_s=60) as crew:
+    async with driven_pipeline(tmp_path, copy_interval_steps=1, action_timeout_s=60) as driven:
         groups = sampled_groups(load_policy(POLICY, device="cpu"), max_new_tokens=6)
-        trainer = crew.trainer()
+        trainer = driven.trainer()
         await asyncio.to_thread(trainer.step, groups)
-        frozen = crew.keeper._peers[1]
-        crew.network.freeze(frozen)
+        frozen = driven.supervisor._peers[1]
+        driven.network.freeze(frozen)
         started = time.monotonic()
         report = await asyncio.to_thread(trainer.step, groups)
         assert "stage 1" in report.skip_reason and "no sign of life" in report.skip_reason
         assert time.monotonic() - started < 30, "in seconds, and nobody asks it to drop the batch"
-        assert frozen not in crew.keeper._peers
-        crew.network.thaw(frozen)
+        assert frozen not in driven.supervisor._peers
+        driven.network.thaw(frozen)
         assert not (await asyncio.to_thread(trainer.step, groups)).skipped
 
 
@@ -264,11 +273,11 @@ async def test_the_loss_goes_on_falling_over_a_loss(tmp_path: Path) -> None:
         losses.append(loss.item())
         return loss
 
-    async with driven(tmp_path, copy_interval_steps=1) as crew:
-        steps, per_step, lost = PipelineOptimizer(TRAINING, crew.policy), [], 0
+    async with driven_pipeline(tmp_path, copy_interval_steps=1) as driven:
+        steps, per_step, lost = PipelineOptimizer(TRAINING, driven.policy), [], 0
         for step in range(10):
             if step == 5:
-                await crew.lose(1)
+                await driven.lose(1)
             losses.clear()
             try:
                 await asyncio.to_thread(steps.accumulate, parts, loss_of, 1.0)
@@ -282,30 +291,30 @@ async def test_the_loss_goes_on_falling_over_a_loss(tmp_path: Path) -> None:
 
 
 async def test_a_machine_that_came_back_without_its_layers_is_lost_and_used_again(tmp_path: Path) -> None:
-    async with driven(tmp_path, copy_interval_steps=1) as crew:
+    async with driven_pipeline(tmp_path, copy_interval_steps=1) as driven:
         groups = sampled_groups(load_policy(POLICY, device="cpu"), max_new_tokens=6)
-        trainer = crew.trainer()
+        trainer = driven.trainer()
         await asyncio.to_thread(trainer.step, groups)
-        for host in crew.hosts.values():
+        for host in driven.hosts.values():
             host._stages.clear()  # as new processes in the old ones' names
         report = await asyncio.to_thread(trainer.step, groups)
         assert "must be loaded" in report.skip_reason
         assert not (await asyncio.to_thread(trainer.step, groups)).skipped
-        assert crew.policy.version == 2
+        assert driven.policy.version == 2
 
 
 async def test_losing_every_machine_ends_the_run_with_what_to_do(tmp_path: Path) -> None:
     by_hand = [(0, 1), (1, 2), (2, 3)]
-    async with driven(tmp_path, by_hand, startup_timeout_s=4.0, action_timeout_s=2.0) as crew:
+    async with driven_pipeline(tmp_path, by_hand, startup_timeout_s=4.0, action_timeout_s=2.0) as driven:
         for peer_id in MEMBERS:
-            await crew.transports[peer_id].stop()
+            await driven.transports[peer_id].stop()
         with pytest.raises(PipelineError, match="swarm stage"):
-            await crew.keeper.recover(StageLostError("gone", (0,)))
+            await driven.supervisor.recover(StageLostError("gone", (0,)))
 
 
 async def test_layers_by_hand_stand(tmp_path: Path) -> None:
-    async with driven(tmp_path, layers=[(0, 2), (2, 3)], crew=MEMBERS[:2], spares=0) as crew:
-        parts = [(facts.part.start, facts.part.stop) for facts in crew.keeper.crew.facts]
+    async with driven_pipeline(tmp_path, layers=[(0, 2), (2, 3)], crew=MEMBERS[:2], spares=0) as driven:
+        parts = [(facts.part.start, facts.part.stop) for facts in driven.supervisor.stage_group.facts]
         assert parts[:2] == [(0, 2), (2, 3)]
         assert parts[2][0] == 3
 

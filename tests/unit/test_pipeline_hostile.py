@@ -1,4 +1,4 @@
-"""A machine of a crew that lies to its driver, and a driver that orders what no honest one orders."""
+"""A machine of a pipeline that lies to its driver, and a driver that orders what no honest one orders."""
 
 import asyncio
 import time
@@ -12,19 +12,19 @@ import torch
 
 from swarm.config import PipelineSection
 from swarm.errors import CheckpointError, PipelineError, StageLostError, StageReplyError
-from swarm.pipeline.commands import SettleCommand, StageSettings, part_fields
+from swarm.pipeline.commands import CloseBatchCommand, StageSettings, part_fields
 from swarm.pipeline.driver.expected_stage import BatchSizes, Proportions, StateBounds, expected_stages
 from swarm.pipeline.driver.machines import StageMachines
-from swarm.pipeline.driver.pipelined_policy import PipelineOptimizer
+from swarm.pipeline.driver.pipeline_policy import PipelineOptimizer
 from swarm.pipeline.driver.stage_group import StageGroup, StageGroupSettings
 from swarm.pipeline.model_shape import stage_parts
 from swarm.pipeline.stage.stage_host import BaseModel, StageHost, base_model, part_by_hand
-from swarm.pipeline.stage_link import Give, RemoteLink
+from swarm.pipeline.stage_link import RemoteLink, SendCommand
 from swarm.pipeline.tensor_bundle import Bundle, decode_bundle, encode_bundle
 from swarm.policy.logprobs import TokenLogprobs
 from swarm.policy.policy import load_policy
 from swarm.training.policy_optimizer import LocalOptimizer
-from tests.unit.test_pipeline_driver import DRIVER, MEMBERS, POLICY, TRAINING, Driven, driven
+from tests.unit.test_pipeline_driver import DRIVER, MEMBERS, POLICY, TRAINING, Driven, driven_pipeline
 
 Lie = Callable[[str, Bundle], Bundle]
 PARTS = [[([5, 6, 7], [20, 21, 22]), ([9], [23, 24])], [([11, 12], [25, 26, 27])]]
@@ -48,13 +48,13 @@ def host_of(number: int, *args: Any, **kwargs: Any) -> StageHost:
     return host
 
 
-def liar_of(crew: Driven) -> Liar:
-    liar = crew.hosts[MEMBERS[LIAR]]
+def liar_of(driven: Driven) -> Liar:
+    liar = driven.hosts[MEMBERS[LIAR]]
     assert isinstance(liar, Liar)
     return liar
 
 
-def given_to(hosts: dict[str, StageHost]) -> Give:
+def given_to(hosts: dict[str, StageHost]) -> SendCommand:
     """The orders of a driver, carried out at once, without a network."""
 
     async def give(peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
@@ -94,18 +94,18 @@ def loss_of(index: int, result: TokenLogprobs) -> torch.Tensor:
     return -(result.logprobs * result.mask).sum()
 
 
-async def step(crew: Driven) -> float:
+async def step(driven: Driven) -> float:
     """Gradient norm of a step that was applied."""
-    steps = PipelineOptimizer(TRAINING, crew.policy)
+    steps = PipelineOptimizer(TRAINING, driven.policy)
     norm = await asyncio.to_thread(steps.accumulate, PARTS, loss_of, 1.0)
     if norm < float("inf"):
         await asyncio.to_thread(steps.apply, 1e-3)
     return norm
 
 
-async def saved(crew: Driven) -> dict[str, dict[str, torch.Tensor]]:
+async def saved(driven: Driven) -> dict[str, dict[str, torch.Tensor]]:
     """What a checkpoint would hold."""
-    return await asyncio.to_thread(PipelineOptimizer(TRAINING, crew.policy).state)
+    return await asyncio.to_thread(PipelineOptimizer(TRAINING, driven.policy).state)
 
 
 def first(found: dict[str, torch.Tensor], part: str) -> torch.Tensor:
@@ -141,7 +141,7 @@ async def test_a_batch_that_the_driver_never_began_stops_the_start(tmp_path: Pat
         return host
 
     with pytest.raises(PipelineError, match="stage 1 must know batches up to 0"):
-        async with driven(tmp_path, host_of=lying, crew=MEMBERS[:2], spares=0):
+        async with driven_pipeline(tmp_path, host_of=lying, crew=MEMBERS[:2], spares=0):
             pass
 
 
@@ -158,14 +158,14 @@ CLAIMS = {
 
 
 async def test_a_machine_with_a_claim_that_cannot_be_true_is_left_out() -> None:
-    base, crew = base_model(POLICY, "cpu"), MEMBERS[:3]
-    hosts = {peer_id: host_of(number, base, StageSettings()) for number, peer_id in enumerate(crew)}
-    settings = {"driver": DRIVER.peer_id, "crew": crew, "spares": 1, "startup_timeout_s": 20}
+    base, members = base_model(POLICY, "cpu"), MEMBERS[:3]
+    hosts = {peer_id: host_of(number, base, StageSettings()) for number, peer_id in enumerate(members)}
+    settings = {"driver": DRIVER.peer_id, "crew": members, "spares": 1, "startup_timeout_s": 20}
     for what, claim in CLAIMS.items():
         hosts[MEMBERS[LIAR]].lie = fields("machine", **claim)  # type: ignore[attr-defined]
-        members = StageMachines(PipelineSection.model_validate(settings), base, given_to(hosts), time.monotonic)
-        assert [one.peer_id for one in await members.gather()] == [MEMBERS[0], MEMBERS[2]], what
-        assert {one.peer_id for one in await members.answering(crew)} <= {MEMBERS[0], MEMBERS[2], MEMBERS[LIAR]}
+        machines = StageMachines(PipelineSection.model_validate(settings), base, given_to(hosts), time.monotonic)
+        assert [one.peer_id for one in await machines.gather()] == [MEMBERS[0], MEMBERS[2]], what
+        assert {one.peer_id for one in await machines.answering(members)} <= {MEMBERS[0], MEMBERS[2], MEMBERS[LIAR]}
         without_spares = PipelineSection.model_validate(settings | {"spares": 0})
         with pytest.raises(PipelineError, match=MEMBERS[LIAR]):
             await StageMachines(without_spares, base, given_to(hosts), time.monotonic).gather()
@@ -177,8 +177,8 @@ async def test_a_claim_of_speed_gives_no_more_layers_than_one_machine_may_hold(t
         host.lie = fields("machine", layers_per_s=1e6)  # type: ignore[attr-defined]
         return host
 
-    async with driven(tmp_path, host_of=lying, crew=MEMBERS[:2], spares=0, max_layers=1) as crew:
-        sizes = {peer: part.num_layers for part, peer in crew.keeper.places()}
+    async with driven_pipeline(tmp_path, host_of=lying, crew=MEMBERS[:2], spares=0, max_layers=1) as driven:
+        sizes = {peer: part.num_layers for part, peer in driven.supervisor.places()}
         assert sizes[MEMBERS[LIAR]] == 1
 
 
@@ -193,18 +193,18 @@ LIES: dict[str, Lie] = {
 
 @pytest.mark.parametrize("what", LIES)
 async def test_a_stage_that_answers_what_no_honest_one_does_is_replaced_for_good(tmp_path: Path, what: str) -> None:
-    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as crew:
-        await step(crew)
-        liar_of(crew).lie = LIES[what]
+    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as driven:
+        await step(driven)
+        liar_of(driven).lie = LIES[what]
         for _ in range(3):
             try:
-                await step(crew)
+                await step(driven)
             except PipelineError:
                 continue
-        assert MEMBERS[LIAR] not in crew.keeper._peers, "a spare has its layers"
-        assert MEMBERS[LIAR] in crew.keeper._barred
-        assert crew.policy.version >= 3, "and the run goes on"
-        found = await saved(crew)
+        assert MEMBERS[LIAR] not in driven.supervisor._peers, "a spare has its layers"
+        assert MEMBERS[LIAR] in driven.supervisor._banned
+        assert driven.policy.version >= 3, "and the run goes on"
+        found = await saved(driven)
         assert all(bool(torch.isfinite(tensor).all()) for group in found.values() for tensor in group.values())
 
 
@@ -224,30 +224,30 @@ RUINS: dict[str, Lie] = {
 async def test_a_stage_that_ruins_batch_after_batch_is_replaced_and_nobody_else(
     tmp_path: Path, what: str, begins_with: str
 ) -> None:
-    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as crew:
-        others = [one for one in crew.keeper._peers if one != MEMBERS[LIAR]]
+    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as driven:
+        others = [one for one in driven.supervisor._peers if one != MEMBERS[LIAR]]
         if begins_with == "a true batch":
-            await step(crew)
-        liar_of(crew).lie = RUINS[what]
+            await step(driven)
+        liar_of(driven).lie = RUINS[what]
         for _ in range(2):
-            assert not await step(crew) < float("inf")
-        with pytest.raises(StageLostError, match=r"stage 1 must not ruin one batch after the other"):
-            await step(crew)
-        assert MEMBERS[LIAR] not in crew.keeper._peers and crew.keeper._barred == {MEMBERS[LIAR]}
-        assert set(others) <= set(crew.keeper._peers)
-        assert await step(crew) < float("inf")
+            assert not await step(driven) < float("inf")
+        with pytest.raises(StageLostError, match=r"stage 1 spoiled several batches in a row"):
+            await step(driven)
+        assert MEMBERS[LIAR] not in driven.supervisor._peers and driven.supervisor._banned == {MEMBERS[LIAR]}
+        assert set(others) <= set(driven.supervisor._peers)
+        assert await step(driven) < float("inf")
 
 
 async def test_a_ruined_batch_now_and_then_costs_no_stage(tmp_path: Path) -> None:
-    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as crew:
+    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as driven:
         for _ in range(2):
-            await step(crew)
-            liar_of(crew).lie = RUINS["a norm that dwarfs all others"]
+            await step(driven)
+            liar_of(driven).lie = RUINS["a norm that dwarfs all others"]
             for _ in range(2):
-                assert not await step(crew) < float("inf")
-            liar_of(crew).lie = Liar.lie
-        await step(crew)
-        assert MEMBERS[LIAR] in crew.keeper._peers
+                assert not await step(driven) < float("inf")
+            liar_of(driven).lie = Liar.lie
+        await step(driven)
+        assert MEMBERS[LIAR] in driven.supervisor._peers
 
 
 @pytest.mark.parametrize("factor", [1e-9, 1e9])
@@ -272,75 +272,75 @@ def test_who_passes_on_odd_states_is_named_and_not_the_stage_whose_gradient_expl
     assert proportions.ruined(batch(1.0, 2.0), norms) == (None, False)
 
 
-async def answered(crew: Driven) -> list[list[int]]:
+async def answered(driven: Driven) -> list[list[int]]:
     """An answer of two tokens, as the engine asks for it."""
-    policy = crew.policy.pipelined
+    policy = driven.policy.pipeline_model
     return await policy.generate([[5, 6, 7]], lambda logits, rows, step: torch.tensor([9]), max_new_tokens=2)
 
 
 REFUSED: dict[str, Callable[[Driven], Awaitable[Any]]] = {
     "forward": step,
     "settle": step,
-    "decode": lambda crew: crew.keeper.persist(lambda: answered(crew)),
+    "decode": lambda driven: driven.supervisor.persist(lambda: answered(driven)),
     "state": saved,
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 async def test_a_stage_that_goes_on_refusing_neither_ends_the_run_nor_holds_it_up(tmp_path: Path, kind: str) -> None:
-    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as crew:
-        await step(crew)
-        liar_of(crew).lie = lambda asked, reply: Bundle({"refused": "no"}) if asked == kind else reply
+    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as driven:
+        await step(driven)
+        liar_of(driven).lie = lambda asked, reply: Bundle({"refused": "no"}) if asked == kind else reply
         told: list[str] = []
         for _ in range(4):
             try:
-                await REFUSED[kind](crew)
+                await REFUSED[kind](driven)
             except PipelineError as error:
                 told.append(str(error))
-        assert MEMBERS[LIAR] not in crew.keeper._peers, "a spare has its layers"
+        assert MEMBERS[LIAR] not in driven.supervisor._peers, "a spare has its layers"
         assert len(told) == (3 if REFUSED[kind] is step else 0)
         assert all(line.startswith("stage 1 must") and "refusal: no" in line for line in told)
-        assert await step(crew) < float("inf")
+        assert await step(driven) < float("inf")
 
 
 async def test_a_refusal_now_and_then_costs_no_stage(tmp_path: Path) -> None:
-    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as crew:
+    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as driven:
         for _ in range(3):
-            liar_of(crew).lie = lambda asked, reply: Bundle({"refused": "no memory"}) if asked == "forward" else reply
+            liar_of(driven).lie = lambda asked, reply: Bundle({"refused": "no memory"}) if asked == "forward" else reply
             for _ in range(2):
-                with pytest.raises(PipelineError, match="stage 1 must carry out its orders"):
-                    await step(crew)
-            liar_of(crew).lie = Liar.lie
-            await step(crew)
-        assert MEMBERS[LIAR] in crew.keeper._peers and not crew.keeper.recoveries_s
+                with pytest.raises(PipelineError, match="stage 1 must carry out its commands"):
+                    await step(driven)
+            liar_of(driven).lie = Liar.lie
+            await step(driven)
+        assert MEMBERS[LIAR] in driven.supervisor._peers and not driven.supervisor.recoveries_s
 
 
 @pytest.mark.parametrize("group", ["adapter", "optimizer", "lr_factors"])
 async def test_a_checkpoint_that_no_training_gives_is_held_against_no_stage(tmp_path: Path, group: str) -> None:
-    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as crew:
-        await step(crew)
-        found = await saved(crew)
-        steps = PipelineOptimizer(TRAINING, crew.policy)
+    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as driven:
+        await step(driven)
+        found = await saved(driven)
+        steps = PipelineOptimizer(TRAINING, driven.policy)
         await asyncio.to_thread(steps.restore, found, 1)
         name = next(iter(found["adapter"]))
         odd = {"adapter": torch.full((1,), torch.nan), "optimizer": torch.zeros(0), "lr_factors": torch.zeros(2)}
         key = f"exp_avg:{name}" if group == "optimizer" else name
-        with pytest.raises(CheckpointError, match="must fit the crew"):
+        with pytest.raises(CheckpointError, match="must fit the pipeline"):
             await asyncio.to_thread(steps.restore, {**found, group: {**found.get(group, {}), key: odd[group]}}, 1)
-        assert not crew.keeper.crew.false_stages and not crew.keeper.recoveries_s
-        await step(crew)
+        assert not driven.supervisor.stage_group.dishonest_stages and not driven.supervisor.recoveries_s
+        await step(driven)
 
 
 async def test_a_norm_that_dwarfs_all_others_moves_nothing(tmp_path: Path) -> None:
-    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as crew:
-        await step(crew)
-        before = (await saved(crew))["adapter"]
-        liar_of(crew).lie = fields("settle", own_norm_squared=1e300)
-        assert await step(crew) == float("inf"), "as a gradient that is not finite: the step is not taken"
-        after = (await saved(crew))["adapter"]
+    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as driven:
+        await step(driven)
+        before = (await saved(driven))["adapter"]
+        liar_of(driven).lie = fields("settle", own_norm_squared=1e300)
+        assert await step(driven) == float("inf"), "as a gradient that is not finite: the step is not taken"
+        after = (await saved(driven))["adapter"]
         assert all(torch.equal(after[name], before[name]) for name in before)
-        liar_of(crew).lie = Liar.lie
-        assert await step(crew) < float("inf")
+        liar_of(driven).lie = Liar.lie
+        assert await step(driven) < float("inf")
 
 
 def spoil(part: str, value: float) -> Callable[[dict[str, torch.Tensor]], None]:
@@ -370,92 +370,92 @@ STATES: dict[str, Lie] = {
 
 async def test_a_state_that_no_training_gives_is_refused_at_the_door() -> None:
     liar, link = link_to_a_liar()
-    crew = StageGroup([link], StageGroupSettings(), StateBounds(link._expected.shapes))
-    weights, rest = await crew.state(0)
+    driven = StageGroup([link], StageGroupSettings(), StateBounds(link._expected.shapes))
+    weights, rest = await driven.state(0)
     moments = {f"exp_avg:{name}": torch.zeros_like(value) for name, value in weights["adapter"].items()}
     moments |= {f"exp_avg_sq:{name}": torch.zeros_like(value) for name, value in weights["adapter"].items()}
     moments |= {f"step:{name}": torch.tensor(3.0) for name in weights["adapter"]}
-    await crew.restore(0, ({"adapter": weights["adapter"], "optimizer": moments}, rest))
-    assert len((await crew.state(0))[0]["optimizer"]) == len(moments)
+    await driven.restore(0, ({"adapter": weights["adapter"], "optimizer": moments}, rest))
+    assert len((await driven.state(0))[0]["optimizer"]) == len(moments)
     for what, lie in STATES.items():
         liar.lie = lie
         with pytest.raises(StageLostError):
-            await crew.state(0)
+            await driven.state(0)
             pytest.fail(what)
-        assert crew.false_stages == {0}
-        crew._false.clear()
+        assert driven.dishonest_stages == {0}
+        driven._dishonest.clear()
 
 
 @pytest.mark.parametrize("what", ["NaN", "a weight that no training gives"])
 async def test_a_state_that_no_training_gives_reaches_no_checkpoint(tmp_path: Path, what: str) -> None:
-    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as crew:
-        await step(crew)
-        honest = await saved(crew)
-        liar_of(crew).lie = STATES[what]
-        found = await saved(crew)
+    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as driven:
+        await step(driven)
+        honest = await saved(driven)
+        liar_of(driven).lie = STATES[what]
+        found = await saved(driven)
         assert found["adapter"].keys() == honest["adapter"].keys()
         assert all(torch.equal(found["adapter"][name], honest["adapter"][name]) for name in found["adapter"]), (
             "its copy"
         )
         assert all(key in honest["optimizer"] for key in found["optimizer"])
-        assert MEMBERS[LIAR] in crew.keeper._barred and crew.policy.version == 1
+        assert MEMBERS[LIAR] in driven.supervisor._banned and driven.policy.version == 1
 
 
 async def test_what_is_not_finite_is_not_written_even_if_the_door_let_it_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:2], spares=0) as crew:
+    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:2], spares=0) as driven:
         monkeypatch.setattr("swarm.pipeline.driver.expected_stage.StateBounds.check", lambda self, state: None)
         monkeypatch.setattr("swarm.pipeline.driver.expected_stage.ExpectedStage.check_state", lambda *state: None)
-        liar_of(crew).lie = STATES["NaN"]
+        liar_of(driven).lie = STATES["NaN"]
         with pytest.raises(CheckpointError, match="finite"):
-            await saved(crew)
+            await saved(driven)
 
 
 async def test_honest_states_stay_within_their_bounds_over_many_large_steps(tmp_path: Path) -> None:
-    async with driven(tmp_path, crew=MEMBERS[:2], spares=0) as crew:
-        steps = PipelineOptimizer(TRAINING, crew.policy)
+    async with driven_pipeline(tmp_path, crew=MEMBERS[:2], spares=0) as driven:
+        steps = PipelineOptimizer(TRAINING, driven.policy)
         for number in range(12):
             await asyncio.to_thread(steps.accumulate, PARTS[number % 2 :], loss_of, 1.0)
             await asyncio.to_thread(steps.apply, 0.05)
-        state = await saved(crew)
+        state = await saved(driven)
         await asyncio.to_thread(steps.restore, state, 12)
         merged = {name: value * 3 for name, value in state["adapter"].items()}
         await asyncio.to_thread(steps.write, merged)
-        assert torch.equal(first((await saved(crew))["adapter"], "lora_B"), first(merged, "lora_B"))
-        assert not crew.keeper.recoveries_s, "nobody was taken for a liar"
+        assert torch.equal(first((await saved(driven))["adapter"], "lora_B"), first(merged, "lora_B"))
+        assert not driven.supervisor.recoveries_s, "nobody was taken for a liar"
 
 
 async def test_a_false_copy_of_a_neighbour_is_left_out(tmp_path: Path) -> None:
     """The liar holds the copy of the first stage; what it hands out instead is finite and of the right shape."""
-    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as crew:
-        await step(crew)
-        assert crew.keeper._peers == MEMBERS[:2]
-        liar_of(crew).lie = tensors("kept", lambda t: [tensor.fill_(0.01) for tensor in t.values()])
-        await crew.lose(0)
-        found = (await saved(crew))["adapter"]
+    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as driven:
+        await step(driven)
+        assert driven.supervisor._peers == MEMBERS[:2]
+        liar_of(driven).lie = tensors("kept", lambda t: [tensor.fill_(0.01) for tensor in t.values()])
+        await driven.lose(0)
+        found = (await saved(driven))["adapter"]
         assert not any(bool((tensor == 0.01).all()) for tensor in found.values())
-        assert await step(crew) > 0
+        assert await step(driven) > 0
 
 
 async def test_a_stage_says_for_itself_alone_what_is_kept_of_it(tmp_path: Path) -> None:
     """It names the layers of another stage, to overwrite the copy that there is of that one."""
-    async with driven(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as crew:
-        liar_of(crew).lie = fields("copy", of=0)
-        await step(crew)
-        slots = {facts.part.start for facts in crew.keeper.crew.facts}
-        held = {slot for host in crew.hosts.values() for slot in host._copies}
-        stage = crew.keeper._peers.index(MEMBERS[LIAR])
-        own = crew.keeper._copies._own.values()
+    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as driven:
+        liar_of(driven).lie = fields("copy", of=0)
+        await step(driven)
+        slots = {facts.part.start for facts in driven.supervisor.stage_group.facts}
+        held = {slot for host in driven.hosts.values() for slot in host._copies}
+        stage = driven.supervisor._peers.index(MEMBERS[LIAR])
+        own = driven.supervisor._copies._own.values()
         told = held | {decode_bundle(copy).fields["of"] for copy in own}
-        assert told <= slots and crew.keeper.crew.facts[stage].part.start in told
+        assert told <= slots and driven.supervisor.stage_group.facts[stage].part.start in told
 
 
 async def test_the_driver_reads_no_more_than_a_stage_can_have(tmp_path: Path) -> None:
-    async with driven(tmp_path, crew=MEMBERS[:2], spares=0) as crew:
-        weights = (await saved(crew))["adapter"]
+    async with driven_pipeline(tmp_path, crew=MEMBERS[:2], spares=0) as driven:
+        weights = (await saved(driven))["adapter"]
         whole_bytes = sum(4 * tensor.numel() for tensor in weights.values())
-        assert sum(one.state_bytes for one in crew.keeper._expected) < 4 * whole_bytes + (1 << 18)
+        assert sum(one.state_bytes for one in driven.supervisor._expected) < 4 * whole_bytes + (1 << 18)
 
 
 # a driver against a machine
@@ -509,7 +509,7 @@ def test_a_count_of_micro_batches_costs_no_memory() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(PipelineError, match="must be whole"):
-            stage.settle(SettleCommand(1, 3_000_000, ()))
+            stage.close_batch(CloseBatchCommand(1, 3_000_000, ()))
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -600,42 +600,47 @@ def lying_spare(number: int, *args: Any, **kwargs: Any) -> StageHost:
     return host
 
 
-def tells(crew: Driven, lie: Lie) -> None:
+def tells(driven: Driven, lie: Lie) -> None:
     most = fields("machine", memory_bytes=1 << 49)
-    crew.hosts[MEMBERS[-1]].lie = lambda kind, reply: lie(kind, most(kind, reply))  # type: ignore[attr-defined]
+    driven.hosts[MEMBERS[-1]].lie = lambda kind, reply: lie(kind, most(kind, reply))  # type: ignore[attr-defined]
 
 
 async def test_a_spare_that_refuses_to_load_costs_no_copy(tmp_path: Path) -> None:
-    async with driven(tmp_path, host_of=lying_spare, spares=2, copy_interval_steps=1) as crew:
-        await step(crew)
-        before = (await saved(crew))["adapter"]
-        tells(crew, fields("load", refused="no"))
-        await crew.lose(0)
-        after = (await saved(crew))["adapter"]
+    async with driven_pipeline(tmp_path, host_of=lying_spare, spares=2, copy_interval_steps=1) as driven:
+        await step(driven)
+        before = (await saved(driven))["adapter"]
+        tells(driven, fields("load", refused="no"))
+        await driven.lose(0)
+        after = (await saved(driven))["adapter"]
         assert all(torch.equal(after[name], before[name]) for name in before), "the other spare went on from the copy"
-        assert MEMBERS[2] in crew.keeper._peers
+        assert MEMBERS[2] in driven.supervisor._peers
 
 
 async def test_a_spare_does_not_choose_the_weights_that_it_begins_with(tmp_path: Path) -> None:
-    async with driven(tmp_path, host_of=lying_spare, spares=2, copy_interval_steps=0) as crew:
-        await step(crew)
-        tells(crew, tensors("state", spoil("lora_B", 1e30)))
-        await crew.lose(0)
-        after = (await saved(crew))["adapter"]
+    async with driven_pipeline(tmp_path, host_of=lying_spare, spares=2, copy_interval_steps=0) as driven:
+        await step(driven)
+        tells(driven, tensors("state", spoil("lora_B", 1e30)))
+        await driven.lose(0)
+        after = (await saved(driven))["adapter"]
         assert max(value.abs().max().item() for value in after.values()) < 1
-        assert MEMBERS[-1] not in crew.keeper._peers
+        assert MEMBERS[-1] not in driven.supervisor._peers
 
 
 async def test_a_spare_that_is_gone_whenever_it_has_loaded_does_not_hold_the_driver_up_for_good(tmp_path: Path) -> None:
-    settings = {"spares": 1, "startup_timeout_s": 3.0, "copy_interval_steps": 1, "crew": [MEMBERS[0], MEMBERS[-1]]}
-    async with driven(tmp_path, host_of=lying_spare, **settings) as crew:
-        assert crew.keeper._peers == MEMBERS[:1]
-        crew.keeper._clock = iter(range(1 << 30)).__next__  # a second at each look
-        tells(crew, fields("describe", gone="another process"))
-        await crew.lose(0)
+    settings = {
+        "spares": 1,
+        "startup_timeout_s": 3.0,
+        "copy_interval_steps": 1,
+        "crew": [MEMBERS[0], MEMBERS[-1]],
+    }
+    async with driven_pipeline(tmp_path, host_of=lying_spare, **settings) as driven:
+        assert driven.supervisor._peers == MEMBERS[:1]
+        driven.supervisor._clock = iter(range(1 << 30)).__next__  # a second at each look
+        tells(driven, fields("describe", gone="another process"))
+        await driven.lose(0)
         with pytest.raises(PipelineError, match="must find another machine"):
             async with asyncio.timeout(20):
-                await crew.keeper.recover(StageLostError("gone", (0,)))
+                await driven.supervisor.recover(StageLostError("gone", (0,)))
 
 
 @pytest.mark.parametrize("norm", [float("nan"), float("inf")])
@@ -643,11 +648,11 @@ async def test_a_norm_that_is_no_number_does_not_keep_a_neighbour_from_being_reb
     tmp_path: Path, norm: float
 ) -> None:
     """There is no copy, so the neighbours are averaged, by their norms in the last batch."""
-    async with driven(tmp_path, host_of=host_of, startup_timeout_s=30, copy_interval_steps=0) as crew:
-        await step(crew)
-        liar_of(crew).lie = fields("settle", own_norm_squared=norm)
-        assert not await step(crew) < float("inf")
-        crew.keeper._clock = iter(range(1 << 30)).__next__  # a second at each look
-        await crew.lose(2)
-        assert len((await saved(crew))["adapter"]) > 0
-        assert crew.keeper._peers[2] not in crew.lost and crew.policy.version == 1
+    async with driven_pipeline(tmp_path, host_of=host_of, startup_timeout_s=30, copy_interval_steps=0) as driven:
+        await step(driven)
+        liar_of(driven).lie = fields("settle", own_norm_squared=norm)
+        assert not await step(driven) < float("inf")
+        driven.supervisor._clock = iter(range(1 << 30)).__next__  # a second at each look
+        await driven.lose(2)
+        assert len((await saved(driven))["adapter"]) > 0
+        assert driven.supervisor._peers[2] not in driven.lost and driven.policy.version == 1

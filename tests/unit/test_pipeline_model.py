@@ -13,7 +13,7 @@ from swarm.errors import PipelineError, PolicyError
 from swarm.pipeline.model_shape import StagePart, adapter_targets, stage_parts
 from swarm.pipeline.stage.stage_model import WeightReader, load_stage
 from swarm.policy.lora import adapter_shape, attach_adapter
-from tests.unit.pipeline_crew import (
+from tests.unit.pipeline_models import (
     ARCHITECTURES,
     CPU,
     LORA,

@@ -17,14 +17,14 @@ from swarm.network.commands.service import CommandService
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
 from swarm.pipeline.commands import StageSettings, part_fields
 from swarm.pipeline.driver.expected_stage import expected_stages
-from swarm.pipeline.driver.pipelined_policy import PipelinedPolicy, greedy
+from swarm.pipeline.driver.pipeline_policy import PipelineModel, greedy
 from swarm.pipeline.driver.stage_group import StageGroup, StageGroupSettings
 from swarm.pipeline.model_shape import stage_parts
 from swarm.pipeline.stage.stage_host import BaseModel, StageHost
 from swarm.pipeline.stage_link import RemoteLink, ask
 from swarm.pipeline.tensor_bundle import Bundle, WirePrecision, decode_bundle, encode_bundle
 from swarm.records.identity import Identity
-from tests.unit.pipeline_crew import CPU, LORA, PAD, loss_of, made_up_parts, open_stage_group, write_models
+from tests.unit.pipeline_models import CPU, LORA, PAD, loss_of, made_up_parts, open_stage_group, write_models
 
 SWARM = "0" * 32
 DRIVER = Identity(b"d" * 32)
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_models(tmp_path_factory.mktemp("models"))["llama"]
 
 
-class NetworkCrew:
+class NetworkStageGroup:
     """Hosts on a network in memory, and how the driver reaches them."""
 
     def __init__(self, hosts: Sequence[StageHost], faults: Faults | None) -> None:
@@ -56,16 +56,16 @@ class NetworkCrew:
 
 
 @asynccontextmanager
-async def on_network(hosts: Sequence[StageHost], faults: Faults | None = None) -> AsyncIterator[NetworkCrew]:
-    crew = NetworkCrew(hosts, faults)
-    for transport in crew.transports:
+async def on_network(hosts: Sequence[StageHost], faults: Faults | None = None) -> AsyncIterator[NetworkStageGroup]:
+    stage_group = NetworkStageGroup(hosts, faults)
+    for transport in stage_group.transports:
         await transport.start()
     try:
-        yield crew
+        yield stage_group
     finally:
-        for service in crew.services:
+        for service in stage_group.services:
             await service.close()
-        for transport in crew.transports:
+        for transport in stage_group.transports:
             await transport.stop()
 
 
@@ -73,33 +73,33 @@ def host(folder: Path) -> StageHost:
     return StageHost(BaseModel(folder, LORA, CPU, torch.float32), StageSettings())
 
 
-async def loaded(crew: NetworkCrew, sizes: Sequence[int], precision: WirePrecision = "fp32") -> StageGroup:
-    links, expected = [], expected_stages(crew.folder, LORA, stage_parts(sizes))
-    for peer_id, one in zip(crew.members, expected, strict=True):
-        await ask(crew.give, peer_id, "load", Bundle({**part_fields(one.part), "instead_of": []}))
-        links.append(RemoteLink(crew.give, peer_id, one, precision))
+async def loaded(stage_group: NetworkStageGroup, sizes: Sequence[int], precision: WirePrecision = "fp32") -> StageGroup:
+    links, expected = [], expected_stages(stage_group.folder, LORA, stage_parts(sizes))
+    for peer_id, one in zip(stage_group.members, expected, strict=True):
+        await ask(stage_group.give, peer_id, "load", Bundle({**part_fields(one.part), "instead_of": []}))
+        links.append(RemoteLink(stage_group.give, peer_id, one, precision))
     started = StageGroup(links, StageGroupSettings(action_timeout_s=30))
     await started.start()
     return started
 
 
-async def one_step(crew: StageGroup) -> tuple[float, dict[str, Tensor], list[list[int]]]:
+async def one_step(stage_group: StageGroup) -> tuple[float, dict[str, Tensor], list[list[int]]]:
     """(gradient norm, adapter after the step, answers sampled with it)"""
-    policy = PipelinedPolicy(crew, PAD)
+    policy = PipelineModel(stage_group, PAD)
     gradient = await policy.accumulate(made_up_parts(4), loss_of, with_entropy=True)
-    await crew.commit(lr=0.05, max_grad_norm=1.0)
-    states = [await link.state() for link in crew.links]
+    await stage_group.commit(lr=0.05, max_grad_norm=1.0)
+    states = [await link.state() for link in stage_group.links]
     adapter = {name: value for tensors, _ in states for name, value in tensors["adapter"].items()}
     answers = await policy.generate([[5, 6, 7], [8, 9]], greedy, max_new_tokens=5, eos_token_ids=())
     return gradient.norm, adapter, answers
 
 
 @pytest.mark.parametrize("lossy", [False, True], ids=["calm", "with messages doubled"])
-async def test_a_crew_on_a_network_computes_what_one_process_does(folder: Path, lossy: bool) -> None:
+async def test_a_pipeline_on_a_network_computes_what_one_process_does(folder: Path, lossy: bool) -> None:
     async with open_stage_group(folder, [2, 2, 1], LORA) as local:
-        wanted = await one_step(local.crew)
-    async with on_network([host(folder) for _ in range(3)], Faults(duplication=1.0) if lossy else None) as crew:
-        norm, adapter, answers = await one_step(await loaded(crew, [2, 2, 1]))
+        wanted = await one_step(local.stage_group)
+    async with on_network([host(folder) for _ in range(3)], Faults(duplication=1.0) if lossy else None) as stage_group:
+        norm, adapter, answers = await one_step(await loaded(stage_group, [2, 2, 1]))
     assert norm == wanted[0]
     assert adapter.keys() == wanted[1].keys()
     assert all(torch.equal(adapter[name], wanted[1][name]) for name in adapter)
@@ -108,20 +108,22 @@ async def test_a_crew_on_a_network_computes_what_one_process_does(folder: Path, 
 
 async def test_rounded_activations_stay_near(folder: Path) -> None:
     async with open_stage_group(folder, [3, 2], LORA) as local:
-        wanted, _, _ = await one_step(local.crew)
-    async with on_network([host(folder), host(folder)]) as crew:
-        norm, _, _ = await one_step(await loaded(crew, [3, 2], "bf16"))
+        wanted, _, _ = await one_step(local.stage_group)
+    async with on_network([host(folder), host(folder)]) as stage_group:
+        norm, _, _ = await one_step(await loaded(stage_group, [3, 2], "bf16"))
     assert norm != wanted
     assert norm == pytest.approx(wanted, rel=0.02)
 
 
 async def test_one_machine_holds_two_stages_and_refusals_are_told(folder: Path) -> None:
     both = host(folder)
-    async with on_network([both]) as crew:
+    async with on_network([both]) as stage_group:
         parts = expected_stages(folder, LORA, stage_parts([3, 2]))
         for one in parts:
-            await ask(crew.give, crew.members[0], "load", Bundle({**part_fields(one.part), "instead_of": []}))
-        links = [RemoteLink(crew.give, crew.members[0], one, "fp32") for one in parts]
+            await ask(
+                stage_group.give, stage_group.members[0], "load", Bundle({**part_fields(one.part), "instead_of": []})
+            )
+        links = [RemoteLink(stage_group.give, stage_group.members[0], one, "fp32") for one in parts]
         two = StageGroup(links, StageGroupSettings(action_timeout_s=30))
         await two.start()
         norm, _, _ = await one_step(two)
@@ -129,28 +131,28 @@ async def test_one_machine_holds_two_stages_and_refusals_are_told(folder: Path) 
         assert both.status().versions == (1, 1)
         with pytest.raises(PipelineError, match="must hold some of 5 layers"):
             bad = {"start": 4, "stop": 9, "has_embedding": False, "has_head": False, "instead_of": []}
-            await ask(crew.give, crew.members[0], "load", Bundle(bad))
-        with pytest.raises(RequestError, match="got none at layer 1"):
+            await ask(stage_group.give, stage_group.members[0], "load", Bundle(bad))
+        with pytest.raises(RequestError, match="no stage at layer 1 is loaded"):
             elsewhere = expected_stages(folder, LORA, stage_parts([1, 4]))[1]
-            await RemoteLink(crew.give, crew.members[0], elsewhere, "fp32").describe()
+            await RemoteLink(stage_group.give, stage_group.members[0], elsewhere, "fp32").describe()
 
 
 async def test_copies_come_back_as_they_were_given(folder: Path) -> None:
-    async with on_network([host(folder)]) as crew:
-        peer_id = crew.members[0]
+    async with on_network([host(folder)]) as stage_group:
+        peer_id = stage_group.members[0]
         weights = torch.randn(3, 4)
         kept = Bundle({"of": 2, "version": 7}, {"adapter/x": weights})
-        await ask(crew.give, peer_id, "keep", kept)
-        fields = await ask(crew.give, peer_id, "kept", Bundle({"of": 2}), max_reply_bytes=1 << 16)
+        await ask(stage_group.give, peer_id, "keep", kept)
+        fields = await ask(stage_group.give, peer_id, "kept", Bundle({"of": 2}), max_reply_bytes=1 << 16)
         assert fields.integer("version") == 7
         assert torch.equal(fields.tensor("adapter/x"), weights)
-        with pytest.raises(PipelineError, match="got none of 3"):
-            await ask(crew.give, peer_id, "kept", Bundle({"of": 3}))
+        with pytest.raises(PipelineError, match="no copy of the stage at layer 3"):
+            await ask(stage_group.give, peer_id, "kept", Bundle({"of": 3}))
 
 
 async def test_a_machine_says_what_layers_are_assigned_by(folder: Path) -> None:
-    async with on_network([host(folder)]) as crew:
-        fields = await ask(crew.give, crew.members[0], "machine", Bundle({"measure": True}))
+    async with on_network([host(folder)]) as stage_group:
+        fields = await ask(stage_group.give, stage_group.members[0], "machine", Bundle({"measure": True}))
         assert fields.number("layers_per_s") > 0
         assert fields.integer("memory_bytes") > 0
         assert fields.integers("slots") == ()

@@ -109,7 +109,7 @@ def test_what_neighbours_cannot_give_is_refused() -> None:
         ({norm: after[norm]}, "none for"),
         (after | {norm: torch.ones(4)}, "equal shape"),
         (after | {norm: torch.full((3,), float("nan"))}, "finite"),
-        ({}, "layers that train"),
+        ({}, "trains layers"),
     ):
         with pytest.raises(PipelineError, match=rule):
             checkfree_average(shapes_of(lost), before, odd, norm_before=1, norm_after=1, layer_prefix=PREFIX)
@@ -194,5 +194,5 @@ def test_two_adjacent_losses_are_said_plainly_and_fall_back() -> None:
 
 
 def test_an_edge_without_a_twin_needs_more_than_one_neighbour() -> None:
-    with pytest.raises(PipelineError, match=r"stage 5 is at an edge .* keep checkpoints or neighbour copies"):
+    with pytest.raises(PipelineError, match=r"stage 5 is at an edge .* save checkpoints or neighbour copies"):
         plans(lost=frozenset({5}))

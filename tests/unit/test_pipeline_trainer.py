@@ -1,4 +1,4 @@
-"""The trainer's own step, taken through a crew: the same loss on the same micro-batches moves the adapter alike."""
+"""The trainer's own step, taken through a pipeline: the same loss on the same micro-batches moves the adapter alike."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from swarm.training.micro_batch import micro_batches, training_sequences
 from swarm.training.policy_loss import ClipRange, Logprobs, policy_loss
 from swarm.training.policy_optimizer import LocalOptimizer
 from swarm.training.trainer import Trainer
-from tests.unit.pipeline_crew import open_stage_group
+from tests.unit.pipeline_models import open_stage_group
 from tests.unit.tiny_models import sampled_groups
 
 
@@ -38,10 +38,10 @@ async def test_a_training_step_is_that_of_the_trainer(
     settings = StageSettings(weight_decay=config.weight_decay)
     async with open_stage_group(
         tiny_models[name], [1, 1], policy.config.lora, like=policy.model, stage_settings=settings
-    ) as crew:
-        gradient = await crew.policy.accumulate([part.sequences for part in parts], loss_of)
-        await crew.crew.commit(lr=config.lr, max_grad_norm=config.max_grad_norm)
-        found = {key: value for stage in crew.stages for key, value in stage.state()[0]["adapter"].items()}
+    ) as stage_group:
+        gradient = await stage_group.policy.accumulate([part.sequences for part in parts], loss_of)
+        await stage_group.stage_group.commit(lr=config.lr, max_grad_norm=config.max_grad_norm)
+        found = {key: value for stage in stage_group.stages for key, value in stage.state()[0]["adapter"].items()}
     before = read_adapter(policy.model)
     report = Trainer(config, policy, LocalOptimizer(config, policy), temperature=1.0, max_new_tokens=6).step(groups)
     assert not report.skipped

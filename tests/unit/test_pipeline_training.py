@@ -1,4 +1,4 @@
-"""Gradients and steps of a crew are those of the single model; a batch is applied whole, once, or not at all."""
+"""Gradients and steps of a pipeline are those of the single model; a batch is applied whole, once, or not at all."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from swarm.config import LoraSection
 from swarm.errors import NetworkError, PipelineError, StageLostError
-from swarm.pipeline.commands import BackwardCommand, CommitCommand, ForwardCommand, SettleCommand, StageSettings
+from swarm.pipeline.commands import BackwardCommand, CloseBatchCommand, CommitCommand, ForwardCommand, StageSettings
 from swarm.pipeline.driver.stage_group import StageGroupSettings
 from swarm.pipeline.stage.stage import Stage
 from swarm.pipeline.stage_link import InProcessLink
 from swarm.policy.logprobs import TokenLogprobs, token_logprobs
-from tests.unit.pipeline_crew import (
+from tests.unit.pipeline_models import (
     ARCHITECTURES,
     LORA,
     PAD,
-    TestCrew,
+    TestStageGroup,
     largest_difference,
     load_stages,
     loss_of,
@@ -35,18 +35,18 @@ from tests.unit.pipeline_crew import (
 FULL_AND_LORA = pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
 
 
-def gradients(crew: TestCrew) -> dict[str, Tensor]:
+def gradients(opened: TestStageGroup) -> dict[str, Tensor]:
     """Of all stages, those of copies added up."""
     found: dict[str, Tensor] = {}
-    for model in crew.models:
+    for model in opened.models:
         for name, parameter in model.trainable.items():
             if parameter.grad is not None:
                 found[name] = found[name] + parameter.grad if name in found else parameter.grad
     return found
 
 
-def weights(crew: TestCrew) -> list[dict[str, Tensor]]:
-    return [{name: p.detach().clone() for name, p in model.trainable.items()} for model in crew.models]
+def weights(opened: TestStageGroup) -> list[dict[str, Tensor]]:
+    return [{name: p.detach().clone() for name, p in model.trainable.items()} for model in opened.models]
 
 
 def are_equal(one: Sequence[dict[str, Tensor]], other: Sequence[dict[str, Tensor]]) -> bool:
@@ -63,9 +63,9 @@ async def test_gradients_are_those_of_the_single_model(
     pipeline_models: dict[str, Path], name: str, sizes: list[int], lora: LoraSection | None
 ) -> None:
     whole, parts = single_model(pipeline_models[name], lora), made_up_parts(5)
-    async with open_stage_group(pipeline_models[name], sizes, lora, like=whole) as crew:
-        gradient = await crew.policy.accumulate(parts, loss_of)
-        found = gradients(crew)
+    async with open_stage_group(pipeline_models[name], sizes, lora, like=whole) as opened:
+        gradient = await opened.policy.accumulate(parts, loss_of)
+        found = gradients(opened)
     wanted = single_gradients(whole, lora, parts)
     assert largest_difference(found, wanted) < 1e-5
     assert gradient.norm == pytest.approx(norm_of(wanted), rel=1e-5)
@@ -76,9 +76,9 @@ async def test_recomputing_in_the_backward_pass_gives_the_same(pipeline_models: 
     whole, parts = single_model(pipeline_models[name], LORA), made_up_parts(3)
     async with open_stage_group(
         pipeline_models[name], [2, 3], LORA, like=whole, stage_settings=StageSettings(recompute=True)
-    ) as crew:
-        await crew.policy.accumulate(parts, loss_of)
-        assert largest_difference(gradients(crew), single_gradients(whole, LORA, parts)) < 1e-5
+    ) as opened:
+        await opened.policy.accumulate(parts, loss_of)
+        assert largest_difference(gradients(opened), single_gradients(whole, LORA, parts)) < 1e-5
 
 
 @FULL_AND_LORA
@@ -91,31 +91,31 @@ async def test_clipped_steps_are_those_of_the_single_model(
     optimizer = torch.optim.AdamW(own.values(), lr=1e-3, weight_decay=0.1, fused=True)
     async with open_stage_group(
         pipeline_models["llama"], [2, 1, 2], lora, like=whole, stage_settings=StageSettings(weight_decay=0.1)
-    ) as crew:
+    ) as opened:
         for step in range(3):
             parts = made_up_parts(4, seed=step)
             single_gradients(whole, lora, parts)
             norm = torch.nn.utils.clip_grad_norm_(own.values(), 0.05).item()
             assert norm > 0.1, "nothing would be clipped"
             optimizer.step()
-            gradient = await crew.policy.accumulate(parts, loss_of)
+            gradient = await opened.policy.accumulate(parts, loss_of)
             assert gradient.norm == pytest.approx(norm, rel=1e-4)
-            assert await crew.crew.commit(lr=1e-3, max_grad_norm=0.05) == step + 1
-        for model in crew.models:
+            assert await opened.stage_group.commit(lr=1e-3, max_grad_norm=0.05) == step + 1
+        for model in opened.models:
             for name, parameter in model.trainable.items():
                 # Adam's first steps are ±lr whatever the gradient: where it is rounding noise, signs may differ
                 assert (parameter - own[name]).abs().max() < 6e-3
                 assert (parameter - own[name]).abs().mean() < 1e-6
         if lora is None:
             name = "model.embed_tokens.weight"
-            assert torch.equal(crew.models[0].trainable[name], crew.models[-1].trainable[name])
+            assert torch.equal(opened.models[0].trainable[name], opened.models[-1].trainable[name])
 
 
 async def test_logprobs_are_those_of_the_single_model(pipeline_models: dict[str, Path]) -> None:
     for name in ARCHITECTURES:
         whole, parts = single_model(pipeline_models[name], LORA), made_up_parts(4)
-        async with open_stage_group(pipeline_models[name], [1, 3, 1], LORA, like=whole) as crew:
-            found = await crew.policy.token_logprobs(parts, temperature=0.7, with_entropy=True)
+        async with open_stage_group(pipeline_models[name], [1, 3, 1], LORA, like=whole) as opened:
+            found = await opened.policy.token_logprobs(parts, temperature=0.7, with_entropy=True)
         for part, result in zip(parts, found, strict=True):
             with torch.no_grad():
                 wanted = token_logprobs(whole, part, PAD, 0.7, with_entropy=True)
@@ -129,9 +129,9 @@ async def test_coarser_wires_bend_the_gradient_a_little(
     pipeline_models: dict[str, Path], precision: Any, low: float, high: float
 ) -> None:
     whole, parts = single_model(pipeline_models["llama"], LORA), made_up_parts(3)
-    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA, like=whole, precision=precision) as crew:
-        await crew.policy.accumulate(parts, loss_of)
-        found = gradients(crew)
+    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA, like=whole, precision=precision) as opened:
+        await opened.policy.accumulate(parts, loss_of)
+        found = gradients(opened)
     wanted = single_gradients(whole, LORA, parts)
     error = norm_of({name: found[name] - wanted[name] for name in wanted}) / norm_of(wanted)
     assert low < error < high
@@ -154,30 +154,30 @@ async def test_swapped_edges_train_the_model_in_the_other_order(pipeline_models:
         index, _, tail = rest.partition(".")
         wanted[f"{head}.layers.{places[index]}.{tail}" if rest else name] += parameter.grad
     async with open_stage_group(
-        pipeline_models["gpt_neox"], sizes, None, like=whole, crew_settings=settings, replicate_edges=True
-    ) as crew:
-        gradient = await crew.policy.accumulate(parts, loss_of)
-        assert largest_difference(gradients(crew), wanted) < 1e-5
+        pipeline_models["gpt_neox"], sizes, None, like=whole, group_settings=settings, replicate_edges=True
+    ) as opened:
+        gradient = await opened.policy.accumulate(parts, loss_of)
+        assert largest_difference(gradients(opened), wanted) < 1e-5
         assert gradient.norm == pytest.approx(norm_of(wanted), rel=1e-5)
-        await crew.crew.commit(lr=1e-2, max_grad_norm=1.0)
-        first, second = (crew.models[i].trainable["gpt_neox.embed_in.weight"] for i in (0, 1))
+        await opened.stage_group.commit(lr=1e-2, max_grad_norm=1.0)
+        first, second = (opened.models[i].trainable["gpt_neox.embed_in.weight"] for i in (0, 1))
         assert torch.equal(first, second)
 
 
 async def test_the_base_is_scored_with_the_adapter_switched_off(pipeline_models: dict[str, Path]) -> None:
     folder, parts = pipeline_models["qwen2"], made_up_parts(2)
     base, whole = single_model(folder, None), single_model(folder, LORA)
-    async with open_stage_group(folder, [2, 3], LORA, like=whole) as crew:
-        found = await crew.policy.token_logprobs(parts, without_adapter=True)
-        (plain, _) = await crew.policy.token_logprobs(parts)
+    async with open_stage_group(folder, [2, 3], LORA, like=whole) as opened:
+        found = await opened.policy.token_logprobs(parts, without_adapter=True)
+        (plain, _) = await opened.policy.token_logprobs(parts)
     with torch.no_grad():
         wanted = [token_logprobs(base, part, PAD) for part in parts]
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
     assert (plain.logprobs - found[0].logprobs).abs().max() > 1e-2, "and back on again"
-    async with open_stage_group(folder, [2, 3], None) as crew:
+    async with open_stage_group(folder, [2, 3], None) as opened:
         with pytest.raises(PipelineError, match="need a frozen base"):
-            await crew.policy.token_logprobs(parts, without_adapter=True)
+            await opened.policy.token_logprobs(parts, without_adapter=True)
 
 
 class Faulty(InProcessLink):
@@ -204,17 +204,17 @@ class Faulty(InProcessLink):
                 raise NetworkError("connection reset")
         return await work
 
-    async def forward(self, order: Any) -> Any:
-        return await self._maybe("forward", super().forward(order))
+    async def forward(self, command: Any) -> Any:
+        return await self._maybe("forward", super().forward(command))
 
-    async def backward(self, order: Any) -> Any:
-        return await self._maybe("backward", super().backward(order))
+    async def backward(self, command: Any) -> Any:
+        return await self._maybe("backward", super().backward(command))
 
-    async def settle(self, order: Any) -> Any:
-        return await self._maybe("settle", super().settle(order))
+    async def close_batch(self, command: Any) -> Any:
+        return await self._maybe("settle", super().close_batch(command))
 
-    async def commit(self, order: Any) -> Any:
-        return await self._maybe("commit", super().commit(order))
+    async def commit(self, command: Any) -> Any:
+        return await self._maybe("commit", super().commit(command))
 
 
 @pytest.mark.parametrize(
@@ -229,18 +229,18 @@ async def test_a_lost_stage_drops_the_batch_everywhere(
     def wrap(index: int, link: InProcessLink) -> InProcessLink:
         return Faulty(link, what, nth) if index == stage else link
 
-    async with open_stage_group(pipeline_models["llama"], [2, 1, 2], LORA, wrap=wrap) as crew:
-        before = weights(crew)
+    async with open_stage_group(pipeline_models["llama"], [2, 1, 2], LORA, wrap=wrap) as opened:
+        before = weights(opened)
         with pytest.raises(StageLostError, match=f"stage {stage} must answer to {what}") as lost:
-            await crew.policy.accumulate(parts, loss_of)
+            await opened.policy.accumulate(parts, loss_of)
         assert lost.value.stages == (stage,)
         assert not lost.value.applied
-        assert are_equal(weights(crew), before)
-        assert [one.num_in_flight for one in crew.stages] == [0, 0, 0]
-        assert not gradients(crew)
+        assert are_equal(weights(opened), before)
+        assert [one.num_in_flight for one in opened.stages] == [0, 0, 0]
+        assert not gradients(opened)
         # the fault was a short one: the same batch, redone, gives the gradient it would have given
-        await crew.policy.accumulate(parts, loss_of)
-        redone = gradients(crew)
+        await opened.policy.accumulate(parts, loss_of)
+        redone = gradients(opened)
         async with open_stage_group(pipeline_models["llama"], [2, 1, 2], LORA) as fresh:
             await fresh.policy.accumulate(parts, loss_of)
             assert largest_difference(redone, gradients(fresh)) == 0
@@ -250,16 +250,16 @@ async def test_a_stage_that_is_too_slow_is_lost(pipeline_models: dict[str, Path]
     release = asyncio.Event()
 
     class Slow(Faulty):
-        async def forward(self, order: Any) -> Any:
+        async def forward(self, command: Any) -> Any:
             await release.wait()
 
     def wrap(index: int, link: InProcessLink) -> InProcessLink:
         return Slow(link, "", 0) if index == 1 else link
 
     settings = StageGroupSettings(action_timeout_s=1.0)  # enough for all the others, even on a busy machine
-    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA, wrap=wrap, crew_settings=settings) as crew:
+    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA, wrap=wrap, group_settings=settings) as opened:
         with pytest.raises(StageLostError, match="stage 1 must answer to forward, got no answer within 1 s"):
-            await crew.policy.accumulate(made_up_parts(2), loss_of)
+            await opened.policy.accumulate(made_up_parts(2), loss_of)
 
 
 async def test_a_commit_whose_answer_is_lost_is_applied_once(pipeline_models: dict[str, Path]) -> None:
@@ -269,13 +269,13 @@ async def test_a_commit_whose_answer_is_lost_is_applied_once(pipeline_models: di
         return Faulty(link, "commit", 1, after=True) if index == 1 else link
 
     async with (
-        open_stage_group(pipeline_models["llama"], [2, 3], LORA, wrap=wrap) as crew,
+        open_stage_group(pipeline_models["llama"], [2, 3], LORA, wrap=wrap) as opened,
         open_stage_group(pipeline_models["llama"], [2, 3], LORA) as calm,
     ):
-        for one in (crew, calm):
+        for one in (opened, calm):
             await one.policy.accumulate(parts, loss_of)
-            assert await one.crew.commit(lr=1e-2, max_grad_norm=1.0) == 1
-        assert are_equal(weights(crew), weights(calm))
+            assert await one.stage_group.commit(lr=1e-2, max_grad_norm=1.0) == 1
+        assert are_equal(weights(opened), weights(calm))
 
 
 async def test_a_stage_lost_at_the_commit_is_named_and_the_others_have_applied(
@@ -284,21 +284,21 @@ async def test_a_stage_lost_at_the_commit_is_named_and_the_others_have_applied(
     def wrap(index: int, link: InProcessLink) -> InProcessLink:
         return Faulty(link, "commit", 1, dead=True) if index == 1 else link
 
-    async with open_stage_group(pipeline_models["llama"], [2, 1, 2], LORA, wrap=wrap) as crew:
-        await crew.policy.accumulate(made_up_parts(3), loss_of)
+    async with open_stage_group(pipeline_models["llama"], [2, 1, 2], LORA, wrap=wrap) as opened:
+        await opened.policy.accumulate(made_up_parts(3), loss_of)
         with pytest.raises(StageLostError, match="for version 1") as lost:
-            await crew.crew.commit(lr=1e-2, max_grad_norm=1.0)
+            await opened.stage_group.commit(lr=1e-2, max_grad_norm=1.0)
         assert lost.value.stages == (1,)
         assert lost.value.applied
-        assert [one.version for one in crew.stages] == [1, 0, 1]
+        assert [one.version for one in opened.stages] == [1, 0, 1]
         # another machine takes the place, with weights rebuilt for the version that the others are at
         model = load_stages(pipeline_models["llama"], [2, 1, 2], LORA)[1]
         stage = Stage(model, StageSettings())
-        stage.recover({name: p.detach().clone() for name, p in model.trainable.items()}, crew.crew.version, {})
+        stage.recover({name: p.detach().clone() for name, p in model.trainable.items()}, opened.stage_group.version, {})
         link = InProcessLink(stage)
-        await crew.crew.replace(1, link)
-        await crew.policy.accumulate(made_up_parts(3), loss_of)
-        assert await crew.crew.commit(lr=1e-2, max_grad_norm=1.0) == 2
+        await opened.stage_group.replace(1, link)
+        await opened.policy.accumulate(made_up_parts(3), loss_of)
+        assert await opened.stage_group.commit(lr=1e-2, max_grad_norm=1.0) == 2
         link.close()
 
 
@@ -311,20 +311,20 @@ async def test_a_loss_that_fails_or_is_not_finite_leaves_no_trace(pipeline_model
     def infinite(micro_batch: int, result: TokenLogprobs) -> Tensor:
         return loss_of(micro_batch, result) * (float("nan") if micro_batch == 2 else 1.0)
 
-    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA) as crew:
-        before = weights(crew)
+    async with open_stage_group(pipeline_models["llama"], [2, 3], LORA) as opened:
+        before = weights(opened)
         with pytest.raises(PipelineError, match="no loss"):
-            await crew.policy.accumulate(made_up_parts(3), failing)
+            await opened.policy.accumulate(made_up_parts(3), failing)
         with pytest.raises(PipelineError, match="finite"):
-            await crew.policy.accumulate(made_up_parts(3), infinite)
-        with pytest.raises(PipelineError, match="settled and finite"):
-            await crew.crew.commit(lr=1e-2, max_grad_norm=1.0)
-        await crew.policy.accumulate(made_up_parts(3), loss_of)
-        await crew.crew.drop()
-        with pytest.raises(PipelineError, match="settled"):
-            await crew.crew.commit(lr=1e-2, max_grad_norm=1.0)
-        assert are_equal(weights(crew), before)
-        assert not gradients(crew)
+            await opened.policy.accumulate(made_up_parts(3), infinite)
+        with pytest.raises(PipelineError, match="closed and finite"):
+            await opened.stage_group.commit(lr=1e-2, max_grad_norm=1.0)
+        await opened.policy.accumulate(made_up_parts(3), loss_of)
+        await opened.stage_group.drop()
+        with pytest.raises(PipelineError, match="closed"):
+            await opened.stage_group.commit(lr=1e-2, max_grad_norm=1.0)
+        assert are_equal(weights(opened), before)
+        assert not gradients(opened)
 
 
 def hidden_stage(pipeline_models: dict[str, Path], **settings: Any) -> Stage:
@@ -340,13 +340,13 @@ def test_a_stage_applies_only_what_is_whole(pipeline_models: dict[str, Path]) ->
     stage.forward(ForwardCommand(1, 1, HIDDEN))
     stage.backward(BackwardCommand(1, 0, HIDDEN))
     with pytest.raises(PipelineError, match="1 of 2 micro-batches and 1 in flight"):
-        stage.settle(SettleCommand(1, 2, ()))
-    with pytest.raises(PipelineError, match="settled before"):
+        stage.close_batch(CloseBatchCommand(1, 2, ()))
+    with pytest.raises(PipelineError, match="closed before"):
         stage.commit(CommitCommand(1, 0.1, 1.0, {}))
     stage.backward(BackwardCommand(1, 1, HIDDEN))
     with pytest.raises(PipelineError, match="2 of 3"):
-        stage.settle(SettleCommand(1, 3, ()))
-    stage.settle(SettleCommand(1, 2, ()))
+        stage.close_batch(CloseBatchCommand(1, 3, ()))
+    stage.close_batch(CloseBatchCommand(1, 2, ()))
     with pytest.raises(PipelineError, match="newer"):
         stage.forward(ForwardCommand(1, 2, HIDDEN))
     with pytest.raises(PipelineError, match="scale"):
@@ -361,13 +361,13 @@ def test_copies_are_stepped_with_the_sum_or_not_at_all(pipeline_models: dict[str
     stage, name = Stage(model, StageSettings()), "model.embed_tokens.weight"
     stage.forward(ForwardCommand(1, 0, torch.ones(1, 3, dtype=torch.long)))
     stage.backward(BackwardCommand(1, 0, torch.ones(1, 3, 32)))
-    settled = stage.settle(SettleCommand(1, 1, (name,)))
+    gradient = stage.close_batch(CloseBatchCommand(1, 1, (name,)))
     before = model.trainable[name].detach().clone()
     for gradients in ({}, {name: torch.ones(2, 2)}, {"lm_head.weight": torch.ones(2, 2)}):
         with pytest.raises(PipelineError, match="shared gradient"):
             stage.commit(CommitCommand(1, 0.1, 1.0, gradients))
     assert torch.equal(model.trainable[name], before)
-    stage.commit(CommitCommand(1, 0.1, 1.0, settled.shared_gradients))
+    stage.commit(CommitCommand(1, 0.1, 1.0, gradient.shared_gradients))
     assert not torch.equal(model.trainable[name], before)
 
 
@@ -375,17 +375,17 @@ def test_late_orders_do_not_revive_a_batch(pipeline_models: dict[str, Path]) -> 
     stage = hidden_stage(pipeline_models)
     stage.forward(ForwardCommand(3, 0, HIDDEN))
     stage.drop(3)
-    for order in (ForwardCommand(3, 1, HIDDEN), ForwardCommand(2, 0, HIDDEN)):
+    for command in (ForwardCommand(3, 1, HIDDEN), ForwardCommand(2, 0, HIDDEN)):
         with pytest.raises(PipelineError, match="newer than the last"):
-            stage.forward(order)
-    with pytest.raises(PipelineError, match="open to go on"):
+            stage.forward(command)
+    with pytest.raises(PipelineError, match="is not open"):
         stage.backward(BackwardCommand(3, 0, HIDDEN))
     stage.forward(ForwardCommand(5, 0, HIDDEN))
     stage.drop(4)  # late: an older one
     assert stage.num_in_flight == 1
-    stage.forward(ForwardCommand(6, 0, HIDDEN))  # its crew gave up 5
+    stage.forward(ForwardCommand(6, 0, HIDDEN))  # its pipeline gave up 5
     assert stage.num_in_flight == 1
-    with pytest.raises(PipelineError, match="open to go on"):
+    with pytest.raises(PipelineError, match="is not open"):
         stage.backward(BackwardCommand(5, 0, HIDDEN))
     stage.drop(7)  # before anything of it came
     with pytest.raises(PipelineError, match="newer"):
@@ -396,7 +396,7 @@ def test_late_orders_do_not_revive_a_batch(pipeline_models: dict[str, Path]) -> 
 def test_a_stage_refuses_what_it_cannot_hold(pipeline_models: dict[str, Path]) -> None:
     stage = hidden_stage(pipeline_models, max_in_flight=1, max_states=8)
     stage.forward(ForwardCommand(1, 0, HIDDEN))
-    for order, rule in (
+    for command, rule in (
         (ForwardCommand(1, 1, HIDDEN), "at most 1 micro-batches"),
         (ForwardCommand(1, 0, HIDDEN), "computed once"),
         (ForwardCommand(1, 1, torch.ones(3, 3, 32)), r"B·L in \[1, 8\]"),
@@ -405,7 +405,7 @@ def test_a_stage_refuses_what_it_cannot_hold(pipeline_models: dict[str, Path]) -
         (ForwardCommand(0, 0, torch.full((2, 4), 90)), r"token ids must be in \[0, 90\)"),
     ):
         with pytest.raises(PipelineError, match=rule):
-            stage.forward(order)
+            stage.forward(command)
     with pytest.raises(PipelineError, match="gradient must have shape"):
         stage.backward(BackwardCommand(1, 0, torch.ones(2, 3, 32)))
     with pytest.raises(PipelineError, match="before its backward"):
@@ -417,7 +417,7 @@ def test_a_stage_continues_from_its_state(pipeline_models: dict[str, Path]) -> N
     def step(stage: Stage, batch: int) -> dict[str, Tensor]:
         stage.forward(ForwardCommand(batch, 0, HIDDEN * batch))
         stage.backward(BackwardCommand(batch, 0, HIDDEN.cumsum(-1)))
-        stage.settle(SettleCommand(batch, 1, ()))
+        stage.close_batch(CloseBatchCommand(batch, 1, ()))
         stage.commit(CommitCommand(batch, 1e-2, 1.0, {}))
         return stage.state()[0]["adapter"]
 
@@ -444,7 +444,7 @@ def test_a_rebuilt_stage_starts_its_optimizer_anew_and_a_tenth_faster(pipeline_m
         stage.recover(before["adapter"], 7, {})
     stage.forward(ForwardCommand(1, 0, HIDDEN))
     stage.backward(BackwardCommand(1, 0, HIDDEN.cumsum(-1)))
-    stage.settle(SettleCommand(1, 1, ()))
+    stage.close_batch(CloseBatchCommand(1, 1, ()))
     assert stage.commit(CommitCommand(1, 1e-2, 1.0, {})) == 8
     moved = [
         (stage.state()[0]["adapter"][name] - value).abs().max().item() for name, value in before["adapter"].items()

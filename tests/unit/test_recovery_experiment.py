@@ -26,8 +26,7 @@ from swarm.experiments.recovery.plan import (
     TUNED,
     RecoveryPlan,
 )
-from swarm.experiments.recovery.recovery_cell import run
-from swarm.experiments.recovery.toy import ALPHABET, Toy, language, token_ids
+from swarm.experiments.recovery.recovery_cell import ALPHABET, Toy, language, run, token_ids
 from swarm.pipeline.driver.recovery import average_weights
 
 

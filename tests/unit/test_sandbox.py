@@ -27,10 +27,10 @@ FLOODING = "import os\nwhile True: os.write(3, b'a' * 65536)"
 LIMITS = RunLimits(cpu_s=1, wall_s=60.0, memory_bytes=128 << 20)
 
 
-def run(body: str, *inputs: list[object], limits: RunLimits = LIMITS, is_fenced: bool = True) -> RunResult:
+def run(body: str, *inputs: list[object], limits: RunLimits = LIMITS, use_namespaces: bool = True) -> RunResult:
     """The result of `answer(*args)` whose body is given, one line or more."""
     lines = "".join(f"    {line}\n" for line in body.strip().split("\n"))
-    return Sandbox(limits, is_fenced=is_fenced).run(f"def answer(*args):\n{lines}", "answer", inputs or ([],))
+    return Sandbox(limits, use_namespaces=use_namespaces).run(f"def answer(*args):\n{lines}", "answer", inputs or ([],))
 
 
 def value(body: str, *inputs: list[object]) -> object:
@@ -348,11 +348,11 @@ def test_runs_in_several_threads_do_not_disturb_each_other() -> None:
 
 
 def test_without_namespaces_the_limits_still_hold() -> None:
-    assert run("while True: pass", is_fenced=False).end == "signal"
-    assert run("return args[0] + 1", [1], is_fenced=False).lines == (b"2",)
-    assert run("return len(bytearray(1 << 30))", is_fenced=False).lines == (b"",)
+    assert run("while True: pass", use_namespaces=False).end == "signal"
+    assert run("return args[0] + 1", [1], use_namespaces=False).lines == (b"2",)
+    assert run("return len(bytearray(1 << 30))", use_namespaces=False).lines == (b"",)
     tried = ["os.fork()", "import socket; socket.socket()", "os.kill(0, 9)"]
-    assert run(TRIES, [tried], is_fenced=False).lines == (json.dumps(["PermissionError"] * 3).encode(),)
+    assert run(TRIES, [tried], use_namespaces=False).lines == (json.dumps(["PermissionError"] * 3).encode(),)
 
 
 def test_a_sandbox_that_cannot_be_set_up_says_why() -> None:

@@ -225,7 +225,7 @@ def test_without_a_sandbox_code_is_refused_unless_the_operator_allows_it(monkeyp
     check = Sandbox.check
 
     def forbidden(self: Sandbox) -> None:
-        if self._is_fenced:
+        if self._use_namespaces:
             raise SandboxError("unshare: Operation not permitted")
         check(self)
 

@@ -1,1 +1,1 @@
-"""What losing stages costs a model in training, by the way they are rebuilt."""
+"""The recovery experiment: what losing stages costs a model in training, by how they are rebuilt."""

@@ -1,7 +1,4 @@
-"""What the recovery experiment found: figures for a program, tables and curves for people.
-
-The recovery experiment as a page, a picture and tables in a folder.
-"""
+"""The results of the recovery experiment: figures for programs, and a page, tables and curves for people."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -34,38 +31,38 @@ from swarm.machine.safe_files import SHARED, replace_file
 from swarm.report.tables import Curves, Spread, Table, plot, write_report
 
 MBIT_PER_S = (20.0, 100.0, 1000.0)
-"""Upload of every machine."""
+"""Upload speed of every machine."""
 MBIT_IN_BETWEEN = 100.0
 _POOR_INTERVAL_STEPS = 100
 _TARGET_SHARE = 2 / 3
-"""The loss to reach is that of no failure after this share of its steps, at the same seed."""
+"""The target is the loss of the run without failure at this fraction of its steps, at the same seed."""
 _SOURCES = {COPY: 1.0, CHECKFREE: 2.0, CHECKFREE_PLUS: 2.0, OWN_COPY: 0.5}
-"""Neighbours' weights that a replacement reads; a kept copy is in half precision."""
+"""Neighbours' weights that a replacement reads; a stored copy is in half precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Finished runs, by how they were made."""
+    """Finished runs, by their settings."""
 
     results: Sequence[Result]
 
     @classmethod
     def of_cells(cls, cells: Sequence[Result]) -> "Runs":
-        """All runs of all cells."""
+        """Collect all runs of all cells."""
         return cls([run for cell in cells for run in cell["runs"]])
 
     def of(self, training: str, arm: str, rate: float) -> list[Result]:
-        """In the order of seeds."""
+        """Return the runs of one kind in the order of seeds."""
         found = [r for r in self.results if (r["training"], r["arm"], r["rate"]) == (training, arm, rate)]
         return sorted(found, key=lambda result: result["seed"])
 
     def without_failure(self, training: str, seed: int) -> Result | None:
-        """The run of the same seed that loses nothing."""
+        """Return the run of the same seed that loses nothing."""
         return next((run for run in self.of(training, NONE, 0.0) if run["seed"] == seed), None)
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Those that any whole model was trained at."""
+        """All rates at which a whole model was trained."""
         found = {run["rate"] for run in self.results if run["training"] == "full" and run["rate"]}
         return tuple(sorted(found)) or RATES
 
@@ -76,13 +73,13 @@ def end_loss(run: Result) -> float:
 
 
 def excess(runs: Runs, run: Result) -> float | None:
-    """Mean held-out loss over the run, less that of no failure at the same seed."""
+    """Mean held-out loss over the run, minus that without failure at the same seed."""
     base = runs.without_failure(run["training"], run["seed"])
     return fmean(run["curve"]) - fmean(base["curve"]) if base else None
 
 
 def step_reaching(run: Result, loss: float) -> int | None:
-    """The first step after which the held-out loss is `loss` or less, straight lines between measurements."""
+    """First step after which the held-out loss is at most `loss`, interpolated linearly between measurements."""
     every, curve = run["check_interval"], run["curve"]
     for place, (before, after) in enumerate(itertools.pairwise(curve)):
         if after <= loss:
@@ -92,7 +89,7 @@ def step_reaching(run: Result, loss: float) -> int | None:
 
 
 def target_loss(run: Result) -> float:
-    """Of a run without failures."""
+    """Target loss from a run without failures."""
     return run["curve"][round((len(run["curve"]) - 1) * _TARGET_SHARE)]
 
 
@@ -121,13 +118,13 @@ def hours_of(arm: str, seed: int, rate: float, num_steps: int, mbit_per_s: float
 
 
 def tables(runs: Runs) -> list[Table]:
-    """Those that have rows."""
+    """Return all tables that have rows."""
     found = [loss_table(runs), hours_table(runs), upload_table(runs), jump_table(runs), adapter_table(runs)]
     return [table for table in found if table.rows]
 
 
 def loss_table(runs: Runs) -> Table:
-    """Against steps: what a way of recovery costs in learning."""
+    """Loss against steps: what each way of recovery costs in learning."""
     rows = list[list[str]]()
     for arm, how in FULL.items():
         at_rates = [runs.of("full", arm, rate if how.fails else 0.0) for rate in runs.rates]
@@ -142,7 +139,7 @@ def loss_table(runs: Runs) -> Table:
 
 
 def hours_table(runs: Runs) -> Table:
-    """Modelled hours to the target by failure rate."""
+    """Modelled hours to the target, by failure rate."""
     rows = [
         [arm, *(_hours(hours_to_target(runs, arm, rate, MBIT_IN_BETWEEN)) for rate in runs.rates)]
         for arm in _timed(runs)
@@ -152,7 +149,7 @@ def hours_table(runs: Runs) -> Table:
 
 
 def upload_table(runs: Runs) -> Table:
-    """The same by upload speed."""
+    """Modelled hours to the target, by upload speed."""
     rate = _middle(runs.rates)
     rows = [[arm, *(_hours(hours_to_target(runs, arm, rate, mbit)) for mbit in MBIT_PER_S)] for arm in _timed(runs)]
     return Table(
@@ -161,7 +158,7 @@ def upload_table(runs: Runs) -> Table:
 
 
 def jump_table(runs: Runs) -> Table:
-    """How far the loss jumps when a stage is rebuilt, over all rates and seeds."""
+    """Change of the loss when a stage is rebuilt, over all rates and seeds."""
     rows = list[list[str]]()
     for arm, how in FULL.items():
         jumps = [
@@ -175,7 +172,7 @@ def jump_table(runs: Runs) -> Table:
 
 
 def adapter_table(runs: Runs) -> Table:
-    """A frozen base: what is left to lose."""
+    """Results for a frozen base, of which only the adapter can be lost."""
     rows = list[list[str]]()
     for arm, how in ADAPTER.items():
         found = runs.of("adapter", arm, ADAPTER_RATE if how.fails else 0.0)
@@ -186,7 +183,7 @@ def adapter_table(runs: Runs) -> Table:
 
 
 def figures(runs: Runs) -> dict[str, Any]:
-    """What a program reads."""
+    """Return the results as data."""
     full = {
         arm: {
             f"{rate:.0%}": _arm_figures(runs, some)
@@ -287,27 +284,28 @@ def _text(values: Iterable[float]) -> str:
 
 
 def write_all(folder: Path, runs: Runs) -> tuple[Path, list[Table]]:
-    """report.html, curves.png and table.md in `folder`. Returns the report and its tables."""
+    """Write report.html, curves.png and table.md into `folder`. Returns the report and its tables."""
     found, picture = tables(runs), plot(curves(runs))
     replace_file(folder / "curves.png", picture, SHARED)
     text = "\n\n".join(f"{table.title}\n\n{table.markdown()}" for table in found)
     replace_file(folder / "table.md", text + "\n", SHARED)
     report = folder / "report.html"
-    write_report(report, "What losing a stage costs, by the way it is rebuilt", told(), found, picture)
+    write_report(report, "What losing a stage costs, by the way it is rebuilt", description(), found, picture)
     return report, found
 
 
-def told() -> list[str]:
-    """What was done, in sentences."""
+def description() -> list[str]:
+    """Describe the experiment in sentences."""
     state_gb, weight_gb = clocks.STATE_BYTES / 1e9, clocks.WEIGHT_BYTES / 1e9
     return [
-        f"A toy of {NUM_STAGES} stages with one layer each learns text that is made on the spot. The same trace of failures "
-        "hits every way of recovery; a lost stage gets fresh moments and a learning rate a tenth higher, the others go on as "
-        "they are. Embedding and head are held by the stages next to them too, so they are never lost.",
-        "Plain CheckFree has no average for an edge stage: it becomes a copy of its one neighbour. CheckFree+ trains half of "
-        "the micro-batches with the edge stages in swapped order, so that this copy has learned the place.",
-        f"Hours are modelled, not measured: a step takes {STEP_S:g} s, a model of 500 million parameters is cut into the "
-        f"stages, each of which saves {state_gb:.1f} GB for a checkpoint while training waits; a replacement takes "
-        f"{clocks.REPLACE_S:g} s and {weight_gb:.2f} GB per neighbour that it reads. Nobody fails in a pause. Checkpoints and "
-        "redundant computation lose no learning, so they have the curve of no failure on another clock.",
+        f"A toy of {NUM_STAGES} stages with one layer each learns generated text. All ways of recovery get the same trace of "
+        "failures. A lost stage gets fresh moments and a learning rate that is a tenth higher; the other stages continue "
+        "unchanged. Neighbours hold replicas of embedding and head, so these are never lost.",
+        "Plain CheckFree has no average for an edge stage, which becomes a copy of its only neighbour. CheckFree+ trains half "
+        "of the micro-batches with the edge stages in swapped order, so the copy has learned to replace the edge.",
+        f"Hours are modelled, not measured: a step takes {STEP_S:g} s. A model of 500 million parameters is divided into the "
+        f"stages, each of which saves {state_gb:.1f} GB for a checkpoint while training waits. A replacement takes "
+        f"{clocks.REPLACE_S:g} s and {weight_gb:.2f} GB for each neighbour that it reads. No machine fails during a pause. "
+        "Checkpoints and redundant computation lose no learning: they have the curve of the run without failure on another "
+        "clock.",
     ]

@@ -1,4 +1,4 @@
-"""Which cells the recovery experiment has: ways of rebuilding a lost stage, failure rates, seeds."""
+"""The cells of the recovery experiment: ways of rebuilding a lost stage, failure rates, seeds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from swarm.experiments.cells import Cell
 
 NUM_STAGES = 6
 STEP_S = 90.0
-"""What one step of the toy stands for; a rate per machine and hour becomes one per step by it."""
+"""Time that one step of the toy stands for; it converts a rate per machine and hour into one per step."""
 RATES = (0.05, 0.10, 0.16)
-"""Share of machines that are lost per hour."""
+"""Fractions of machines that are lost per hour."""
 ADAPTER_RATE = 0.16
 
 NONE, COPY, CHECKFREE, CHECKFREE_PLUS = "no failure", "copy of the stage before", "CheckFree", "CheckFree+"
@@ -23,34 +23,34 @@ Strategy = Literal["none", "copy", "average", "plus", "own_copy", "base"]
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
-    """One way of training and of rebuilding what is lost."""
+class RecoveryArm:
+    """One way of training and of rebuilding lost stages."""
 
     strategy: Strategy
     swaps: bool = False
-    """Every other micro-batch with the edge stages in swapped order."""
+    """Whether every other micro-batch takes the edge stages in swapped order."""
 
     @property
     def fails(self) -> bool:
         return self.strategy != "none"
 
 
-FULL: Mapping[str, Arm] = {
-    NONE: Arm("none"),
-    SWAPPED: Arm("none", swaps=True),
-    COPY: Arm("copy"),
-    CHECKFREE: Arm("average"),
-    CHECKFREE_PLUS: Arm("plus", swaps=True),
-    OWN_COPY: Arm("own_copy"),
+FULL: Mapping[str, RecoveryArm] = {
+    NONE: RecoveryArm("none"),
+    SWAPPED: RecoveryArm("none", swaps=True),
+    COPY: RecoveryArm("copy"),
+    CHECKFREE: RecoveryArm("average"),
+    CHECKFREE_PLUS: RecoveryArm("plus", swaps=True),
+    OWN_COPY: RecoveryArm("own_copy"),
 }
-ADAPTER: Mapping[str, Arm] = {
-    NONE: Arm("none"),
-    OWN_COPY: Arm("own_copy"),
-    AVERAGE: Arm("average"),
-    BASE: Arm("base"),
+ADAPTER: Mapping[str, RecoveryArm] = {
+    NONE: RecoveryArm("none"),
+    OWN_COPY: RecoveryArm("own_copy"),
+    AVERAGE: RecoveryArm("average"),
+    BASE: RecoveryArm("base"),
 }
 DERIVED = (TUNED, POOR, REDUNDANT)
-"""They lose time and no learning, so their curve is that of no failure on another clock; nothing is trained for them."""
+"""These lose time but no learning. Their curve is that of the run without failure on another clock; none is trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class RecoveryPlan:
     """What to run."""
 
     base_folder: str
-    """Where the toy that adapters are trained on is written."""
+    """Folder for the toy on which adapters are trained."""
     seeds: tuple[int, ...] = (0, 1, 2)
     rates: tuple[float, ...] = RATES
     full_arms: tuple[str, ...] = tuple(FULL)
@@ -69,12 +69,12 @@ class RecoveryPlan:
     """Steps between two measurements of the held-out loss."""
 
     def base_cell(self) -> Cell:
-        """The base of all adapter cells; to be computed before them."""
+        """The base of all adapter cells, which must be computed first."""
         settings = {"arm": NONE, "rates": [0.0], "seed": 1000, "training": "full", "write_to": self.base_folder}
         return Cell("recovery", "base for adapters", {**settings, **self._lengths(self.num_steps)})
 
     def cells(self) -> list[Cell]:
-        """Seed after seed, so that an experiment cut short has whole seeds."""
+        """Return the cells seed by seed, so that an interrupted experiment has complete seeds."""
         found = list[Cell]()
         for seed in self.seeds:
             for name in self.full_arms:

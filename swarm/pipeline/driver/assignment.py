@@ -1,8 +1,7 @@
-"""Which machine holds which layers: the slowest stage decides how fast a pipeline is, so it is made as fast as possible.
+"""Assignment of layers to machines, so that the slowest stage, which limits the pipeline, is as fast as possible.
 
-An exact search over all ways to cut the layers into consecutive ranges (dynamic programming, s·L² steps): first the smallest
-time of the slowest stage, then, among the cuts that reach it, the smallest sum of times, which is what one token waits for
-in decoding.
+The search over all splits of the layers into consecutive ranges is exact (dynamic programming, s·L² steps). It minimizes
+first the time of the slowest stage and then, among equal splits, the sum of times, which one token waits for in decoding.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,34 +14,34 @@ from swarm.errors import MemoryBudgetError, PipelineError
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was measured of one machine."""
+    """The measured speed and memory of one machine."""
 
     layers_per_s: float
     """Forward and backward passes of one layer per second, for the micro-batches in use."""
     memory_bytes: int
-    """Free for weights, optimizer, activations in flight and caches."""
+    """Memory free for weights, optimizer, activations in flight and caches."""
     max_layers: int = 1 << 30
-    """Most layers that it gets, whatever it claims."""
+    """Most layers that it gets, whatever speed and memory it claims."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What layers and ends cost, the same on every machine but for its speed."""
+    """Memory and time of layers and of the model's ends. Times are in layers, so they hold for every machine."""
 
     layer_bytes: tuple[int, ...]  # [L] weights, optimizer, activations in flight and caches
     embedding_bytes: int = 0
     head_bytes: int = 0
-    """Final norm and head."""
+    """Bytes of final norm and head."""
     embedding_layers: float = 0.0
     """Time of the embedding, in layers."""
     head_layers: float = 0.0
 
 
 def assign_layers(machines: Sequence[Machine], cost: ModelCost) -> list[int]:
-    """Layers of each machine, in the given order, at least one each.
+    """Return the number of layers of each machine, in the given order, at least one each.
 
-    The first machine also holds the embedding, the last one norm and head. Raises PipelineError for fewer layers than
-    machines or a speed that is not positive, MemoryBudgetError where the layers do not fit however they are cut.
+    The first machine also holds the embedding, the last one norm and head. Raises PipelineError for more machines than
+    layers or a speed that is not positive, MemoryBudgetError where the layers do not fit in any split.
     """
     num_layers = len(cost.layer_bytes)
     if not 1 <= len(machines) <= num_layers:
@@ -50,31 +49,31 @@ def assign_layers(machines: Sequence[Machine], cost: ModelCost) -> list[int]:
     for machine in machines:
         if not 0 < machine.layers_per_s < float("inf"):
             raise PipelineError(f"a machine's speed must be positive, got {machine.layers_per_s}; measure it again")
-    fastest = _cut(machines, cost, max, float("inf"))
+    fastest = _split(machines, cost, max, float("inf"))
     if fastest is None:
         raise MemoryBudgetError(
             f"{num_layers} layers of {sum(cost.layer_bytes)} bytes and ends of {cost.embedding_bytes + cost.head_bytes} must "
             f"fit into the machines, got {[machine.memory_bytes for machine in machines]}; add one or take a smaller base"
         )
-    shortest = _cut(machines, cost, add, fastest[0])
-    assert shortest is not None  # the fastest cut is one
+    shortest = _split(machines, cost, add, fastest[0])
+    assert shortest is not None  # the fastest split is one
     return shortest[1]
 
 
 def stage_times(machines: Sequence[Machine], cost: ModelCost, sizes: Sequence[int]) -> list[float]:
-    """Seconds that each stage takes for a micro-batch, forward and backward."""
+    """Return the seconds that each stage takes for a micro-batch, forward and backward."""
     stops = list(accumulate(sizes))
     return [
         _time_s(machines, cost, i, stop - size, stop) for i, (size, stop) in enumerate(zip(sizes, stops, strict=True))
     ]
 
 
-def _cut(
+def _split(
     machines: Sequence[Machine], cost: ModelCost, combine: Callable[[float, float], float], limit_s: float
 ) -> tuple[float, list[int]] | None:
-    """(smallest value that `combine` makes of the stages' times, layers of each machine); no stage takes over `limit_s`."""
+    """Return (smallest `combine` of the stages' times, layers of each machine), with no stage slower than `limit_s`."""
     num_layers, bytes_before = len(cost.layer_bytes), [0, *accumulate(cost.layer_bytes)]
-    best: list[tuple[float, list[int]] | None] = [(0.0, []), *[None] * num_layers]  # by layers cut so far
+    best: list[tuple[float, list[int]] | None] = [(0.0, []), *[None] * num_layers]  # by layers assigned so far
     for index, machine in enumerate(machines):
         following: list[tuple[float, list[int]] | None] = [None] * (num_layers + 1)
         room = machine.memory_bytes
@@ -85,7 +84,7 @@ def _cut(
             for stop in range(start + 1, most + 1) if before is not None else ():
                 time_s = _time_s(machines, cost, index, start, stop)
                 if bytes_before[stop] - bytes_before[start] > room or time_s > limit_s:
-                    break  # more layers fit even less
+                    break  # more layers do not fit either
                 assert before is not None
                 value, known = combine(before[0], time_s), following[stop]
                 if known is None or value < known[0]:

@@ -1,22 +1,20 @@
-"""What a driver knows of a stage before the stage says anything: names and shapes, from the base's configuration.
+"""What a driver expects of its stages, so that no stage has to be trusted.
 
-All that a stage says of itself is compared with this, so a stage decides neither which parameters it holds nor how much
-memory the driver takes to read a reply.
+`ExpectedStage` knows names and shapes from the base's configuration. A stage therefore decides neither which parameters it
+holds nor how much memory the driver takes to read a reply.
 
-Which stage ruins a batch, by the sizes of what the driver carries between stages and of what they report.
+`Proportions` finds the stage that spoils a batch, by the sizes of the tensors that the driver carries between stages:
 
-    states:     0 ─▶ 1 ─▶ 2 ─▶ last ─▶ loss          least and largest token of what a stage passes on
-    gradients:  0 ◀─ 1 ◀─ 2 ◀─ last ◀─ loss          what a stage passes on, and its own norm, per what it was given
+    states:     0 ─▶ 1 ─▶ 2 ─▶ last ─▶ loss          smallest and largest token that a stage returns
+    gradients:  0 ◀─ 1 ◀─ 2 ◀─ last ◀─ loss          the gradient it returns and its own norm, relative to its input
 
-In one run each of these stays about what it was, and the gradients of stages are about alike. So where a batch cannot be
-applied, the first of them, in the order of computing, that is out of proportion names the stage: what comes after it was only
-computed from it. A stage that does so in one batch after the other is not believed any more.
+Within a run these sizes change little, and the gradients of stages are of similar size. Where a batch cannot be applied, the
+first of them, in the order of computing, that is out of proportion points to the stage: later ones were computed from it. A
+stage that spoils several batches in a row counts as dishonest.
 
-How large weights and moments of a stage can be, from what the driver itself gave and ordered.
-
-One step of AdamW moves a weight by at most STEP_REACH times the learning rate, and gradients are clipped by their norm. So
-the driver knows a bound for every number that a stage hands out, without knowing a single gradient: a stage cannot
-put numbers into a checkpoint that no training gives.
+`StateBounds` limits weights and moments. One step of AdamW moves a weight by at most STEP_REACH times the learning rate, and
+gradients are clipped by their norm. The driver thus has a bound for every number of a stage without knowing any gradient,
+and a stage cannot put numbers into a checkpoint that no training gives.
 """
 
 import math
@@ -39,13 +37,13 @@ from swarm.pipeline.stage.stage_optimizer import RECOVERED_LR_FACTOR
 _OUT_OF_PROPORTION = math.log(1000.0)
 _HISTORY_BATCHES = 16
 _STRIKES = 3
-"""Ruined batches in a row: one may be a numeric accident."""
+"""Spoiled batches in a row that are too many; one may be a numeric accident."""
 Size = tuple[int, str]
-"""(stage, what of it)."""
+"""(stage, kind of size)."""
 
 
 class BatchSizes:
-    """Of one batch, gathered while it goes forward and back."""
+    """The sizes of one batch, gathered while it goes forward and backward."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
@@ -54,19 +52,19 @@ class BatchSizes:
         self._passed_on: defaultdict[int, float] = defaultdict(float)
 
     def forward(self, stage: int, states: Tensor) -> None:
-        """Hidden states [B, L, W] that `stage` passes on."""
+        """Record the hidden states [B, L, W] that `stage` returns."""
         tokens = states.detach().float().square().mean(-1).sqrt()
         least, largest = self._tokens.get(stage, (math.inf, 0.0))
         self._tokens[stage] = min(least, tokens.min().item()), max(largest, tokens.max().item())
 
     def backward(self, stage: int, given: Tensor, passed_on: Tensor | None) -> None:
-        """The gradient that `stage` was given, and what it passes on."""
+        """Record the gradient that `stage` received and the one that it returns."""
         self._given[stage] += given.detach().double().square().sum().item()
         if passed_on is not None:
             self._passed_on[stage] += passed_on.detach().double().square().sum().item()
 
     def in_order(self, norms: Sequence[float]) -> Iterator[tuple[Size, float]]:
-        """(which, logarithm) in the order of computing; `norms`: what the stages report. Those without a size are left out."""
+        """Yield (size, logarithm) in the order of computing, without missing sizes. `norms` are those that stages report."""
         for stage in range(self._num_stages):
             for what, size in zip(("least", "largest"), self._tokens.get(stage, ()), strict=False):
                 yield (stage, what), _log(size)
@@ -78,21 +76,21 @@ class BatchSizes:
 
 
 class Proportions:
-    """Of one crew, over its batches."""
+    """The usual sizes of the batches of one stage group."""
 
     def __init__(self) -> None:
         self._history: dict[Size, deque[float]] = {}
         self._strikes: Counter[int] = Counter()
 
     def observe(self, sizes: BatchSizes, norms: Sequence[float]) -> None:
-        """A batch that can be applied."""
+        """Learn from a batch that can be applied."""
         self._strikes.clear()
         for which, size in sizes.in_order(norms):
             if math.isfinite(size):
                 self._history.setdefault(which, deque(maxlen=_HISTORY_BATCHES)).append(size)
 
     def ruined(self, sizes: BatchSizes, norms: Sequence[float]) -> tuple[int | None, bool]:
-        """(the stage that ruined this batch, None where none is out of proportion; whether it is to go)."""
+        """Return (the stage that spoiled this batch, or None where none is out of proportion; whether to replace it)."""
         found = dict(sizes.in_order(norms))
         for which, size in found.items():
             if not self._excess(which, size, found) <= _OUT_OF_PROPORTION:
@@ -101,7 +99,7 @@ class Proportions:
         return None, False
 
     def _excess(self, which: Size, size: float, found: Mapping[Size, float]) -> float:
-        """Distance from the batches before. Where there were none, above the other stages of this one, as far as comparable."""
+        """Distance from earlier batches; without any, the excess over other stages in this batch, where comparable."""
         stage, what = which
         if which in self._history:
             return abs(size - median(self._history[which]))
@@ -109,33 +107,33 @@ class Proportions:
         return size - median(others) if others and what in ("norm", "gradient") else 0.0
 
     def forget(self, stage: int) -> None:
-        """Another machine holds it from now on."""
+        """Forget a stage that another machine holds from now on."""
         del self._strikes[stage]
         self._history = {which: known for which, known in self._history.items() if which[0] != stage}
 
 
 def _log(size: float) -> float:
-    """Of a size that may be 0 or not finite."""
+    """Logarithm of a size that may be 0 or not finite."""
     return math.log(size) if 0 < size < math.inf else -math.inf if size == 0 else math.inf
 
 
 STEP_REACH = 7.3
-"""Most of |m̂| / √v̂ in Adam with β = (0.9, 0.999): (1 − β₁) / √((1 − β₂)(1 − β₁²/β₂)) by Cauchy and Schwarz."""
+"""Largest |m̂| / √v̂ in Adam with β = (0.9, 0.999): (1 − β₁) / √((1 − β₂)(1 − β₁²/β₂)), by Cauchy and Schwarz."""
 _SLACK = 1.001
-"""For rounding in float32."""
+"""Factor for rounding in float32."""
 
 
 class StateBounds:
-    """The largest magnitude of each tensor of an adapter, over all stages of one crew."""
+    """Bounds the magnitude of each adapter tensor and of its moments, over all stages of one stage group."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Of a fresh adapter: A is uniform in ±1/√inputs, and B is zero."""
+        """Starts with the bounds of a fresh adapter: A is uniform in ±1/√inputs, and B is zero."""
         self._weights = {name: 1 / math.sqrt(s[1]) if name.endswith(".lora_A") else 0.0 for name, s in shapes.items()}
-        self._moments = dict.fromkeys(shapes, 0.0)  # of gradients; second moments are squares of them
+        self._moments = dict.fromkeys(shapes, 0.0)  # of first moments; second moments are bounded by the square
         self._reach = 0.0
 
     def given(self, state: StageState | tuple[Mapping[str, Mapping[str, Tensor]], Mapping[str, float]]) -> None:
-        """The driver is about to write these weights and moments into a stage, which may keep the old ones if that fails."""
+        """Widen the bounds before this state is written into a stage, which may keep its old one if writing fails."""
         tensors, _ = state
         for name, value in tensors["adapter"].items():
             self._weights[name] = max(self._weights[name], _largest(value) - self._reach)
@@ -146,12 +144,12 @@ class StateBounds:
                 self._moments[name] = max(self._moments[name], largest)
 
     def stepped(self, lr: float, max_grad_norm: float) -> None:
-        """A step with gradients that are clipped to `max_grad_norm` is ordered."""
+        """Widen the bounds for a step with gradients that are clipped to `max_grad_norm`."""
         self._reach += STEP_REACH * RECOVERED_LR_FACTOR * lr
         self._moments = {name: max(largest, max_grad_norm) for name, largest in self._moments.items()}
 
     def check(self, state: StageState) -> None:
-        """Raises StageReplyError for weights or moments that the steps so far cannot have given."""
+        """Raises StageReplyError for weights or moments that the steps so far cannot have produced."""
         tensors, _ = state
         for name, value in tensors["adapter"].items():
             _check(name, value, self._weights[name] + self._reach)
@@ -174,9 +172,9 @@ def _check(name: str, value: Tensor, bound: float) -> None:
 FRAME_BYTES = 4096
 """Most bytes of a reply without tensors, or of the fields beside tensors."""
 STATE_TENSORS = 3
-"""Weights and two moments of the same shape, for each parameter."""
+"""Tensors per parameter in a state: the weights and two moments of the same shape."""
 _ENTRY_BYTES = 96
-"""Most bytes that the head of a reply has for one tensor, beside its name."""
+"""Most bytes of one tensor's entry in the head of a reply, without its name."""
 _FACTOR_SLACK = 1e-5
 _HASH_CHARS = 64
 
@@ -191,7 +189,7 @@ class ExpectedStage:
     vocab: int
     layer_prefix: str
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the adapter tensors of its layers."""
+    """Shapes of the adapter tensors of its layers."""
 
     @property
     def facts_bytes(self) -> int:
@@ -199,14 +197,14 @@ class ExpectedStage:
         return FRAME_BYTES + sum(_ENTRY_BYTES + len(name) for name in self.shapes)
 
     def tensor_bytes(self, names: tuple[str, ...] | None = None) -> int:
-        """Most bytes of a reply with one tensor for each of `names`; without names, for each parameter."""
+        """Most bytes of a reply with one tensor for each of `names`, by default for each parameter."""
         chosen = self.shapes if names is None else names
         return FRAME_BYTES + sum(_ENTRY_BYTES + len(name) + 4 * math.prod(self.shapes[name]) for name in chosen)
 
     @property
     def state_bytes(self) -> int:
         """Most bytes of a reply with weights and optimizer state."""
-        return (1 + STATE_TENSORS) * self.tensor_bytes()  # heads of steps, too
+        return (1 + STATE_TENSORS) * self.tensor_bytes()  # the steps of the optimizer have entries too
 
     def check_facts(self, facts: StageFacts) -> None:
         """Raises StageReplyError unless a stage describes itself as it was assigned."""
@@ -220,7 +218,7 @@ class ExpectedStage:
             raise StageReplyError("a stage must give the SHA-256 of its weights, got something else")
 
     def check_weights(self, weights: Mapping[str, Tensor], what: str = "weights") -> None:
-        """Raises StageReplyError unless all tensors of the stage are there, in their shapes, finite, and no others."""
+        """Raises StageReplyError unless exactly the tensors of the stage are there, finite and in their shapes."""
         if weights.keys() != self.shapes.keys():
             odd = sorted(weights.keys() ^ self.shapes.keys())[0]
             raise StageReplyError(f"{what} of a stage must be those of its layers, got a difference at {odd[:80]!r}")
@@ -228,7 +226,7 @@ class ExpectedStage:
             _check_finite(name, value, self.shapes[name])
 
     def check_state(self, tensors: Mapping[str, Mapping[str, Tensor]], lr_factor: float) -> None:
-        """Raises StageReplyError unless it is a state that AdamW can have over the parameters of the stage."""
+        """Raises StageReplyError unless AdamW can have this state over the parameters of the stage."""
         self.check_weights(tensors["adapter"])
         try:
             moments_of(tensors["optimizer"], self.shapes)
@@ -239,7 +237,7 @@ class ExpectedStage:
 
 
 def expected_stages(folder: Path, lora: LoraSection, parts: Sequence[StagePart]) -> list[ExpectedStage]:
-    """What honest stages with `parts` say of themselves. Reads no weights. Raises PipelineError and PolicyError."""
+    """Return what honest stages with `parts` report. Reads no weights. Raises PipelineError and PolicyError."""
     prefix, shape = layout_of(read_config(folder)).layer_prefix, model_shape(folder)
     targets = adapter_targets(folder, lora)
     found: list[ExpectedStage] = []

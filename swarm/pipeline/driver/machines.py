@@ -1,4 +1,4 @@
-"""The machines of a crew as the driver sees them: who answers, how fast, with how much room, and who gets which layers."""
+"""The machines of a pipeline: asks which of them answer, how fast they are and how much memory they have; assigns layers."""
 
 import asyncio
 import logging
@@ -11,48 +11,49 @@ from swarm.pipeline.commands import Fields, part_fields
 from swarm.pipeline.driver.assignment import Machine, ModelCost, assign_layers
 from swarm.pipeline.model_shape import StagePart, model_shape, stage_parts
 from swarm.pipeline.stage.stage_host import BaseModel
-from swarm.pipeline.stage_link import Give, ask, replies_of
+from swarm.pipeline.stage_link import SendCommand, ask, replies_of
 from swarm.pipeline.tensor_bundle import Bundle
 
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 5.0
-"""How long spares are waited for once everybody else is there."""
+"""How long to wait for spares once all other machines answered."""
 _PAUSE_S = 0.5
 _ASK_TIMEOUT_S = 10.0
 _LATE_S = 1.0
 _MAX_LAYERS_PER_S = 1e6
 _MAX_MEMORY_BYTES = 1 << 50
-"""More than any machine has: larger claims are false."""
+"""More than any machine has; a larger claim is false."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What a machine of the crew said of itself."""
+    """What a machine reported about itself."""
 
     peer_id: str
     machine: Machine
     ranges: tuple[tuple[int, int], ...]
     """Layers [start, stop) that it holds."""
     is_fixed: bool
-    """Whether a person said which; only of members in `policy.pipeline.by_hand`."""
+    """Whether a person chose these layers; allowed only for members of `policy.pipeline.by_hand`."""
 
 
 class StageMachines:
-    """Asks the members of one crew."""
+    """Asks the machines of one pipeline."""
 
-    def __init__(self, config: PipelineSection, base: BaseModel, give: Give, clock: Callable[[], float]) -> None:
-        """`clock`: seconds, of any beginning."""
+    def __init__(self, config: PipelineSection, base: BaseModel, send: SendCommand, clock: Callable[[], float]) -> None:
+        """`clock` returns seconds since any fixed moment."""
         self._config = config
         self._fingerprint = base.fingerprint
         self._num_layers = model_shape(base.folder).num_layers
-        self._give = give
+        self._send = send
         self._clock = clock
 
     async def gather(self) -> list[Member]:
-        """All that answer in time, at least the crew without its spares, in the order of the settings.
+        """Return the machines that answer in time, at least all but the spares, in the order of the settings.
 
-        Raises PipelineError where too few do, or more than the spares have another base or adapter or make false claims.
+        Raises PipelineError where too few answer, or where more than the spares have another base or adapter or make false
+        claims.
         """
         config, found = self._config, dict[str, Member]()
         enough, until_s = len(config.members) - config.spares, self._clock() + config.startup_timeout_s
@@ -67,7 +68,7 @@ class StageMachines:
                         member = task.result()
                         found[member.peer_id] = member
                     except PipelineError as error:
-                        logger.warning("left out of the crew: %s", error)
+                        logger.warning("left out of the pipeline: %s", error)
                         unfit.append(error)
                 if len(unfit) > config.spares:
                     raise unfit[0]
@@ -80,18 +81,18 @@ class StageMachines:
         if len(found) < enough:
             absent = [peer_id for peer_id in config.members if peer_id not in found]
             raise PipelineError(
-                f"a crew must come up within {config.startup_timeout_s:g} s, got no answer of {', '.join(absent)}; start "
-                "`swarm stage` there, or raise policy.pipeline.startup_timeout_s"
+                f"the machines of a pipeline must answer within {config.startup_timeout_s:g} s, got no answer of "
+                f"{', '.join(absent)}; start `swarm stage` there, or raise policy.pipeline.startup_timeout_s"
             )
         return [found[peer_id] for peer_id in config.members if peer_id in found]
 
     async def answering(self, peer_ids: Iterable[str]) -> list[Member]:
-        """Those of `peer_ids` that answer now and are fit."""
+        """Return those of `peer_ids` that answer now and are fit."""
         members = await asyncio.gather(*map(self._if_fit, peer_ids))
         return [member for member in members if member is not None]
 
     async def first_answering(self, peer_ids: Iterable[str]) -> list[Member]:
-        """As `answering`, but once one has answered the others are waited for no longer than a moment."""
+        """As `answering`, but waits only a moment for the others once one has answered."""
         pending = {asyncio.create_task(self._if_fit(peer_id)) for peer_id in peer_ids}
         found, tasks = list[Member](), list(pending)
         try:
@@ -108,13 +109,13 @@ class StageMachines:
         return found
 
     async def load(self, peer_id: str, part: StagePart, content_hash: str | None, instead_of: Sequence[int]) -> None:
-        """Let a machine read `part`, with fresh weights. Raises NetworkError, and PipelineError where it refuses."""
+        """Tell a machine to read `part`, with fresh weights. Raises NetworkError, and PipelineError where it refuses."""
         fields = {**part_fields(part), "content_hash": content_hash, "instead_of": list(instead_of)}
         async with asyncio.timeout(self._config.startup_timeout_s):
-            await ask(self._give, peer_id, "load", Bundle(fields))
+            await ask(self._send, peer_id, "load", Bundle(fields))
 
     async def _awaited(self, peer_id: str) -> Member:
-        """Asks until there is an answer; the first one takes as long as importing and measuring do."""
+        """Ask until the machine answers. The first answer takes as long as its imports and its measurement."""
         member = None
         while member is None:
             member = await self._ask(peer_id, self._config.startup_timeout_s, measure=True)
@@ -125,21 +126,21 @@ class StageMachines:
         try:
             return await self._ask(peer_id, _ASK_TIMEOUT_S, measure=False)
         except PipelineError as error:
-            logger.warning("left out of the crew: %s", error)
+            logger.warning("left out of the pipeline: %s", error)
             return None
 
     async def _ask(self, peer_id: str, timeout_s: float, *, measure: bool) -> Member | None:
         try:
             async with asyncio.timeout(timeout_s):
-                fields = await ask(self._give, peer_id, "machine", Bundle({"measure": measure}))
+                fields = await ask(self._send, peer_id, "machine", Bundle({"measure": measure}))
         except (NetworkError, TimeoutError):
             return None
         with replies_of(peer_id):
             fingerprint, member = fields.text("fingerprint"), self._member(peer_id, fields)
         if fingerprint != self._fingerprint:
             raise PipelineError(
-                f"a crew must have one base, adapter shape and dtype, got others at {peer_id}; give all machines the same "
-                "policy table"
+                f"all machines of a pipeline must have one base, adapter shape and dtype, got others at {peer_id}; give them "
+                "the same policy table"
             )
         if member.is_fixed and peer_id not in self._config.by_hand:
             raise PipelineError(
@@ -151,7 +152,7 @@ class StageMachines:
         return member
 
     def _member(self, peer_id: str, fields: Fields) -> Member:
-        """What a machine claims. Raises StageReplyError where that cannot be true."""
+        """Read what a machine claims. Raises StageReplyError where that cannot be true."""
         speed, memory_bytes = fields.number("layers_per_s"), fields.integer("memory_bytes")
         if not 0 <= speed <= _MAX_LAYERS_PER_S or memory_bytes > _MAX_MEMORY_BYTES:
             raise StageReplyError(
@@ -177,10 +178,10 @@ class StageMachines:
 def places(
     members: Sequence[Member], own: Machine, cost: ModelCost, config: PipelineSection
 ) -> tuple[list[StagePart], list[str]]:
-    """(parts of all stages, the driver's last; peer ids of the others, in order).
+    """Return (parts of all stages, the driver's last; peer ids of the others, in order).
 
-    Ranges given by hand stand; otherwise the slowest machines are the spares, and the rest get layers by speed and memory.
-    Raises PipelineError and MemoryBudgetError where the layers cannot be held like that.
+    Ranges chosen by hand are used as they are. Otherwise the slowest machines are the spares, and the others get layers by
+    speed and memory. Raises PipelineError and MemoryBudgetError where the layers do not fit.
     """
     num_layers = len(cost.layer_bytes)
     fixed = sorted((member for member in members if member.is_fixed), key=lambda member: member.ranges)

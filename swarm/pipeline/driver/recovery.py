@@ -1,28 +1,21 @@
-"""A stage is lost: how its weights are rebuilt from what is left, without rolling the others back.
+"""Recovery of a lost stage: rebuilds its weights from what is left, without rolling the other stages back.
 
-    fresh neighbour copy ─▶ twin copy (swapped edges) ─▶ average of both neighbours ─▶ base alone ─▶ checkpoint
+    recent copy at the neighbour ─▶ twin copy (swapped edges) ─▶ average of both neighbours ─▶ base alone ─▶ checkpoint
 
-Each step is taken where the one before is not possible. With a frozen base only the adapter can be lost: the base is
-read again from files with the same content hash. A rebuilt stage gets a fresh optimizer and a learning rate a tenth higher
-(`Stage.recover`).
+Each source is used where those before it are not available. With a frozen base only the adapter can be lost: the base is
+read again from files with the same content hash. A rebuilt stage gets a fresh optimizer and a learning rate that is a tenth
+higher (`Stage.recover`).
 
 CheckFree (2506.15461): W_i = (ω₋·W₋ + ω₊·W₊) / (ω₋ + ω₊), ω the gradient norm of a neighbour before clipping. Layers of a
-stage are matched with those of its neighbours by their place in the stage. Of an adapter it is the products B·A that are
-averaged, see `adapter_average`.
+stage are matched with those of its neighbours by their place in the stage.
 
-Averaging LoRA adapters of different layers: by what they add to the base, B·A, and not factor by factor.
+Of LoRA adapters the products B·A are averaged, not the factors. Factors of two layers start from different A, so the product
+of averaged factors would be half cross terms. The average of the products has twice the rank; its best approximation of the
+old rank comes from the QR of the stacked factors and the SVD of a small core, without ever forming an output × input matrix.
 
-Factors of two layers start from different A, so their averages multiply to something that neither layer does: half of the
-product would be cross terms. The average of the products has twice the rank; its best approximation of the old rank comes
-from the QR of the stacked factors and the SVD of a small core, without ever forming an output × input matrix.
-
-Copies of stages' adapters with their neighbours: taken every few steps, fetched when a stage is lost.
-
-A stage's copy is with the machine of the stage behind it; that of the last but one is with the driver, which holds the last.
-The driver checks a copy, passes it on in its own words, and remembers its SHA-256: a holder can give back what it was given,
-or nothing.
-
-Carrying out a recovery plan: weights from where the plan says, into the stage that takes the lost one's place.
+`NeighbourCopies` stores a copy of each stage's adapter with the next stage every few steps; the driver, which holds the last
+stage, stores that of the last but one. The driver checks a copy, encodes it again, and remembers its SHA-256, so a holder
+can return what it received or nothing.
 """
 
 import asyncio
@@ -41,21 +34,21 @@ from swarm.errors import NetworkError, PipelineError, StageReplyError
 from swarm.pipeline.commands import Fields
 from swarm.pipeline.driver.expected_stage import FRAME_BYTES, ExpectedStage
 from swarm.pipeline.driver.stage_group import StageGroup
-from swarm.pipeline.stage_link import Give, StageLink, ask, replies_of
+from swarm.pipeline.stage_link import SendCommand, StageLink, ask, replies_of
 from swarm.pipeline.tensor_bundle import Bundle, decode_bundle, encode_bundle
 
 logger = logging.getLogger(__name__)
 
 
 _START_ROW_NORM = 1 / math.sqrt(3)
-"""Norm of a row of A at the start of a lineage: uniform in ±1/√inputs."""
+"""Norm of a row of A in a fresh adapter, which is uniform in ±1/√inputs."""
 
 
 def average_products(pairs: Sequence[tuple[Tensor, Tensor]], shares: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """(B [d, r], A [r, k]) with B·A the nearest of rank r to Σ share · B·A of `pairs`; in float64.
+    """Return (B [d, r], A [r, k]) whose product of rank r is nearest to Σ share · B·A of `pairs`; computed in float64.
 
-    Rows of A are orthogonal and as long as at the start of a lineage, and the rest is in B. So a direction without content
-    has B zero and A not, as a fresh adapter has, and can still be learnt.
+    Rows of A are orthogonal and have the norm of a fresh adapter; the rest is in B. A direction without content therefore
+    has B = 0 but A ≠ 0, as in a fresh adapter, and can still be learned.
     """
     rank = pairs[0][1].shape[0]
     stacked_b = torch.cat([b.double() * share for (b, _), share in zip(pairs, shares, strict=True)], dim=1)  # [d, 2r]
@@ -72,7 +65,7 @@ def average_products(pairs: Sequence[tuple[Tensor, Tensor]], shares: Sequence[fl
 
 
 LARGEST_RATIO = 3.0
-"""Of the weights of two neighbours: a first stage with eight times the norm of the other would drown it out."""
+"""Largest ratio of the weights of two neighbours: a first stage with eight times the norm would hide the other."""
 
 Strategy = Literal["neighbour_copy", "twin_copy", "average", "base", "checkpoint"]
 Weights = Mapping[str, Tensor]
@@ -80,7 +73,7 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class NeighbourCopy:
-    """Weights of a stage that its neighbour holds, as of a version."""
+    """The weights of a stage at some version, as its neighbour stores them."""
 
     stage: int
     holder: int
@@ -90,45 +83,45 @@ class NeighbourCopy:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What there is to rebuild from."""
+    """What is left to rebuild from."""
 
     num_stages: int
     lost: frozenset[int]
     version: int
-    """Of the stages that are left."""
+    """Version of the stages that are left."""
     copies: tuple[NeighbourCopy, ...] = ()
     max_copy_age: int = 10
-    """Versions that a neighbour's copy may be behind."""
+    """Most versions that a neighbour's copy may be behind."""
     swaps_edges: bool = False
-    """Whether the edge stages were trained in swapped order too, so that each has a twin."""
+    """Whether the edge stages were also trained in swapped order, so that each has a twin."""
     is_frozen: bool = False
-    """Whether the base is frozen, so that an adapter of zero effect is a start."""
+    """Whether the base is frozen, so that a fresh adapter is a valid start."""
     has_checkpoint: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """How one stage is to be rebuilt, and why not better."""
+    """How one stage is rebuilt, and why no better source is used."""
 
     stage: int
     strategy: Strategy
     sources: tuple[int, ...]
-    """Stages that are asked: the holder of a copy, the twin, both neighbours."""
+    """Stages that provide weights: the holder of a copy, the twin, or both neighbours."""
     reason: str
 
 
 def plan_recovery(situation: Situation) -> list[Recovery]:
-    """A plan for every lost stage, in order.
+    """Plan the recovery of every lost stage, in order.
 
-    A plan `checkpoint` means that *all* stages go back to it, as there is nothing that fits the others' version. Raises
-    PipelineError where even that is missing: then the run cannot go on, and the message says which stages are to blame.
+    The strategy `checkpoint` means that *all* stages return to it, since nothing fits the version of the others. Raises
+    PipelineError where there is no checkpoint either; the run cannot continue then, and the message names the stages.
     """
     plans = [_plan(situation, stage) for stage in sorted(situation.lost)]
     hopeless = [plan for plan in plans if plan.strategy == "checkpoint" and not situation.has_checkpoint]
     if hopeless:
         raise PipelineError(
             f"a lost stage must have something to be rebuilt from, got nothing for stage {hopeless[0].stage}: "
-            f"{hopeless[0].reason}; keep checkpoints or neighbour copies"
+            f"{hopeless[0].reason}; save checkpoints or neighbour copies"
         )
     return plans
 
@@ -156,7 +149,7 @@ def _plan(situation: Situation, stage: int) -> Recovery:
 
 
 def freshest_copy(situation: Situation, stage: int) -> NeighbourCopy | None:
-    """The newest copy of `stage` that is young enough and whose holder is there."""
+    """Return the newest copy of `stage` that is recent enough and whose holder is not lost."""
     usable = [
         copy
         for copy in situation.copies
@@ -168,9 +161,9 @@ def freshest_copy(situation: Situation, stage: int) -> NeighbourCopy | None:
 
 
 def average_weights(norm_before: float, norm_after: float) -> tuple[float, float]:
-    """Shares of the two neighbours, sum 1, by their gradient norms before clipping, at most 3 : 1.
+    """Return the shares of the two neighbours, with sum 1, by their gradient norms before clipping, at most 3 : 1.
 
-    Two norms of zero count alike. Raises PipelineError for norms that are negative or not finite.
+    Two norms of zero give equal shares. Raises PipelineError for norms that are negative or not finite.
     """
     if not (0 <= norm_before < float("inf") and 0 <= norm_after < float("inf")):
         raise PipelineError(f"gradient norms must be finite and not negative, got {norm_before} and {norm_after}")
@@ -190,10 +183,10 @@ def checkfree_average(
     norm_after: float,
     layer_prefix: str,
 ) -> dict[str, Tensor]:
-    """Weights of a lost stage with tensors of `shapes`, from its two neighbours; computed in float64.
+    """Compute weights of a lost stage, with tensors of `shapes`, from its two neighbours, in float64.
 
-    An end of the model that the stage held a replica of is copied from the neighbour that has it. Raises PipelineError for
-    tensors that the neighbours lack or that differ in shape, and for values that are not finite.
+    A replica of an end of the model is copied from the neighbour that has it. Raises PipelineError for tensors that the
+    neighbours lack or that differ in shape, and for values that are not finite.
     """
     shares = average_weights(norm_before, norm_after)
     ends = {name: shape for name, shape in shapes.items() if _layer_number(name, layer_prefix) is None}
@@ -212,10 +205,10 @@ def checkfree_average(
 
 
 def twin_copy(shapes: Mapping[str, Sequence[int]], twin: Weights, *, layer_prefix: str) -> dict[str, Tensor]:
-    """Weights of a lost edge stage from the stage that swaps places with it (CheckFree+).
+    """Copy the weights of a lost edge stage from the stage that swaps places with it (CheckFree+).
 
-    Embedding, norm and head are replicated there, so they come back exactly. Both stages must have as many layers. Raises
-    PipelineError as `checkfree_average`.
+    That stage has replicas of embedding, norm and head, which are restored exactly. Both stages must have the same number of
+    layers. Raises PipelineError as `checkfree_average`.
     """
     own, others = _layer_numbers(shapes, layer_prefix), _layer_numbers(twin, layer_prefix)
     if len(own) != len(others):
@@ -226,10 +219,12 @@ def twin_copy(shapes: Mapping[str, Sequence[int]], twin: Weights, *, layer_prefi
 
 
 def _matched(shapes: Mapping[str, Sequence[int]], source: Weights, prefix: str) -> dict[str, Tensor]:
-    """The source's tensors under the names of the lost stage, each layer by its place in the stage."""
+    """Return the source's tensors under the names of the lost stage, matching layers by their place in the stage."""
     own, others = _layer_numbers(shapes, prefix), _layer_numbers(source, prefix)
     if own and not others:
-        raise PipelineError("a stage must be rebuilt from one with layers that train, got one without; restore it")
+        raise PipelineError(
+            "a stage must be rebuilt from one that trains layers, got one without; restore a checkpoint"
+        )
     found: dict[str, Tensor | None] = {}
     for name in shapes:
         number = _layer_number(name, prefix)
@@ -247,13 +242,13 @@ def _checked(shapes: Mapping[str, Sequence[int]], found: Mapping[str, Tensor | N
         if value is None:
             raise PipelineError(f"a stage must be rebuilt from one with the same kinds of tensors, got none for {name}")
         if tuple(value.shape) != tuple(shapes[name]) or not bool(torch.isfinite(value).all()):
-            raise PipelineError(f"tensors to rebuild from must be finite and of equal shape, got others for {name}")
+            raise PipelineError(f"tensors to rebuild from must be finite and of equal shape; {name} is not")
         checked[name] = value
     return checked
 
 
 def _spread(place: int, count: int, other_count: int) -> int:
-    """The place among `other_count` layers that lies as far along as `place` among `count`."""
+    """Return the place among `other_count` layers at the same relative depth as `place` among `count`."""
     return round(place * (other_count - 1) / (count - 1)) if count > 1 else (other_count - 1) // 2
 
 
@@ -267,35 +262,35 @@ def _layer_number(name: str, prefix: str) -> int | None:
 
 
 class NeighbourCopies:
-    """Which copies there are, their digests, and the driver's own."""
+    """Knows which copies exist and their digests, and stores the driver's own copy."""
 
-    def __init__(self, give: Give) -> None:
-        self._give = give
+    def __init__(self, send: SendCommand) -> None:
+        self._send = send
         self._known: dict[int, NeighbourCopy] = {}
-        self._digests: dict[int, bytes] = {}  # SHA-256 of what the holder was given
+        self._digests: dict[int, bytes] = {}  # SHA-256 of what each holder received
         self._own: dict[int, bytes] = {}
 
     @property
     def known(self) -> tuple[NeighbourCopy, ...]:
-        """Without their weights, which are where the copies are."""
+        """All copies without their weights, which are with the holders."""
         return tuple(self._known.values())
 
     def forget(self, stage: int) -> None:
-        """A copy that was not to be had."""
+        """Forget a copy that could not be fetched."""
         self._known.pop(stage, None)
 
     async def take(
-        self, crew: StageGroup, peers: Sequence[str], expected: Sequence[ExpectedStage], timeout_s: float
+        self, stage_group: StageGroup, peers: Sequence[str], expected: Sequence[ExpectedStage], timeout_s: float
     ) -> None:
-        """Renew all copies; one that fails is left as it is: a machine that is lost shows with the next order."""
+        """Renew all copies. A failure leaves the old copy; the next command notices a lost machine."""
         await asyncio.gather(
-            *(self._take_one(crew, peers, stage, expected[stage], timeout_s) for stage in range(len(peers)))
+            *(self._take_one(stage_group, peers, stage, expected[stage], timeout_s) for stage in range(len(peers)))
         )
 
     async def fetch(self, plan: Recovery, peers: Sequence[str], expected: ExpectedStage) -> tuple[NeighbourCopy, ...]:
-        """The copy that the plan asks for, weights included; none where it asks for none.
+        """Return the copy that the plan needs, with weights; nothing for other strategies.
 
-        Raises NetworkError, and PipelineError where it is not to be had as it was given.
+        Raises NetworkError, and PipelineError where the holder does not return what it received.
         """
         if plan.strategy != "neighbour_copy":
             return ()
@@ -303,25 +298,25 @@ class NeighbourCopies:
         if known.holder == len(peers):
             copy = self._own[plan.stage]
         else:
-            order = encode_bundle(Bundle({"of": expected.part.start}))
-            copy = await self._give(peers[known.holder], "kept", order, max_reply_bytes=expected.tensor_bytes())
+            command = encode_bundle(Bundle({"of": expected.part.start}))
+            copy = await self._send(peers[known.holder], "kept", command, max_reply_bytes=expected.tensor_bytes())
         digest = await asyncio.to_thread(_digest_of, copy)
         if digest != self._digests[plan.stage]:
-            raise StageReplyError("a copy must be what its holder was given, got something else; it is left out")
+            raise StageReplyError("a copy must be what its holder received, got something else; it is not used")
         return (replace(known, weights=Fields(decode_bundle(copy)).under("adapter/")),)
 
     async def _take_one(
-        self, crew: StageGroup, peers: Sequence[str], stage: int, expected: ExpectedStage, timeout_s: float
+        self, stage_group: StageGroup, peers: Sequence[str], stage: int, expected: ExpectedStage, timeout_s: float
     ) -> None:
-        slot, holder, version = expected.part.start, stage + 1, crew.version
+        slot, holder, version = expected.part.start, stage + 1, stage_group.version
         try:
             async with asyncio.timeout(timeout_s):
                 limit = expected.tensor_bytes()
-                fields = await ask(self._give, peers[stage], "copy", Bundle({"slot": slot}), max_reply_bytes=limit)
+                fields = await ask(self._send, peers[stage], "copy", Bundle({"slot": slot}), max_reply_bytes=limit)
                 with replies_of(peers[stage]):
                     weights = fields.under("adapter/")
                     expected.check_weights(weights)
-                    crew.check_weights(weights)
+                    stage_group.check_weights(weights)
                     if fields.integer("version") != version:
                         raise StageReplyError(f"a copy must be of version {version}, got {fields.integer('version')}")
                 named = {f"adapter/{name}": value for name, value in weights.items()}
@@ -329,7 +324,7 @@ class NeighbourCopies:
                 if holder == len(peers):
                     self._own[stage] = copy
                 else:
-                    reply = await self._give(peers[holder], "keep", copy, max_reply_bytes=FRAME_BYTES)
+                    reply = await self._send(peers[holder], "keep", copy, max_reply_bytes=FRAME_BYTES)
                     if decode_bundle(reply).fields:
                         raise PipelineError("the copy was refused")
         except (NetworkError, PipelineError, TimeoutError) as error:
@@ -343,52 +338,52 @@ def _digest_of(copy: bytes) -> bytes:
     return hashlib.sha256(copy).digest()
 
 
-async def take_copies(crew: StageGroup) -> tuple[NeighbourCopy, ...]:
-    """A copy of every stage's weights, each meant for the stage behind it; the last one's for the stage before it.
+async def take_copies(stage_group: StageGroup) -> tuple[NeighbourCopy, ...]:
+    """Copy the weights of every stage for the stage after it, and those of the last one for the stage before it.
 
-    With a frozen base that is the adapter alone, small enough to be sent every few batches. Raises as the links do.
+    With a frozen base these are the adapters alone, small enough to be sent every few batches. Raises what the links raise.
     """
-    last = crew.num_stages - 1
+    last = stage_group.num_stages - 1
     copies: list[NeighbourCopy] = []
-    for stage in range(crew.num_stages):
-        tensors, rest = await crew.state(stage)
+    for stage in range(stage_group.num_stages):
+        tensors, rest = await stage_group.state(stage)
         holder = stage + 1 if stage < last else last - 1
         copies.append(NeighbourCopy(stage, holder, int(rest["policy_version"]), tensors["adapter"]))
     return tuple(copies)
 
 
 async def rebuild_stage(
-    crew: StageGroup, plan: Recovery, link: StageLink, copies: tuple[NeighbourCopy, ...] = ()
+    stage_group: StageGroup, plan: Recovery, link: StageLink, copies: tuple[NeighbourCopy, ...] = ()
 ) -> None:
-    """Fill the stage behind `link`, which has just loaded its part of the base, and let the crew go on with it.
+    """Write weights into the stage behind `link`, which has just loaded its part of the base, and continue with it.
 
-    The other stages keep their weights, moments and version. Raises PipelineError where the plan is to go back to a
-    checkpoint, which all stages must do together, and where sources do not fit; the crew is then as it was.
+    The other stages keep their weights, moments and version. Raises PipelineError where the plan is to return to a
+    checkpoint, which all stages must do together, and where sources do not fit; the stage group is then unchanged.
     """
-    shapes = crew.facts[plan.stage].shapes
+    shapes = stage_group.facts[plan.stage].shapes
     weights: Mapping[str, Tensor]
     if plan.strategy == "checkpoint":
         raise PipelineError(f"all stages must go back to a checkpoint, got only stage {plan.stage}; restore every one")
     if plan.strategy == "base":
         tensors, _ = await link.state()
         weights = tensors["adapter"]
-        crew.check_weights(weights)  # the machine has chosen them: they are to be as small as fresh ones
+        stage_group.check_weights(weights)  # the machine chose them, and they must be as small as fresh ones
     elif plan.strategy == "neighbour_copy":
         usable = [copy for copy in copies if copy.stage == plan.stage and copy.holder in plan.sources]
         if not usable:
-            raise PipelineError(f"a copy of stage {plan.stage} must be given, got none; pass those of the plan")
+            raise PipelineError(f"rebuilding stage {plan.stage} needs a copy of it, got none; pass those of the plan")
         weights = max(usable, key=lambda copy: copy.version).weights
     else:
-        weights = await _from_neighbours(crew, plan, shapes)
-    await crew.recover(plan.stage, link, weights)
+        weights = await _from_neighbours(stage_group, plan, shapes)
+    await stage_group.recover(plan.stage, link, weights)
 
 
 async def _from_neighbours(
-    crew: StageGroup, plan: Recovery, shapes: Mapping[str, tuple[int, ...]]
+    stage_group: StageGroup, plan: Recovery, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    sources = [(await crew.state(source))[0]["adapter"] for source in plan.sources]
-    prefix = crew.facts[plan.stage].layer_prefix
+    sources = [(await stage_group.state(source))[0]["adapter"] for source in plan.sources]
+    prefix = stage_group.facts[plan.stage].layer_prefix
     if plan.strategy == "twin_copy":
         return twin_copy(shapes, sources[0], layer_prefix=prefix)
-    norms = [crew.stage_norms[source] if crew.stage_norms else 1.0 for source in plan.sources]
+    norms = [stage_group.stage_norms[source] if stage_group.stage_norms else 1.0 for source in plan.sources]
     return checkfree_average(shapes, *sources, norm_before=norms[0], norm_after=norms[1], layer_prefix=prefix)

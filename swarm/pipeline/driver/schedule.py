@@ -1,19 +1,15 @@
-"""Which micro-batch a stage works on next: one forward, one backward (1F1B), as a list made before the batch begins.
+"""The order in which the stages work on the micro-batches of a batch (1F1B), and the run of a batch in this order.
 
     stage 0   F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3        at most s − i micro-batches are in flight at stage i of s,
-    stage 1      F0 F1 .. B0 F2 B1 F3 B2 .. B3           where GPipe keeps all of them
+    stage 1      F0 F1 .. B0 F2 B1 F3 B2 .. B3           where GPipe stores all of them
     stage 2         F0 B0 F1 B1 F2 B2 F3 B3
 
-A micro-batch visits the stages by its *route*; the i-th station of a route lets s − i micro-batches in. The list is made by
-playing the batch through with that rule, backward before forward. It cannot lock up: of the micro-batches in
-flight that wait to go forward, the one that is furthest finds its next station empty.
+A micro-batch visits the stages along its *route*; station i of a route admits s − i micro-batches. The schedule is made
+before the batch begins, by simulating it with this rule and with backward before forward. It cannot deadlock: of the
+micro-batches in flight that wait to go forward, the one furthest along finds its next station free.
 
-Waiting for several stages at once, and making one failure of many.
-
-One batch on its way through the crew: every stage works off its list, tensors wait in between.
-
-Each stage has a worker; what an action needs comes from a future that the action before it fills. The first failure
-cancels all workers.
+`BatchRun` has one worker for each stage. What an action needs comes from a future that the previous action fills. The first
+failure cancels all workers.
 """
 
 import asyncio
@@ -34,7 +30,7 @@ T = TypeVar("T")
 
 
 async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """Results in order. The first failure cancels the rest and is raised, lost stages of all failures together."""
+    """Return the results in order. The first failure cancels the rest; the error raised names all lost stages."""
 
     async def wait(call: Awaitable[T]) -> T:
         return await call
@@ -48,7 +44,7 @@ async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
 
 
 def failed_stages(results: Sequence[object]) -> list[int]:
-    """Stages that failed as stages may; anything else is a bug and raised."""
+    """Return the stages whose result is a PipelineError. Any other exception is a bug and is raised."""
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, PipelineError):
             raise result
@@ -56,7 +52,7 @@ def failed_stages(results: Sequence[object]) -> list[int]:
 
 
 def first_of(failures: BaseExceptionGroup) -> BaseException:
-    """One failure for all: a lost stage before a refusal (others may refuse because of it), with all lost stages in it."""
+    """Choose one failure: a lost stage, with all lost stages in it, before a refusal, which it may have caused."""
     lost = [failure for failure in failures.exceptions if isinstance(failure, StageLostError)]
     if lost:
         return StageLostError(str(lost[0]), tuple(sorted({stage for failure in lost for stage in failure.stages})))
@@ -64,11 +60,11 @@ def first_of(failures: BaseExceptionGroup) -> BaseException:
 
 
 Route = tuple[int, ...]
-"""Stages in the order a micro-batch visits them."""
+"""Stages in the order in which a micro-batch visits them."""
 
 
 class Action(NamedTuple):
-    """One thing that a stage does."""
+    """One forward or backward pass of a micro-batch in one stage."""
 
     kind: Literal["forward", "backward"]
     micro_batch: int
@@ -80,87 +76,87 @@ class Schedule(NamedTuple):
     routes: tuple[Route, ...]  # by micro-batch
     actions: tuple[tuple[Action, ...], ...]  # by stage, in order
     num_ticks: int
-    """Length where every action takes one tick."""
+    """Length of the plan where every action takes one tick."""
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the stages' time that is idle where every action takes one tick."""
+        """Fraction of the stages' time that is idle where every action takes one tick."""
         busy = sum(len(actions) for actions in self.actions)
         return 1 - busy / (self.num_ticks * len(self.actions))
 
 
 def straight_route(num_stages: int) -> Route:
-    """First to last."""
+    """The route from first to last stage."""
     return tuple(range(num_stages))
 
 
 def swapped_route(num_stages: int) -> Route:
-    """The two edge stages changed places with their neighbours (CheckFree+, 2506.15461); needs four stages.
+    """The route in which both edge stages swap places with their neighbours (CheckFree+, 2506.15461).
 
-    With three, the middle one would be the twin of both.
+    It needs four stages: of three, the middle one would replace both edges.
     """
     if num_stages < 4:
-        raise PipelineError(f"edge stages can swap in a crew of at least 4 stages, got {num_stages}; switch it off")
+        raise PipelineError(f"swapping edge stages needs at least 4 stages, got {num_stages}; switch it off")
     return (1, 0, *range(2, num_stages - 2), num_stages - 1, num_stages - 2)
 
 
 def one_forward_one_backward(num_stages: int, num_micro_batches: int, *, swap_edges: bool = False) -> Schedule:
-    """The plan for one batch; with `swap_edges` every other micro-batch takes the swapped route.
+    """Plan one batch; with `swap_edges` every other micro-batch takes the swapped route.
 
-    Raises PipelineError for an empty batch or crew.
+    Raises PipelineError without stages or micro-batches.
     """
     if num_stages < 1 or num_micro_batches < 1:
         raise PipelineError(
             f"a batch must have a stage and a micro-batch, got {num_stages} and {num_micro_batches}; send more"
         )
     kinds = (straight_route(num_stages), swapped_route(num_stages) if swap_edges else straight_route(num_stages))
-    return _played([kinds[micro_batch % 2] for micro_batch in range(num_micro_batches)], num_stages)
+    return _simulated([kinds[micro_batch % 2] for micro_batch in range(num_micro_batches)], num_stages)
 
 
 def ideal_bubble_fraction(num_stages: int, num_micro_batches: int) -> float:
-    """(s − 1) / (m + s − 1): what 1F1B leaves idle where all actions take equally long."""
+    """Idle fraction of 1F1B where all actions take equally long: (s − 1) / (m + s − 1)."""
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
-class _Play:
-    """A batch played through in ticks."""
+class _BatchSimulation:
+    """Simulates a batch in ticks."""
 
     def __init__(self, routes: Sequence[Route], num_stages: int) -> None:
         self.routes = routes
         self.num_stages = num_stages
-        self.forth = [0] * len(routes)  # stations that a micro-batch has passed
-        self.back = [0] * len(routes)  # and passed again on its way back
-        self.held = [0] * num_stages  # micro-batches in flight at or behind each station
+        self.passed_forward = [0] * len(routes)  # stations that each micro-batch has passed forward
+        self.passed_backward = [0] * len(routes)  # stations that it has passed backward
+        self.in_flight = [0] * num_stages  # micro-batches in flight at or behind each station
 
     def tick(self) -> list[Action | None]:
-        """What each stage does next; what a tick makes is ready in the one after."""
-        before = (list(self.forth), list(self.back))
+        """Return the next action of each stage. What one tick produces is ready in the next."""
+        before = (list(self.passed_forward), list(self.passed_backward))
         return [self._take(stage, *before) for stage in range(self.num_stages)]
 
-    def _take(self, stage: int, forth: list[int], back: list[int]) -> Action | None:
+    def _take(self, stage: int, passed_forward: list[int], passed_backward: list[int]) -> Action | None:
         last = self.num_stages - 1
         for micro_batch, route in enumerate(self.routes):
-            station = last - back[micro_batch]
-            if forth[micro_batch] > last and station >= 0 and route[station] == stage:
-                self.back[micro_batch] += 1
-                self.held[station] -= 1
+            station = last - passed_backward[micro_batch]
+            if passed_forward[micro_batch] > last and station >= 0 and route[station] == stage:
+                self.passed_backward[micro_batch] += 1
+                self.in_flight[station] -= 1
                 return Action("backward", micro_batch)
         for micro_batch, route in enumerate(self.routes):
-            station = forth[micro_batch]
-            has_place = station <= last and self.held[station] < self.num_stages - station
+            station = passed_forward[micro_batch]
+            has_place = station <= last and self.in_flight[station] < self.num_stages - station
             if has_place and route[station] == stage:
-                self.forth[micro_batch] += 1
-                self.held[station] += 1
+                self.passed_forward[micro_batch] += 1
+                self.in_flight[station] += 1
                 return Action("forward", micro_batch)
         return None
 
 
-def _played(routes: Sequence[Route], num_stages: int) -> Schedule:
-    play = _Play(routes, num_stages)
+def _simulated(routes: Sequence[Route], num_stages: int) -> Schedule:
+    simulation = _BatchSimulation(routes, num_stages)
     actions: list[list[Action]] = [[] for _ in range(num_stages)]
     num_ticks = 0
-    while min(play.back) < num_stages:
-        for stage, action in enumerate(play.tick()):
+    while min(simulation.passed_backward) < num_stages:
+        for stage, action in enumerate(simulation.tick()):
             if action is not None:
                 actions[stage].append(action)
         num_ticks += 1
@@ -176,18 +172,19 @@ class ScoredPart:
 
 
 class Call(Protocol):
-    """Give an order and wait for the answer, with a deadline; a lost stage becomes StageLostError."""
+    """Sends a command to a stage and waits for the reply until a deadline. A lost stage raises StageLostError."""
 
-    def __call__(self, stage: int, what: str, order: Callable[[], Awaitable[T]], /) -> Awaitable[T]: ...
+    def __call__(self, stage: int, what: str, send: Callable[[], Awaitable[T]], /) -> Awaitable[T]: ...
 
 
 class BatchRun:
-    """Forward and backward of all parts by `schedule`."""
+    """Runs all parts of one batch forward and backward by `schedule`."""
 
     def __init__(
         self,
         batch: int,
         parts: Sequence[ScoredPart],
+        *,
         schedule: Schedule,
         links: Sequence[StageLink],
         call: Call,
@@ -203,7 +200,7 @@ class BatchRun:
         self._waiting: dict[tuple[Action, int], asyncio.Future[Any]] = {}  # by action and stage that needs it
 
     async def run(self) -> None:
-        """Raises an ExceptionGroup of what went wrong; no action is under way after that."""
+        """Run the batch. Raises an ExceptionGroup of all failures; no action is running after that."""
         async with asyncio.TaskGroup() as group:
             for stage, actions in enumerate(self._schedule.actions):
                 group.create_task(self._work(stage, actions))
@@ -220,46 +217,46 @@ class BatchRun:
         part, route = self._parts[action.micro_batch], self._schedule.routes[action.micro_batch]
         is_last = station == len(route) - 1
         states = part.token_ids if station == 0 else await self._take(action, stage)
-        order = ForwardCommand(self._batch, action.micro_batch, states, part.answers if is_last else None)
-        result = await self._call(stage, "forward", partial(self._links[stage].forward, order))
+        command = ForwardCommand(self._batch, action.micro_batch, states, part.answers if is_last else None)
+        result = await self._call(stage, "forward", partial(self._links[stage].forward, command))
         if isinstance(result, TokenLogprobs) != is_last:
             raise PipelineError(
-                f"stage {stage} must answer as its place demands, got {type(result).__name__}; replace it"
+                f"stage {stage} must return what its place in the route demands, got {type(result).__name__}; replace it"
             )
         if isinstance(result, TokenLogprobs):
             gradient = await asyncio.to_thread(self._gradient_of, action.micro_batch, result)
-            self._give(action._replace(kind="backward"), stage, gradient)
+            self._set(action._replace(kind="backward"), stage, gradient)
         else:
             await asyncio.to_thread(self.sizes.forward, stage, result)
-            self._give(action, route[station + 1], result)
+            self._set(action, route[station + 1], result)
 
     async def _backward(self, stage: int, station: int, action: Action) -> None:
         gradient = await self._take(action, stage)
-        order = BackwardCommand(self._batch, action.micro_batch, gradient)
+        command = BackwardCommand(self._batch, action.micro_batch, gradient)
         if station == 0:
-            await self._call(stage, "backward", partial(self._links[stage].backward, order))
+            await self._call(stage, "backward", partial(self._links[stage].backward, command))
             await asyncio.to_thread(self.sizes.backward, stage, gradient, None)
             return
 
-        async def passed_on() -> Tensor:
-            result = await self._links[stage].backward(order)
+        async def gradient_before() -> Tensor:
+            result = await self._links[stage].backward(command)
             if result is None:
                 raise StageReplyError(f"stage {stage} must pass a gradient on, got none")
             return result
 
-        result = await self._call(stage, "backward", passed_on)
+        result = await self._call(stage, "backward", gradient_before)
         await asyncio.to_thread(self.sizes.backward, stage, gradient, result)
-        self._give(action, self._schedule.routes[action.micro_batch][station - 1], result)
+        self._set(action, self._schedule.routes[action.micro_batch][station - 1], result)
 
     def _place(self, action: Action, stage: int) -> "asyncio.Future[Any]":
         if (action, stage) not in self._waiting:
             self._waiting[action, stage] = asyncio.get_running_loop().create_future()
         return self._waiting[action, stage]
 
-    def _give(self, action: Action, stage: int, tensor: Tensor) -> None:
+    def _set(self, action: Action, stage: int, tensor: Tensor) -> None:
         self._place(action, stage).set_result(tensor)
 
     async def _take(self, action: Action, stage: int) -> Tensor:
         tensor = await self._place(action, stage)
-        del self._waiting[action, stage]  # taken once; nothing else holds it from here
+        del self._waiting[action, stage]  # read once; releases the tensor
         return tensor

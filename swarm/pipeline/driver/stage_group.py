@@ -1,14 +1,14 @@
-"""The crew: all stages of one policy, driven by one node.
+"""The stage group: all stages of one policy, driven by one node.
 
-    accumulate ─ 1F1B over the links ─▶ settle: every stage whole? ─▶ gradient norm over all stages
+    accumulate ─ 1F1B over the links ─▶ close the batch: is every stage complete? ─▶ gradient norm over all stages
          │                                                                   │
-         └── a stage lost or refusing ─▶ drop on all others        commit (every stage, once) or drop
+         └── a stage is lost or refuses ─▶ drop on all others     commit (every stage, once) or drop
 
-Settling comes before committing, so a batch is applied by all stages or by none; a stage that is lost between the two has to
-be rebuilt anyway. The node that drives should host the last stage: log-probs and logits then stay at home.
+Closing comes before committing, so a batch is applied by all stages or by none; a stage that is lost between the two has to
+be rebuilt anyway. The driver should host the last stage itself: log-probs and logits then never leave it.
 
-A stage is not believed: what it says is compared with what the driver ordered. A stage whose answer no honest stage gives is
-lost, and is named in `false_stages`.
+A stage is not trusted: the driver compares each reply with its command. A stage whose answer no honest stage gives is lost,
+and `dishonest_stages` names it.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from torch import Tensor
 
 from swarm.errors import NetworkError, PipelineError, StageLostError, StageRefusedError, StageReplyError
 from swarm.pipeline.commands import (
+    BatchGradient,
+    CloseBatchCommand,
     CommitCommand,
     DecodeCommand,
     ForwardCommand,
-    SettleCommand,
-    Settled,
     StageFacts,
     StageState,
 )
@@ -49,11 +49,11 @@ from swarm.policy.logprobs import TokenLogprobs
 logger = logging.getLogger(__name__)
 
 _SECOND_CHANCE_S = 0.5
-"""For a stage that gave no answer just now to hear that a batch or session is over: the fault may have been a short one."""
+"""Deadline for telling a stage that did not answer just now that a batch or session is over. It may be back already."""
 _LARGEST_NORM_RATIO = 1000.0
-"""Of one stage's gradient norm to that of all others together: a stage that claims more would scale theirs to nothing."""
+"""Largest ratio of one stage's gradient norm to that of all others: with more, clipping would scale theirs to nothing."""
 MAX_REFUSALS = 3
-"""In a row, of one kind of order: a stage that refuses so often is lost. Fewer may be for want of memory at that moment."""
+"""A stage that refuses so many commands of one kind in a row is lost. Fewer may come from a temporary lack of memory."""
 T = TypeVar("T")
 GradientOf = Callable[[int, TokenLogprobs], Tensor]
 """(micro-batch, its log-probs [B, T]) → gradient [B, T] of the loss of the whole batch with respect to them."""
@@ -61,76 +61,76 @@ GradientOf = Callable[[int, TokenLogprobs], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StageGroupSettings:
-    """How a crew works."""
+    """How a stage group works."""
 
     action_timeout_s: float = 120.0
-    """A stage that takes longer for one forward or backward pass, or one step of decoding, is lost."""
+    """A stage that takes longer for one forward or backward pass, or one decoding step, is lost."""
     commit_attempts: int = 3
-    """Orders to apply a settled batch are repeated: a stage that applied it already does nothing more."""
+    """How often the command to apply a closed batch is sent; a stage that has applied it does nothing more."""
     swap_edges: bool = False
-    """Every other micro-batch takes the swapped route (CheckFree+); only for bases that are trained so from the start."""
+    """Every other micro-batch takes the swapped route (CheckFree+). Only for bases that were trained like this from the start."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gradient:
-    """What a settled batch amounts to."""
+class GradientNorms:
+    """The gradient norms of a closed batch, before clipping."""
 
     norm: float
-    """Over all stages, every parameter once, before clipping; not finite where some gradient is not."""
+    """Norm over all stages, each parameter counted once; not finite where some gradient is not."""
     stage_norms: tuple[float, ...]
 
 
 class StageGroup:
-    """Stages in order. One batch at a time; `start` first."""
+    """The stages in order. Call `start` first. It works on one batch at a time, on the driver's event loop."""
 
     def __init__(
         self, links: Sequence[StageLink], settings: StageGroupSettings, bounds: StateBounds | None = None
     ) -> None:
-        """`bounds`: of the weights and moments that stages hand out; without it any that fit are taken."""
+        """`bounds` limits the weights and moments that stages return; without it, any that have the right shapes pass."""
         self._links = list(links)
         self._settings = settings
         self._bounds = bounds
         self._facts: list[StageFacts] = []
-        self._silent: set[int] = set()  # stages that did not answer when they were asked last
-        self._false: set[int] = set()
+        self._unanswered: set[int] = set()  # stages that did not answer the last command
+        self._dishonest: set[int] = set()
         self._proportions = Proportions()
-        self._refusals: Counter[tuple[int, str]] = Counter()  # in a row, by stage and kind of order
+        self._refusals: Counter[tuple[int, str]] = Counter()  # in a row, by stage and kind of command
         self._holders: dict[str, list[int]] = {}
         self._batch = 0
-        self._settled: list[Settled] | None = None
+        self._gradients: list[BatchGradient] | None = None
         self._norm = 0.0
         self._sessions = itertools.count(1)
         self.stage_norms: tuple[float, ...] = ()
-        """Gradient norm of each stage in the last settled batch with finite ones, before clipping: the weights of CheckFree."""
+        """Norm of each stage in the last closed batch with finite gradients, before clipping: the weights of CheckFree."""
         self.version = 0
 
     @property
     def num_stages(self) -> int:
-        """Stages of the crew."""
+        """Number of stages."""
         return len(self._links)
 
     @property
     def links(self) -> tuple[StageLink, ...]:
-        """To the stages, in order."""
+        """The links to the stages, in order."""
         return tuple(self._links)
 
     @property
     def facts(self) -> tuple[StageFacts, ...]:
-        """What each stage said of itself."""
+        """What each stage reported about itself."""
         return tuple(self._facts)
 
     @property
-    def false_stages(self) -> frozenset[int]:
-        """Stages whose machine gave an answer that no honest one gives."""
-        return frozenset(self._false)
+    def dishonest_stages(self) -> frozenset[int]:
+        """Stages whose machine gave an answer that no honest stage gives."""
+        return frozenset(self._dishonest)
 
     @property
     def holders(self) -> dict[str, tuple[int, ...]]:
-        """Stages that hold a parameter, where several do."""
+        """The stages that hold a parameter, for parameters of several stages."""
         return {name: tuple(stages) for name, stages in self._holders.items()}
 
     async def start(self) -> None:
-        """Ask all stages what they are. Raises StageLostError, and PipelineError unless they make up one whole model."""
+        """Ask all stages what they hold. Raises StageLostError, and PipelineError unless they form one whole model."""
         self._facts = await all_of(self._described(stage, link) for stage, link in enumerate(self._links))
         _check_whole(self._facts)
         holders: dict[str, list[int]] = {}
@@ -138,15 +138,15 @@ class StageGroup:
             for name in facts.shapes:
                 holders.setdefault(name, []).append(stage)
         self._holders = {name: stages for name, stages in holders.items() if len(stages) > 1}
-        self.version = self._facts[-1].version  # the driver's own stage, where it has one
-        self._settled = None
+        self.version = self._facts[-1].version  # the last stage is the driver's own where it has one
+        self._gradients = None
 
     async def replace(self, stage: int, link: StageLink) -> None:
-        """Go on with another machine for `stage`; its weights must be rebuilt and at the crew's version before.
+        """Continue with another machine for `stage`, whose weights are rebuilt and at the version of the group.
 
-        Raises PipelineError, and leaves the crew as it was, unless it holds the same layers of the same base.
+        Raises PipelineError, and changes nothing, unless the machine holds the same layers of the same base.
         """
-        self._false.discard(stage)
+        self._dishonest.discard(stage)
         facts, wanted = await self._described(stage, link), self._facts[stage]
         if (facts.part, facts.content_hash) != (wanted.part, wanted.content_hash):
             raise PipelineError(
@@ -158,51 +158,51 @@ class StageGroup:
                 f"stage {stage} must be at version {self.version}, got {facts.version}; rebuild it first"
             )
         self._links[stage], self._facts[stage] = link, facts
-        self._silent.discard(stage)
+        self._unanswered.discard(stage)
         self._proportions.forget(stage)
         self._refusals = Counter({key: count for key, count in self._refusals.items() if key[0] != stage})
-        self._settled = None
+        self._gradients = None
 
-    async def accumulate(self, parts: Sequence[ScoredPart], gradient_of: GradientOf) -> Gradient:
-        """Send a batch of micro-batches forward and back; `gradient_of` runs on another thread, one call at a time.
+    async def accumulate(self, parts: Sequence[ScoredPart], gradient_of: GradientOf) -> GradientNorms:
+        """Send a batch of micro-batches forward and backward; call `commit` or `drop` after it.
 
-        Afterwards `commit` or `drop`. Raises StageLostError for stages that are lost, PipelineError if one refuses, and
-        what `gradient_of` raises; the batch is then dropped on all that answer.
+        `gradient_of` runs on another thread, one call at a time. Raises StageLostError for lost stages, PipelineError if a
+        stage refuses, and whatever `gradient_of` raises. The batch is then dropped on all stages that answer.
         """
         self._batch += 1
-        self._settled = None
+        self._gradients = None
         batch = self._batch
         try:
             schedule = one_forward_one_backward(self.num_stages, len(parts), swap_edges=self._settings.swap_edges)
-            run = BatchRun(batch, parts, schedule, self._links, self._call, gradient_of)
+            run = BatchRun(batch, parts, schedule=schedule, links=self._links, call=self._call, gradient_of=gradient_of)
             await run.run()
-            settled = await all_of(self._settle(stage, len(parts)) for stage in range(self.num_stages))
-            self._norm = self._total_norm(settled)
+            gradients = await all_of(self._close_batch(stage, len(parts)) for stage in range(self.num_stages))
+            self._norm = self._total_norm(gradients)
         except BaseExceptionGroup as failures:
             raise await self._given_up(batch, first_of(failures)) from None
         except PipelineError as failure:
             raise await self._given_up(batch, failure) from None
-        norms = tuple(math.sqrt(one.own_norm_squared) for one in settled)
+        norms = tuple(math.sqrt(one.own_norm_squared) for one in gradients)
         try:
             self._check_norms(norms, run.sizes)
         except StageLostError as failure:
             raise await self._given_up(batch, failure) from None
-        self._settled = settled
+        self._gradients = gradients
         if all(map(math.isfinite, norms)):
             self.stage_norms = norms
-        return Gradient(self._norm, norms)
+        return GradientNorms(self._norm, norms)
 
     async def commit(self, *, lr: float, max_grad_norm: float) -> int:
-        """Apply the settled batch on all stages; returns the new version.
+        """Apply the closed batch on all stages and return the new version.
 
-        Raises StageLostError with `applied` for stages that do not confirm: the others have applied it, and a lost one is
-        rebuilt for the new version. Raises PipelineError without a settled batch or with a norm that is not finite.
+        Raises StageLostError with `applied` for stages that do not confirm: the others have applied it, and the lost ones
+        must be rebuilt for the new version. Raises PipelineError without a closed batch or where its norm is not finite.
         """
-        settled, self._settled = self._settled, None
-        if settled is None or not self._norm < float("inf"):
-            raise PipelineError(f"a batch must be settled and finite to be applied, got norm {self._norm}; drop it")
+        gradients, self._gradients = self._gradients, None
+        if gradients is None or not self._norm < float("inf"):
+            raise PipelineError(f"a batch must be closed and finite to be applied, got norm {self._norm}; drop it")
         scale = min(1.0, max_grad_norm / (self._norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-        totals = {name: self._total(name, settled) for name in self._holders}
+        totals = {name: self._total(name, gradients) for name in self._holders}
         calls: list[Awaitable[int]] = []
         if self._bounds is not None:
             self._bounds.stepped(lr, max_grad_norm)
@@ -222,12 +222,12 @@ class StageGroup:
         return self.version
 
     async def drop(self) -> None:
-        """Forget the batch; nothing of it stays. Stages that do not answer forget it with the next batch."""
-        self._settled = None
+        """Drop the batch on all stages. Stages that do not answer forget it when the next batch begins."""
+        self._gradients = None
         await self._drop_everywhere(self._batch)
 
     async def logprobs(self, parts: Sequence[ScoredPart], *, without_adapter: bool = False) -> list[TokenLogprobs]:
-        """Log-probs [B, T] of each part without gradients, several parts under way at once. Raises as `accumulate`."""
+        """Compute log-probs [B, T] of each part without gradients, several parts at once. Raises as `accumulate`."""
         places = asyncio.Semaphore(self.num_stages)
 
         async def one(part: ScoredPart) -> TokenLogprobs:
@@ -235,23 +235,23 @@ class StageGroup:
                 states: Tensor | TokenLogprobs = part.token_ids
                 for stage, link in enumerate(self._links):
                     answers = part.answers if stage == self.num_stages - 1 else None
-                    order = ForwardCommand(0, 0, _tensor(states), answers, without_adapter)
-                    states = await self._call(stage, "compute", partial(link.forward, order))
-                assert isinstance(states, TokenLogprobs), "its link answers as ordered"
+                    command = ForwardCommand(0, 0, _tensor(states), answers, without_adapter)
+                    states = await self._call(stage, "compute", partial(link.forward, command))
+                assert isinstance(states, TokenLogprobs), "a link checks that the reply fits the command"
                 return states
 
         return await all_of(one(part) for part in parts)
 
     def new_session(self) -> int:
-        """A number for `begin`; `end` it whatever happens in between."""
+        """Return a number for `begin`. Call `end` with it in every case."""
         return next(self._sessions)
 
     async def begin(self, session: int, token_ids: Tensor, left_padding: tuple[int, ...]) -> Tensor:
-        """Logits [B, V] after the last column of prompts [B, P] that are padded on the left."""
+        """Begin a session with prompts [B, P] padded on the left; returns logits [B, V] after their last column."""
         return await self._decode(session, token_ids, left_padding)
 
     async def extend(self, session: int, token_ids: Tensor) -> Tensor:
-        """Logits [B, V] after one more column [B, 1]; row i belongs to row i of the session."""
+        """Append one column [B, 1]; returns logits [B, V] after it. Row i belongs to row i of the session."""
         return await self._decode(session, token_ids, None)
 
     async def select(self, session: int, rows: Sequence[int]) -> None:
@@ -259,12 +259,12 @@ class StageGroup:
         await all_of(self._call(i, "select", partial(link.select, session, rows)) for i, link in enumerate(self._links))
 
     async def end(self, session: int) -> None:
-        """Forget a session; stages that do not answer forget it in time."""
+        """End a session. Stages that do not answer forget it after some time."""
         calls = [self._call(i, "end", self._brief(i, partial(link.end, session))) for i, link in enumerate(self._links)]
         failed_stages(await asyncio.gather(*calls, return_exceptions=True))
 
     async def state(self, stage: int) -> StageState:
-        """Weights and optimizer of a stage. Raises StageLostError."""
+        """Return weights and optimizer of a stage. Raises StageLostError."""
 
         async def checked() -> StageState:
             state = await self._links[stage].state()
@@ -279,20 +279,20 @@ class StageGroup:
         return await self._call(stage, "state", checked)
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Raises StageReplyError for weights that the steps so far cannot have given."""
+        """Raises StageReplyError for weights that the steps so far cannot have produced."""
         if self._bounds is not None:
             self._bounds.check(({"adapter": dict(weights), "optimizer": {}}, {}))
 
     async def restore(self, stage: int, state: StageState) -> None:
-        """Put weights and optimizer into a stage; `start` when all have theirs. Raises StageLostError, PipelineError."""
+        """Write weights and optimizer into a stage; call `start` after the last one. Raises StageLostError, PipelineError."""
         if self._bounds is not None:
             self._bounds.given(state)
         await self._call(stage, "restore", partial(self._links[stage].restore, *state))
 
     async def recover(self, stage: int, link: StageLink, weights: Mapping[str, Tensor]) -> None:
-        """Fill the machine behind `link`, which takes the place of `stage`, and go on with it.
+        """Write weights into the machine behind `link`, which replaces `stage`, and continue with it.
 
-        Raises what the link raises, and as `replace`.
+        Raises what the link and `replace` raise.
         """
         moments = await self._shared_moments(stage)
         if self._bounds is not None:
@@ -302,7 +302,7 @@ class StageGroup:
         await self.replace(stage, link)
 
     async def _shared_moments(self, stage: int) -> dict[str, Tensor]:
-        """Optimizer state of the parameters that a lost stage had in common with others, from the first of these."""
+        """Return the optimizer state of parameters that a lost stage shared with others, from the first of these."""
         found: dict[str, Tensor] = {}
         for name, stages in self._holders.items():
             others = [other for other in stages if other != stage]
@@ -324,20 +324,20 @@ class StageGroup:
 
     async def _decode(self, session: int, states: Tensor, left_padding: tuple[int, ...] | None) -> Tensor:
         for stage, link in enumerate(self._links):
-            order = DecodeCommand(session, states, left_padding, is_last=stage == self.num_stages - 1)
-            states = await self._call(stage, "decode", partial(link.decode, order))
+            command = DecodeCommand(session, states, left_padding, is_last=stage == self.num_stages - 1)
+            states = await self._call(stage, "decode", partial(link.decode, command))
         return states
 
-    async def _settle(self, stage: int, num_micro_batches: int) -> Settled:
+    async def _close_batch(self, stage: int, num_micro_batches: int) -> BatchGradient:
         shared = tuple(sorted(name for name, stages in self._holders.items() if stage in stages))
-        order = SettleCommand(self._batch, num_micro_batches, shared)
-        return await self._call(stage, "settle", partial(self._links[stage].settle, order))
+        command = CloseBatchCommand(self._batch, num_micro_batches, shared)
+        return await self._call(stage, "settle", partial(self._links[stage].close_batch, command))
 
-    async def _commit_on(self, stage: int, order: CommitCommand) -> int:
+    async def _commit_on(self, stage: int, command: CommitCommand) -> int:
         wanted = self.version + 1
 
         async def checked() -> int:
-            version = await self._links[stage].commit(order)
+            version = await self._links[stage].commit(command)
             if version != wanted:
                 raise StageReplyError(f"stage {stage} must be at version {wanted} after the batch, got {version}")
             return version
@@ -350,11 +350,11 @@ class StageGroup:
                     raise
         raise PipelineError("commit_attempts must be at least 1; raise it")
 
-    async def _call(self, stage: int, what: str, order: Callable[[], Awaitable[T]]) -> T:
+    async def _call(self, stage: int, what: str, send: Callable[[], Awaitable[T]]) -> T:
         try:
             async with asyncio.timeout(self._settings.action_timeout_s):
-                result = await order()
-            self._silent.discard(stage)
+                result = await send()
+            self._unanswered.discard(stage)
             self._refusals.pop((stage, what), None)
             return result
         except TimeoutError:
@@ -363,17 +363,17 @@ class StageGroup:
             reason = str(error)
         except StageReplyError as error:
             reason = str(error)
-            self._false.add(stage)
+            self._dishonest.add(stage)
         except StageRefusedError as error:
             reason = f"a refusal: {error}"
             self._refusals[stage, what] += 1
             if self._refusals[stage, what] < MAX_REFUSALS:
-                raise StageRefusedError(f"stage {stage} must carry out its orders, got to {what} {reason}") from None
-        self._silent.add(stage)
+                raise StageRefusedError(f"stage {stage} must carry out its commands, got to {what} {reason}") from None
+        self._unanswered.add(stage)
         raise StageLostError(f"stage {stage} must answer to {what}, got {reason}; rebuild it elsewhere", (stage,))
 
     async def _given_up(self, batch: int, failure: BaseException) -> BaseException:
-        """Drop the batch on all stages; returns what to raise, with all lost stages in it."""
+        """Drop the batch on all stages; returns the error to raise, which names all lost stages."""
         also = await self._drop_everywhere(batch)
         if isinstance(failure, StageLostError):
             lost = tuple(sorted({*failure.stages, *also}))
@@ -388,33 +388,35 @@ class StageGroup:
         lost = failed_stages(await asyncio.gather(*calls, return_exceptions=True))
         if lost:
             logger.warning(
-                "stages %s did not hear that batch %d is dropped; they forget it with the next one", lost, batch
+                "stages %s did not confirm that batch %d is dropped; they forget it when the next one begins",
+                lost,
+                batch,
             )
         return lost
 
-    def _brief(self, stage: int, order: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
-        """The order as it is, or for a stage that gave no answer last with a short deadline: its loss is known already."""
-        if stage not in self._silent:
-            return order
+    def _brief(self, stage: int, send: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
+        """Return `send`, with a short deadline for a stage that did not answer last: its loss is known already."""
+        if stage not in self._unanswered:
+            return send
 
         async def hurried() -> T:
             async with asyncio.timeout(_SECOND_CHANCE_S):
-                return await order()
+                return await send()
 
         return hurried
 
-    def _total(self, name: str, settled: Sequence[Settled]) -> Tensor:
-        """Gradient of a shared parameter, summed in the order of the stages."""
-        return torch.stack([settled[stage].shared_gradients[name] for stage in self._holders[name]]).sum(0)
+    def _total(self, name: str, gradients: Sequence[BatchGradient]) -> Tensor:
+        """Return the gradient of a shared parameter, summed in the order of the stages."""
+        return torch.stack([gradients[stage].shared_gradients[name] for stage in self._holders[name]]).sum(0)
 
-    def _total_norm(self, settled: Sequence[Settled]) -> float:
-        shared = sum(self._total(name, settled).float().norm().double().square().item() for name in self._holders)
-        return math.sqrt(sum(one.own_norm_squared for one in settled) + shared)
+    def _total_norm(self, gradients: Sequence[BatchGradient]) -> float:
+        shared = sum(self._total(name, gradients).float().norm().double().square().item() for name in self._holders)
+        return math.sqrt(sum(one.own_norm_squared for one in gradients) + shared)
 
     def _check_norms(self, norms: Sequence[float], sizes: BatchSizes) -> None:
-        """A batch in which one stage's norm dwarfs all others counts as not finite, and so is not applied.
+        """Check the norms of a closed batch. A batch in which one norm exceeds all others by far is not applied.
 
-        Raises StageLostError for a stage that has ruined several batches in a row. The last stage is the driver's own.
+        Raises StageLostError for a stage that spoiled several batches in a row. The last stage is the driver's own.
         """
         stage = max(range(len(norms)), key=lambda one: norms[one])
         others = math.sqrt(sum(norm * norm for one, norm in enumerate(norms) if one != stage))
@@ -424,12 +426,12 @@ class StageGroup:
             self._proportions.observe(sizes, norms)
             return
         odd, is_to_go = self._proportions.ruined(sizes, norms)
-        told = "no stage is out of proportion" if odd is None else f"stage {odd} is out of proportion"
-        logger.warning("the batch is not applied, with gradient norms of %s: %s", norms, told)
+        cause = "no stage is out of proportion" if odd is None else f"stage {odd} is out of proportion"
+        logger.warning("the batch is not applied, with gradient norms of %s: %s", norms, cause)
         if odd is not None and is_to_go and odd < self.num_stages - 1:
-            self._false.add(odd)
-            self._silent.add(odd)
-            raise StageLostError(f"stage {odd} must not ruin one batch after the other; rebuild it elsewhere", (odd,))
+            self._dishonest.add(odd)
+            self._unanswered.add(odd)
+            raise StageLostError(f"stage {odd} spoiled several batches in a row; rebuild it elsewhere", (odd,))
 
 
 def _tensor(states: Tensor | TokenLogprobs) -> Tensor:
@@ -442,10 +444,10 @@ def _check_whole(facts: Sequence[StageFacts]) -> None:
     ends = [(one.part.start, one.part.stop) for one in facts]
     wanted_starts = [0, *(stop for _, stop in ends[:-1])]
     if [start for start, _ in ends] != wanted_starts or ends[-1][1] != facts[0].num_model_layers:
-        raise PipelineError(f"stages must hold all layers in order, got {ends}; assign them anew")
+        raise PipelineError(f"stages must hold all layers in order, got {ends}; assign them again")
     if not facts[0].part.has_embedding or not facts[-1].part.has_head:
         raise PipelineError(
-            "the first stage must hold the embedding and the last the head, got others; assign them anew"
+            "the first stage must hold the embedding and the last one the head, got others; assign them again"
         )
     versions = [one.version for one in facts]
     if len(set(versions)) > 1:

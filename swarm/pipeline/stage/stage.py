@@ -1,15 +1,14 @@
 """One stage: a slice of the model, the micro-batches in flight through it, and its share of the optimizer.
 
-    nothing open ─forward─▶ open: gradients add up ─settle─▶ settled ─commit─▶ applied once, nothing open
-                                    └──────────────drop──────────┴─────────▶ forgotten, nothing open
+    no batch ─forward─▶ open: gradients add up ─close_batch─▶ closed ─commit─▶ applied once, no batch
+                                └──────────────drop─────────────┴────────────▶ no batch
 
-A batch is applied as a whole or leaves no trace. Batch numbers only grow: an order of a newer batch forgets an older one
-that is still open (its crew gave it up), and orders of older ones are refused. Not thread-safe: one order at a time.
+A batch is applied as a whole or leaves no trace. Batch numbers only grow: a command of a newer batch drops an older one that
+is still open, which its driver gave up, and commands of older batches are refused. Not thread-safe: one command at a time.
 
-Keys and values of answers in the making in one stage, bounded in number and in bytes.
-
-A crew that vanished leaves its sessions behind: those that nobody continues make room once they are idle for long. A commit
-ends all of them, since keys and values of two policy versions do not mix.
+Sessions hold keys and values of answers that are being sampled, bounded in number and in bytes. A driver that vanished
+leaves its sessions behind; once they are idle for long, a new session may replace them. A commit ends all sessions, since
+keys and values of two policy versions do not mix.
 """
 
 import math
@@ -28,11 +27,11 @@ from swarm.errors import PipelineError
 from swarm.pipeline.commands import (
     Answers,
     BackwardCommand,
+    BatchGradient,
+    CloseBatchCommand,
     CommitCommand,
     DecodeCommand,
     ForwardCommand,
-    SettleCommand,
-    Settled,
     StageFacts,
     StageSettings,
 )
@@ -41,7 +40,7 @@ from swarm.pipeline.stage.stage_optimizer import StageOptimizer
 from swarm.policy.logprobs import TokenLogprobs, scored_answers
 
 _REMEMBERED = 256
-"""Numbers of sessions that ended."""
+"""How many numbers of ended sessions are remembered."""
 
 
 @dataclass(slots=True)
@@ -63,24 +62,24 @@ class DecodeSessions:
         self._ended: deque[int] = deque(maxlen=_REMEMBERED)
 
     @torch.no_grad()
-    def decode(self, order: DecodeCommand) -> Tensor:
-        """Hidden states [B, n, W] of the new columns, or logits [B, V] of the last. Raises PipelineError.
+    def decode(self, command: DecodeCommand) -> Tensor:
+        """Return hidden states [B, n, W] of the new columns, or logits [B, V] of the last. Raises PipelineError.
 
-        A failed order ends its session: nothing half-extended is continued.
+        A command that fails ends its session, so a partly extended session is never continued.
         """
-        if order.left_padding is not None:
-            self._begin(order, order.left_padding)
-        session = self._get(order.session)
-        num_rows, num_new = order.states.shape[:2]
+        if command.left_padding is not None:
+            self._begin(command, command.left_padding)
+        session = self._get(command.session)
+        num_rows, num_new = command.states.shape[:2]
         if num_rows != len(session.left_padding):
             raise PipelineError(f"a session must keep its {len(session.left_padding)} rows, got {num_rows}")
-        self._check_room(order.session, num_rows, session.num_columns + num_new, self._work_bytes(order, session))
-        del self._sessions[order.session]
-        hidden = self._model.run(order.states, session.left_padding, session.cache)
-        result = self._model.logits(hidden[:, -1]).float() if order.is_last else hidden
+        self._check_room(command.session, num_rows, session.num_columns + num_new, self._work_bytes(command, session))
+        del self._sessions[command.session]
+        hidden = self._model.run(command.states, session.left_padding, session.cache)
+        result = self._model.logits(hidden[:, -1]).float() if command.is_last else hidden
         session.num_columns += num_new
         session.last_used_s = self._clock()
-        self._sessions[order.session] = session
+        self._sessions[command.session] = session
         return result
 
     def select(self, number: int, rows: Sequence[int]) -> None:
@@ -92,56 +91,56 @@ class DecodeSessions:
             )
         self._check_room(number, len(rows), session.num_columns)
         index = torch.tensor(rows, device=self._model.device)
-        session.cache.reorder_cache(index)  # type: ignore[arg-type]  # any tensor of indices will do
+        session.cache.reorder_cache(index)  # type: ignore[arg-type]  # it takes any tensor of indices
         session.left_padding = session.left_padding[index]
 
     def end(self, number: int) -> None:
-        """Forget a session; one that is not there is no error. Its number is used up.
+        """End a session, which need not exist. Its number is used up.
 
-        An order that was given up may come after the end: it must not leave a session behind that nobody knows of.
+        A decode command that the driver gave up may arrive after the end; it must not leave a session that nobody ends.
         """
         self._sessions.pop(number, None)
         self._ended.append(number)
 
     def end_all(self) -> None:
-        """Forget all of them."""
+        """End all sessions."""
         self._sessions.clear()
 
     def num_bytes(self) -> int:
-        """Keys and values held."""
+        """Bytes of keys and values of all sessions."""
         return sum(len(s.left_padding) * s.num_columns for s in self._sessions.values()) * self._model.cache_token_bytes
 
-    def _begin(self, order: DecodeCommand, left_padding: tuple[int, ...]) -> None:
-        num_new = order.states.shape[1]
-        if len(left_padding) != order.states.shape[0] or not all(0 <= pad < num_new for pad in left_padding):
+    def _begin(self, command: DecodeCommand, left_padding: tuple[int, ...]) -> None:
+        num_new = command.states.shape[1]
+        if len(left_padding) != command.states.shape[0] or not all(0 <= pad < num_new for pad in left_padding):
             raise PipelineError(f"left padding must be in [0, {num_new}) for every row, got {list(left_padding)[:8]}")
-        if order.session in self._ended:
+        if command.session in self._ended:
             raise PipelineError(
-                f"a session that has ended must not begin again, got {order.session}; take a new number"
+                f"a session that has ended must not begin again, got {command.session}; take a new number"
             )
-        self._sessions.pop(order.session, None)
+        self._sessions.pop(command.session, None)
         oldest_s = self._clock() - self._settings.session_idle_s
         self._sessions = {number: s for number, s in self._sessions.items() if s.last_used_s >= oldest_s}
         if len(self._sessions) >= self._settings.max_sessions:
             raise PipelineError(f"a stage must hold at most {self._settings.max_sessions} sessions; end one first")
-        self._check_room(order.session, len(left_padding), num_new)
+        self._check_room(command.session, len(left_padding), num_new)
         padding = torch.tensor(left_padding, device=self._model.device)
-        self._sessions[order.session] = _Session(self._model.new_cache(), padding, 0, self._clock())
+        self._sessions[command.session] = _Session(self._model.new_cache(), padding, 0, self._clock())
 
     def _get(self, number: int) -> _Session:
         if number not in self._sessions:
-            raise PipelineError(f"a session must be begun before it is continued, got {number}; begin it anew")
+            raise PipelineError(f"a session must be begun before it is continued, got {number}; begin it again")
         return self._sessions[number]
 
-    def _work_bytes(self, order: DecodeCommand, session: _Session) -> int:
-        """What an order takes while it is carried out, in what grows faster than its states: a mask, and logits."""
-        num_rows, num_new = order.states.shape[:2]
+    def _work_bytes(self, command: DecodeCommand, session: _Session) -> int:
+        """Bytes that a command needs besides its states and that grow faster than these: a mask, and logits."""
+        num_rows, num_new = command.states.shape[:2]
         is_padded = bool(session.left_padding.any())
-        logits_bytes = 4 * num_rows * self._model.vocab_size if order.is_last else 0
+        logits_bytes = 4 * num_rows * self._model.vocab_size if command.is_last else 0
         return logits_bytes + self._model.mask_bytes(num_rows, num_new, session.num_columns, is_padded=is_padded)
 
     def _check_room(self, number: int, num_rows: int, num_columns: int, work_bytes: int = 0) -> None:
-        """Before anything is computed: whether the session may become this large, and its order take so much."""
+        """Raises PipelineError unless the session may grow to this size with a command that needs `work_bytes`."""
         others = sum(len(s.left_padding) * s.num_columns for n, s in self._sessions.items() if n != number)
         needed = (others + num_rows * num_columns) * self._model.cache_token_bytes + work_bytes
         if needed > self._settings.max_session_bytes:
@@ -151,16 +150,16 @@ class DecodeSessions:
             )
 
 
-class _Kept(NamedTuple):
+class _InFlight(NamedTuple):
     """What the backward pass of a micro-batch starts from."""
 
-    states: Tensor  # a leaf of the graph where it is floating
+    states: Tensor  # a leaf of the graph where it is floating-point
     answers: Answers | None
-    result: Tensor | None  # None where it is to be recomputed
+    result: Tensor | None  # None where it is computed again
 
 
 class Stage:
-    """Carries out the orders of one crew."""
+    """Carries out the commands of one driver."""
 
     def __init__(
         self, model: StageModel, settings: StageSettings, *, clock: Callable[[], float] = time.monotonic
@@ -171,25 +170,25 @@ class Stage:
             model.trainable, model.layer_prefix, settings.weight_decay, fused=model.device.type != "mps"
         )
         self._sessions = DecodeSessions(model, settings, clock)
-        self._kept: dict[int, _Kept] = {}
-        self._batch: int | None = None  # open or settled
-        self._done: set[int] = set()  # micro-batches of it whose backward pass is complete
-        self._shared: frozenset[str] | None = None  # once it is settled
+        self._in_flight: dict[int, _InFlight] = {}
+        self._batch: int | None = None  # open or closed
+        self._done: set[int] = set()  # its micro-batches whose backward pass is complete
+        self._shared: frozenset[str] | None = None  # names of its shared parameters, once it is closed
         self._last_batch = 0
         self._committed: int | None = None
 
     @property
     def version(self) -> int:
-        """Batches applied."""
+        """Number of applied batches."""
         return self._optimizer.version
 
     @property
     def num_in_flight(self) -> int:
-        """Micro-batches kept for their backward pass."""
-        return len(self._kept)
+        """Number of micro-batches stored for their backward pass."""
+        return len(self._in_flight)
 
     def describe(self) -> StageFacts:
-        """What the crew must know."""
+        """Return what the driver must know about this stage."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self._model.trainable.items()}
         last = max(self._last_batch, self._batch or 0)
         model = self._model
@@ -197,113 +196,116 @@ class Stage:
             model.part, model.num_model_layers, model.layer_prefix, shapes, self.version, last, model.content_hash
         )
 
-    def forward(self, order: ForwardCommand) -> Tensor | TokenLogprobs:
-        """Hidden states [B, L, W] for the next station, or log-probs of the answers. Raises PipelineError."""
-        self._check_states(order.states)
-        num_rows, num_columns = order.states.shape[:2]
+    def forward(self, command: ForwardCommand) -> Tensor | TokenLogprobs:
+        """Return hidden states [B, L, W] for the next stage, or log-probs of the answers. Raises PipelineError."""
+        self._check_states(command.states)
+        num_rows, num_columns = command.states.shape[:2]
         mask_bytes = self._model.mask_bytes(num_rows, num_columns, 0, is_padded=False)
         if mask_bytes > self._settings.max_session_bytes:
             raise PipelineError(
                 f"a mask of a stage must fit into {self._settings.max_session_bytes} bytes, got {mask_bytes}; send shorter rows"
             )
-        if order.answers is not None:
-            _check_answers(order.answers, order.states, self._model.vocab_size)
-        if order.batch == 0:
-            adapter = self._model.adapter_off() if order.without_adapter else nullcontext()
+        if command.answers is not None:
+            _check_answers(command.answers, command.states, self._model.vocab_size)
+        if command.batch == 0:
+            adapter = self._model.adapter_off() if command.without_adapter else nullcontext()
             with torch.no_grad(), _refused_without_memory(), adapter:
-                return _detached(self._compute(order.states, order.answers))
-        if not 0 <= order.micro_batch < self._settings.max_micro_batches:
+                return _detached(self._compute(command.states, command.answers))
+        if not 0 <= command.micro_batch < self._settings.max_micro_batches:
             raise PipelineError(
-                f"a micro-batch must be in [0, {self._settings.max_micro_batches}), got {order.micro_batch}; use fewer"
+                f"a micro-batch must be in [0, {self._settings.max_micro_batches}), got {command.micro_batch}; use fewer"
             )
-        self._open(order.batch)
-        if order.micro_batch in self._kept or order.micro_batch in self._done:
-            raise PipelineError(f"a micro-batch must be computed once, got {order.micro_batch} again; drop the batch")
-        if len(self._kept) >= self._settings.max_in_flight:
+        self._open(command.batch)
+        if command.micro_batch in self._in_flight or command.micro_batch in self._done:
+            raise PipelineError(f"a micro-batch must be computed once, got {command.micro_batch} again; drop the batch")
+        if len(self._in_flight) >= self._settings.max_in_flight:
             raise PipelineError(f"at most {self._settings.max_in_flight} micro-batches may be in flight; use fewer")
-        states = order.states.to(self._model.device).detach()
+        states = command.states.to(self._model.device).detach()
         if states.is_floating_point():
             states.requires_grad_()
         with torch.set_grad_enabled(not self._settings.recompute), _refused_without_memory():
-            result = self._compute(states, order.answers)
+            result = self._compute(states, command.answers)
         output = _differentiable(result)
-        self._kept[order.micro_batch] = _Kept(states, order.answers, None if self._settings.recompute else output)
+        self._in_flight[command.micro_batch] = _InFlight(
+            states, command.answers, None if self._settings.recompute else output
+        )
         return _detached(result)
 
-    def backward(self, order: BackwardCommand) -> Tensor | None:
-        """Gradient [B, L, W] for the station before; None where the micro-batch began. Raises PipelineError.
+    def backward(self, command: BackwardCommand) -> Tensor | None:
+        """Return the gradient [B, L, W] for the previous stage, None where the micro-batch began. Raises PipelineError.
 
-        Parameters gather their gradient until the batch is committed or dropped.
+        Parameters accumulate their gradient until the batch is committed or dropped.
         """
-        self._check_open(order.batch)
-        kept = self._kept.get(order.micro_batch)
-        if kept is None:
-            raise PipelineError(f"a micro-batch must be computed before its backward pass, got {order.micro_batch}")
-        output = kept.result
+        self._check_open(command.batch)
+        stored = self._in_flight.get(command.micro_batch)
+        if stored is None:
+            raise PipelineError(f"a micro-batch must be computed before its backward pass, got {command.micro_batch}")
+        output = stored.result
         if output is None:
             with _refused_without_memory():
-                output = _differentiable(self._compute(kept.states, kept.answers))
-        if order.gradient.shape != output.shape:
-            raise PipelineError(f"a gradient must have shape {tuple(output.shape)}, got {tuple(order.gradient.shape)}")
-        del self._kept[order.micro_batch]
-        if output.requires_grad:  # not so in a stage without adapted layers where the micro-batch begins
+                output = _differentiable(self._compute(stored.states, stored.answers))
+        if command.gradient.shape != output.shape:
+            raise PipelineError(
+                f"a gradient must have shape {tuple(output.shape)}, got {tuple(command.gradient.shape)}"
+            )
+        del self._in_flight[command.micro_batch]
+        if output.requires_grad:  # false for a first stage without adapted layers
             with _refused_without_memory():
-                output.backward(order.gradient.to(output))
-        self._done.add(order.micro_batch)
-        return kept.states.grad
+                output.backward(command.gradient.to(output))
+        self._done.add(command.micro_batch)
+        return stored.states.grad
 
-    def settle(self, order: SettleCommand) -> Settled:
-        """Close the batch for further micro-batches and report its gradient.
+    def close_batch(self, command: CloseBatchCommand) -> BatchGradient:
+        """Close the batch for further micro-batches and return its gradient.
 
         Raises PipelineError unless exactly the expected micro-batches went forward and backward.
         """
-        self._check_open(order.batch)
-        # counted first: the number in the order may be any, and the set is as large as it says
-        is_whole = len(self._done) == order.num_micro_batches and self._done == set(range(order.num_micro_batches))
-        if self._kept or not is_whole:
+        self._check_open(command.batch)
+        # compare the count first: the number in the command may be huge, and the set would be as large
+        is_whole = len(self._done) == command.num_micro_batches and self._done == set(range(command.num_micro_batches))
+        if self._in_flight or not is_whole:
             raise PipelineError(
-                f"a batch must be whole before it is applied, got {len(self._done)} of {order.num_micro_batches} "
-                f"micro-batches and {len(self._kept)} in flight; drop it"
+                f"a batch must be complete before it is closed, got {len(self._done)} of {command.num_micro_batches} "
+                f"micro-batches and {len(self._in_flight)} in flight; drop it"
             )
-        settled = Settled(*self._optimizer.gradient(order.shared))
-        self._shared = frozenset(order.shared)
+        settled = BatchGradient(*self._optimizer.gradient(command.shared))
+        self._shared = frozenset(command.shared)
         return settled
 
-    def commit(self, order: CommitCommand) -> int:
-        """Apply the settled batch, once however often it is ordered; returns the version. Raises PipelineError."""
-        if order.batch == self._committed:
+    def commit(self, command: CommitCommand) -> int:
+        """Apply the closed batch, once for any number of commits; returns the version. Raises PipelineError."""
+        if command.batch == self._committed:
             return self.version
-        self._check_open(order.batch)
+        self._check_open(command.batch)
         if self._shared is None:
-            raise PipelineError("a batch must be settled before it is committed; settle it first")
-        if self._shared != set(order.shared_gradients):
+            raise PipelineError("a batch must be closed before it is committed; close it first")
+        if self._shared != set(command.shared_gradients):
             raise PipelineError(
                 f"the sums of all {len(self._shared)} shared gradients must come with the commit, got "
-                f"{len(order.shared_gradients)}; drop the batch"
+                f"{len(command.shared_gradients)}; drop the batch"
             )
-        if not (math.isfinite(order.scale) and 0 <= order.scale <= 1 and math.isfinite(order.lr) and order.lr >= 0):
+        if not (
+            math.isfinite(command.scale) and 0 <= command.scale <= 1 and math.isfinite(command.lr) and command.lr >= 0
+        ):
             raise PipelineError(
-                f"scale must be in [0, 1] and lr finite, got {order.scale} and {order.lr}; drop the batch"
+                f"scale must be in [0, 1] and lr finite, got {command.scale} and {command.lr}; drop the batch"
             )
-        self._optimizer.apply(order)
+        self._optimizer.apply(command)
         self._sessions.end_all()
-        self._committed = order.batch
-        self._close(order.batch)
+        self._committed = command.batch
+        self._close(command.batch)
         return self.version
 
     def drop(self, batch: int) -> None:
-        """Forget a batch; nothing of it stays, and orders of it that come late are refused.
-
-        One that was applied stays applied.
-        """
+        """Drop a batch. Commands of it that arrive later are refused. A batch that was applied stays applied."""
         if self._batch is None or self._batch <= batch:
             self._close(batch)
 
-    def decode(self, order: DecodeCommand) -> Tensor:
+    def decode(self, command: DecodeCommand) -> Tensor:
         """See `DecodeSessions.decode`."""
-        self._check_states(order.states)
+        self._check_states(command.states)
         with _refused_without_memory():
-            return self._sessions.decode(order)
+            return self._sessions.decode(command)
 
     def select(self, session: int, rows: Sequence[int]) -> None:
         """See `DecodeSessions.select`."""
@@ -316,18 +318,18 @@ class Stage:
         self._sessions.end(session)
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, int | float]]:
-        """Weights and optimizer as tensors on the CPU, and JSON-able rest; as in a single process's checkpoint."""
+        """Return weights and optimizer as tensors on the CPU, and values for JSON, as in a single process's checkpoint."""
         return self._optimizer.state()
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: Mapping[str, int | float]) -> None:
-        """Continue from what `state` gave. Raises PipelineError where names, shapes or values misfit."""
+        """Continue from a `state`. Raises PipelineError where names, shapes or values do not fit."""
         self._optimizer.restore(tensors, rest)
         self._forget()
 
     def recover(self, weights: Mapping[str, Tensor], version: int, moments: Mapping[str, Tensor]) -> None:
-        """Take rebuilt weights, with a fresh optimizer and a raised learning rate. Raises PipelineError.
+        """Write rebuilt weights, with a fresh optimizer and a raised learning rate. Raises PipelineError.
 
-        `moments`, named as in `state`, are those of what other stages hold too: all copies must go on taking equal steps.
+        `moments`, named as in `state`, belong to parameters that other stages hold too: all copies must take equal steps.
         """
         self._optimizer.recover(weights, version, moments)
         self._forget()
@@ -368,12 +370,12 @@ class Stage:
 
     def _check_open(self, batch: int) -> None:
         if batch != self._batch:
-            raise PipelineError(f"a batch must be open to go on, got {batch} with {self._batch} open; begin a new one")
+            raise PipelineError(f"batch {batch} is not open, {self._batch} is; begin a new one")
 
     def _close(self, batch: int) -> None:
         self._last_batch = max(self._last_batch, batch)
         self._batch, self._shared = None, None
-        self._kept.clear()
+        self._in_flight.clear()
         self._done.clear()
         self._optimizer.clear()
 
@@ -396,9 +398,9 @@ def _check_answers(answers: Answers, states: Tensor, vocab_size: int) -> None:
     num_rows, num_columns = states.shape[:2]
     ends = [start + len(row) for start, row in zip(answers.starts, answers.token_ids, strict=False)]
     if len(answers.starts) != num_rows or len(answers.token_ids) != num_rows or not all(answers.token_ids):
-        raise PipelineError(f"every one of {num_rows} rows must have a start and an answer, got others")
+        raise PipelineError(f"each of the {num_rows} rows must have a start and an answer; the command lacks some")
     if min(answers.starts) < 0 or max(ends) > num_columns or not answers.temperature > 0:
-        raise PipelineError(f"answers must lie within {num_columns} columns at a temperature above 0, got others")
+        raise PipelineError(f"answers must lie within {num_columns} columns at a temperature above 0; these do not")
     if not all(0 <= token < vocab_size for row in answers.token_ids for token in row):
         raise PipelineError(f"answer tokens must be in [0, {vocab_size}), got others")
 
@@ -409,7 +411,7 @@ def _differentiable(result: Tensor | TokenLogprobs) -> Tensor:
 
 def _detached(result: Tensor | TokenLogprobs) -> Tensor | TokenLogprobs:
     if isinstance(result, TokenLogprobs):
-        # to where the loss is computed, which need not be the device of this stage
+        # move it to where the loss is computed, which need not be the device of this stage
         entropy = None if result.entropy is None else result.entropy.cpu()
         return TokenLogprobs(result.logprobs.detach().cpu(), result.mask.cpu(), entropy)
     return result.detach()

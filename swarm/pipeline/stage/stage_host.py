@@ -1,13 +1,9 @@
-"""One machine of a crew: the stages it holds, copies of its neighbours' adapters, and what it says of itself.
+"""One machine of a pipeline: the stages it holds, the copies of neighbours' adapters it stores, and its measured speed.
 
-    (kind, payload bytes) ─▶ machine, load, unload, copy, keep, kept: this host   ─▶ reply bytes
-                         └─▶ everything else: the stage that begins with layer `slot`
+    (kind, payload bytes) ─▶ machine, load, unload, copy, keep, kept: this host    ─▶ reply bytes
+                         └─▶ all other kinds: the stage that begins with layer `slot`
 
-Orders come one at a time, on one thread. Refusals are replies; what `carry_out` raises is a bug.
-
-How fast this machine passes micro-batches through a layer: what layers are assigned by.
-
-A stage behind bytes: what a machine does with an order that came over the network.
+Commands arrive one at a time, on one thread. A refusal is a reply; an exception out of `carry_out` is a bug.
 """
 
 import hashlib
@@ -40,7 +36,7 @@ _PASSES = 3
 
 
 def layers_per_s(folder: Path, lora: LoraSection, device: torch.device, dtype: torch.dtype) -> float:
-    """Forward and backward passes of one layer per second, the fastest of three after one to warm up."""
+    """Measure forward and backward passes of one layer per second: the fastest of three after one to warm up."""
     model = load_stage(folder, StagePart(0, 1, False, False), lora=lora, device=device, dtype=dtype)
     states = torch.zeros(_ROWS, _COLUMNS, model.width, device=device)
     fastest_s = float("inf")
@@ -55,25 +51,25 @@ def layers_per_s(folder: Path, lora: LoraSection, device: torch.device, dtype: t
 
 
 STATES_KINDS = ("forward", "backward", "decode")
-"""Orders that carry hidden states."""
+"""Kinds of commands that carry hidden states."""
 WEIGHTS_KINDS = ("commit", "restore", "recover")
-"""Orders that carry weights, moments or gradients of them."""
+"""Kinds of commands that carry weights, moments or gradients of them."""
 PLAIN_KINDS = ("describe", "settle", "drop", "select", "end", "state")
 
 
 def stage_reply(stage: Stage, kind: str, fields: Fields, precision: WirePrecision) -> tuple[Bundle, bool]:
-    """(reply, whether its `states` are hidden states or gradients of them, to be sent in `precision`).
+    """Return (reply, whether its `states` are hidden states or their gradients, to be sent in `precision`).
 
     `kind` is one of those above. Raises PipelineError.
     """
     if kind == "forward":
-        order = command_bytes.forward_order(fields)
-        return command_bytes.forward_reply(stage.forward(order)), order.answers is None
+        command = command_bytes.forward_command(fields)
+        return command_bytes.forward_reply(stage.forward(command)), command.answers is None
     if kind == "decode":
         decoding = command_bytes.decode_command(fields)
         return Bundle({}, {"states": stage.decode(decoding)}), not decoding.is_last
     if kind == "backward":
-        reply = command_bytes.backward_reply(stage.backward(command_bytes.backward_order(fields)))
+        reply = command_bytes.backward_reply(stage.backward(command_bytes.backward_command(fields)))
         return reply, bool(reply.tensors)
     return _PLAIN[kind](stage, fields), False
 
@@ -90,8 +86,10 @@ def _done(_: None) -> Bundle:
 
 _PLAIN: dict[str, Callable[[Stage, Fields], Bundle]] = {
     "describe": lambda stage, _: command_bytes.facts_bundle(stage.describe()),
-    "settle": lambda stage, fields: command_bytes.settled_reply(stage.settle(command_bytes.settle_order(fields))),
-    "commit": lambda stage, fields: Bundle({"version": stage.commit(command_bytes.commit_order(fields))}),
+    "settle": lambda stage, fields: command_bytes.gradient_reply(
+        stage.close_batch(command_bytes.close_batch_command(fields))
+    ),
+    "commit": lambda stage, fields: Bundle({"version": stage.commit(command_bytes.commit_command(fields))}),
     "drop": lambda stage, fields: _done(stage.drop(fields.integer("batch"))),
     "select": lambda stage, fields: _done(stage.select(fields.integer("session"), fields.integers("rows"))),
     "end": lambda stage, fields: _done(stage.end(fields.integer("session"))),
@@ -102,13 +100,13 @@ _PLAIN: dict[str, Callable[[Stage, Fields], Bundle]] = {
 
 
 MAX_COPIES = 4
-"""Stages whose adapters one machine keeps a copy of; together they are no larger than the adapter of the whole model."""
+"""Most stages whose adapters one machine stores; together they are no larger than the adapter of the whole model."""
 _PRECISIONS: dict[str, WirePrecision] = {"fp32": "fp32", "bf16": "bf16", "int8": "int8"}
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """What all machines of a crew must have alike."""
+    """The base, adapter shape and dtype that all machines of a pipeline must share."""
 
     folder: Path
     lora: LoraSection
@@ -117,28 +115,28 @@ class BaseModel:
 
     @property
     def fingerprint(self) -> str:
-        """Over configuration, adapter and type of the weights; the weights themselves have `content_hash`."""
+        """Hash of configuration, adapter shape and dtype. Weights have `content_hash`."""
         config = (self.folder / "config.json").read_bytes()
         return hashlib.sha256(config + self.lora.model_dump_json().encode() + str(self.dtype).encode()).hexdigest()[:32]
 
 
 def base_model(policy: PolicySection, device: str) -> BaseModel:
-    """Of the settings; a base that is not here is downloaded. Raises PolicyError."""
+    """Make the base of the settings; downloads it where it is missing. Raises PolicyError."""
     target = resolve_device(device)
     folder = locate_base(policy.base, policy.revision, policy.max_download_gib)
     return BaseModel(folder, policy.lora, target, resolve_dtype(policy.dtype, target))
 
 
 def part_by_hand(base: BaseModel, start: int, stop: int) -> StagePart:
-    """The part of layers [start, stop), with the ends of the model that belong to it. Raises PipelineError."""
+    """Return the part of layers [start, stop), with the model's ends that belong to it. Raises PipelineError."""
     num_layers = model_shape(base.folder).num_layers
     if stop > num_layers:
         raise PipelineError(f"--layers must lie within {num_layers} layers, got {start}:{stop}; lower STOP")
     return StagePart(start, stop, start == 0, stop == num_layers)
 
 
-class _NotHeld(PipelineError):
-    """An order for layers that are not here."""
+class _NotLoaded(PipelineError):
+    """A command addresses layers that this machine does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +146,7 @@ class _Copy:
 
 @dataclass(frozen=True, slots=True)
 class HostStatus:
-    """For the terminal."""
+    """What the machine holds, for the terminal."""
 
     parts: tuple[StagePart, ...]
     versions: tuple[int, ...]
@@ -156,10 +154,10 @@ class HostStatus:
 
 
 class StageHost:
-    """Carries out the orders of one crew on this machine."""
+    """Carries out the commands of one driver on this machine."""
 
     def __init__(self, base: BaseModel, settings: StageSettings, *, fixed: StagePart | None = None) -> None:
-        """With `fixed` it holds these layers from the start, and refuses to load others.
+        """With `fixed` it holds these layers from the start and refuses to load others.
 
         Raises PipelineError and PolicyError where they cannot be loaded.
         """
@@ -179,13 +177,13 @@ class StageHost:
             self._load(fixed)
 
     def status(self) -> HostStatus:
-        """Safe from any thread."""
+        """Return what this machine holds. Safe from any thread."""
         stages = [stage for _, stage in sorted(self._stages.items())]
         parts = tuple(stage.describe().part for stage in stages)
         return HostStatus(parts, tuple(stage.version for stage in stages), len(self._copies))
 
     def max_payload_bytes(self, kind: str) -> int:
-        """0 for a kind that is not known. Safe from any thread."""
+        """Return the largest payload of a kind, 0 for an unknown one. Safe from any thread."""
         if kind in STATES_KINDS:
             return MAX_HEAD_BYTES + 4 * self._settings.max_states * max(self._width, 2)
         if kind in WEIGHTS_KINDS:
@@ -195,10 +193,10 @@ class StageHost:
         return MAX_HEAD_BYTES if kind in (*PLAIN_KINDS, "machine", "load", "unload", "copy", "kept") else 0
 
     def carry_out(self, kind: str, payload: bytes) -> bytes:
-        """The reply, which says where an order is refused."""
+        """Carry out a command and return the reply, which says so where the command is refused."""
         try:
             return self._reply(kind, payload)
-        except _NotHeld as refusal:  # this process is another than the one that held it
+        except _NotLoaded as refusal:  # the process that had loaded them was restarted
             return encode_bundle(Bundle({"gone": str(refusal)}))
         except (PipelineError, PolicyError, MemoryBudgetError) as refusal:
             logger.info("refused to %s: %s", kind, refusal)
@@ -206,15 +204,15 @@ class StageHost:
 
     def _reply(self, kind: str, payload: bytes) -> bytes:
         if kind == "keep":
-            return self._keep(payload)
+            return self._store_copy(payload)
         fields = Fields(decode_bundle(payload))
         own: dict[str, Callable[[Fields], Bundle]] = {
-            "machine": self._machine, "load": self._load_ordered, "unload": self._unload
+            "machine": self._machine, "load": self._load_part, "unload": self._unload
         }  # fmt: skip
         if kind in own:
             return encode_bundle(own[kind](fields))
         if kind == "kept":
-            return self._kept(fields)
+            return self._stored_copy(fields)
         stage = self._stage(fields.integer("slot"))
         if kind == "copy":
             return _copy_of(stage)
@@ -224,11 +222,11 @@ class StageHost:
 
     def _stage(self, slot: int) -> Stage:
         if slot not in self._stages:
-            raise _NotHeld(f"a stage must be loaded before it gets orders, got none at layer {slot}; load it")
+            raise _NotLoaded(f"no stage at layer {slot} is loaded, so it cannot carry out commands; load it")
         return self._stages[slot]
 
     def _machine(self, fields: Fields) -> Bundle:
-        """What the driver assigns layers by; the first time it is measured, which takes a second or two."""
+        """Return what the driver assigns layers by. The first measurement takes a second or two."""
         if fields.flag("measure") and not self._speed and self._fixed is None:
             self._speed = layers_per_s(self._base.folder, self._base.lora, self._base.device, self._base.dtype)
         return Bundle(
@@ -242,12 +240,12 @@ class StageHost:
             }
         )
 
-    def _load_ordered(self, fields: Fields) -> Bundle:
+    def _load_part(self, fields: Fields) -> Bundle:
         part = part_of(fields)
         content_hash = fields.text("content_hash") if fields.has("content_hash") else None
         if self._fixed is not None and part != self._fixed:
             raise PipelineError(
-                f"this machine was given layers [{self._fixed.start}, {self._fixed.stop}) by hand, got an order to load "
+                f"this machine was given layers [{self._fixed.start}, {self._fixed.stop}) by hand, got a command to load "
                 f"[{part.start}, {part.stop}); start `swarm stage` without --layers"
             )
         num_layers = len(self._cost.layer_bytes)
@@ -266,7 +264,7 @@ class StageHost:
         return Bundle(part_fields(part))
 
     def _load(self, part: StagePart, content_hash: str | None = None) -> None:
-        """Fresh weights and optimizer."""
+        """Load layers with fresh adapter weights and optimizer."""
         base = self._base
         needed, room = least_bytes(self._cost, part), available_bytes(base.device)
         if needed > room:
@@ -278,7 +276,7 @@ class StageHost:
                 base.folder, part, lora=base.lora, device=base.device, dtype=base.dtype, content_hash=content_hash
             )
         except torch.OutOfMemoryError:
-            raise PipelineError(f"layers [{part.start}, {part.stop}) must fit into memory, got too little") from None
+            raise PipelineError(f"layers [{part.start}, {part.stop}) do not fit into the free memory") from None
         self._stages[part.start] = Stage(model, self._settings)
         self._width = model.width
         self._recount()
@@ -295,26 +293,26 @@ class StageHost:
         sizes = [math.prod(shape) for stage in self._stages.values() for shape in stage.describe().shapes.values()]
         self._trainable_bytes = 4 * sum(sizes)
 
-    def _keep(self, payload: bytes) -> bytes:
-        """Kept as it came: whether it fits the stage is the business of whoever is rebuilt from it."""
+    def _store_copy(self, payload: bytes) -> bytes:
+        """Store a copy unread. Whoever rebuilds a stage from it checks that it fits."""
         fields = Fields(decode_bundle(payload))
         slot = fields.integer("of")
         self._copies.pop(slot, None)
         most = self.max_payload_bytes("keep") - len(payload)
         while len(self._copies) >= MAX_COPIES or sum(len(copy.payload) for copy in self._copies.values()) > most:
-            del self._copies[next(iter(self._copies))]  # the one renewed longest ago
+            del self._copies[next(iter(self._copies))]  # the one that was renewed longest ago
         self._copies[slot] = _Copy(payload)
         return encode_bundle(Bundle())
 
-    def _kept(self, fields: Fields) -> bytes:
+    def _stored_copy(self, fields: Fields) -> bytes:
         copy = self._copies.get(fields.integer("of"))
         if copy is None:
-            raise PipelineError(f"a copy must have been given to be had back, got none of {fields.integer('of')}")
+            raise PipelineError(f"no copy of the stage at layer {fields.integer('of')} is stored here")
         return copy.payload
 
 
 def _copy_of(stage: Stage) -> bytes:
-    """What a neighbour is to keep of a stage."""
+    """Encode what a neighbour stores of a stage."""
     tensors, rest = stage.state()
     fields = {"of": stage.describe().part.start, "version": int(rest["policy_version"])}
     return encode_bundle(Bundle(fields, {f"adapter/{name}": value for name, value in tensors["adapter"].items()}))

@@ -1,12 +1,10 @@
 """A slice of a causal language model: layers [a, b) and, at the ends, embedding, final norm and head.
 
-The slice *is* the transformers model, built on `meta` from a configuration of b − a layers, its layers named by their
-place in the whole model. Masks, rotary embeddings, sliding windows and caches are the library's own; only the tensors of
-the slice are ever read.
+The slice *is* the transformers model, built on torch's meta device from a configuration of b − a layers, with the layer names
+of the whole model. Masks, rotary embeddings, sliding windows and caches are the library's own. Only the tensors of the slice
+are read from the safetensors files.
 
     token ids [B, L] ─embed─▶ hidden [B, L, W] ─layers a … b−1─▶ hidden [B, L, W] ─norm, head─▶ logits [.., V]
-
-Single tensors out of a folder of safetensors files: what a stage does not hold is never read.
 """
 
 import copy
@@ -32,10 +30,10 @@ from swarm.policy.quiet import quiet_libraries
 
 
 class WeightReader:
-    """Names are those in the files. Files with other tensors may be absent: a stage needs only its own."""
+    """Reads single tensors of a folder, by their names in the files. Files that hold other tensors may be absent."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads the headers. Raises PolicyError without weight files, PipelineError for others than safetensors."""
+        """Read the headers. Raises PolicyError without weight files, PipelineError for other formats than safetensors."""
         self.num_bytes = 0
         """Bytes of the tensors read so far."""
         self._files: dict[str, Path] = {}
@@ -51,13 +49,13 @@ class WeightReader:
                 raise _unreadable(path, error) from None
 
     def names(self) -> set[str]:
-        """All that the files hold."""
+        """Return the names of all tensors in the files."""
         return set(self._files)
 
     def read(self, names: Iterable[str]) -> tuple[dict[str, Tensor], str]:
-        """(tensors by name, SHA-256 over names, types, shapes and contents). Raises PipelineError for what is absent.
+        """Return (tensors by name, SHA-256 of names, types, shapes and contents). Raises PipelineError for absent tensors.
 
-        Two folders give the same hash for the same tensors, however they are split into files.
+        The hash does not depend on how the tensors are divided into files.
         """
         tensors: dict[str, Tensor] = {}
         digest = hashlib.sha256()
@@ -84,7 +82,7 @@ def _unreadable(path: Path, error: Exception) -> PipelineError:
 
 
 class StageModel:
-    """What `load_stage` returns: frozen with a LoRA adapter, or trainable as a whole."""
+    """The model of one stage: frozen with a LoRA adapter, or trainable as a whole."""
 
     def __init__(
         self,
@@ -99,7 +97,7 @@ class StageModel:
         """`adapted` is the peft model around `shell`, the model of the slice's layers."""
         self.part = part
         self.trainable = trainable
-        """By the names of the whole model, or of its adapter, so that the stages' together are the single process's."""
+        """Parameters by their names in the whole model or its adapter, so that all stages together match one process."""
         self.content_hash = content_hash
         """SHA-256 of the weights as read."""
         self.width: int = config.hidden_size
@@ -116,22 +114,22 @@ class StageModel:
 
     @property
     def layer_prefix(self) -> str:
-        """What stands before the number of a layer in a name of `trainable`."""
+        """Prefix of the layer number in the names of `trainable`."""
         return self._layout.layer_prefix
 
     @property
     def cache_token_bytes(self) -> int:
-        """Keys and values of one token in all layers of the slice."""
+        """Bytes of keys and values of one token in all layers of the slice."""
         config = self._config
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 2 * heads * head_size * self.part.num_layers * self.dtype.itemsize
 
     def mask_bytes(self, num_rows: int, num_new: int, num_past: int, *, is_padded: bool) -> int:
-        """What `run` takes for a mask over so many new and past columns, in float32; 0 where it needs none.
+        """Return the bytes of the float32 mask that `run` makes over these new and past columns; 0 where it needs none.
 
-        It grows with the square of the columns: of rows with padding, of several columns that follow others, and in models
-        with a sliding window.
+        A mask grows with the square of the columns. It is needed for padded rows, for several columns that follow others,
+        and in models with a sliding window.
         """
         config = self._shell.config
         window = getattr(config, "sliding_window", None) if getattr(config, "layer_types", None) else None
@@ -139,11 +137,11 @@ class StageModel:
         return 4 * num_rows * num_new * (num_past + num_new) if is_masked and num_new > 1 else 0
 
     def new_cache(self) -> transformers.DynamicCache:
-        """Empty keys and values for the layers of the slice."""
+        """Return empty keys and values for the layers of the slice."""
         return transformers.DynamicCache(config=self._shell.config)
 
     def adapter_off(self) -> AbstractContextManager[None]:
-        """Inside, the slice computes what the frozen base does. Raises PipelineError where all of it trains."""
+        """Within this context the slice computes as the frozen base. Raises PipelineError where all of it trains."""
         if self._adapted is None and self.trainable:
             raise PipelineError(
                 "the base's log-probs need a frozen base, got one that trains as a whole; set kl_coef = 0"
@@ -153,15 +151,15 @@ class StageModel:
     def run(
         self, states: Tensor, left_padding: Tensor | None = None, cache: transformers.DynamicCache | None = None
     ) -> Tensor:
-        """Hidden states [B, L, W] after the slice, from token ids [B, L] or hidden states [B, L, W] before it.
+        """Compute hidden states [B, L, W] after the slice from token ids [B, L] or hidden states [B, L, W] before it.
 
-        `left_padding` [B] counts the columns that no row may look at, those in `cache` included; padding on the right needs
-        no mask. Positions count real tokens only.
+        `left_padding` [B] counts the leading columns, those in `cache` included, that a row must not attend to; padding on
+        the right needs no mask. Positions count real tokens only.
         """
         hidden = states.to(self.device)
         if not hidden.is_floating_point():
             if self._embedding is None:
-                raise PipelineError("token ids must go to a stage with the embedding, got one without; mend the route")
+                raise PipelineError("token ids must go to a stage with the embedding, got one without; fix the route")
             hidden = self._embedding(hidden)
         num_rows, num_new = hidden.shape[:2]
         num_past = cache.get_seq_length() if cache is not None else 0
@@ -180,13 +178,13 @@ class StageModel:
         ).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[.., V] from hidden states [.., W] after the last layer."""
+        """Compute logits [.., V] from hidden states [.., W] after the last layer."""
         if self._head is None or self._norm is None:
-            raise PipelineError("logits must come from a stage with the head, got one without; mend the route")
+            raise PipelineError("logits must come from a stage with the head, got one without; fix the route")
         return self._head(self._norm(hidden))
 
     def num_parameters(self) -> int:
-        """Frozen ones included, each once."""
+        """Number of parameters, frozen ones included, each counted once."""
         modules = [self._shell, *filter(None, (self._embedding, self._norm, self._head))]
         return sum({id(p): p.numel() for module in modules for p in module.parameters()}.values())
 
@@ -202,10 +200,10 @@ def load_stage(
 ) -> StageModel:
     """Read the tensors of `part` and nothing else. Without `lora` all of them train.
 
-    The adapter has the names and the start that it has in the whole model: A from seed and name, B zero. A tied head is
-    the embedding itself where one stage has both, else a replica: in training the crew adds up the gradients of all copies
-    and every holder applies the sum, so they stay equal. With `content_hash` the weights must be the very same.
-    Raises PipelineError (unknown architecture, absent or other weights, no such layers) and PolicyError.
+    The adapter has the names and the initial values of the whole model: A from seed and name, B zero. A tied head is the
+    embedding itself where one stage has both, else a replica: the driver adds up the gradients of all copies and every
+    holder applies the sum, so they stay equal. With `content_hash` the weights must have this hash. Raises PipelineError
+    (unknown architecture, absent or other weights, no such layers) and PolicyError.
     """
     if lora is not None and lora.dropout:
         raise PipelineError(
@@ -215,7 +213,7 @@ def load_stage(
     layout = layout_of(config)
     if not 0 <= part.start < part.stop <= config.num_hidden_layers:
         raise PipelineError(
-            f"a stage must hold some of {config.num_hidden_layers} layers, got [{part.start}, {part.stop}); assign anew"
+            f"a stage must hold some of {config.num_hidden_layers} layers, got [{part.start}, {part.stop}); assign others"
         )
     shell, ends = _skeleton(config, layout, part)
     reader = WeightReader(folder)
@@ -240,7 +238,7 @@ def load_stage(
 
 
 def _skeleton(config: Any, layout: Layout, part: StagePart) -> tuple[Any, dict[str, nn.Module]]:
-    """(model of the slice's layers, the ends it has), without weights."""
+    """Build (model of the slice's layers, its ends) without weights."""
     sliced = copy.deepcopy(config)
     sliced.num_hidden_layers = part.num_layers
     if getattr(sliced, "layer_types", None):
@@ -269,7 +267,7 @@ def _fill(
     device: torch.device,
     dtype: torch.dtype,
 ) -> str:
-    """Put weights in place of `meta`; returns their hash."""
+    """Replace the meta tensors by weights; returns the hash of the weights."""
     own = {name: name for name in shell.state_dict()}
     of_ends = {
         key: {suffix: f"{name}.{suffix}" for suffix in ends[key].state_dict()}
@@ -303,7 +301,7 @@ def _end_names(config: Any, layout: Layout) -> dict[str, str]:
 
 
 def _file_names(reader: WeightReader, layout: Layout) -> dict[str, str]:
-    """{name in the model: name in the files} where they differ."""
+    """Return {name in the model: name in the files} where they differ."""
     new, old = f"{layout.head}.weight", f"{layout.old_head}.weight"
     return {new: old} if old in reader.names() else {}
 

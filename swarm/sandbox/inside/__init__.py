@@ -1,1 +1,1 @@
-"""What runs on the other side of the fence. Modules here import the standard library and each other."""
+"""The code that runs inside the sandbox. Modules here import the standard library and each other only."""

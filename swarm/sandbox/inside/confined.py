@@ -1,11 +1,11 @@
-"""Runs one service of the node in a process of its own, behind limits and, where there are any, namespaces.
+"""Runs one service of the node in a process of its own, with limits and, where possible, namespaces.
 
-    node ─ request on stdin ─▶ keeper ─▶ service, the first process of its own tree
+    node ─ request on stdin ─▶ supervisor ─▶ service, the first process of its own tree
          ◀──── one line per question on stdout ────┘
 
-A service answers questions about texts of strangers. It needs Python packages, so it sees the folders of the interpreter, of
-installed packages and of system libraries, all read-only, and nothing else: no home, no network, no other process. The keeper
-is outside: when it or the node ends, the kernel ends the service and all that it started.
+A service answers questions about strangers' texts. It needs Python packages, so it sees the folders of the interpreter, of
+installed packages and of system libraries, all read-only, and nothing else: no home, no network, no other process. The
+supervisor is outside: when it or the node ends, the kernel ends the service and everything that it started.
 """
 
 import importlib
@@ -22,11 +22,11 @@ from typing import Any
 
 _IS_LINUX = sys.platform == "linux"
 if _IS_LINUX:
-    from swarm.sandbox.inside import fence, libc, syscall_filter
+    from swarm.sandbox.inside import libc, namespaces, syscall_filter
 
 _MAX_MESSAGE_CHARS = 300
 _OPEN_FILES = 256
-"""Each open pipe or pair of sockets holds memory of the kernel that does not count as the service's own."""
+"""Most open files: each pipe or pair of sockets takes kernel memory that does not count as the service's own."""
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 
 Service = Callable[[Any], dict[str, Any]]
@@ -36,11 +36,11 @@ def main() -> None:
     """Read the request, confine this process, then answer questions until the node closes its end."""
     request = json.loads(sys.stdin.buffer.readline())
     replies = os.dup(1)
-    os.dup2(2, 1)  # what the packages of others print goes nowhere
+    os.dup2(2, 1)  # discard what packages print
     try:
         _confine(request, replies)
         service: Service = importlib.import_module(request["module"]).start(request["opening"])
-    except Exception as error:  # the process's edge: packages fail to import in any way they like
+    except Exception as error:  # the process's outer boundary; packages may fail to import in any way
         return _reply(replies, {"error": f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]})
     _reply(replies, {"ready": True})
     for line in sys.stdin.buffer:
@@ -49,9 +49,9 @@ def main() -> None:
 
 
 def _confine(request: dict[str, Any], replies: int) -> None:
-    """Leave everything that a service does not need. Raises OSError where `fence` is "required" and cannot be set up."""
-    is_required, is_wanted = request["fence"] == "required", request["fence"] != "none"
-    is_fenced = is_wanted and _enter_fence(request, replies, is_required=is_required)
+    """Give up everything a service does not need. Raises OSError where "required" namespaces cannot be set up."""
+    is_required, is_wanted = request["namespaces"] == "required", request["namespaces"] != "none"
+    use_namespaces = is_wanted and _enter_sandbox(request, replies, is_required=is_required)
     limits = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": request["file_bytes"], "RLIMIT_AS": request["memory_bytes"]}
     if is_wanted:
         limits["RLIMIT_NOFILE"] = _OPEN_FILES
@@ -65,7 +65,7 @@ def _confine(request: dict[str, Any], replies: int) -> None:
         return
     try:
         libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
-        if is_fenced:
+        if use_namespaces:
             libc.drop_capabilities()
         syscall_filter.deny_new_processes()
     except OSError:
@@ -73,34 +73,34 @@ def _confine(request: dict[str, Any], replies: int) -> None:
             raise
 
 
-def _enter_fence(request: dict[str, Any], replies: int, *, is_required: bool) -> bool:
-    """Go on as the first process of a new tree with a file system of its own. False where the system allows none."""
+def _enter_sandbox(request: dict[str, Any], replies: int, *, is_required: bool) -> bool:
+    """Continue as the first process of a new tree with its own file system. False where the system does not allow it."""
     if not _IS_LINUX:
         if is_required:
             raise OSError("namespaces are a part of Linux")
         return False
     try:
-        fence.enter_namespaces()
+        namespaces.enter_namespaces()
     except OSError:
         if is_required:
             raise
         return False
     child = os.fork()
     if child:
-        _keep(child, replies)
+        _supervise(child, replies)
     libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
     if libc.has_no_reader(replies):
-        os._exit(1)  # the node died, and with it the keeper, before this process could be told of it
-    fence.build_view(_readable(request["readable"]), request["file_bytes"] or 0)
+        os._exit(1)  # the node and the supervisor died before this process could be notified
+    namespaces.build_view(_readable(request["readable"]), request["file_bytes"] or 0)
     return True
 
 
-def _keep(child: int, replies: int) -> None:
+def _supervise(child: int, replies: int) -> None:
     """Wait for the service or the node to end, and end with it."""
     handle = os.pidfd_open(child)
     poll = select.poll()
     poll.register(handle, select.POLLIN)
-    poll.register(replies, 0)  # the node no longer reads: POLLERR comes unasked
+    poll.register(replies, 0)  # POLLERR is reported in any case, once the node no longer reads
     events = dict(poll.poll())
     if handle not in events:
         os.kill(child, signal.SIGKILL)
@@ -108,10 +108,10 @@ def _keep(child: int, replies: int) -> None:
 
 
 def _readable(more: list[str]) -> Iterator[str]:
-    """The folders that Python and its packages are in, and those asked for."""
+    """Yield the folders of Python and its packages, and the requested ones."""
     own_home = str(Path(__file__).parents[3])
     yield from (sys.base_prefix, sys.prefix, sys.exec_prefix, *site.getsitepackages(), *_LIBRARIES, *more)
-    for path in sys.path:  # of a source tree of this project only the package: nodes may keep their folders beside it
+    for path in sys.path:  # of a source tree of this project only the package, since node folders may lie beside it
         is_source_tree = path == own_home and Path(path).name not in ("site-packages", "dist-packages")
         yield str(Path(path, "swarm")) if is_source_tree else path
 

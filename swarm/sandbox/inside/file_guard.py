@@ -1,11 +1,9 @@
-"""Takes the files of the operator away from a process that works with what strangers chose.
+"""Closes the operator's files to a process that works with strangers' input.
 
-    Landlock       the kernel refuses, whatever the process does (Linux from 5.13 on)
-    audit hook     Python refuses; native code of a library is not held (elsewhere)
+    Landlock       the kernel refuses access, whatever the process does (Linux 5.13 and newer; needs no privilege)
+    audit hook     Python refuses access; native code of a library is not restricted (elsewhere)
 
-What stays readable are Python's own library, the folders of installed packages, this package, and the time zones.
-
-Landlock: a process gives up all files but those beneath some folders, for good, without any privilege (Linux 5.13).
+Python's own library, the folders of installed packages, this package and the time zones stay readable. Neither can be undone.
 """
 
 import ctypes
@@ -23,12 +21,12 @@ _VERSION = 1
 _PATH_BENEATH = 1
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
 _FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}
-"""Everything that one can do with files, by version; later versions know one right more."""
+"""All rights on files, by version of Landlock; later versions have one more."""
 _NEWEST_FILE_RIGHTS = (1 << 16) - 1
 _CONNECTIONS = 3
 """Binding and connecting of TCP, from version 4 on."""
 _SCOPES = 3
-"""Abstract unix sockets and signals to processes outside, from version 6 on."""
+"""Abstract unix sockets and signals to outer processes, from version 6 on."""
 
 
 class _Ruleset(ctypes.Structure):
@@ -41,9 +39,9 @@ class _Beneath(ctypes.Structure):
 
 
 def read_only_beneath(folders: Iterable[Path]) -> None:
-    """From here on this thread, and what it starts, can read files beneath `folders` and open no others.
+    """Let this thread and its children read files below `folders` and open no others, for good.
 
-    Files that are open stay open. Raises OSError where the kernel has no Landlock.
+    Open files stay open. Raises OSError where the kernel has no Landlock.
     """
     version = libc.system_call(_CREATE_RULESET, None, 0, _VERSION)
     files = _FILE_RIGHTS.get(version, _NEWEST_FILE_RIGHTS)
@@ -80,20 +78,20 @@ _HARMLESS = ("os.fwalk", "os.walk", "os.getxattr", "os.listxattr", "os.putenv", 
 
 
 def close_files() -> str:
-    """From here on this process reads files of Python and of installed packages only. Returns what sees to that."""
+    """Let this process read files of Python and of installed packages only. Returns which mechanism enforces it."""
     folders = readable_folders()
     if sys.platform == "linux":
         try:
             landlock.read_only_beneath(folders)
             return LANDLOCK
-        except OSError:  # an old kernel, or one that was built or started without it
+        except OSError:  # an old kernel, or one without Landlock
             pass
     _refuse_in_python(folders)
     return AUDIT_HOOK
 
 
 def readable_folders() -> tuple[Path, ...]:
-    """Those of Python's library, of installed packages on its path, and of this package. No current or home folder."""
+    """Return the folders of Python's library, of installed packages and of this package; no current or home folder."""
     library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     installed = [path for path in sys.path if Path(path).name in _PACKAGE_FOLDERS]
     own = Path(__file__).resolve().parents[2]
@@ -114,7 +112,7 @@ def _refuse_in_python(folders: Iterable[Path]) -> None:
 
 
 def _check_path(event: str, path: object, beneath: tuple[str, ...]) -> None:
-    if isinstance(path, int):  # a file that is open already
+    if isinstance(path, int):  # an open file
         return
     shown = os.fsdecode(path) if isinstance(path, str | bytes) else ""
     if not f"{os.path.realpath(shown)}{os.sep}".startswith(beneath):

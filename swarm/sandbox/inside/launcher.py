@@ -1,11 +1,11 @@
-"""Three processes, each with less than the one before.
+"""Starts a stranger's program through three processes, each with fewer rights than the one before.
 
     node ─ request on stdin ─▶ launcher ─▶ first process of the new tree ─▶ program
          ◀─ report on stderr ──┘ waits, kills                                   │
          ◀────────────────────── results on stdout ─────────────────────────────┘
 
-The launcher stays outside: the program can neither see nor signal it. When the launcher ends, however it does, the kernel ends
-the first process and with it all others of its tree. The report goes where the program cannot write.
+The launcher stays outside: the program can neither see nor signal it. When the launcher ends, for any reason, the kernel ends
+the first process and with it all others of its tree. The program cannot write to the report.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from swarm.sandbox.inside import program
 
 _IS_LINUX = sys.platform == "linux"
 if _IS_LINUX:
-    from swarm.sandbox.inside import fence, libc, syscall_filter
+    from swarm.sandbox.inside import libc, namespaces, syscall_filter
 
 _BY_SIGNAL = 4
 _STANDARD_ERROR = 2
@@ -37,19 +37,19 @@ def main() -> None:
 
 
 def _supervise(request: dict[str, Any]) -> None:
-    """Start the tree, wait for its end or the deadline, tell what it was."""
+    """Start the tree, wait for its end or the deadline, and report how it ended."""
     library = sysconfig.get_path("stdlib")
     os.chdir(library)
-    is_fenced = request["is_fenced"]
-    if is_fenced:
+    use_namespaces = request["use_namespaces"]
+    if use_namespaces:
         if not _IS_LINUX:
             raise OSError("namespaces are a part of Linux")
         _close_handles()
-        fence.leave_root()
-        fence.enter_namespaces()
+        namespaces.leave_root()
+        namespaces.enter_namespaces()
     _die_with_parent()
     if os.getppid() != request["node"]:
-        return  # it died before this process could be told of it
+        return  # the node died before this process could be notified
     ready, when_ready = os.pipe()
     child = os.fork()
     if child == 0:
@@ -57,27 +57,27 @@ def _supervise(request: dict[str, Any]) -> None:
         _first_process(request, library, when_ready)
     os.close(when_ready)
     end = _wait(child, request["limits"]["wall_s"])
-    if os.read(ready, 1):  # else the process that failed has told why
+    if os.read(ready, 1):  # otherwise the process that failed has reported why
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         _report(end=end, cpu_s=usage.ru_utime + usage.ru_stime)
-    if not is_fenced:
-        os.killpg(0, signal.SIGKILL)  # what the program left behind, and this process with it
+    if not use_namespaces:
+        os.killpg(0, signal.SIGKILL)  # processes that the program left, and this one
 
 
 def _close_handles() -> None:
-    """Close all files but the three streams. From a handle on a folder a way leads out of the new root, by `..`.
+    """Close all files but the three streams: from a handle on a folder, `..` leads out of the new root.
 
-    The node's own files are closed already. What is left are the two folders of its command line, whose numbers are as high as
-    the node has files open.
+    The node's own files are closed already. Left are the two folders of the command line, whose numbers may be as high as
+    the node has open files.
     """
     for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
         if number > _STANDARD_ERROR:
-            with contextlib.suppress(OSError):  # that of the listing itself
+            with contextlib.suppress(OSError):  # the handle of this listing
                 os.close(number)
 
 
 def _wait(child: int, wall_s: float) -> str:
-    """How it ended: exit, signal, or wall (killed here)."""
+    """Wait for the end and return how it came: exit, signal, or wall (killed here)."""
     is_late = False
 
     def kill(*_: object) -> None:
@@ -96,19 +96,19 @@ def _wait(child: int, wall_s: float) -> str:
 
 
 def _first_process(request: dict[str, Any], library: str, when_ready: int) -> NoReturn:
-    """Build the file system, start the program, end as it ends."""
+    """Build the file system, start the program, and end as it ends."""
     try:
         _die_with_parent()
         if libc.has_no_reader(when_ready):
-            os._exit(1)  # the launcher died before this process could be told of it
+            os._exit(1)  # the launcher died before this process could be notified
         nowhere = os.open("/dev/null", os.O_RDWR)
-        if not request["is_fenced"]:
+        if not request["use_namespaces"]:
             _become_program(request, nowhere, when_ready)
-        fence.build_root(library, request["limits"]["file_bytes"])
+        namespaces.build_root(library, request["limits"]["file_bytes"])
         child = os.fork()
         if child == 0:
             _become_program(request, nowhere, when_ready)
-        os.close(1)  # the node reads it to its end, which is the program's
+        os.close(1)  # the node reads stdout to its end, which must be the program's end
         _, status = os.waitpid(child, 0)
         os._exit(_BY_SIGNAL if os.WIFSIGNALED(status) else 0)
     except BaseException as error:
@@ -117,18 +117,20 @@ def _first_process(request: dict[str, Any], library: str, when_ready: int) -> No
 
 
 def _become_program(request: dict[str, Any], nowhere: int, when_ready: int) -> NoReturn:
-    """Give up what there is to give up, say so, then run the stranger's code."""
-    is_fenced = request["is_fenced"]
+    """Give up all rights, report that, then run the stranger's code."""
+    use_namespaces = request["use_namespaces"]
     try:
-        if is_fenced:
+        if use_namespaces:
             os.setsid()
-        program.limit(request["limits"], strict=is_fenced)
+        program.limit(request["limits"], strict=use_namespaces)
         if _IS_LINUX:
-            with contextlib.nullcontext() if is_fenced else contextlib.suppress(OSError):
+            with contextlib.nullcontext() if use_namespaces else contextlib.suppress(OSError):
                 libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
                 libc.drop_capabilities()
                 syscall_filter.allow_computing_only()
-        os.write(when_ready, b"1")  # the program cannot: it is closed next, and exit codes say nothing
+        os.write(
+            when_ready, b"1"
+        )  # only the launcher's code can: the pipe is closed next, and exit codes prove nothing
         program.keep_result_channel_only(nowhere)
     except BaseException as error:
         _report(error=str(error))

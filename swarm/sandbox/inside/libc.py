@@ -37,7 +37,7 @@ def set_read_only(target: str) -> None:
     """Make a mount and all mounts below it read-only, without set-user-id programs and devices (Linux 5.12)."""
     wanted = (ctypes.c_uint64 * 4)(
         MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0
-    )  # struct mount_attr: the flags to set come first
+    )  # struct mount_attr: first the flags to set
     arguments = (ctypes.c_int(_AT_FDCWD), target.encode(), ctypes.c_uint(_AT_RECURSIVE), ctypes.byref(wanted))
     result = _libc.syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments, ctypes.c_size_t(ctypes.sizeof(wanted)))
     _check(f"mount_setattr {target}", result)
@@ -53,7 +53,7 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def set_host_name(name: str) -> None:
-    """Of the own namespace, and no domain."""
+    """Set the host name of this namespace, and an empty domain name."""
     _check("sethostname", _libc.sethostname(name.encode(), ctypes.c_size_t(len(name))))
     _check("setdomainname", _libc.setdomainname(b"", ctypes.c_size_t(0)))
 
@@ -64,17 +64,17 @@ def prctl(option: int, value: int, pointer: object = None) -> None:
 
 
 def system_call(number: int, *arguments: object) -> int:
-    """Its result. Integers are passed as C long, other arguments as they are."""
+    """Make a system call and return its result. Integers are passed as C long, other arguments unchanged."""
     passed = (ctypes.c_long(value) if isinstance(value, int) else value for value in arguments)
     return _check(f"system call {number}", _libc.syscall(ctypes.c_long(number), *passed))
 
 
 def drop_capabilities() -> None:
-    """All of them, for good: from the bounding set, and from the process."""
+    """Drop all capabilities for good, from the bounding set and from the process."""
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
-        except OSError:  # beyond the last one that this kernel knows
+        except OSError:  # beyond the last capability of this kernel
             break
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     nothing = (ctypes.c_uint32 * 6)()
@@ -83,7 +83,7 @@ def drop_capabilities() -> None:
 
 
 def has_no_reader(pipe: int) -> bool:
-    """Whether everybody who could read from this end of a pipe has gone."""
+    """Whether all readers of this pipe are gone."""
     poll = select.poll()
     poll.register(pipe, select.POLLERR)
     return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -1,7 +1,7 @@
-"""The last process of the three: gives everything up, then calls the function that a stranger wrote.
+"""The last of the three processes: it gives up all rights, then calls the function that a stranger wrote.
 
-The stranger's code shares this interpreter, so nothing here is secret or trusted: neither the expected results nor the verdict
-were ever in this process. What it writes to RESULT_FD is compared by the node.
+The stranger's code shares this interpreter, so nothing here is secret or trusted: expected results and verdict never enter
+this process. The node compares what it writes to RESULT_FD.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ RESULT_FD = 3
 
 
 def keep_result_channel_only(nowhere: int) -> None:
-    """Standard output becomes RESULT_FD; 0, 1 and 2 lead to `nowhere`; nothing else stays open."""
+    """Move standard output to RESULT_FD, connect 0, 1 and 2 to `nowhere`, and close everything else."""
     result = os.dup(1)
     nowhere = os.dup(nowhere)
     os.dup2(result, RESULT_FD)
@@ -24,7 +24,7 @@ def keep_result_channel_only(nowhere: int) -> None:
 
 
 def limit(limits: dict[str, int], *, strict: bool) -> None:
-    """Soft and hard. Not `strict`: where the system knows a limit; macOS does not know that of the address space."""
+    """Set soft and hard limits. Not `strict`: only those the system has; macOS has none of address space."""
     wanted = {
         "RLIMIT_CPU": limits["cpu_s"],
         "RLIMIT_AS": limits["memory_bytes"],
@@ -48,7 +48,7 @@ def limit(limits: dict[str, int], *, strict: bool) -> None:
 
 
 def call(code: str, entry: str, inputs: list[list[Any]]) -> NoReturn:
-    """One line per input: the result as JSON, or an empty line where there is none. Ends the process."""
+    """Write one line per input: the result as JSON, or an empty line without a result. Ends the process."""
     try:
         _call(code, entry, inputs)
     finally:
@@ -58,11 +58,11 @@ def call(code: str, entry: str, inputs: list[list[Any]]) -> NoReturn:
 def _call(code: str, entry: str, inputs: list[list[Any]]) -> None:
     names: dict[str, Any] = {"__name__": "answer"}
     if "random" in code:
-        # Else chance would decide whether another node finds an author's true claim false, and bans it for that.
-        import random  # here, as it takes longer than most programs
+        # without a seed, chance would decide whether another node finds an author's true claim false, and bans the author
+        import random  # only here, since it takes longer than most programs
 
         random.seed(0)
-    exec(compile(code, "answer.py", "exec"), names)  # noqa: S102  what all of this is for  # nosec B102
+    exec(compile(code, "answer.py", "exec"), names)  # noqa: S102  the purpose of the sandbox  # nosec B102
     function = names[entry]
     for arguments in inputs:
         try:

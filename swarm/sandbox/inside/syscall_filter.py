@@ -1,13 +1,13 @@
-"""Which system calls a process behind the fence may make: seccomp filters, as numbers, for x86-64 and 64-bit ARM.
+"""The system calls that a sandboxed process may make: seccomp filters, as numbers, for x86-64 and 64-bit ARM.
 
-A stranger's program may make the calls on a list and no others: what Python needs to compute, to read its library and to write
-into its own folder. Nothing on that list makes a process, a thread, a socket, shared memory, a mount or a signal, looks into
-another process, or sleeps. Services of the node run packages that a person has installed, which need more, such as threads. For
-them a list of calls is refused. Among these are sockets, since not every family stays within a network namespace (a socket of
-AF_VSOCK reaches the host of a virtual machine), and memory that no limit of a process counts.
+A stranger's program may make only the listed calls: those that Python needs to compute, to read its library and to write into
+its own folder. No listed call makes a process, a thread, a socket, shared memory, a mount or a signal, inspects another
+process, or sleeps. Services run packages that a person has installed and that need more, such as threads; for them a list of
+calls is refused. That list has sockets, since some families leave a network namespace (AF_VSOCK reaches the host of a virtual
+machine), and memory that no process limit counts.
 
-A refused call fails with EPERM. A call that is newer than these tables fails with ENOSYS, as on a kernel that does not have it:
-C libraries then do without it, and what future kernels add is refused until somebody has looked at it.
+A refused call fails with EPERM. A call newer than these tables fails with ENOSYS, as on a kernel without it: C libraries then
+do without it, and calls of future kernels stay refused until they are reviewed.
 """
 
 import ctypes
@@ -105,19 +105,19 @@ class _Program(ctypes.Structure):
 
 
 Step = tuple[int, int, int, int]
-"""Code, steps to skip if true, steps to skip if false, value."""
+"""(code, instructions to skip if true, instructions to skip if false, value)."""
 
 
 def allow_computing_only() -> None:
-    """For this process, for good. Needs no_new_privs. Raises OSError, also on a processor without a list."""
+    """Allow only the listed calls, for good. Needs no_new_privs. Raises OSError, also on a processor without a list."""
     machine = _machine()
     _install([*_head(machine), *_unless_listed(_ALLOWED[machine], _ALLOW), (_RETURN, 0, 0, _DENY)])
 
 
 def deny_new_processes() -> None:
-    """Threads may be made, processes and programs not; nor may calls be made that have often been a hole in kernels.
+    """Allow threads but no processes and programs, and refuse calls that have often been kernel vulnerabilities, for good.
 
-    For this process, for good. Needs no_new_privs. Raises OSError, also on a processor without a list.
+    Needs no_new_privs. Raises OSError, also on a processor without a list.
     """
     machine = _machine()
     clone: list[Step] = [
@@ -140,7 +140,7 @@ def _machine() -> str:
 
 
 def _head(machine: str) -> list[Step]:
-    """Calls of another architecture end the process; numbers from _LAST_KNOWN on, and with them the x32 ABI, are unknown."""
+    """Kill on calls of another architecture; numbers above _LAST_KNOWN, and with them the x32 ABI, are unknown."""
     return [
         (_LOAD, 0, 0, _AT_ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, _ARCHITECTURE[machine]),
@@ -152,7 +152,7 @@ def _head(machine: str) -> list[Step]:
 
 
 def _unless_listed(calls: dict[str, int], verdict: int) -> list[Step]:
-    """`verdict` for the calls that are listed; the others go on after the last of these steps."""
+    """Return `verdict` for the listed calls; other calls continue after the last of these instructions."""
     numbers = sorted(calls.values())
     checks: list[Step] = [(_JUMP_EQUAL, len(numbers) - position, 0, number) for position, number in enumerate(numbers)]
     return [*checks, (_JUMP, 0, 0, 1), (_RETURN, 0, 0, verdict)]

@@ -1,4 +1,4 @@
-"""A crew of real processes: `swarm stage` several times and one `swarm run` that drives them."""
+"""A pipeline of real processes: `swarm stage` several times and one `swarm run` that drives them."""
 
 import contextlib
 import os
@@ -57,8 +57,8 @@ def settings_identity(folder: Path) -> str:
 
 
 @dataclass
-class CrewProcesses:
-    """All processes of one crew."""
+class PipelineProcesses:
+    """All processes of one pipeline."""
 
     stages: list[StageProcess]
     driver: NodeProcess
@@ -76,7 +76,7 @@ class CrewProcesses:
         """Who holds which stage, the driver's own excluded, as its log says."""
         log = self.driver.output.read_text()
         peers = re.findall(r"are held by (12D3\w+)", log)
-        for stage, peer_id in re.findall(r"stage (\d+) goes on at (\w+)", log):
+        for stage, peer_id in re.findall(r"stage (\d+) continues at (\w+)", log):
             peers[int(stage)] = peer_id
         return [stage for peer_id in peers for stage in self.stages if stage.peer_id == peer_id]
 
@@ -104,7 +104,7 @@ class CrewProcesses:
 
     def recoveries_s(self) -> list[float]:
         """How long each rebuilding took, from the moment that the driver noticed a loss."""
-        return [float(text) for text in re.findall(r"whole again after ([\d.]+) s", self.driver.output.read_text())]
+        return [float(text) for text in re.findall(r"complete again after ([\d.]+) s", self.driver.output.read_text())]
 
 
 def free_ports(count: int) -> list[int]:
@@ -117,7 +117,7 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def crew_processes(
+def pipeline_processes(
     folder: Path,
     num_stages: int,
     *,
@@ -125,14 +125,14 @@ def crew_processes(
     layers: Sequence[str] = (),
     pipeline: dict[str, Any] | None = None,
     **sections: Any,
-) -> Iterator[CrewProcesses]:
+) -> Iterator[PipelineProcesses]:
     """Stages and the driver. `layers`: --layers of the first ones."""
     folders = [folder / f"stage-{number}" for number in range(num_stages)]
     listen = [f"/ip4/127.0.0.1/tcp/{port}" for port in free_ports(num_stages)]
-    crew = [f"{address}/p2p/{settings_identity(one)}" for address, one in zip(listen, folders, strict=True)]
+    members = [f"{address}/p2p/{settings_identity(one)}" for address, one in zip(listen, folders, strict=True)]
     driver_folder = folder / "driver"
-    by_hand = [address.rpartition("/")[2] for address in crew[: len(layers)]]
-    table = {"driver": settings_identity(driver_folder), "crew": crew, "by_hand": by_hand, **(pipeline or {})}
+    by_hand = [address.rpartition("/")[2] for address in members[: len(layers)]]
+    table = {"driver": settings_identity(driver_folder), "crew": members, "by_hand": by_hand, **(pipeline or {})}
     policy = {**sections.pop("policy", {}), "pipeline": table}
     network = {"backend": backend, "gossip": "off"}
     with contextlib.ExitStack() as stack:
@@ -143,4 +143,4 @@ def crew_processes(
             stages.append(StageProcess(one, here | {"network": {**network, "listen": [listen[number]]}}, *arguments))
             stack.callback(stages[-1].end)
         settings = node_settings(driver_folder, network=network, policy=policy, **sections)
-        yield CrewProcesses(stages, stack.enter_context(NodeProcess(settings)))
+        yield PipelineProcesses(stages, stack.enter_context(NodeProcess(settings)))

@@ -1,4 +1,4 @@
-"""Models of five layers cut into crews of this process, and the single model that they must equal."""
+"""Models of five layers cut into stage groups of this process, and the single model that they must equal."""
 
 import copy
 import math
@@ -24,7 +24,7 @@ from transformers import (
 from swarm.adapters.adapter_state import adapter_parameters
 from swarm.config import LoraSection
 from swarm.pipeline.commands import StageSettings
-from swarm.pipeline.driver.pipelined_policy import PipelinedPolicy
+from swarm.pipeline.driver.pipeline_policy import PipelineModel
 from swarm.pipeline.driver.stage_group import StageGroup, StageGroupSettings
 from swarm.pipeline.model_shape import stage_parts
 from swarm.pipeline.stage.stage import Stage
@@ -109,16 +109,16 @@ def _load_stages(folder: Path, sizes: tuple[int, ...], lora: Any, replicate_edge
 
 
 @dataclass
-class TestCrew:
-    """A crew whose stages can be looked into."""
+class TestStageGroup:
+    """A pipeline whose stages can be looked into."""
 
     __test__ = False
 
     models: list[StageModel]
     stages: list[Stage]
     links: list[InProcessLink]
-    crew: StageGroup
-    policy: PipelinedPolicy
+    stage_group: StageGroup
+    policy: PipelineModel
 
 
 @asynccontextmanager
@@ -130,11 +130,11 @@ async def open_stage_group(
     like: Any = None,
     precision: WirePrecision = "fp32",
     stage_settings: StageSettings | None = None,
-    crew_settings: StageGroupSettings | None = None,
+    group_settings: StageGroupSettings | None = None,
     replicate_edges: bool = False,
     wrap: Callable[[int, InProcessLink], Any] = lambda _, link: link,
-) -> AsyncIterator[TestCrew]:
-    """A started crew; its weights are those of the single model `like` where one is given."""
+) -> AsyncIterator[TestStageGroup]:
+    """A started pipeline; its weights are those of the single model `like` where one is given."""
     models = load_stages(folder, sizes, lora, replicate_edges=replicate_edges)
     if like is not None:
         source = trainable(like, lora)
@@ -144,10 +144,10 @@ async def open_stage_group(
                     parameter.copy_(source[name])
     stages = [Stage(model, stage_settings or StageSettings()) for model in models]
     links = [InProcessLink(stage, precision=precision) for stage in stages]
-    crew = StageGroup([wrap(i, link) for i, link in enumerate(links)], crew_settings or StageGroupSettings())
+    stage_group = StageGroup([wrap(i, link) for i, link in enumerate(links)], group_settings or StageGroupSettings())
     try:
-        await crew.start()
-        yield TestCrew(models, stages, links, crew, PipelinedPolicy(crew, PAD))
+        await stage_group.start()
+        yield TestStageGroup(models, stages, links, stage_group, PipelineModel(stage_group, PAD))
     finally:
         for link in links:
             link.close()

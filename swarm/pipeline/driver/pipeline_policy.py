@@ -1,10 +1,11 @@
-"""The crew as a policy: log-probs of answers, gradients of them, and sampled answers, as from a single model.
+"""A pipeline as the policy of a learner: log-probs, gradients and sampled answers, as from a single model.
 
 The loss stays with the caller. It gets the log-probs of one micro-batch and returns the gradient with respect to them, a
-[B, T] tensor; everything before that, back to the embedding, is the crew's. So any loss of `swarm.training` works on a
-pipelined policy as it is.
+[B, T] tensor; the stages compute everything before that, back to the embedding. Any loss of `swarm.training` therefore works
+on a pipeline.
 
-A crew as the policy of a learner: what the compute thread calls, and waits for while the loop drives the stages.
+`PipelineModel` runs on the event loop that drives the stages. `PipelinePolicy` and `PipelineOptimizer` are called by the
+compute thread and wait for that loop.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from swarm.errors import CheckpointError, PipelineError, StageLostError, Trainin
 from swarm.pipeline.commands import Answers, StageState
 from swarm.pipeline.driver.pipeline_supervisor import PipelineSupervisor
 from swarm.pipeline.driver.schedule import ScoredPart, all_of
-from swarm.pipeline.driver.stage_group import Gradient, StageGroup
+from swarm.pipeline.driver.stage_group import GradientNorms, StageGroup
 from swarm.pipeline.model_shape import adapter_targets, model_shape
 from swarm.pipeline.stage.stage_host import BaseModel
 from swarm.policy.base_model import folder_eos_ids, load_tokenizer
@@ -32,16 +33,16 @@ from swarm.policy.policy import TextPolicy
 LossOf = Callable[[int, TokenLogprobs], Tensor]
 """(micro-batch, log-probs that require grad) → its share of the loss of the batch, a scalar."""
 HasEnded = Callable[[int, Sequence[int]], bool]
-"""(number of the prompt, answer so far) → whether it is complete."""
+"""(number of the prompt, answer so far) → whether the answer is complete."""
 Choose = Callable[[Tensor, Sequence[int], int], Tensor]
 """(logits [n, V], number [n] of the prompt of each row, step) → token ids [n]."""
 
 
-class PipelinedPolicy:
-    """What rollouts and training need of a policy, over the stages of `crew`."""
+class PipelineModel:
+    """Computes log-probs, gradients and answers over the stages of a stage group, as a single model would."""
 
-    def __init__(self, crew: StageGroup, pad_token_id: int) -> None:
-        self._crew = crew
+    def __init__(self, stage_group: StageGroup, pad_token_id: int) -> None:
+        self._stage_group = stage_group
         self._pad_token_id = pad_token_id
 
     async def token_logprobs(
@@ -52,12 +53,12 @@ class PipelinedPolicy:
         *,
         without_adapter: bool = False,
     ) -> list[TokenLogprobs]:
-        """As `swarm.policy.logprobs.token_logprobs`, for several micro-batches at once, without gradients.
+        """As `swarm.policy.logprobs.token_logprobs`, for several micro-batches at once and without gradients.
 
-        `without_adapter`: of the frozen base.
+        `without_adapter` gives the log-probs of the frozen base.
         """
         scored = [self._scored(part, temperature, with_entropy) for part in parts]
-        return await self._crew.logprobs(scored, without_adapter=without_adapter)
+        return await self._stage_group.logprobs(scored, without_adapter=without_adapter)
 
     async def accumulate(
         self,
@@ -65,8 +66,8 @@ class PipelinedPolicy:
         loss_of: LossOf,
         temperature: float = 1.0,
         with_entropy: bool = False,
-    ) -> Gradient:
-        """Gradient of the sum of losses of all parts, gathered in the stages until `commit` or `drop` of the crew.
+    ) -> GradientNorms:
+        """Compute the gradient of the summed losses of all parts. The stages store it until the stage group's commit or drop.
 
         Raises StageLostError and PipelineError; the batch is then dropped.
         """
@@ -78,7 +79,7 @@ class PipelinedPolicy:
             return gradient
 
         scored = [self._scored(part, temperature, with_entropy) for part in parts]
-        return await self._crew.accumulate(scored, gradient_of)
+        return await self._stage_group.accumulate(scored, gradient_of)
 
     async def generate(
         self,
@@ -90,27 +91,28 @@ class PipelinedPolicy:
         has_ended: HasEnded | None = None,
         num_sessions: int | None = None,
     ) -> list[list[int]]:
-        """One answer for each prompt, EOS included where it was chosen; rows that ended are taken out of the batch.
+        """Sample one answer for each prompt, with EOS where it was chosen. Rows leave the batch when they end.
 
-        Equal prompts of one session are computed once. `has_ended`: what ends an answer, in place of `eos_token_ids`.
-
-        While one session is in one stage, another can be in the next: prompts are dealt to `num_sessions` sessions, as many
-        as there are stages by default. Raises StageLostError and PipelineError; all sessions are then ended.
+        Prompts are divided among `num_sessions` sessions, by default as many as there are stages, so that all stages work at
+        once. Equal prompts of one session are computed once. `has_ended` replaces `eos_token_ids` as the end of an answer.
+        Raises StageLostError and PipelineError; all sessions are then ended.
         """
         ended = has_ended or (lambda row, answer: answer[-1] in eos_token_ids)
-        count = min(num_sessions or self._crew.num_stages, len(prompts))
-        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # like lengths together: less padding
+        count = min(num_sessions or self._stage_group.num_stages, len(prompts))
+        by_length = sorted(
+            range(len(prompts)), key=lambda i: len(prompts[i])
+        )  # similar lengths together need less padding
         share = -(-len(prompts) // max(count, 1))
         chunks = [by_length[i : i + share] for i in range(0, len(prompts), max(share, 1))]
         answers: list[list[int]] = [[] for _ in prompts]
-        sessions = [self._crew.new_session() for _ in chunks]
+        sessions = [self._stage_group.new_session() for _ in chunks]
         try:
             await all_of(
                 self._session(session, prompts, chunk, answers, choose, max_new_tokens, ended)
                 for session, chunk in zip(sessions, chunks, strict=True)
             )
-        finally:  # here and not in the sessions, which a failure of another may cut off at any point
-            await all_of(self._crew.end(session) for session in sessions)
+        finally:  # not in the sessions, which a failure of another one may cancel at any point
+            await all_of(self._stage_group.end(session) for session in sessions)
         return answers
 
     async def _session(
@@ -127,10 +129,10 @@ class PipelinedPolicy:
         longest = max(map(len, distinct))
         padding = tuple(longest - len(prompt) for prompt in distinct)
         padded = [[self._pad_token_id] * pad + list(prompt) for prompt, pad in zip(distinct, padding, strict=True)]
-        logits = await self._crew.begin(session, torch.tensor(padded), padding)
+        logits = await self._stage_group.begin(session, torch.tensor(padded), padding)
         if len(distinct) < len(rows):
             prompt_of = [distinct.index(tuple(prompts[row])) for row in rows]
-            await self._crew.select(session, prompt_of)
+            await self._stage_group.select(session, prompt_of)
             logits = logits[prompt_of]
         for step in range(max_new_tokens):
             tokens = choose(logits, rows, step).tolist()
@@ -140,12 +142,12 @@ class PipelinedPolicy:
             if not going or step + 1 == max_new_tokens:
                 return
             if len(going) < len(rows):
-                await self._crew.select(session, going)
+                await self._stage_group.select(session, going)
                 rows = [rows[i] for i in going]
-            logits = await self._crew.extend(session, torch.tensor([[tokens[i]] for i in going]))
+            logits = await self._stage_group.extend(session, torch.tensor([[tokens[i]] for i in going]))
 
     def _scored(self, sequences: Sequence[TokenSequence], temperature: float, with_entropy: bool) -> ScoredPart:
-        """Rows of prompt and answer; the last token of an answer predicts nothing and is left out."""
+        """Build rows of prompt and answer without the last answer token, which predicts nothing."""
         full = [[*prompt, *answer[:-1]] for prompt, answer in sequences]
         longest = max(len(row) for row in full)
         token_ids = torch.tensor([row + [self._pad_token_id] * (longest - len(row)) for row in full])
@@ -155,7 +157,7 @@ class PipelinedPolicy:
 
 
 def greedy(logits: Tensor, rows: Sequence[int], step: int) -> Tensor:
-    """The likeliest token of each row."""
+    """Choose the likeliest token of each row."""
     return logits.argmax(-1)
 
 
@@ -165,11 +167,11 @@ Tensors = dict[str, dict[str, torch.Tensor]]
 
 @dataclass(slots=True, kw_only=True)
 class PipelinePolicy(TextPolicy):
-    """Its weights are in the stages. `token_logprobs` gives no gradients: `PipelineOptimizer` has them."""
+    """A policy whose weights are in the stages. `PipelineOptimizer` computes gradients; `token_logprobs` gives none."""
 
-    keeper: PipelineSupervisor
+    supervisor: PipelineSupervisor
     loop: asyncio.AbstractEventLoop
-    """Where the crew is driven; to be called from other threads only."""
+    """The loop that drives the stages. Methods must be called from other threads."""
 
     def token_logprobs(
         self,
@@ -181,30 +183,33 @@ class PipelinePolicy(TextPolicy):
     ) -> TokenLogprobs:
         """See `TextPolicy`."""
 
-        async def score(pipelined: PipelinedPolicy) -> TokenLogprobs:
-            (result,) = await pipelined.token_logprobs(
+        async def score(pipeline_model: PipelineModel) -> TokenLogprobs:
+            (result,) = await pipeline_model.token_logprobs(
                 [sequences], temperature, with_entropy, without_adapter=without_adapter
             )
             return result
 
-        return self.through_crew(score)
+        return self.run_on_stages(score)
 
-    def through_crew(self, call: Callable[[PipelinedPolicy], Awaitable[T]]) -> T:
-        """What `call` gives, which changes nothing: it is repeated when a stage was lost and rebuilt."""
-        return self.wait_for(self.keeper.persist(lambda: call(self.pipelined)))
+    def run_on_stages(self, call: Callable[[PipelineModel], Awaitable[T]]) -> T:
+        """Return the result of `call`, which must change nothing: it is repeated after a stage was lost and rebuilt."""
+        return self.wait_for(self.supervisor.persist(lambda: call(self.pipeline_model)))
 
     @property
-    def pipelined(self) -> PipelinedPolicy:
-        """Over the crew as it is now."""
-        return PipelinedPolicy(self.keeper.crew, self.pad_token_id)
+    def pipeline_model(self) -> PipelineModel:
+        """The model over the current stage group."""
+        return PipelineModel(self.supervisor.stage_group, self.pad_token_id)
 
     def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        """Let the loop do it."""
+        """Run `work` on the loop and wait for its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
 
 class PipelineOptimizer:
-    """See `PolicyOptimizer`. A batch during which a stage is lost is forgotten; the crew is whole again when that is told."""
+    """The `PolicyOptimizer` of a pipeline.
+
+    A batch during which a stage is lost is dropped. The error is raised once the stage is rebuilt.
+    """
 
     def __init__(self, config: TrainingSection, policy: PipelinePolicy) -> None:
         self._max_grad_norm = config.max_grad_norm
@@ -216,10 +221,10 @@ class PipelineOptimizer:
 
         async def work() -> float:
             try:
-                gradient = await self._policy.pipelined.accumulate(parts, loss_of, temperature, with_entropy=True)
+                gradient = await self._policy.pipeline_model.accumulate(parts, loss_of, temperature, with_entropy=True)
                 return gradient.norm
             except StageLostError as lost:
-                await self._policy.keeper.recover(lost)
+                await self._policy.supervisor.recover(lost)
                 raise
 
         self._norm = self._policy.wait_for(work())
@@ -233,24 +238,24 @@ class PipelineOptimizer:
                 f"a step with advantages and lr > 0 must move the adapter, got no gradient at lr {lr:g}; "
                 "check that nothing froze or detached the adapter"
             )
-        self._policy.version = self._policy.wait_for(self._policy.keeper.commit(lr, self._max_grad_norm))
+        self._policy.version = self._policy.wait_for(self._policy.supervisor.commit(lr, self._max_grad_norm))
 
     def drop(self) -> None:
         """See `PolicyOptimizer`."""
         if self._norm is not None:
             self._norm = None
-            self._policy.wait_for(self._policy.keeper.crew.drop())
+            self._policy.wait_for(self._policy.supervisor.stage_group.drop())
 
     def adapter_norm(self) -> None:
-        """See `PolicyOptimizer`: it would cost as much as a checkpoint."""
+        """See `PolicyOptimizer`. None, since reading it would cost as much as a checkpoint."""
         return
 
     def read(self) -> dict[str, torch.Tensor]:
-        """See `PolicyOptimizer`. Moments travel too, so it costs as much as a checkpoint."""
+        """See `PolicyOptimizer`. It transfers the moments too, so it costs as much as a checkpoint."""
         return self.state()["adapter"]
 
     def write(self, weights: Mapping[str, torch.Tensor], turned: Iterable[str] = ()) -> None:
-        """See `PolicyOptimizer`. Moments travel there and back."""
+        """See `PolicyOptimizer`. It transfers the moments in both directions."""
         odd = set(turned)
 
         def change(state: StageState) -> StageState:
@@ -259,39 +264,49 @@ class PipelineOptimizer:
             moments = {key: t for key, t in tensors["optimizer"].items() if key.partition(":")[2] not in odd}
             return {"adapter": adapter, "optimizer": moments}, rest
 
-        self._policy.wait_for(self._policy.keeper.rewrite(change))
+        self._policy.wait_for(self._policy.supervisor.rewrite(change))
 
     def state(self) -> Tensors:
-        """See `PolicyOptimizer`: as a single process would save it, with `lr_factors` where a rebuilt stage has another one.
+        """See `PolicyOptimizer`. The state of a single process, plus `lr_factors` where a rebuilt stage has another one.
 
-        Raises CheckpointError rather than to give out an adapter that is not whole and finite.
+        Raises CheckpointError where the adapter is not complete and finite.
         """
         merged: Tensors = {"adapter": {}, "optimizer": {}}
         factors: dict[str, torch.Tensor] = {}
-        for tensors, rest in self._policy.wait_for(self._policy.keeper.states()):
+        for tensors, rest in self._policy.wait_for(self._policy.supervisor.states()):
             for kind, group in tensors.items():
                 merged[kind] |= group
             if rest["lr_factor"] != 1:
                 factors |= {name: torch.tensor(float(rest["lr_factor"])) for name in tensors["adapter"]}
-        shapes = {name: torch.Size(s) for facts in self._policy.keeper.crew.facts for name, s in facts.shapes.items()}
-        check_adapter(merged["adapter"], shapes)  # once more: what is written to disk is what the next start depends on
+        shapes = {
+            name: torch.Size(s)
+            for facts in self._policy.supervisor.stage_group.facts
+            for name, s in facts.shapes.items()
+        }
+        check_adapter(
+            merged["adapter"], shapes
+        )  # checked again, since the next start depends on what is written to disk
         return {**merged, "lr_factors": factors} if factors else merged
 
     def restore(self, tensors: Tensors, version: int) -> None:
         """See `PolicyOptimizer`."""
         try:
-            self._policy.wait_for(self._policy.keeper.restore(tensors, version))
+            self._policy.wait_for(self._policy.supervisor.restore(tensors, version))
         except StageLostError:
             raise
         except PipelineError as error:
-            raise CheckpointError(f"a checkpoint must fit the crew, got: {error}") from None
+            raise CheckpointError(f"a checkpoint must fit the pipeline, got: {error}") from None
         self._policy.version = version
 
 
-def crew_policy(
-    config: PolicySection, base: BaseModel, keeper: PipelineSupervisor, loop: asyncio.AbstractEventLoop, hash_cache: Any
+def pipeline_policy(
+    config: PolicySection,
+    base: BaseModel,
+    supervisor: PipelineSupervisor,
+    loop: asyncio.AbstractEventLoop,
+    hash_cache: Any,
 ) -> PipelinePolicy:
-    """Tokenizer, lineage and ends of answers of the base; no weights. Raises PolicyError."""
+    """Make the policy from tokenizer, lineage and EOS ids of the base, without weights. Raises PolicyError."""
     tokenizer = load_tokenizer(base.folder)
     lineage = compute_lineage(
         base.folder, tokenizer, config.lora, adapter_targets(base.folder, config.lora), hash_cache
@@ -299,5 +314,5 @@ def crew_policy(
     return PipelinePolicy(
         tokenizer=tokenizer, config=config, device=torch.device("cpu"), dtype=base.dtype, lineage=lineage,
         base_folder=base.folder, eos_token_ids=folder_eos_ids(base.folder, tokenizer),
-        vocab_size=model_shape(base.folder).vocab, keeper=keeper, loop=loop,
+        vocab_size=model_shape(base.folder).vocab, supervisor=supervisor, loop=loop,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Namespaces and a file system of nothing but Python's own library and one small empty folder."""
+"""Enters namespaces, and builds a file system with only Python's library or given folders, and one small empty folder."""
 
 import contextlib
 import os
@@ -9,27 +9,27 @@ from pathlib import Path
 from swarm.sandbox.inside import libc
 
 _NOBODY = 65534
-_NEW_ROOT = "/tmp"  # noqa: S108  any folder that is there: the mount on it is seen by this process alone  # nosec B108
+_NEW_ROOT = "/tmp"  # noqa: S108  any existing folder; only this process sees the mount on it  # nosec B108
 WORK_FOLDER = "/work"
 _ROOT_OPTIONS = "size=64k,nr_inodes=64,mode=0755"
-_KEPT_FLAGS = 1 | 2 | 4 | 8 | 1024 | 2048  # of a mount, as statvfs tells them; they must stay when it is mounted again
+_KEPT_FLAGS = 1 | 2 | 4 | 8 | 1024 | 2048  # mount flags, as in statvfs, that a second mount must keep
 
 
 def leave_root() -> None:
-    """Be nobody: limits on processes do not hold for root, and nothing of root's may be readable.
+    """Become the user nobody: process limits do not apply to root, and root's files must not be readable.
 
-    A root that may not become another (in a container) stays; the namespaces and the filter hold for it as well.
+    A root that cannot change its user (in a container) stays root; the namespaces and the filter apply to it as well.
     """
     if os.geteuid() == 0:
         with contextlib.suppress(OSError):
             os.setgroups([])
             os.setresgid(_NOBODY, _NOBODY, _NOBODY)
             os.setresuid(_NOBODY, _NOBODY, _NOBODY)
-        libc.prctl(libc.PR_SET_DUMPABLE, 1)  # else the maps below belong to root
+        libc.prctl(libc.PR_SET_DUMPABLE, 1)  # otherwise the maps below belong to root
 
 
 def enter_namespaces() -> None:
-    """New user, mount, network, IPC and host name for this process; a new process tree for its children."""
+    """Create user, mount, network, IPC and host name namespaces for this process, and a process tree for its children."""
     uid, gid = os.geteuid(), os.getegid()
     libc.unshare(
         libc.CLONE_NEWUSER
@@ -45,9 +45,9 @@ def enter_namespaces() -> None:
 
 
 def build_root(library: str, work_bytes: int) -> None:
-    """Leave all files but Python's library, read-only and without what was installed there, and WORK_FOLDER.
+    """Replace the file system by Python's library, read-only and without packages installed there, and WORK_FOLDER.
 
-    `library` is the current folder already: the way to it may be closed to nobody.
+    `library` must be the current folder: the user nobody may have no access to the folders above it.
     """
     kept = os.statvfs(".").f_flag & _KEPT_FLAGS
     libc.mount("none", "/", "", libc.MS_REC | libc.MS_PRIVATE)
@@ -69,8 +69,8 @@ def build_root(library: str, work_bytes: int) -> None:
 
 
 def build_view(paths: Iterable[str], temporary_bytes: int) -> None:
-    """Leave all files but those under the absolute `paths` that exist, read-only, and an empty /tmp of so many bytes."""
-    handles = _opened(paths)  # before /tmp is covered
+    """Replace the file system by the existing absolute `paths`, read-only, and an empty /tmp of `temporary_bytes`."""
+    handles = _opened(paths)  # before /tmp is hidden
     libc.mount("none", "/", "", libc.MS_REC | libc.MS_PRIVATE)
     libc.mount("tmpfs", _NEW_ROOT, "tmpfs", libc.MS_NOSUID | libc.MS_NODEV, "size=1m,nr_inodes=4096,mode=0755")
     temporary = _NEW_ROOT + "/tmp"  # noqa: S108  # nosec B108
@@ -92,15 +92,15 @@ def build_view(paths: Iterable[str], temporary_bytes: int) -> None:
 
 
 def _enter_root() -> None:
-    """Make _NEW_ROOT the root, read-only, and let go of the old one."""
+    """Make _NEW_ROOT the root, read-only, and detach the old one."""
     os.chdir(_NEW_ROOT)
-    libc.pivot_root(".", ".")  # the old root is stacked on the new one, and taken off it
+    libc.pivot_root(".", ".")  # the old root is mounted on the new one, and then detached
     libc.detach(".")
     libc.mount("none", "/", "", libc.MS_REMOUNT | libc.MS_BIND | libc.MS_RDONLY | libc.MS_NOSUID | libc.MS_NODEV)
 
 
 def _opened(paths: Iterable[str]) -> dict[str, int]:
-    """A handle for each path that exists and is not inside another one."""
+    """Open a handle for each path that exists and is not inside another one."""
     kept: dict[str, int] = {}
     for path in sorted({os.path.normpath(path) for path in paths if Path(path).is_absolute() and Path(path).exists()}):
         if path != "/" and not any(Path(path).is_relative_to(other) for other in kept):
