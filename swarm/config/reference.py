@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from swarm.config import Config, SignalSection, TaskSourceSection
+from swarm.types import is_sequence
 
 _INTRODUCTION = """# Configuration
 
@@ -90,6 +91,6 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
         return "required"
-    if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+    if is_sequence(value) and value and isinstance(value[0], BaseModel):
         return f"{len(value)} sources of the bundled policy"
     return "unset" if value is None else json.dumps(value, default=str)
