@@ -7,11 +7,32 @@
 Beside it, for merging adapters: Snapshot (own) → exchange with one other node → Partner (with its snapshot) or Alone
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
 MAX_PRECISION_CHARS = 16
 MAX_ADAPTER_BYTES = 4 << 30
+
+
+def is_list(value: object) -> TypeGuard[list[Any]]:
+    """Whether decoded data is a list. Nothing is known of its items."""
+    return isinstance(value, list)
+
+
+def is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether decoded data is a list or a tuple. Nothing is known of its items."""
+    return isinstance(value, list | tuple)
+
+
+def is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
+    """Whether data is a mapping, whose keys are texts. Nothing is known of its values."""
+    return isinstance(value, Mapping)
+
+
+def is_table(value: object) -> TypeGuard[dict[str, Any]]:
+    """Whether decoded JSON or TOML is a table, whose keys are texts. Nothing is known of its values."""
+    return isinstance(value, dict)
 
 
 @dataclass(frozen=True, slots=True)

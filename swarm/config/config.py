@@ -1,7 +1,6 @@
 """All sections together, and the rules that hold between them."""
 
 import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 from pydantic import model_validator
@@ -17,6 +16,7 @@ from swarm.config.sharing import SharingSection
 from swarm.config.tasks import TasksSection
 from swarm.config.training import TrainingSection
 from swarm.extensions.points import ADVANTAGES, ODD_GROUPS
+from swarm.types import is_mapping
 
 
 class Config(Section):
@@ -40,8 +40,8 @@ class Config(Section):
     @classmethod
     def _tasks_of_a_manifest_are_fenced(cls, data: Any) -> Any:
         """Also in a configuration that was written when there was no fence yet."""
-        swarm, tasks = (data.get(name) for name in ("swarm", "tasks")) if isinstance(data, Mapping) else (None, None)
-        if isinstance(swarm, Mapping) and swarm.get("id") and (tasks is None or isinstance(tasks, Mapping)):
+        swarm, tasks = (data.get(name) for name in ("swarm", "tasks")) if is_mapping(data) else (None, None)
+        if is_mapping(swarm) and swarm.get("id") and (tasks is None or is_mapping(tasks)):
             return {**data, "tasks": {"fenced": True, **(tasks or {})}}
         return data
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from swarm.config.config import Config
 from swarm.errors import ConfigError
+from swarm.types import is_list, is_table
 
 _MAX_FILE_BYTES = 1 << 20
 READY = "node_configs"
@@ -83,7 +84,7 @@ def origin_in(paths: Iterable[Path | str], overrides: Mapping[str, str] | None =
 def _says(data: Any, location: Sequence[str | int]) -> bool:
     """Whether `data` goes as deep as `location`, or ends on the way there in a list or value of its own."""
     for part in location:
-        if not isinstance(data, dict):
+        if not is_table(data):
             return True
         if part not in data:
             return False
@@ -127,9 +128,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _resolve_paths(data: dict[str, Any], folder: Path) -> None:
     tasks = data.get("tasks")
-    sources = tasks.get("sources") if isinstance(tasks, dict) else None
-    for source in sources if isinstance(sources, list) else ():
-        if isinstance(source, dict) and isinstance(source.get("path"), str):
+    sources = tasks.get("sources") if is_table(tasks) else None
+    for source in sources if is_list(sources) else ():
+        if is_table(source) and isinstance(source.get("path"), str):
             source["path"] = str((folder / source["path"]).resolve())
 
 
@@ -138,7 +139,7 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in top.items():
         old = merged.get(key)
-        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        merged[key] = merge(old, value) if is_table(old) and is_table(value) else value
     return merged
 
 

@@ -10,6 +10,7 @@ from pydantic_core import PydanticUndefined
 
 from swarm.config import Config, RewardSignalSection, TaskSourceSection
 from swarm.extensions.registry import Registry
+from swarm.types import is_sequence
 
 _INTRODUCTION = """# Configuration
 
@@ -99,6 +100,6 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
         return "required"
-    if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+    if is_sequence(value) and value and isinstance(value[0], BaseModel):
         return f"{len(value)} sources of the bundled policy"
     return "unset" if value is None else json.dumps(value, default=str)

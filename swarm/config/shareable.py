@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import PurePath
-from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
 from swarm.config.config import Config
 from swarm.extensions.registry import Registry
+from swarm.types import is_mapping, is_sequence
 
 HIDDEN = "…"
 _TEXTS = frozenset(
@@ -51,10 +51,10 @@ def _section(settings: Mapping[str, Any], section: type[BaseModel], prefix: str)
                 base_name(value) if key == _BASE and isinstance(value, str)
                 else value if may_be_seen else _value(value, key, field.annotation)
             )  # fmt: skip
-        elif isinstance(value, Mapping):
+        elif is_mapping(value):
             kept[name] = _section(value, inner, f"{key}.")
-        elif isinstance(value, list | tuple):
-            kept[name] = [_section(part, inner, f"{key}.") for part in value if isinstance(part, Mapping)]
+        elif is_sequence(value):
+            kept[name] = [_section(part, inner, f"{key}.") for part in value if is_mapping(part)]
     return kept
 
 
@@ -63,9 +63,9 @@ def _value(value: Any, key: str, annotation: Any) -> Any:
         return value if key in _TEXTS or value in _choices(annotation) else HIDDEN
     if isinstance(value, int | float):  # switches, too
         return value
-    if isinstance(value, list | tuple):
+    if is_sequence(value):
         return [_value(part, key, annotation) for part in value]
-    if isinstance(value, Mapping):
+    if is_mapping(value):
         return {str(name)[:_MAX_KEY_CHARACTERS]: _value(part, key, annotation) for name, part in value.items()}
     return HIDDEN
 
@@ -79,6 +79,6 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 
 def _inner_section(annotation: Any) -> type[BaseModel] | None:
     """The section that an annotation is, or is a list of."""
-    if isinstance(annotation, type) and not isinstance(annotation, UnionType) and not get_args(annotation):
+    if isinstance(annotation, type) and not get_args(annotation):
         return annotation if issubclass(annotation, BaseModel) else None
     return next((inner for part in get_args(annotation) if (inner := _inner_section(part))), None)

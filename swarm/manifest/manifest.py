@@ -281,7 +281,7 @@ def _table(data: bytes) -> Mapping[str, Any]:
 
 
 def _signed_bytes(content: Mapping[str, Any]) -> bytes:
-    return _DOMAIN + bytes(msgpack.packb(_canonical(content), datetime=True) or b"")
+    return _DOMAIN + msgpack.packb(_canonical(content), datetime=True)
 
 
 def _is_signed(founder: str, data: bytes, signature: str) -> bool:

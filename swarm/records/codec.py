@@ -38,7 +38,17 @@ from swarm.records.signing import (
     signature_is_valid,
     unpack,
 )
-from swarm.types import BEACON_BYTES, GroupSummary, Header, Lineage, Rollout, RolloutGroup, SignedRecord, TaskRef
+from swarm.types import (
+    BEACON_BYTES,
+    GroupSummary,
+    Header,
+    Lineage,
+    Rollout,
+    RolloutGroup,
+    SignedRecord,
+    TaskRef,
+    is_list,
+)
 
 MAX_ROLLOUTS_PER_BODY = 1024
 MAX_TOKENS_PER_BODY = 1 << 19
@@ -191,7 +201,7 @@ def decode_header(payload: bytes, author: str) -> Header:
 
 def _with_beacon(value: Any) -> list[Any]:
     """Fields after the version; the last one, the beacon, is empty where it was left out."""
-    if isinstance(value, list) and len(value) == _HEADER_FIELDS + 1:
+    if is_list(value) and len(value) == _HEADER_FIELDS + 1:
         *fields, beacon = check_versioned(value, _HEADER_FIELDS + 1)
         return [*fields, check_bytes(beacon, BEACON_BYTES)]
     return [*check_versioned(value, _HEADER_FIELDS), b""]

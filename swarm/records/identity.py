@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeGuard
 
 import base58
 from cryptography.exceptions import InvalidSignature
@@ -89,7 +89,7 @@ class Identity:
         return f"Identity({self.peer_id}, {self.peer_name})"
 
 
-def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
+def verify(peer_id: object, data: object, signature: object) -> bool:
     """Whether the owner of `peer_id` signed `data`. Any malformed argument is a plain False."""
     if not (isinstance(peer_id, str) and isinstance(data, bytes) and isinstance(signature, bytes)):
         return False
@@ -103,7 +103,7 @@ def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
     return True
 
 
-def is_peer_id(text: str) -> bool:
+def is_peer_id(text: object) -> TypeGuard[str]:
     """Whether `text` is the one canonical spelling of an Ed25519 peer id."""
     return isinstance(text, str) and len(text) <= _MAX_PEER_ID_CHARACTERS and _public_key(text) is not None
 

@@ -17,7 +17,7 @@ The old key says where it went, the new one that it comes from there; so neither
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -26,6 +26,7 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 from swarm.errors import IdentityError
 from swarm.machine.safe_files import parse_json, read_file, read_json, replace_file
 from swarm.records.identity import KEY_FILE, SEED_BYTES, Identity, is_encrypted, is_peer_id, load, verify, write_seed
+from swarm.types import is_list, is_table
 
 ROTATION_FILE = "identity.rotation.json"
 """Statements of a folder's rotations, oldest first."""
@@ -45,10 +46,10 @@ def make_statement(old: Identity, new: Identity, at: float) -> Statement:
     return fields | {"old_signature": old.sign(signed).hex(), "new_signature": new.sign(signed).hex()}
 
 
-def statement_is_valid(statement: Any) -> bool:
+def statement_is_valid(statement: object) -> TypeGuard[Statement]:
     """Whether both keys signed it. Never raises."""
     names = ("old", "new", "at", "old_signature", "new_signature")
-    if not isinstance(statement, dict) or not all(isinstance(statement.get(name), str) for name in names):
+    if not is_table(statement) or not all(isinstance(statement.get(name), str) for name in names):
         return False
     if not all(statement[name].isascii() for name in names):
         return False
@@ -73,7 +74,7 @@ def read_statements(folder: Path) -> list[Statement]:
         raise IdentityError(f"the rotations of a node must be readable, got {error}; check {path}") from None
     except ValueError:
         statements = None
-    if not isinstance(statements, list) or not all(map(statement_is_valid, statements)):
+    if not is_list(statements) or not all(map(statement_is_valid, statements)):
         raise IdentityError(f"the rotations of a node must be signed statements, got a damaged {path}; move it away")
     return statements
 
@@ -162,7 +163,7 @@ def parse_export(data: bytes, where: str) -> dict[str, Any]:
         content = parse_json(data) if len(data) <= MAX_FILE_BYTES else None
     except ValueError:
         content = None
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+    if not is_table(content) or content.get("format") != _FORMAT:
         raise IdentityError(f"an exported identity must be a file of `swarm identity export`, got another in {where}")
     if content.get("version") != _VERSION:
         raise IdentityError(

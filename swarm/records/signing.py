@@ -6,7 +6,7 @@ All of it raises InvalidRecord and nothing else, whatever the bytes are.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
@@ -16,7 +16,7 @@ import msgpack
 
 from swarm.records.identity import Identity, verify
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.types import SignedRecord
+from swarm.types import SignedRecord, is_list
 
 PROTOCOL_VERSION = 1
 MAX_ARRAY_ITEMS = 16
@@ -24,9 +24,7 @@ MAX_ARRAY_ITEMS = 16
 
 
 def pack(fields: list[Any]) -> bytes:
-    packed = msgpack.packb(fields)
-    assert packed is not None, "only a streaming packer returns None"
-    return packed
+    return msgpack.packb(fields)
 
 
 def unpack(data: bytes) -> Any:
@@ -56,7 +54,7 @@ def check_array(value: Any, length: int) -> list[Any]:
 
 
 def check_list(value: Any, least: int, most: int) -> list[Any]:
-    if not isinstance(value, list) or not least <= len(value) <= most:
+    if not is_list(value) or not least <= len(value) <= most:
         raise InvalidRecord(Rejection.MALFORMED, f"expected an array of {least} to {most}")
     return value
 
@@ -120,7 +118,7 @@ def signature_is_valid(record: SignedRecord, swarm_id: str, purpose: Purpose = P
 
 
 @contextmanager
-def verified_by(other: Verify) -> Iterator[None]:
+def verified_by(other: Verify) -> Generator[None, None, None]:
     """Check signatures by another function in this context and the tasks made in it: for simulations and fuzzing."""
     token = _verify.set(other)
     try:
