@@ -34,7 +34,7 @@ _REFUSALS = frozenset(
 EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 config, 4 identity, 5 policy, 6 tasks, 7 network, 8 checkpoint, "
     "9 node not running, 10 memory, 11 training, 12 manifest, 13 cannot join, 14 doctor found a problem, "
-    "15 cannot merge, 16 pipeline, 17 silo, 18 stuck, 130 interrupted."
+    "15 cannot merge, 16 pipeline, 17 silo, 18 stuck, 130 interrupted. What to do after each: docs/troubleshooting.md."
 )
 
 app = typer.Typer(
