@@ -8,7 +8,6 @@ and what is remembered about peers is bounded.
 Checks of a header that need neither tasks nor a model: who only passes headers on makes these and no more.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -16,8 +15,10 @@ from typing import Protocol
 from swarm.admission.copies import CopyWatch
 from swarm.config import SharingSection
 from swarm.limits.bounded_maps import ExpiringKeys
+from swarm.limits.token_bucket import PeerBuckets
 from swarm.observability.tracing import traced
 from swarm.records.codec import body_hash, decode_body, decode_header, decode_record
+from swarm.records.context import SwarmContext
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.records.signing import signature_is_valid
 from swarm.types import Header, Lineage, RolloutGroup, TaskRef
@@ -32,23 +33,17 @@ _MAX_REMEMBERED_PEERS = 4_096
 class HeaderAdmission:
     """Header checks of one peer, cheap ones first, each with a reason of its own. Raises nothing but InvalidRecord."""
 
-    def __init__(
-        self,
-        config: SharingSection,
-        swarm_id: str,
-        own_peer_id: str,
-        check_task: Callable[[TaskRef], None],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, config: SharingSection, context: SwarmContext, *, check_task: Callable[[TaskRef], None]) -> None:
         """`check_task` raises InvalidRecord with UNKNOWN_TASK or HELD_OUT_TASK."""
         self._config = config
-        self._swarm_id = swarm_id
-        self._own_peer_id = own_peer_id
+        self._swarm_id = context.swarm_id
+        self._own_peer_id = context.peer_id
+        self._clock = context.clock
         self._check_task = check_task
-        self._clock = clock
-        self._announced: ExpiringKeys[tuple[str, bytes]] = ExpiringKeys(clock, _MAX_REMEMBERED_BODIES)
+        self._announced: ExpiringKeys[tuple[str, bytes]] = ExpiringKeys(context.clock, _MAX_REMEMBERED_BODIES)
         """(author, body hash)"""
-        self._allowance: OrderedDict[str, tuple[float, float]] = OrderedDict()  # author -> (headers left, since)
+        per_minute = config.max_records_per_peer_per_minute
+        self._headers = PeerBuckets(per_minute / 60.0, per_minute, _MAX_REMEMBERED_PEERS)
 
     def admit_header(self, data: bytes) -> Header:
         """A header that is authentic, fresh, new, within its author's rate and about tasks that `check_task` takes."""
@@ -87,15 +82,14 @@ class HeaderAdmission:
         self._announced.add(key, header.expires_at)
 
     def _check_rate(self, author: str) -> None:
-        """Token bucket: one minute's allowance at once, refilled evenly."""
-        per_minute, now = float(self._config.max_records_per_peer_per_minute), self._clock()
-        left, since = self._allowance.pop(author, (per_minute, now))
-        left = min(per_minute, left + max(0.0, now - since) * per_minute / 60.0)
-        self._allowance[author] = (max(0.0, left - 1.0), now)
-        while len(self._allowance) > _MAX_REMEMBERED_PEERS:
-            self._allowance.popitem(last=False)
-        if left < 1.0:
-            raise InvalidRecord(Rejection.RATE, f"more than {per_minute:.0f} headers per minute")
+        """One minute's headers at once, refilled evenly. An author that goes on at a higher rate gets none at all."""
+        now = self._clock()
+        bucket = self._headers.of(author, now)
+        if not bucket.try_take(1, now):
+            bucket.drain()
+            raise InvalidRecord(
+                Rejection.RATE, f"more than {self._config.max_records_per_peer_per_minute} headers per minute"
+            )
 
 
 REWARD_TOLERANCE = 1e-4
@@ -129,16 +123,15 @@ class Admission(HeaderAdmission):
     def __init__(
         self,
         config: SharingSection,
-        swarm_id: str,
-        own_peer_id: str,
-        judge: TaskVerifier,
+        context: SwarmContext,
+        *,
+        verifier: TaskVerifier,
         vocabulary: Vocabulary,
-        clock: Callable[[], float],
         copies: CopyWatch | None = None,
     ) -> None:
         """`copies`: knows the groups of others by their answers, and the own ones; without it nothing is a copy."""
-        super().__init__(config, swarm_id, own_peer_id, judge.check_known, clock)
-        self._judge = judge
+        super().__init__(config, context, check_task=verifier.check_known)
+        self._verifier = verifier
         self._vocabulary = vocabulary
         self._copies = copies
 
@@ -162,7 +155,7 @@ class Admission(HeaderAdmission):
             raise InvalidRecord(Rejection.OVERSIZE, f"{len(group.rollouts)} rollouts > {self._config.max_group_size}")
         for rollout in group.rollouts:
             self._check_tokens(group.lineage, rollout.token_ids, rollout.text, rollout.finished)
-        rewards = self._judge.rewards(group)
+        rewards = self._verifier.rewards(group)
         for rollout, reward in zip(group.rollouts, rewards, strict=True):
             if abs(rollout.reward - reward) > REWARD_TOLERANCE:
                 raise InvalidRecord(Rejection.REWARD_MISMATCH, f"claims {rollout.reward:.4f}, is {reward:.4f}")

@@ -10,10 +10,11 @@ number of them may repeat what an honest author sent, so such hints count once a
 
 import hashlib
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from swarm.limits.bounded_maps import LatestMap
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.types import RolloutGroup, TaskRef
 
@@ -61,7 +62,7 @@ class CopyWatch:
         self._owns_stream = owns_stream
         self._blame = blame
         self._lock = threading.Lock()
-        self._seen: OrderedDict[str, deque[_Seen]] = OrderedDict()
+        self._seen: LatestMap[str, deque[_Seen]] = LatestMap(_MAX_PROMPTS)
 
     def __len__(self) -> int:
         """Prompts that are remembered."""
@@ -100,7 +101,7 @@ class CopyWatch:
 
     def _alike(self, digest: str, group: _Seen) -> frozenset[_Body]:
         """Bodies of others with these answers, where either author may have taken them from the other."""
-        return frozenset(seen.body for seen in self._seen.get(digest, ()) if self._is_alike(group, seen))
+        return frozenset(seen.body for seen in self._seen.get(digest) or () if self._is_alike(group, seen))
 
     def _is_alike(self, group: _Seen, earlier: _Seen) -> bool:
         """Whether both are one and nothing tells whose. Raises InvalidRecord where `group` is surely a copy, or a repetition."""
@@ -130,11 +131,9 @@ class CopyWatch:
         return _Seen(body, group.task, is_own, is_original, tuple(sorted(answers)), surprise)
 
     def _remember(self, digest: str, group: _Seen) -> None:
-        of_prompt = self._seen.pop(digest, None) or deque(maxlen=_GROUPS_PER_PROMPT)
+        of_prompt = self._seen.get(digest) or deque(maxlen=_GROUPS_PER_PROMPT)
         of_prompt.append(group)
-        self._seen[digest] = of_prompt
-        while len(self._seen) > _MAX_PROMPTS:
-            self._seen.popitem(last=False)
+        self._seen.put(digest, of_prompt)
 
 
 def _is_same_task(group: _Seen, earlier: _Seen) -> bool:

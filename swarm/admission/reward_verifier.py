@@ -7,10 +7,9 @@ cost nothing, so strangers share one budget beside their own; a stranger that th
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 
-from swarm.limits.token_bucket import TokenBucket
+from swarm.limits.token_bucket import PeerBuckets, TokenBucket
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.tasks.sandboxed_verifier import Overrun, SandboxedVerifier
 from swarm.tasks.task_mixture import TaskMixture, score
@@ -34,13 +33,13 @@ class VerificationBudget:
         """`clock`: seconds, never backwards. `is_known`: whether an author's probation is over."""
         self._clock = clock
         self._is_known = is_known
-        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._authors = PeerBuckets(PER_S, BURST_S, _MAX_AUTHORS)
         self._strangers = TokenBucket(STRANGERS_PER_S, STRANGERS_BURST_S, clock())
 
     def check(self, author: str) -> None:
         """Raises InvalidRecord: TOO_SLOW while the author has taken more than it gets, STRANGERS_BUSY while strangers have."""
-        now, bucket = self._clock(), self._buckets.get(author)
-        wait_s = bucket.wait_s(now) if bucket is not None else 0.0
+        now = self._clock()
+        wait_s = self._authors.wait_s(author, now)
         if wait_s > 0:
             raise InvalidRecord(Rejection.TOO_SLOW, f"its answers took too long to check; again in {wait_s:.0f} s")
         wait_s = 0.0 if self._is_known(author) else self._strangers.wait_s(now)
@@ -49,13 +48,9 @@ class VerificationBudget:
 
     def spend(self, author: str, duration_s: float) -> None:
         now = self._clock()
-        bucket = self._buckets.pop(author, None) or TokenBucket(PER_S, BURST_S, now)
-        bucket.take(duration_s, now)
-        self._buckets[author] = bucket
+        self._authors.of(author, now).take(duration_s, now)
         if not self._is_known(author):
             self._strangers.take(duration_s, now)
-        while len(self._buckets) > _MAX_AUTHORS:
-            self._buckets.popitem(last=False)
 
 
 class RewardVerifier:

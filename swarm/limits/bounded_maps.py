@@ -1,8 +1,9 @@
-"""A bounded map for what strangers announce: whoever holds most of it loses the oldest entry first.
+"""Maps of bounded size for what is remembered about peers. They differ in which entry gives way when one is full.
 
-What was seen of strangers, for as long as it could come again.
-
-A bounded table of peers in which strangers cannot displace the peers that this node has met.
+LatestMap      the entry that was put longest ago
+ExpiringKeys   keys that have expired, then the key that was added longest ago
+FairMap        the oldest entry of the owner that holds most entries
+BoundedPeers   the stranger that was heard from longest ago; peers that this node has met stay
 """
 
 from collections import OrderedDict
@@ -10,14 +11,56 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 _MIN_CLEANED_KEYS = 256
 
 
-class ExpiringKeys(Generic[K]):
-    """Keys until they expire, at most `max_keys`: the ones that came first go first.
+class LatestMap(Generic[K, V]):
+    """A map of at most `max_items` entries. One entry too many removes the entry that was put longest ago."""
 
-    Expired ones are dropped when there are twice as many keys as were alive at the last look, so that a key costs the same
+    def __init__(self, max_items: int) -> None:
+        self._max_items = max_items
+        self._entries: OrderedDict[K, V] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[K]:
+        """Keys in the order in which they were put."""
+        return iter(self._entries)
+
+    def items(self) -> Iterator[tuple[K, V]]:
+        """Entries in the order in which they were put."""
+        return iter(self._entries.items())
+
+    def get(self, key: K) -> V | None:
+        return self._entries.get(key)
+
+    def put(self, key: K, value: V) -> None:
+        """Put the entry at the end, in place of an earlier one of the same key."""
+        self._entries[key] = value
+        self._entries.move_to_end(key)
+        while len(self._entries) > self._max_items:
+            self._entries.popitem(last=False)
+
+    def pop(self, key: K) -> V | None:
+        """Remove an entry and return its value; None where there is none."""
+        return self._entries.pop(key, None)
+
+    def drop_oldest_while(self, is_over: Callable[[V], bool]) -> None:
+        """Remove the oldest entries for as long as `is_over` holds for the value of the oldest one."""
+        while self._entries and is_over(next(iter(self._entries.values()))):
+            self._entries.popitem(last=False)
+
+
+class ExpiringKeys(Generic[K]):
+    """Keys until they expire, at most `max_keys`: the key that was added longest ago goes first.
+
+    Expired keys are dropped when there are twice as many keys as were alive at the last look, so that a key costs the same
     however many there are.
     """
 
@@ -34,6 +77,11 @@ class ExpiringKeys(Generic[K]):
     def __contains__(self, key: K) -> bool:
         return self._expires_at.get(key, 0.0) > self._clock()
 
+    def num_alive(self) -> int:
+        """Keys that have not expired."""
+        now = self._clock()
+        return sum(expires_at > now for expires_at in self._expires_at.values())
+
     def add(self, key: K, expires_at: float) -> None:
         self._expires_at.pop(key, None)
         self._expires_at[key] = expires_at
@@ -45,9 +93,6 @@ class ExpiringKeys(Generic[K]):
             now = self._clock()
             self._expires_at = OrderedDict((key, until) for key, until in self._expires_at.items() if until > now)
             self._clean_above = max(_MIN_CLEANED_KEYS, 2 * len(self._expires_at))
-
-
-V = TypeVar("V")
 
 
 class FairMap(Generic[K, V]):

@@ -27,7 +27,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -37,7 +37,7 @@ from swarm.adapters.product_merge import LowRank, Merged, drift, merge_products
 from swarm.config import MergingSection
 from swarm.errors import MergeError
 from swarm.merging.adapter_wire import decode_adapter, encode_adapter, encoded_bytes
-from swarm.merging.outer_optimizer import Adapter, OuterOptimizer, carry_over, partner_weight
+from swarm.merging.outer_optimizer import Adapter, AdapterOrigin, OuterOptimizer, carry_over, partner_weight
 from swarm.merging.pairer import Donate, Pairer
 from swarm.merging.robust import (
     FEWEST_FOR_MEDIAN,
@@ -166,19 +166,18 @@ class Merger:
     def __init__(
         self,
         config: MergingSection,
-        lineage: str,
-        scaling: float,
-        start: Mapping[str, Tensor],
+        origin: AdapterOrigin,
         schedule: MergeSchedule,
+        *,
         pairer: Pairer | None = None,
         score: Score | None = None,
         donate: Donate | None = None,
     ) -> None:
-        """`start`: the weights that the lineage begins from, before any training. `scaling`: alpha / rank.
+        """Without a `pairer` every outer step is taken alone, without a `score` partners are trusted.
 
-        Without a `pairer` every outer step is taken alone, without a `score` partners are trusted.
-        Raises MergeError for an adapter too large to be sent.
+        Raises MergeError for an adapter that is too large to be sent.
         """
+        start = origin.weights
         self._config = config
         self._shapes = {name: tuple(tensor.shape) for name, tensor in start.items()}
         if self.num_bytes > MAX_ADAPTER_BYTES:
@@ -186,9 +185,7 @@ class Merger:
                 f"an adapter to merge must have at most {MAX_ADAPTER_BYTES} bytes, got {self.num_bytes}; "
                 "lower policy.lora.rank, or set a smaller merging.precision"
             )
-        self._lineage = lineage
-        self._scaling = scaling
-        self._origin = {name: tensor.detach().clone() for name, tensor in start.items()}
+        self.origin = replace(origin, weights={name: tensor.detach().clone() for name, tensor in start.items()})
         self._schedule = schedule
         self._pairer = pairer
         self._score = score
@@ -212,11 +209,6 @@ class Merger:
     def inner_steps(self) -> int:
         """Counted by `after`."""
         return self._inner_steps
-
-    @property
-    def origin(self) -> Mapping[str, Tensor]:
-        """The weights that the lineage begins from. Not to be written to."""
-        return self._origin
 
     @property
     def slow(self) -> Mapping[str, Tensor]:
@@ -259,8 +251,8 @@ class Merger:
                 logger.warning("the adapter of donor %s is left out: %s", one.peer_id, error)
         if len(usable) < FEWEST_FOR_MEDIAN:
             return False
-        joined = median_adapter(cut_to_median_norm(usable, self._origin))
-        if self._score is not None and not is_clearly_better(self._score(joined), self._score(self._origin)):
+        joined = median_adapter(cut_to_median_norm(usable, self.origin.weights))
+        if self._score is not None and not is_clearly_better(self._score(joined), self._score(self.origin.weights)):
             logger.warning("the adapters of %d donors do no better than none; beginning without", len(usable))
             return False
         self.begin(joined, statistics.median_low(rounds))
@@ -275,17 +267,17 @@ class Merger:
     def snapshot(self, weights: Mapping[str, Tensor], policy_version: int) -> Snapshot:
         """These weights for others. Raises MergeError for what cannot be sent."""
         precision = self._config.precision
-        payload = encode_adapter(weights, precision, self._origin)
-        return Snapshot(self._lineage, precision, self._outer.num_steps, policy_version, payload)
+        payload = encode_adapter(weights, precision, self.origin.weights)
+        return Snapshot(self.origin.lineage, precision, self._outer.num_steps, policy_version, payload)
 
     def opened(self, snapshot: Snapshot) -> Adapter:
         """The weights in a snapshot. Raises MergeError for what cannot be one of this lineage's."""
-        if (snapshot.lineage, snapshot.precision) != (self._lineage, self._config.precision):
+        if (snapshot.lineage, snapshot.precision) != (self.origin.lineage, self._config.precision):
             raise MergeError(
-                f"a partner must be of lineage {self._lineage[:12]} in {self._config.precision}, got "
+                f"a partner must be of lineage {self.origin.lineage[:12]} in {self._config.precision}, got "
                 f"{snapshot.lineage[:12]} in {snapshot.precision}; leave it out"
             )
-        weights = decode_adapter(snapshot.payload, self._shapes, self._config.precision, self._origin)
+        weights = decode_adapter(snapshot.payload, self._shapes, self._config.precision, self.origin.weights)
         refuse_unusable(weights, self._outer.slow)
         return weights
 
@@ -365,7 +357,7 @@ class Merger:
         except MergeError as error:
             logger.warning("the adapter of %s is not merged: %s", outcome.peer_id, error)
             if self._pairer is not None:
-                self._pairer.distrust(outcome.peer_id)
+                self._pairer.report_unusable(outcome.peer_id)
             return self._alone(pending.fast, "unusable", current)
         lag = self._outer.num_steps - outcome.snapshot.outer_round
         if partner_weight(lag) == 0:
@@ -381,7 +373,7 @@ class Merger:
         is_stranger = self._pairer is not None and not self._pairer.is_known(peer_id)
         if is_stranger:
             clipped = self._strangers.limit(clipped, pending.fast, partner_weight(lag))
-        blend = Blend(self._outer, pending.fast, clipped, lag, self._scaling, self._config.drift_threshold)
+        blend = Blend(self._outer, pending.fast, clipped, lag, self.origin.scaling, self._config.drift_threshold)
         share = self._gate(blend, pending.fast, current)
         if is_stranger:
             self._strangers.spend(clipped, pending.fast, blend.weight(share))

@@ -13,14 +13,14 @@ Donate = Callable[[Snapshot], None]
 
 
 class Pairer(Protocol):
-    """Finds a partner for a snapshot: `pairing.MergeExchange` in a node, something in memory in an experiment."""
+    """Finds a partner for a snapshot: `MergeExchange` in a node, something in memory in an experiment."""
 
     def offer(self, snapshot: Snapshot) -> "Future[Outcome]":
         """Returns at once; the future never raises, and ends within a bounded time."""
         ...
 
-    def distrust(self, peer_id: str) -> None:
-        """The adapter of this partner was of no use."""
+    def report_unusable(self, peer_id: str) -> None:
+        """Note that the adapter of this partner could not be used."""
         ...
 
     def is_known(self, peer_id: str) -> bool:
@@ -29,7 +29,7 @@ class Pairer(Protocol):
 
 
 class FinalPairer(Protocol):
-    """Brings those together that have ended their training: `pairing.FinalMeeting` in a node. Futures never raise, and
+    """Brings those together that have ended their training: `FinalMeeting` in a node. Futures never raise, and
     end within a bounded time."""
 
     def gather(self, snapshot: Snapshot) -> "Future[Seats]":

@@ -19,14 +19,13 @@ from swarm.config import Config
 from swarm.errors import TrainingError
 from swarm.merging.final_merge import FinalMerge, Wire
 from swarm.merging.merger import Merger, MergeSchedule
-from swarm.merging.outer_optimizer import Adapter
+from swarm.merging.outer_optimizer import Adapter, AdapterOrigin
 from swarm.merging.pairer import BoundOnStrangers, Donate, FinalPairer, Pairer
 from swarm.merging.robust import Scores
-from swarm.policy.policy import TextPolicy
+from swarm.node.policy_backend import PolicyBackend
 from swarm.rollouts.worker import RolloutWorker
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.tasks.task_source import INDEX_SPAN, TaskFailure
-from swarm.training.policy_optimizer import PolicyOptimizer
 from swarm.types import Partner, Task
 
 
@@ -48,40 +47,43 @@ class MergePorts:
 
 
 class PolicyMerging:
-    """Of one learner."""
+    """The merging of one learner. It runs on the compute thread."""
 
     def __init__(
         self,
         config: Config,
-        policy: TextPolicy,
-        steps: PolicyOptimizer,
+        backend: PolicyBackend,
+        *,
         worker: RolloutWorker,
         mixture: TaskMixture,
-        links: MergePorts | None,
+        ports: MergePorts | None,
     ) -> None:
-        """To be made before anything is trained or restored. Without `links` every outer step is taken alone."""
+        """To be made before anything is trained or restored. Without `ports` every outer step is taken alone."""
         self._config = config
-        self._policy = policy
-        self._steps = steps
+        self._policy = policy = backend.policy
+        self._optimizer = backend.optimizer
         self._worker = worker
         self._mixture = mixture
-        self._links = links
-        schedule = MergeSchedule(config.merging, int(config.swarm_id[:8], 16))  # the same in all of the swarm
+        self._ports = ports
+        scaling = config.policy.lora.alpha / config.policy.lora.rank
         self._merger = Merger(
             config.merging,
-            policy.lineage.policy,
-            config.policy.lora.alpha / config.policy.lora.rank,
-            steps.read(),
-            schedule,
-            links.pairer if links else None,
-            self._gate,
-            links.donate if links else None,
+            AdapterOrigin(policy.lineage.policy, scaling, backend.optimizer.read()),
+            MergeSchedule(config.merging, int(config.swarm_id[:8], 16)),  # the same seed in all of the swarm
+            pairer=ports.pairer if ports else None,
+            score=self._gate,
+            donate=ports.donate if ports else None,
         )
         self._final_version = -1  # policy version that the last final merge ended with
         self._seen_version = policy.version
         self._seen_position = self._aligned(0)
         self._gate_tasks: tuple[int, list[Task]] = (-1, [])
         self._last_s = 0.0
+
+    @property
+    def lineage(self) -> str:
+        """32 hex digits: `Lineage.policy`."""
+        return self._policy.lineage.policy
 
     @property
     def num_bytes(self) -> int:
@@ -98,15 +100,15 @@ class PolicyMerging:
         self._seen_version, position = self._policy.version, self._position()
         num_steps, self._seen_position = position - self._seen_position, position
         started = time.monotonic()
-        step = self._merger.after(num_steps, self._steps.read, self._policy.version, progress)
+        step = self._merger.after(num_steps, self._optimizer.read, self._policy.version, progress)
         if step is not None:
-            self._steps.write(step.weights, step.reset_names)
+            self._optimizer.write(step.weights, step.reset_names)
             self._last_s = time.monotonic() - started
 
     def join(self, found: Sequence[Partner]) -> bool:
         """Begin where the donors of an untrained policy are. Says whether it does."""
         has_joined = self._merger.join(found)
-        self._steps.write(self._merger.slow)
+        self._optimizer.write(self._merger.slow)
         return has_joined
 
     def finish(self) -> dict[str, Any] | None:
@@ -114,17 +116,16 @@ class PolicyMerging:
 
         Slow weights are those it ends with, without momentum: should training go on, it begins anew there.
         """
-        links = self._links
-        if links is None or links.final is None or self._final_version == self._policy.version:
+        ports, merger = self._ports, self._merger
+        if ports is None or ports.final is None or self._final_version == self._policy.version:
             return None
-        merger, lora = self._merger, self._config.policy.lora
         wire = Wire(merger.snapshot, merger.opened)
         one = FinalMerge(
-            self._config.merging, wire, merger.origin, lora.alpha / lora.rank, links.final, self._gate, links.bound
+            self._config.merging, wire, merger.origin, pairer=ports.final, score=self._gate, bound=ports.bound
         )
-        own = self._steps.read()
+        own = self._optimizer.read()
         result = one.run(own, self._policy.version)
-        self._steps.write(result.weights, sorted(result.reset_names) if result.is_merged else ())
+        self._optimizer.write(result.weights, sorted(result.reset_names) if result.is_merged else ())
         if result.is_merged:
             merger.begin(result.weights)
         if result.num_places > 1:
@@ -143,7 +144,7 @@ class PolicyMerging:
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any] | None) -> None:
         """Continue with a restored policy. `state` None: nothing was merged before, the policy's weights are the slow ones."""
         if state is None:
-            self._merger.begin(self._steps.read())
+            self._merger.begin(self._optimizer.read())
         else:
             self._merger.restore(tensors, state)
             self._final_version = int(state.get("final_version", -1))
@@ -153,31 +154,31 @@ class PolicyMerging:
     def _position(self) -> int:
         """What the merger counts: inner steps, or with `interval_s` the swarm's time in parts of which H make an interval."""
         merging = self._config.merging
-        if self._links is None or not merging.interval_s:
+        if self._ports is None or not merging.interval_s:
             return self._policy.version
-        return int(self._links.clock() * merging.inner_steps / merging.interval_s)
+        return int(self._ports.clock() * merging.inner_steps / merging.interval_s)
 
     def _aligned(self, num_counted: int) -> int:
         """The last position at which the merger's count is a multiple of H where the swarm's time is one of the interval."""
         position = self._position()
-        if self._links is None or not self._config.merging.interval_s:
+        if self._ports is None or not self._config.merging.interval_s:
             return position
         return position - (position - num_counted) % self._config.merging.inner_steps
 
     @property
     def _gate(self) -> Callable[[Adapter], Scores] | None:
-        return self._score if self._links and self._config.merging.gate_tasks else None
+        return self._score if self._ports and self._config.merging.gate_tasks else None
 
     def _score(self, weights: Adapter) -> Scores:
         """Reward of one answer per private task; the same tasks and the same seed for all candidates of a merge.
 
         −∞ for weights that give no finite probabilities: a partner's numbers may be finite and what they compute not.
         """
-        self._steps.write(weights)
-        assert self._links is not None
+        self._optimizer.write(weights)
+        assert self._ports is not None
         temperature = self._config.evaluation.temperature
         try:
-            rewards = self._worker.evaluate(self._tasks(), temperature=temperature, seed=self._links.gate_seed)
+            rewards = self._worker.evaluate(self._tasks(), temperature=temperature, seed=self._ports.gate_seed)
         except TrainingError:
             return [-math.inf]
         return [reward for source in sorted(rewards) for reward in rewards[source]]
@@ -187,13 +188,13 @@ class PolicyMerging:
         version = self._policy.version
         if self._gate_tasks[0] == version:
             return self._gate_tasks[1]
-        assert self._links is not None
+        assert self._ports is not None
         names, count = sorted(self._mixture.sources), self._config.merging.gate_tasks
         tasks: list[Task] = []
         for number in range(version * count, (version + 1) * count):
             source = self._mixture.sources[names[number % len(names)]]
             try:
-                tasks.append(source.task(self._links.gate_seed, number // len(names) % INDEX_SPAN))
+                tasks.append(source.task(self._ports.gate_seed, number // len(names) % INDEX_SPAN))
             except TaskFailure:
                 continue  # one task fewer to try on
         self._gate_tasks = version, tasks

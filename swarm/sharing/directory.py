@@ -15,12 +15,13 @@ import statistics
 from collections import Counter
 from collections.abc import Callable
 
+from swarm.network.context import NodeContext
 from swarm.network.index_entry import CLOCK_SKEW_S
-from swarm.network.transport import Contact, Transport
-from swarm.records.identity import Identity
+from swarm.network.transport import Contact
 from swarm.records.presence import MAX_ADDRESSES, Presence, sign_presence, verify_presence
 from swarm.records.rejection import InvalidRecord
 from swarm.sharing.index import EPOCH_S, Shard, next_level, presence_key, shard_of, thinning_depth
+from swarm.sharing.totals import SharingTotals
 
 logger = logging.getLogger(__name__)
 
@@ -48,32 +49,25 @@ class Directory:
 
     def __init__(
         self,
-        swarm_id: str,
-        identity: Identity,
-        transport: Transport,
-        num_authors_heard: Callable[[], int],
+        context: NodeContext,
+        totals: SharingTotals,
         *,
-        stays_widest: bool = False,
         on_presence: Callable[[str], None] = lambda peer_id: None,
-        num_bodies_admitted: Callable[[], int] | None = None,
-        num_published: Callable[[], int] | None = None,
+        stays_widest: bool = False,
     ) -> None:
-        """`num_authors_heard`: authors of the shard whose headers were admitted of late; with 0 it never splits.
+        """`totals`: what this node published, heard and admitted; a shard of which it hears nobody never splits.
 
-        `stays_widest`: be listed where newcomers look, whatever level the others are at. `on_presence`: told who is there.
-        `num_bodies_admitted`: bodies of others that held what they promised, ever; None for a node that pulls none.
-        `num_published`: own bodies, ever; None for a node that publishes none.
+        `on_presence`: called with the peer id of everybody who is listed. `stays_widest`: be listed where newcomers look,
+        whatever level the others are at.
         """
-        self._swarm_id = swarm_id
-        self._identity = identity
-        self._transport = transport
-        self._num_authors_heard = num_authors_heard
-        self._stays_widest = stays_widest
+        self._swarm_id = context.swarm_id
+        self._identity = context.identity
+        self._transport = context.transport
+        self._totals = totals
         self._on_presence = on_presence
-        self._num_bodies_admitted = num_bodies_admitted
-        self._num_published = num_published
+        self._stays_widest = stays_widest
         self._num_proven = 0
-        self._silent_since = (transport.now(), 0)  # with the number of own bodies at that time
+        self._silent_since = (self._transport.now(), 0)  # with the number of own bodies at that time
         self._left_at: dict[int, float] = {}
         self._home: int | None = None
         """The level at which a body of others was admitted last."""
@@ -118,14 +112,14 @@ class Directory:
         now = self._transport.now()
         if self._is_barren(now):
             return await self._level_of_others(now)
-        level = next_level(self.level, self.num_members, self._num_authors_heard())
+        level = next_level(self.level, self.num_members, self._totals.num_authors_heard())
         return self.level if now - self._left_at.get(level, -math.inf) < BARREN_S else level
 
     def _is_barren(self, now: float) -> bool:
         """Whether nothing of others has proven true at this level for too long: its members may be made up."""
-        if self._num_bodies_admitted is None:
+        if not self._totals.reads:
             return False
-        if (count := self._num_bodies_admitted()) != self._num_proven:
+        if (count := self._totals.num_records_admitted) != self._num_proven:
             self._num_proven = count
             self._listen_from(now)
             self._left_at.pop(self.level, None)
@@ -134,14 +128,12 @@ class Directory:
         since, num_published_before = self._silent_since
         if self._home is not None and self.level != self._home:
             return now - since >= PROOF_S
-        has_own_pace = self._published() - num_published_before >= PROOF_BODIES or self._num_published is None
+        num_published = self._totals.num_published - num_published_before
+        has_own_pace = num_published >= PROOF_BODIES or not self._totals.publishes
         return has_own_pace and now - since >= self._patience_s
 
     def _listen_from(self, now: float) -> None:
-        self._silent_since = now, self._published()
-
-    def _published(self) -> int:
-        return self._num_published() if self._num_published else 0
+        self._silent_since = now, self._totals.num_published
 
     async def _level_of_others(self, now: float) -> int:
         """The level where bodies have been admitted, if that is another one. Else of those in the widest list the one that was

@@ -21,8 +21,9 @@ from swarm.admission.checking_turns import CheckingTurns
 from swarm.config import SharingSection
 from swarm.limits.bounded_maps import FairMap
 from swarm.pool.success_levels import SuccessLevel, has_success
+from swarm.records.context import SwarmContext
 from swarm.records.rejection import Rejection
-from swarm.sharing.publisher import Beacons, Evidence
+from swarm.sharing.beacons import Beacons, Evidence
 from swarm.sharing.reputation import AddressGroups, AuthorShares, Reputation, SeenAt
 from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.task_mixture import owns_stream
@@ -134,22 +135,22 @@ class PeerTracker:
     def __init__(
         self,
         config: SharingSection,
-        own_peer_id: str,
-        clock: Callable[[], float],
+        context: SwarmContext,
         *,
         path: Path | None = None,
         max_shown: int = MAX_PEERS,
         seen_at: SeenAt = lambda peer_id: (),
     ) -> None:
-        """`clock`: swarm time. `path`: where the reputation outlives the process. `max_shown`: 0 where nobody will look.
+        """`path`: where the reputation outlives the process. `max_shown`: 0 where nobody will look.
 
         `seen_at`: tells strangers of different networks apart; without it all strangers count as one network.
         """
+        clock = context.clock
         self.reputation = Reputation(config.reputation_half_life_s, clock, path)
         self.shares = AuthorShares(self.reputation, config.max_share_of_strangers, AddressGroups(seen_at))
-        self.beacons = Beacons(own_peer_id, clock, self.reputation.is_known, self.reputation.has_known)
+        self.beacons = Beacons(context.peer_id, clock, self.reputation.is_known, self.reputation.has_known)
         self.turns = CheckingTurns(self.reputation.is_known)
-        self.acquaintances = PeerStats(clock, max_shown)
+        self.stats = PeerStats(clock, max_shown)
         is_informative = config.choice == "informative"
         self.usefulness = Usefulness(config.max_age_s, clock, self.reputation.weight) if is_informative else None
         self._lacking: FairMap[str, tuple[float, float]] = FairMap(_MAX_AUTHORS, is_known=self.reputation.is_known)
@@ -159,13 +160,13 @@ class PeerTracker:
 
     def present(self, peer_id: str) -> None:
         """It has listed itself."""
-        self.acquaintances.seen(peer_id)
+        self.stats.seen(peer_id)
 
     def heard(self, header: Header) -> None:
         """A valid header of it came in, for the first time."""
         self.shares.heard(header.author)
         self.beacons.note(header)
-        self.acquaintances.heard(header)
+        self.stats.heard(header)
 
     def admitted(self, header: Header, groups: Sequence[RolloutGroup]) -> None:
         """The body of `header` held what was promised: all `groups` of it."""
@@ -198,5 +199,5 @@ class PeerTracker:
     def refused(self, author: str, reason: Rejection) -> bool:
         """A body of it was turned away. Returns whether the author is banned now, for that."""
         if reason is not Rejection.STRANGERS_BUSY:  # which says nothing about it
-            self.acquaintances.rejected(author)
+            self.stats.rejected(author)
         return self.reputation.refused(author, reason)

@@ -21,25 +21,25 @@ import contextlib
 import logging
 import math
 import random
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 from swarm.admission.admission import Admission
 from swarm.config import NetworkSection, SharingSection
 from swarm.errors import RequestError
+from swarm.limits.peer_backoff import BUSY_PAUSE_S, UNREACHED_PAUSE_S
+from swarm.network.context import NodeContext
 from swarm.network.requests.blob_protocol import sha256
 from swarm.network.requests.server import transfer_timeout_s
-from swarm.network.transport import Transport, ValidationResult
+from swarm.network.transport import ValidationResult
 from swarm.observability.tracing import traced
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.sharing.body_store import BODY_PROTOCOL, BodyStore
+from swarm.sharing.body_store import BODY_PROTOCOL
 from swarm.sharing.inbox import Inbox
-from swarm.sharing.index import WINDOW_S, Shard, experience_key, experience_topic
-from swarm.sharing.peer_backoff import BUSY_PAUSE_S, UNREACHED_PAUSE_S
-from swarm.sharing.peer_tracker import PeerTracker
+from swarm.sharing.index import WINDOW_S, experience_key, experience_topic
+from swarm.sharing.parts import SharingParts
 from swarm.sharing.usefulness import READ_AHEAD_BATCHES
-from swarm.types import Header, RolloutGroup
+from swarm.types import Header
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +63,11 @@ class BodyFetcher:
     """Of one node. Runs on its loop."""
 
     def __init__(
-        self, network: NetworkSection, transport: Transport, rng: random.Random, answered: Callable[[str], None]
+        self, network: NetworkSection, context: NodeContext, rng: random.Random, *, answered: Callable[[str], None]
     ) -> None:
-        """`answered`: told of every author that handed out a body of its own."""
+        """`answered`: called with every author that handed out a body of its own."""
         self._network = network
-        self._transport = transport
+        self._transport = context.transport
         self._rng = rng
         self._answered = answered
 
@@ -173,49 +173,26 @@ class Reader:
         self,
         sharing: SharingSection,
         network: NetworkSection,
-        swarm_id: str,
-        transport: Transport,
+        parts: SharingParts,
+        *,
         admission: Admission,
         pool: ExperiencePool,
-        bodies: BodyStore,
         rng: random.Random,
-        shard: Callable[[], Shard],
-        authors: PeerTracker,
     ) -> None:
-        """`shard`: the one that this node shares in at this moment. `authors`: told of every header and body."""
+        context, tracker = parts.context, parts.tracker
         self._sharing = sharing
         self._network = network
-        self._swarm_id = swarm_id
-        self._transport = transport
+        self._parts = parts
+        self._swarm_id = context.swarm_id
+        self._transport = context.transport
+        self._tracker = tracker
+        self._totals = parts.totals
         self._admission = admission
         self._pool = pool
-        self._bodies = bodies
-        self._shard = shard
         self._topic: str | None = None
-        self._pace = SweepPace(network.poll_interval_s, transport.now)
-        self._authors = authors
-        self._inbox = Inbox(sharing, swarm_id, transport.peer_id, admission, pool, transport.now, rng, authors)
-        self._fetcher = BodyFetcher(network, transport, rng, self._inbox.answered)
-        self._refused: Counter[str] = Counter()  # bodies and groups, by reason
-        self.num_headers_gossiped = 0
-        """Headers admitted that gossip brought first, ..."""
-        self.num_headers_swept = 0
-        """... and those that it did not."""
-        self.num_records_admitted = 0
-        self.num_groups_admitted = 0
-        self.on_admitted: Callable[[Sequence[RolloutGroup]], None] = lambda groups: None
-        """Shown all groups of every body that was admitted, ..."""
-        self.on_refused: Callable[[Header, InvalidRecord, bytes | None], None] = lambda header, error, body: None
-        """... and every body that was turned away, None where none came; in a thread, as it may open it."""
-
-    @property
-    def rejected(self) -> Counter[str]:
-        """Records, bodies and groups turned away, by reason. Safe from any thread: only copies are iterated."""
-        return Counter(self._inbox.rejected) + Counter(self._refused)
-
-    def num_authors_heard(self) -> int:
-        """Authors of whom a header was admitted of late."""
-        return self._inbox.num_authors_heard()
+        self._pace = SweepPace(network.poll_interval_s, context.clock)
+        self._inbox = Inbox(sharing, context, parts.totals, admission=admission, pool=pool, tracker=tracker, rng=rng)
+        self._fetcher = BodyFetcher(network, context, rng, answered=self._inbox.answered)
 
     async def poll(self) -> None:
         """Wait for something to do, at most one poll interval, and do it."""
@@ -227,7 +204,7 @@ class Reader:
 
     def _follow_shard(self) -> None:
         """Listen in the topic of the own shard, which changes from epoch to epoch."""
-        shard = self._shard()
+        shard = self._parts.directory.shard
         topic = experience_topic(self._swarm_id, shard)
         if topic == self._topic:
             return
@@ -237,11 +214,11 @@ class Reader:
         self._pace.start_anew()
 
         def take(forwarder: str, record: bytes) -> ValidationResult:
-            verdict = self._inbox.take_gossip(shard, record)
-            if verdict is ValidationResult.ACCEPT:
-                self.num_headers_gossiped += 1
+            result = self._inbox.take_gossip(shard, record)
+            if result is ValidationResult.ACCEPT:
+                self._totals.num_headers_gossiped += 1
                 self._pace.heard()
-            return verdict
+            return result
 
         self._transport.subscribe(topic, take)
 
@@ -290,12 +267,12 @@ class Reader:
             num_unread = min(int(now // WINDOW_S) - int(before // WINDOW_S) - 1, _MAX_WINDOWS_BACK)
             for back in range(2, 2 + num_unread):
                 num_new += await self._read_window(now - back * WINDOW_S)
-        self.num_headers_swept += num_new
+        self._totals.num_headers_swept += num_new
         self._pace.swept(now, num_new)
 
     async def _read_window(self, time_s: float) -> int:
         """How many headers of the window at `time_s` are news."""
-        entries = await self._transport.load(experience_key(self._swarm_id, self._shard(), time_s))
+        entries = await self._transport.load(experience_key(self._swarm_id, self._parts.directory.shard, time_s))
         return sum(self._inbox.take_entry(subkey, record) for subkey, record in entries.items())
 
     def _choose(self, being_pulled: Collection[Header]) -> list[Header]:
@@ -315,37 +292,37 @@ class Reader:
         body: bytes | None = None
         try:
             body = await self._fetcher.fetch(header)
-            async with self._authors.turns.turn(header.author):
+            async with self._tracker.turns.turn(header.author):
                 groups = await asyncio.to_thread(self._admission.admit_body, header, body)
         except TryLater as error:
             logger.debug("put off a body of %s: %s", header.author, error)
             is_repeated = self._inbox.give_back(header, error.pause_s)
             if is_repeated:  # once is nothing to tell
-                self._refused[error.reason.value] += 1
-                self._authors.acquaintances.rejected(header.author)
+                self._totals.rejected[error.reason.value] += 1
+                self._tracker.stats.rejected(header.author)
             return
         except InvalidRecord as error:
-            self._refused[error.reason.value] += 1
-            if self._authors.refused(header.author, error.reason):
+            self._totals.rejected[error.reason.value] += 1
+            if self._tracker.refused(header.author, error.reason):
                 await asyncio.to_thread(self._pool.drop_author, header.author)
             logger.debug("rejected a body of %s: %s", header.author, error)
-            await asyncio.to_thread(self.on_refused, header, error, body)
+            await asyncio.to_thread(self._parts.observer.refused, header, error, body)
             if error.reason is Rejection.STRANGERS_BUSY:
                 self._inbox.give_back(header, UNREACHED_PAUSE_S)
             elif error.reason in (Rejection.UNAVAILABLE, Rejection.WRONG_HASH, Rejection.TOO_SLOW):
                 self._inbox.leave_alone(header.author)
             return
-        self.num_records_admitted += 1
-        self._authors.admitted(header, groups)
-        self.on_admitted(groups)
+        self._totals.num_records_admitted += 1
+        self._tracker.admitted(header, groups)
+        self._parts.observer.admitted(groups)
         useful = [group for group in groups if group.has_reward_variance]
         if len(useful) < len(groups):
-            self._refused[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
-        self._bodies.put(header.body_hash, body, header.expires_at, header.author)
-        self._authors.judged(useful, self._pool.success_level)
+            self._totals.rejected[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
+        self._parts.bodies.put(header.body_hash, body, header.expires_at, header.author)
+        self._tracker.judged(useful, self._pool.success_level)
         # In a thread, as the disk may be slow and the compute thread may hold the pool for a moment.
         num_new = await asyncio.to_thread(
             self._pool.add, header.body_hash, header.expires_at, header.created_at, useful
         )
-        self._authors.acquaintances.admitted(header, useful, num_new)
-        self.num_groups_admitted += num_new  # not in one line: that would add to the number of before the wait
+        self._tracker.stats.admitted(header, useful, num_new)
+        self._totals.num_groups_admitted += num_new  # not in one line: that would add to the number of before the wait

@@ -28,7 +28,7 @@ from swarm.records.adapter_offer import AdapterOffer, sign_offer
 from swarm.records.identity import is_peer_id, verify
 from swarm.records.rejection import InvalidRecord
 from swarm.records.signing import verified_by
-from tests.unit.experience_factory import ALICE, LINEAGE, MALLORY, NOW, SWARM_ID
+from tests.unit.experience_factory import ALICE, LINEAGE, MALLORY, NOW, SWARM_ID, context_of
 
 MAX_FRAME_BYTES = 4096
 
@@ -116,7 +116,7 @@ ADAPTER = AdapterOffer(ALICE.peer_id, LINEAGE.policy, 3, 75, "bf16", 2_200_000, 
 def merge_request(data: bytes) -> bool:
     """What a node is asked by one that would merge with it and signs whatever it likes."""
     own = OfferedAdapter(ADAPTER, sign_offer(ALICE, SWARM_ID, ADAPTER), b"")
-    door = ProposalHandler(SWARM_ID, ALICE.peer_id, lambda: NOW, lambda: own, RecentPartners(), monotonic=lambda: 0.0)
+    door = ProposalHandler(context_of(ALICE, lambda: NOW), lambda: own, RecentPartners(), monotonic=lambda: 0.0)
     with verified_by(lambda peer_id, signed, signature: True):
         answer = _run(door.answer(MALLORY.peer_id, data))
     assert len(answer) <= MAX_MESSAGE_BYTES

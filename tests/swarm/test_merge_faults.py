@@ -389,7 +389,7 @@ def test_partner_whose_adapter_was_of_no_use_is_not_chosen_again_soon() -> None:
                 await liar.enlist()
                 outcome, *_ = await asyncio.gather(*(one.offer() for one in nodes))
                 if isinstance(outcome, Partner) and outcome.peer_id == liar.identity.peer_id:
-                    node.exchange.distrust(outcome.peer_id)
+                    node.exchange.report_unusable(outcome.peer_id)
             assert node.partners[liar.identity.peer_id] <= 2
 
     in_merge_swarm(3, scenario)

@@ -8,7 +8,7 @@ import pytest
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.records.codec import decode_header, encode_header
 from swarm.records.rejection import InvalidRecord
-from swarm.sharing.publisher import EPOCH_S, MAX_AGE_S, MAX_AHEAD, Beacons, Evidence, beacon_of
+from swarm.sharing.beacons import EPOCH_S, MAX_AGE_S, MAX_AHEAD, Beacons, Evidence, beacon_of
 from swarm.sharing.reputation import Reputation
 from swarm.tasks.task_cursor import TaskCursor, beacon_index
 from swarm.tasks.task_mixture import TaskMixture

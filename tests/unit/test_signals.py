@@ -14,7 +14,7 @@ from swarm.config import Config, TaskSourceSection, TasksSection, TrainingSectio
 from swarm.errors import ConfigError, TaskError
 from swarm.manifest.manifest import create, dump
 from swarm.manifest.manifest import parse as parse_manifest
-from swarm.node.learner import Learner
+from swarm.node.learner import Learner, SwarmPorts
 from swarm.node.policy_backend import local_backend
 from swarm.policy.policy import Policy
 from swarm.pool.experience_pool import ExperiencePool
@@ -265,7 +265,8 @@ def test_signals_of_own_and_foreign_groups_reach_the_trainer(
 ) -> None:
     policy = make_policy()
     pool = ExperiencePool(":memory:", config.sharing, time.time)
-    learner = Learner(config, local_backend(config, policy, "me"), mixture, pool, "me", lambda groups: None)
+    backend = local_backend(config, policy, "me")
+    learner = Learner(config, backend, mixture=mixture, pool=pool, peer_id="me", ports=SwarmPorts())
     texts = ("<answer>7</answer>", "7", "8", "<answer>")
     pool.add(b"h" * 32, time.time() + 60, time.time(), [foreign_group(mixture, *texts)])
     (drawn,) = pool.draw(1, learner._rng)

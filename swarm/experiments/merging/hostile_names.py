@@ -102,13 +102,9 @@ class HostileDonor:
 
 
 def _offer(identity: Identity, snapshot: Snapshot, now: float) -> AdapterOffer:
-    return AdapterOffer(
+    return AdapterOffer.of(
+        snapshot,
         peer_id=identity.peer_id,
-        lineage=snapshot.lineage,
-        outer_round=snapshot.outer_round,
-        policy_version=snapshot.policy_version,
-        precision=snapshot.precision,
-        num_bytes=len(snapshot.payload),
         sha256=hashlib.sha256(snapshot.payload).digest(),
         level=0,
         created_at=now,

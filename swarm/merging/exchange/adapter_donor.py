@@ -14,18 +14,16 @@ from dataclasses import dataclass
 
 from swarm.merging.exchange.ready_list import ReadyList
 from swarm.merging.exchange.recent_partners import MergeTimeouts
+from swarm.network.context import NodeContext
 from swarm.network.requests.blob_protocol import (
     BLOB_REQUEST_BYTES,
-    DIGEST_BYTES,
     PIECE_BYTES,
     BlobRequest,
-    num_pieces,
     serve_blobs,
     sha256,
 )
-from swarm.network.transport import RequestRefused, Transport
+from swarm.network.transport import RequestRefused
 from swarm.records.adapter_offer import MAX_LIFETIME_S, AdapterOffer, sign_offer
-from swarm.records.identity import Identity
 from swarm.types import Snapshot
 
 STARTER_PROTOCOL = "swarm/starter/1"
@@ -52,25 +50,24 @@ class _Guest:
 
 
 class AdapterDonor:
-    """Of one node. `keep` may be called from any thread; all else runs on the node's loop."""
+    """The donor side of one node. `keep` may be called from any thread; all else runs on the node's loop."""
 
     def __init__(
         self,
-        patience: MergeTimeouts,
-        swarm_id: str,
-        identity: Identity,
-        transport: Transport,
+        timeouts: MergeTimeouts,
+        context: NodeContext,
+        *,
         rng: random.Random,
         max_level: Callable[[], int] = lambda: 0,
         group_of: GroupOf = lambda peer_id: None,
     ) -> None:
-        """To be made before the transport starts. `max_level`: that of the node's shard in the directory."""
-        self._patience = patience
-        self._swarm_id = swarm_id
-        self._identity = identity
-        self._transport = transport
+        """Serves its protocol at once, so it must be made before the transport starts. `max_level`: level of the node's shard
+        in the directory. `group_of`: the address group of a peer.
+        """
+        self._timeouts = timeouts
+        self._context = context
         self._group_of = group_of
-        self._lists = ReadyList(swarm_id, transport, rng, max_level, "donors")
+        self._lists = ReadyList(context, rng, max_level=max_level, kind="donors")
         self._newest: Snapshot | None = None
         self._given: tuple[bytes, bytes] | None = None  # SHA-256, adapter
         self._guests: dict[str, _Guest] = {}  # by peer, PLACES at most
@@ -78,7 +75,7 @@ class AdapterDonor:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._serve = serve_blobs(self._find)
         self.num_guests = 0
-        transport.serve(STARTER_PROTOCOL, self._answer, max_request_bytes=BLOB_REQUEST_BYTES)
+        context.transport.serve(STARTER_PROTOCOL, self._answer, max_request_bytes=BLOB_REQUEST_BYTES)
 
     def keep(self, snapshot: Snapshot) -> None:
         """Give this adapter from now on: the node's state after a merge. Nothing happens where `work` does not run."""
@@ -104,21 +101,22 @@ class AdapterDonor:
         self._kept.set()
 
     async def _list(self, snapshot: Snapshot) -> None:
-        digest, level, now = await sha256(snapshot.payload), await self._lists.level(snapshot.lineage), self._clock()
-        offer = AdapterOffer(
-            peer_id=self._identity.peer_id,
-            lineage=snapshot.lineage,
-            outer_round=snapshot.outer_round,
-            policy_version=snapshot.policy_version,
-            precision=snapshot.precision,
-            num_bytes=len(snapshot.payload),
+        digest, level, now = (
+            await sha256(snapshot.payload),
+            await self._lists.level(snapshot.lineage),
+            self._context.clock(),
+        )
+        offer = AdapterOffer.of(
+            snapshot,
+            peer_id=self._context.peer_id,
             sha256=digest,
             level=level,
             created_at=now,
             expires_at=now + MAX_LIFETIME_S,
         )
         self._given = digest, snapshot.payload
-        await self._lists.enlist(offer, sign_offer(self._identity, self._swarm_id, offer, "donors"), offer.expires_at)
+        record = sign_offer(self._context.identity, self._context.swarm_id, offer, "donors")
+        await self._lists.enlist(offer, record, offer.expires_at)
         await self._lists.others(offer)  # how many there are
 
     async def _answer(self, peer_id: str, request: bytes) -> bytes:
@@ -127,7 +125,7 @@ class AdapterDonor:
         if self._given is None or wanted.digest != self._given[0]:
             raise RequestRefused("unknown adapter")
         guest = self._admit(peer_id, len(self._given[1]))
-        num_bytes = wanted.length or DIGEST_BYTES * num_pieces(len(self._given[1]))  # 0 asks for the manifest
+        num_bytes = wanted.answer_bytes(len(self._given[1]))
         if num_bytes > guest.bytes_left:
             raise RequestRefused("enough")
         guest.bytes_left -= num_bytes
@@ -145,7 +143,7 @@ class AdapterDonor:
         is_full = len(self._guests) >= PLACES or num_of_group >= allowed
         if is_full or peer_id in self._guests or self._kept.is_set():  # a newer adapter is about to be listed
             raise RequestRefused("busy")
-        until = now + self._patience.transfer_s(num_bytes)
+        until = now + self._timeouts.transfer_s(num_bytes)
         guest = _Guest(group, until, max(until, now + PAUSE_S), 2 * (num_bytes + PIECE_BYTES))
         self._guests[peer_id] = guest
         self.num_guests += 1
@@ -153,9 +151,6 @@ class AdapterDonor:
 
     def _find(self, digest: bytes) -> bytes | None:
         return self._given[1] if self._given is not None and self._given[0] == digest else None
-
-    def _clock(self) -> float:
-        return self._transport.now()
 
     @staticmethod
     def _now() -> float:

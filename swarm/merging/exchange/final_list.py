@@ -23,11 +23,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from swarm.merging.exchange.proposal import Declined, is_current
+from swarm.network.context import NodeContext
 from swarm.network.requests.blob_protocol import DIGEST_BYTES
-from swarm.network.transport import Transport
 from swarm.records.adapter_offer import MAX_LIFETIME_S, AdapterOffer, sign_offer, verify_offer
-from swarm.records.identity import Identity
-from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.records.rejection import InvalidRecord
 from swarm.records.signing import check_array, check_bytes, check_int, check_text, pack, unpack
 from swarm.sharing.index import Shard, adapter_key
 from swarm.types import Seats, Snapshot
@@ -99,7 +98,7 @@ class MeetReply:
 
 def decode_request(data: bytes) -> MeetRequest | FetchAck:
     """Raises InvalidRecord."""
-    kind, merge_id, window, sha256, weight = check_array(unpack(_bounded(data)), 5)
+    kind, merge_id, window, sha256, weight = check_array(unpack(data, max_bytes=MAX_MESSAGE_BYTES), 5)
     place = check_bytes(merge_id, MERGE_ID_BYTES), check_int(window, 0, MAX_WINDOW), check_bytes(sha256, DIGEST_BYTES)
     weight = check_int(weight, 1, MAX_WEIGHT)
     return MeetRequest(*place, weight) if check_int(kind, _HERE, _THANKS) == _HERE else FetchAck(*place)
@@ -107,7 +106,7 @@ def decode_request(data: bytes) -> MeetRequest | FetchAck:
 
 def decode_answer(data: bytes) -> MeetReply | Declined:
     """Raises InvalidRecord."""
-    fields = unpack(_bounded(data))
+    fields = unpack(data, max_bytes=MAX_MESSAGE_BYTES)
     if isinstance(fields, list) and len(fields) == 2:
         kind, reason = fields
         check_int(kind, _NO, _NO)
@@ -115,12 +114,6 @@ def decode_answer(data: bytes) -> MeetReply | Declined:
     kind, sha256, weight = check_array(fields, 3)
     check_int(kind, _YES, _YES)
     return MeetReply(check_bytes(sha256, DIGEST_BYTES), check_int(weight, 1, MAX_WEIGHT))
-
-
-def _bounded(data: bytes) -> bytes:
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise InvalidRecord(Rejection.OVERSIZE, f"{len(data)} bytes > {MAX_MESSAGE_BYTES}")
-    return data
 
 
 MAX_INTERVAL_S = MAX_LIFETIME_S / 3
@@ -157,28 +150,23 @@ def next_boundary(now: float, interval_s: float) -> float:
 
 
 class FinalList:
-    """Of one node. Runs on its loop."""
+    """The list of final merges, as one node sees it. It runs on the node's loop."""
 
-    def __init__(self, swarm_id: str, identity: Identity, transport: Transport, interval_s: float) -> None:
+    def __init__(self, context: NodeContext, interval_s: float) -> None:
         """Raises ValueError for an interval that is longer than MAX_INTERVAL_S."""
         if not 0 < interval_s <= MAX_INTERVAL_S:
             raise ValueError(f"final merges must be at most {MAX_INTERVAL_S:.0f} s apart, got {interval_s:g} s")
-        self._swarm_id = swarm_id
-        self._identity = identity
-        self._transport = transport
+        self._context = context
+        self._transport = context.transport
         self._interval_s = interval_s
 
     async def assemble(self, snapshot: Snapshot, sha256: bytes) -> Assembly:
         """List the own adapter, wait for the boundary, read the list. Takes 1.1 intervals at most, and the reading."""
         now = self._transport.now()
         begins_at = next_boundary(now, self._interval_s)
-        own = AdapterOffer(
-            peer_id=self._identity.peer_id,
-            lineage=snapshot.lineage,
-            outer_round=snapshot.outer_round,
-            policy_version=snapshot.policy_version,
-            precision=snapshot.precision,
-            num_bytes=len(snapshot.payload),
+        own = AdapterOffer.of(
+            snapshot,
+            peer_id=self._context.peer_id,
             sha256=sha256,
             level=0,
             created_at=now,
@@ -186,13 +174,14 @@ class FinalList:
         )
         await self._enlist(own, begins_at)
         members = [own, *self._fitting(own, await self._read(own), begins_at)]
-        merge_id = _merge_id(self._swarm_id, begins_at, members)
+        merge_id = _merge_id(self._context.swarm_id, begins_at, members)
         members.sort(key=lambda offer: _hash(merge_id, offer.peer_id))
         return Assembly(merge_id, begins_at, tuple(members), members.index(own))
 
     async def _enlist(self, own: AdapterOffer, begins_at: float) -> None:
         """Until the boundary: the list is nobody's but who has taken the trouble to be in it in time."""
-        record, key, is_listed = sign_offer(self._identity, self._swarm_id, own, "final"), self._key(own), False
+        record = sign_offer(self._context.identity, self._context.swarm_id, own, "final")
+        key, is_listed = self._key(own), False
         while (left_s := begins_at - self._transport.now()) > 0:
             if is_listed:
                 await asyncio.sleep(left_s)
@@ -221,7 +210,7 @@ class FinalList:
             if name == own.peer_id:
                 continue
             try:
-                offer = verify_offer(listed[name], self._swarm_id, "final")
+                offer = verify_offer(listed[name], self._context.swarm_id, "final")
             except InvalidRecord:
                 continue
             if offer.peer_id == name and _terms(offer) == _terms(own) and is_current(offer, self._transport.now()):
@@ -229,7 +218,7 @@ class FinalList:
         return fitting
 
     def _key(self, own: AdapterOffer) -> str:
-        return adapter_key(self._swarm_id, "final", own.lineage, _ALL)
+        return adapter_key(self._context.swarm_id, "final", own.lineage, _ALL)
 
 
 def _terms(offer: AdapterOffer) -> tuple[str, str, int, float]:

@@ -37,10 +37,9 @@ from swarm.merging.exchange.final_list import (
 )
 from swarm.merging.exchange.offered_adapter import AdapterServer, OfferedAdapter
 from swarm.merging.exchange.proposal import Declined, MessageLimits
+from swarm.network.context import NodeContext
 from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, sha256
 from swarm.network.requests.transfer import Download, fetch
-from swarm.network.transport import Transport
-from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord
 from swarm.types import Appointment, MeetResult, Partner, Seats, Snapshot
 
@@ -98,23 +97,24 @@ class _Turn:
 
 
 class FinalMeeting:
-    """Of one node. `gather` and `meet` may be called from any thread; all else runs on the node's loop."""
+    """The final merges of one node. `gather` and `meet` may be called from any thread; all else runs on the node's loop."""
 
     def __init__(
         self,
-        swarm_id: str,
-        identity: Identity,
-        transport: Transport,
+        context: NodeContext,
         rng: random.Random,
         *,
         interval_s: float,
         window_s: float,
         request_timeout_s: float,
     ) -> None:
-        """To be made before the transport starts. Interval and window must be those of the other nodes."""
+        """Serves its protocols at once, so it must be made before the transport starts. Interval and window must be those of
+        the other nodes.
+        """
+        transport = context.transport
         self._transport = transport
         self._rng = rng
-        self._list = FinalList(swarm_id, identity, transport, interval_s)
+        self._list = FinalList(context, interval_s)
         self._window_s = window_s
         self._request_timeout_s = request_timeout_s
         self._limits = MessageLimits()
@@ -122,7 +122,7 @@ class FinalMeeting:
         self._turn: _Turn | None = None
         self._jobs: asyncio.Queue[_Job[Any]] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._peer_id = identity.peer_id
+        self._peer_id = context.peer_id
         transport.serve(FINAL_PROTOCOL, self._answer, max_request_bytes=MAX_MESSAGE_BYTES)
         server = AdapterServer(self._offered)
         transport.serve(FINAL_ADAPTER_PROTOCOL, server.answer, max_request_bytes=BLOB_REQUEST_BYTES)

@@ -16,8 +16,10 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 from swarm.errors import RequestError, SwarmError
+from swarm.limits.peer_backoff import PeerBackoff
 from swarm.merging.exchange.offered_adapter import AdapterServer, OfferedAdapter
 from swarm.merging.exchange.partner_search import PartnerSearch
 from swarm.merging.exchange.proposal import (
@@ -29,12 +31,10 @@ from swarm.merging.exchange.proposal import (
 )
 from swarm.merging.exchange.ready_list import ReadyList
 from swarm.merging.exchange.recent_partners import MergeTimeouts, RecentPartners
+from swarm.network.context import NodeContext
 from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, sha256
 from swarm.network.requests.transfer import Download, fetch
-from swarm.network.transport import Transport
 from swarm.records.adapter_offer import MAX_LIFETIME_S, AdapterOffer, sign_offer
-from swarm.records.identity import Identity
-from swarm.sharing.peer_backoff import PeerBackoff
 from swarm.sharing.reputation import AuthorShares
 from swarm.types import Alone, Outcome, Partner, Snapshot
 
@@ -58,47 +58,54 @@ class _Request:
 
 
 class MergeExchange:
-    """Of one node. `offer` may be called from any thread; all else runs on the node's loop."""
+    """The exchanges of one node. `offer` may be called from any thread; all else runs on the node's loop."""
 
     def __init__(
         self,
-        patience: MergeTimeouts,
-        swarm_id: str,
-        identity: Identity,
-        transport: Transport,
+        timeouts: MergeTimeouts,
+        context: NodeContext,
+        *,
         rng: random.Random,
         max_level: Callable[[], int] = lambda: 0,
         shares: AuthorShares | None = None,
     ) -> None:
-        """To be made before the transport starts. `max_level`: that of the node's shard in the directory. `shares`: what each
-        peer may have of merges; without them all names are alike.
+        """Serves its protocols at once, so it must be made before the transport starts.
+
+        `max_level`: level of the node's shard in the directory. `shares`: each peer's share of merges; without it all peers
+        are alike.
         """
-        self._patience = patience
-        self._swarm_id = swarm_id
-        self._identity = identity
+        transport = context.transport
+        self._timeouts = timeouts
+        self._context = context
         self._transport = transport
         self._rng = rng
-        self._recent = RecentPartners(shares)
-        self._absences = PeerBackoff(transport.now, rng)
-        self._ready = ReadyList(swarm_id, transport, rng, max_level, standing=self._recent.standing)
-        self._search = PartnerSearch(swarm_id, transport, self._ready, self._recent, self._absences, patience, rng)
-        self._door = ProposalHandler(swarm_id, identity.peer_id, transport.now, lambda: self._own, self._recent)
         self._own: OfferedAdapter | None = None
+        self._recent = RecentPartners(shares)
+        self._backoff = PeerBackoff(context.clock, rng)
+        self._ready = ReadyList(context, rng, max_level=max_level, standing=self._recent.standing)
+        self._search = PartnerSearch(
+            timeouts, context, ready=self._ready, recent=self._recent, backoff=self._backoff, rng=rng
+        )
+        self._proposals = ProposalHandler(context, self._current, self._recent)
         self._next: _Request | None = None
         self._arrived = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.outcomes: Counter[str] = Counter()
         """Offers that have ended: `merged`, or the reason of `Alone`."""
-        self.declined = self._door.declined
-        """Proposals of others that were not taken, by reason."""
-        transport.serve(MERGE_PROTOCOL, self._door.answer, max_request_bytes=MAX_MESSAGE_BYTES)
-        server = AdapterServer(lambda: self._own)
+        self.declined = self._proposals.declined
+        """Proposals of others that were declined, by reason."""
+        transport.serve(MERGE_PROTOCOL, self._proposals.answer, max_request_bytes=MAX_MESSAGE_BYTES)
+        server = AdapterServer(self._current)
         transport.serve(ADAPTER_PROTOCOL, server.answer, max_request_bytes=BLOB_REQUEST_BYTES)
+
+    def _current(self) -> OfferedAdapter | None:
+        """The adapter that is being offered at this moment."""
+        return self._own
 
     def time_limit_s(self, num_bytes: int) -> float:
         """Longest time from an offer to its outcome, for an adapter of this size. One that is offered while the one before
         is on its way to a partner waits `MergeTimeouts.transfer_s` longer at most."""
-        return self._patience.total_s(num_bytes)
+        return self._timeouts.total_s(num_bytes)
 
     def offer(self, snapshot: Snapshot) -> "Future[Outcome]":
         """Find a partner for this adapter. Returns at once, from any thread; the future never raises."""
@@ -113,8 +120,8 @@ class MergeExchange:
             request.settle(Alone("stopped"))
         return future
 
-    def distrust(self, peer_id: str) -> None:
-        """The adapter of this partner was of no use: it has to wait, longer each time. From any thread."""
+    def report_unusable(self, peer_id: str) -> None:
+        """The adapter of this partner was unusable: it has to wait, longer each time. From any thread."""
         loop = self._loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the node ends
@@ -185,7 +192,7 @@ class MergeExchange:
             return
         self._recent.add(own.partner.peer_id)
         self._ready.note_round(own.partner)
-        ends_at = asyncio.get_running_loop().time() + self._patience.transfer_s(own.offer.num_bytes)
+        ends_at = asyncio.get_running_loop().time() + self._timeouts.transfer_s(own.offer.num_bytes)
         if await self._fetch_for(request, own.partner, ends_at):
             await self._say_fetched(own.partner)
         with contextlib.suppress(TimeoutError):
@@ -201,23 +208,20 @@ class MergeExchange:
     async def _sign(self, snapshot: Snapshot) -> OfferedAdapter:
         digest, level = await sha256(snapshot.payload), await self._ready.level(snapshot.lineage)
         now, num_bytes = self._transport.now(), len(snapshot.payload)
-        offer = AdapterOffer(
-            peer_id=self._identity.peer_id,
-            lineage=snapshot.lineage,
-            outer_round=self._ready.caught_up(snapshot.outer_round),
-            policy_version=snapshot.policy_version,
-            precision=snapshot.precision,
-            num_bytes=num_bytes,
+        offer = AdapterOffer.of(
+            replace(snapshot, outer_round=self._ready.caught_up(snapshot.outer_round)),
+            peer_id=self._context.peer_id,
             sha256=digest,
             level=level,
             created_at=now,
-            expires_at=now + min(self._patience.total_s(num_bytes), MAX_LIFETIME_S),
+            expires_at=now + min(self._timeouts.total_s(num_bytes), MAX_LIFETIME_S),
         )
-        return OfferedAdapter(offer, sign_offer(self._identity, self._swarm_id, offer), snapshot.payload)
+        record = sign_offer(self._context.identity, self._context.swarm_id, offer)
+        return OfferedAdapter(offer, record, snapshot.payload)
 
     async def _fetch(self, partner: AdapterOffer, ends_at: float) -> Outcome:
         wanted = Download(
-            partner.sha256, partner.num_bytes, ADAPTER_PROTOCOL, base_timeout_s=self._patience.request_timeout_s
+            partner.sha256, partner.num_bytes, ADAPTER_PROTOCOL, base_timeout_s=self._timeouts.request_timeout_s
         )
         try:
             async with asyncio.timeout_at(ends_at):
@@ -227,11 +231,8 @@ class MergeExchange:
         except RequestError as error:
             reason = error.reason
         else:
-            self._absences.answered(partner.peer_id)
-            snapshot = Snapshot(
-                partner.lineage, partner.precision, partner.outer_round, partner.policy_version, payload
-            )
-            return Partner(partner.peer_id, snapshot)
+            self._backoff.answered(partner.peer_id)
+            return partner.partner(payload)
         self._recent.failed(partner.peer_id)
         return Alone(reason)
 
@@ -243,5 +244,5 @@ class MergeExchange:
                 MERGE_PROTOCOL,
                 Fetched(partner.sha256).encode(),
                 max_response_bytes=MAX_MESSAGE_BYTES,
-                deadline_s=self._patience.request_timeout_s,
+                deadline_s=self._timeouts.request_timeout_s,
             )

@@ -21,10 +21,10 @@ from swarm.merging.exchange.adapter_donor import STARTER_PROTOCOL
 from swarm.merging.exchange.proposal import MAX_LAG_ROUNDS
 from swarm.merging.exchange.ready_list import ReadyList
 from swarm.merging.exchange.recent_partners import MergeTimeouts
+from swarm.network.context import NodeContext
 from swarm.network.requests.transfer import Download, fetch
-from swarm.network.transport import Transport
 from swarm.records.adapter_offer import AdapterOffer
-from swarm.types import Partner, Snapshot
+from swarm.types import Partner
 
 COUNT = 5
 """Donors of a newcomer: two of them may lie."""
@@ -54,17 +54,17 @@ class Newcomer:
 
     def __init__(
         self,
-        patience: MergeTimeouts,
-        swarm_id: str,
-        transport: Transport,
+        timeouts: MergeTimeouts,
+        context: NodeContext,
+        *,
         rng: random.Random,
         network_of: NetworkOf = lambda peer_id: None,
     ) -> None:
-        self._patience = patience
-        self._transport = transport
+        self._timeouts = timeouts
+        self._transport = context.transport
         self._rng = rng
         self._network_of = network_of
-        self._lists = ReadyList(swarm_id, transport, rng, kind="donors")
+        self._lists = ReadyList(context, rng, kind="donors")
 
     async def fetch(self, wanted: WantedAdapter, count: int = COUNT) -> list[Partner]:
         """At most `count` adapters of different donors, one after the other; none where fewer than LEAST came.
@@ -83,10 +83,7 @@ class Newcomer:
                 tries -= 1
                 payload = None if self._is_represented(donor.peer_id, found) else await self._fetch_from(donor)
                 if payload is not None and not self._is_represented(donor.peer_id, found):
-                    snapshot = Snapshot(
-                        donor.lineage, donor.precision, donor.outer_round, donor.policy_version, payload
-                    )
-                    found.append(Partner(donor.peer_id, snapshot))
+                    found.append(donor.partner(payload))
             if len(found) >= LEAST:
                 break
         return _of_one_time(found)
@@ -115,10 +112,10 @@ class Newcomer:
 
     async def _fetch_from(self, donor: AdapterOffer) -> bytes | None:
         wanted = Download(
-            donor.sha256, donor.num_bytes, STARTER_PROTOCOL, base_timeout_s=self._patience.request_timeout_s
+            donor.sha256, donor.num_bytes, STARTER_PROTOCOL, base_timeout_s=self._timeouts.request_timeout_s
         )
         try:
-            async with asyncio.timeout(self._patience.transfer_s(donor.num_bytes)):
+            async with asyncio.timeout(self._timeouts.transfer_s(donor.num_bytes)):
                 return await fetch(self._transport, [donor.peer_id], wanted, self._rng)
         except (RequestError, TimeoutError):
             return None

@@ -12,7 +12,7 @@ Hands the own adapter out, piece by piece, to the one peer that it is promised t
 import asyncio
 from collections.abc import Callable
 
-from swarm.network.requests.blob_protocol import DIGEST_BYTES, PIECE_BYTES, BlobRequest, num_pieces, serve_blobs
+from swarm.network.requests.blob_protocol import PIECE_BYTES, BlobRequest, serve_blobs
 from swarm.network.transport import RequestRefused
 from swarm.records.adapter_offer import AdapterOffer
 
@@ -94,8 +94,7 @@ class AdapterServer:
         wanted, own = BlobRequest.decode(request), self._current()
         if own is None:
             raise RequestRefused("unknown adapter")
-        num_bytes = wanted.length or DIGEST_BYTES * num_pieces(own.offer.num_bytes)  # 0 asks for the manifest
-        if not own.may_fetch(peer_id, wanted.digest, num_bytes):
+        if not own.may_fetch(peer_id, wanted.digest, wanted.answer_bytes(own.offer.num_bytes)):
             raise RequestRefused("unknown adapter")
         return await self._answer(peer_id, request)
 

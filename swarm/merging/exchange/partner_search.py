@@ -12,6 +12,7 @@ import contextlib
 import random
 
 from swarm.errors import RequestError
+from swarm.limits.peer_backoff import BUSY_PAUSE_S, SILENCE_PAUSE_S, UNREACHED_PAUSE_S, PeerBackoff
 from swarm.merging.exchange.offered_adapter import OfferedAdapter
 from swarm.merging.exchange.proposal import (
     MAX_MESSAGE_BYTES,
@@ -25,10 +26,9 @@ from swarm.merging.exchange.proposal import (
 )
 from swarm.merging.exchange.ready_list import ReadyList
 from swarm.merging.exchange.recent_partners import MergeTimeouts, RecentPartners
-from swarm.network.transport import Transport
+from swarm.network.context import NodeContext
 from swarm.records.adapter_offer import AdapterOffer, verify_offer
 from swarm.records.rejection import InvalidRecord
-from swarm.sharing.peer_backoff import BUSY_PAUSE_S, SILENCE_PAUSE_S, UNREACHED_PAUSE_S, PeerBackoff
 
 _PROPOSALS_PER_LOOK = 3
 _SHYNESS = 0.25
@@ -43,44 +43,44 @@ _MAY_HAVE_ARRIVED = ("deadline", "cut", "damaged")
 
 
 class PartnerSearch:
-    """Of one node. Runs on its loop."""
+    """The searches of one node, one after the other. It runs on the node's loop."""
 
     def __init__(
         self,
-        swarm_id: str,
-        transport: Transport,
+        timeouts: MergeTimeouts,
+        context: NodeContext,
+        *,
         ready: ReadyList,
         recent: RecentPartners,
-        absences: PeerBackoff,
-        patience: MergeTimeouts,
+        backoff: PeerBackoff,
         rng: random.Random,
     ) -> None:
-        self._swarm_id = swarm_id
-        self._transport = transport
+        self._timeouts = timeouts
+        self._swarm_id = context.swarm_id
+        self._transport = context.transport
         self._ready = ready
         self._recent = recent
-        self._absences = absences
-        self._patience = patience
+        self._backoff = backoff
         self._rng = rng
-        self._not_to_be_had: set[tuple[str, float]] = set()
+        self._unavailable: set[tuple[str, float]] = set()
         """Listed offers, by peer and time, that were declined for good during this search."""
 
     async def run(self, own: OfferedAdapter) -> bool:
         """Until there is a partner or the time is over. Returns whether anybody else was ready at all."""
         loop = asyncio.get_running_loop()
-        ends_at, listed_until = loop.time() + self._patience.search_s, self._transport.now() + self._patience.search_s
+        ends_at, listed_until = loop.time() + self._timeouts.search_s, self._transport.now() + self._timeouts.search_s
         self._recent.begin_offer()
-        self._not_to_be_had.clear()
+        self._unavailable.clear()
         is_anybody_ready = bool(await self._look(own))  # before anybody can propose: whose turn it is depends on it
         await self._ready.enlist(own.offer, own.record, listed_until)
-        await self._wait(own, self._rng.uniform(0.0, self._patience.search_s * _SHYNESS))
+        await self._wait(own, self._rng.uniform(0.0, self._timeouts.search_s * _SHYNESS))
         num_looks = 0
         while own.partner is None and loop.time() < ends_at:
             await self._ready.enlist(own.offer, own.record, listed_until)
             others = await self._look(own)
             is_anybody_ready = is_anybody_ready or bool(others)
-            own.takes_strangers = loop.time() > ends_at - self._patience.search_s * (1 - _SHYNESS)
-            own.takes_anybody = loop.time() > ends_at - self._patience.search_s / 2
+            own.takes_strangers = loop.time() > ends_at - self._timeouts.search_s * (1 - _SHYNESS)
+            own.takes_anybody = loop.time() > ends_at - self._timeouts.search_s / 2
             await self._propose_to_some(own, others, ends_at)
             await self._pause(own, num_looks, ends_at)
             num_looks += 1
@@ -114,8 +114,8 @@ class PartnerSearch:
 
     def _is_worth_asking(self, other: AdapterOffer) -> bool:
         recent, peer_id = self._recent, other.peer_id
-        is_left_alone = peer_id in self._absences or recent.has_failed(peer_id) or recent.is_banned(peer_id)
-        return not is_left_alone and (other.peer_id, other.created_at) not in self._not_to_be_had
+        is_left_alone = peer_id in self._backoff or recent.has_failed(peer_id) or recent.is_banned(peer_id)
+        return not is_left_alone and (other.peer_id, other.created_at) not in self._unavailable
 
     async def _propose(self, own: OfferedAdapter, other: AdapterOffer) -> AdapterOffer | None:
         """The peer's own offer, newer than the listed one perhaps, where it takes the proposal."""
@@ -127,15 +127,15 @@ class PartnerSearch:
                     MERGE_PROTOCOL,
                     Proposal(own.record).encode(),
                     max_response_bytes=MAX_MESSAGE_BYTES,
-                    deadline_s=self._patience.request_timeout_s,
+                    deadline_s=self._timeouts.request_timeout_s,
                 )
                 return self._read(own, other, answer)
             except RequestError as error:
                 if is_last or error.reason not in _MAY_HAVE_ARRIVED:
-                    self._absences.failed(peer_id, _PAUSE_AFTER_S.get(error.reason, SILENCE_PAUSE_S))
+                    self._backoff.failed(peer_id, _PAUSE_AFTER_S.get(error.reason, SILENCE_PAUSE_S))
                     return None
             except InvalidRecord:
-                self._absences.failed(peer_id)
+                self._backoff.failed(peer_id)
                 return None
         raise AssertionError("unreachable")
 
@@ -144,12 +144,12 @@ class PartnerSearch:
         message = decode_answer(answer)
         if not isinstance(message, Taken):
             if message.reason not in PASSING:
-                self._not_to_be_had.add((other.peer_id, other.created_at))
+                self._unavailable.add((other.peer_id, other.created_at))
             return None
         theirs = verify_offer(message.record, self._swarm_id)
         is_theirs = theirs.peer_id == other.peer_id and is_current(theirs, self._transport.now())
         if not is_theirs or check_terms(own.offer, theirs) is not None:
-            self._absences.failed(other.peer_id)
+            self._backoff.failed(other.peer_id)
             return None
         return theirs
 

@@ -9,19 +9,20 @@ request ─ rate ─ decode ─ verify ─ terms ─ recent ─ OfferedAdapter.t
 """
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from swarm.limits.token_bucket import TokenBucket
+from swarm.limits.token_bucket import PeerBuckets, TokenBucket
 from swarm.merging.exchange.offered_adapter import OfferedAdapter
 from swarm.merging.exchange.recent_partners import RecentPartners
 from swarm.network.index_entry import CLOCK_SKEW_S
 from swarm.network.requests.blob_protocol import DIGEST_BYTES
 from swarm.records.adapter_offer import AdapterOffer, verify_offer
 from swarm.records.codec import MAX_RECORD_BYTES
-from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.records.context import SwarmContext
+from swarm.records.rejection import InvalidRecord
 from swarm.records.signing import check_array, check_bytes, check_int, check_text, pack, unpack
 
 MERGE_PROTOCOL = "swarm/merge/1"
@@ -105,7 +106,7 @@ class Declined:
 
 def decode_request(data: bytes) -> Proposal | Fetched:
     """Raises InvalidRecord."""
-    kind, content = check_array(unpack(_bounded(data)), 2)
+    kind, content = check_array(unpack(data, max_bytes=MAX_MESSAGE_BYTES), 2)
     if check_int(kind, _PROPOSE, _FETCHED) == _PROPOSE:
         return Proposal(check_bytes(content))
     return Fetched(check_bytes(content, DIGEST_BYTES))
@@ -113,7 +114,7 @@ def decode_request(data: bytes) -> Proposal | Fetched:
 
 def decode_answer(data: bytes) -> Taken | Declined:
     """Raises InvalidRecord."""
-    kind, content = check_array(unpack(_bounded(data)), 2)
+    kind, content = check_array(unpack(data, max_bytes=MAX_MESSAGE_BYTES), 2)
     if check_int(kind, _TAKEN, _DECLINED) == _TAKEN:
         return Taken(check_bytes(content))
     return Declined(check_text(content, 32))
@@ -135,12 +136,6 @@ def is_current(offer: AdapterOffer, now: float) -> bool:
     return offer.created_at <= now + CLOCK_SKEW_S and now < offer.expires_at
 
 
-def _bounded(data: bytes) -> bytes:
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise InvalidRecord(Rejection.OVERSIZE, f"{len(data)} bytes > {MAX_MESSAGE_BYTES}")
-    return data
-
-
 PEER_PER_S, PEER_BURST = 0.5, 6.0
 """Messages of one peer. An honest one proposes to a given peer every few seconds at most."""
 ALL_PER_S, ALL_BURST = 50.0, 100.0
@@ -153,18 +148,16 @@ class ProposalHandler:
 
     def __init__(
         self,
-        swarm_id: str,
-        own_peer_id: str,
-        clock: Callable[[], float],
+        context: SwarmContext,
         current: Callable[[], OfferedAdapter | None],
         recent: RecentPartners,
         *,
         monotonic: Callable[[], float] | None = None,
     ) -> None:
         """`current`: the adapter that is being offered, if any. `monotonic`: seconds for the rates; the loop's by default."""
-        self._swarm_id = swarm_id
-        self._own_peer_id = own_peer_id
-        self._clock = clock
+        self._swarm_id = context.swarm_id
+        self._own_peer_id = context.peer_id
+        self._clock = context.clock
         self._current = current
         self._recent = recent
         self._monotonic = monotonic or _loop_time
@@ -222,25 +215,18 @@ class ProposalHandler:
 
 
 class MessageLimits:
-    """Token buckets by peer and for all; the peers longest unheard are forgotten."""
+    """How many messages each peer, and all peers together, may send. One instance limits one protocol."""
 
     def __init__(self) -> None:
-        self._all: TokenBucket | None = None
-        self._peers: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._all = TokenBucket(ALL_PER_S, ALL_BURST, 0.0)
+        self._peers = PeerBuckets(PEER_PER_S, PEER_BURST, MAX_REMEMBERED_PEERS)
 
     def __len__(self) -> int:
         return len(self._peers)
 
     def admit(self, peer_id: str, now: float) -> bool:
-        if self._all is None:
-            self._all = TokenBucket(ALL_PER_S, ALL_BURST, now)
-        bucket = self._peers.get(peer_id)
-        if bucket is None:
-            bucket = self._peers[peer_id] = TokenBucket(PEER_PER_S, PEER_BURST, now)
-            if len(self._peers) > MAX_REMEMBERED_PEERS:
-                self._peers.popitem(last=False)
-        self._peers.move_to_end(peer_id)
-        return bucket.try_take(1, now) and self._all.try_take(1, now)
+        """Whether a message of this peer may be answered now. `now`: seconds of the loop's clock."""
+        return self._peers.of(peer_id, now).try_take(1, now) and self._all.try_take(1, now)
 
 
 def _loop_time() -> float:

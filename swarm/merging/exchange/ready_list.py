@@ -9,11 +9,11 @@ level takes authors whose rollouts were admitted, which made-up listings do not 
 
 import random
 import statistics
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+from swarm.limits.bounded_maps import LatestMap
 from swarm.merging.exchange.proposal import MAX_LAG_ROUNDS, check_terms, is_current
-from swarm.network.transport import Transport
+from swarm.network.context import NodeContext
 from swarm.records.adapter_offer import AdapterList, AdapterOffer, verify_offer
 from swarm.records.rejection import InvalidRecord
 from swarm.sharing.index import SPLIT_ABOVE, Shard, adapter_key, next_level, shard_of, thinning_depth
@@ -31,22 +31,22 @@ class ReadyList:
 
     def __init__(
         self,
-        swarm_id: str,
-        transport: Transport,
+        context: NodeContext,
         rng: random.Random,
+        *,
         max_level: Callable[[], int] = lambda: 0,
         kind: AdapterList = "merge",
         standing: Standing = lambda peer_ids: dict.fromkeys(peer_ids, 1.0),
     ) -> None:
-        """`max_level`: that of the node's shard in the directory. `standing`: {peer: how much its outer round counts}."""
+        """`max_level`: level of the node's shard in the directory. `standing`: {peer: how much its outer round counts}."""
         self._standing = standing
         self._kind: AdapterList = kind
-        self._swarm_id = swarm_id
-        self._transport = transport
+        self._swarm_id = context.swarm_id
+        self._transport = context.transport
         self._rng = rng
         self._max_level = max_level
         self._levels: dict[str, int] = {}  # by lineage; a node has one, or a few in a lifetime
-        self._rounds: OrderedDict[str, int] = OrderedDict()  # outer round of each peer that was listed last
+        self._rounds: LatestMap[str, int] = LatestMap(MAX_READ)  # outer round of each peer that was listed last
         self._enlisted: AdapterOffer | None = None
         self._keys: set[str] = set()  # that the enlisted offer lies under
 
@@ -67,20 +67,18 @@ class ReadyList:
         """
         if not self._rounds:
             return outer_round
-        standing = self._standing(self._rounds.keys())
+        rounds = dict(self._rounds.items())
+        standing = self._standing(rounds)
         half, passed = sum(standing.values()) / 2, 0.0
-        for peer_id in sorted(self._rounds, key=self._rounds.__getitem__):
-            median, passed = self._rounds[peer_id], passed + standing[peer_id]
+        for peer_id in sorted(rounds, key=rounds.__getitem__):
+            median, passed = rounds[peer_id], passed + standing[peer_id]
             if passed >= half * (1 - 1e-9):
                 break
         return max(outer_round, median - CATCH_UP_TO)
 
     def note_round(self, other: AdapterOffer) -> None:
         """Where a peer of the own lineage is. The last MAX_READ of them are remembered."""
-        self._rounds[other.peer_id] = other.outer_round
-        self._rounds.move_to_end(other.peer_id)
-        if len(self._rounds) > MAX_READ:
-            self._rounds.popitem(last=False)
+        self._rounds.put(other.peer_id, other.outer_round)
 
     async def enlist(self, offer: AdapterOffer, record: bytes, until: float) -> None:
         """List an offer until that swarm time, wherever it is not listed yet."""

@@ -11,10 +11,11 @@ together and those of one address group together, therefore have the share of me
 How long finding a partner and exchanging adapters may take.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from swarm.limits.bounded_maps import LatestMap
 from swarm.sharing.reputation import AuthorShares
 
 
@@ -60,7 +61,9 @@ class RecentPartners:
         self._partners: deque[str] = deque(maxlen=MAX_REMEMBERED)
         self._ready: deque[set[str]] = deque([set()], maxlen=MAX_REMEMBERED)
         self._num_offers = 0
-        self._failed: OrderedDict[str, tuple[int, int]] = OrderedDict()  # times, offer from which it will do
+        self._failed: LatestMap[str, tuple[int, int]] = LatestMap(
+            _MAX_FAILED
+        )  # times, number of the offer from which it may be asked
 
     def begin_offer(self) -> None:
         self._num_offers += 1
@@ -108,12 +111,10 @@ class RecentPartners:
 
     def failed(self, peer_id: str) -> None:
         """A partner gave no adapter, or one of no use."""
-        times, until = self._failed.pop(peer_id, (0, 0))
+        times, until = self._failed.get(peer_id) or (0, 0)
         times = 1 if self._num_offers > until + MAX_WAIT_OFFERS else times + 1
         wait = min(FIRST_WAIT_OFFERS * 2 ** min(times - 1, 8), MAX_WAIT_OFFERS)
-        self._failed[peer_id] = times, self._num_offers + 1 + wait
-        if len(self._failed) > _MAX_FAILED:
-            self._failed.popitem(last=False)
+        self._failed.put(peer_id, (times, self._num_offers + 1 + wait))
 
     def has_failed(self, peer_id: str) -> bool:
         """Whether it still waits because of that."""
@@ -124,7 +125,7 @@ class RecentPartners:
         return num_waiting > 0 and peer_id in list(self._partners)[-num_waiting:]
 
     def _waits(self, peer_id: str) -> bool:
-        return self._num_offers < self._failed.get(peer_id, (0, 0))[1]
+        return self._num_offers < (self._failed.get(peer_id) or (0, 0))[1]
 
     def _all_ready(self) -> set[str]:
         return set().union(*self._ready)
