@@ -60,11 +60,12 @@ _A = ".lora_A"
 
 
 class Blend:
-    """Of the own snapshot and one partner's weights, clipped already. `of` changes nothing, `take` takes the step."""
+    """Blends the node's snapshot with one partner's clipped weights. `preview` computes the result, `apply` takes the step."""
 
     def __init__(
         self,
         outer: OuterOptimizer,
+        *,
         fast: Mapping[str, Tensor],
         partner: Mapping[str, Tensor],
         lag: int,
@@ -85,16 +86,16 @@ class Blend:
         """Mean over layers; those whose products cancel are left out."""
 
     def weight(self, share: float) -> float:
-        """Part of the partner in the mean of both."""
+        """The partner's part in the mean of both."""
         return share * partner_weight(self._lag)
 
-    def of(self, share: float) -> Merged:
+    def preview(self, share: float) -> Merged:
         """The weights after the step, and the layers that were merged as products."""
         stepped = self._outer.preview(self._fast, self._partner, self._lag, share)
         return self._with_products(stepped, share)
 
-    def take(self, share: float) -> Merged:
-        """As `of`, and the outer step is taken."""
+    def apply(self, share: float) -> Merged:
+        """Return the same as `preview`, and take the outer step."""
         merged = self._with_products(self._outer.step(self._fast, self._partner, self._lag, share), share)
         self._outer.adopt({name: merged.tensors[name] for name in merged.reset_names})
         return merged
@@ -373,11 +374,18 @@ class Merger:
         is_stranger = self._pairer is not None and not self._pairer.is_known(peer_id)
         if is_stranger:
             clipped = self._strangers.limit(clipped, pending.fast, partner_weight(lag))
-        blend = Blend(self._outer, pending.fast, clipped, lag, self.origin.scaling, self._config.drift_threshold)
+        blend = Blend(
+            self._outer,
+            fast=pending.fast,
+            partner=clipped,
+            lag=lag,
+            scaling=self.origin.scaling,
+            drift_threshold=self._config.drift_threshold,
+        )
         share = self._gate(blend, pending.fast, current)
         if is_stranger:
             self._strangers.spend(clipped, pending.fast, blend.weight(share))
-        merged = blend.take(share)
+        merged = blend.apply(share)
         self._reasons["merged" if share > 0 else "gate"] += 1
         self._last = {
             "merge/partner": peer_id,
@@ -411,7 +419,7 @@ class Merger:
         score = self._score
         if score is None:
             return 1.0
-        return choose_share(blend.of, lambda merged: score(carry_over(merged.tensors, fast, current))).share
+        return choose_share(blend.preview, lambda merged: score(carry_over(merged.tensors, fast, current))).share
 
     def _alone(self, fast: Adapter, reason: str, current: Adapter | None = None) -> OuterStep:
         """An outer step without a partner; `current` where training went on since `fast`."""

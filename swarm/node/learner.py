@@ -109,14 +109,18 @@ class Learner:
             default_tokens=config.rollouts.max_new_tokens,
         )
         self._pruning = backend.pruning
-        self._worker = RolloutWorker(config.rollouts, self.policy, backend.engine, peer_id, backend.pruning)
-        self._rollouts = RolloutRound(config.rollouts, self._cursor, self._worker, self._difficulty)
+        self._worker = RolloutWorker(
+            config.rollouts, self.policy, backend.engine, author=peer_id, pruning=backend.pruning
+        )
+        self._rollouts = RolloutRound(
+            config.rollouts, cursor=self._cursor, worker=self._worker, difficulty=self._difficulty
+        )
         # pool → batch
         self._converter = RolloutConverter(
             self.policy,
             config.sharing.likelihood_floor_quantile,
             config.rollouts.max_new_tokens,
-            ports.report_peer,
+            hint=ports.report_peer,
             micro_batch_sequences=config.training.micro_batch_sequences,
         )
         weigh = ports.usefulness.of_group if ports.usefulness else None

@@ -112,7 +112,7 @@ class Node:
         # what a person asks for and sees
         pause = SharingPause()
         self.controls = NodeControls(pause)
-        self._page = NodePage(config, folder.path, self.controls, self._driver.stages if self._driver else list)
+        self._page = NodePage(config, folder.path, self.controls, stages=self._driver.stages if self._driver else list)
         # experience of others
         context = SwarmContext(identity, config.swarm_id, self._clock)
         seen_at = transport.seen_at if transport else lambda peer_id: ()

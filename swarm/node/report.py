@@ -211,7 +211,7 @@ class NodeReport:
         self._metrics = Metrics()
         self._log = MetricsLog(folder.metrics, config.observability.max_log_mib * 2**20)
         self._page = page if config.observability.http else None
-        self._http = HttpServer(config.observability, self._metrics, self._health, page.routes() if page else [])
+        self._http = HttpServer(config.observability, self._metrics, self._health, pages=page.routes() if page else ())
         self._started_at = time.time()
         self._last_row: MetricsRow = {}
         self._final_merge: MetricsRow = {}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from swarm.limits.bounded_maps import FairMap
+from swarm.records.context import SwarmContext
 from swarm.tasks.task_cursor import beacon_index
 from swarm.tasks.task_source import INDEX_SPAN
 from swarm.types import BEACON_BYTES, Header, TaskRef
@@ -55,14 +56,14 @@ class Beacons:
 
     def __init__(
         self,
-        own_peer_id: str,
-        clock: Callable[[], float],
+        context: SwarmContext,
+        *,
         is_known: Callable[[str], bool],
         has_known: Callable[[], bool],
     ) -> None:
         """`is_known`: whether an author's probation is over. `has_known`: whether anybody's is."""
-        self._own_peer_id = own_peer_id
-        self._clock = clock
+        self._own_peer_id = context.peer_id
+        self._clock = context.clock
         self._is_known = is_known
         self._has_known = has_known
         self._heard: FairMap[bytes, _Heard] = FairMap(_MAX_HEARD, is_known=is_known)

@@ -92,7 +92,7 @@ class Inbox:
         self._tracker = tracker
         self._validator = HeaderValidator(context, admission, config.max_age_s, rejected=totals.rejected)
         self._candidates: FairMap[tuple[str, bytes], Header] = FairMap(
-            MAX_CANDIDATES, MAX_CANDIDATES_PER_AUTHOR, reputation.is_known, SAFE_PER_KNOWN
+            MAX_CANDIDATES, MAX_CANDIDATES_PER_AUTHOR, is_known=reputation.is_known, safe_per_known=SAFE_PER_KNOWN
         )
         self._backoff = PeerBackoff(clock, rng)
         self._choice = make_choice(config, pool, tracker.usefulness, rng, tracker.shares)

@@ -148,7 +148,7 @@ class PeerTracker:
         clock = context.clock
         self.reputation = Reputation(config.reputation_half_life_s, clock, path)
         self.shares = AuthorShares(self.reputation, config.max_share_of_strangers, AddressGroups(seen_at))
-        self.beacons = Beacons(context.peer_id, clock, self.reputation.is_known, self.reputation.has_known)
+        self.beacons = Beacons(context, is_known=self.reputation.is_known, has_known=self.reputation.has_known)
         self.turns = CheckingTurns(self.reputation.is_known)
         self.stats = PeerStats(clock, max_shown)
         is_informative = config.choice == "informative"

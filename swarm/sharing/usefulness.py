@@ -93,7 +93,7 @@ def make_choice(
     """Informative where there is a `usefulness`. `shares`: by the standing of authors; without it all stand alike."""
     if usefulness is None:
         return UniformChoice(rng, shares)
-    return InformativeChoice(config, pool, usefulness, rng, shares)
+    return InformativeChoice(config, pool=pool, usefulness=usefulness, rng=rng, shares=shares)
 
 
 class UniformChoice:
@@ -132,10 +132,11 @@ class InformativeChoice:
     def __init__(
         self,
         config: SharingSection,
+        *,
         pool: ExperiencePool,
         usefulness: Usefulness,
         rng: random.Random,
-        shares: AuthorShares | None = None,
+        shares: AuthorShares | None,
     ) -> None:
         self._config = config
         self._pool = pool

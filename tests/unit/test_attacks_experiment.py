@@ -52,7 +52,7 @@ class Bench:
             return GuardedReader(door)
 
         self.swarm = LearnerSwarm([config] * 2, 0, make_reader)
-        (self.hostile,) = attacks_cell._crew(settings, config, self.swarm)
+        (self.hostile,) = attacks_cell._hostile_nodes(settings, config, self.swarm)
         self.swarm.run_round()
         self.kinds = {DEFENDED: GuardedReader, OPEN: OpenReader}
 

@@ -9,7 +9,7 @@ import psutil
 
 from swarm.config import Config, parse
 from swarm.engine.make_engine import make_engine
-from swarm.experiments.attacks.hostile import Hostile
+from swarm.experiments.attacks.hostile import Hostile, HostileMeans
 from swarm.experiments.attacks.plan import ABSENT, ALL, ATTACKS, DEFENDED
 from swarm.experiments.attacks.readers import GuardedReader, OpenReader
 from swarm.experiments.cells import Result
@@ -26,7 +26,7 @@ def run(settings: Mapping[str, Any]) -> Result:
     num_honest = settings["num_nodes"] - settings["num_hostile"]
     make_reader = GuardedReader if settings["defence"] == DEFENDED else OpenReader
     swarm = LearnerSwarm([config] * num_honest, settings["seed"], make_reader)
-    crew = _crew(settings, config, swarm)
+    crew = _hostile_nodes(settings, config, swarm)
     rows, memory_mib = list[RoundRow](), list[float]()
     for number in range(settings["num_rounds"]):
         for place, hostile in enumerate(crew):
@@ -63,17 +63,23 @@ def run(settings: Mapping[str, Any]) -> Result:
     }
 
 
-def _crew(settings: Mapping[str, Any], config: Config, swarm: LearnerSwarm) -> list[Hostile]:
+def _hostile_nodes(settings: Mapping[str, Any], config: Config, swarm: LearnerSwarm) -> list[Hostile]:
     """They share one copy of the base, which they sample with."""
     if not settings["num_hostile"] or settings["attack"] == ABSENT:
         return []
     policy = load_policy(config.policy, device="cpu")
     worker = RolloutWorker(config.rollouts, policy, make_engine(policy, config.rollouts), author="")
-    mixture = TaskMixture(config.tasks)
-    honest = [identity.peer_id for identity in swarm.identities]
-    means = (config, swarm.exchange, worker, policy, mixture, honest)
-    sizes = (settings["hostile_groups"], settings["num_sybils"])
-    return [Hostile(*means, number, *sizes) for number in range(settings["num_hostile"])]
+    means = HostileMeans(
+        config=config,
+        exchange=swarm.exchange,
+        worker=worker,
+        policy=policy,
+        mixture=TaskMixture(config.tasks),
+        honest=[identity.peer_id for identity in swarm.identities],
+        num_groups=settings["hostile_groups"],
+        num_sybils=settings["num_sybils"],
+    )
+    return [Hostile(means, number) for number in range(settings["num_hostile"])]
 
 
 def _config(settings: Mapping[str, Any]) -> Config:

@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from swarm.config import Config
 from swarm.experiments.memory_exchange import MemoryExchange
@@ -34,31 +34,38 @@ _DIGITS = "012"
 _MAX_HOARDED = 64
 
 
-class Hostile:
-    """`act` once a round. It samples by the base and never learns."""
+@dataclass(frozen=True)
+class HostileMeans:
+    """What all hostile nodes of a run share."""
 
-    def __init__(
-        self,
-        config: Config,
-        exchange: MemoryExchange,
-        worker: RolloutWorker,
-        policy: Policy,
-        mixture: TaskMixture,
-        honest: Sequence[str],
-        number: int,
-        num_groups: int,
-        num_sybils: int,
-    ) -> None:
-        """`honest`: peer ids of those to copy and to forge."""
+    config: Config
+    exchange: MemoryExchange
+    worker: RolloutWorker
+    """It samples with the base, of which there is one copy."""
+    policy: Policy
+    mixture: TaskMixture
+    honest: Sequence[str]
+    """Peer ids of the nodes to copy and to forge."""
+    num_groups: int
+    """Groups that each samples in a round."""
+    num_sybils: int
+    """Further names of each, in the attack with that name."""
+
+
+class Hostile:
+    """One hostile node, which acts once a round. It samples with the base and never learns."""
+
+    def __init__(self, means: HostileMeans, number: int) -> None:
+        config, mixture = means.config, means.mixture
         self.identity = Identity(hashlib.sha256(f"hostile/{config.node.seed}/{number}".encode()).digest())
         self._config = config
-        self._exchange = exchange
-        self._worker = worker
-        self._policy = policy
+        self._exchange = means.exchange
+        self._worker = means.worker
+        self._policy = means.policy
         self._mixture = mixture
-        self._honest = honest
-        self._num_groups = num_groups
-        self._num_sybils = num_sybils
+        self._honest = means.honest
+        self._num_groups = means.num_groups
+        self._num_sybils = means.num_sybils
         self._rng = random.Random(f"hostile/{config.node.seed}/{number}")
         stream = training_seed(self.identity.peer_id, config.node.seed)
         self._cursor = TaskCursor(mixture, stream, random.Random(f"tasks of hostile {number}"))

@@ -202,7 +202,7 @@ class HostileRun:
                 donors.append(AdapterDonor(_TIMEOUTS, context, rng=rng, group_of=group_of))
             noise = torch.Generator().manual_seed(self._scale.seed)
             hostile = [  # a little noise: copies of one adapter count once
-                HostileDonor(network, SWARM_ID, identity, merger.snapshot(_with_noise(poison, noise), 0))
+                HostileDonor(network, SWARM_ID, identity, snapshot=merger.snapshot(_with_noise(poison, noise), 0))
                 for identity in self._hostile
             ]
             newcomer = Identity(bytes([99]) * 32)
