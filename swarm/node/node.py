@@ -339,7 +339,8 @@ def _run_and_settle(run: TrainingRun, loop: asyncio.AbstractEventLoop, outcome: 
         run.run()
     except Exception as caught:  # the thread's edge: whatever it is, the loop raises it
         error = caught
-    loop.call_soon_threadsafe(_settle, outcome, error)
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the node ended without this thread
+        loop.call_soon_threadsafe(_settle, outcome, error)
 
 
 async def _cancel(tasks: Sequence["asyncio.Task[Any]"]) -> None:

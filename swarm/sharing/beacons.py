@@ -22,27 +22,27 @@ from swarm.tasks.task_source import INDEX_SPAN
 from swarm.types import BEACON_BYTES, Header, TaskRef
 
 EPOCH_S = 300.0
-"""A beacon is used so long."""
+"""How long a node draws tasks by one beacon."""
 MAX_AGE_S = 1800.0
-"""Of a beacon when a header names it: several epochs, for groups that waited."""
+"""Largest age of a beacon when a header names it: several epochs, for groups that waited."""
 _AGE_MARGIN_S = 60.0
-"""A reader may have heard of it before this node did."""
+"""A reader may have received the beacon before this node did."""
 MAX_AHEAD = 4096
-"""Tasks of one source that a node may draw by one beacon: an hour of rounds of dozens."""
+"""Tasks of one source that a node may draw by one beacon: an hour of rounds with dozens of tasks."""
 _MAX_HEARD = 8192
 _MAX_USED = 16
 
 
 class Evidence(Enum):
-    """What a header's beacon says of its tasks."""
+    """What a header's beacon says about its tasks."""
 
     HOLDS = "holds"
     MISSING = "missing"
-    """It names none."""
+    """The header names no beacon."""
     BROKEN = "broken"
-    """Most tasks do not follow from it, or it was old."""
+    """Most tasks do not follow from the beacon, or it was too old."""
     UNKNOWN = "unknown"
-    """This node has not heard of it."""
+    """This node has not received the beacon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Heard:
 
 
 class Beacons:
-    """Of one node. Runs on its loop; `current` may be read from any thread."""
+    """The beacons that one node knows. It runs on the node's loop; `current` may be read from any thread."""
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class Beacons:
         self._has_known = has_known
         self._heard: FairMap[bytes, _Heard] = FairMap(_MAX_HEARD, is_known=is_known)
         self._used: deque[tuple[bytes, float]] = deque(maxlen=_MAX_USED)
-        """With the time when each was heard, the latest first."""
+        """(beacon, when it was received), the latest first."""
         self._current = b""
         self._since = -math.inf
 
     def note(self, header: Header) -> None:
-        """A header that was admitted, or published by this node."""
+        """Note a header that was admitted, or published by this node."""
         beacon, now = beacon_of(header), self._clock()
-        if beacon in self._heard:  # announced again, it would look new to who follows it and old to all who read that
+        if beacon in self._heard:  # if it counted as new again, readers would find it too old
             return
         self._heard.add(header.author, beacon, _Heard(header.author, now))
         is_over = now - self._since > EPOCH_S
@@ -84,18 +84,21 @@ class Beacons:
             self._used.appendleft((beacon, now))
 
     def current(self) -> bytes:
-        """To draw tasks by; empty where nobody was heard yet."""
+        """The beacon to draw tasks by; empty before a header was received."""
         return self._current
 
     def of(self, tasks: Sequence[TaskRef]) -> bytes:
-        """The beacon that most of these own tasks were drawn by; empty where there is none, or it would be old to readers: a
-        round may take longer than that, and who is slow must not look like who solves ahead."""
+        """The beacon that most of these own tasks were drawn by.
+
+        It is empty where there is none, or where it would be too old to readers: a round may take longer than that, and a slow
+        node must not look like one that solves tasks in advance.
+        """
         oldest = self._clock() - MAX_AGE_S + _AGE_MARGIN_S
         young = [beacon for beacon, since in self._used if since > oldest]
         return next((beacon for beacon in young if follow(self._own_peer_id, beacon, tasks)), b"")
 
     def judge(self, header: Header) -> Evidence:
-        """Of a header by another."""
+        """Check whether the tasks of another node's header follow from its beacon."""
         if not header.beacon:
             return Evidence.MISSING
         heard = self._heard.get(header.beacon)
@@ -110,12 +113,12 @@ class Beacons:
 
 
 def beacon_of(header: Header) -> bytes:
-    """What a header is as a beacon."""
+    """The beacon that a header stands for."""
     return header.body_hash[:BEACON_BYTES]
 
 
 def follow(author: str, beacon: bytes, tasks: Sequence[TaskRef]) -> bool:
-    """Whether most of the tasks follow from the beacon; some may have waited for rounds."""
+    """Whether most of the tasks follow from the beacon; a few may have waited for several rounds."""
     starts = {task.source: beacon_index(author, beacon, task.source) for task in tasks}
     near = sum((task.index - starts[task.source]) % INDEX_SPAN < MAX_AHEAD for task in tasks)
     return 2 * near > len(tasks)

@@ -1,10 +1,10 @@
-"""Headers of others, from gossip and from the index: judged once, then offered for pulling.
+"""Headers of other nodes, from gossip and from the index: each is validated once, then offered for pulling.
 
 gossip ─┐
         ├─ HeaderValidator ─ candidates ─ pick ─ answered, failed, or given back
 index ──┘
 
-The newest policy version that each author has announced of late: what its older experience is measured against.
+`NewestVersions` remembers the newest policy version that each author announced, against which older experience is measured.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from swarm.types import Header
 
 _MAX_VERSIONS = 4096
 _MAX_LINEAGES_PER_AUTHOR = 4
-"""A lineage is anybody's claim. An honest author changes its own when its configuration changes."""
+"""Bounds what an author can claim: an honest author changes its lineage only when its configuration changes."""
 
 
 class NewestVersions:
-    """By author and policy lineage, since versions are each author's own count. Bounded, and forgotten with age.
+    """The newest version by author and policy lineage, since each author counts its own versions.
 
-    An author that starts anew from version 0 is heard again `remember_s` after the last header of its earlier life.
+    An author that starts again from version 0 is accepted again `remember_s` after the last header of its earlier run.
     """
 
     def __init__(self, max_staleness: int, remember_s: float, clock: Callable[[], float]) -> None:
@@ -52,7 +52,7 @@ class NewestVersions:
         self._newest.add(header.author, key, (header.policy_version, now) if is_news else (version, seen_at))
 
     def is_stale(self, header: Header) -> bool:
-        """Whether its author has announced versions that far beyond it."""
+        """Whether the author announced a version more than `max_staleness` beyond this header's."""
         version, seen_at = self._newest.get((header.author, header.lineage.policy)) or (-1, 0.0)
         if not self._max_staleness or seen_at <= self._clock() - self._remember_s:
             return False
@@ -61,13 +61,13 @@ class NewestVersions:
 
 MAX_CANDIDATES = 1024
 MAX_CANDIDATES_PER_AUTHOR = 16
-"""The newest ones: older ones would be too old before they are pulled."""
+"""The newest headers of an author stay: older ones would be too old before they are pulled."""
 SAFE_PER_KNOWN = 4
-"""Candidates of each known author that give way to nobody's: beyond these a shard full of known authors has room for new ones."""
+"""Candidates of each known author that give way to nobody. Beyond these, a shard full of known authors has room for new ones."""
 
 
 class Inbox:
-    """Candidates of one node. Runs on the node's loop."""
+    """The candidates of one node: headers whose bodies may be pulled. It runs on the node's loop."""
 
     def __init__(
         self,
@@ -101,31 +101,29 @@ class Inbox:
         """Set when a candidate comes in."""
 
     def take_gossip(self, shard: Shard, record: bytes) -> ValidationResult:
-        """Judge a header that was gossiped in the topic of `shard`, before it is passed on."""
-        verdict, header = self._validator.validate_gossip(shard, record)
+        """Validate a header that was gossiped in the topic of `shard`, before it is passed on."""
+        result, header = self._validator.validate_gossip(shard, record)
         if header is not None and not self._offer(header):
             return ValidationResult.IGNORE
-        return verdict
+        return result
 
     def take_entry(self, subkey: str, record: bytes) -> bool:
-        """Judge an entry of the index; one that is read again, or was gossiped before, is passed over.
-
-        Returns whether it was news: valid and not seen before.
-        """
+        """Validate an entry of the index. Returns whether it was new: valid and not seen before."""
         if subkey.startswith(f"{self._own_peer_id}/"):
             return False
         header = self._validator.validate_entry(subkey, record)
         return header is not None and self._offer(header)
 
     def pick(self, being_pulled: Collection[Header] = ()) -> Header | None:
-        """The next one to pull, of the authors that answer, by the configured choice.
+        """Remove and return the next header to pull, by the configured choice; None where there is none worth pulling.
 
-        Nothing of an author that failed last time and is being asked now: it gets one place, not all of them.
+        Authors that are in a pause after a failure are left out. So is an author that failed last time and is being asked now:
+        it gets one place, not all of them.
         """
         self._drop_old()
         candidates = self._candidates.values()
-        left_alone = {header.author for header in being_pulled if self._backoff.has_failed(header.author)}
-        offering = {header.author for header in candidates} - left_alone
+        in_trouble = {header.author for header in being_pulled if self._backoff.has_failed(header.author)}
+        offering = {header.author for header in candidates} - in_trouble
         answering = {author for author in offering if author not in self._backoff}
         shares = self._tracker.shares
         offered = shares.within_share([header for header in candidates if header.author in answering])
@@ -133,7 +131,7 @@ class Inbox:
             return None
         first = self._tracker.turns.first(offered)
         header = self._choice.choose(first, being_pulled)
-        if header is None and len(first) < len(offered):  # better a body that is slow to check than none
+        if header is None and len(first) < len(offered):  # a body that is slow to check is better than none
             header = self._choice.choose(offered, being_pulled)
         if header is not None:
             self._candidates.pop(_key(header))
@@ -141,17 +139,17 @@ class Inbox:
         return header
 
     def leave_alone(self, author: str) -> None:
-        """Offer nothing of an author that did not answer, for a while: longer each time in a row."""
+        """Offer nothing of an author that did not answer for a while, longer after each failure in a row."""
         self._backoff.failed(author)
 
     def answered(self, author: str) -> None:
-        """An author's next failure is its first one again."""
+        """Note that an author answered: its next failure counts as a first one."""
         self._backoff.answered(author)
 
     def give_back(self, header: Header, pause_s: float) -> bool:
-        """Offer it again later, as long as it is young enough: its author was busy, or could not be reached.
+        """Offer a header again later while it is young enough: its author was busy, or could not be reached.
 
-        `pause_s`: for a first failure of the author; longer each time in a row. Returns whether it has failed before.
+        `pause_s`: the pause after a first failure of the author. Returns whether the author has failed before.
         """
         is_repeated = self._backoff.has_failed(header.author)
         self._backoff.failed(header.author, pause_s)
@@ -160,7 +158,7 @@ class Inbox:
         return is_repeated
 
     def _drop_old(self) -> None:
-        """Candidates that expired, are too old, whose author is banned now, or whose policy has moved on too far."""
+        """Remove candidates that are too old, or whose author is banned or has a much newer policy by now."""
         now = self._clock()
         oldest = now - self._config.max_age_s
         for header in self._candidates.values():
@@ -176,7 +174,7 @@ class Inbox:
         return self._tracker.reputation.is_banned(author)
 
     def _offer(self, header: Header) -> bool:
-        """Whether its author is heard. One that is banned here may be heard elsewhere, but not through this node."""
+        """Add a candidate. Returns False where its author is banned: this node then does not pass the header on, either."""
         if self._is_banned(header.author):
             self.totals.rejected[Rejection.BANNED.value] += 1
             return False

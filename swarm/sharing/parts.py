@@ -15,43 +15,43 @@ from swarm.records.identity import peer_name
 from swarm.records.rejection import InvalidRecord
 from swarm.sharing.body_store import BodyStore
 from swarm.sharing.directory import Directory
-from swarm.sharing.peer_tracker import MAX_PEERS, PeerRecord, PeerStats, PeerTracker
+from swarm.sharing.peer_tracker import MAX_PEERS, PeerHistory, PeerStats, PeerTracker
 from swarm.sharing.reputation import Reputation
 from swarm.sharing.totals import SharingPause, SharingTotals
 from swarm.types import Header, RolloutGroup
 
 _LEAST_RANKED_GROUPS = 4
-"""Of which a mean reward says anything."""
+"""Fewest groups whose mean reward is ranked."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerStanding:
-    """One peer, as this node knows it."""
+    """What this node knows about one peer."""
 
     peer_id: str
     name: str
     lineage: str
-    """32 hex digits of the policy of its newest header; empty where none came."""
+    """32 hex digits: policy lineage of its newest header; empty before the first one."""
     weight: float
-    """Share of its bodies that are good, as far as known here: 0.5 of a stranger."""
+    """Expected share of good bodies, as far as this node knows; 0.5 for a stranger."""
     banned_until: float
     """Swarm time; 0 where it is not banned."""
     groups_admitted: int
-    """By this process, as the rest below."""
+    """During this process, like the fields below."""
     records_rejected: int
     last_seen_at: float
     """Seconds since the epoch."""
     reward_mean: float | None
-    """Of its groups of the last half hour, recomputed here; None where there are none."""
+    """Mean reward of its groups of the last half hour, recomputed here; None where there are none."""
     policy_version: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """This node's part."""
+    """What other nodes took from this one."""
 
     last_taken_at: float | None
-    """When another node last fetched a body of ours (seconds since the epoch), ..."""
+    """When another node last fetched a body of this one (seconds since the epoch), ..."""
     last_taken_by: str | None
     """... and its peer id."""
     bodies_taken: int
@@ -63,7 +63,7 @@ class Contribution:
 
 
 def peer_standings(stats: PeerStats, reputation: Reputation) -> list[PeerStanding]:
-    """All that were seen, and those whom only an earlier process met; last seen first, at most MAX_PEERS."""
+    """All peers that were seen, also by an earlier process; the one seen last first, at most MAX_PEERS."""
     last_seen = reputation.last_evidence()
     seen = dict(stats.last_seen_first())
     last_seen |= {peer_id: peer.last_seen_at for peer_id, peer in seen.items()}
@@ -90,9 +90,9 @@ def contribution(bodies: BodyStore, stats: PeerStats, now: float) -> Contributio
 
 
 def _standing(
-    peer_id: str, peer: PeerRecord | None, last_seen_at: float, reputation: Reputation, now: float
+    peer_id: str, peer: PeerHistory | None, last_seen_at: float, reputation: Reputation, now: float
 ) -> PeerStanding:
-    peer = peer or PeerRecord()
+    peer = peer or PeerHistory()
     mean, _ = peer.rewards.mean(now)
     return PeerStanding(
         peer_id=peer_id,

@@ -35,12 +35,12 @@ _MAX_WAITING_RECORDS = 64
 
 
 class Publisher:
-    """Announces groups of this node. Runs on the node's loop; compression and hashing go to a thread."""
+    """Publishes the groups of one node. It runs on the node's loop; compression and hashing run in a thread."""
 
     def __init__(
         self, config: SharingSection, parts: SharingParts, pool: ExperiencePool, *, head_start_s: float
     ) -> None:
-        """`pool`: numbers the own headers, never twice the same. `head_start_s`: 0 where there is no gossip."""
+        """`pool`: numbers the own headers and never gives a number twice. `head_start_s`: 0 where there is no gossip."""
         self._config = config
         self._parts = parts
         self._context = parts.context
@@ -51,7 +51,7 @@ class Publisher:
         self._gossiped: asyncio.Queue[tuple[float, Header, bytes]] = asyncio.Queue(_MAX_WAITING_RECORDS)
 
     async def publish(self, groups: Sequence[RolloutGroup]) -> None:
-        """Gossip groups that carry signal, in as many records as their size needs; `enter_next` does the rest."""
+        """Gossip the groups with signal, in as many records as their size needs; `enter_next` enters these in the index."""
         useful = [group for group in groups if group.has_reward_variance]
         for start in range(0, len(useful), MAX_GROUPS_PER_BODY):
             await self._announce(useful[start : start + MAX_GROUPS_PER_BODY])
@@ -66,17 +66,17 @@ class Publisher:
             if await self._transport.store(key, subkey(header.author, header.sequence), record, header.expires_at):
                 self._parts.totals.num_indexed += 1
             else:
-                logger.debug("no replica took header %d", header.sequence)
+                logger.debug("no replica stored header %d", header.sequence)
         finally:
             self._gossiped.task_done()
 
     async def entered(self) -> None:
-        """Wait until the index was offered all that was gossiped."""
+        """Wait until everything that was gossiped was offered to the index."""
         await self._gossiped.join()
 
     @traced("publish", lambda _, __, groups: {"groups": len(groups)})
     async def _announce(self, groups: list[RolloutGroup]) -> None:
-        """Gossip one record; split in half where body or header outgrow their bounds."""
+        """Gossip one record, or two with half of the groups each where body or header would be too large."""
         beacon = self._beacons.of([group.task for group in groups])
         body, record, header = await asyncio.to_thread(self._pack, groups, beacon)
         if len(record) > MAX_RECORD_BYTES or len(body) > MAX_BODY_BYTES or not fits_into_body(groups):
@@ -92,7 +92,7 @@ class Publisher:
         self._parts.bodies.put(header.body_hash, body, header.expires_at)
         self._parts.totals.num_published += 1
         await self._transport.publish(experience_topic(self._context.swarm_id, self._parts.directory.shard), record)
-        if self._gossiped.full():  # the index lags behind: the newest are wanted most
+        if self._gossiped.full():  # the index lags behind: the newest records are the most useful
             self._gossiped.get_nowait()
             self._gossiped.task_done()
         self._gossiped.put_nowait((self._transport.now(), header, record))
@@ -108,7 +108,9 @@ class Publisher:
             body_bytes=len(body),
             groups=tuple(GroupSummary(group.task, len(group.rollouts), group.mean_reward) for group in groups),
             lineage=groups[0].lineage,
-            policy_version=min(group.policy_version for group in groups),  # some may have waited for rounds
+            policy_version=min(
+                group.policy_version for group in groups
+            ),  # some groups may have waited for several rounds
             created_at=now,
             expires_at=now + self._config.time_to_live_s,
             beacon=beacon,
