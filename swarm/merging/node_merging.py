@@ -1,4 +1,4 @@
-"""The network half of a node's merging: a partner for each snapshot, adapters for newcomers, and being one.
+"""The network half of a node's merging: it finds partners, gives adapters to newcomers, and fetches some as a newcomer.
 
 before the first round, untrained: donors of the lineage ─ Newcomer ─▶ PolicyMerging.join
 every outer step: learner ─ MergeExchange ─▶ Partner or Alone · learner ─ AdapterDonor ─▶ whoever joins later
@@ -88,10 +88,13 @@ class NodeMerging:
             final=self._final,
             bound=shares.bound_on_strangers,
         )
-        """For the learner."""
+        """What the learner's merging uses."""
 
     def work(self, on_failure: Callable[[], None]) -> list[Coroutine[Any, Any, None]]:
-        """What runs from the transport's start to its stop. Each ends only when cancelled, or raises what is a bug."""
+        """The coroutines to run from the transport's start to its stop.
+
+        Each ends only when cancelled, or by an error that is a bug.
+        """
         final = [self._final.work()] if self._final else []
         return [self._exchange.work(), repeat(self._donor.step, on_failure=on_failure), *final]
 
@@ -105,9 +108,9 @@ class NodeMerging:
         except TimeoutError:
             found = []
         if found and await asyncio.to_thread(merging.join, found):
-            logger.info("beginning with the median of %d adapters of lineage %s", len(found), wanted.lineage[:12])
+            logger.info("starting with the median of %d adapters of lineage %s", len(found), wanted.lineage[:12])
         else:
-            logger.info("too few donors of lineage %s for a newcomer: beginning untrained", wanted.lineage[:12])
+            logger.info("too few donors of lineage %s for a newcomer: starting untrained", wanted.lineage[:12])
 
     def row(self) -> dict[str, Any]:
         """Metrics: proposals of others that were declined, and newcomers that were given the adapter."""
@@ -125,6 +128,6 @@ def make_merging(config: MergingSection, sharing: SharingParts | None) -> NodeMe
 
 
 def _gate_seed(identity: Identity) -> int:
-    """A stream of tasks that nobody else can know: from the secret half of the key."""
+    """The stream of private tasks. It follows from the secret half of the key, so nobody else can know it."""
     digest = hashlib.sha256(b"swarm/gate/1\x00" + identity.seed).digest()
     return FIRST_TRAINING_SEED + int.from_bytes(digest[:8], "big") % (MAX_SEED + 1 - FIRST_TRAINING_SEED)

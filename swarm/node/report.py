@@ -46,7 +46,7 @@ _LOOK_INTERVAL_S = 30.0
 _LEAST_REJECTED = 10
 _ROUNDS_WITHOUT_SIGNAL = 10
 _NOBODYS_FAULT = frozenset({Rejection.REPLAY, Rejection.NO_SIGNAL, Rejection.STALE, Rejection.EXPIRED})
-"""Turned away in every healthy swarm."""
+"""Reasons for rejections that occur in every healthy swarm."""
 _REMEDIES = {
     Rejection.VERSION: "they speak another version of the protocol: update this software, or theirs",
     Rejection.FOREIGN_SWARM: "their records are of another swarm: use the same swarm.name, or the same manifest",
@@ -62,15 +62,15 @@ _REMEDIES = {
 
 
 class Adviser:
-    """Remembers as much of a node's last minutes as its advice needs."""
+    """Writes lines for `swarm status` about what is wrong with one node. It remembers the last minutes for that."""
 
     def __init__(self, clock: Callable[[], float], *, has_network: bool, has_initial_peers: bool) -> None:
-        """`clock`: seconds, never backwards."""
+        """`clock`: seconds of a monotonic clock."""
         self._clock = clock
         self._has_network = has_network
         self._has_initial_peers = has_initial_peers
         self._met_at = clock()
-        """When somebody was last connected; at first, when this began."""
+        """When somebody was last connected; at first the start."""
         self._rounds_without_signal = 0
         self._health: Sequence[str] = ()
         self._counts: deque[tuple[float, int, Counter[str]]] = deque([(clock(), 0, Counter())])
@@ -143,7 +143,7 @@ _BY_REASON = {
     "merge/reasons": "merge/outer_steps_by_reason",
     "merge/declined": "merge/declined",
 }
-"""Entry of a row that counts by reason, and the name of its gauges."""
+"""{entry of a row that counts by reason: name of its gauges}."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class NodeReport:
         finally:
             try:
                 self.write_status()
-            except OSError as error:  # a full disk must not hide how the node ended
+            except OSError as error:  # a full disk must not hide the error that ended the node
                 logger.error("the last status was not written: %s", error)
             self._log.close()
             for sink in self._sinks:

@@ -11,7 +11,7 @@ from typing import Any
 from swarm.errors import RequestError
 from swarm.merging.exchange import final_list as final_message
 from swarm.merging.exchange.offered_adapter import OfferedAdapter
-from swarm.merging.exchange.proposal import MAX_MESSAGE_BYTES, ProposalHandler, Taken, decode_answer
+from swarm.merging.exchange.proposal import MAX_MESSAGE_BYTES, Accepted, ProposalHandler, decode_answer
 from swarm.merging.exchange.recent_partners import RecentPartners
 from swarm.network.commands.envelope import decode_command, encode_command
 from swarm.network.hivemind.daemon_control import address_text, encoded
@@ -120,7 +120,7 @@ def merge_request(data: bytes) -> bool:
     with verified_by(lambda peer_id, signed, signature: True):
         answer = _run(door.answer(MALLORY.peer_id, data))
     assert len(answer) <= MAX_MESSAGE_BYTES
-    is_taken = isinstance(decode_answer(answer), Taken)
+    is_taken = isinstance(decode_answer(answer), Accepted)
     assert is_taken or own.partner is None
     return is_taken
 

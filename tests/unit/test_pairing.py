@@ -16,11 +16,11 @@ from swarm.merging.exchange.proposal import (
     MAX_LAG_ROUNDS,
     MAX_REMEMBERED_PEERS,
     PEER_BURST,
+    Accepted,
     Declined,
     Fetched,
     Proposal,
     ProposalHandler,
-    Taken,
     decode_answer,
     decode_request,
 )
@@ -63,7 +63,7 @@ class Reader:
 
     async def ask_as(self, peer_id: str, request: bytes) -> str:
         answer = decode_answer(await self.handler.answer(peer_id, request))
-        return "taken" if isinstance(answer, Taken) else answer.reason
+        return "taken" if isinstance(answer, Accepted) else answer.reason
 
 
 # ---- one adapter, one partner
@@ -153,7 +153,7 @@ async def test_mergeable_proposal_is_answered_with_the_own_offer() -> None:
     request = Proposal(sign_offer(ALICE, SWARM_ID, offer_of(ALICE))).encode()
     for _ in range(2):  # the second time because the first answer was lost
         answer = decode_answer(await reader.handler.answer(ALICE.peer_id, request))
-        assert answer == Taken(reader.own.record)
+        assert answer == Accepted(reader.own.record)
     assert reader.own.partner == offer_of(ALICE)
     assert await reader.ask(MALLORY) == "paired"
     reader.own = adapter_of(READER)
@@ -342,11 +342,11 @@ def test_random_bytes_raise_nothing_but_invalid_record(data: bytes) -> None:
             message = decode(data)
         except InvalidRecord:
             continue
-        assert isinstance(message, Proposal | Fetched | Taken | Declined)
+        assert isinstance(message, Proposal | Fetched | Accepted | Declined)
 
 
 def test_messages_come_back_equal() -> None:
     for request in (Proposal(b"record"), Fetched(b"h" * 32)):
         assert decode_request(request.encode()) == request
-    for answer in (Taken(b"record"), Declined("busy")):
+    for answer in (Accepted(b"record"), Declined("busy")):
         assert decode_answer(answer.encode()) == answer

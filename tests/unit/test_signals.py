@@ -224,7 +224,7 @@ def test_an_authors_time_comes_back() -> None:
     budget = VerificationBudget(lambda: now)
     for number in range(5000):
         budget.spend(f"peer {number}", 1.0)
-    assert len(budget._buckets) <= 1024
+    assert len(budget._authors) <= 1024
 
 
 # --- to the trainer

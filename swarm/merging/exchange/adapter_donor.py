@@ -1,9 +1,9 @@
-"""Gives this node's adapter to newcomers: listed in the index, a few newcomers at a time, and not too often.
+"""Gives this node's adapter to newcomers, a few at a time and not too often.
 
 keep(snapshot) ─ sign ─ listed under `<swarm id>/donors/<lineage>/<shard>`, anew every 20 minutes
 a newcomer asks for a piece ─ has it a place? is one free for its address group? ─ piece, or "busy"
 
-A place is bound to a peer and an address group: who wants to hold all of them needs addresses in as many networks.
+A place is bound to a peer and an address group, so holding all places takes addresses in as many networks.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from swarm.records.adapter_offer import MAX_LIFETIME_S, AdapterOffer, sign_offer
 from swarm.types import Snapshot
 
 STARTER_PROTOCOL = "swarm/starter/1"
-"""Pieces of a donor's adapter, as `requests.blob_protocol` has them."""
+"""Serves pieces of a donor's adapter, as in `requests.blob_protocol`."""
 RELIST_S = 1200.0
 PAUSE_S = 300.0
-"""From the beginning of one newcomer's fetching to the next one's in its place, at least: what strangers may cost of the line."""
+"""Shortest time between two newcomers in the same place, which bounds the bandwidth that strangers cost."""
 PLACES = 4
 _PLACES_WITHOUT_GROUP = PLACES // 2
-"""For newcomers whose address group is not known, or a private network; each other group has one place."""
+"""Places for newcomers whose address group is unknown or private; every other group has one place."""
 
 GroupOf = Callable[[str], str | None]
 """Peer id -> its address group; None where that is not known."""
@@ -43,7 +43,7 @@ GroupOf = Callable[[str], str | None]
 class _Guest:
     group: str | None
     until: float
-    """End of its fetching."""
+    """When its time to fetch ends."""
     free_from: float
     """When its place is free again."""
     bytes_left: int
@@ -78,19 +78,19 @@ class AdapterDonor:
         context.transport.serve(STARTER_PROTOCOL, self._answer, max_request_bytes=BLOB_REQUEST_BYTES)
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Give this adapter from now on: the node's state after a merge. Nothing happens where `work` does not run."""
+        """Give this adapter from now on: the node's state after a merge. Nothing happens while `step` does not run."""
         loop = self._loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the node ends
                 loop.call_soon_threadsafe(self._take, snapshot)
 
     async def step(self) -> None:
-        """List the newest adapter when there is one, and again while there is no newer one. To be repeated for ever."""
+        """List the newest adapter, and list it again while there is no newer one. To be repeated for ever."""
         self._loop = asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RELIST_S if self._newest else None):
                 await self._kept.wait()
-        # Those who are being served get all of one adapter; nobody else is admitted meanwhile.
+        # Newcomers that are being served get all of one adapter; nobody else is admitted in the meantime.
         await asyncio.sleep(max((guest.until for guest in self._guests.values()), default=0.0) - self._now())
         self._kept.clear()
         if self._newest is not None:
@@ -132,7 +132,7 @@ class AdapterDonor:
         return await self._serve(peer_id, request)
 
     def _admit(self, peer_id: str, num_bytes: int) -> _Guest:
-        """The newcomer's place. Raises RequestRefused where it has none, or had one a short while ago."""
+        """Give a newcomer its place. Raises RequestRefused where none is free, or it had one recently."""
         now = self._now()
         self._guests = {peer: guest for peer, guest in self._guests.items() if now < guest.free_from}
         if peer_id in self._guests and now < self._guests[peer_id].until:

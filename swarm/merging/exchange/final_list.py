@@ -1,17 +1,17 @@
-"""Who takes part in a final merge: nodes that have ended their training list themselves, and all read the list at one moment.
+"""The list of a final merge: nodes that have ended their training list themselves, and all read the list at the same moment.
 
     sign ─ listed under `<swarm id>/final/<lineage>/0.0` ─ boundary of the swarm's clock ─ list read ─ drawn order ─→ Assembly
 
-The boundary is the next multiple of an interval that all share, not one so near that others would read before this node is
-listed. An offer names it by when it expires. The order is drawn by a hash over all that are in the list, so nobody chooses
-its neighbours without knowing everybody else's adapter; nodes that read different lists see that by the merge's id.
+The boundary is the next multiple of an interval that all share, unless that is so near that others would read before this node
+is listed. An offer names it by its expiration. The order is drawn by a hash over the whole list, so nobody can choose its
+neighbours without knowing everybody else's adapter; nodes that read different lists notice it by the merge's id.
 
-What two nodes of a final merge say to each other: `swarm/final/1`, msgpack both ways.
+The messages of two nodes in a final merge (`swarm/final/1`, msgpack both ways):
 
 request   [0, merge, window, SHA-256, weight]   here I am, with this adapter    answer  [0, SHA-256, weight]  so am I
           [1, merge, window, SHA-256, weight]   I have yours of this hash               [1, reason]           declined
 
-Who speaks is known from the connection, so nothing is signed here.
+The connection proves who is speaking, so these messages are not signed.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ FINAL_ADAPTER_PROTOCOL = "swarm/final-adapter/1"
 MAX_MESSAGE_BYTES = 128
 MERGE_ID_BYTES = 16
 MAX_WINDOW, MAX_WEIGHT = 64, 64
-_HERE, _THANKS = 0, 1
+_MEET, _FETCHED = 0, 1
 _YES, _NO = 0, 1
 
 
@@ -47,21 +47,21 @@ class NotNow(StrEnum):
     RATE = "rate"
     INVALID = "invalid"
     IDLE = "idle"
-    """Has not read the list yet, is between two exchanges, or has ended."""
+    """The node has not read the list yet, is between two exchanges, or has ended."""
     LIST = "list"
-    """Read another list, so it is in another merge."""
+    """The node read another list, so it is in another merge."""
     WAIT = "wait"
-    """Is still in an earlier window."""
+    """The node is still in an earlier window."""
     OVER = "over"
-    """Is in a later window already."""
+    """The node is in a later window already."""
     PLACE = "place"
-    """Meets another node in this window."""
+    """The node meets another node in this window."""
     OTHER = "other"
-    """Says that its own adapter alone is in what it has, which is not the one that its signed offer names. Nobody sends this."""
+    """The other side claims a mean of its own adapter alone that its signed offer does not name. This is never sent."""
 
 
 PASSING = (NotNow.RATE, NotNow.IDLE, NotNow.WAIT)
-"""Reasons that may be gone a moment later."""
+"""Reasons that may no longer hold a moment later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ class MeetRequest:
     merge_id: bytes
     window: int
     sha256: bytes
-    """Of the own adapter."""
+    """Hash of the sender's adapter."""
     weight: int
 
     def encode(self) -> bytes:
-        return pack([_HERE, self.merge_id, self.window, self.sha256, self.weight])
+        return pack([_MEET, self.merge_id, self.window, self.sha256, self.weight])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,10 @@ class FetchAck:
     merge_id: bytes
     window: int
     sha256: bytes
-    """Of the other side's adapter, which is here now."""
+    """Hash of the other side's adapter, which the sender has now."""
 
     def encode(self) -> bytes:
-        return pack([_THANKS, self.merge_id, self.window, self.sha256, 1])
+        return pack([_FETCHED, self.merge_id, self.window, self.sha256, 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def decode_request(data: bytes) -> MeetRequest | FetchAck:
     kind, merge_id, window, sha256, weight = check_array(unpack(data, max_bytes=MAX_MESSAGE_BYTES), 5)
     place = check_bytes(merge_id, MERGE_ID_BYTES), check_int(window, 0, MAX_WINDOW), check_bytes(sha256, DIGEST_BYTES)
     weight = check_int(weight, 1, MAX_WEIGHT)
-    return MeetRequest(*place, weight) if check_int(kind, _HERE, _THANKS) == _HERE else FetchAck(*place)
+    return MeetRequest(*place, weight) if check_int(kind, _MEET, _FETCHED) == _MEET else FetchAck(*place)
 
 
 def decode_answer(data: bytes) -> MeetReply | Declined:
@@ -119,9 +119,9 @@ def decode_answer(data: bytes) -> MeetReply | Declined:
 MAX_INTERVAL_S = MAX_LIFETIME_S / 3
 """An offer lives for up to one interval and a tenth until the boundary, and for one after it."""
 MAX_MEMBERS = MAX_WEIGHT
-"""Of one merge. Longer lists are split, by hash: each part merges within itself."""
+"""Largest number of nodes in one merge. Longer lists are split by a hash, and each part merges within itself."""
 _LEAD = 0.1
-"""Part of the interval that a node is listed for, at least, before the list is read."""
+"""Part of the interval for which a node is listed, at least, before the list is read."""
 _RETRY_S = 1.0
 _READS = 3
 _ALL = Shard(0, 0)
@@ -129,14 +129,14 @@ _ALL = Shard(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Those who take part, as far as this node knows."""
+    """The nodes that take part in a final merge, as far as this node knows."""
 
     merge_id: bytes
-    """16 bytes that nodes have in common if they read the same list."""
+    """16 bytes that are the same for all nodes that read the same list."""
     begins_at: float
     """Swarm time."""
     offers: tuple[AdapterOffer, ...]
-    """By place."""
+    """The offers in the order of places."""
     own_place: int
 
     @property
@@ -145,7 +145,7 @@ class Assembly:
 
 
 def next_boundary(now: float, interval_s: float) -> float:
-    """Swarm time of the next final merge that a node may still list itself for."""
+    """Swarm time of the next final merge for which a node may still list itself."""
     return math.ceil(now / interval_s + _LEAD) * interval_s
 
 
@@ -161,7 +161,7 @@ class FinalList:
         self._interval_s = interval_s
 
     async def assemble(self, snapshot: Snapshot, sha256: bytes) -> Assembly:
-        """List the own adapter, wait for the boundary, read the list. Takes 1.1 intervals at most, and the reading."""
+        """List the own adapter, wait for the boundary and read the list. Takes at most 1.1 intervals and the time to read."""
         now = self._transport.now()
         begins_at = next_boundary(now, self._interval_s)
         own = AdapterOffer.of(
@@ -179,7 +179,7 @@ class FinalList:
         return Assembly(merge_id, begins_at, tuple(members), members.index(own))
 
     async def _enlist(self, own: AdapterOffer, begins_at: float) -> None:
-        """Until the boundary: the list is nobody's but who has taken the trouble to be in it in time."""
+        """List the own offer and wait for the boundary; a store that failed is tried again until then."""
         record = sign_offer(self._context.identity, self._context.swarm_id, own, "final")
         key, is_listed = self._key(own), False
         while (left_s := begins_at - self._transport.now()) > 0:
@@ -190,7 +190,7 @@ class FinalList:
                 await asyncio.sleep(0 if is_listed else min(_RETRY_S, left_s))
 
     async def _read(self, own: AdapterOffer) -> dict[str, bytes]:
-        """Again where the own entry is missing: then others are likely to be, too."""
+        """Read the list, again where the own entry is missing: then entries of others are likely to be missing, too."""
         listed: dict[str, bytes] = {}
         for attempt in range(_READS):
             if attempt:
@@ -201,7 +201,7 @@ class FinalList:
         return listed
 
     def _fitting(self, own: AdapterOffer, listed: dict[str, bytes], begins_at: float) -> list[AdapterOffer]:
-        """Of the own part of the list, those others whose adapters can be averaged with the own one at this boundary."""
+        """The other nodes in the own part of the list whose adapters can be averaged with the own one at this boundary."""
         salt = struct.pack(">d", begins_at)
         names = sorted(listed.keys() | {own.peer_id}, key=lambda name: _hash(salt, name))
         first = names.index(own.peer_id) // MAX_MEMBERS * MAX_MEMBERS

@@ -1,12 +1,12 @@
-"""A node's own adapter for that of one other node, while training goes on.
+"""Exchanges a node's adapter for that of one other node while training goes on.
 
     compute thread                         node's loop
     ──────────────                         ───────────
     offer(snapshot) ──────────────────→    hash, sign → PartnerSearch → paired → fetch ←→ AdapterServer
     future.done()? … result() ←────────    Partner(peer, snapshot) or Alone(reason), within `time_limit_s`
 
-An adapter is served until its partner has it or the time for that is over. A newer offer ends the search of the one before,
-and waits for its transfers. In memory: the own adapter, a newer one that waits, and that of another node, twice for a moment.
+An adapter is served until its partner has it or its time is over. A newer offer ends the search of the one before, and waits for
+its transfers. Memory holds the own adapter, perhaps a newer one that waits, and for a moment twice that of the partner.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Request:
-    """A snapshot on its way to an outcome. Forgets the future with it: that holds the adapter of another node."""
+    """A snapshot that waits for an outcome. It drops the future then, which holds the adapter of another node."""
 
     def __init__(self, snapshot: Snapshot, future: "Future[Outcome]", outcomes: Counter[str]) -> None:
         self.snapshot = snapshot
@@ -50,7 +50,7 @@ class _Request:
         self._outcomes = outcomes
 
     def settle(self, outcome: Outcome) -> None:
-        """The first one counts."""
+        """Set the outcome; only the first one counts."""
         future, self._future = self._future, None
         if future is not None:
             self._outcomes["merged" if isinstance(outcome, Partner) else outcome.reason] += 1
@@ -103,8 +103,10 @@ class MergeExchange:
         return self._own
 
     def time_limit_s(self, num_bytes: int) -> float:
-        """Longest time from an offer to its outcome, for an adapter of this size. One that is offered while the one before
-        is on its way to a partner waits `MergeTimeouts.transfer_s` longer at most."""
+        """Longest time from an offer to its outcome, for an adapter of this size.
+
+        An adapter that is offered during the transfers of the one before waits up to `MergeTimeouts.transfer_s` longer.
+        """
         return self._timeouts.total_s(num_bytes)
 
     def offer(self, snapshot: Snapshot) -> "Future[Outcome]":
@@ -116,23 +118,23 @@ class MergeExchange:
             if loop is None:
                 raise RuntimeError("not running")
             loop.call_soon_threadsafe(self._take, request)
-        except RuntimeError:  # so says a loop that is closed, too
+        except RuntimeError:  # a loop that is closed raises the same
             request.settle(Alone("stopped"))
         return future
 
     def report_unusable(self, peer_id: str) -> None:
-        """The adapter of this partner was unusable: it has to wait, longer each time. From any thread."""
+        """Note that a partner's adapter was unusable: it has to wait, longer each time. Safe from any thread."""
         loop = self._loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the node ends
                 loop.call_soon_threadsafe(self._recent.failed, peer_id)
 
     def is_known(self, peer_id: str) -> bool:
-        """Whether a peer has proven itself by experience that was admitted. From any thread."""
+        """Whether a peer has proven itself by admitted experience. Safe from any thread."""
         return self._recent.is_known(peer_id)
 
     async def work(self) -> None:
-        """From the transport's start to its stop. Ends only when cancelled, or raises what is a bug."""
+        """Serve offers from the transport's start to its stop. Ends only when cancelled, or by an error that is a bug."""
         self._loop = asyncio.get_running_loop()
         try:
             while True:
@@ -164,7 +166,9 @@ class MergeExchange:
         try:
             await asyncio.wait({holding, newer}, return_when=asyncio.FIRST_COMPLETED)
             if self._own is not None and self._own.partner is not None:
-                await asyncio.wait({holding})  # who is fetching gets all of it: the next offer begins a little later
+                await asyncio.wait(
+                    {holding}
+                )  # a partner that is fetching gets all of it, so the next offer begins a little later
         finally:
             newer.cancel()
             holding.cancel()
@@ -175,7 +179,7 @@ class MergeExchange:
             holding.result()
 
     async def _hold_or_give_up(self, request: _Request) -> None:
-        """What disk or network refuse costs a solo step; any other error is a bug."""
+        """An error of disk or network costs an outer step alone; any other error is a bug."""
         try:
             await self._hold(request)
         except (OSError, SwarmError) as error:
@@ -183,24 +187,24 @@ class MergeExchange:
             request.settle(Alone("unreachable"))
 
     async def _hold(self, request: _Request) -> None:
-        """From offer to outcome, and on until the partner has what it came for."""
+        """Find a partner and fetch its adapter; then wait until the partner has fetched the own one."""
         own = self._own = await self._sign(request.snapshot)
         is_anybody_ready = await self._search.run(own)
         if own.partner is None:
-            self._own = None  # from here on nobody can take it
+            self._own = None  # from here on nobody can become its partner
             request.settle(Alone("declined" if is_anybody_ready else "nobody"))
             return
         self._recent.add(own.partner.peer_id)
         self._ready.note_round(own.partner)
         ends_at = asyncio.get_running_loop().time() + self._timeouts.transfer_s(own.offer.num_bytes)
         if await self._fetch_for(request, own.partner, ends_at):
-            await self._say_fetched(own.partner)
+            await self._acknowledge(own.partner)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(ends_at):
                 await own.fetched.wait()
 
     async def _fetch_for(self, request: _Request, partner: AdapterOffer, ends_at: float) -> bool:
-        """Whether there is an adapter; nothing of it stays here."""
+        """Fetch the partner's adapter for a request. Returns whether it came; the adapter itself is not kept here."""
         outcome = await self._fetch(partner, ends_at)
         request.settle(outcome)
         return isinstance(outcome, Partner)
@@ -236,8 +240,8 @@ class MergeExchange:
         self._recent.failed(partner.peer_id)
         return Alone(reason)
 
-    async def _say_fetched(self, partner: AdapterOffer) -> None:
-        """So that the partner need not keep its adapter for this node; where it does not hear that, it keeps it longer."""
+    async def _acknowledge(self, partner: AdapterOffer) -> None:
+        """Tell the partner that it need not keep its adapter any longer. If the message is lost it keeps it a while."""
         with contextlib.suppress(RequestError):
             await self._transport.request(
                 partner.peer_id,
