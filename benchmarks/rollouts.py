@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from swarm.config import Config
-from swarm.node.learner import Learner
+from swarm.node.learner import Learner, SwarmPorts
 from swarm.node.policy_backend import local_backend
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
@@ -106,8 +106,9 @@ def _arm(settings: Mapping[str, object], seed: int, clock: Callable[[], float]) 
     policy = load_policy(config.policy, device="cpu")
     pool = ExperiencePool(":memory:", config.sharing, time.time)
     author = f"arm-{seed}"
-    means = local_backend(config, policy, author)
-    return Arm(Learner(config, means, TaskMixture(config.tasks), pool, author, lambda groups: None), clock)
+    backend, mixture = local_backend(config, policy, author), TaskMixture(config.tasks)
+    learner = Learner(config, backend, mixture=mixture, pool=pool, peer_id=author, ports=SwarmPorts())
+    return Arm(learner, clock)
 
 
 def _figures(arms: Sequence[Arm]) -> dict[str, float]:

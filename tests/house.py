@@ -103,6 +103,60 @@ def files_of_packages() -> Counter[str]:
     return Counter(name.rpartition(".")[0] for name in modules())
 
 
+ROUND_ALONE = (
+    # the loop, the round and its parts
+    "node/training_loop", "node/learner", "node/batch_builder", "node/round_metrics", "types",
+    # task → rollouts
+    "tasks/task_cursor", "tasks/task_mixture", "tasks/task_source",
+    "rollouts/rollout_round", "rollouts/worker", "engine/slot_engine", "engine/slot_run",
+    # batch → step → checkpoint
+    "training/experience", "training/trainer", "training/advantages", "training/micro_batch", "policy/logprobs",
+    "training/policy_loss", "training/losses", "training/policy_optimizer", "engine/canary", "adapters/checkpoint",
+)  # fmt: skip
+"""Files that one opens to follow a round of a node without a network, from its tasks to its checkpoint."""
+ROUND_IN_A_SWARM = (
+    *ROUND_ALONE,
+    # rollouts → records → index and gossip
+    "node/node", "sharing/exchange", "sharing/publisher", "records/codec", "network/transport",
+    # → admission → pool
+    "sharing/reader", "sharing/inbox", "sharing/header_validator", "admission/admission", "admission/reward_verifier",
+    "pool/experience_pool",
+    # merge
+    "merging/policy_merging", "merging/merger",
+)  # fmt: skip
+"""The same of a node that shares its rollouts and merges with others."""
+STEPS = {
+    ("node/learner", "Learner.run_round"): (
+        "follow", "run", "_publish", "own_groups", "draw_from_pool", "compose", "step", "_merge", "check", "_metrics",
+    ),
+    ("node/training_loop", "TrainingRun._round"): ("run_round", "record", "_save", "_evaluate"),
+}  # fmt: skip
+"""Calls of a function in the order of the data path; there may be others between them."""
+
+
+def calls_of(module: str, function: str) -> list[str]:
+    """Names of the functions that a method calls, in the order in which they stand."""
+    owner, _, method = function.partition(".")
+    for node in ast.walk(modules()[f"swarm.{module.replace('/', '.')}"]):
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            body = next(one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == method)
+            calls = [one.func for one in ast.walk(body) if isinstance(one, ast.Call)]
+            named = [one for one in calls if isinstance(one, ast.Attribute)]
+            return [one.attr for one in sorted(named, key=lambda one: (one.end_lineno or 0, one.end_col_offset or 0))]
+    raise LookupError(f"{function} in {module}")
+
+
+def reached_by_imports(start: str) -> set[str]:
+    """Modules that are imported with `start`, directly or not, at any place."""
+    found, waiting = {start}, [start]
+    while waiting:
+        tree = modules()[waiting.pop()]
+        new = {one for node in ast.walk(tree) for one in imported(node) if one in modules()} - found
+        found |= new
+        waiting += new
+    return found
+
+
 def main() -> None:
     packages, sizes = files_of_packages(), lines()
     (longest, num_lines), (widest, num_parameters) = sizes.most_common(1)[0], constructors().most_common(1)[0]
@@ -111,6 +165,7 @@ def main() -> None:
     print(f"modules {len(sizes)} in {len(rooms)} rooms, {packages['swarm']} loose, {sum(sizes.values())} lines")
     print(f"fullest package {packages.most_common(1)[0]}, longest module {longest} with {num_lines} lines")
     print(f"largest constructor {widest} with {num_parameters} parameters; {large} with more than 7")
+    print(f"files to follow a round: {len(ROUND_ALONE)} without a network, {len(ROUND_IN_A_SWARM)} with it")
     print(f"import circles {len(circles())}, modules with one importer in their own package {len(with_one_importer())}")
 
 

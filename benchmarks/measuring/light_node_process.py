@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from measuring.command_loop import reply, take_over_stdout
 from swarm.config import NetworkSection, SharingSection
+from swarm.network.context import NodeContext
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.records.identity import load_or_create
 from swarm.sharing.index import EntryValidator
@@ -33,12 +34,10 @@ class LightNodeProcess:
         self._num_bodies_before = 0
         self._node = LightNode(
             LightRounds(),
-            SharingSection(swarm_groups=LightRounds().swarm_groups),
-            network,
-            SWARM_ID,
-            identity,
-            transport,
-            random.Random(identity.peer_id),
+            NodeContext.of(identity, SWARM_ID, transport),
+            sharing=SharingSection(swarm_groups=LightRounds().swarm_groups),
+            network=network,
+            rng=random.Random(identity.peer_id),
             on_header=self._note,
         )
 
@@ -49,7 +48,7 @@ class LightNodeProcess:
     async def begin(self) -> dict[str, Any]:
         """Forget what was: the measurement starts."""
         self._arrivals.clear()
-        self._num_bodies_before = self._node.reader.num_records_admitted
+        self._num_bodies_before = self._node.totals.num_records_admitted
         return {}
 
     async def report(self) -> dict[str, Any]:
@@ -57,7 +56,7 @@ class LightNodeProcess:
         self._node.raise_failure()
         return {
             "arrivals": self._arrivals,
-            "bodies": self._node.reader.num_records_admitted - self._num_bodies_before,
+            "bodies": self._node.totals.num_records_admitted - self._num_bodies_before,
             "rejected": dict(self._node.rejected),
             "members": self._node.directory.num_members,
         }

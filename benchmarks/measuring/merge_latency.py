@@ -22,6 +22,8 @@ from swarm.config import MergingSection, NetworkSection
 from swarm.merging.exchange.merge_exchange import MergeExchange
 from swarm.merging.exchange.recent_partners import MergeTimeouts
 from swarm.merging.merger import Merger, MergeSchedule
+from swarm.merging.outer_optimizer import AdapterOrigin
+from swarm.network.context import NodeContext
 from swarm.network.make_transport import make_transport
 from swarm.records.identity import load_or_create
 from swarm.sharing.index import EntryValidator
@@ -56,9 +58,11 @@ class _Node:
         transport = make_transport(network, identity, folder, EntryValidator(SWARM_ID))
         assert transport is not None
         self.transport = transport
-        patience = MergeTimeouts(config.search_s, config.request_timeout_s, config.min_bytes_per_s)
-        self._exchange = MergeExchange(patience, SWARM_ID, identity, transport, random.Random(identity.peer_id))
-        self._merger = Merger(config, LINEAGE, 2.0, start, MergeSchedule(config, None, 0), self._exchange)
+        timeouts = MergeTimeouts(config.search_s, config.request_timeout_s, config.min_bytes_per_s)
+        context = NodeContext.of(identity, SWARM_ID, transport)
+        self._exchange = MergeExchange(timeouts, context, rng=random.Random(identity.peer_id))
+        origin = AdapterOrigin(LINEAGE, 2.0, start)
+        self._merger = Merger(config, origin, MergeSchedule(config, 0), pairer=self._exchange)
         generator = torch.Generator().manual_seed(sum(identity.peer_id.encode()))
         self._fast = {name: t + 1e-3 * torch.randn(t.shape, generator=generator) for name, t in start.items()}
         self._work: asyncio.Task[None] | None = None

@@ -145,7 +145,7 @@ def _counts(simulation: Simulation) -> tuple[int, int, int, int]:
         sum(counter.gossip_messages_sent for counter in counters),
         sum(counter.gossip_bytes_sent for counter in counters),
         sum(counter.bytes_sent for counter in counters),
-        sum(node.reader.num_records_admitted for node in simulation.nodes),
+        sum(node.totals.num_records_admitted for node in simulation.nodes),
     )
 
 

@@ -22,14 +22,16 @@ from measuring.sized_groups import GROUPS_PER_BODY, SizedJudge, sized_groups, vo
 from swarm.admission.admission import Admission
 from swarm.config import NetworkSection, SharingSection
 from swarm.machine.memory import bound_arenas
+from swarm.network.context import NodeContext
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.transport import TrafficCounter
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import load_or_create
-from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
+from swarm.sharing.parts import NoObserver, make_sharing_parts
 from swarm.sharing.peer_tracker import PeerTracker
+from swarm.sharing.totals import SharingPause
 from swarm.types import RolloutGroup
 
 SWARM_ID = "5e" * 16
@@ -112,16 +114,12 @@ class ExchangeNode:
         sharing = SharingSection(swarm_groups=self._num_others)
         network = NetworkSection.model_validate(settings)
         self.transport = WatchedTransport(network, self._identity, folder, EntryValidator(SWARM_ID))
-        clock = self.transport.now
-        self._pool = WatchedPool(folder / "pool.sqlite", sharing, clock)
-        bodies = BodyStore(clock)
-        admission = Admission(sharing, SWARM_ID, self._identity.peer_id, SizedJudge(), vocabulary(), clock)
-        self._exchange = Exchange(
-            sharing, network, SWARM_ID, self._identity, self.transport, admission, self._pool, bodies,
-            lambda: self._pool.next_number("header"), self._rng,
-            PeerTracker(sharing, self._identity.peer_id, clock, max_shown=0),
-        )  # fmt: skip
-        bodies.serve_on(self.transport)
+        context = NodeContext.of(self._identity, SWARM_ID, self.transport)
+        self._pool = WatchedPool(folder / "pool.sqlite", sharing, context.clock)
+        tracker = PeerTracker(sharing, context, max_shown=0)
+        parts = make_sharing_parts(sharing, context, tracker, pause=SharingPause(), observer=NoObserver())
+        admission = Admission(sharing, context, verifier=SizedJudge(), vocabulary=vocabulary())
+        self._exchange = Exchange(sharing, network, parts, admission=admission, pool=self._pool, rng=self._rng)
         self._groups: list[RolloutGroup] = []
         self._num_wanted = 0
         self._traffic_before = TrafficCounter()
@@ -185,7 +183,7 @@ class ExchangeNode:
             num_drawn += drawn
         return {
             "leftover_groups": num_drawn - GROUPS_PER_BODY * self._num_wanted,
-            "rejected": dict(self._exchange.reader.rejected),
+            "rejected": dict(self._exchange.parts.totals.rejected),
             "failed_steps": self.num_failed_steps,
         }
 

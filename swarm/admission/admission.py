@@ -1,14 +1,11 @@
-"""The one door into the experience pool.
+"""The checks that every header and body of another node passes before it reaches the experience pool.
 
     index entry → header checks → (pull the body) → body checks → groups with recomputed rewards
 
-Checks run cheap ones first, each with a reason of its own. Nothing a peer sends raises anything but InvalidRecord here,
-and what is remembered about peers is bounded.
-
-Checks of a header that need neither tasks nor a model: who only passes headers on makes these and no more.
+Cheap checks run first, each with a reason of its own. Whatever a peer sends, nothing but InvalidRecord is raised here, and what
+is remembered about peers is bounded. `HeaderAdmission` needs neither tasks nor a model: header relays use it alone.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -16,42 +13,41 @@ from typing import Protocol
 from swarm.admission.copies import CopyWatch
 from swarm.config import SharingSection
 from swarm.limits.bounded_maps import ExpiringKeys
+from swarm.limits.token_bucket import PeerBuckets
 from swarm.observability.tracing import traced
 from swarm.records.codec import body_hash, decode_body, decode_header, decode_record
+from swarm.records.context import SwarmContext
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.records.signing import signature_is_valid
 from swarm.types import Header, Lineage, RolloutGroup, TaskRef
 
 MAX_CLOCK_SKEW_S = 10.0
-"""A header from further in the future than this is refused; hivemind asks for clocks within 3 s anyway."""
+"""A header from further in the future is rejected. hivemind asks for clocks within 3 s anyway."""
 MAX_TIME_TO_LIVE_S = 3600.0
 _MAX_REMEMBERED_BODIES = 65_536
 _MAX_REMEMBERED_PEERS = 4_096
 
 
 class HeaderAdmission:
-    """Header checks of one peer, cheap ones first, each with a reason of its own. Raises nothing but InvalidRecord."""
+    """The header checks of one node or header relay. It runs on its loop."""
 
-    def __init__(
-        self,
-        config: SharingSection,
-        swarm_id: str,
-        own_peer_id: str,
-        check_task: Callable[[TaskRef], None],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, config: SharingSection, context: SwarmContext, *, check_task: Callable[[TaskRef], None]) -> None:
         """`check_task` raises InvalidRecord with UNKNOWN_TASK or HELD_OUT_TASK."""
         self._config = config
-        self._swarm_id = swarm_id
-        self._own_peer_id = own_peer_id
+        self._swarm_id = context.swarm_id
+        self._own_peer_id = context.peer_id
+        self._clock = context.clock
         self._check_task = check_task
-        self._clock = clock
-        self._announced: ExpiringKeys[tuple[str, bytes]] = ExpiringKeys(clock, _MAX_REMEMBERED_BODIES)
+        self._announced: ExpiringKeys[tuple[str, bytes]] = ExpiringKeys(context.clock, _MAX_REMEMBERED_BODIES)
         """(author, body hash)"""
-        self._allowance: OrderedDict[str, tuple[float, float]] = OrderedDict()  # author -> (headers left, since)
+        per_minute = config.max_records_per_peer_per_minute
+        self._headers = PeerBuckets(per_minute / 60.0, per_minute, _MAX_REMEMBERED_PEERS)
 
     def admit_header(self, data: bytes) -> Header:
-        """A header that is authentic, fresh, new, within its author's rate and about tasks that `check_task` takes."""
+        """Decode a header and check that it is authentic, current, new, within its author's rate and about allowed tasks.
+
+        Raises InvalidRecord.
+        """
         record = decode_record(data)
         header = decode_header(record.payload, record.author)
         if header.swarm_id != self._swarm_id:
@@ -77,9 +73,10 @@ class HeaderAdmission:
             raise InvalidRecord(Rejection.CLOCK_SKEW, f"lives longer than {MAX_TIME_TO_LIVE_S:.0f} s")
 
     def _check_new(self, header: Header) -> None:
-        """Remembered by author, so that announcing another's body first does not shut its author out.
+        """Reject a body that this author has announced before.
 
-        An expired one need not be remembered: it would be turned away for that.
+        Bodies are remembered by author, so that nobody can shut an author out by announcing its body first. An expired header
+        is rejected anyway and need not be remembered.
         """
         key = (header.author, header.body_hash)
         if key in self._announced:
@@ -87,15 +84,14 @@ class HeaderAdmission:
         self._announced.add(key, header.expires_at)
 
     def _check_rate(self, author: str) -> None:
-        """Token bucket: one minute's allowance at once, refilled evenly."""
-        per_minute, now = float(self._config.max_records_per_peer_per_minute), self._clock()
-        left, since = self._allowance.pop(author, (per_minute, now))
-        left = min(per_minute, left + max(0.0, now - since) * per_minute / 60.0)
-        self._allowance[author] = (max(0.0, left - 1.0), now)
-        while len(self._allowance) > _MAX_REMEMBERED_PEERS:
-            self._allowance.popitem(last=False)
-        if left < 1.0:
-            raise InvalidRecord(Rejection.RATE, f"more than {per_minute:.0f} headers per minute")
+        """Allow one minute's headers at once, refilled evenly. An author that goes on at a higher rate gets none at all."""
+        now = self._clock()
+        bucket = self._headers.of(author, now)
+        if not bucket.try_take(1, now):
+            bucket.drain()
+            raise InvalidRecord(
+                Rejection.RATE, f"more than {self._config.max_records_per_peer_per_minute} headers per minute"
+            )
 
 
 REWARD_TOLERANCE = 1e-4
@@ -115,7 +111,7 @@ class TaskVerifier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What admission needs of the own tokenizer to check token ids of the same tokenizer."""
+    """What admission needs of the node's tokenizer to check the token ids of peers with the same tokenizer."""
 
     lineage: Lineage
     size: int
@@ -124,29 +120,28 @@ class Vocabulary:
 
 
 class Admission(HeaderAdmission):
-    """Header and body checks of one node."""
+    """The header and body checks of one node. Headers are checked on its loop, bodies in threads, one at a time."""
 
     def __init__(
         self,
         config: SharingSection,
-        swarm_id: str,
-        own_peer_id: str,
-        judge: TaskVerifier,
+        context: SwarmContext,
+        *,
+        verifier: TaskVerifier,
         vocabulary: Vocabulary,
-        clock: Callable[[], float],
         copies: CopyWatch | None = None,
     ) -> None:
-        """`copies`: knows the groups of others by their answers, and the own ones; without it nothing is a copy."""
-        super().__init__(config, swarm_id, own_peer_id, judge.check_known, clock)
-        self._judge = judge
+        """`copies`: knows own and admitted groups by their answers; without it nothing counts as a copy."""
+        super().__init__(config, context, check_task=verifier.check_known)
+        self._verifier = verifier
         self._vocabulary = vocabulary
         self._copies = copies
 
     @traced("admit", lambda groups, _, header, *__: {"author": header.author, "groups": len(groups)})
     def admit_body(self, header: Header, body: bytes) -> tuple[RolloutGroup, ...]:
-        """The groups of the body with recomputed rewards, without those that others have sent before.
+        """Return the groups of a body with recomputed rewards, without those that other authors sent before.
 
-        One false claim turns the whole body away.
+        One false claim rejects the whole body. Raises InvalidRecord.
         """
         if len(body) != header.body_bytes:
             raise InvalidRecord(Rejection.WRONG_HASH, f"{len(body)} bytes, announced {header.body_bytes}")
@@ -162,7 +157,7 @@ class Admission(HeaderAdmission):
             raise InvalidRecord(Rejection.OVERSIZE, f"{len(group.rollouts)} rollouts > {self._config.max_group_size}")
         for rollout in group.rollouts:
             self._check_tokens(group.lineage, rollout.token_ids, rollout.text, rollout.finished)
-        rewards = self._judge.rewards(group)
+        rewards = self._verifier.rewards(group)
         for rollout, reward in zip(group.rollouts, rewards, strict=True):
             if abs(rollout.reward - reward) > REWARD_TOLERANCE:
                 raise InvalidRecord(Rejection.REWARD_MISMATCH, f"claims {rollout.reward:.4f}, is {reward:.4f}")
@@ -179,12 +174,12 @@ class Admission(HeaderAdmission):
                 raise InvalidRecord(Rejection.HEADER_MISMATCH, "task, count or mean reward differ")
 
     def _check_tokens(self, lineage: Lineage, ids: tuple[int, ...], text: str, finished: bool) -> None:
-        """Same tokenizer: the ids must spell the text, else a right answer could carry poisoned tokens."""
+        """With the same tokenizer, the ids must spell the text, or else a right answer could carry poisoned tokens."""
         if not 1 <= len(ids) <= self._config.max_answer_tokens:
             raise InvalidRecord(Rejection.TOKENS, f"{len(ids)} tokens, bound {self._config.max_answer_tokens}")
         own = self._vocabulary
         if lineage.tokenizer != own.lineage.tokenizer:
-            return  # only the text is used
+            return  # another tokenizer: only the text is used
         if max(ids) >= own.size:
             raise InvalidRecord(Rejection.TOKENS, f"id {max(ids)} outside a vocabulary of {own.size}")
         ends = [position for position, token in enumerate(ids) if token in own.eos_token_ids]

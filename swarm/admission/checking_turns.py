@@ -1,11 +1,11 @@
-"""Whose body is checked next, and whose body is pulled next while checking takes most of the time.
+"""Decides whose body is checked next, and whose body is pulled next while checking takes most of the time.
 
-Bodies are checked one at a time, because a body takes ten times its size in memory while it is read. Most take milliseconds; one
-whose answers are programs may take half a minute. Without turns, a few authors with slow answers would hold this line, and the
-fast bodies of everybody else would wait behind them. Therefore the author that has taken the least time of late comes first.
-Strangers count as one author, because names cost nothing.
+Bodies are checked one at a time, because a body takes ten times its size in memory while it is decoded. Most take milliseconds; a
+body whose answers are programs may take half a minute. Without turns, the fast bodies of everybody would wait behind a few slow
+ones. Therefore the author that recently took the least time comes first. Strangers count as one author, because names cost
+nothing.
 
-While the line has time to spare, nobody is put off, and authors with slow but honest answers get the share that they had anyway.
+While there is time to spare nobody is left out, and authors with slow but honest answers get the share that they had anyway.
 """
 
 import asyncio
@@ -18,21 +18,21 @@ from swarm.limits.bounded_maps import FairMap
 from swarm.types import Header
 
 HALF_LIFE_S = 60.0
-"""After this time, time that was spent counts half."""
+"""Time that was spent this long ago counts half."""
 BUSY = 0.5
-"""The line counts as busy while checking takes more than this part of the time."""
+"""Checking counts as busy while it takes more than this part of the time."""
 _SLACK_S = 1.0
 _SLACK_FACTOR = 2.0
-"""While the line is busy: an author may have taken so many times as much as the least one, and so many seconds more."""
+"""While checking is busy, an author may have taken this many times as much as the fastest author, and this many seconds more."""
 _MAX_AUTHORS = 1024
 _STRANGERS = "strangers"
 
 
 class CheckingTurns:
-    """The line of checking of one node. Runs on the node's loop."""
+    """The queue of one node's body checks. It runs on the node's loop."""
 
     def __init__(self, is_known: Callable[[str], bool], clock: Callable[[], float] = time.monotonic) -> None:
-        """`is_known`: whether an author's probation is over. `clock`: seconds, never backwards."""
+        """`is_known`: whether an author's probation is over. `clock`: seconds of a monotonic clock."""
         self._is_known = is_known
         self._clock = clock
         self._spent: FairMap[str, tuple[float, float]] = FairMap(_MAX_AUTHORS)
@@ -50,7 +50,7 @@ class CheckingTurns:
             try:
                 await turn
             except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():  # the turn came in the same moment, and is somebody else's now
+                if turn.done() and not turn.cancelled():  # the turn came at the same moment: pass it on
                     self._give_turn()
                 raise
         self._is_taken = True
@@ -62,7 +62,7 @@ class CheckingTurns:
             self._give_turn()
 
     def first(self, offered: Sequence[Header]) -> Sequence[Header]:
-        """All of `offered`; while the line is busy, only those whose authors have taken little time of late."""
+        """All of `offered`; while checking is busy, only headers whose authors recently took little time."""
         if not offered or not self.is_busy:
             return offered
         least_s = min(self.spent_s(header.author) for header in offered)
@@ -70,14 +70,14 @@ class CheckingTurns:
 
     @property
     def is_busy(self) -> bool:
-        return self._faded(self._all_spent) > BUSY * HALF_LIFE_S / math.log(2)  # what checking all the time adds up to
+        return self._faded(self._all_spent) > BUSY * HALF_LIFE_S / math.log(2)  # the sum of checking without a pause
 
     def spent_s(self, author: str) -> float:
-        """Seconds that checking the bodies of `author` took of late."""
+        """Seconds that checking the bodies of `author` recently took."""
         return self._faded(self._spent.get(self._name(author)) or (0.0, 0.0))
 
     def _give_turn(self) -> None:
-        """To the one that waits and has taken the least time; of several such to the first that came."""
+        """Let the waiting author check that recently took the least time; of several such the one that came first."""
         waiting = self._waiting = [place for place in self._waiting if not place[1].done()]
         self._is_taken = bool(waiting)
         if waiting:

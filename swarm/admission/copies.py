@@ -1,37 +1,41 @@
-"""Whose answers these are: a group that another author, or the same one, has sent before is turned away.
+"""Finds copies: a group that another author, or the same one, has sent before is rejected.
 
-Authors have streams of tasks of their own (`owns_stream`), so two of them meet the same reference only if one took it from the
-other, and then it is the one whose stream it is not. The same prompt may come up in two streams, and short answers to it may be
-the same by nature: there only what chance does not bring counts, by the log-probs that both authors claim. Taking the smaller
-claim means that nobody is blamed by what another invented. Which of the two took it from the other nothing tells, as a copy may
-come first: the later group is left out, and it is no proof against either, only a hint against both. Names cost nothing, and any
-number of them may repeat what an honest author sent, so such hints count once against each body.
+Each author has its own streams of tasks (`owns_stream`). Where two authors send the same task reference, the author that does not
+own the stream took it from the other. The same prompt may also come up in two streams, and short answers to it may be equal by
+chance. There only answers count that are too unlikely to be repeated by chance, judged by the log-probs that both authors claim;
+the smaller claim is used, so that nobody is blamed because of invented numbers. Since a copy may arrive first, nothing shows
+which of the two is the original: the later group is left out, which is a hint against both authors and proves nothing. Names cost
+nothing, and any number of them may repeat an honest author's answers, so such hints count once against each body.
 """
 
 import hashlib
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from swarm.limits.bounded_maps import BoundedMap
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.types import RolloutGroup, TaskRef
 
 MIN_SHARED = 0.5
-"""Part of a group's answers that are those of another group of the same task, and make it a copy."""
+"""A group is a copy if at least this part of its answers is in another group of the same task."""
 MIN_SURPRISE_NATS = 40.0
-"""Of the different answers that two groups on the same prompt share: e^-40 is no chance, however many pairs there are."""
+"""Two groups on the same prompt are too alike if their shared answers are this unlikely together.
+
+E^-40 never happens by chance.
+"""
 _MAX_PROMPTS = 4096
 _GROUPS_PER_PROMPT = 8
 
 
 @dataclass(slots=True, eq=False)
 class _Body:
-    """What the groups that came in together have in common."""
+    """What the groups of one body have in common."""
 
     author: str
     is_blamed: bool = False
-    """Whether its author was told of for a group that another one sent, too."""
+    """Whether a hint has been counted against its author for a group that another author sent, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class _Seen:
     task: TaskRef
     is_own_stream: bool
     is_original: bool
-    """Whether nobody else can have written it: this node did, or knows it to be in order."""
+    """Whether the group is known to be original, as this node sampled or checked it."""
     answers: tuple[bytes, ...]
     """Sorted fingerprints of the texts, repeated ones too."""
     surprise: dict[bytes, float]
@@ -48,33 +52,35 @@ class _Seen:
 
 
 class CopyWatch:
-    """Over the groups of the last 4096 prompts, at most 8 of each. Safe from any thread."""
+    """Remembers the groups of the last 4096 prompts, at most 8 of each. Safe from any thread."""
 
     def __init__(
         self,
         owns_stream: Callable[[str, int], bool],
         blame: Callable[[str, Rejection], object] = lambda author, reason: None,
     ) -> None:
-        """`owns_stream`: (author, task seed) -> whether the stream is its own. `blame`: told of authors whose groups were
-        taken before it showed that they were copies (COPIED), and of both authors where it does not show whose the answers
-        are (REPLAY)."""
+        """`owns_stream`: (author, task seed) -> whether the stream is its own.
+
+        `blame`: called for an author whose accepted group proves to be a copy (COPIED), and for both authors where nothing shows
+        which group is the original (REPLAY).
+        """
         self._owns_stream = owns_stream
         self._blame = blame
         self._lock = threading.Lock()
-        self._seen: OrderedDict[str, deque[_Seen]] = OrderedDict()
+        self._seen: BoundedMap[str, deque[_Seen]] = BoundedMap(_MAX_PROMPTS)
 
     def __len__(self) -> int:
-        """Prompts that are remembered."""
+        """The number of prompts that are remembered."""
         return len(self._seen)
 
     def note(self, groups: Sequence[RolloutGroup]) -> None:
-        """Own groups, or others that are known to be in order."""
+        """Remember own groups, or others that are known to be original."""
         with self._lock:
             for group in groups:
                 self._remember(group.prompt_digest, self._described(group, _Body(group.author), is_original=True))
 
     def take(self, groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
-        """Remember the groups of one body; those that are no copies, each once.
+        """Remember the groups of one body, and return those that are no copies, each once.
 
         Raises InvalidRecord with COPIED, and REPLAY where the author repeats itself or nothing is left.
         """
@@ -93,17 +99,17 @@ class CopyWatch:
         for one in to_blame:
             self._blame(one.author, Rejection.REPLAY)
         if not kept:
-            raise InvalidRecord(Rejection.REPLAY, "answers that others have sent before")
+            raise InvalidRecord(Rejection.REPLAY, "answers that other authors have sent before")
         if len(kept) < len(groups):
             self._blame(body.author, Rejection.REPLAY)
         return tuple(group for group, _ in kept)
 
     def _alike(self, digest: str, group: _Seen) -> frozenset[_Body]:
-        """Bodies of others with these answers, where either author may have taken them from the other."""
-        return frozenset(seen.body for seen in self._seen.get(digest, ()) if self._is_alike(group, seen))
+        """The bodies of other authors with these answers, where either author may have copied the other."""
+        return frozenset(seen.body for seen in self._seen.get(digest) or () if self._is_alike(group, seen))
 
     def _is_alike(self, group: _Seen, earlier: _Seen) -> bool:
-        """Whether both are one and nothing tells whose. Raises InvalidRecord where `group` is surely a copy, or a repetition."""
+        """Whether one is a copy of the other and nothing shows which. Raises InvalidRecord where `group` surely is the copy."""
         is_same_task = _is_same_task(group, earlier)
         if group.body.author == earlier.body.author:
             if is_same_task:
@@ -130,24 +136,22 @@ class CopyWatch:
         return _Seen(body, group.task, is_own, is_original, tuple(sorted(answers)), surprise)
 
     def _remember(self, digest: str, group: _Seen) -> None:
-        of_prompt = self._seen.pop(digest, None) or deque(maxlen=_GROUPS_PER_PROMPT)
+        of_prompt = self._seen.get(digest) or deque(maxlen=_GROUPS_PER_PROMPT)
         of_prompt.append(group)
         self._seen[digest] = of_prompt
-        while len(self._seen) > _MAX_PROMPTS:
-            self._seen.popitem(last=False)
 
 
 def _is_same_task(group: _Seen, earlier: _Seen) -> bool:
-    """And most of the answers."""
+    """Whether both groups have the same task and share most of their answers."""
     return group.task == earlier.task and _shared(group, earlier) >= MIN_SHARED
 
 
 def _shared(group: _Seen, earlier: _Seen) -> float:
-    """Part of the group's answers, counted as often as they are in both."""
+    """The part of the group's answers that the earlier one has, too; repeated answers count as often as both have them."""
     common = sum(min(group.answers.count(text), earlier.answers.count(text)) for text in set(group.answers))
     return common / len(group.answers)
 
 
 def _surprise(group: _Seen, earlier: _Seen) -> float:
-    """Nats of the different answers in both, by the smaller claim of the two authors."""
+    """The surprise in nats of the different answers that both have, by the smaller claim of the two authors."""
     return sum(min(nats, earlier.surprise[text]) for text, nats in group.surprise.items() if text in earlier.surprise)

@@ -1,16 +1,14 @@
-"""Recomputes what a peer claims: the task from its reference, the reward from the answer's text.
+"""Recomputes what a peer claims: the task from its reference, and the reward from the answer's text.
 
-How much of this node's time the answers of others may take to check: of one author, and of all strangers together.
-
-Most verifiers take microseconds. One that runs code takes as long as a stranger likes, up to its limit, for every answer. Names
-cost nothing, so strangers share one budget beside their own; a stranger that the others use it up for can only wait.
+`VerificationBudget` bounds the time that checking takes, per author and for all strangers together. Most verifiers take
+microseconds, but one that runs code takes as long as a stranger likes, up to its limit, for every answer. Names cost nothing, so
+strangers share one budget besides their own; when other strangers have used it up, a stranger can only wait.
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 
-from swarm.limits.token_bucket import TokenBucket
+from swarm.limits.token_bucket import PeerBuckets, TokenBucket
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.tasks.sandboxed_verifier import Overrun, SandboxedVerifier
 from swarm.tasks.task_mixture import TaskMixture, score
@@ -18,48 +16,46 @@ from swarm.tasks.task_source import FIRST_TRAINING_SEED, TaskFailure, UnknownTas
 from swarm.types import RolloutGroup, Task, TaskRef
 
 BURST_S = 30.0
-"""At once: hundreds of honest code answers."""
+"""Seconds that one author may take at once: enough for hundreds of honest code answers."""
 PER_S = 0.25
-"""Over time."""
+"""Seconds per second that one author may take over time."""
 STRANGERS_BURST_S = 60.0
 STRANGERS_PER_S = 0.5
-"""Of one processor, for all whose probation is not over."""
+"""The part of one processor for all authors whose probation is not over."""
 _MAX_AUTHORS = 1024
 
 
 class VerificationBudget:
-    """A token bucket of seconds per author, the latest 1024 of them, and one for all strangers."""
+    """Token buckets of seconds: one per author, for the last 1024 authors, and one for all strangers. It runs on one thread."""
 
     def __init__(self, clock: Callable[[], float], is_known: Callable[[str], bool] = lambda author: False) -> None:
-        """`clock`: seconds, never backwards. `is_known`: whether an author's probation is over."""
+        """`clock`: seconds of a monotonic clock. `is_known`: whether an author's probation is over."""
         self._clock = clock
         self._is_known = is_known
-        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._authors = PeerBuckets(PER_S, BURST_S, _MAX_AUTHORS)
         self._strangers = TokenBucket(STRANGERS_PER_S, STRANGERS_BURST_S, clock())
 
     def check(self, author: str) -> None:
-        """Raises InvalidRecord: TOO_SLOW while the author has taken more than it gets, STRANGERS_BUSY while strangers have."""
-        now, bucket = self._clock(), self._buckets.get(author)
-        wait_s = bucket.wait_s(now) if bucket is not None else 0.0
+        """Raises InvalidRecord: TOO_SLOW while the author is over its budget, STRANGERS_BUSY while all strangers are."""
+        now = self._clock()
+        wait_s = self._authors.wait_s(author, now)
         if wait_s > 0:
-            raise InvalidRecord(Rejection.TOO_SLOW, f"its answers took too long to check; again in {wait_s:.0f} s")
+            raise InvalidRecord(
+                Rejection.TOO_SLOW, f"checking its answers took too long; the next body is accepted in {wait_s:.0f} s"
+            )
         wait_s = 0.0 if self._is_known(author) else self._strangers.wait_s(now)
         if wait_s > 0:
             raise InvalidRecord(Rejection.STRANGERS_BUSY, f"again in {wait_s:.0f} s")
 
     def spend(self, author: str, duration_s: float) -> None:
         now = self._clock()
-        bucket = self._buckets.pop(author, None) or TokenBucket(PER_S, BURST_S, now)
-        bucket.take(duration_s, now)
-        self._buckets[author] = bucket
+        self._authors.of(author, now).take(duration_s, now)
         if not self._is_known(author):
             self._strangers.take(duration_s, now)
-        while len(self._buckets) > _MAX_AUTHORS:
-            self._buckets.popitem(last=False)
 
 
 class RewardVerifier:
-    """The TaskVerifier of admission, over the node's own task sources."""
+    """The `TaskVerifier` of admission, which uses the node's own task sources."""
 
     def __init__(
         self,
@@ -69,7 +65,7 @@ class RewardVerifier:
         *,
         fence: SandboxedVerifier | None,
     ) -> None:
-        """`clock`: seconds, never backwards; times the verifiers. `is_known`: whether an author is no stranger.
+        """`clock`: seconds of a monotonic clock, which times the verifiers. `is_known`: whether an author's probation is over.
 
         `fence`: scores the sources that it holds, which are all whose verifiers have no bounds of their own. None is for
         experiments whose authors are all in this process: all answers are then scored on the calling thread.

@@ -41,11 +41,14 @@ class NodePage:
         config: Config,
         folder: Path,
         controls: NodeControls,
+        stages: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
-        """`folder`: the node's, with its history, in which the token is put. In a silo rollouts are shown for that only."""
+        """`folder`: the node's, with its history, in which the token is put. In a silo rollouts are shown for that only.
+
+        `stages`: where the policy is in stages, {stage, first_layer, end_layer, holder} of each.
+        """
         self.rollouts = RecentRollouts()
-        self.stages: Callable[[], list[dict[str, Any]]] = list
-        """Where the policy is in stages: {stage, first_layer, end_layer, holder} of each."""
+        self._stages = stages
         self._folder = folder
         self._controls = controls
         self._is_private = bool(config.swarm.silo_owner)
@@ -96,7 +99,7 @@ class NodePage:
     def show_status(self, status: Mapping[str, Any]) -> None:
         """A NodeStatus as a dict, every few seconds."""
         told = {name: value for name, value in status.items() if name not in ("peers", "pid")}
-        self._status = shown({**told, "stages": self.stages()})
+        self._status = shown({**told, "stages": self._stages()})
         self._peers = shown(status.get("peers") or [])
         if self._feed.num_clients:
             self._feed.publish("status", {"status": self._status, "controls": self._controls.state()})

@@ -70,8 +70,7 @@ class RecentRollouts:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         """`clock`: seconds since the epoch."""
-        self.prompt_of: Callable[[TaskRef], str | None] = lambda ref: None
-        """Rebuilds a prompt, which takes a while; called when somebody reads."""
+        self._prompt_of: Callable[[TaskRef], str | None] = _no_prompt
         self._clock = clock
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
@@ -81,6 +80,10 @@ class RecentRollouts:
         self._opened_at = 0.0
         self._prompts: dict[int, str | None] = {}
         """By the number of the group; each is built once, which may take a tenth of a second."""
+
+    def show_prompts(self, prompt_of: Callable[[TaskRef], str | None]) -> None:
+        """Rebuild prompts with `prompt_of` from now on, when somebody reads. Groups have no prompt until the tasks are loaded."""
+        self._prompt_of = prompt_of
 
     @property
     def last_number(self) -> int:
@@ -113,7 +116,7 @@ class RecentRollouts:
         return [one.as_dict(prompts[one.number]) for one in kept]
 
     def _prompt(self, task: TaskRef | None) -> str | None:
-        prompt = self.prompt_of(task) if task else None
+        prompt = self._prompt_of(task) if task else None
         return None if prompt is None else shown_text(prompt, _MAX_PROMPT_CHARS)
 
     def _add(
@@ -146,3 +149,7 @@ class RecentRollouts:
             return decode_body(body, header.author, header.lineage, header.policy_version)[0]
         except InvalidRecord:
             return None
+
+
+def _no_prompt(task: TaskRef) -> str | None:
+    return None

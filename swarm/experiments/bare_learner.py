@@ -24,16 +24,18 @@ class BareLearner:
         self._config = config
         self.policy: Policy = load_policy(config.policy, device="cpu")
         self._mixture = mixture or TaskMixture(config.tasks)
-        self._worker = RolloutWorker(config.rollouts, self.policy, make_engine(self.policy, config.rollouts), author)
-        self._steps = LocalOptimizer(config.training, self.policy)
+        self._worker = RolloutWorker(
+            config.rollouts, self.policy, make_engine(self.policy, config.rollouts), author=author
+        )
+        self._optimizer = LocalOptimizer(config.training, self.policy)
         self._trainer = Trainer(
             config.training,
             self.policy,
-            self._steps,
+            self._optimizer,
             temperature=config.rollouts.temperature,
             max_new_tokens=config.rollouts.max_new_tokens,
         )
-        self._translator = RolloutConverter(
+        self._converter = RolloutConverter(
             self.policy,
             config.sharing.likelihood_floor_quantile,
             config.rollouts.max_new_tokens,
@@ -55,7 +57,7 @@ class BareLearner:
         prompts = {task.ref: task.prompt for task in rollouts.tasks}
         batch = list[TrainingGroup]()
         for group in rollouts.groups:
-            translate = self._translator.own if is_own else self._translator.foreign
+            translate = self._converter.own if is_own else self._converter.foreign
             ready = translate(prompts[group.task], group) if group.has_reward_variance else None
             batch += [ready] if ready is not None else []
         if not batch:
@@ -73,4 +75,4 @@ class BareLearner:
 
     def reset_moments(self, names: Iterable[str]) -> None:
         """As `LocalOptimizer.reset_moments`."""
-        self._steps.reset_moments(names)
+        self._optimizer.reset_moments(names)

@@ -17,10 +17,11 @@ from swarm.admission.admission import Admission, Vocabulary
 from swarm.admission.reward_verifier import RewardVerifier
 from swarm.config import Config, PolicySection
 from swarm.experiments.memory_exchange import MemoryExchange, MemoryReader
-from swarm.node.learner import Learner
+from swarm.node.learner import Learner, SwarmPorts
 from swarm.node.policy_backend import local_backend
 from swarm.policy.policy import Policy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
+from swarm.records.context import SwarmContext
 from swarm.records.identity import Identity
 from swarm.sharing.usefulness import READ_AHEAD_BATCHES, Usefulness, make_choice
 from swarm.tasks.task_mixture import TaskMixture
@@ -53,26 +54,25 @@ class GroupReader(Protocol):
 
     def pull(self, num_groups: int) -> None: ...
 
-    def hint(self, author: str, bad: float) -> None:
-        """As of the RolloutConverter."""
+    def report_peer(self, author: str, part: float) -> None:
+        """Note that `part` of the answers of a group of this author are too unlikely."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """What a reader of one node is made of."""
+class ReaderParts:
+    """What the reader of one node is made of."""
 
     config: Config
-    identity: Identity
+    context: SwarmContext
     exchange: MemoryExchange
     pool: ExperiencePool
     mixture: TaskMixture
     vocabulary: Vocabulary
-    clock: Callable[[], float]
     rng: random.Random
 
 
-MakeReader = Callable[[Door], GroupReader]
+MakeReader = Callable[[ReaderParts], GroupReader]
 
 
 @dataclass(slots=True)
@@ -148,6 +148,7 @@ class LearnerSwarm:
 
     def _node(self, number: int, config: Config, seed: int) -> _Node:
         identity = node_identity(seed, number)
+        context = SwarmContext(identity, config.swarm_id, self._clock)
         policy = load_policy(config.policy, device="cpu")
         _share_base(self._bases.setdefault(config.policy, policy), policy)
         mixture = self._mixture(config)
@@ -159,14 +160,15 @@ class LearnerSwarm:
         # no author has a reputation here: nothing that comes is ever refused
         usefulness = Usefulness(config.sharing.max_age_s, self._clock, lambda author: 1.0) if is_informative else None
         rng = random.Random(f"{seed}/{number}")
-        door = Door(config, identity, self.exchange, pool, mixture, vocabulary, self._clock, rng)
-        reader = self._make_reader(door) if usefulness is None else _plain_reader(door, usefulness)
+        parts = ReaderParts(config, context, self.exchange, pool, mixture, vocabulary, rng)
+        reader = self._make_reader(parts) if usefulness is None else _plain_reader(parts, usefulness)
 
         def publish(groups: Sequence[RolloutGroup]) -> None:
             self.exchange.publish(identity, groups)
 
-        means = local_backend(config, policy, identity.peer_id)
-        learner = Learner(config, means, mixture, pool, identity.peer_id, publish, usefulness, hint=reader.hint)
+        backend = local_backend(config, policy, identity.peer_id)
+        ports = SwarmPorts(publish=publish, usefulness=usefulness, report_peer=reader.report_peer)
+        learner = Learner(config, backend, mixture=mixture, pool=pool, peer_id=identity.peer_id, ports=ports)
         return _Node(learner, reader, config)
 
     def _mixture(self, config: Config) -> TaskMixture:
@@ -185,18 +187,11 @@ class LearnerSwarm:
         return self._now_s
 
 
-def _plain_reader(door: Door, usefulness: Usefulness | None = None) -> MemoryReader:
-    config = door.config
-    admission = Admission(
-        config.sharing,
-        config.swarm_id,
-        door.identity.peer_id,
-        RewardVerifier(door.mixture, fence=None),
-        door.vocabulary,
-        door.clock,
-    )
-    choice = make_choice(config.sharing, door.pool, usefulness, door.rng)
-    return MemoryReader(door.exchange, door.identity.peer_id, admission, door.pool, choice)
+def _plain_reader(parts: ReaderParts, usefulness: Usefulness | None = None) -> MemoryReader:
+    verifier = RewardVerifier(parts.mixture, fence=None)
+    admission = Admission(parts.config.sharing, parts.context, verifier=verifier, vocabulary=parts.vocabulary)
+    choice = make_choice(parts.config.sharing, parts.pool, usefulness, parts.rng)
+    return MemoryReader(parts.exchange, parts.context.peer_id, admission=admission, pool=parts.pool, choice=choice)
 
 
 def node_identity(seed: int, number: int) -> Identity:

@@ -111,6 +111,7 @@ class MemoryReader:
         self,
         exchange: MemoryExchange,
         own_peer_id: str,
+        *,
         admission: Admission,
         pool: ExperiencePool,
         choice: HeaderChoice,
@@ -140,7 +141,7 @@ class MemoryReader:
                 continue
             self._pool.add(header.body_hash, header.expires_at, header.created_at, groups)
 
-    def hint(self, author: str, bad: float) -> None:
+    def report_peer(self, author: str, part: float) -> None:
         """Nothing: no author has a reputation here."""
 
     def _look(self) -> None:

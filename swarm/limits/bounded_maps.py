@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
-
 V = TypeVar("V")
 
 _MIN_CLEANED_KEYS = 256
@@ -34,11 +33,16 @@ class BoundedMap(OrderedDict[K, V]):
         self[key] = value
         return value
 
+    def drop_oldest_while(self, is_over: Callable[[V], bool]) -> None:
+        """Remove the oldest entries for as long as `is_over` holds for the value of the oldest one."""
+        while self and is_over(next(iter(self.values()))):
+            self.popitem(last=False)
+
 
 class ExpiringKeys(Generic[K]):
-    """Keys until they expire, at most `max_keys`: the ones that came first go first.
+    """Keys until they expire, at most `max_keys`: the key that was added longest ago goes first.
 
-    Expired ones are dropped when there are twice as many keys as were alive at the last look, so that a key costs the same
+    Expired keys are dropped when there are twice as many keys as were alive at the last look, so that a key costs the same
     however many there are.
     """
 
@@ -54,6 +58,11 @@ class ExpiringKeys(Generic[K]):
 
     def __contains__(self, key: K) -> bool:
         return self._expires_at.get(key, 0.0) > self._clock()
+
+    def num_alive(self) -> int:
+        """Keys that have not expired."""
+        now = self._clock()
+        return sum(expires_at > now for expires_at in self._expires_at.values())
 
     def add(self, key: K, expires_at: float) -> None:
         self._expires_at.pop(key, None)

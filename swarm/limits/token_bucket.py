@@ -1,10 +1,12 @@
-"""A rate with a burst: what may happen now, and how long the rest has to wait."""
+"""Rate limits with a burst: what may happen now, and how long the rest has to wait."""
+
+from swarm.limits.bounded_maps import BoundedMap
 
 
 class TokenBucket:
     """Fills at `per_s` up to `burst`; a rate of 0 means no limit. May be overdrawn: later takers wait for it.
 
-    Time is passed in (seconds of any clock that does not run backwards), so that a virtual loop needs nothing else.
+    Time is passed in, in seconds of any clock, so that a virtual loop needs nothing else. A clock that was set back adds nothing.
     """
 
     __slots__ = ("_burst", "_filled_at", "_per_s", "_tokens")
@@ -25,6 +27,10 @@ class TokenBucket:
         self._tokens -= amount
         return True
 
+    def drain(self) -> None:
+        """Take all that is left: whoever goes on at too high a rate gets nothing."""
+        self._tokens = min(0.0, self._tokens)
+
     def take(self, amount: float, now: float) -> float:
         """Take `amount` in any case; seconds to wait until it would have been there."""
         self._tokens -= amount if self._per_s > 0 else 0.0
@@ -38,5 +44,28 @@ class TokenBucket:
         return max(0.0, (amount - self._tokens) / self._per_s)
 
     def _fill(self, now: float) -> None:
-        self._tokens = min(self._burst, self._tokens + (now - self._filled_at) * self._per_s)
+        self._tokens = min(self._burst, self._tokens + max(0.0, now - self._filled_at) * self._per_s)
         self._filled_at = now
+
+
+class PeerBuckets:
+    """One TokenBucket for each of at most `max_peers` peers. A peer that is forgotten begins with a full bucket again."""
+
+    def __init__(self, per_s: float, burst: float, max_peers: int) -> None:
+        self._per_s = per_s
+        self._burst = burst
+        self._buckets: BoundedMap[str, TokenBucket] = BoundedMap(max_peers)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def of(self, peer_id: str, now: float) -> TokenBucket:
+        """The bucket of a peer that takes from it now, which makes it the last peer to be forgotten."""
+        bucket = self._buckets.get(peer_id) or TokenBucket(self._per_s, self._burst, now)
+        self._buckets[peer_id] = bucket
+        return bucket
+
+    def wait_s(self, peer_id: str, now: float) -> float:
+        """Seconds until what a peer took so far is paid for. Asking leaves no trace."""
+        bucket = self._buckets.get(peer_id)
+        return bucket.wait_s(now) if bucket is not None else 0.0

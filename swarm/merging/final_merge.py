@@ -22,17 +22,15 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from torch import Tensor
-
 from swarm.adapters.product_merge import LowRank, Merged, layers_of, merge_by_layer
 from swarm.config import MergingSection
 from swarm.errors import MergeError
-from swarm.merging.outer_optimizer import Adapter
+from swarm.merging.outer_optimizer import Adapter, AdapterOrigin
 from swarm.merging.pairer import BoundOnStrangers, FinalPairer
 from swarm.merging.robust import NormClip, Scores, StrangerBudget, is_clearly_better
 from swarm.types import Appointment, MeetResult, Partner, Seats, Snapshot
@@ -141,17 +139,15 @@ class FinalMerge:
         self,
         config: MergingSection,
         wire: Wire,
-        origin: Mapping[str, Tensor],
-        scaling: float,
+        origin: AdapterOrigin,
+        *,
         pairer: FinalPairer,
         score: Callable[[Adapter], Scores] | None,
         bound: BoundOnStrangers = lambda peer_ids: ((), 1.0),
     ) -> None:
-        """`origin`: the start of the lineage. `scaling`: alpha / rank. Without a `score` nothing is tried; `bound` says who is a
-        stranger, by default nobody."""
+        """Without a `score` nothing is tried. `bound` says who is a stranger, by default nobody."""
         self._wire = wire
         self._origin = origin
-        self._scaling = scaling
         self._pairer = pairer
         self._score = score or (lambda weights: [])
         self._num_tries = config.final_tries
@@ -174,8 +170,8 @@ class FinalMerge:
         started = time.monotonic()
         self._weights = own
         # How far training has brought the own adapter, times the factor: where those may lie that set out with it.
-        self._clip.observe(own, self._origin)
-        self._budget.observe(own, self._origin)
+        self._clip.observe(own, self._origin.weights)
+        self._budget.observe(own, self._origin.weights)
         seats, own_scores = self._gather(own, policy_version)
         self._scores, num_places = own_scores, len(seats.peer_ids)
         self._strangers, self._max_strangers_part = self._bound(
@@ -274,8 +270,8 @@ class FinalMerge:
         return 1.0 if share >= 1 else max(0.0, (share - part) / (1 - part))
 
     def _mean(self, theirs: Adapter, own_part: float, other_part: float) -> Merged:
-        both = [LowRank(self._weights, self._scaling), LowRank(theirs, self._scaling)]
+        both = [LowRank(self._weights, self._origin.scaling), LowRank(theirs, self._origin.scaling)]
         rank = len(self._weights[layers_of(self._weights)[0] + ".lora_A"])
         return merge_by_layer(
-            both, [own_part, other_part], rank, self._scaling, self._drift_threshold, like=self._weights
+            both, [own_part, other_part], rank, self._origin.scaling, self._drift_threshold, like=self._weights
         )

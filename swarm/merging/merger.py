@@ -1,23 +1,21 @@
-"""One replica's merging, whole: when it takes an outer step, with whom, and what of a partner's weights it takes.
+"""The merging of one replica: when it takes an outer step, with whom, and how much of a partner's weights it uses.
 
     every H inner steps: snapshot ─ encode ─ offer ─┐            training goes on
                                                     ├─ done? asked after every inner step, never waited for
     new weights ◀─ training since ◀─ outer step ◀─ gate ◀─ clip ◀─ check ◀─ decode
 
-No partner, a partner that fails, and one whose adapter is of no use cost the same: an outer step alone. Runs on the compute
-thread and knows neither network nor model: whoever trains writes the weights of an `OuterStep` into the policy.
+No partner, a partner that fails and a partner whose adapter is unusable all cost the same: an outer step alone. `Merger` runs on
+the compute thread and knows neither network nor model: its caller writes the weights of an `OuterStep` into the policy.
 
-What one outer step with one partner would give, for any share of it, so that the gate can try before anything is taken.
+`Blend` computes an outer step with one partner for any share of it, so that the gate can try shares before one is applied:
 
-layers whose factors are near ──▶ the outer step, factor by factor
-layers that drifted apart ──────▶ the product of both, back in the own rank; slow weights and momentum begin anew there
+layers whose factors are close ──▶ the outer step, factor by factor
+layers that drifted apart ───────▶ the product of both, back in the own rank; slow weights and momentum are reset there
 
-When a node takes an outer step, and looks for a partner for it.
-
-Merging late recovers most of what merging often would give (arXiv 2507.06542): early on, replicas gain from going their own
-ways, and a merge near the end averages them all the same. What is left out early is the whole outer step: taken alone it would
-drive replicas apart by its momentum. `late` needs to know where the end is: the planned rounds, over
-which a decaying learning rate would fall too. Where they are unknown it is `fixed`.
+`MergeSchedule` says when an outer step is due. Merging late recovers most of what frequent merging gives (arXiv 2507.06542):
+early on, replicas gain from exploring separately, and a merge near the end averages them all the same. Early outer steps are
+left out entirely, since an outer step alone would drive replicas apart by its momentum. `late` needs to know the planned
+rounds; where these are unknown it works like `fixed`.
 """
 
 import logging
@@ -27,7 +25,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -37,7 +35,7 @@ from swarm.adapters.product_merge import LowRank, Merged, drift, merge_products
 from swarm.config import MergingSection
 from swarm.errors import MergeError
 from swarm.merging.adapter_wire import decode_adapter, encode_adapter, encoded_bytes
-from swarm.merging.outer_optimizer import Adapter, OuterOptimizer, carry_over, partner_weight
+from swarm.merging.outer_optimizer import Adapter, AdapterOrigin, OuterOptimizer, carry_over, partner_weight
 from swarm.merging.pairer import Donate, Pairer
 from swarm.merging.robust import (
     FEWEST_FOR_MEDIAN,
@@ -60,11 +58,12 @@ _A = ".lora_A"
 
 
 class Blend:
-    """Of the own snapshot and one partner's weights, clipped already. `of` changes nothing, `take` takes the step."""
+    """Blends the node's snapshot with one partner's clipped weights. `preview` computes the result, `apply` takes the step."""
 
     def __init__(
         self,
         outer: OuterOptimizer,
+        *,
         fast: Mapping[str, Tensor],
         partner: Mapping[str, Tensor],
         lag: int,
@@ -82,19 +81,19 @@ class Blend:
         """Layers that are merged as products."""
         finite = [value for value in by_layer.values() if math.isfinite(value)]
         self.drift = fmean(finite) if finite else 0.0
-        """Mean over layers; those whose products cancel are left out."""
+        """Mean drift over layers; layers whose products cancel are left out."""
 
     def weight(self, share: float) -> float:
-        """Part of the partner in the mean of both."""
+        """The partner's part in the mean of both."""
         return share * partner_weight(self._lag)
 
-    def of(self, share: float) -> Merged:
-        """The weights after the step, and the layers that were merged as products."""
+    def preview(self, share: float) -> Merged:
+        """Compute the weights after the step, and the layers merged as products; nothing is changed."""
         stepped = self._outer.preview(self._fast, self._partner, self._lag, share)
         return self._with_products(stepped, share)
 
-    def take(self, share: float) -> Merged:
-        """As `of`, and the outer step is taken."""
+    def apply(self, share: float) -> Merged:
+        """Return the same as `preview`, and take the outer step."""
         merged = self._with_products(self._outer.step(self._fast, self._partner, self._lag, share), share)
         self._outer.adopt({name: merged.tensors[name] for name in merged.reset_names})
         return merged
@@ -111,11 +110,11 @@ class Blend:
 
 EARLY_MERGE_PROBABILITY = 0.2
 LATE_FRACTION = 0.25
-"""Last part of the planned rounds, in which no outer step is left out."""
+"""The last part of the planned rounds, in which no outer step is left out."""
 
 
 class MergeSchedule:
-    """Whether an outer step is due. The same seed gives the same plan: replicas that share it merge at the same steps."""
+    """Says when an outer step is due. Replicas with the same seed merge at the same steps."""
 
     def __init__(self, config: MergingSection, seed: int) -> None:
         self._inner_steps = config.inner_steps
@@ -123,7 +122,7 @@ class MergeSchedule:
         self._seed = seed
 
     def is_due(self, inner_step: int, progress: float | None) -> bool:
-        """`inner_step` counts from 1, the first step taken; `progress` in [0, 1] is None where nobody knows the end."""
+        """`inner_step` counts from 1, the first step taken; `progress` in [0, 1] is None where the end is unknown."""
         if inner_step % self._inner_steps:
             return False
         if not self._is_late or progress is None or progress > 1 - LATE_FRACTION:
@@ -133,7 +132,7 @@ class MergeSchedule:
 
 
 Score = Callable[[Adapter], Scores]
-"""How well an adapter does on private tasks, one by one."""
+"""The scores of an adapter on private tasks, one per task."""
 
 _WHY_ALONE = {
     "nobody": "no node with the same base, policy.lora and merging.precision searched for a partner at the same time",
@@ -143,14 +142,14 @@ _WHY_ALONE = {
 
 @dataclass(frozen=True, slots=True)
 class OuterStep:
-    """What an outer step has made of the adapter."""
+    """The result of an outer step."""
 
     weights: Adapter
     """float32 on the CPU, to be written into the policy."""
     reset_names: Sequence[str]
-    """Tensors whose basis turned: optimizer moments of these mean nothing any more."""
+    """Tensors with a new basis, whose optimizer moments must be reset."""
     partner: str | None
-    """Peer id of the node whose weights are in it; None for a step alone."""
+    """Peer id of the node whose weights are in the result; None for a step alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,24 +160,23 @@ class _Pending:
 
 
 class Merger:
-    """`after` is called after each inner step; everything else follows from it."""
+    """Decides about and takes the outer steps of one replica. It runs on the compute thread; `after` drives it."""
 
     def __init__(
         self,
         config: MergingSection,
-        lineage: str,
-        scaling: float,
-        start: Mapping[str, Tensor],
+        origin: AdapterOrigin,
         schedule: MergeSchedule,
+        *,
         pairer: Pairer | None = None,
         score: Score | None = None,
         donate: Donate | None = None,
     ) -> None:
-        """`start`: the weights that the lineage begins from, before any training. `scaling`: alpha / rank.
+        """Without a `pairer` every outer step is taken alone, without a `score` partners are trusted.
 
-        Without a `pairer` every outer step is taken alone, without a `score` partners are trusted.
-        Raises MergeError for an adapter too large to be sent.
+        Raises MergeError for an adapter that is too large to be sent.
         """
+        start = origin.weights
         self._config = config
         self._shapes = {name: tuple(tensor.shape) for name, tensor in start.items()}
         if self.num_bytes > MAX_ADAPTER_BYTES:
@@ -186,9 +184,7 @@ class Merger:
                 f"an adapter to merge must have at most {MAX_ADAPTER_BYTES} bytes, got {self.num_bytes}; "
                 "lower policy.lora.rank, or set a smaller merging.precision"
             )
-        self._lineage = lineage
-        self._scaling = scaling
-        self._origin = {name: tensor.detach().clone() for name, tensor in start.items()}
+        self.origin = replace(origin, weights={name: tensor.detach().clone() for name, tensor in start.items()})
         self._schedule = schedule
         self._pairer = pairer
         self._score = score
@@ -201,22 +197,17 @@ class Merger:
         self._num_planned = 0  # outer steps that were due so far
         self._reasons: Counter[str] = Counter()
         self._last: dict[str, Any] = {}
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     @property
     def num_bytes(self) -> int:
-        """Length of every adapter that is sent or taken."""
+        """Length in bytes of every adapter that is sent or received."""
         return encoded_bytes(self._shapes, self._config.precision)
 
     @property
     def inner_steps(self) -> int:
-        """Counted by `after`."""
+        """Inner steps that `after` has counted."""
         return self._inner_steps
-
-    @property
-    def origin(self) -> Mapping[str, Tensor]:
-        """The weights that the lineage begins from. Not to be written to."""
-        return self._origin
 
     @property
     def slow(self) -> Mapping[str, Tensor]:
@@ -226,10 +217,10 @@ class Merger:
     def after(
         self, num_steps: int, read: Callable[[], Adapter], policy_version: int, progress: float | None = None
     ) -> OuterStep | None:
-        """Note `num_steps` more inner steps; an outer step where one is due, or where a partner has answered.
+        """Count `num_steps` more inner steps. Returns an outer step where one is due, or where a partner has answered.
 
         `read` gives the weights as they are now and is called only where they are needed. `progress` in [0, 1]: how much of
-        all training is done, None where nobody knows.
+        all training is done; None where the end is unknown.
         """
         self._inner_steps += num_steps
         step = self._settled(read)
@@ -240,14 +231,15 @@ class Merger:
             elif is_due and step is None:
                 step = self._alone(read(), "unpaired")
         if step is not None and self._donate is not None:
-            self._give(self._donate, step, policy_version)
+            self._donate_step(self._donate, step, policy_version)
         return step
 
     def join(self, found: Sequence[Partner]) -> bool:
-        """Begin where other replicas are; False where what they gave is no adapter, or is not clearly better than the start.
+        """Begin with the median of donors' adapters. Returns False where too few are usable, or it is not clearly better than
+        the start.
 
-        Where the start earns nothing, noise earns as much: so an equal score is no reason to take anything. See `median_adapter`
-        for how many of them may lie. `slow` are the weights to begin with.
+        An equal score is not enough, because noise scores as well as a start that earns nothing. See `median_adapter` for how
+        many donors may lie. `slow` are the weights to begin with in either case.
         """
         usable: list[Adapter] = []
         rounds: list[int] = []
@@ -259,33 +251,33 @@ class Merger:
                 logger.warning("the adapter of donor %s is left out: %s", one.peer_id, error)
         if len(usable) < FEWEST_FOR_MEDIAN:
             return False
-        joined = median_adapter(cut_to_median_norm(usable, self._origin))
-        if self._score is not None and not is_clearly_better(self._score(joined), self._score(self._origin)):
+        joined = median_adapter(cut_to_median_norm(usable, self.origin.weights))
+        if self._score is not None and not is_clearly_better(self._score(joined), self._score(self.origin.weights)):
             logger.warning("the adapters of %d donors do no better than none; beginning without", len(usable))
             return False
         self.begin(joined, statistics.median_low(rounds))
         return True
 
     def begin(self, weights: Mapping[str, Tensor], outer_steps: int | None = None) -> None:
-        """Take these weights for the slow ones, without momentum, as if so many outer steps lay behind them."""
+        """Make these the slow weights, without momentum, after `outer_steps` outer steps."""
         self._outer.adopt(weights)
         if outer_steps is not None:
             self._outer.num_steps = outer_steps
 
     def snapshot(self, weights: Mapping[str, Tensor], policy_version: int) -> Snapshot:
-        """These weights for others. Raises MergeError for what cannot be sent."""
+        """Encode these weights for other nodes. Raises MergeError for weights that cannot be sent."""
         precision = self._config.precision
-        payload = encode_adapter(weights, precision, self._origin)
-        return Snapshot(self._lineage, precision, self._outer.num_steps, policy_version, payload)
+        payload = encode_adapter(weights, precision, self.origin.weights)
+        return Snapshot(self.origin.lineage, precision, self._outer.num_steps, policy_version, payload)
 
     def opened(self, snapshot: Snapshot) -> Adapter:
-        """The weights in a snapshot. Raises MergeError for what cannot be one of this lineage's."""
-        if (snapshot.lineage, snapshot.precision) != (self._lineage, self._config.precision):
+        """Decode the weights in a snapshot. Raises MergeError for one that cannot be of this lineage."""
+        if (snapshot.lineage, snapshot.precision) != (self.origin.lineage, self._config.precision):
             raise MergeError(
-                f"a partner must be of lineage {self._lineage[:12]} in {self._config.precision}, got "
+                f"a partner must be of lineage {self.origin.lineage[:12]} in {self._config.precision}, got "
                 f"{snapshot.lineage[:12]} in {snapshot.precision}; leave it out"
             )
-        weights = decode_adapter(snapshot.payload, self._shapes, self._config.precision, self._origin)
+        weights = decode_adapter(snapshot.payload, self._shapes, self._config.precision, self.origin.weights)
         refuse_unusable(weights, self._outer.slow)
         return weights
 
@@ -302,7 +294,7 @@ class Merger:
         }
 
     def state(self) -> tuple[dict[str, Adapter], dict[str, Any]]:
-        """(tensors, JSON-able rest) for a checkpoint. An exchange under way is not in it: at a kill it is lost."""
+        """(tensors, JSON-able rest) for a checkpoint. It holds no exchange under way: a kill loses that."""
         tensors, outer = self._outer.state()
         rest = {
             **outer,
@@ -326,7 +318,7 @@ class Merger:
         self._pending = None
 
     def _is_due(self, progress: float | None) -> bool:
-        """Of the schedule, where a multiple of H was reached since the last one, be it while an exchange was under way."""
+        """Whether the schedule asks for an outer step at a multiple of H that was reached since the last one."""
         interval = self._config.inner_steps
         num_due = self._inner_steps // interval
         if num_due == self._num_planned:
@@ -335,7 +327,7 @@ class Merger:
         return self._schedule.is_due(num_due * interval, progress)
 
     def _offer(self, step: OuterStep | None, read: Callable[[], Adapter], policy_version: int) -> OuterStep | None:
-        """Send a snapshot on its way. An outer step alone where the own adapter cannot be sent, else None."""
+        """Offer a snapshot. Returns an outer step alone where the own adapter cannot be sent, else None."""
         assert self._pairer is not None
         fast = read() if step is None else step.weights
         try:
@@ -346,14 +338,14 @@ class Merger:
         self._pending = _Pending(fast, self._pairer.offer(snapshot), self._inner_steps)
         return None
 
-    def _give(self, donate: Donate, step: OuterStep, policy_version: int) -> None:
+    def _donate_step(self, donate: Donate, step: OuterStep, policy_version: int) -> None:
         try:
             donate(self.snapshot(step.weights, policy_version))
         except MergeError as error:
             logger.warning("no adapter for newcomers: %s", error)
 
     def _settled(self, read: Callable[[], Adapter]) -> OuterStep | None:
-        """The outer step of the exchange under way, where it has come to its end."""
+        """The outer step of the exchange under way, where that has ended."""
         pending = self._pending
         if pending is None or not pending.future.done():
             return None
@@ -365,7 +357,7 @@ class Merger:
         except MergeError as error:
             logger.warning("the adapter of %s is not merged: %s", outcome.peer_id, error)
             if self._pairer is not None:
-                self._pairer.distrust(outcome.peer_id)
+                self._pairer.report_unusable(outcome.peer_id)
             return self._alone(pending.fast, "unusable", current)
         lag = self._outer.num_steps - outcome.snapshot.outer_round
         if partner_weight(lag) == 0:
@@ -381,11 +373,18 @@ class Merger:
         is_stranger = self._pairer is not None and not self._pairer.is_known(peer_id)
         if is_stranger:
             clipped = self._strangers.limit(clipped, pending.fast, partner_weight(lag))
-        blend = Blend(self._outer, pending.fast, clipped, lag, self._scaling, self._config.drift_threshold)
+        blend = Blend(
+            self._outer,
+            fast=pending.fast,
+            partner=clipped,
+            lag=lag,
+            scaling=self.origin.scaling,
+            drift_threshold=self._config.drift_threshold,
+        )
         share = self._gate(blend, pending.fast, current)
         if is_stranger:
             self._strangers.spend(clipped, pending.fast, blend.weight(share))
-        merged = blend.take(share)
+        merged = blend.apply(share)
         self._reasons["merged" if share > 0 else "gate"] += 1
         self._last = {
             "merge/partner": peer_id,
@@ -405,26 +404,26 @@ class Merger:
         return OuterStep(weights, merged.reset_names, peer_id if share > 0 else None)
 
     def _observe(self, fast: Adapter) -> None:
-        """Note how far the node has moved itself since the last outer step."""
+        """Note how far the node's own training has moved it since the last outer step."""
         self._clip.observe(fast, self._outer.slow)
         self._strangers.observe(fast, self._outer.slow)
 
-    def _tell_once(self, reason: str) -> None:
-        """Later ones are in the metrics: a node alone would say so for ever."""
-        if reason not in self._told:
-            self._told.add(reason)
+    def _log_once(self, reason: str) -> None:
+        """Log a reason once: later ones are in the metrics, and a node that stays alone would log it for ever."""
+        if reason not in self._logged:
+            self._logged.add(reason)
             logger.info("outer step %d alone: %s", self._outer.num_steps, _WHY_ALONE.get(reason, reason))
 
     def _gate(self, blend: Blend, fast: Adapter, current: Adapter) -> float:
         score = self._score
         if score is None:
             return 1.0
-        return choose_share(blend.of, lambda merged: score(carry_over(merged.tensors, fast, current))).share
+        return choose_share(blend.preview, lambda merged: score(carry_over(merged.tensors, fast, current))).share
 
     def _alone(self, fast: Adapter, reason: str, current: Adapter | None = None) -> OuterStep:
-        """An outer step without a partner; `current` where training went on since `fast`."""
+        """Take an outer step without a partner. `current`: the weights where training went on since `fast`."""
         self._observe(fast)
         new = self._outer.step(fast, None)
         self._reasons[reason] += 1
-        self._tell_once(reason)
+        self._log_once(reason)
         return OuterStep(new if current is None else carry_over(new, fast, current), (), None)

@@ -10,6 +10,7 @@ the step that the gate has tried, and nothing of it stays in δ.
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,19 @@ from swarm.errors import ConfigError, MergeError
 
 Adapter = dict[str, Tensor]
 """Name → factor, as `adapter_state.read_adapter` gives it."""
+
+
+@dataclass(frozen=True)
+class AdapterOrigin:
+    """Where all adapters of a lineage begin."""
+
+    lineage: str
+    """32 hex digits: `Lineage.policy`."""
+    scaling: float
+    """alpha / rank."""
+    weights: Adapter
+    """Before any training. Not to be written to."""
+
 
 MAX_LAG = 4
 """A partner further behind, in outer steps, has no weight."""

@@ -1,4 +1,4 @@
-"""What a merger needs of whoever connects replicas."""
+"""What a merger needs from the code that connects replicas."""
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -7,20 +7,20 @@ from typing import Protocol
 from swarm.types import Appointment, MeetResult, Outcome, Seats, Snapshot
 
 BoundOnStrangers = Callable[[Collection[str]], tuple[Collection[str], float]]
-"""Which of these peers are strangers, and the largest part that all of these together may have of an adapter."""
+"""Says which of these peers are strangers, and the largest part of an adapter that all strangers together may have."""
 Donate = Callable[[Snapshot], None]
-"""Give this adapter to newcomers from now on."""
+"""Gives this adapter to newcomers from now on."""
 
 
 class Pairer(Protocol):
-    """Finds a partner for a snapshot: `pairing.MergeExchange` in a node, something in memory in an experiment."""
+    """Finds a partner for a snapshot: `MergeExchange` in a node, a `ReplicaPairer` in an experiment."""
 
     def offer(self, snapshot: Snapshot) -> "Future[Outcome]":
-        """Returns at once; the future never raises, and ends within a bounded time."""
+        """Look for a partner. Returns at once; the future never raises, and ends within a bounded time."""
         ...
 
-    def distrust(self, peer_id: str) -> None:
-        """The adapter of this partner was of no use."""
+    def report_unusable(self, peer_id: str) -> None:
+        """Note that the adapter of this partner could not be used."""
         ...
 
     def is_known(self, peer_id: str) -> bool:
@@ -29,13 +29,15 @@ class Pairer(Protocol):
 
 
 class FinalPairer(Protocol):
-    """Brings those together that have ended their training: `pairing.FinalMeeting` in a node. Futures never raise, and
-    end within a bounded time."""
+    """Brings nodes together that have ended their training: `FinalMeeting` in a node.
+
+    Futures never raise, and end within a bounded time.
+    """
 
     def gather(self, snapshot: Snapshot) -> "Future[Seats]":
-        """Who takes part in the next final merge, this node alone where nobody else came."""
+        """Find out who takes part in the next final merge: this node alone where nobody else came."""
         ...
 
     def meet(self, appointment: Appointment) -> "Future[MeetResult]":
-        """One exchange, after `gather`."""
+        """Do one exchange of adapters, after `gather`."""
         ...

@@ -1,10 +1,10 @@
-"""Merging as it happens to a node's policy: outer steps written into it, and the private tasks that a merge is tried on.
+"""Writes outer steps into a node's policy, and tries merges on private tasks first.
 
-    trainer.step ─▶ Merger.after ─▶ OuterStep ─▶ weights into the policy, moments of turned factors forgotten ─▶ canary
+    trainer.step ─▶ Merger.after ─▶ OuterStep ─▶ weights into the policy, moments of factors with a new basis reset ─▶ canary
                         └─ gate: each candidate into the policy ─▶ answers to private tasks ─▶ mean reward
 
 A merge happens between a training step and the next rollouts, and only after a step that was applied: so each policy version
-samples from one set of weights, and the version needs no step of its own for a merge. Runs on the compute thread.
+samples from one set of weights, and a merge needs no version of its own. All of it runs on the compute thread.
 """
 
 import math
@@ -19,63 +19,63 @@ from swarm.config import Config
 from swarm.errors import TrainingError
 from swarm.merging.final_merge import FinalMerge, Wire
 from swarm.merging.merger import Merger, MergeSchedule
-from swarm.merging.outer_optimizer import Adapter
+from swarm.merging.outer_optimizer import Adapter, AdapterOrigin
 from swarm.merging.pairer import BoundOnStrangers, Donate, FinalPairer, Pairer
 from swarm.merging.robust import Scores
-from swarm.policy.policy import TextPolicy
+from swarm.node.policy_backend import PolicyBackend
 from swarm.rollouts.worker import RolloutWorker
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.tasks.task_source import INDEX_SPAN, TaskFailure
-from swarm.training.policy_optimizer import PolicyOptimizer
 from swarm.types import Partner, Task
 
 
 @dataclass(frozen=True, slots=True)
 class MergePorts:
-    """What merging needs of whoever connects replicas."""
+    """What merging needs from the code that connects replicas."""
 
     pairer: Pairer
     donate: Donate | None
-    """Takes the adapter for newcomers after each outer step."""
+    """Takes the adapter that newcomers are given, after each outer step."""
     clock: Callable[[], float]
     """Swarm time in seconds."""
     gate_seed: int
     """Stream of the tasks that merges are tried on. No partner may know it, or it could prepare for them."""
     final: FinalPairer | None = None
-    """Where there is to be a final merge."""
+    """Meets the other nodes of a final merge; None where there is none."""
     bound: BoundOnStrangers = lambda peer_ids: (peer_ids, 1.0)
-    """Who of the nodes in a final merge is a stranger, and what part all of them may have; by default nobody is known."""
+    """Says which nodes of a final merge are strangers, and what part all of them together may have.
+
+    By default nobody is known.
+    """
 
 
 class PolicyMerging:
-    """Of one learner."""
+    """The merging of one learner. It runs on the compute thread."""
 
     def __init__(
         self,
         config: Config,
-        policy: TextPolicy,
-        steps: PolicyOptimizer,
+        backend: PolicyBackend,
+        *,
         worker: RolloutWorker,
         mixture: TaskMixture,
-        links: MergePorts | None,
+        ports: MergePorts | None,
     ) -> None:
-        """To be made before anything is trained or restored. Without `links` every outer step is taken alone."""
+        """To be made before anything is trained or restored. Without `ports` every outer step is taken alone."""
         self._config = config
-        self._policy = policy
-        self._steps = steps
+        self._policy = policy = backend.policy
+        self._optimizer = backend.optimizer
         self._worker = worker
         self._mixture = mixture
-        self._links = links
-        schedule = MergeSchedule(config.merging, int(config.swarm_id[:8], 16))  # the same in all of the swarm
+        self._ports = ports
+        scaling = config.policy.lora.alpha / config.policy.lora.rank
         self._merger = Merger(
             config.merging,
-            policy.lineage.policy,
-            config.policy.lora.alpha / config.policy.lora.rank,
-            steps.read(),
-            schedule,
-            links.pairer if links else None,
-            self._gate,
-            links.donate if links else None,
+            AdapterOrigin(policy.lineage.policy, scaling, backend.optimizer.read()),
+            MergeSchedule(config.merging, int(config.swarm_id[:8], 16)),  # the same seed in all of the swarm
+            pairer=ports.pairer if ports else None,
+            score=self._gate,
+            donate=ports.donate if ports else None,
         )
         self._final_version = -1  # policy version that the last final merge ended with
         self._seen_version = policy.version
@@ -84,47 +84,51 @@ class PolicyMerging:
         self._last_s = 0.0
 
     @property
+    def lineage(self) -> str:
+        """32 hex digits: `Lineage.policy`."""
+        return self._policy.lineage.policy
+
+    @property
     def num_bytes(self) -> int:
-        """Length of every adapter that is sent or taken."""
+        """Length in bytes of every adapter that is sent or received."""
         return self._merger.num_bytes
 
     def after_step(self, progress: float | None = None) -> None:
-        """After each training step, before anything is sampled: an outer step where one is due or a partner has come.
+        """Take an outer step where one is due or a partner has answered. To be called after each training step, before sampling.
 
-        `progress` in [0, 1]: how much of all training is done, None where nobody knows.
+        `progress` in [0, 1]: how much of all training is done; None where the end is unknown.
         """
         if self._policy.version == self._seen_version:
             return
         self._seen_version, position = self._policy.version, self._position()
         num_steps, self._seen_position = position - self._seen_position, position
         started = time.monotonic()
-        step = self._merger.after(num_steps, self._steps.read, self._policy.version, progress)
+        step = self._merger.after(num_steps, self._optimizer.read, self._policy.version, progress)
         if step is not None:
-            self._steps.write(step.weights, step.reset_names)
+            self._optimizer.write(step.weights, step.reset_names)
             self._last_s = time.monotonic() - started
 
     def join(self, found: Sequence[Partner]) -> bool:
-        """Begin where the donors of an untrained policy are. Says whether it does."""
+        """Let an untrained policy begin with the adapters of donors. Returns whether they were used."""
         has_joined = self._merger.join(found)
-        self._steps.write(self._merger.slow)
+        self._optimizer.write(self._merger.slow)
         return has_joined
 
     def finish(self) -> dict[str, Any] | None:
-        """The final merge, once for the weights there are if anybody came. Its metrics; None where there is none to be. Blocks.
+        """Do the final merge and return its metrics; None where there is none to do, or it was done with these weights. Blocks.
 
-        Slow weights are those it ends with, without momentum: should training go on, it begins anew there.
+        The result becomes the slow weights, without momentum, in case training goes on from there.
         """
-        links = self._links
-        if links is None or links.final is None or self._final_version == self._policy.version:
+        ports, merger = self._ports, self._merger
+        if ports is None or ports.final is None or self._final_version == self._policy.version:
             return None
-        merger, lora = self._merger, self._config.policy.lora
         wire = Wire(merger.snapshot, merger.opened)
         one = FinalMerge(
-            self._config.merging, wire, merger.origin, lora.alpha / lora.rank, links.final, self._gate, links.bound
+            self._config.merging, wire, merger.origin, pairer=ports.final, score=self._gate, bound=ports.bound
         )
-        own = self._steps.read()
+        own = self._optimizer.read()
         result = one.run(own, self._policy.version)
-        self._steps.write(result.weights, sorted(result.reset_names) if result.is_merged else ())
+        self._optimizer.write(result.weights, sorted(result.reset_names) if result.is_merged else ())
         if result.is_merged:
             merger.begin(result.weights)
         if result.num_places > 1:
@@ -141,9 +145,12 @@ class PolicyMerging:
         return tensors, {**rest, "final_version": self._final_version}
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any] | None) -> None:
-        """Continue with a restored policy. `state` None: nothing was merged before, the policy's weights are the slow ones."""
+        """Continue with a restored policy.
+
+        With `state` None nothing was merged before: the policy's weights are the slow weights.
+        """
         if state is None:
-            self._merger.begin(self._steps.read())
+            self._merger.begin(self._optimizer.read())
         else:
             self._merger.restore(tensors, state)
             self._final_version = int(state.get("final_version", -1))
@@ -151,49 +158,49 @@ class PolicyMerging:
         self._seen_position = self._aligned(self._merger.inner_steps)
 
     def _position(self) -> int:
-        """What the merger counts: inner steps, or with `interval_s` the swarm's time in parts of which H make an interval."""
+        """The number that the merger counts: inner steps, or with `interval_s` swarm time in units of interval / H."""
         merging = self._config.merging
-        if self._links is None or not merging.interval_s:
+        if self._ports is None or not merging.interval_s:
             return self._policy.version
-        return int(self._links.clock() * merging.inner_steps / merging.interval_s)
+        return int(self._ports.clock() * merging.inner_steps / merging.interval_s)
 
     def _aligned(self, num_counted: int) -> int:
-        """The last position at which the merger's count is a multiple of H where the swarm's time is one of the interval."""
+        """The position to count from, so that outer steps fall on multiples of the interval in swarm time."""
         position = self._position()
-        if self._links is None or not self._config.merging.interval_s:
+        if self._ports is None or not self._config.merging.interval_s:
             return position
         return position - (position - num_counted) % self._config.merging.inner_steps
 
     @property
     def _gate(self) -> Callable[[Adapter], Scores] | None:
-        return self._score if self._links and self._config.merging.gate_tasks else None
+        return self._score if self._ports and self._config.merging.gate_tasks else None
 
     def _score(self, weights: Adapter) -> Scores:
-        """Reward of one answer per private task; the same tasks and the same seed for all candidates of a merge.
+        """The reward of one answer per private task, with the same tasks and the same seed for all candidates of a merge.
 
-        −∞ for weights that give no finite probabilities: a partner's numbers may be finite and what they compute not.
+        It is −∞ for weights that give no finite probabilities: a partner's numbers may be finite while their results are not.
         """
-        self._steps.write(weights)
-        assert self._links is not None
+        self._optimizer.write(weights)
+        assert self._ports is not None
         temperature = self._config.evaluation.temperature
         try:
-            rewards = self._worker.evaluate(self._tasks(), temperature=temperature, seed=self._links.gate_seed)
+            rewards = self._worker.evaluate(self._tasks(), temperature=temperature, seed=self._ports.gate_seed)
         except TrainingError:
             return [-math.inf]
         return [reward for source in sorted(rewards) for reward in rewards[source]]
 
     def _tasks(self) -> list[Task]:
-        """Other ones for each policy version, hence for each merge; all sources in turn."""
+        """The private tasks of this policy version, hence of this merge; all sources in turn."""
         version = self._policy.version
         if self._gate_tasks[0] == version:
             return self._gate_tasks[1]
-        assert self._links is not None
+        assert self._ports is not None
         names, count = sorted(self._mixture.sources), self._config.merging.gate_tasks
         tasks: list[Task] = []
         for number in range(version * count, (version + 1) * count):
             source = self._mixture.sources[names[number % len(names)]]
             try:
-                tasks.append(source.task(self._links.gate_seed, number // len(names) % INDEX_SPAN))
+                tasks.append(source.task(self._ports.gate_seed, number // len(names) % INDEX_SPAN))
             except TaskFailure:
                 continue  # one task fewer to try on
         self._gate_tasks = version, tasks

@@ -1,53 +1,20 @@
-"""What the parts of one node's network share: its settings, its key, and what it knows of ports, addresses and traffic."""
+"""A node's identity and swarm together with its transport: what every part that talks to other nodes is given."""
 
-import random
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
-from swarm.config import NetworkSection
-from swarm.network.index_entry import IndexValidator
-from swarm.network.own_ports import PORTS_FILE, OwnPorts
-from swarm.network.peers.dialling import Dialling
-from swarm.network.transport import Admits, TrafficCounter, everybody
+from swarm.network.transport import Transport
+from swarm.records.context import SwarmContext
 from swarm.records.identity import Identity
 
 
-@dataclass(frozen=True, slots=True)
-class NetworkContext:
-    """The shared part of a transport, its request server and its gossip service. It lives as long as the transport."""
+@dataclass(frozen=True)
+class NodeContext(SwarmContext):
+    """A `SwarmContext` with a transport. One node with a network has one, from its start to its stop."""
 
-    config: NetworkSection
-    identity: Identity
-    validator: IndexValidator | None
-    """Judges entries of the index; None accepts all."""
-    admits: Admits
-    ports: OwnPorts
-    dialling: Dialling
-    traffic: TrafficCounter
+    transport: Transport
 
     @classmethod
-    def of(
-        cls,
-        config: NetworkSection,
-        identity: Identity,
-        folder: Path | None = None,
-        *,
-        validator: IndexValidator | None = None,
-        admits: Admits = everybody,
-    ) -> Self:
-        """Make it from the settings. `folder` stores the ports for the next start. Raises ConfigError."""
-        ports = OwnPorts(None if folder is None else folder / PORTS_FILE)
-        return cls(
-            config=config,
-            identity=identity,
-            validator=validator,
-            admits=admits,
-            ports=ports,
-            dialling=Dialling.of(config),
-            traffic=TrafficCounter(),
-        )
-
-    def rng(self, purpose: str) -> random.Random:
-        """Return random numbers that differ between nodes, so that they do not all retry at the same moment."""
-        return random.Random(f"{self.identity.peer_id}/{purpose}")
+    def of(cls, identity: Identity, swarm_id: str, transport: Transport) -> Self:
+        """The context whose clock is the transport's."""
+        return cls(identity, swarm_id, transport.now, transport)

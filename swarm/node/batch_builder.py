@@ -1,16 +1,16 @@
 """What a round trains on: own groups, groups of others from the pool, and replayed ones.
 
-    groups of the round ─ with signal, not too stale ──────────────────┐
-    pool.draw ─ rebuild the task ─ translate by lineage ───────────────┼─▶ batch
-    replay store (own groups of earlier rounds) ─ rebuild the task ────┘
+    own_groups      groups of the round ─ with signal, not too stale ──────────────┐
+    draw_from_pool  pool.draw ─ rebuild the task ─ convert by lineage ─────────────┼─▶ compose ─▶ batch
+                    replay store (own groups of earlier rounds) ─ rebuild the task ┘
 
-Runs on the compute thread. What is left out is counted by reason.
+It runs on the compute thread. What is left out is counted by reason.
 """
 
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swarm.config import Config
@@ -27,22 +27,37 @@ from swarm.types import RolloutGroup, Task
 _DRAWS = 3
 
 
+@dataclass(frozen=True, slots=True)
+class OwnGroups:
+    """The groups of a round that may be trained on."""
+
+    fresh: Sequence[RolloutGroup]
+    """As they were sampled, for the replay store."""
+    converted: Sequence[TrainingGroup]
+    """The same groups, for a batch."""
+    max_answers: int
+    """Answers of the largest group of the round; groups of others are thinned to it."""
+    max_tokens: int
+    """Tokens of the largest group of the round; heavier groups of others get a smaller weight."""
+
+
 class BatchBuilder:
-    """Composes batches. It keeps the replay store, and what own answers reach, by which groups of others are judged."""
+    """Composes batches. It keeps the replay store and the success levels of own answers, which groups of others must reach."""
 
     def __init__(
         self,
         config: Config,
+        *,
         mixture: TaskMixture,
         pool: ExperiencePool,
-        translator: RolloutConverter,
+        converter: RolloutConverter,
         weigh: Weigh | None,
     ) -> None:
         """`weigh`: how useful a group of others is expected to be; without it they are drawn uniformly."""
         self._config = config
         self._mixture = mixture
         self._pool = pool
-        self._translator = translator
+        self._converter = converter
         self._weigh = weigh
         self._replay = ReplayStore(config.training)
         self._advantage = configured_advantage(config.training)
@@ -52,14 +67,10 @@ class BatchBuilder:
     @property
     def dropped(self) -> Counter[str]:
         """Groups that were not trained on since the process began, by reason."""
-        return self._dropped + self._translator.dropped + self._pool.dropped
+        return self._dropped + self._converter.dropped + self._pool.dropped
 
-    def batch(self, rollouts: RolloutBatch, policy_version: int, rng: random.Random) -> list[TrainingGroup]:
-        """I own and J foreign groups with signal, where one kind is short the other fills up to I + J; then replayed ones.
-
-        The groups of this round go into the replay store for later ones.
-        """
-        sharing = self._config.sharing
+    def own_groups(self, rollouts: RolloutBatch, policy_version: int) -> OwnGroups:
+        """The groups of this round with signal that are not too stale, ready for training."""
         self.successes.observe_own(rollouts.groups)
         self._pool.expect(self.successes.snapshot())
         tasks = {task.ref: task for task in rollouts.tasks}
@@ -67,34 +78,47 @@ class BatchBuilder:
         fresh = self._not_too_stale(
             [g for g in rollouts.groups if g.has_reward_variance or not needs_signal], policy_version
         )
-        own = [_weighted(self._translator.own(tasks[g.task].prompt, g), tasks[g.task]) for g in fresh]
-        total = self._config.max_batch_groups - self._config.training.replay_groups
-        num_own = min(len(own), total - sharing.swarm_groups)
-        wanted = total - num_own if sharing.swarm_groups else 0
-        max_answers, max_tokens = self._largest(rollouts.groups)
-        foreign = [_no_heavier(group, max_tokens) for group in self._draw_foreign(wanted, max_answers, rng)]
-        chosen = rng.sample(own, min(len(own), total - len(foreign)))
+        own = [_weighted(self._converter.own(tasks[g.task].prompt, g), tasks[g.task]) for g in fresh]
+        return OwnGroups(fresh, own, *self._largest(rollouts.groups))
+
+    def draw_from_pool(self, own: OwnGroups, rng: random.Random) -> list[TrainingGroup]:
+        """`sharing.swarm_groups` groups of others, and more where own groups are short.
+
+        It draws again for groups that prove unusable, a few times: whoever sends what nobody can use must not shrink batches.
+        """
+        num_swarm = self._config.sharing.swarm_groups
+        wanted = self._num_fresh - min(len(own.converted), self._num_fresh - num_swarm) if num_swarm else 0
+        found: list[TrainingGroup] = []
+        for _ in range(_DRAWS):
+            drawn = self._pool.draw(wanted - len(found), rng, self._weigh)
+            found += [group for one in drawn if (group := self._foreign(_thinned(one, own.max_answers, rng)))]
+            if len(found) == wanted or not drawn:
+                break
+        return [_no_heavier(group, own.max_tokens) for group in found]
+
+    def compose(
+        self, own: OwnGroups, others: Sequence[TrainingGroup], policy_version: int, rng: random.Random
+    ) -> list[TrainingGroup]:
+        """The batch: as many own groups as there is room for beside those of others, then replayed ones.
+
+        The groups of this round go into the replay store for later rounds.
+        """
+        chosen = rng.sample(own.converted, min(len(own.converted), self._num_fresh - len(others)))
         replayed = [group for one in self._replay.draw(policy_version, rng) if (group := self._again(one))]
-        self._replay.add([group for group in fresh if group.has_reward_variance])
-        return chosen + foreign + replayed
+        self._replay.add([group for group in own.fresh if group.has_reward_variance])
+        return [*chosen, *others, *replayed]
+
+    @property
+    def _num_fresh(self) -> int:
+        """Groups in a batch that are not replayed."""
+        return self._config.max_batch_groups - self._config.training.replay_groups
 
     def _largest(self, own: Sequence[RolloutGroup]) -> tuple[int, int]:
-        """(answers, tokens) of the largest own group, each on its own; as configured where there is none."""
+        """The most answers, and the most tokens, that an own group has; as configured where there is none."""
         rollouts = self._config.rollouts
         if not own:
             return rollouts.group_size, rollouts.group_size * rollouts.max_new_tokens
         return max(2, *(len(group.rollouts) for group in own)), max(map(_num_tokens, own))
-
-    def _draw_foreign(self, wanted: int, max_answers: int, rng: random.Random) -> list[TrainingGroup]:
-        """Groups of at most `max_answers` each. It draws again for those that prove unusable, a few times: whoever sends what
-        nobody can use must not shrink batches."""
-        found: list[TrainingGroup] = []
-        for _ in range(_DRAWS):
-            drawn = self._pool.draw(wanted - len(found), rng, self._weigh)
-            found += [group for one in drawn if (group := self._foreign(_thinned(one, max_answers, rng)))]
-            if len(found) == wanted or not drawn:
-                break
-        return found
 
     def state(self) -> list[dict[str, Any]]:
         """The replay store, for a checkpoint."""
@@ -104,7 +128,7 @@ class BatchBuilder:
         self._replay.restore(state)
 
     def _not_too_stale(self, own: list[RolloutGroup], policy_version: int) -> list[RolloutGroup]:
-        """Own groups may have waited for rounds; their version is that of their oldest token."""
+        """Leave out own groups that waited too many rounds; the version of a group is that of its oldest token."""
         bound = self._config.sharing.max_staleness
         kept = [group for group in own if not bound or policy_version - group.policy_version <= bound]
         if len(kept) < len(own):
@@ -117,17 +141,17 @@ class BatchBuilder:
             self._dropped["no_success"] += 1
             return None
         task, group = self._rebuilt(group)
-        translated = self._translator.foreign(task.prompt, group, level.reward) if task else None
+        translated = self._converter.foreign(task.prompt, group, level.reward) if task else None
         return _weighted(translated, task) if translated and task else None
 
     def _again(self, group: RolloutGroup) -> TrainingGroup | None:
         task, group = self._rebuilt(group)
-        return _weighted(self._translator.own(task.prompt, group, is_replay=True), task) if task else None
+        return _weighted(self._converter.own(task.prompt, group, is_replay=True), task) if task else None
 
     def _rebuilt(self, group: RolloutGroup) -> tuple[Task | None, RolloutGroup]:
-        """Its task and the group with its reward signals, where they count: neither pool nor store keeps those.
+        """The task of a group, and the group with its reward signals where they count: neither pool nor store keeps those.
 
-        None where pool or store outlived a change of the task list.
+        The task is None where pool or store outlived a change of the task list.
         """
         try:
             task = self._mixture.rebuild(group.task)
@@ -142,8 +166,11 @@ class BatchBuilder:
 
 
 def _thinned(group: RolloutGroup, max_answers: int, rng: random.Random) -> RolloutGroup:
-    """At most so many of its answers, from the worst to the best at even distances in the order of their rewards, so that
-    successes stay about as frequent and the only one is not lost: each answer costs time, and an author may send many."""
+    """Keep at most `max_answers`, because each answer costs time and an author may send many.
+
+    They are taken at even distances from the worst to the best reward, so that successes stay about as frequent and a single
+    success is not lost.
+    """
     num_answers = len(group.rollouts)
     if num_answers <= max_answers:
         return group
@@ -153,7 +180,7 @@ def _thinned(group: RolloutGroup, max_answers: int, rng: random.Random) -> Rollo
 
 
 def _no_heavier(group: TrainingGroup, max_tokens: int) -> TrainingGroup:
-    """A group of others with the weight of the largest own one at most: shares are of groups, while the loss sums over tokens,
+    """Give a group of others at most the weight of the largest own group. Shares count groups, while the loss sums over tokens,
     of which an author may send as many as it likes."""
     return replace(group, weight=min(1.0, max_tokens / max(_num_tokens(group.group), 1)))
 

@@ -1,18 +1,18 @@
-"""The compute side of a node: one round after another, on one thread, never waiting for the network.
+"""One round after another, on the compute thread, which never waits for the network.
 
-    RolloutRound.run ─┬─ publish (to the network loop)
-                      └─ own groups ─┐
-    pool, replay store ──────────────┴─ BatchBuilder ─ trainer.step ─ merging ─ canary ─ checkpoint
+    run_round:  tasks ─▶ rollouts ─▶ records (published) ─▶ own groups ─┐
+                               pool ─▶ groups of others, replay store ──┴▶ batch ─▶ step ─▶ merge ─▶ canary
+    TrainingRun (`training_loop.py`): run_round ─▶ metrics ─▶ checkpoint
 
-Everything random comes from the node's seed and the round's number, so a run that was killed and resumed computes bit for bit
-what an uninterrupted one computes, as long as nothing of others comes in.
+Everything random comes from the node's seed and the round's number. A run that was killed and resumed therefore computes bit
+for bit what an uninterrupted one computes, as long as nothing comes in from other nodes.
 """
 
 import logging
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.adapters.checkpoint import CheckpointStore
@@ -23,11 +23,13 @@ from swarm.limits.weighted_sample import round_seed
 from swarm.merging.policy_merging import MergePorts, PolicyMerging
 from swarm.node.batch_builder import BatchBuilder
 from swarm.node.policy_backend import PolicyBackend
+from swarm.node.round_metrics import MetricsRow, RoundTimer, count_batch, pruning_row, rollout_row
 from swarm.node.run_state import check_run_state
 from swarm.observability.tracing import traced
 from swarm.pool.experience_pool import ExperiencePool
-from swarm.rollouts.rollout_round import RolloutRound, mean_reward_signals
+from swarm.rollouts.rollout_round import RolloutRound
 from swarm.rollouts.worker import RolloutBatch, RolloutWorker
+from swarm.sharing.parts import GroupObserver, NoObserver
 from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.task_cursor import DifficultyTable, TaskCursor
 from swarm.tasks.task_mixture import TaskMixture, training_seed
@@ -40,117 +42,172 @@ from swarm.types import RolloutGroup
 logger = logging.getLogger(__name__)
 
 Publish = Callable[[Sequence[RolloutGroup]], None]
-MetricsRow = dict[str, Any]
-"""One line of metrics.jsonl."""
 _ROUND_FACTS = ("round", "policy_version", "rollout/reward_mean", "train/own_groups", "train/swarm_groups")
 
 
+def publish_nothing(groups: Sequence[RolloutGroup]) -> None:
+    """For a node without a network."""
+
+
+def _report_nobody(author: str, part: float) -> None: ...
+
+
+def _no_beacon() -> bytes:
+    return b""
+
+
+@dataclass(frozen=True)
+class SwarmPorts:
+    """What a learner exchanges with the rest of its node. By default there is no swarm: it learns from its own rollouts.
+
+    All of it is called on the compute thread, and none of it blocks.
+    """
+
+    publish: Publish = publish_nothing
+    """Takes the groups of each round, where `sharing.publish` is on."""
+    usefulness: Usefulness | None = None
+    """Weighs the groups of others in a draw and is given the node's own difficulty table. None draws uniformly."""
+    merge_ports: MergePorts | None = None
+    """To merging partners. None takes every outer step alone."""
+    report_peer: Callable[[str, float], None] = _report_nobody
+    """Reports an author and the part of a group's answers, in (0, 1], that this node finds too unlikely."""
+    beacon: Callable[[], bytes] = _no_beacon
+    """What the next tasks follow from, see `sharing/beacons.py`; empty before anything was heard."""
+    observer: GroupObserver = field(default_factory=NoObserver)
+    """Is shown the groups of every round, shared or not."""
+
+
 class Learner:
-    """Policy, engine, trainer and task cursor of one node, with what a checkpoint needs to continue them."""
+    """Policy, engine, trainer and task cursor of one node, and what a checkpoint needs to continue them.
+
+    It belongs to the compute thread: made, resumed and run there.
+    """
 
     def __init__(
         self,
         config: Config,
-        means: PolicyBackend,
+        backend: PolicyBackend,
+        *,
         mixture: TaskMixture,
         pool: ExperiencePool,
-        author: str,
-        publish: Publish,
-        usefulness: Usefulness | None = None,
-        links: MergePorts | None = None,
-        hint: Callable[[str, float], None] = lambda author, bad: None,
-        beacon: Callable[[], bytes] = lambda: b"",
+        peer_id: str,
+        ports: SwarmPorts,
     ) -> None:
-        """`usefulness`: by which groups of others are drawn, and which is told of the own difficulty table; else uniform.
-
-        `links`: to partners, where `merging.enabled`. `hint`: as of the RolloutConverter.
-        `beacon`: what the next tasks follow from, see `sharing.beacons`.
-        """
+        """`peer_id`: of this node, from which its stream of tasks and all seeds follow."""
         self._config = config
+        self._peer_id = peer_id
         self._mixture = mixture
         self._pool = pool
-        self._publish = publish
-        self._beacon = beacon
-        self._author = author
-        self.policy = policy = means.policy
-        self._pruning = means.pruning
-        self.probe_memory = means.probe_memory
-        self._worker = RolloutWorker(config.rollouts, policy, means.engine, author, means.pruning)
-        self._trainer = Trainer(
-            config.training,
-            policy,
-            means.steps,
-            temperature=config.rollouts.temperature,
-            max_new_tokens=config.rollouts.max_new_tokens,
-            stop=config.rollouts.stop,
-        )
-        self.merging = (
-            PolicyMerging(config, policy, means.steps, self._worker, mixture, links) if config.merging.enabled else None
-        )
-        self._canary = Canary(policy, means.engine, config.training.canary_tolerance)
-        self._translator = RolloutConverter(
-            policy,
-            config.sharing.likelihood_floor_quantile,
-            config.rollouts.max_new_tokens,
-            hint,
-            micro_batch_sequences=config.training.micro_batch_sequences,
-        )
-        self._usefulness = usefulness
-        weigh = usefulness.of_group if usefulness else None
-        self._batches = BatchBuilder(config, mixture, pool, self._translator, weigh)
-        self._health = HealthWatch()
-        stream = training_seed(author, config.node.seed)
-        self._cursor = TaskCursor(mixture, stream, random.Random(self._seed("tasks")))
+        self._ports = ports
+        self.policy = backend.policy
+        self.probe_memory = backend.probe_memory
+        # tasks → rollouts
+        self._cursor = TaskCursor(mixture, training_seed(peer_id, config.node.seed), random.Random(self._seed("tasks")))
         self._difficulty = DifficultyTable(
             mixture.sources,
             memory=config.rollouts.difficulty_memory,
             default_tokens=config.rollouts.max_new_tokens,
         )
-        self._rollouts = RolloutRound(config.rollouts, self._cursor, self._worker, self._difficulty)
+        self._pruning = backend.pruning
+        self._worker = RolloutWorker(
+            config.rollouts, self.policy, backend.engine, author=peer_id, pruning=backend.pruning
+        )
+        self._rollouts = RolloutRound(
+            config.rollouts, cursor=self._cursor, worker=self._worker, difficulty=self._difficulty
+        )
+        # pool → batch
+        self._converter = RolloutConverter(
+            self.policy,
+            config.sharing.likelihood_floor_quantile,
+            config.rollouts.max_new_tokens,
+            hint=ports.report_peer,
+            micro_batch_sequences=config.training.micro_batch_sequences,
+        )
+        weigh = ports.usefulness.of_group if ports.usefulness else None
+        self._batches = BatchBuilder(config, mixture=mixture, pool=pool, converter=self._converter, weigh=weigh)
         self._rng = random.Random(self._seed("batches"))
+        # step → merge → canary
+        self._trainer = Trainer(
+            config.training,
+            self.policy,
+            backend.optimizer,
+            temperature=config.rollouts.temperature,
+            max_new_tokens=config.rollouts.max_new_tokens,
+            stop=config.rollouts.stop,
+        )
+        self.merging = (
+            PolicyMerging(config, backend, worker=self._worker, mixture=mixture, ports=ports.merge_ports)
+            if config.merging.enabled
+            else None
+        )
+        self._canary = Canary(self.policy, backend.engine, config.training.canary_tolerance)
+        # metrics
+        self._health = HealthWatch()
+        self._totals: Counter[str] = Counter()
         self.round = 0
         """Rounds completed over the whole run."""
-        self.on_groups: Publish = lambda groups: None
-        """Shown the groups of every round, shared or not."""
-        self._totals: Counter[str] = Counter()
 
     @traced("round", lambda row, *_: {name: row[name] for name in _ROUND_FACTS if name in row})
     def run_round(self) -> MetricsRow:
-        """One rollout–share–train cycle; returns its metrics."""
-        started = time.monotonic()
-        self._cursor.follow(self._author, self._beacon())
+        """Run one round and return its metrics, with which `TrainingRun` writes the checkpoint."""
+        timer = RoundTimer()
+        self._cursor.follow(self._peer_id, self._ports.beacon())
         rollouts = self._rollouts.run(self._seed("rollouts", self.round))
-        rolled_out = time.monotonic()
-        self.on_groups(rollouts.groups)
-        if self._config.sharing.publish:
-            self._publish(rollouts.groups)
-        self._translator.observe_own(rollouts.likelihoods)
-        self._tell_beliefs()
-        batch = self._batches.batch(rollouts, self.policy.version, self._rng)
+        timer.rolled_out()
+        self._publish(rollouts)
+        self._learn_what_to_expect(rollouts)
+        own = self._batches.own_groups(rollouts, self.policy.version)
+        others = self._batches.draw_from_pool(own, self._rng)
+        batch = self._batches.compose(own, others, self.policy.version, self._rng)
         report = self._trainer.step(batch) if batch else None
-        if self.merging is not None:
-            max_rounds = self._config.node.max_rounds
-            self.merging.after_step((self.round + 1) / max_rounds if max_rounds else None)
+        self._merge()
         if report is not None and not report.skipped:
             self._canary.check()
         self.round += 1
-        self._totals["own_groups"] += sum(group.is_own and not group.is_replay for group in batch)
-        self._totals["swarm_groups"] += sum(not group.is_own for group in batch)
-        finished = time.monotonic()
+        return self._metrics(rollouts, batch, report, timer)
+
+    def _publish(self, rollouts: RolloutBatch) -> None:
+        """Hand the groups to the network loop, where they become signed records, and to whoever watches."""
+        if self._config.sharing.publish:
+            self._ports.publish(rollouts.groups)
+        self._ports.observer.own(rollouts.groups)
+
+    def _learn_what_to_expect(self, rollouts: RolloutBatch) -> None:
+        """The own answers say how likely answers of others should be, and which of their tasks are worth reading."""
+        self._converter.observe_own(rollouts.likelihoods)
+        self._share_difficulty()
+
+    def _merge(self) -> None:
+        """An outer step, where one is due or a partner has answered."""
+        if self.merging is not None:
+            max_rounds = self._config.node.max_rounds
+            self.merging.after_step((self.round + 1) / max_rounds if max_rounds else None)
+
+    def _metrics(
+        self, rollouts: RolloutBatch, batch: Sequence[TrainingGroup], report: StepReport | None, timer: RoundTimer
+    ) -> MetricsRow:
+        times = timer.row()
         row: MetricsRow = {
-            **self._rollout_row(rollouts, rolled_out - started),
-            **self._prune_row(rollouts),  # after the one before: its reward is the better one
-            **self._train_row(batch, report),
+            "kind": "round",
+            **self._position(),
+            **rollout_row(rollouts, timer.rollout_s),
+            "rollout/open_groups": self._rollouts.num_open,
+            "rollout/unbuildable_tasks_total": sum(self._cursor.failures.values()),
+            **(pruning_row(rollouts, self._pruning) if self._pruning else {}),  # its mean reward is the better estimate
+            **count_batch(self._totals, batch),
+            "train/answers_below_floor_total": self._converter.num_answers_below_floor,
+            "train/answers_misspelt_total": self._converter.num_answers_misspelt,
+            "train/dropped_groups": dict(self._batches.dropped),
+            "pool/groups": self._pool.num_fresh(),
+            **(report.row() if report is not None else {}),
             **(self.merging.row() if self.merging else {}),
-            "time/rollout_s": rolled_out - started,
-            "time/train_s": finished - rolled_out,
-            "time/round_s": finished - started,
+            **times,
         }
         warnings = self._health.observe(row)
         return {**row, "health/warnings": warnings, "health/num_warnings": len(warnings)}
 
     def evaluate(self, phase: str) -> MetricsRow:
-        """Mean reward of one answer per held-out task; the same tasks on every node and at every time."""
+        """Measure the mean reward of one answer per held-out task. The tasks are the same on every node and at every time."""
         config = self._config.evaluation
         tasks = self._mixture.held_out(config.tasks_per_source)
         scores = self._worker.evaluate(tasks, temperature=config.temperature, seed=self._seed("evaluation"))
@@ -161,6 +218,7 @@ class Learner:
 
     @traced("checkpoint", lambda _, learner, *__: {"round": learner.round})
     def save(self, store: CheckpointStore) -> None:
+        """Write everything that the next round depends on. Raises CheckpointError."""
         tensors, trainer_state = self._trainer.state()
         state = {
             "round": self.round,
@@ -173,7 +231,7 @@ class Learner:
             "replay": self._batches.state(),
             "own_successes": self._batches.successes.state(),
             "rng": _rng_state(self._rng),
-            "own_likelihoods": self._translator.state(),
+            "own_likelihoods": self._converter.state(),
             "health": self._health.state(),
             "totals": dict(self._totals),
         }
@@ -187,7 +245,7 @@ class Learner:
     def resume(self, store: CheckpointStore) -> bool:
         """Continue from the newest intact checkpoint; False where there is none.
 
-        Raises CheckpointError if it is another's, or holds what no learner has written.
+        Raises CheckpointError if it is of another lineage, or holds what no learner writes.
         """
         checkpoint = store.load_newest()
         if checkpoint is None:
@@ -210,74 +268,26 @@ class Learner:
         self._batches.restore(state.get("replay", []))
         self._batches.successes.restore(state.get("own_successes", {}))
         self._rng.setstate(_rng_from(state["rng"]))
-        self._translator.restore(state["own_likelihoods"])
+        self._converter.restore(state["own_likelihoods"])
         if self.merging is not None:
             self.merging.restore(checkpoint.tensors, state.get("merging"))
         if "health" in state:  # absent in checkpoints of older versions
             self._health.restore(state["health"])
         self._totals = Counter(state["totals"])
-        self._tell_beliefs()
+        self._share_difficulty()
         return True
 
-    def _tell_beliefs(self) -> None:
-        """Hand a copy of the difficulty table to whoever chooses among the headers of others, on the network loop."""
-        if self._usefulness is not None:
-            self._usefulness.learn({name: (belief[0], belief[1]) for name, belief in self._difficulty.state().items()})
-
-    def _rollout_row(self, rollouts: RolloutBatch, duration_s: float) -> MetricsRow:
-        groups = rollouts.groups
-        return {
-            "kind": "round",
-            **self._position(),
-            "rollout/reward_mean": sum(g.mean_reward for g in groups) / len(groups) if groups else 0.0,
-            "rollout/tokens": rollouts.num_tokens,
-            "rollout/tokens_per_s": rollouts.num_tokens / max(duration_s, 1e-9),
-            "rollout/groups": len(groups),
-            "rollout/open_groups": self._rollouts.num_open,
-            "rollout/stale_tokens": rollouts.num_stale_tokens,
-            "rollout/answers": sum(len(group.rollouts) for group in groups),
-            "rollout/groups_with_signal": sum(group.has_reward_variance for group in groups),
-            "rollout/failed_tasks": sum(rollouts.failures.values()),
-            "rollout/too_long_prompts": sum(rollouts.too_long.values()),
-            "rollout/unbuildable_tasks_total": sum(self._cursor.failures.values()),
-            **mean_reward_signals(groups),
-        }
-
-    def _prune_row(self, rollouts: RolloutBatch) -> MetricsRow:
-        """With pruning the reward is an estimate for all answers that were begun: what is left is rather half right."""
-        if self._pruning is None:
-            return {}
-        rewards = [rollout.reward for group in rollouts.groups for rollout in group.rollouts]
-        return {
-            "rollout/reward_mean": rollouts.pruned.reward_mean,
-            "rollout/surviving_reward_mean": sum(rewards) / len(rewards) if rewards else 0.0,
-            "rollout/pruned_answers": rollouts.pruned.num_pruned,
-            "rollout/saved_tokens": rollouts.pruned.saved_tokens,
-            "rollout/prune_calibration_error": self._pruning.reliability.calibration_error,
-            "rollout/prune_skill": self._pruning.reliability.skill,
-        }
-
-    def _train_row(self, batch: Sequence[TrainingGroup], report: StepReport | None) -> MetricsRow:
-        row: MetricsRow = {
-            "train/own_groups": sum(group.is_own and not group.is_replay for group in batch),
-            "train/swarm_groups": sum(not group.is_own for group in batch),
-            "train/own_groups_total": self._totals["own_groups"],
-            "train/swarm_groups_total": self._totals["swarm_groups"],
-            "train/replayed_groups": sum(group.is_replay for group in batch),
-            "train/answers_below_floor_total": self._translator.num_answers_below_floor,
-            "train/answers_misspelt_total": self._translator.num_answers_misspelt,
-            "train/dropped_groups": dict(self._batches.dropped),
-            "pool/groups": self._pool.num_fresh(),
-        }
-        if report is not None:
-            row |= report.row()
-        return row
+    def _share_difficulty(self) -> None:
+        """Give a copy of the difficulty table to the network loop, which chooses among the headers of others by it."""
+        if self._ports.usefulness is not None:
+            beliefs = {name: (belief[0], belief[1]) for name, belief in self._difficulty.state().items()}
+            self._ports.usefulness.learn(beliefs)
 
     def _position(self) -> MetricsRow:
         return {"round": self.round, "policy_version": self.policy.version}
 
     def _seed(self, purpose: str, round_number: int = 0) -> int:
-        return round_seed(self._config, self._author, purpose, round_number)
+        return round_seed(self._config, self._peer_id, purpose, round_number)
 
 
 def _rng_state(rng: random.Random) -> list[Any]:

@@ -8,7 +8,8 @@
 
 Neither side waits for the other: an empty pool means a batch of own groups only, a dead network means plain RL.
 
-What a node's page lets a person read, and ask for, once learner and exchange are there.
+A node is made in two steps. `Node.__init__` makes all that needs no policy, so that others can join through the node and its
+page can be read while it loads; `Node._load` makes the rest: tasks, policy, exchange, learner.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from swarm.adapters.checkpoint import CheckpointStore
@@ -31,56 +33,32 @@ from swarm.dashboard.node_page import NodePage
 from swarm.integrations.open_sinks import open_sinks
 from swarm.machine.stop_signals import obey_stop_signals
 from swarm.merging.node_merging import make_merging
+from swarm.network.context import NodeContext
 from swarm.network.transport import Transport
-from swarm.node.advice import Adviser
 from swarm.node.controls import NodeControls
-from swarm.node.learner import Learner
+from swarm.node.learner import Learner, Publish, SwarmPorts, publish_nothing
 from swarm.node.pipeline_driver import PipelineDriver
 from swarm.node.policy_backend import PolicyBackend, local_backend
-from swarm.node.report import NodeReport
+from swarm.node.report import NetworkSide, NodeReport
 from swarm.node.stage_process import network_with_stages
 from swarm.node.training_loop import TrainingRun
 from swarm.node.watchdog import LOOK_INTERVAL_S, Watchdog
 from swarm.observability.repeat import repeat
-from swarm.policy.policy import load_policy
+from swarm.policy.policy import TextPolicy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
+from swarm.records.context import SwarmContext
 from swarm.records.identity import Identity
-from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
+from swarm.sharing.parts import SharingParts, make_sharing_parts
 from swarm.sharing.peer_tracker import PeerTracker
+from swarm.sharing.totals import SharingPause
 from swarm.silo.open_silo import node_transport
 from swarm.tasks.sandboxed_verifier import SandboxedVerifier
 from swarm.tasks.task_mixture import TaskMixture, owns_stream
 from swarm.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
-
-
-def wire_page(
-    page: NodePage,
-    controls: NodeControls,
-    mixture: TaskMixture,
-    learner: Learner,
-    exchange: Exchange | None,
-    crew: PipelineDriver | None,
-) -> None:
-    """Called on the node's loop, before the first round. Without a network there is no `exchange`, with one machine no `crew`."""
-    loop, rollouts = asyncio.get_running_loop(), page.rollouts
-    rollouts.prompt_of = mixture.prompt_of
-    learner.on_groups = rollouts.own
-    if crew is not None:
-        page.stages = crew.stages
-    if exchange is None:
-        return
-    exchange.reader.on_admitted, exchange.reader.on_refused = rollouts.admitted, rollouts.refused
-
-    def follow(is_paused: bool) -> None:
-        loop.call_soon_threadsafe(exchange.set_paused, is_paused)
-
-    controls.on_sharing = follow
-    exchange.set_paused(controls.sharing_is_paused())  # asked for while the node came up
-
 
 _INTERRUPTED = 130
 _STOP_CHECK_INTERVAL_S = 0.25
@@ -95,8 +73,19 @@ TransportFactory = Callable[[Config, Identity, NodeFolder, EntryValidator], Tran
 def configured_transport(
     config: Config, identity: Identity, folder: NodeFolder, validator: EntryValidator
 ) -> Transport | None:
+    """The transport that the configuration names; None with `network.backend = "off"`."""
     network = network_with_stages(config, identity.peer_id)
     return node_transport(config.model_copy(update={"network": network}), identity, folder, validator)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """The parts of a node that need its policy."""
+
+    mixture: TaskMixture
+    learner: Learner
+    exchange: Exchange | None
+    """None without a network."""
 
 
 class Node:
@@ -107,39 +96,49 @@ class Node:
         config: Config,
         folder: NodeFolder,
         identity: Identity,
+        *,
+        watchdog: Watchdog,
         make_transport: TransportFactory = configured_transport,
-        watchdog: Watchdog | None = None,
     ) -> None:
         self.config = config
         self.folder = folder
         self.identity = identity
+        # the network
         validator = EntryValidator(config.swarm_id)
-        self.transport = make_transport(config, identity, folder, validator)
-        self._clock = self.transport.now if self.transport else time.time
-        self.pool = ExperiencePool(folder.pool, config.sharing, self._clock)
-        self.exchange: Exchange | None = None
-        self._bodies = BodyStore(self._clock)
-        seen_at = self.transport.seen_at if self.transport else lambda peer_id: ()
-        self._authors = PeerTracker(
-            config.sharing, identity.peer_id, self._clock, path=folder.reputation, seen_at=seen_at
-        )
-        self._reputation = self._authors.reputation
-        self._fence = SandboxedVerifier(config.tasks)
-        self._copies = CopyWatch(owns_stream, self._reputation.refused)
-        self.controls = NodeControls()
-        is_paused = self.controls.sharing_is_paused
-        self._merging = make_merging(config, identity, self.transport, self._level, is_paused, self._authors.shares)
-        self._watchdog = watchdog or Watchdog(time.monotonic)
-        has_peers = bool(config.network.initial_peers)
-        adviser = Adviser(time.monotonic, has_network=self.transport is not None, has_initial_peers=has_peers)
-        self._page = NodePage(config, folder.path, self.controls)
-        self._report = NodeReport(
-            config.observability, folder, identity, self.transport, validator, self._merging, adviser, self._watchdog,
-            page=self._page, sinks=open_sinks(config, folder, identity),
-        )  # fmt: skip
+        self.transport = transport = make_transport(config, identity, folder, validator)
+        self._clock = transport.now if transport else time.time
         is_driver = config.policy.pipeline.is_on
-        self._crew = PipelineDriver(config, identity, self.transport, time.time) if is_driver else None
-        self._stop = threading.Event()
+        self._driver = PipelineDriver(config, identity, transport, time.time) if is_driver else None
+        # what a person asks for and sees
+        pause = SharingPause()
+        self.controls = NodeControls(pause)
+        self._page = NodePage(config, folder.path, self.controls, stages=self._driver.stages if self._driver else list)
+        # experience of others
+        context = SwarmContext(identity, config.swarm_id, self._clock)
+        seen_at = transport.seen_at if transport else lambda peer_id: ()
+        self.pool = ExperiencePool(folder.pool, config.sharing, self._clock)
+        self.tracker = PeerTracker(config.sharing, context, path=folder.reputation, seen_at=seen_at)
+        self._fence = SandboxedVerifier(config.tasks)
+        self._copies = CopyWatch(owns_stream, self.tracker.reputation.refused)
+        self.sharing = (
+            make_sharing_parts(
+                config.sharing,
+                NodeContext.of(identity, config.swarm_id, transport),
+                self.tracker,
+                pause=pause,
+                observer=self._page.rollouts,
+            )
+            if transport
+            else None
+        )
+        self._merging = make_merging(config.merging, self.sharing)
+        # reports
+        self._watchdog = watchdog
+        network = NetworkSide(self.sharing, validator, self._merging) if self.sharing else None
+        sinks = open_sinks(config, folder, identity)
+        self._report = NodeReport(
+            config, folder, identity, network=network, watchdog=watchdog, page=self._page, sinks=sinks
+        )
 
     async def run_until_signal(self) -> None:
         """`run`, with SIGINT and SIGTERM asking for a stop; a second one ends the process at once.
@@ -152,154 +151,170 @@ class Node:
             os._exit(_INTERRUPTED)
 
     def _on_signal(self) -> None:
-        if self._stop.is_set():
+        if self.controls.has_ended:
             os._exit(_INTERRUPTED)
         logger.info("stopping: the round in flight is finished or left; press Ctrl-C again to end at once")
         self.stop()
 
     def stop(self) -> None:
         """Ask the node to end after the round in flight. Safe from any thread."""
-        self._stop.set()
         self.controls.end()
 
     async def run(self) -> bool:
-        """Whole life of the node. Returns whether all computation has ended; raises what ended it."""
+        """Run the node for its whole life. Returns whether all computation has ended; raises what ended it."""
         logger.info("node %s (%s) in %s", self.identity.peer_name, self.identity.peer_id, self.folder.path)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.pool.close)
             stack.callback(self._fence.close)
             stack.callback(self._save_reputation)
             stack.push_async_callback(self._report.stop)
-            if self._crew is not None:
-                stack.callback(self._crew.close)
+            if self._driver is not None:
+                stack.callback(self._driver.close)
             await self._report.start()
             if self.transport is not None:
                 stack.push_async_callback(self.transport.stop)
-            learner = await self._start()
-            if learner is None:
+            loaded = await self._start()
+            if loaded is None:
                 return False
-            stack.callback(self._mixture.close)
-            if self.transport is not None:
-                self.exchange = self._report.exchange = self._wire_exchange(learner, self.transport)
-            tasks = [asyncio.create_task(work) for work in self._network_work()]
+            stack.callback(loaded.mixture.close)
+            tasks = [asyncio.create_task(work) for work in self._network_work(loaded.exchange)]
             stack.push_async_callback(_cancel, tasks)
             stack.enter_context(self._watchdog)
-            wire_page(self._page, self.controls, self._mixture, learner, self.exchange, self._crew)
             run = TrainingRun(
-                self.config, self.folder, learner, self._report, self._clock, self._stop, self._watchdog, self.controls
+                self.config,
+                self.folder,
+                loaded.learner,
+                report=self._report,
+                clock=self._clock,
+                watchdog=self._watchdog,
+                controls=self.controls,
             )
             return await self._compute(run, tasks)
 
-    async def _start(self) -> Learner | None:
-        """Network and policy come up side by side; None where a stop was asked for meanwhile."""
-        self._loop = asyncio.get_running_loop()
+    async def _start(self) -> _Loaded | None:
+        """Bring network and policy up; None where a stop was asked for meanwhile."""
         starting = asyncio.create_task(self._bring_up())
         while not starting.done():
             await asyncio.wait([starting], timeout=_STOP_CHECK_INTERVAL_S)
-            if self._stop.is_set() and not starting.done():
+            if self.controls.has_ended and not starting.done():
                 starting.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await starting
                 return None
         return await starting
 
-    async def _bring_up(self) -> Learner:
-        if self._crew is not None:  # its policy is behind the network
+    async def _bring_up(self) -> _Loaded:
+        """Network and policy side by side; one after the other where the policy is on other machines."""
+        loop = asyncio.get_running_loop()
+        if self._driver is not None:
             await self._start_transport()
-            learner = await asyncio.to_thread(self._build_learner)
+            loaded = await asyncio.to_thread(self._load, loop)
         else:
-            learner, _ = await asyncio.gather(asyncio.to_thread(self._build_learner), self._start_transport())
-        if self._merging is not None:
-            await self._merging.join(learner)
-        return learner
-
-    def _level(self) -> int:
-        return self.exchange.directory.level if self.exchange else 0
+            loaded, _ = await asyncio.gather(asyncio.to_thread(self._load, loop), self._start_transport())
+        merging = loaded.learner.merging
+        if self._merging is not None and merging is not None and loaded.learner.round == 0:
+            await self._merging.join(merging)
+        return loaded
 
     async def _start_transport(self) -> None:
         if self.transport is None:
             return
-        self._bodies.serve_on(self.transport)
         await self.transport.start()
         self._report.write_status()  # others can join through this node while it still loads its policy
         for address in self.transport.addresses():
             logger.info("listening on %s", address)
 
-    def _build_learner(self) -> Learner:
-        """Everything that imports, loads or hashes for seconds; runs in a thread while the network comes up."""
+    def _load(self, loop: asyncio.AbstractEventLoop) -> _Loaded:
+        """Make all that imports, loads or hashes for seconds; runs in a thread while the network comes up on `loop`."""
         import torch
 
         if self.config.node.threads:
             torch.set_num_threads(self.config.node.threads)
         mixture = TaskMixture(self.config.tasks)
+        self._page.rollouts.show_prompts(mixture.prompt_of)
         logger.info("loading policy %s", self.config.policy.base)
-        means = self._load_means()
-        policy = means.policy
+        backend = self._load_policy(loop)
+        policy = backend.policy
         logger.info("policy ready on %s, lineage %s", policy.device, policy.lineage.policy[:12])
+        exchange = self._make_exchange(self.sharing, policy, mixture) if self.sharing else None
+        ports = SwarmPorts(
+            publish=self._publisher(exchange, loop) if exchange else publish_nothing,
+            usefulness=self.tracker.usefulness,
+            merge_ports=self._merging.ports if self._merging else None,
+            report_peer=self.tracker.reputation.unlikely,
+            beacon=self.tracker.beacons.current,
+            observer=self._page.rollouts,
+        )
         learner = Learner(
-            self.config, means, mixture, self.pool, self.identity.peer_id, self._hand_out, self._authors.usefulness,
-            self._merging.links if self._merging else None, self._reputation.unlikely, self._authors.beacons.current,
-        )  # fmt: skip
+            self.config, backend, mixture=mixture, pool=self.pool, peer_id=self.identity.peer_id, ports=ports
+        )
         learner.probe_memory()
         if learner.resume(CheckpointStore(self.folder.checkpoints, self.config.checkpoint.keep)):
             logger.info("resumed after round %d", learner.round)
-        self._mixture = mixture
-        return learner
+        return _Loaded(mixture, learner, exchange)
 
-    def _load_means(self) -> PolicyBackend:
-        if self._crew is not None:
-            return self._crew.bring_up(self._loop, self.folder.hash_cache)
+    def _load_policy(self, loop: asyncio.AbstractEventLoop) -> PolicyBackend:
+        if self._driver is not None:
+            return self._driver.bring_up(loop, self.folder.hash_cache)
         policy = load_policy(self.config.policy, device=self.config.node.device, hash_cache=self.folder.hash_cache)
         return local_backend(self.config, policy, self.identity.peer_id)
 
-    def _wire_exchange(self, learner: Learner, transport: Transport) -> Exchange:
-        policy, config = learner.policy, self.config
+    def _make_exchange(self, sharing: SharingParts, policy: TextPolicy, mixture: TaskMixture) -> Exchange:
+        verifier = RewardVerifier(mixture, is_known=self.tracker.reputation.is_known, fence=self._fence)
         vocabulary = Vocabulary(
             lineage=policy.lineage,
             size=policy.vocab_size,
             eos_token_ids=frozenset(policy.eos_token_ids),
             decode=policy.decode,
         )
-        judge = RewardVerifier(self._mixture, is_known=self._reputation.is_known, fence=self._fence)
         admission = Admission(
-            config.sharing, config.swarm_id, self.identity.peer_id, judge, vocabulary, self._clock, self._copies
+            self.config.sharing, sharing.context, verifier=verifier, vocabulary=vocabulary, copies=self._copies
         )
         return Exchange(
-            config.sharing, config.network, config.swarm_id, self.identity, transport, admission, self.pool,
-            self._bodies, lambda: self.pool.next_number("header"), random.Random(self.identity.peer_id), self._authors,
-        )  # fmt: skip
+            self.config.sharing,
+            self.config.network,
+            sharing,
+            admission=admission,
+            pool=self.pool,
+            rng=random.Random(self.identity.peer_id),
+        )
 
-    def _network_work(self) -> list[Coroutine[Any, Any, None]]:
+    def _publisher(self, exchange: Exchange, loop: asyncio.AbstractEventLoop) -> Publish:
+        """A function by which the compute thread hands out its groups without waiting for the network."""
+
+        def publish(groups: Sequence[RolloutGroup]) -> None:
+            self._copies.note(groups)
+            loop.call_soon_threadsafe(exchange.hand_out, groups)
+
+        return publish
+
+    def _network_work(self, exchange: Exchange | None) -> list[Coroutine[Any, Any, None]]:
         on_failure = self._report.count_failed_step
         status = repeat(self._report.refresh, pause_s=_STATUS_INTERVAL_S, on_failure=on_failure)
-        merging = self._merging.work(on_failure) if self._merging else ()
-        memory = repeat(self._remember_authors, pause_s=_REPUTATION_INTERVAL_S, on_failure=on_failure)
+        reputation = repeat(self._remember_peers, pause_s=_REPUTATION_INTERVAL_S, on_failure=on_failure)
         alive = repeat(self._watchdog.loop_turns, pause_s=LOOK_INTERVAL_S, on_failure=on_failure)
-        return [status, memory, alive, *(self.exchange.work(on_failure) if self.exchange else ()), *merging]
+        sharing = exchange.work(on_failure) if exchange else ()
+        merging = self._merging.work(on_failure) if self._merging else ()
+        return [status, reputation, alive, *sharing, *merging]
 
     def _save_reputation(self) -> None:
         """At the end, when nothing is left to try again."""
         try:
-            self._reputation.save()
+            self.tracker.reputation.save()
         except OSError as error:
-            logger.warning("the reputation of others was not saved: %s", error)
+            logger.warning("the reputation of other nodes was not saved: %s", error)
 
-    async def _remember_authors(self) -> None:
-        await asyncio.to_thread(self._reputation.save)
-
-    def _hand_out(self, groups: Sequence[RolloutGroup]) -> None:
-        """Called by the compute thread, which never waits for the network."""
-        self._copies.note(groups)
-        if self.exchange is not None:
-            self._loop.call_soon_threadsafe(self.exchange.hand_out, groups)
+    async def _remember_peers(self) -> None:
+        await asyncio.to_thread(self.tracker.reputation.save)
 
     async def _compute(self, run: TrainingRun, tasks: Sequence["asyncio.Task[None]"]) -> bool:
         """Run the compute thread to its end, or leave it behind when a stop cannot wait for its round.
 
         A network task that ends has met a bug: that is raised here, never passed over.
         """
-        outcome: asyncio.Future[None] = self._loop.create_future()
-        thread = threading.Thread(target=self._compute_thread, args=(run, outcome), name="compute", daemon=True)
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[None] = loop.create_future()
+        thread = threading.Thread(target=_run_and_settle, args=(run, loop, outcome), name="compute", daemon=True)
         thread.start()
         stop_seen_at: float | None = None
         while not outcome.done():
@@ -308,7 +323,7 @@ class Node:
                 if task.done():
                     self.stop()
                     task.result()
-            if self._stop.is_set():
+            if self.controls.has_ended:
                 stop_seen_at = stop_seen_at or time.monotonic()
                 if time.monotonic() - stop_seen_at > _STOP_GRACE_S:
                     logger.warning("left round %d unfinished; the last checkpoint stands", run.learner.round + 1)
@@ -316,13 +331,16 @@ class Node:
         await outcome
         return True
 
-    def _compute_thread(self, run: TrainingRun, outcome: "asyncio.Future[None]") -> None:
-        error: Exception | None = None
-        try:
-            run.run()
-        except Exception as caught:  # the thread's edge: whatever it is, the loop raises it
-            error = caught
-        self._loop.call_soon_threadsafe(_settle, outcome, error)
+
+def _run_and_settle(run: TrainingRun, loop: asyncio.AbstractEventLoop, outcome: "asyncio.Future[None]") -> None:
+    """The compute thread: run, and give the loop what came of it."""
+    error: Exception | None = None
+    try:
+        run.run()
+    except Exception as caught:  # the thread's edge: whatever it is, the loop raises it
+        error = caught
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the node ended without this thread
+        loop.call_soon_threadsafe(_settle, outcome, error)
 
 
 async def _cancel(tasks: Sequence["asyncio.Task[Any]"]) -> None:

@@ -16,18 +16,18 @@ from swarm.training.policy_optimizer import LocalOptimizer, PolicyOptimizer
 
 @dataclass(frozen=True, slots=True)
 class PolicyBackend:
-    """What a policy is sampled and trained with, where its weights are."""
+    """A policy with its engine and its optimizer, wherever its weights are: in this process or on other machines."""
 
     policy: TextPolicy
     engine: Engine
-    steps: PolicyOptimizer
+    optimizer: PolicyOptimizer
     probe_memory: Callable[[], None]
     """Raises MemoryBudgetError before the first round where the longest batch would not fit."""
     pruning: Pruning | None = None
 
 
-def local_backend(config: Config, policy: Policy, author: str) -> PolicyBackend:
-    """Of a policy in this process."""
+def local_backend(config: Config, policy: Policy, peer_id: str) -> PolicyBackend:
+    """The backend of a policy in this process."""
     engine = make_engine(policy, config.rollouts)
 
     def probe() -> None:
@@ -41,6 +41,6 @@ def local_backend(config: Config, policy: Policy, author: str) -> PolicyBackend:
             held_bytes=engine.held_bytes,
         )
 
-    seed = round_seed(config, author, "pruning")
+    seed = round_seed(config, peer_id, "pruning")
     pruning = Pruning(config.rollouts, hidden_size(policy), seed) if config.rollouts.prune else None
     return PolicyBackend(policy, engine, LocalOptimizer(config.training, policy), probe, pruning)

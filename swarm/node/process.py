@@ -18,7 +18,7 @@ from swarm.records.identity import IdentityLock, Unlock
 def run_node(
     config: Config, *, fresh: bool = False, unlock: Unlock | None = None, end_when_stuck: bool = False
 ) -> None:
-    """Run one node until `max_rounds` or a signal. Blocks. Raises SwarmError for whatever the user can mend.
+    """Run one node until `max_rounds` or a signal. Blocks. Raises SwarmError for whatever the user can fix.
 
     `unlock`: opens an identity that is encrypted on disk. `end_when_stuck`: end the process, as somebody will start it again.
     """

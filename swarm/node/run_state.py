@@ -1,7 +1,7 @@
-"""What a learner writes beside the tensors of a checkpoint, and its check before anything of it is restored.
+"""The state that a learner writes beside the tensors of a checkpoint, and the check before it is restored.
 
-The hashes in a checkpoint's manifest say that its files belong together. They say nothing about what is in them: it may
-come from somebody else, or from another version.
+The hashes in a checkpoint's manifest prove that its files belong together. They say nothing about the content, which may come
+from somebody else or from another version.
 """
 
 import math
@@ -24,7 +24,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _generator(state: list[Any]) -> list[Any]:
-    """What `random.getstate` gives, as a list. From a state of zeros alone nothing but zeros would follow."""
+    """The result of `random.getstate` as a list. A state of zeros is refused, because it would only produce zeros."""
     version, words, gauss = state if len(state) == 3 else (None, [], None)
     is_state = version == 3 and isinstance(words, list) and len(words) == _TWISTER_WORDS + 1
     if not is_state or not all(type(word) is int and 0 <= word < 2**32 for word in words):
@@ -145,7 +145,7 @@ class _Merging(_Part):
 
 
 class _RunState(_Part):
-    """Parts that earlier versions did not write have a default."""
+    """The state of one run. Parts that earlier versions did not write have a default."""
 
     round: Count
     policy_version: Count
@@ -165,7 +165,7 @@ class _RunState(_Part):
 
 
 def check_run_state(checkpoint: Checkpoint, vocab_size: int) -> None:
-    """Raise CheckpointError, with the file and what is odd in it, for what no learner of this policy has written."""
+    """Raise CheckpointError, with the file and the wrong entry, for a state that no learner of this policy writes."""
     file = checkpoint.path / "state.json"
     missing = {"adapter", "optimizer"} - checkpoint.tensors.keys()
     if missing:

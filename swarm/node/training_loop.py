@@ -1,7 +1,11 @@
-"""What the compute thread does from a node's first round to its last: rounds, checkpoints, evaluations, the last merge."""
+"""What the compute thread does from a node's first round to its last.
+
+    evaluate ─▶ ( run_round ─▶ metrics row ─▶ checkpoint ─▶ evaluate ─▶ rest ) … ─▶ last checkpoint ─▶ final merge ─▶ evaluate
+
+A round itself is `Learner.run_round`.
+"""
 
 import logging
-import threading
 from collections.abc import Callable
 
 from swarm.adapters.checkpoint import CheckpointStore
@@ -16,62 +20,59 @@ from swarm.policy.policy import Policy
 
 logger = logging.getLogger(__name__)
 
-_LEAST_PATIENCE_S = 600.0
-_PATIENCE_ROUNDS = 20
-"""Times the longest round so far: only then is a round that goes on taken for stuck."""
-_FIRST_PATIENCE_S = 1800.0
-"""For what nothing is known of yet: the first round, and evaluations."""
-_CHECKPOINT_PATIENCE_S = 300.0
+_SHORTEST_LIMIT_S = 600.0
+_LIMIT_ROUNDS = 20
+"""A round counts as stuck after this many times the longest round so far."""
+_FIRST_LIMIT_S = 1800.0
+"""For work whose duration is not known yet: the first round, and evaluations."""
+_CHECKPOINT_LIMIT_S = 300.0
 _BETWEEN_ROUNDS = "nothing: between two rounds, or paused"
 
 
 class TrainingRun:
-    """Of one learner that has been built and resumed. `run` blocks its thread; all else is safe from any other."""
+    """The run of one learner that has been built and resumed. `run` blocks its thread."""
 
     def __init__(
         self,
         config: Config,
         folder: NodeFolder,
         learner: Learner,
+        *,
         report: NodeReport,
         clock: Callable[[], float],
-        stop: threading.Event,
-        watchdog: Watchdog | None = None,
-        controls: NodeControls | None = None,
+        watchdog: Watchdog,
+        controls: NodeControls,
     ) -> None:
-        """`clock`: seconds since the epoch, the swarm's. `stop`: asked for by a person; seen after the round in flight.
-
-        `watchdog`: told what the thread is at. `controls`: heeded between two rounds; whoever sets `stop` also ends them, or a
-        paused run would wait on.
+        """`clock`: swarm time. `watchdog`: notes what the thread is doing, and how long that may take. `controls`: obeyed
+        between two rounds.
         """
         self.learner = learner
         self._config = config
         self._folder = folder
         self._report = report
         self._clock = clock
-        self._stop = stop
         self._watchdog = watchdog
+        self._controls = controls
         self._longest_round_s = 0.0
-        self._controls = controls or NodeControls()
         self._store = CheckpointStore(folder.checkpoints, config.checkpoint.keep)
 
     def run(self) -> None:
-        """Until a setting ends it or a stop is asked for. Raises what ended it otherwise."""
+        """Train until a setting ends it or a stop is asked for. Raises what ended it otherwise."""
         learner = self.learner
-        if learner.round == 0 and not self._stop.is_set():
+        if learner.round == 0 and not self._controls.has_ended:
             self._evaluate("start")
         self._report.phase = "learning"
-        while not self._stop.is_set() and not self._why_done():
+        while not self._controls.has_ended and not self._why_done():
             self._begin(_BETWEEN_ROUNDS, None)
             self._controls.between_rounds(self._save)
-            if not self._stop.is_set():
+            if not self._controls.has_ended:
                 self._round()
-        self._begin("writing the last checkpoint", _CHECKPOINT_PATIENCE_S)
+        self._begin("writing the last checkpoint", _CHECKPOINT_LIMIT_S)
         learner.save(self._store)
         done = self._why_done()
-        if done and not self._stop.is_set():
-            self._merge_finally()
-        if done and not self._stop.is_set():
+        if done and not self._controls.has_ended:
+            self._final_merge()
+        if done and not self._controls.has_ended:
             self._evaluate("end")
         self._report.record({"kind": "end", "reason": done or "interrupted", "round": learner.round})
         self._report.phase = "ended"
@@ -79,7 +80,7 @@ class TrainingRun:
 
     def _round(self) -> None:
         learner = self.learner
-        self._begin(f"round {learner.round + 1}", self._round_patience_s())
+        self._begin(f"round {learner.round + 1}", self._round_limit_s())
         row = learner.run_round()
         self._longest_round_s = max(self._longest_round_s, row["time/round_s"])
         self._report.record(row)
@@ -92,8 +93,8 @@ class TrainingRun:
         self._rest(row["time/round_s"])
 
     def _save(self) -> int | None:
-        """The round that was saved. In the middle of a run a disk that refuses costs a checkpoint and not the node."""
-        self._begin("writing a checkpoint", _CHECKPOINT_PATIENCE_S)
+        """Write a checkpoint and return its round. During a run, a disk that refuses costs a checkpoint and not the node."""
+        self._begin("writing a checkpoint", _CHECKPOINT_LIMIT_S)
         try:
             self.learner.save(self._store)
             return self.learner.round
@@ -105,21 +106,21 @@ class TrainingRun:
             self._begin(_BETWEEN_ROUNDS, None)
 
     def _why_done(self) -> str:
-        """The setting that ends training here; empty while it goes on."""
+        """The setting that has ended training; empty while training goes on."""
         max_rounds, final_at = self._config.node.max_rounds, self._config.merging.final_at
         if max_rounds is not None and self.learner.round >= max_rounds:
             return "max_rounds"
         is_time_up = self.learner.merging is not None and self._config.merging.final and 0 < final_at <= self._clock()
         return "final_at" if is_time_up else ""
 
-    def _merge_finally(self) -> None:
-        """With all that have ended, too; the result is the last checkpoint."""
+    def _final_merge(self) -> None:
+        """Merge with all other nodes that have ended. The result is the last checkpoint."""
         if self.learner.merging is None or not self._config.merging.final:
             return
         self._report.phase = "merging"
         self._begin("waiting for the last merge", None)  # until a time that others know as well
         row = self.learner.merging.finish()
-        if row is None or self._stop.is_set():  # what was saved before stands, and is merged after a restart
+        if row is None or self._controls.has_ended:  # what was saved before stands, and is merged after a restart
             return
         self._report.record({"kind": "final_merge", "round": self.learner.round, **row})
         self.learner.save(self._store)
@@ -136,20 +137,19 @@ class TrainingRun:
     def _evaluate(self, phase: str) -> None:
         if self._config.evaluation.tasks_per_source:
             self._report.phase = "evaluating"
-            self._begin("an evaluation", max(_FIRST_PATIENCE_S, self._round_patience_s()))
+            self._begin("an evaluation", max(_FIRST_LIMIT_S, self._round_limit_s()))
             self._report.record(self.learner.evaluate(phase))
 
     def _rest(self, worked_s: float) -> None:
         duty = self._config.node.duty_cycle
         if duty < 1:
             self._begin("resting", None)
-            self._stop.wait(worked_s * (1 / duty - 1))
+            self._controls.wait_for_end(worked_s * (1 / duty - 1))
 
-    def _round_patience_s(self) -> float:
+    def _round_limit_s(self) -> float:
         if not self._longest_round_s:
-            return _FIRST_PATIENCE_S
-        return max(_LEAST_PATIENCE_S, _PATIENCE_ROUNDS * self._longest_round_s)
+            return _FIRST_LIMIT_S
+        return max(_SHORTEST_LIMIT_S, _LIMIT_ROUNDS * self._longest_round_s)
 
-    def _begin(self, doing: str, patience_s: float | None) -> None:
-        if self._watchdog is not None:
-            self._watchdog.mark("compute thread", doing, patience_s)
+    def _begin(self, doing: str, limit_s: float | None) -> None:
+        self._watchdog.mark("compute thread", doing, limit_s)

@@ -1,11 +1,11 @@
-"""Notices a part of a node that makes no progress, says where its thread is, and, where a supervisor waits, ends the process.
+"""Notices parts of a node that make no progress, logs where their threads are, and ends the process if a supervisor restarts it.
 
-    compute thread ─ mark("round 13", patience) ─┐
+    compute thread ─ mark("round 13", limit) ─┐
     network loop ─── mark("network loop", 30 s) ─┴─▶ [watchdog thread] ─ stacks to the log · `stuck` in status and metrics
                                                             └── stuck for long, supervised ─▶ crash report, exit code 18
 
-A thread of its own looks, as neither of the two sides may be able to. Where even this thread does not run, because native code
-holds the interpreter's lock, a timer of faulthandler writes the stacks: it needs no Python.
+The watchdog has its own thread, as either side of the node may be the stuck one. Where even this thread does not run, because
+native code holds the interpreter's lock, a timer of faulthandler writes the stacks, which needs no Python.
 """
 
 import faulthandler
@@ -23,26 +23,26 @@ from swarm.observability.plain_text import for_how_long
 logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0
-LOOP_PATIENCE_S = 30.0
-"""For the network loop, which does nothing that takes longer than a fraction of a second."""
+LOOP_LIMIT_S = 30.0
+"""Limit for the network loop, which does nothing that takes longer than a fraction of a second."""
 END_AFTER_S = 300.0
 """How long a part may stay stuck where a supervisor starts the node again."""
 _FROZEN_AFTER_S = 600.0
-"""Without a turn of the watchdog's own thread."""
+"""After this time without a turn of the watchdog's own thread, faulthandler writes the stacks."""
 _PAUSED_AFTER_S = 5.0
-"""Between two looks, beyond the usual time: the process itself was stopped, or the machine had no time for it."""
+"""A longer pause between two looks means that the process itself was stopped, or the machine had no time for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
     doing: str
     at: float
-    patience_s: float | None
+    limit_s: float | None
     thread: int
 
 
 class Watchdog:
-    """Of one process. `mark` from any thread; a context manager that looks from its beginning to its end."""
+    """The watchdog of one process. As a context manager it looks from enter to exit; `mark` is safe from any thread."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class Watchdog:
         end: Callable[[str], None] | None = None,
         look_interval_s: float = LOOK_INTERVAL_S,
     ) -> None:
-        """`clock`: seconds, never backwards. `stacks`: an open file for what faulthandler writes.
+        """`clock`: seconds of a monotonic clock. `stacks`: an open file for what faulthandler writes.
 
-        `end`: ends the process for good, and is told why; without it nothing is ended.
+        `end`: ends the process, and is given the reason; without it nothing is ended.
         """
         self._clock = clock
         self._stacks = stacks
@@ -63,20 +63,20 @@ class Watchdog:
         self._marks: dict[str, _Mark] = {}
         self._reported: dict[str, _Mark] = {}
         self._looked_at = clock()
-        self._lost_s = 0.0  # in which nothing of this process ran
+        self._lost_s = 0.0  # time in which nothing of this process ran
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def mark(self, part: str, doing: str, patience_s: float | None) -> None:
-        """The calling thread, which is `part` of the node, begins `doing`; the next mark is due within `patience_s`.
+    def mark(self, part: str, doing: str, limit_s: float | None) -> None:
+        """The calling thread, which is `part` of the node, begins `doing`; the next mark is due within `limit_s`.
 
-        None: what comes may take as long as it likes.
+        None: there is no limit.
         """
-        self._marks[part] = _Mark(doing, self._now(), patience_s, threading.get_ident())
+        self._marks[part] = _Mark(doing, self._now(), limit_s, threading.get_ident())
 
     async def loop_turns(self) -> None:
-        """To be called again and again by the network loop."""
-        self.mark("network loop", "one turn", LOOP_PATIENCE_S)
+        """Note a turn of the network loop. To be called regularly by the loop."""
+        self.mark("network loop", "one turn", LOOP_LIMIT_S)
 
     def stuck(self) -> list[str]:
         """A line for each part whose next mark is overdue, such as `compute thread: round 13 for 20 min`."""
@@ -132,13 +132,13 @@ class Watchdog:
 
 
 def stack_of(thread: int) -> str:
-    """Where a thread is, outermost call first."""
+    """The stack of a thread, outermost call first."""
     frame = sys._current_frames().get(thread)
     return "".join(traceback.format_stack(frame)) if frame else "(the thread has ended)"
 
 
 def _overdue_s(mark: _Mark, now: float) -> float:
-    return 0.0 if mark.patience_s is None else now - mark.at - mark.patience_s
+    return 0.0 if mark.limit_s is None else now - mark.at - mark.limit_s
 
 
 def _line(part: str, mark: _Mark, now: float) -> str:

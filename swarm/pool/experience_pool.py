@@ -1,4 +1,4 @@
-"""SQLite store of admitted groups; survives `kill -9` of the node at any instant.
+"""The SQLite store of admitted groups. It survives `kill -9` of the node at any moment.
 
     admission (network loop) → add → [pool] → draw → training batch (compute thread)
 
@@ -45,47 +45,47 @@ CREATE TEMP VIEW aged AS SELECT *, coalesce((
     SELECT version FROM newest_versions n WHERE n.author = groups.author AND n.policy = groups.policy
 ), policy_version) - policy_version AS behind FROM groups
 """
-"""Groups with how many versions they are behind their author's newest."""
+"""Groups with the number of versions that they are behind their author's newest."""
 _LARGEST_BEYOND = """
 DELETE FROM groups WHERE id IN (
     SELECT id FROM (SELECT id, sum(length(payload)) OVER (ORDER BY id DESC) AS newer_bytes FROM groups)
     WHERE newer_bytes > ?)
 """
-"""The oldest groups, as far as they do not fit beside the newer ones."""
+"""Deletes the oldest groups as far as they do not fit beside the newer ones."""
 _ODD_COUNTER = "SELECT 1 FROM counters WHERE typeof(value) <> 'integer' OR value NOT BETWEEN 0 AND ?"
 _MAX_COUNTER = 1 << 53
 _BESIDE = ("-wal", "-shm", "-journal")
 _NO_BOUND = 1 << 60
 _MAX_PAYLOAD_BYTES = 128 << 20
-"""Of all groups together: 256 KiB each, where there are 512 of them. Those of text take 2 to 10 KiB."""
+"""Bound for all groups together: 256 KiB each where there are 512 of them. Groups of text take 2 to 10 KiB."""
 _MAX_FILE_BYTES = 2 * _MAX_PAYLOAD_BYTES
-"""Of the database; SQLite reuses what is deleted and refuses to grow beyond this."""
+"""Bound for the database file; SQLite reuses deleted space and refuses to grow beyond this."""
 
 
 @dataclass(frozen=True, slots=True)
 class PooledGroup:
-    """What may decide about a group before it is drawn."""
+    """What is known about a group before it is drawn."""
 
     author: str
     policy: str
-    """Lineage of the policy that sampled it."""
+    """Lineage of the policy that sampled the group."""
     source: str
-    """Of its task; empty where an older version stored it."""
+    """Source of its task; empty where an older version stored the group."""
     mean_reward: float
-    """Recomputed here, at admission."""
+    """As recomputed by this node at admission."""
     created_at: float
 
 
 Weigh = Callable[[PooledGroup], float]
-"""How useful a group is expected to be, >= 0; called by the thread that draws."""
+"""Expected usefulness of a group, >= 0; called by the thread that draws."""
 
 
 class ExperiencePool:
-    """Groups of other nodes, newest `config.pool_max_groups` of them, each drawn at most `config.max_uses` times.
+    """The newest `config.pool_max_groups` groups of other nodes, each of which is drawn at most `config.max_uses` times.
 
-    With `config.max_staleness` a group counts as too old once its author has been seen that many versions further on, by
-    the author's own counter: versions of two nodes do not compare. What is known of an author's versions is forgotten
-    `max_age_s` after its newest one came in, so one that starts anew is heard again.
+    With `config.max_staleness` a group counts as too old once its author has announced that many versions more, by the author's
+    own counter, since versions of two nodes cannot be compared. An author's versions are forgotten `max_age_s` after the newest
+    one came in, so an author that starts again from version 0 is accepted then. Safe from any thread, but only one may draw.
     """
 
     def __init__(self, path: Path | str, config: SharingSection, clock: Callable[[], float]) -> None:
@@ -97,21 +97,24 @@ class ExperiencePool:
         self._success_levels: Mapping[str, SuccessLevel] = {}
 
     def expect(self, levels: Mapping[str, SuccessLevel]) -> None:
-        """From now on store only groups with a success, by the level of their source. `levels` must not change any more."""
+        """From now on store only groups with a success, by the level of their source. `levels` must not be changed afterwards."""
         self._success_levels = levels
 
     def success_level(self, source: str) -> SuccessLevel:
-        """Safe from any thread."""
+        """What a group of this source must reach to count as a success. Safe from any thread."""
         return self._success_levels.get(source, ANY_REWARD)
 
     @property
     def dropped(self) -> Counter[str]:
-        """Groups that were left undrawn, by reason: no_success, stale_version, too_old, overflow, too_large, banned_author."""
+        """Groups that were removed without being drawn, by reason:
+
+        no_success, stale_version, too_old, overflow, too_large, banned_author.
+        """
         with self._lock:
             return Counter(self._dropped)
 
     def add(self, body_hash: bytes, expires_at: float, created_at: float, groups: Sequence[RolloutGroup]) -> int:
-        """Store the groups of one admitted body that hold a success. Returns how many were new: a known body adds nothing."""
+        """Store the groups of one admitted body that hold a success. Returns how many; a body that is known adds nothing."""
         num_offered = len(groups)
         groups = [group for group in groups if has_success(group, self.success_level(group.task.source))]
         rows = [_row(group, created_at) for group in groups]
@@ -138,7 +141,7 @@ class ExperiencePool:
         return len(groups)
 
     def drop_author(self, author: str) -> int:
-        """Forget the groups of an author that are not drawn yet; its bodies stay known. Returns how many there were."""
+        """Delete the groups of an author that are not drawn yet; its bodies stay known. Returns the number of groups."""
         with self._lock, self._db:
             dropped = self._db.execute("DELETE FROM groups WHERE author = ?", (author,)).rowcount
             if dropped:
@@ -150,7 +153,7 @@ class ExperiencePool:
             return self._db.execute("SELECT 1 FROM bodies WHERE hash = ?", (body_hash,)).fetchone() is not None
 
     def num_fresh(self) -> int:
-        """Groups that may still be drawn."""
+        """The number of groups that may still be drawn."""
         with self._lock:
             (count,) = self._db.execute(
                 "SELECT count(*) FROM aged WHERE uses < :max_uses AND created_at > :oldest AND behind <= :max_staleness",
@@ -169,11 +172,11 @@ class ExperiencePool:
         return {(author, policy): count for author, policy, count in rows}
 
     def draw(self, count: int, rng: random.Random, weigh: Weigh | None = None) -> list[RolloutGroup]:
-        """Up to `count` fresh groups, and marks them used: uniformly, or weighted by `weigh`.
+        """Draw up to `count` fresh groups, uniformly or weighted by `weigh`, and mark them as used.
 
         At most `max_share_per_peer` of them by one author and `max_share_per_lineage` of one lineage while others have
-        groups left. With `weigh` the groups of one author share one ticket: offering many of them gains nothing.
-        For one thread: two that draw at the same time might get the same groups.
+        groups left. With `weigh` the groups of one author share one ticket, so offering many of them gains nothing.
+        Only one thread may draw: two at the same time could get the same groups.
         """
         if count == 0:
             return []
@@ -194,14 +197,16 @@ class ExperiencePool:
             with self._lock, self._db:
                 stored = [self._stored(group_id) for group_id in chosen]
                 self._db.executemany("UPDATE groups SET uses = uses + 1 WHERE id = ?", [(i,) for i in chosen])
-        except sqlite3.OperationalError as error:  # a full disk: what cannot be marked as used would be used for ever
+        except (
+            sqlite3.OperationalError
+        ) as error:  # a full disk: groups that cannot be marked as used would be drawn for ever
             logger.error("no groups of others are drawn, as the pool cannot be written: %s", error)
             return []
         drawn = [_decode(*fields) for fields in stored if fields is not None]
         return [group for group in drawn if group is not None]
 
     def next_number(self, name: str) -> int:
-        """A counter that never gives a number twice, across restarts too."""
+        """Count up the counter `name`, which never gives a number twice, not even after a restart."""
         with self._lock, self._db:
             (value,) = self._db.execute(
                 "INSERT INTO counters VALUES (?, 1) ON CONFLICT (name) DO UPDATE SET value = value + 1 RETURNING value",
@@ -221,7 +226,7 @@ class ExperiencePool:
         }
 
     def _stored(self, group_id: int) -> tuple[str, str, str, int, bytes] | None:
-        """None where it was pruned since it was chosen."""
+        """The columns of a group; None where it was deleted since it was chosen."""
         return self._db.execute(
             "SELECT author, policy, tokenizer, policy_version, payload FROM groups WHERE id = ?", (group_id,)
         ).fetchone()
@@ -274,7 +279,7 @@ def _by_author_tickets(groups: Sequence[PooledGroup], weigh: Weigh) -> list[floa
 def _within_shares(
     groups: Sequence[PooledGroup], order: Sequence[int], count: int, limits: tuple[float, float]
 ) -> list[int]:
-    """The first `count` of `order` within the shares per author and per lineage; if too few, whatever comes first."""
+    """The first `count` of `order` within the shares per author and per lineage; if these are too few, the first of the rest."""
     per_author, per_lineage = (max(1, int(share * count)) for share in limits)
     of_author: Counter[str] = Counter()
     of_lineage: Counter[str] = Counter()
@@ -292,7 +297,7 @@ def _within_shares(
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Open, or move a damaged file aside and start an empty pool: a pool is a cache, the node must go on.
+    """Open the pool, or move a damaged file aside and start an empty one: a pool is a cache, and the node must go on.
 
     Raises OSError where the pool, or a file that SQLite keeps beside it, is a link or no regular file.
     """
@@ -335,10 +340,10 @@ def _connect(path: str) -> sqlite3.Connection:
 
 
 def _check_schema(db: sqlite3.Connection) -> None:
-    """Raise DatabaseError for all that no pool of this or an earlier version has.
+    """Raise DatabaseError for anything that no pool of this or an earlier version has.
 
-    A file of somebody else may bring triggers, views, and columns, indices and constraints that compute: SQLite would run
-    these wherever their table is looked at, and they may take hours and gigabytes.
+    A foreign file may hold triggers, views, and columns, indices and constraints that compute something. SQLite would run these
+    wherever their table is read, and they may take hours and gigabytes.
     """
     db.execute("PRAGMA trusted_schema = OFF")
     with contextlib.closing(sqlite3.connect(":memory:")) as fresh:

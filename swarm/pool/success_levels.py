@@ -1,4 +1,4 @@
-"""What counts as a success of a task source, by the answers of this node itself.
+"""Decides what counts as a success of a task source, by the node's own answers.
 
 A group's advantages only compare its own answers. Where an author leaves the right ones out, the least wrong answer of such
 a group has the largest advantage, with every reward true. So an answer of another node is a good example only if it is as
@@ -19,16 +19,16 @@ _WINDOW_GROUPS = 64
 
 
 class SuccessLevel(NamedTuple):
-    """What is expected of a group of one task source."""
+    """What is expected of the groups of one task source."""
 
     reward: float = 0.0
     """The lowest reward that counts as a success."""
     lack: float = 0.0
-    """Part of the own groups that hold no success: an author like this node has as many."""
+    """Part of the own groups without a success: an honest author like this node has as many."""
 
 
 ANY_REWARD = SuccessLevel()
-"""Of a source of which no own answer had any reward yet: whatever others have found there is worth a look."""
+"""The level of a source for which no own answer earned a reward yet: any answer of others may teach something."""
 
 
 class SuccessLevels:
@@ -61,7 +61,7 @@ class SuccessLevels:
 
 
 def has_success(group: RolloutGroup, level: SuccessLevel) -> bool:
-    """Whether one of its answers reaches the level of its source."""
+    """Whether an answer of the group reaches the level of its source."""
     return any(rollout.reward >= level.reward for rollout in group.rollouts)
 
 

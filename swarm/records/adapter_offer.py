@@ -8,13 +8,19 @@ offer counts in the one list for which it was signed, so nobody can list a peer 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from swarm.records.codec import check_lifetime, check_signature, open_fields, sign_fields
 from swarm.records.identity import Identity
 from swarm.records.presence import MAX_SHARD_LEVEL
-from swarm.records.signing import Purpose, check_bytes, check_float, check_int, check_text
-from swarm.types import MAX_ADAPTER_BYTES, MAX_PRECISION_CHARS
+from swarm.records.signing import (
+    Purpose,
+    check_bytes,
+    check_float,
+    check_int,
+    check_text,
+)
+from swarm.types import MAX_ADAPTER_BYTES, MAX_PRECISION_CHARS, Partner, Snapshot
 
 AdapterList = Literal["merge", "donors", "final"]
 """Lists of signed offers: of those that are ready to merge, of those that give their adapter to newcomers, and of those
@@ -48,6 +54,29 @@ class AdapterOffer:
     created_at: float
     """Swarm time, seconds since the epoch."""
     expires_at: float
+
+    @classmethod
+    def of(
+        cls, snapshot: Snapshot, *, peer_id: str, sha256: bytes, level: int, created_at: float, expires_at: float
+    ) -> Self:
+        """The offer of a snapshot whose payload has this hash."""
+        return cls(
+            peer_id=peer_id,
+            lineage=snapshot.lineage,
+            outer_round=snapshot.outer_round,
+            policy_version=snapshot.policy_version,
+            precision=snapshot.precision,
+            num_bytes=len(snapshot.payload),
+            sha256=sha256,
+            level=level,
+            created_at=created_at,
+            expires_at=expires_at,
+        )
+
+    def partner(self, payload: bytes) -> Partner:
+        """The node that made this offer, as a partner whose adapter has arrived."""
+        snapshot = Snapshot(self.lineage, self.precision, self.outer_round, self.policy_version, payload)
+        return Partner(self.peer_id, snapshot)
 
 
 def sign_offer(identity: Identity, swarm_id: str, offer: AdapterOffer, kind: AdapterList = "merge") -> bytes:

@@ -125,9 +125,7 @@ def encode_record(record: SignedRecord) -> bytes:
 
 def decode_record(data: bytes) -> SignedRecord:
     """Envelope of at most MAX_RECORD_BYTES. Says nothing about the signature."""
-    if len(data) > MAX_RECORD_BYTES:
-        raise InvalidRecord(Rejection.OVERSIZE, f"{len(data)} bytes > {MAX_RECORD_BYTES}")
-    author, payload, signature = check_array(unpack(data), 3)
+    author, payload, signature = check_array(unpack(data, max_bytes=MAX_RECORD_BYTES), 3)
     return SignedRecord(check_text(author, MAX_PEER_ID_CHARS), check_bytes(payload), check_bytes(signature, 64))
 
 

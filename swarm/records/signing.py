@@ -27,8 +27,13 @@ def pack(fields: list[Any]) -> bytes:
     return msgpack.packb(fields)
 
 
-def unpack(data: bytes) -> Any:
-    """For data of at most a kilobyte or two: what it unpacks to may be a hundred times larger."""
+def unpack(data: bytes, *, max_bytes: int | None = None) -> Any:
+    """Unpack data of at most a kilobyte or two: what it unpacks to may be a hundred times larger.
+
+    Raises InvalidRecord with MALFORMED, and OVERSIZE for more than `max_bytes`.
+    """
+    if max_bytes is not None and len(data) > max_bytes:
+        raise InvalidRecord(Rejection.OVERSIZE, f"{len(data)} bytes > {max_bytes}")
     try:
         return msgpack.unpackb(data, raw=False, max_array_len=MAX_ARRAY_ITEMS, max_map_len=0, max_ext_len=0)
     except (ValueError, msgpack.UnpackException) as error:

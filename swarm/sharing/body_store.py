@@ -1,4 +1,4 @@
-"""Bodies this node can hand to others: its own, and those it pulled, until they expire."""
+"""The bodies that this node can give to others: its own, and those it pulled, until they expire."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from swarm.network.transport import RequestRefused, Transport
 
 BODY_PROTOCOL = "swarm/body/1"
-"""A 32-byte hash asks for that body."""
+"""The request is a 32-byte hash, the answer the body with that hash."""
 MAX_BYTES = 12 << 20
-"""Hundreds of bodies as they are, a dozen of the longest: those of the last minutes, which others still ask for."""
+"""Room for hundreds of usual bodies, or a dozen of the longest: those of the last minutes, which others still ask for."""
 _AUTHOR_SHARE = 8
 
 
@@ -20,10 +20,10 @@ class _Body:
 
 
 class BodyStore:
-    """Bodies by hash, in memory, at most `max_bytes` in sum.
+    """Keeps bodies by hash in memory, at most `max_bytes` together. It runs on the node's loop.
 
-    An author gets an eighth of it; of what is over that, its own oldest bodies go. Where all is full, the author that
-    holds most gives up its oldest. Own bodies give way to nobody, only to newer own ones: nobody else may have them yet.
+    An author gets an eighth of the room; beyond that its own oldest bodies are dropped. When the store is full, the author that
+    holds most loses its oldest body. Own bodies give way to newer own bodies only, since nobody else may have them yet.
     """
 
     def __init__(self, clock: Callable[[], float], max_bytes: int = MAX_BYTES) -> None:
@@ -41,11 +41,11 @@ class BodyStore:
         """... and which, by its peer id."""
 
     def serve_on(self, transport: Transport) -> None:
-        """Hand the bodies out to whoever asks. To be called before the transport starts."""
+        """Give bodies to whoever asks for them. To be called before the transport starts."""
         transport.serve(BODY_PROTOCOL, self._answer, max_request_bytes=64)
 
     def put(self, body_hash: bytes, body: bytes, expires_at: float, author: str = "") -> None:
-        """Keep a body of `author`; without one it is this node's own."""
+        """Keep a body of `author`; an empty name means this node."""
         self._remove(body_hash)
         if expires_at <= self._clock():
             return
@@ -57,7 +57,7 @@ class BodyStore:
         if sum(self._author_bytes.values()) > self._max_bytes:
             self._remove_expired()
         while sum(self._author_bytes.values()) > self._max_bytes:
-            # Its own only where nobody else is left: `bool(author)` comes first.
+            # `bool(name)` comes first, so own bodies (the empty name) are dropped only where there are no others.
             largest = max(self._author_bytes, key=lambda name: (bool(name), self._author_bytes[name]))
             self._remove(next(iter(self._bodies[largest])))
 

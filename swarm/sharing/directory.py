@@ -1,12 +1,12 @@
-"""Who is there: each node lists itself in the index, signed, and learns from the lists whom it can connect to.
+"""The directory of nodes: each lists itself in the index, signed, and learns from the lists whom it can connect to.
 
     every PRESENCE_INTERVAL_S:  own presence ─> list of the own shard, thinned out also of the wider shards above it
                                 list of the own shard ─> transport.meet(each) · size of the shard ─> level of the shard
 
 Every list has about as many entries as a shard has members, however large the swarm: in the list of a shard k levels
 above its own a node appears with probability 2**-k. A newcomer reads the widest list, sees the level of those in it, and
-goes to its own shard. Names cost nothing, so it stays at a level only while rollouts of others prove true there. A silence
-alone is no reason to leave for long: the others may be slow, and one made-up name may stand for another level.
+goes to its own shard. Names cost nothing, so it stays at a level only while rollouts of others prove true there. Silence
+alone is no reason to leave for long: the others may be slow, and a single made-up name may be listed at another level.
 """
 
 import logging
@@ -15,69 +15,63 @@ import statistics
 from collections import Counter
 from collections.abc import Callable
 
+from swarm.network.context import NodeContext
 from swarm.network.index_entry import CLOCK_SKEW_S
-from swarm.network.transport import Contact, Transport
-from swarm.records.identity import Identity
+from swarm.network.transport import Contact
 from swarm.records.presence import MAX_ADDRESSES, Presence, sign_presence, verify_presence
 from swarm.records.rejection import InvalidRecord
 from swarm.sharing.index import EPOCH_S, Shard, next_level, presence_key, shard_of, thinning_depth
+from swarm.sharing.totals import SharingTotals
 
 logger = logging.getLogger(__name__)
 
 PRESENCE_INTERVAL_S = 30.0
 PRESENCE_LIFETIME_S = 120.0
 SETTLE_S = 2 * PRESENCE_INTERVAL_S
-"""So long after all shards were drawn anew no node changes its level: the others are still listing themselves."""
+"""How long no node changes its level after all shards were drawn anew, because the others are still listing themselves."""
 FIRST_INTERVALS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""A node that has just started looks more often: others may be starting with it."""
+"""The first intervals of a node are shorter: others may be starting at the same time."""
 PROOF_S = EPOCH_S
-"""A level at which no body of others was admitted for so long is left for another one at which somebody is listed."""
+"""A level at which no body of others was admitted for this long is left for another one at which somebody is listed."""
 PROOF_BODIES = 3
-"""It is not left before this node has published so many bodies itself: where rounds take long, a silence says little."""
+"""It is not left before this node has published this many bodies itself: where rounds take long, silence says little."""
 BARREN_S = 6 * EPOCH_S
-"""So long no small shard joins its twin at a level that was left."""
-MAX_PATIENCE_S = 3 * EPOCH_S
-"""Of a node at the level where bodies have been admitted. After a look elsewhere that found nothing it waits twice as long before
-the next one, and so long at most: that body may have been sent to keep it there."""
+"""How long no small shard joins its twin at a level that was left."""
+MAX_STAY_S = 3 * EPOCH_S
+"""Longest silence after which a node leaves the level where a body was admitted. Each look elsewhere that finds nothing doubles
+the time until the next one, up to this: that body may have been sent to keep the node there."""
 _TURNS_PER_WIDE_LOOK = 10
-"""How often a node of a narrower shard looks into the widest list, for peers that carry headers for all shards."""
+"""Turns between two looks of a node in a narrow shard at the widest list, where relays for all shards are listed."""
 
 
 class Directory:
-    """Own presence and the own shard of one node. Runs on the node's loop."""
+    """The presence of one node and the shard that it shares in. It runs on the node's loop."""
 
     def __init__(
         self,
-        swarm_id: str,
-        identity: Identity,
-        transport: Transport,
-        num_authors_heard: Callable[[], int],
+        context: NodeContext,
+        totals: SharingTotals,
         *,
-        stays_widest: bool = False,
         on_presence: Callable[[str], None] = lambda peer_id: None,
-        num_bodies_admitted: Callable[[], int] | None = None,
-        num_published: Callable[[], int] | None = None,
+        stays_widest: bool = False,
     ) -> None:
-        """`num_authors_heard`: authors of the shard whose headers were admitted of late; with 0 it never splits.
+        """`totals`: what this node published, heard and admitted; a shard of which it hears nobody never splits.
 
-        `stays_widest`: be listed where newcomers look, whatever level the others are at. `on_presence`: told who is there.
-        `num_bodies_admitted`: bodies of others that held what they promised, ever; None for a node that pulls none.
-        `num_published`: own bodies, ever; None for a node that publishes none.
+        `on_presence`: called with the peer id of everybody who is listed. `stays_widest`: be listed where newcomers look,
+        whatever level the others are at.
         """
-        self._swarm_id = swarm_id
-        self._identity = identity
-        self._transport = transport
-        self._num_authors_heard = num_authors_heard
-        self._stays_widest = stays_widest
+        self._swarm_id = context.swarm_id
+        self._identity = context.identity
+        self._transport = context.transport
+        self._totals = totals
         self._on_presence = on_presence
-        self._num_bodies_admitted = num_bodies_admitted
-        self._num_published = num_published
+        self._stays_widest = stays_widest
         self._num_proven = 0
-        self._silent_since = (transport.now(), 0)  # with the number of own bodies at that time
+        self._silent_since = (self._transport.now(), 0)  # and the number of own bodies published by then
         self._left_at: dict[int, float] = {}
         self._home: int | None = None
         """The level at which a body of others was admitted last."""
-        self._patience_s = PROOF_S  # at that level
+        self._stay_s = PROOF_S  # at that level
         self._num_turns = 0
         self.level = 0
         self.levels: Counter[int] = Counter()
@@ -87,7 +81,7 @@ class Directory:
 
     @property
     def shard(self) -> Shard:
-        """Own shard at this moment."""
+        """The node's shard at this moment."""
         return shard_of(self._swarm_id, self._identity.peer_id, self.level, self._transport.now())
 
     @property
@@ -96,7 +90,7 @@ class Directory:
         return self.num_members << self.level
 
     async def turn(self) -> float:
-        """List this node and look who else is there. Returns the seconds until the next turn."""
+        """List this node and read who else is listed. Returns the seconds until the next turn."""
         if self._num_turns == 0 and not self._stays_widest:
             await self._find_level()
         elif self.level and self._num_turns % _TURNS_PER_WIDE_LOOK == 0:
@@ -118,36 +112,36 @@ class Directory:
         now = self._transport.now()
         if self._is_barren(now):
             return await self._level_of_others(now)
-        level = next_level(self.level, self.num_members, self._num_authors_heard())
+        level = next_level(self.level, self.num_members, self._totals.num_authors_heard())
         return self.level if now - self._left_at.get(level, -math.inf) < BARREN_S else level
 
     def _is_barren(self, now: float) -> bool:
-        """Whether nothing of others has proven true at this level for too long: its members may be made up."""
-        if self._num_bodies_admitted is None:
+        """Whether no body of others was admitted at this level for too long: its members may be made up."""
+        if not self._totals.reads:
             return False
-        if (count := self._num_bodies_admitted()) != self._num_proven:
+        if (count := self._totals.num_records_admitted) != self._num_proven:
             self._num_proven = count
-            self._listen_from(now)
+            self._restart_silence(now)
             self._left_at.pop(self.level, None)
             if self._home != self.level:
-                self._home, self._patience_s = self.level, PROOF_S
+                self._home, self._stay_s = self.level, PROOF_S
         since, num_published_before = self._silent_since
         if self._home is not None and self.level != self._home:
             return now - since >= PROOF_S
-        has_own_pace = self._published() - num_published_before >= PROOF_BODIES or self._num_published is None
-        return has_own_pace and now - since >= self._patience_s
+        num_published = self._totals.num_published - num_published_before
+        has_own_pace = num_published >= PROOF_BODIES or not self._totals.publishes
+        return has_own_pace and now - since >= self._stay_s
 
-    def _listen_from(self, now: float) -> None:
-        self._silent_since = now, self._published()
-
-    def _published(self) -> int:
-        return self._num_published() if self._num_published else 0
+    def _restart_silence(self, now: float) -> None:
+        self._silent_since = now, self._totals.num_published
 
     async def _level_of_others(self, now: float) -> int:
-        """The level where bodies have been admitted, if that is another one. Else of those in the widest list the one that was
-        left longest ago or not tried yet, and of these the one with most names; the present one where there is no other.
+        """The level where bodies have been admitted, if that is another one.
+
+        Otherwise, of the levels in the widest list, the one that was left longest ago or never tried, and of these the one with
+        most names; the present level where there is no other.
         """
-        self._listen_from(now)  # each level has its time
+        self._restart_silence(now)  # each level gets the full time
         self._left_at[self.level] = now
         if self._home is not None and self.level != self._home:
             self._left_at.pop(self._home, None)
@@ -159,16 +153,16 @@ class Directory:
             del self._left_at[self.level]
             return self.level
         if self._home is not None:
-            self._patience_s = min(2 * self._patience_s, MAX_PATIENCE_S)
-        logger.info("nothing of others has proven true in shard %s: going to level %d", self.shard.name, level)
+            self._stay_s = min(2 * self._stay_s, MAX_STAY_S)
+        logger.info("no body of others was admitted in shard %s: going to level %d", self.shard.name, level)
         return level
 
     def _is_settling(self) -> bool:
-        """Whether the lists of a new epoch still fill: they look small, and are not."""
+        """Whether the lists of a new epoch are still filling and look smaller than they are."""
         return self._transport.now() % EPOCH_S < SETTLE_S
 
     async def _find_level(self) -> None:
-        """The level that most nodes of the widest list are at."""
+        """Go to the median level of the nodes in the widest list."""
         members = await self._members(Shard(0, 0))
         if members:
             self.level = int(statistics.median(presence.level for presence in members.values()))
@@ -192,7 +186,7 @@ class Directory:
             await transport.store(key, self._identity.peer_id, record, presence.expires_at)
 
     async def _members(self, shard: Shard) -> dict[str, Presence]:
-        """The others in a list, who are introduced to the transport. Those that an earlier epoch put there are passed over."""
+        """Read the other nodes in a list and introduce them to the transport. Entries of an earlier epoch are ignored."""
         members: dict[str, Presence] = {}
         now = self._transport.now()
         for subkey, value in (await self._transport.load(presence_key(self._swarm_id, shard))).items():

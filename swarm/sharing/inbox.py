@@ -1,39 +1,40 @@
-"""Headers of others, from gossip and from the index: judged once, then offered for pulling.
+"""Headers of other nodes, from gossip and from the index: each is validated once, then offered for pulling.
 
 gossip ─┐
         ├─ HeaderValidator ─ candidates ─ pick ─ answered, failed, or given back
 index ──┘
 
-The newest policy version that each author has announced of late: what its older experience is measured against.
+`NewestVersions` remembers the newest policy version that each author announced, against which older experience is measured.
 """
 
 import asyncio
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 from swarm.admission.admission import Admission
 from swarm.config import SharingSection
 from swarm.limits.bounded_maps import FairMap
+from swarm.limits.peer_backoff import PeerBackoff
 from swarm.network.transport import ValidationResult
 from swarm.pool.experience_pool import ExperiencePool
+from swarm.records.context import SwarmContext
 from swarm.records.rejection import Rejection
-from swarm.sharing.header_judge import HeaderValidator
+from swarm.sharing.header_validator import HeaderValidator
 from swarm.sharing.index import Shard
-from swarm.sharing.peer_backoff import PeerBackoff
 from swarm.sharing.peer_tracker import PeerTracker
+from swarm.sharing.totals import SharingTotals
 from swarm.sharing.usefulness import make_choice
 from swarm.types import Header
 
 _MAX_VERSIONS = 4096
 _MAX_LINEAGES_PER_AUTHOR = 4
-"""A lineage is anybody's claim. An honest author changes its own when its configuration changes."""
+"""Bounds what an author can claim: an honest author changes its lineage only when its configuration changes."""
 
 
 class NewestVersions:
-    """By author and policy lineage, since versions are each author's own count. Bounded, and forgotten with age.
+    """The newest version by author and policy lineage, since each author counts its own versions.
 
-    An author that starts anew from version 0 is heard again `remember_s` after the last header of its earlier life.
+    An author that starts again from version 0 is accepted again `remember_s` after the last header of its earlier run.
     """
 
     def __init__(self, max_staleness: int, remember_s: float, clock: Callable[[], float]) -> None:
@@ -51,7 +52,7 @@ class NewestVersions:
         self._newest.add(header.author, key, (header.policy_version, now) if is_news else (version, seen_at))
 
     def is_stale(self, header: Header) -> bool:
-        """Whether its author has announced versions that far beyond it."""
+        """Whether the author announced a version more than `max_staleness` beyond this header's."""
         version, seen_at = self._newest.get((header.author, header.lineage.policy)) or (-1, 0.0)
         if not self._max_staleness or seen_at <= self._clock() - self._remember_s:
             return False
@@ -60,80 +61,77 @@ class NewestVersions:
 
 MAX_CANDIDATES = 1024
 MAX_CANDIDATES_PER_AUTHOR = 16
-"""The newest ones: older ones would be too old before they are pulled."""
+"""The newest headers of an author stay: older ones would be too old before they are pulled."""
 SAFE_PER_KNOWN = 4
-"""Candidates of each known author that give way to nobody's: beyond these a shard full of known authors has room for new ones."""
-_MAX_REMEMBERED_AUTHORS = 1024
-_HEARD_FOR_S = 120.0
+"""Candidates of each known author that give way to nobody. Beyond these, a shard full of known authors has room for new ones."""
 
 
 class Inbox:
-    """Candidates of one node. Runs on the node's loop."""
+    """The candidates of one node: headers whose bodies may be pulled. It runs on the node's loop."""
 
     def __init__(
         self,
         config: SharingSection,
-        swarm_id: str,
-        own_peer_id: str,
+        context: SwarmContext,
+        totals: SharingTotals,
+        *,
         admission: Admission,
         pool: ExperiencePool,
-        clock: Callable[[], float],
+        tracker: PeerTracker,
         rng: random.Random,
-        authors: PeerTracker,
     ) -> None:
-        """`authors`: told of every header that is admitted; by their standing the next one is chosen."""
+        """`totals`: counts the headers that are admitted or rejected. `tracker`: is shown every admitted header; by the
+        standing of the authors in it the next one is chosen.
+        """
+        clock, reputation = context.clock, tracker.reputation
         self._config = config
-        self._own_peer_id = own_peer_id
-        self._pool = pool
+        self._own_peer_id = context.peer_id
         self._clock = clock
-        self._judge = HeaderValidator(swarm_id, admission, config.max_age_s, clock)
+        self.totals = totals
+        self._pool = pool
+        self._tracker = tracker
+        self._validator = HeaderValidator(context, admission, config.max_age_s, rejected=totals.rejected)
         self._candidates: FairMap[tuple[str, bytes], Header] = FairMap(
-            MAX_CANDIDATES, MAX_CANDIDATES_PER_AUTHOR, authors.reputation.is_known, SAFE_PER_KNOWN
+            MAX_CANDIDATES, MAX_CANDIDATES_PER_AUTHOR, is_known=reputation.is_known, safe_per_known=SAFE_PER_KNOWN
         )
-        self._heard_at: OrderedDict[str, float] = OrderedDict()
-        self._absences = PeerBackoff(clock, rng)
-        self._authors = authors
-        self._choice = make_choice(config, pool, authors.usefulness, rng, authors.shares)
+        self._backoff = PeerBackoff(clock, rng)
+        self._choice = make_choice(config, pool, tracker.usefulness, rng, tracker.shares)
         self._newest = NewestVersions(config.max_staleness, config.max_age_s, clock)
         self.arrived = asyncio.Event()
         """Set when a candidate comes in."""
-        self.rejected = self._judge.rejected
-        """Headers turned away, by reason."""
 
     def take_gossip(self, shard: Shard, record: bytes) -> ValidationResult:
-        """Judge a header that was gossiped in the topic of `shard`, before it is passed on."""
-        verdict, header = self._judge.validate_gossip(shard, record)
+        """Validate a header that was gossiped in the topic of `shard`, before it is passed on."""
+        result, header = self._validator.validate_gossip(shard, record)
         if header is not None and not self._offer(header):
             return ValidationResult.IGNORE
-        return verdict
+        return result
 
     def take_entry(self, subkey: str, record: bytes) -> bool:
-        """Judge an entry of the index; one that is read again, or was gossiped before, is passed over.
-
-        Returns whether it was news: valid and not seen before.
-        """
+        """Validate an entry of the index. Returns whether it was new: valid and not seen before."""
         if subkey.startswith(f"{self._own_peer_id}/"):
             return False
-        header = self._judge.judge_entry(subkey, record)
+        header = self._validator.validate_entry(subkey, record)
         return header is not None and self._offer(header)
 
     def pick(self, being_pulled: Collection[Header] = ()) -> Header | None:
-        """The next one to pull, of the authors that answer, by the configured choice.
+        """Remove and return the next header to pull, by the configured choice; None where there is none worth pulling.
 
-        Nothing of an author that failed last time and is being asked now: it gets one place, not all of them.
+        Authors that are in a pause after a failure are left out. So is an author that failed last time and is being asked now:
+        it gets one place, not all of them.
         """
         self._drop_old()
         candidates = self._candidates.values()
-        left_alone = {header.author for header in being_pulled if self._absences.has_failed(header.author)}
-        offering = {header.author for header in candidates} - left_alone
-        answering = {author for author in offering if author not in self._absences}
-        shares = self._authors.shares
+        in_trouble = {header.author for header in being_pulled if self._backoff.has_failed(header.author)}
+        offering = {header.author for header in candidates} - in_trouble
+        answering = {author for author in offering if author not in self._backoff}
+        shares = self._tracker.shares
         offered = shares.within_share([header for header in candidates if header.author in answering])
         if not offered:
             return None
-        first = self._authors.turns.first(offered)
+        first = self._tracker.turns.first(offered)
         header = self._choice.choose(first, being_pulled)
-        if header is None and len(first) < len(offered):  # better a body that is slow to check than none
+        if header is None and len(first) < len(offered):  # a body that is slow to check is better than none
             header = self._choice.choose(offered, being_pulled)
         if header is not None:
             self._candidates.pop(_key(header))
@@ -141,60 +139,50 @@ class Inbox:
         return header
 
     def leave_alone(self, author: str) -> None:
-        """Offer nothing of an author that did not answer, for a while: longer each time in a row."""
-        self._absences.failed(author)
+        """Offer nothing of an author that did not answer for a while, longer after each failure in a row."""
+        self._backoff.failed(author)
 
     def answered(self, author: str) -> None:
-        """An author's next failure is its first one again."""
-        self._absences.answered(author)
+        """Note that an author answered: its next failure counts as a first one."""
+        self._backoff.answered(author)
 
     def give_back(self, header: Header, pause_s: float) -> bool:
-        """Offer it again later, as long as it is young enough: its author was busy, or could not be reached.
+        """Offer a header again later while it is young enough: its author was busy, or could not be reached.
 
-        `pause_s`: for a first failure of the author; longer each time in a row. Returns whether it has failed before.
+        `pause_s`: the pause after a first failure of the author. Returns whether the author has failed before.
         """
-        is_repeated = self._absences.has_failed(header.author)
-        self._absences.failed(header.author, pause_s)
-        self._authors.shares.put_back(header)
+        is_repeated = self._backoff.has_failed(header.author)
+        self._backoff.failed(header.author, pause_s)
+        self._tracker.shares.put_back(header)
         self._candidates.add(header.author, _key(header), header)
         return is_repeated
 
-    def num_authors_heard(self) -> int:
-        """Authors of whom a header was admitted of late."""
-        since = self._clock() - _HEARD_FOR_S
-        while self._heard_at and next(iter(self._heard_at.values())) < since:
-            self._heard_at.popitem(last=False)
-        return len(self._heard_at)
-
     def _drop_old(self) -> None:
-        """Candidates that expired, are too old, whose author is banned now, or whose policy has moved on too far."""
+        """Remove candidates that are too old, or whose author is banned or has a much newer policy by now."""
         now = self._clock()
         oldest = now - self._config.max_age_s
         for header in self._candidates.values():
             if self._is_banned(header.author):
-                self.rejected[Rejection.BANNED.value] += 1
+                self.totals.rejected[Rejection.BANNED.value] += 1
             elif header.expires_at > now and header.created_at > oldest:
                 if not self._newest.is_stale(header):
                     continue
-                self.rejected[Rejection.STALE.value] += 1
+                self.totals.rejected[Rejection.STALE.value] += 1
             self._candidates.pop(_key(header))
 
     def _is_banned(self, author: str) -> bool:
-        return self._authors.reputation.is_banned(author)
+        return self._tracker.reputation.is_banned(author)
 
     def _offer(self, header: Header) -> bool:
-        """Whether its author is heard. One that is banned here may be heard elsewhere, but not through this node."""
+        """Add a candidate. Returns False where its author is banned: this node then does not pass the header on, either."""
         if self._is_banned(header.author):
-            self.rejected[Rejection.BANNED.value] += 1
+            self.totals.rejected[Rejection.BANNED.value] += 1
             return False
-        self._authors.heard(header)
+        self._tracker.heard(header)
         self._newest.note(header)
-        self._heard_at.pop(header.author, None)
-        self._heard_at[header.author] = self._clock()
-        while len(self._heard_at) > _MAX_REMEMBERED_AUTHORS:
-            self._heard_at.popitem(last=False)
+        self.totals.heard(header.author)
         if self._pool.knows_body(header.body_hash):
-            self.rejected[Rejection.REPLAY.value] += 1
+            self.totals.rejected[Rejection.REPLAY.value] += 1
             return True
         self._candidates.add(header.author, _key(header), header)
         self.arrived.set()

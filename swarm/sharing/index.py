@@ -22,11 +22,12 @@ shard for longer than that. Anyone can compute the shard of anyone: a header in 
 
 import hashlib
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass
 from typing import get_args
 
 from swarm.admission.admission import MAX_TIME_TO_LIVE_S
+from swarm.limits.bounded_maps import BoundedMap
 from swarm.network.index_entry import Validity
 from swarm.records.adapter_offer import AdapterList, verify_offer
 from swarm.records.codec import decode_header, decode_record
@@ -131,7 +132,7 @@ class EntryValidator:
 
     def __init__(self, swarm_id: str) -> None:
         self._swarm_id = swarm_id
-        self._checked: OrderedDict[bytes, Validity | None] = OrderedDict()
+        self._checked: BoundedMap[bytes, Validity | None] = BoundedMap(MAX_CHECKED)
         """{hash of an entry: what it says}, the one asked for last is last."""
         self.rejected: Counter[str] = Counter()
         """Entries turned away, by reason."""
@@ -139,12 +140,9 @@ class EntryValidator:
     def __call__(self, key: str, subkey: str, value: bytes) -> Validity | None:
         """Each entry is checked once: several hosts give the same ones at every reading, and a signature takes time."""
         name = hashlib.sha256(f"{len(key)} {len(subkey)} {key}{subkey}".encode() + value).digest()
-        if name not in self._checked:
-            self._checked[name] = self._checked_now(key, subkey, value)
-            if len(self._checked) > MAX_CHECKED:
-                self._checked.popitem(last=False)
-        self._checked.move_to_end(name)
-        return self._checked[name]
+        validity = self._checked.get(name) if name in self._checked else self._checked_now(key, subkey, value)
+        self._checked[name] = validity
+        return validity
 
     def _checked_now(self, key: str, subkey: str, value: bytes) -> Validity | None:
         try:

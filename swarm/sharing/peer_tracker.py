@@ -1,15 +1,13 @@
-"""What one node knows of the others: whatever it sees of an author is told here, once, and comes to all who need it.
+"""What one node knows of its peers: every observation comes in here once and is passed to all parts that need it.
 
 presence ────────────┐             ┌─ Reputation ──── bans, and with it
 header heard ────────┤             ├─ AuthorShares ── how much of what is read each author gets
 body admitted ───────┼─▶ PeerTracker ─ Usefulness ─ which header, where `sharing.choice` is informative
 body turned away ────┘             ├─ Beacons ─────── what the own next tasks follow from
                                    ├─ CheckingTurns ─ whose body is checked next, by the time that earlier ones took
-                                   └─ Acquaintances ─ for people to look at
+                                   └─ PeerStats ───── for people to look at
 
-What this node has seen of each peer itself: when last, of which policy, what was admitted of it and what was not.
-
-For people to look at: nothing here decides about anybody, which is the Reputation's part.
+`PeerStats` decides nothing: it is for the status file and the page. Decisions about peers follow from the `Reputation`.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -21,8 +19,9 @@ from swarm.admission.checking_turns import CheckingTurns
 from swarm.config import SharingSection
 from swarm.limits.bounded_maps import FairMap
 from swarm.pool.success_levels import SuccessLevel, has_success
+from swarm.records.context import SwarmContext
 from swarm.records.rejection import Rejection
-from swarm.sharing.publisher import Beacons, Evidence
+from swarm.sharing.beacons import Beacons, Evidence
 from swarm.sharing.reputation import AddressGroups, AuthorShares, Reputation, SeenAt
 from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.task_mixture import owns_stream
@@ -32,7 +31,7 @@ MAX_PEERS = 256
 REWARD_WINDOW_S = 1800.0
 """How long a group counts as recent, ..."""
 _MAX_RECENT_GROUPS = 64
-"""... of at most so many per author: with rewards of 0 or 1 their mean is right to about ±0.06."""
+"""... and how many count at most per author: with rewards of 0 or 1 their mean is right to about ±0.06."""
 
 
 class RecentRewards:
@@ -45,7 +44,7 @@ class RecentRewards:
         self._rewards.extend((now, group.mean_reward) for group in groups)
 
     def mean(self, now: float) -> tuple[float | None, int]:
-        """And of how many groups; None where there are none."""
+        """The mean and the number of groups; the mean is None where there are none."""
         while self._rewards and self._rewards[0][0] < now - REWARD_WINDOW_S:
             self._rewards.popleft()
         count = len(self._rewards)
@@ -53,60 +52,62 @@ class RecentRewards:
 
 
 @dataclass(slots=True)
-class PeerRecord:
-    """One peer, as seen from here since this process began."""
+class PeerHistory:
+    """What this node has seen of one peer since its process began."""
 
     last_seen_at: float = 0.0
-    """Swarm time of its last presence, header or body."""
+    """Swarm time of the peer's last presence, header or body."""
     lineage: str = ""
-    """Of the policy of its newest header; empty before the first one."""
+    """Policy lineage of the peer's newest header; empty before the first one."""
     policy_version: int | None = None
     groups_admitted: int = 0
     records_rejected: int = 0
     rewards: RecentRewards = field(default_factory=RecentRewards)
-    """As recomputed here."""
+    """As this node recomputed them."""
 
 
 class PeerStats:
-    """Of at most so many peers: where there are more, those of whom nothing was admitted are forgotten first, as names cost
-    nothing. Runs on the node's loop."""
+    """The histories of at most `max_peers` peers. It runs on the node's loop.
+
+    Where there are more, peers of whom nothing was admitted are forgotten first, because names cost nothing.
+    """
 
     def __init__(self, clock: Callable[[], float], max_peers: int = MAX_PEERS) -> None:
-        """`max_peers`: 0 where nobody will look."""
+        """`max_peers`: 0 where nobody looks at them."""
         self._clock = clock
         self._max_peers = max_peers
-        self._peers: OrderedDict[str, PeerRecord] = OrderedDict()
+        self._peers: OrderedDict[str, PeerHistory] = OrderedDict()
         self.own_rewards = RecentRewards()
-        """Of what this node shared, to compare with what others shared."""
+        """Rewards of what this node shared, to compare with what its peers shared."""
 
     def seen(self, peer_id: str) -> None:
-        """It has listed itself."""
+        """Note that a peer has listed itself."""
         self._note(peer_id)
 
     def heard(self, header: Header) -> None:
-        """A header of it is valid."""
+        """Note a valid header."""
         peer = self._note(header.author)
         peer.lineage, peer.policy_version = header.lineage.policy, header.policy_version
 
     def admitted(self, header: Header, groups: Sequence[RolloutGroup], num_new: int) -> None:
-        """`groups`: those of a body that carry signal, which are all that an honest node shares; `num_new` were not known."""
+        """Note an admitted body. `groups`: those with signal; `num_new` of them were not in the pool before."""
         peer = self._note(header.author)
         peer.groups_admitted += num_new
         peer.rewards.add(groups if num_new else (), self._clock())
 
     def rejected(self, author: str) -> None:
-        """A body that it announced was turned away, or could not be had."""
+        """Note that a body of this author was rejected, or could not be fetched."""
         self._note(author).records_rejected += 1
 
     def shared(self, groups: Sequence[RolloutGroup]) -> None:
-        """This node offers `groups`."""
+        """Note that this node shares `groups`."""
         self.own_rewards.add([group for group in groups if group.has_reward_variance], self._clock())
 
-    def last_seen_first(self) -> list[tuple[str, PeerRecord]]:
+    def last_seen_first(self) -> list[tuple[str, PeerHistory]]:
         return sorted(self._peers.items(), key=lambda item: -item[1].last_seen_at)
 
-    def _note(self, peer_id: str) -> PeerRecord:
-        peer = self._peers.pop(peer_id, None) or PeerRecord()
+    def _note(self, peer_id: str) -> PeerHistory:
+        peer = self._peers.pop(peer_id, None) or PeerHistory()
         peer.last_seen_at = self._clock()
         self._peers[peer_id] = peer
         if len(self._peers) > self._max_peers:
@@ -116,59 +117,63 @@ class PeerStats:
 
 
 _NO_SUCCESS = 2.0
-"""Of a bad body, for each group without a success, where all groups of its author are such: as for unlikely answers."""
+"""Part of a bad body that a group without a success counts as, where all groups of its author lack one."""
 _GROUP_MEMORY = 0.9
 """Weight of the earlier groups of an author when a new one arrives (exponential decay)."""
 _PRIOR_GROUPS = 2.0
-"""An author starts as if it had sent so many groups that lack no more successes than own groups."""
+"""An author starts as if it had sent this many groups that lack no more successes than own groups."""
 _MAX_AUTHORS = 1024
 _OTHER_STREAM = 0.5
-"""Of a bad body: its tasks are not of the author's own streams. Either an older version, or it chose them."""
+"""Part of a bad body that tasks outside the author's own streams count as: an older version, or chosen tasks."""
 _OF_BEACON = {Evidence.MISSING: 0.1, Evidence.BROKEN: 0.5}
-"""Of a bad body: its tasks may have been known ahead, or chosen."""
+"""Part of a bad body that a missing or broken beacon counts as: the tasks may have been chosen, or known in advance."""
 
 
 class PeerTracker:
-    """Of one node. Told on its loop; the reputation, the usefulness and `beacons.current` may be read from any thread."""
+    """Receives every observation of one node about its peers, on the node's loop.
+
+    `reputation`, `usefulness` and `beacons.current` may be read from any thread.
+    """
 
     def __init__(
         self,
         config: SharingSection,
-        own_peer_id: str,
-        clock: Callable[[], float],
+        context: SwarmContext,
         *,
         path: Path | None = None,
         max_shown: int = MAX_PEERS,
         seen_at: SeenAt = lambda peer_id: (),
     ) -> None:
-        """`clock`: swarm time. `path`: where the reputation outlives the process. `max_shown`: 0 where nobody will look.
+        """`path`: file in which the reputation outlives the process. `max_shown`: peers with statistics; 0 where nobody looks.
 
-        `seen_at`: tells strangers of different networks apart; without it all strangers count as one network.
+        `seen_at`: the addresses at which a peer is connected, which tell strangers of different networks apart; without it all
+        strangers count as one network.
         """
+        clock = context.clock
         self.reputation = Reputation(config.reputation_half_life_s, clock, path)
         self.shares = AuthorShares(self.reputation, config.max_share_of_strangers, AddressGroups(seen_at))
-        self.beacons = Beacons(own_peer_id, clock, self.reputation.is_known, self.reputation.has_known)
+        self.beacons = Beacons(context, is_known=self.reputation.is_known, has_known=self.reputation.has_known)
         self.turns = CheckingTurns(self.reputation.is_known)
-        self.acquaintances = PeerStats(clock, max_shown)
+        self.stats = PeerStats(clock, max_shown)
         is_informative = config.choice == "informative"
         self.usefulness = Usefulness(config.max_age_s, clock, self.reputation.weight) if is_informative else None
         self._lacking: FairMap[str, tuple[float, float]] = FairMap(_MAX_AUTHORS, is_known=self.reputation.is_known)
-        """{author: (groups without a success beyond what own groups have, groups)}, earlier ones fading."""
+        """{author: (groups without a success beyond what own groups have, groups)}; earlier ones count less."""
         self.beacon_evidence: Counter[str] = Counter()
-        """Bodies admitted, by what the beacon of their header said of their tasks."""
+        """Admitted bodies, by what the beacon of their header said about their tasks."""
 
     def present(self, peer_id: str) -> None:
-        """It has listed itself."""
-        self.acquaintances.seen(peer_id)
+        """Note that a peer has listed itself."""
+        self.stats.seen(peer_id)
 
     def heard(self, header: Header) -> None:
-        """A valid header of it came in, for the first time."""
+        """Note a valid header that came in for the first time."""
         self.shares.heard(header.author)
         self.beacons.note(header)
-        self.acquaintances.heard(header)
+        self.stats.heard(header)
 
     def admitted(self, header: Header, groups: Sequence[RolloutGroup]) -> None:
-        """The body of `header` held what was promised: all `groups` of it."""
+        """Note that the body of `header` held what was promised: all `groups` of it."""
         author = header.author
         self.reputation.admitted(author)
         if not all(owns_stream(group.author, group.task.seed) for group in groups):
@@ -181,7 +186,7 @@ class PeerTracker:
             self.reputation.refused(author, Rejection.NO_SIGNAL)
 
     def judged(self, groups: Sequence[RolloutGroup], level: Callable[[str], SuccessLevel]) -> None:
-        """`groups` with signal were admitted; `level`: what a group of a source must reach to be a good example here.
+        """Note admitted `groups` with signal. `level`: what a group of a source must reach to count as a success here.
 
         Own groups without a success are normal. What counts against an author is how much more often its groups lack one.
         """
@@ -196,7 +201,7 @@ class PeerTracker:
                 self.reputation.hint(group.author, _NO_SUCCESS * surplus / (num_groups + _PRIOR_GROUPS))
 
     def refused(self, author: str, reason: Rejection) -> bool:
-        """A body of it was turned away. Returns whether the author is banned now, for that."""
-        if reason is not Rejection.STRANGERS_BUSY:  # which says nothing about it
-            self.acquaintances.rejected(author)
+        """Note that a body of this author was rejected. Returns whether the author is banned for it."""
+        if reason is not Rejection.STRANGERS_BUSY:  # which says nothing about this author
+            self.stats.rejected(author)
         return self.reputation.refused(author, reason)

@@ -1,19 +1,17 @@
-"""Candidates → pull the body → body admission → pool.
+"""Fetches bodies of other nodes and passes them through admission into the pool.
 
     poll:  wait for a header or the end of the interval ─ sweep the index where that is due, and pull
     pull:  while the pool holds fewer fresh groups than wanted: pick candidates ─ fetch ─ admit_body ─ pool.add
 
-Nothing of this waits for anything else: a holder that stays silent costs a place for a while, and nobody else's body; a
-header is pulled when it comes in.
-A node pulls what it is going to train on, not all that is offered: cost per node stays flat as the swarm grows.
+Pulls run side by side, so a peer that stays silent costs one place for a while and delays no other body. A node pulls what it is
+going to train on, not everything on offer, so the cost per node stays the same as the swarm grows.
 
-The bytes of one body: from its author, else from a few others who may have read it.
-
-When the index is read: as seldom as gossip allows.
+`BodyFetcher` asks the author for a body, then a few other peers that may have read it. `SweepPace` reads the index as seldom as
+gossip allows:
 
 gossip is silent, or there is none:  every poll; up to every MAX_LONELY_PAUSE_S where the index says nothing new either
-gossip is alive:                     once per window; twice, four, at last eight times as long where that finds nothing
-a sweep finds what gossip did not bring, or gossip falls silent:  back to the start
+gossip is alive:                     once per window; then every two, four and at last eight windows where that finds nothing
+a sweep finds what gossip missed, or gossip falls silent:  back to the start
 """
 
 import asyncio
@@ -21,25 +19,25 @@ import contextlib
 import logging
 import math
 import random
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 from swarm.admission.admission import Admission
 from swarm.config import NetworkSection, SharingSection
 from swarm.errors import RequestError
+from swarm.limits.peer_backoff import BUSY_PAUSE_S, UNREACHED_PAUSE_S
+from swarm.network.context import NodeContext
 from swarm.network.requests.blob_protocol import sha256
 from swarm.network.requests.server import transfer_timeout_s
-from swarm.network.transport import Transport, ValidationResult
+from swarm.network.transport import ValidationResult
 from swarm.observability.tracing import traced
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.sharing.body_store import BODY_PROTOCOL, BodyStore
+from swarm.sharing.body_store import BODY_PROTOCOL
 from swarm.sharing.inbox import Inbox
-from swarm.sharing.index import WINDOW_S, Shard, experience_key, experience_topic
-from swarm.sharing.peer_backoff import BUSY_PAUSE_S, UNREACHED_PAUSE_S
-from swarm.sharing.peer_tracker import PeerTracker
+from swarm.sharing.index import WINDOW_S, experience_key, experience_topic
+from swarm.sharing.parts import SharingParts
 from swarm.sharing.usefulness import READ_AHEAD_BATCHES
-from swarm.types import Header, RolloutGroup
+from swarm.types import Header
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,7 @@ _MAX_OTHER_HOLDERS = 2
 
 
 class TryLater(InvalidRecord):
-    """The author has no place now, or there is no way to it yet."""
+    """The author is busy, or cannot be reached yet."""
 
     def __init__(self, pause_s: float, detail: str) -> None:
         super().__init__(Rejection.UNAVAILABLE, detail)
@@ -56,24 +54,24 @@ class TryLater(InvalidRecord):
 
 
 _PAUSES_S = {"busy": BUSY_PAUSE_S, "unreachable": UNREACHED_PAUSE_S}
-"""Before another try, by the reason of the failure. For any other reason there is none."""
+"""Pause before another try, by the reason of the failure. After any other failure there is no second try."""
 
 
 class BodyFetcher:
-    """Of one node. Runs on its loop."""
+    """Fetches the bytes of bodies for one node. It runs on the node's loop."""
 
     def __init__(
-        self, network: NetworkSection, transport: Transport, rng: random.Random, answered: Callable[[str], None]
+        self, network: NetworkSection, context: NodeContext, rng: random.Random, *, answered: Callable[[str], None]
     ) -> None:
-        """`answered`: told of every author that handed out a body of its own."""
+        """`answered`: called with every author that handed out a body of its own."""
         self._network = network
-        self._transport = transport
+        self._transport = context.transport
         self._rng = rng
         self._answered = answered
 
     @traced("pull", lambda body, _, header: {"author": header.author, "bytes": len(body)})
     async def fetch(self, header: Header) -> bytes:
-        """The body from its author, else from a few other peers, who may have read it."""
+        """Fetch the body from its author, or else from a few other peers that may have read it. Raises as `_ask`."""
         try:
             body = await self._ask(header.author, header)
             self._answered(header.author)
@@ -85,7 +83,7 @@ class BodyFetcher:
             raise
 
     async def _ask(self, holder: str, header: Header) -> bytes:
-        """Raises InvalidRecord with UNAVAILABLE, TryLater where it may be had then, or WRONG_HASH."""
+        """Raises InvalidRecord with UNAVAILABLE or WRONG_HASH, and TryLater where another try may succeed."""
         try:
             # In one piece, as a body may not be longer than that: `transfer` has nothing to add.
             body = await self._transport.request(
@@ -110,15 +108,15 @@ class BodyFetcher:
 
 
 GOSSIP_IS_ALIVE_FOR_S = 30.0
-"""After a gossiped header."""
+"""Gossip counts as alive this long after a gossiped header."""
 MAX_LONELY_PAUSE_S = 5.0
-"""An idle swarm costs next to nothing."""
+"""Longest pause between two sweeps without gossip: an idle swarm then costs next to nothing."""
 MAX_DOUBLINGS = 3
 _FRUITLESS_BEFORE_LONGER = 2
 
 
 class SweepPace:
-    """Of one reader."""
+    """Decides when one reader sweeps the index. It runs on the node's loop."""
 
     def __init__(self, poll_interval_s: float, clock: Callable[[], float]) -> None:
         self._poll_interval_s = poll_interval_s
@@ -143,27 +141,27 @@ class SweepPace:
         return self._clock() - self.swept_at >= self.interval_s
 
     def heard(self) -> None:
-        """A header came by gossip."""
+        """Note that a header came by gossip."""
         if not self.gossip_is_alive:
             self._num_fruitless = 0
         self._gossip_at = self._clock()
 
     def swept(self, at: float, num_new: int) -> None:
-        """A sweep that began `at` brought `num_new` headers that gossip had not."""
+        """Note that a sweep which began `at` brought `num_new` headers that gossip had not."""
         self.swept_at = at
         self._num_fruitless = 0 if num_new or not self.gossip_is_alive else self._num_fruitless + 1
         longer_s = min(2 * self._lonely_pause_s, max(MAX_LONELY_PAUSE_S, self._poll_interval_s))
         self._lonely_pause_s = self._poll_interval_s if num_new else longer_s
 
     def start_anew(self) -> None:
-        """The node listens elsewhere now."""
+        """Sweep at once: the node has moved to another shard."""
         self.swept_at = -math.inf
         self._num_fruitless = 0
 
 
 _MAX_PULLS_AT_ONCE = 4
 _MAX_WINDOWS_BACK = 8
-"""That a sweep reads beyond the last two, where those say that gossip has lost something since the sweep before."""
+"""Further windows that a sweep reads where the last two show that gossip lost something since the sweep before."""
 
 
 class Reader:
@@ -173,49 +171,26 @@ class Reader:
         self,
         sharing: SharingSection,
         network: NetworkSection,
-        swarm_id: str,
-        transport: Transport,
+        parts: SharingParts,
+        *,
         admission: Admission,
         pool: ExperiencePool,
-        bodies: BodyStore,
         rng: random.Random,
-        shard: Callable[[], Shard],
-        authors: PeerTracker,
     ) -> None:
-        """`shard`: the one that this node shares in at this moment. `authors`: told of every header and body."""
+        context, tracker = parts.context, parts.tracker
         self._sharing = sharing
         self._network = network
-        self._swarm_id = swarm_id
-        self._transport = transport
+        self._parts = parts
+        self._swarm_id = context.swarm_id
+        self._transport = context.transport
+        self._tracker = tracker
+        self._totals = parts.totals
         self._admission = admission
         self._pool = pool
-        self._bodies = bodies
-        self._shard = shard
         self._topic: str | None = None
-        self._pace = SweepPace(network.poll_interval_s, transport.now)
-        self._authors = authors
-        self._inbox = Inbox(sharing, swarm_id, transport.peer_id, admission, pool, transport.now, rng, authors)
-        self._fetcher = BodyFetcher(network, transport, rng, self._inbox.answered)
-        self._refused: Counter[str] = Counter()  # bodies and groups, by reason
-        self.num_headers_gossiped = 0
-        """Headers admitted that gossip brought first, ..."""
-        self.num_headers_swept = 0
-        """... and those that it did not."""
-        self.num_records_admitted = 0
-        self.num_groups_admitted = 0
-        self.on_admitted: Callable[[Sequence[RolloutGroup]], None] = lambda groups: None
-        """Shown all groups of every body that was admitted, ..."""
-        self.on_refused: Callable[[Header, InvalidRecord, bytes | None], None] = lambda header, error, body: None
-        """... and every body that was turned away, None where none came; in a thread, as it may open it."""
-
-    @property
-    def rejected(self) -> Counter[str]:
-        """Records, bodies and groups turned away, by reason. Safe from any thread: only copies are iterated."""
-        return Counter(self._inbox.rejected) + Counter(self._refused)
-
-    def num_authors_heard(self) -> int:
-        """Authors of whom a header was admitted of late."""
-        return self._inbox.num_authors_heard()
+        self._pace = SweepPace(network.poll_interval_s, context.clock)
+        self._inbox = Inbox(sharing, context, parts.totals, admission=admission, pool=pool, tracker=tracker, rng=rng)
+        self._fetcher = BodyFetcher(network, context, rng, answered=self._inbox.answered)
 
     async def poll(self) -> None:
         """Wait for something to do, at most one poll interval, and do it."""
@@ -227,7 +202,7 @@ class Reader:
 
     def _follow_shard(self) -> None:
         """Listen in the topic of the own shard, which changes from epoch to epoch."""
-        shard = self._shard()
+        shard = self._parts.directory.shard
         topic = experience_topic(self._swarm_id, shard)
         if topic == self._topic:
             return
@@ -237,16 +212,16 @@ class Reader:
         self._pace.start_anew()
 
         def take(forwarder: str, record: bytes) -> ValidationResult:
-            verdict = self._inbox.take_gossip(shard, record)
-            if verdict is ValidationResult.ACCEPT:
-                self.num_headers_gossiped += 1
+            result = self._inbox.take_gossip(shard, record)
+            if result is ValidationResult.ACCEPT:
+                self._totals.num_headers_gossiped += 1
                 self._pace.heard()
-            return verdict
+            return result
 
         self._transport.subscribe(topic, take)
 
     async def _sweep_and_pull(self) -> None:
-        """Side by side, until the pool has enough or nobody offers more, and nothing is under way."""
+        """Sweep and pull side by side until the pool has enough, or nothing is on offer and nothing is under way."""
         pulls: dict[asyncio.Task[None], Header] = {}
         sweep: asyncio.Task[None] | None = None
         try:
@@ -271,7 +246,7 @@ class Reader:
             await asyncio.gather(*left, return_exceptions=True)
 
     async def _first_news(self, under_way: Collection[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-        """The tasks that ended; none where a header came in first, or nothing happened for a poll interval."""
+        """Return the tasks that ended. The set is empty if a header came in first, or nothing happened for a poll interval."""
         arrival = asyncio.create_task(self._inbox.arrived.wait())
         try:
             done, _ = await asyncio.wait(
@@ -282,24 +257,24 @@ class Reader:
         return {task for task in under_way if task in done}
 
     async def _sweep(self) -> None:
-        """Read the current window of the own shard and the one before; those since the last sweep where these have news."""
+        """Read the current window of the own shard and the one before. Where these have news, read all since the last sweep."""
         now, before = self._transport.now(), self._pace.swept_at
-        self._pace.swept_at = now  # whatever comes of it
+        self._pace.swept_at = now  # also where the sweep fails
         num_new = await self._read_window(now) + await self._read_window(now - WINDOW_S)
         if num_new and not math.isinf(before):
             num_unread = min(int(now // WINDOW_S) - int(before // WINDOW_S) - 1, _MAX_WINDOWS_BACK)
             for back in range(2, 2 + num_unread):
                 num_new += await self._read_window(now - back * WINDOW_S)
-        self.num_headers_swept += num_new
+        self._totals.num_headers_swept += num_new
         self._pace.swept(now, num_new)
 
     async def _read_window(self, time_s: float) -> int:
-        """How many headers of the window at `time_s` are news."""
-        entries = await self._transport.load(experience_key(self._swarm_id, self._shard(), time_s))
+        """Read the window at `time_s` and return how many of its headers are new."""
+        entries = await self._transport.load(experience_key(self._swarm_id, self._parts.directory.shard, time_s))
         return sum(self._inbox.take_entry(subkey, record) for subkey, record in entries.items())
 
     def _choose(self, being_pulled: Collection[Header]) -> list[Header]:
-        """Candidates that announce as many groups as are missing, but no more at once than a line carries well."""
+        """Choose candidates that announce as many groups as the pool lacks, within the bound on pulls at once."""
         chosen: list[Header] = []
         missing = READ_AHEAD_BATCHES * self._sharing.swarm_groups - self._pool.num_fresh()
         missing -= sum(len(header.groups) for header in being_pulled)
@@ -315,37 +290,39 @@ class Reader:
         body: bytes | None = None
         try:
             body = await self._fetcher.fetch(header)
-            async with self._authors.turns.turn(header.author):
+            async with self._tracker.turns.turn(header.author):
                 groups = await asyncio.to_thread(self._admission.admit_body, header, body)
         except TryLater as error:
-            logger.debug("put off a body of %s: %s", header.author, error)
+            logger.debug("a body of %s is tried again later: %s", header.author, error)
             is_repeated = self._inbox.give_back(header, error.pause_s)
-            if is_repeated:  # once is nothing to tell
-                self._refused[error.reason.value] += 1
-                self._authors.acquaintances.rejected(header.author)
+            if is_repeated:  # a single failure is not reported
+                self._totals.rejected[error.reason.value] += 1
+                self._tracker.stats.rejected(header.author)
             return
         except InvalidRecord as error:
-            self._refused[error.reason.value] += 1
-            if self._authors.refused(header.author, error.reason):
+            self._totals.rejected[error.reason.value] += 1
+            if self._tracker.refused(header.author, error.reason):
                 await asyncio.to_thread(self._pool.drop_author, header.author)
             logger.debug("rejected a body of %s: %s", header.author, error)
-            await asyncio.to_thread(self.on_refused, header, error, body)
+            await asyncio.to_thread(self._parts.observer.refused, header, error, body)
             if error.reason is Rejection.STRANGERS_BUSY:
                 self._inbox.give_back(header, UNREACHED_PAUSE_S)
             elif error.reason in (Rejection.UNAVAILABLE, Rejection.WRONG_HASH, Rejection.TOO_SLOW):
                 self._inbox.leave_alone(header.author)
             return
-        self.num_records_admitted += 1
-        self._authors.admitted(header, groups)
-        self.on_admitted(groups)
+        self._totals.num_records_admitted += 1
+        self._tracker.admitted(header, groups)
+        self._parts.observer.admitted(groups)
         useful = [group for group in groups if group.has_reward_variance]
         if len(useful) < len(groups):
-            self._refused[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
-        self._bodies.put(header.body_hash, body, header.expires_at, header.author)
-        self._authors.judged(useful, self._pool.success_level)
+            self._totals.rejected[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
+        self._parts.bodies.put(header.body_hash, body, header.expires_at, header.author)
+        self._tracker.judged(useful, self._pool.success_level)
         # In a thread, as the disk may be slow and the compute thread may hold the pool for a moment.
         num_new = await asyncio.to_thread(
             self._pool.add, header.body_hash, header.expires_at, header.created_at, useful
         )
-        self._authors.acquaintances.admitted(header, useful, num_new)
-        self.num_groups_admitted += num_new  # not in one line: that would add to the number of before the wait
+        self._tracker.stats.admitted(header, useful, num_new)
+        self._totals.num_groups_admitted += (
+            num_new  # a separate line, as `+=` around the await would use the number from before it
+        )

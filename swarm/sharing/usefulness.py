@@ -1,4 +1,4 @@
-"""How useful experience of others is expected to be here: informative × fresh × from an author whose word has held.
+"""Expects how useful experience of others is for this node: informative × fresh × from an author with a good reputation.
 
     own difficulty table ─ snapshot ─┐
     claimed or recomputed reward ────┼─▶ 4 · E[p(1 − p)] ─┐
@@ -6,15 +6,15 @@
     own reputation of the author ────┘────────────────────┘
 
 p(1 − p) is the variance of the reward, which bounds what a group can teach (as for the own tasks, VADE, 2511.18902). Its
-expectation is over the own belief Beta(α, β): high at the frontier, low for what is solved or hopeless, and in between
-(2/3) for what is not known yet. What others say moves it little: a header's mean reward counts as one answer, the
+expectation is over the node's belief Beta(α, β): high at the frontier, low for tasks that are solved or hopeless, and in between
+(2/3) where nothing is known yet. Claims of others move it little: a header's mean reward counts as one answer, and the
 recomputed rewards of a group, which its author may have picked, as four.
 
-Which of the headers on offer is pulled next.
+The choice of the next header to pull (`HeaderChoice`):
 
-uniform       every author alike but for its standing, so a prolific one gets no larger share; of one author the newest first;
-              of those of whom nothing is known every other time the one that has waited longest
-informative   every author one ticket, weighted by how useful its headers are expected to be; nobody beyond its share
+uniform       all authors alike except for their standing, so a prolific one gets no larger share; of one author the newest
+header; of unknown authors every other time the one that has waited longest
+informative   one ticket per author, weighted by the expected usefulness of its headers; nobody gets more than its share
 """
 
 import random
@@ -28,17 +28,17 @@ from swarm.sharing.reputation import AuthorShares, Reputation
 from swarm.types import Header
 
 Beliefs = Mapping[str, tuple[float, float]]
-"""(α, β) of the reward by task source, as this node's own answers tell."""
+"""(α, β) of the reward by task source, from this node's own answers."""
 
 _PRIOR = (1.0, 1.0)
 _CLAIM_ANSWERS = 1.0
 _RECOMPUTED_ANSWERS = 4.0
 _FLOOR = 0.05
-"""Least weight: nothing and nobody is left out, which is how a node finds out that its beliefs have aged."""
+"""Smallest weight. Nothing is left out entirely, so a node finds out when its beliefs are out of date."""
 
 
 class Usefulness:
-    """Weights of headers and groups; the compute thread brings beliefs, any thread asks."""
+    """Weights of headers and groups. The compute thread sets the beliefs; any thread may ask."""
 
     def __init__(self, max_age_s: float, clock: Callable[[], float], reputation: Callable[[str], float]) -> None:
         """`reputation`: weight in [0, 1] of an author, safe from any thread."""
@@ -74,7 +74,7 @@ class Usefulness:
 
 
 READ_AHEAD_BATCHES = 3
-"""A node pulls so many batches of groups of others ahead of their use."""
+"""How many batches of groups of others a node pulls ahead of their use."""
 
 
 class HeaderChoice(Protocol):
@@ -90,10 +90,13 @@ def make_choice(
     rng: random.Random,
     shares: AuthorShares | None = None,
 ) -> HeaderChoice:
-    """Informative where there is a `usefulness`. `shares`: by the standing of authors; without it all stand alike."""
+    """Make an `InformativeChoice` where there is a `usefulness`, else a `UniformChoice`.
+
+    Without `shares` all authors are alike.
+    """
     if usefulness is None:
         return UniformChoice(rng, shares)
-    return InformativeChoice(config, pool, usefulness, rng, shares)
+    return InformativeChoice(config, pool=pool, usefulness=usefulness, rng=rng, shares=shares)
 
 
 class UniformChoice:
@@ -132,10 +135,11 @@ class InformativeChoice:
     def __init__(
         self,
         config: SharingSection,
+        *,
         pool: ExperiencePool,
         usefulness: Usefulness,
         rng: random.Random,
-        shares: AuthorShares | None = None,
+        shares: AuthorShares | None,
     ) -> None:
         self._config = config
         self._pool = pool

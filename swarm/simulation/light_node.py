@@ -7,7 +7,6 @@ Rollouts without a policy: random answers to tasks whose reward anyone sees, in 
 
 import asyncio
 import functools
-import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -15,13 +14,13 @@ from dataclasses import dataclass
 
 from swarm.admission.admission import Admission, Vocabulary
 from swarm.config import NetworkSection, SharingSection
-from swarm.network.transport import Transport
+from swarm.network.context import NodeContext
 from swarm.pool.experience_pool import ExperiencePool
-from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
+from swarm.sharing.parts import NoObserver, make_sharing_parts
 from swarm.sharing.peer_tracker import PeerTracker
+from swarm.sharing.totals import SharingPause
 from swarm.tasks.task_source import FIRST_TRAINING_SEED
 from swarm.types import Header, Lineage, Rollout, RolloutGroup, TaskRef
 
@@ -38,7 +37,7 @@ VOCABULARY = Vocabulary(
 )
 
 
-class LightJudge:
+class LightVerifier:
     """The TaskVerifier of admission: an answer is right if it begins with `a`."""
 
     def check_known(self, ref: TaskRef) -> None:
@@ -93,16 +92,14 @@ class LightNode:
     def __init__(
         self,
         rounds: LightRounds,
+        context: NodeContext,
+        *,
         sharing: SharingSection,
         network: NetworkSection,
-        swarm_id: str,
-        identity: Identity,
-        transport: Transport,
         rng: random.Random,
-        *,
         on_header: OnHeader | None = None,
     ) -> None:
-        self.transport = transport
+        self.transport = context.transport
         self.num_groups_trained = 0
         self.trained_authors: Counter[str] = Counter()
         """Whose groups they were."""
@@ -111,21 +108,17 @@ class LightNode:
         self._rng = rng
         self._round = 0
         self._tasks: list[asyncio.Task[None]] = []
-        self.pool = ExperiencePool(":memory:", sharing, transport.now)
-        self.bodies = BodyStore(transport.now)
-        self.admission = WatchedAdmission(sharing, swarm_id, identity.peer_id, LightJudge(), VOCABULARY, transport.now)
-        if on_header is not None:
-            self.admission.on_header = functools.partial(on_header, self)
-        authors = PeerTracker(sharing, transport.peer_id, transport.now, max_shown=0, seen_at=transport.seen_at)
-        self.usefulness = authors.usefulness
-        """Without beliefs until someone tells it: a light node learns nothing."""
-        sequence = itertools.count()
-        self._exchange = Exchange(
-            sharing, network, swarm_id, identity, transport, self.admission, self.pool, self.bodies,
-            lambda: next(sequence), rng, authors,
-        )  # fmt: skip
-        self.directory, self.reader = self._exchange.directory, self._exchange.reader
-        self.bodies.serve_on(transport)
+        self.pool = ExperiencePool(":memory:", sharing, context.clock)
+        tracker = PeerTracker(sharing, context, max_shown=0, seen_at=context.transport.seen_at)
+        parts = make_sharing_parts(sharing, context, tracker, pause=SharingPause(), observer=NoObserver())
+        self.bodies, self.directory, self.totals = parts.bodies, parts.directory, parts.totals
+        self.usefulness = tracker.usefulness
+        """It has no beliefs unless a test gives it some: a light node learns nothing."""
+        self.admission = WatchedAdmission(
+            sharing, context, on_header=functools.partial(on_header, self) if on_header else None
+        )
+        self._exchange = Exchange(sharing, network, parts, admission=self.admission, pool=self.pool, rng=rng)
+        self.reader = self._exchange.reader
 
     @property
     def peer_id(self) -> str:
@@ -133,7 +126,7 @@ class LightNode:
 
     @property
     def rejected(self) -> Counter[str]:
-        return self.reader.rejected
+        return self.totals.rejected
 
     async def start(self) -> None:
         await self.transport.start()
@@ -185,12 +178,16 @@ class LightNode:
 
 
 class WatchedAdmission(Admission):
-    """Admission that tells of every header it lets in."""
+    """The admission of a light node, which reports every header that it admits."""
 
-    on_header: Callable[[Header], None] | None = None
+    def __init__(
+        self, config: SharingSection, context: NodeContext, *, on_header: Callable[[Header], None] | None
+    ) -> None:
+        super().__init__(config, context, verifier=LightVerifier(), vocabulary=VOCABULARY)
+        self._on_header = on_header
 
     def admit_header(self, data: bytes) -> Header:
         header = super().admit_header(data)
-        if self.on_header is not None:
-            self.on_header(header)
+        if self._on_header is not None:
+            self._on_header(header)
         return header

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from swarm.config import NetworkSection, SharingSection
+from swarm.network.context import NodeContext
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import virtual_now
 from swarm.records.identity import Identity
@@ -145,12 +146,10 @@ class Simulation:
         )
         return LightNode(
             settings.rounds,
-            settings.sharing,
-            settings.network,
-            SWARM_ID,
-            identity,
-            transport,
-            random.Random(seed),
+            NodeContext.of(identity, SWARM_ID, transport),
+            sharing=settings.sharing,
+            network=settings.network,
+            rng=random.Random(seed),
             on_header=self._note,
         )
 

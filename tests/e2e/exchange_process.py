@@ -19,16 +19,15 @@ import psutil
 
 from swarm.admission.admission import Admission, Vocabulary
 from swarm.config import NetworkSection, SharingSection
+from swarm.network.context import NodeContext
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.libp2p.transport import LightTransport
 from swarm.network.make_transport import make_transport
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import load_or_create
-from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
-from swarm.sharing.peer_tracker import PeerTracker
-from tests.unit.experience_factory import EOS, LINEAGE, SWARM_ID, SpellingJudge, decode, group
+from tests.unit.experience_factory import EOS, LINEAGE, SWARM_ID, SpellingVerifier, decode, group, sharing_parts
 
 ANSWER_TIMEOUT_S = 30.0
 
@@ -95,25 +94,14 @@ class _Node:
         identity = load_or_create(folder / "identity.key")
         transport = make_transport(network, identity, folder, EntryValidator(swarm_id))
         assert isinstance(transport, HivemindTransport | LightTransport)
-        self.transport, clock = transport, transport.now
+        self.transport = transport
+        context = NodeContext.of(identity, swarm_id, transport)
         vocabulary = Vocabulary(LINEAGE, 64, frozenset({EOS}), decode)
-        admission = Admission(sharing, swarm_id, identity.peer_id, SpellingJudge(), vocabulary, clock)
-        self.pool, bodies = ExperiencePool(":memory:", sharing, clock), BodyStore(clock)
-        bodies.serve_on(transport)
-        numbers, rng = itertools.count(), random.Random(identity.peer_id)
-        self.exchange = Exchange(
-            sharing,
-            network,
-            swarm_id,
-            identity,
-            transport,
-            admission,
-            self.pool,
-            bodies,
-            lambda: next(numbers),
-            rng,
-            PeerTracker(sharing, identity.peer_id, clock, seen_at=self.transport.seen_at),
-        )
+        admission = Admission(sharing, context, verifier=SpellingVerifier(), vocabulary=vocabulary)
+        self.pool = ExperiencePool(":memory:", sharing, context.clock)
+        self.parts = sharing_parts(sharing, context)
+        rng = random.Random(identity.peer_id)
+        self.exchange = Exchange(sharing, network, self.parts, admission=admission, pool=self.pool, rng=rng)
         self._indices = itertools.count()
 
     def publish(self) -> None:
@@ -123,11 +111,11 @@ class _Node:
         process = psutil.Process(os.getpid())
         rss = sum(one.memory_info().rss for one in (process, *process.children()))
         return {
-            "admitted": self.exchange.reader.num_groups_admitted,
-            "gossiped": self.exchange.reader.num_headers_gossiped,
-            "swept": self.exchange.reader.num_headers_swept,
+            "admitted": self.exchange.parts.totals.num_groups_admitted,
+            "gossiped": self.exchange.parts.totals.num_headers_gossiped,
+            "swept": self.exchange.parts.totals.num_headers_swept,
             "neighbors": self.transport.gossip.peers(),
-            "rejected": dict(self.exchange.reader.rejected),
+            "rejected": dict(self.exchange.parts.totals.rejected),
             "refused": dict(self.transport.refused),
             "rss_mib": rss / 2**20,
         }

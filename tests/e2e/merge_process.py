@@ -17,6 +17,7 @@ from typing import Any, Self
 from swarm.config import NetworkSection
 from swarm.merging.exchange.merge_exchange import MergeExchange
 from swarm.merging.exchange.recent_partners import MergeTimeouts
+from swarm.network.context import NodeContext
 from swarm.network.make_transport import make_transport
 from swarm.network.transport import Transport
 from swarm.records.identity import load_or_create
@@ -25,7 +26,7 @@ from swarm.types import Outcome, Partner, Snapshot
 from tests.unit.experience_factory import LINEAGE, SWARM_ID
 
 ANSWER_TIMEOUT_S = 60.0
-PATIENCE = MergeTimeouts(search_s=20.0, request_timeout_s=3.0)
+TIMEOUTS = MergeTimeouts(search_s=20.0, request_timeout_s=3.0)
 
 
 class MergeNode:
@@ -37,7 +38,9 @@ class MergeNode:
         transport = make_transport(NetworkSection.model_validate(network), identity, folder, EntryValidator(SWARM_ID))
         assert transport is not None
         self.transport: Transport = transport
-        self.exchange = MergeExchange(PATIENCE, SWARM_ID, identity, transport, random.Random(identity.peer_id))
+        self.exchange = MergeExchange(
+            TIMEOUTS, NodeContext.of(identity, SWARM_ID, transport), rng=random.Random(identity.peer_id)
+        )
         self.payload = random.Random(identity.peer_id).randbytes(num_bytes)
         self._work: asyncio.Task[None] | None = None
 

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from swarm.config import NetworkSection
+from swarm.network.context import NodeContext
 from swarm.network.hivemind.relay_start import granted_bytes
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, serve_blobs
@@ -27,8 +28,9 @@ from swarm.network.transport import ValidationResult
 from swarm.records.identity import Identity, create
 from swarm.sharing.directory import Directory
 from swarm.sharing.index import WINDOW_S, EntryValidator, Shard, experience_key, experience_topic, shard_of, subkey
+from swarm.sharing.totals import SharingTotals
 from tests.e2e.namespaces import Host
-from tests.unit.experience_factory import SWARM_ID, Clock, admission, body_and_header, group, signed
+from tests.unit.experience_factory import SWARM_ID, Clock, admission, body_and_header, context_of, group, signed
 
 BODY_BYTES = 16 << 20
 BODY_PROTOCOL = "test/body"
@@ -102,7 +104,9 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
     _BODIES[hashlib.sha256(body).digest()] = body
     node.serve(BODY_PROTOCOL, serve_blobs(_BODIES.get), max_request_bytes=BLOB_REQUEST_BYTES)
     node.subscribe(experience_topic(SWARM_ID, shard_of(SWARM_ID, node.peer_id, 0, 0.0)), _hear)
-    worker = _Worker(node, identity, Directory(SWARM_ID, identity, node, lambda: 0))
+    worker = _Worker(
+        node, identity, Directory(NodeContext.of(identity, SWARM_ID, node), SharingTotals(node.now, reads=False))
+    )
     await node.start()
     try:
         _say(peer_id=node.peer_id, addresses=node.addresses())
@@ -211,7 +215,7 @@ class _Worker:
 
     async def _admitted(self, records: list[bytes]) -> dict[str, list[int]]:
         """Through the real door, bodies from their authors."""
-        door = admission(Clock(self._node.now()))
+        door = admission(context_of(clock=Clock(self._node.now())))
         admitted: dict[str, list[int]] = {}
         for record in records:
             header = door.admit_header(record)

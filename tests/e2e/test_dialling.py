@@ -12,6 +12,7 @@ import pytest
 
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError, RequestError
+from swarm.network.context import NodeContext
 from swarm.network.libp2p.gossip import Libp2pGossip
 from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.libp2p.parts import ID, Multiaddr
@@ -24,6 +25,7 @@ from swarm.records.identity import Identity, create
 from swarm.records.presence import Presence, sign_presence
 from swarm.sharing.directory import Directory
 from swarm.sharing.index import EntryValidator, Shard, presence_key
+from swarm.sharing.totals import SharingTotals
 from tests.unit.experience_factory import SWARM_ID
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -84,7 +86,7 @@ async def test_a_bystander_whom_strangers_name_is_dialled_a_few_times_at_most(tm
         stack.push_async_callback(light.stop)
         assert await list_names(full, address) == NUM_NAMES
         readers = [
-            Directory(SWARM_ID, one, transport, lambda: 0)
+            Directory(NodeContext.of(one, SWARM_ID, transport), SharingTotals(transport.now, reads=False))
             for one, transport in ((identity, full), (light_identity, light))
         ]
         until = time.monotonic() + SCENE_S

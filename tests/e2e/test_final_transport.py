@@ -12,6 +12,7 @@ import pytest
 
 from swarm.merging.exchange.final_meeting import FinalMeeting
 from swarm.merging.final_merge import meetings_of
+from swarm.network.context import NodeContext
 from swarm.records.identity import load_or_create
 from swarm.types import Appointment, Seats, Snapshot
 from tests.e2e.merge_process import MergeNode
@@ -32,7 +33,7 @@ class FinalNode(MergeNode):
     def __init__(self, folder: Path, network: dict[str, Any], interval_s: float) -> None:
         super().__init__(folder, NUM_BYTES, network)
         self.meeting = FinalMeeting(
-            SWARM_ID, load_or_create(folder / "identity.key"), self.transport, random.Random(self.peer_id),
+            NodeContext.of(load_or_create(folder / "identity.key"), SWARM_ID, self.transport), random.Random(self.peer_id),
             interval_s=interval_s, window_s=20.0, request_timeout_s=5.0,
         )  # fmt: skip
         self.seats: Seats | None = None

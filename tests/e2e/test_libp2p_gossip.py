@@ -12,13 +12,13 @@ import pytest
 
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError
-from swarm.network.context import NetworkContext
 from swarm.network.gossip import ForwarderGuard
 from swarm.network.libp2p.gossip import NUM_NEIGHBORS, Libp2pGossip
 from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.libp2p.parts import rpc_pb2
 from swarm.network.libp2p.pubsub import MAX_CALL_BYTES, MAX_TOPIC_CHARS, MAX_TOPICS_PER_PEER, encode_frame
 from swarm.network.libp2p.trio_guest import TrioGuest
+from swarm.network.network_context import NetworkContext
 from swarm.network.tcp_address import TcpAddress
 from swarm.network.transport import MAX_GOSSIP_BYTES, ValidationResult
 from swarm.records.identity import Identity

@@ -13,6 +13,7 @@ import pytest
 
 from swarm.config import NetworkSection, SharingSection
 from swarm.errors import NetworkError
+from swarm.network.context import NodeContext
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.libp2p.gossip import Libp2pGossip
 from swarm.network.libp2p.transport import LightTransport
@@ -20,12 +21,10 @@ from swarm.network.make_transport import make_transport
 from swarm.network.transport import ValidationResult
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity, create
-from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
-from swarm.sharing.peer_tracker import PeerTracker
 from swarm.types import RolloutGroup
-from tests.unit.experience_factory import LINEAGE, SWARM_ID, admission, group
+from tests.unit.experience_factory import LINEAGE, SWARM_ID, admission, group, sharing_parts
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 DEADLINE_S = 40.0
@@ -43,15 +42,16 @@ class Node:
         assert isinstance(transport, HivemindTransport | LightTransport)
         self.transport = transport
         self.pool = ExperiencePool(":memory:", SHARING, transport.now)
-        bodies = BodyStore(transport.now)
-        door = admission(transport.now)  # type: ignore[arg-type]
-        door._own_peer_id = self.identity.peer_id
+        context = NodeContext.of(self.identity, SWARM_ID, transport)
+        self.parts = sharing_parts(SHARING, context)
         self.exchange = Exchange(
-            SHARING, network, SWARM_ID, self.identity, transport, door, self.pool, bodies,
-            itertools.count().__next__, random.Random(self.identity.peer_id),
-            PeerTracker(SHARING, self.identity.peer_id, transport.now, seen_at=transport.seen_at),
-        )  # fmt: skip
-        bodies.serve_on(transport)
+            SHARING,
+            network,
+            self.parts,
+            admission=admission(context),
+            pool=self.pool,
+            rng=random.Random(self.identity.peer_id),
+        )
         self.num_failures = 0
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -73,11 +73,11 @@ class Node:
 
     @property
     def num_admitted(self) -> int:
-        return self.exchange.reader.num_groups_admitted
+        return self.exchange.parts.totals.num_groups_admitted
 
     @property
     def hears_gossip(self) -> bool:
-        return self.exchange.reader.num_headers_gossiped > 0
+        return self.exchange.parts.totals.num_headers_gossiped > 0
 
     def drawn(self) -> list[tuple[str, int]]:
         """(author, index) of all that the pool holds."""
@@ -113,7 +113,7 @@ async def exchange_twice(nodes: list[Node]) -> None:
         expected = (2 if start == 0 else 4) * (len(nodes) - 1)
         await until(lambda expected=expected: all(node.num_admitted == expected for node in nodes))
         if start == 0:
-            await until(lambda: all(node.exchange.directory.num_members == len(nodes) for node in nodes))
+            await until(lambda: all(node.exchange.parts.directory.num_members == len(nodes) for node in nodes))
             await gossip_reaches_all(nodes)
             for node in nodes:
                 node.exchange.reader._pace.swept_at = math.inf  # no sweep of the index any more
@@ -121,9 +121,9 @@ async def exchange_twice(nodes: list[Node]) -> None:
         others = [(one.identity.peer_id, place) for place, one in enumerate(nodes) if place != number]
         published = [(peer, start + 2 * place + i) for peer, place in others for start in (0, 100) for i in (0, 1)]
         assert node.drawn() == sorted(published)
-        await until(lambda node=node: node.exchange.publisher.num_indexed == 2)  # gossip is ahead of the index
+        await until(lambda node=node: node.exchange.parts.totals.num_indexed == 2)  # gossip is ahead of the index
         assert node.num_failures == 0
-        assert not +node.exchange.reader.rejected
+        assert not +node.exchange.parts.totals.rejected
         assert not node.transport.gossip.rejected
 
 

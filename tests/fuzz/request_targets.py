@@ -11,7 +11,7 @@ from typing import Any
 from swarm.errors import RequestError
 from swarm.merging.exchange import final_list as final_message
 from swarm.merging.exchange.offered_adapter import OfferedAdapter
-from swarm.merging.exchange.proposal import MAX_MESSAGE_BYTES, ProposalHandler, Taken, decode_answer
+from swarm.merging.exchange.proposal import MAX_MESSAGE_BYTES, Accepted, ProposalHandler, decode_answer
 from swarm.merging.exchange.recent_partners import RecentPartners
 from swarm.network.commands.envelope import decode_command, encode_command
 from swarm.network.hivemind.daemon_control import address_text, encoded
@@ -28,7 +28,7 @@ from swarm.records.adapter_offer import AdapterOffer, sign_offer
 from swarm.records.identity import is_peer_id, verify
 from swarm.records.rejection import InvalidRecord
 from swarm.records.signing import verified_by
-from tests.unit.experience_factory import ALICE, LINEAGE, MALLORY, NOW, SWARM_ID
+from tests.unit.experience_factory import ALICE, LINEAGE, MALLORY, NOW, SWARM_ID, context_of
 
 MAX_FRAME_BYTES = 4096
 
@@ -116,11 +116,11 @@ ADAPTER = AdapterOffer(ALICE.peer_id, LINEAGE.policy, 3, 75, "bf16", 2_200_000, 
 def merge_request(data: bytes) -> bool:
     """What a node is asked by one that would merge with it and signs whatever it likes."""
     own = OfferedAdapter(ADAPTER, sign_offer(ALICE, SWARM_ID, ADAPTER), b"")
-    door = ProposalHandler(SWARM_ID, ALICE.peer_id, lambda: NOW, lambda: own, RecentPartners(), monotonic=lambda: 0.0)
+    door = ProposalHandler(context_of(ALICE, lambda: NOW), lambda: own, RecentPartners(), monotonic=lambda: 0.0)
     with verified_by(lambda peer_id, signed, signature: True):
         answer = _run(door.answer(MALLORY.peer_id, data))
     assert len(answer) <= MAX_MESSAGE_BYTES
-    is_taken = isinstance(decode_answer(answer), Taken)
+    is_taken = isinstance(decode_answer(answer), Accepted)
     assert is_taken or own.partner is None
     return is_taken
 

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from swarm.manifest.manifest import create, dump
 from swarm.merging.exchange.final_list import FetchAck, MeetReply, MeetRequest
-from swarm.merging.exchange.proposal import Declined, Fetched, Proposal, Taken
+from swarm.merging.exchange.proposal import Accepted, Declined, Fetched, Proposal
 from swarm.network.commands.envelope import MAX_INLINE_BYTES, CommandHead, digest_of, encode_command
 from swarm.network.hivemind.daemon_control import address_bytes
 from swarm.network.hivemind.index_calls import node_id_of
@@ -82,7 +82,7 @@ def seeds() -> dict[str, list[bytes]]:
         "gateway": [msgpack.packb(True) or b"", msgpack.packb({subkeys[0]: records[0]}) or b""],
         "gateway_request": [store_request(HEADER_KEY, subkeys[0], records[0], NOW + 60), load_request(HEADER_KEY)],
         "merge_request": [Proposal(proposed).encode(), Fetched(ADAPTER.sha256).encode()],
-        "merge_answer": [Taken(offer).encode(), Declined("busy").encode()],
+        "merge_answer": [Accepted(offer).encode(), Declined("busy").encode()],
         "final_request": [MeetRequest(bytes(16), 3, bytes(32), 5).encode(), FetchAck(bytes(16), 1, bytes(32)).encode()],
         "final_answer": [MeetReply(bytes(32), 7).encode(), Declined("wait").encode()],
         "order": [_order(b"payload"), _order(bytes(MAX_INLINE_BYTES + 1))],

@@ -9,6 +9,7 @@ from typing import Any
 
 from swarm.merging.exchange.merge_exchange import MergeExchange
 from swarm.merging.exchange.recent_partners import MergeTimeouts
+from swarm.network.context import NodeContext
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
 from swarm.records.identity import Identity
@@ -19,7 +20,7 @@ from swarm.simulation.simulation import INTERNET
 from swarm.types import Outcome, Partner, Snapshot
 from tests.unit.experience_factory import LINEAGE, SWARM_ID
 
-PATIENCE = MergeTimeouts(search_s=20.0, request_timeout_s=3.0)
+TIMEOUTS = MergeTimeouts(search_s=20.0, request_timeout_s=3.0)
 SMALL = 1000
 PIECES = (2 << 20) + 4321
 """Bytes of an adapter that takes a manifest and three pieces."""
@@ -32,7 +33,7 @@ class MergeNode:
         number: int,
         cache: SignatureCache,
         *,
-        patience: MergeTimeouts = PATIENCE,
+        timeouts: MergeTimeouts = TIMEOUTS,
         make_transport: Callable[..., MemoryTransport] = MemoryTransport,
     ) -> None:
         self.number = number
@@ -40,7 +41,7 @@ class MergeNode:
         is_valid = cache.validator(EntryValidator(SWARM_ID))
         self.transport = make_transport(network, self.identity.peer_id, is_valid, request_timeout_s=5.0)
         rng = random.Random(network.rng.random())
-        self.exchange = MergeExchange(patience, SWARM_ID, self.identity, self.transport, rng)
+        self.exchange = MergeExchange(timeouts, NodeContext.of(self.identity, SWARM_ID, self.transport), rng=rng)
         self.partners: Counter[str] = Counter()
         self.outer_round = 0
         self._work: asyncio.Task[None] | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarm.config import NetworkSection, SharingSection
+from swarm.network.context import NodeContext
 from swarm.network.memory.network import MemoryNetwork
 from swarm.network.memory.transport import MemoryTransport
 from swarm.network.memory.virtual_clock import virtual_now
@@ -111,7 +112,9 @@ class SiloSwarm:
         bulletin = Bulletin(inner, membership, identity, files, [entrance] if entrance else [], rng)
         transport = OverheardSilo(inner, membership, bulletin, validator)
         transport.ears = self.ears
-        node = LightNode(ROUNDS, SHARING, NETWORK, SILO_ID, identity, transport, rng)
+        node = LightNode(
+            ROUNDS, NodeContext.of(identity, SILO_ID, transport), sharing=SHARING, network=NETWORK, rng=rng
+        )
         self.nodes[identity.peer_id], self.memberships[identity.peer_id] = node, membership
         return node
 

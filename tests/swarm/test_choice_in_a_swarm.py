@@ -25,7 +25,7 @@ class LyingPublisher(Publisher):
     def _pack(self, groups: list[RolloutGroup], beacon: bytes) -> tuple[bytes, bytes, Header]:
         body, _, header = super()._pack(groups, beacon)
         header = replace(header, groups=tuple(replace(summary, mean_reward=0.5) for summary in header.groups))
-        return body, encode_record(sign_record(self._identity, SWARM_ID, encode_header(header))), header
+        return body, encode_record(sign_record(self._context.identity, SWARM_ID, encode_header(header))), header
 
 
 def simulation_of(choice: str) -> Simulation:

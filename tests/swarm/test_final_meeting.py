@@ -21,6 +21,7 @@ from swarm.merging.exchange.final_list import (
 from swarm.merging.exchange.final_meeting import FinalMeeting
 from swarm.merging.exchange.proposal import Declined
 from swarm.merging.final_merge import meetings_of, num_windows, parts_of
+from swarm.network.context import NodeContext
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import run
 from swarm.records.identity import Identity
@@ -41,9 +42,8 @@ class FinalNode:
         is_valid = cache.validator(EntryValidator(SWARM_ID))
         self.transport = MemoryTransport(network, identity.peer_id, is_valid, request_timeout_s=5.0)
         rng = random.Random(number)
-        self.meeting = FinalMeeting(
-            SWARM_ID, identity, self.transport, rng, interval_s=INTERVAL_S, window_s=WINDOW_S, request_timeout_s=3.0
-        )
+        context = NodeContext.of(identity, SWARM_ID, self.transport)
+        self.meeting = FinalMeeting(context, rng, interval_s=INTERVAL_S, window_s=WINDOW_S, request_timeout_s=3.0)
         self.peer_id = identity.peer_id
         self.shares = np.eye(count)[number]
         self.weight = 1

@@ -15,6 +15,7 @@ from swarm.config.node_folder import NodeFolder
 from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
 from swarm.network.transport import Transport
 from swarm.node.node import Node
+from swarm.node.watchdog import Watchdog
 from swarm.observability.metrics import read_rows
 from swarm.records.identity import Identity
 from swarm.sharing.index import EntryValidator
@@ -47,7 +48,8 @@ def make_node(network: MemoryNetwork, config: Config, number: int) -> Node:
     def transport(config: Config, identity: Identity, folder: NodeFolder, validator: EntryValidator) -> Transport:
         return MemoryTransport(network, identity.peer_id, validator, request_timeout_s=1.0)
 
-    return Node(config, folder, Identity(bytes([number + 1]) * 32), transport)
+    identity = Identity(bytes([number + 1]) * 32)
+    return Node(config, folder, identity, watchdog=Watchdog(time.monotonic), make_transport=transport)
 
 
 async def run_all(nodes: Sequence[Node]) -> list[bool]:
@@ -74,7 +76,7 @@ def test_four_nodes_learn_from_each_other(tmp_path: Path, faults: Faults) -> Non
         assert rounds[-1]["train/swarm_groups_total"] >= 6
         assert set(rounds[-1]["exchange/rejected"]) <= HARMLESS
         assert [row["phase"] for row in rows if row["kind"] == "evaluation"] == ["start", "end"]
-        evidence += node.exchange.authors.beacon_evidence if node.exchange else Counter()
+        evidence += node.tracker.beacon_evidence
     # how many says the machine's load: rounds of before the first header name no beacon, and there are fourteen
     assert evidence["holds"] > 0 and not evidence["broken"], "tasks follow from records of others"
 

@@ -15,7 +15,7 @@ from swarm.merging.exchange.ready_list import CATCH_UP_TO
 from swarm.network.memory.network import MemoryNetwork
 from swarm.network.memory.transport import Faults
 from swarm.types import Alone, Outcome, Partner, Snapshot
-from tests.swarm.merge_swarm import PATIENCE, PIECES, SMALL, MergeNode, in_merge_swarm, named, tell
+from tests.swarm.merge_swarm import PIECES, SMALL, TIMEOUTS, MergeNode, in_merge_swarm, named, tell
 from tests.unit.experience_factory import LINEAGE
 
 
@@ -32,7 +32,7 @@ async def live(node: MergeNode, num_offers: int, inner_s: float, unevenness: flo
 
 
 async def live_together(
-    nodes: list[MergeNode], num_offers: int, *, inner_s: float = PATIENCE.search_s, unevenness: float = 0.2
+    nodes: list[MergeNode], num_offers: int, *, inner_s: float = TIMEOUTS.search_s, unevenness: float = 0.2
 ) -> None:
     await asyncio.gather(*(live(node, num_offers, inner_s, unevenness) for node in nodes))
 
@@ -70,7 +70,7 @@ def test_nodes_that_begin_at_the_same_instant_pair_up(seed: int) -> None:
             for node, outcome in zip(nodes, outcomes, strict=True):
                 assert isinstance(outcome, Partner)
                 assert named(nodes, outcome.peer_id).partners[node.peer_id] > 0  # both have each other
-        assert asyncio.get_running_loop().time() - began_at < 3 * PATIENCE.search_s
+        assert asyncio.get_running_loop().time() - began_at < 3 * TIMEOUTS.search_s
 
     in_merge_swarm(8, scenario, seed=seed)
 
@@ -154,7 +154,7 @@ def test_a_node_alone_knows_it_in_time() -> None:
     async def scenario(nodes: list[MergeNode], network: MemoryNetwork) -> None:
         began_at = asyncio.get_running_loop().time()
         assert await nodes[0].offer() == Alone("nobody")
-        assert asyncio.get_running_loop().time() - began_at <= PATIENCE.search_s + 1.0
+        assert asyncio.get_running_loop().time() - began_at <= TIMEOUTS.search_s + 1.0
 
     in_merge_swarm(1, scenario)
 
@@ -285,7 +285,7 @@ def test_own_adapter_is_let_go_when_the_partner_has_it_or_the_time_is_over() -> 
         survivor = nodes[not first]
         await offers[not first]
         assert survivor.exchange._own is not None
-        await asyncio.sleep(PATIENCE.transfer_s(SMALL))
+        await asyncio.sleep(TIMEOUTS.transfer_s(SMALL))
         assert survivor.exchange._own is None
 
     in_merge_swarm(2, scenario)
@@ -301,4 +301,4 @@ def test_slow_line_costs_a_solo_step_in_time() -> None:
         assert await asyncio.gather(one.offer(PIECES), other.offer(PIECES)) == [Alone("deadline")] * 2
         assert asyncio.get_running_loop().time() - began_at < one.exchange.time_limit_s(PIECES)
 
-    in_merge_swarm(2, scenario, patience=replace(PATIENCE, min_bytes_per_s=60_000.0))
+    in_merge_swarm(2, scenario, timeouts=replace(TIMEOUTS, min_bytes_per_s=60_000.0))

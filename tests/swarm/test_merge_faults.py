@@ -15,9 +15,9 @@ from swarm.merging.exchange.proposal import (
     ADAPTER_PROTOCOL,
     MAX_MESSAGE_BYTES,
     MERGE_PROTOCOL,
+    Accepted,
     Fetched,
     Proposal,
-    Taken,
 )
 from swarm.network.memory.network import MemoryNetwork
 from swarm.network.memory.transport import Faults, MemoryTransport
@@ -236,7 +236,7 @@ class Liar:
 
     async def _take(self, peer_id: str, request: bytes) -> bytes:
         self.num_asked += 1
-        return Taken(self.record()).encode() if self.answer is None else self.answer()
+        return Accepted(self.record()).encode() if self.answer is None else self.answer()
 
     async def _serve(self, peer_id: str, request: bytes) -> bytes:
         if self.served is None:
@@ -314,15 +314,15 @@ def test_answers_that_no_honest_peer_gives_leave_the_node_unpaired() -> None:
                 lambda: b"",
                 lambda: b"junk",
                 lambda: bytes(2000),
-                lambda: Taken(b"").encode(),
-                lambda: Taken(replayed).encode(),
-                lambda: Taken(liar.record()[:-1] + b"\0").encode(),
-                lambda: Taken(sign_offer(third, SWARM_ID, liar.offer(peer_id=third.peer_id))).encode(),
-                lambda: Taken(sign_offer(liar.identity, "cd" * 16, liar.offer())).encode(),
-                lambda: Taken(liar.record(lineage="33" * 16)).encode(),
-                lambda: Taken(liar.record(num_bytes=1 << 30)).encode(),
-                lambda: Taken(liar.record(outer_round=100)).encode(),
-                lambda: Taken(liar.record(created_at=virtual_now() - 900, expires_at=virtual_now() - 300)).encode(),
+                lambda: Accepted(b"").encode(),
+                lambda: Accepted(replayed).encode(),
+                lambda: Accepted(liar.record()[:-1] + b"\0").encode(),
+                lambda: Accepted(sign_offer(third, SWARM_ID, liar.offer(peer_id=third.peer_id))).encode(),
+                lambda: Accepted(sign_offer(liar.identity, "cd" * 16, liar.offer())).encode(),
+                lambda: Accepted(liar.record(lineage="33" * 16)).encode(),
+                lambda: Accepted(liar.record(num_bytes=1 << 30)).encode(),
+                lambda: Accepted(liar.record(outer_round=100)).encode(),
+                lambda: Accepted(liar.record(created_at=virtual_now() - 900, expires_at=virtual_now() - 300)).encode(),
                 lambda: Fetched(bytes(32)).encode(),
             ]
             for answer in answers:
@@ -389,7 +389,7 @@ def test_partner_whose_adapter_was_of_no_use_is_not_chosen_again_soon() -> None:
                 await liar.enlist()
                 outcome, *_ = await asyncio.gather(*(one.offer() for one in nodes))
                 if isinstance(outcome, Partner) and outcome.peer_id == liar.identity.peer_id:
-                    node.exchange.distrust(outcome.peer_id)
+                    node.exchange.report_unusable(outcome.peer_id)
             assert node.partners[liar.identity.peer_id] <= 2
 
     in_merge_swarm(3, scenario)

@@ -10,13 +10,14 @@ import pytest
 from swarm.experiments.merging.hostile_names import HostileDonor, HostilePartner
 from swarm.merging.exchange.merge_exchange import MergeExchange
 from swarm.merging.exchange.ready_list import ReadyList
+from swarm.network.context import NodeContext
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
 from swarm.records.identity import Identity
 from swarm.records.rejection import Rejection
 from swarm.sharing.reputation import PROBATION_BODIES, AddressGroups, AuthorShares, Reputation
 from swarm.types import Snapshot
-from tests.swarm.merge_swarm import SMALL, MergeNode, in_merge_swarm, network_of, tell
+from tests.swarm.merge_swarm import SMALL, TIMEOUTS, MergeNode, in_merge_swarm, network_of, tell
 from tests.unit.experience_factory import LINEAGE, SWARM_ID
 
 NUM_OFFERS = 8
@@ -116,9 +117,8 @@ def test_exchange_takes_what_is_known_of_peers_when_it_is_made() -> None:
         shares = AuthorShares(reputation, 0.25, AddressGroups(lambda peer_id: ()))
         identity = Identity(b"k" * 32)
         transport = MemoryTransport(network, identity.peer_id)
-        exchange = MergeExchange(
-            nodes[0].exchange._patience, SWARM_ID, identity, transport, random.Random(0), shares=shares
-        )
+        context = NodeContext.of(identity, SWARM_ID, transport)
+        exchange = MergeExchange(TIMEOUTS, context, rng=random.Random(0), shares=shares)
         assert not exchange.is_known("someone")
         for _ in range(5):
             reputation.admitted("someone")
@@ -143,7 +143,7 @@ def test_hostile_donors_are_listed_where_newcomers_look_and_take_the_places_of_o
         for one in donors:
             await one.enlist()
         first, second = donors
-        reader = ReadyList(SWARM_ID, first.transport, random.Random(0), kind="donors")
+        reader = ReadyList(NodeContext.of(first.identity, SWARM_ID, first.transport), random.Random(0), kind="donors")
         listed = {offer.peer_id for offer in await reader.widest(LINEAGE.policy)}
         assert listed == {second.identity.peer_id}, "all but the reader itself"
         before = second.transport.traffic.bytes_sent

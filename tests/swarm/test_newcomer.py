@@ -10,6 +10,7 @@ from swarm.errors import RequestError
 from swarm.merging.exchange.adapter_donor import PAUSE_S, PLACES, RELIST_S, STARTER_PROTOCOL, AdapterDonor
 from swarm.merging.exchange.newcomer import COUNT, LEAST, Newcomer, WantedAdapter
 from swarm.merging.exchange.proposal import MAX_LAG_ROUNDS
+from swarm.network.context import NodeContext
 from swarm.network.memory.network import MemoryNetwork
 from swarm.network.memory.transport import MemoryTransport
 from swarm.network.memory.virtual_clock import run
@@ -19,7 +20,7 @@ from swarm.records.adapter_offer import AdapterOffer
 from swarm.records.identity import Identity
 from swarm.sharing.index import EntryValidator
 from swarm.types import Partner, Snapshot
-from tests.swarm.merge_swarm import PATIENCE, SMALL, network_of
+from tests.swarm.merge_swarm import SMALL, TIMEOUTS, network_of
 from tests.unit.experience_factory import LINEAGE, SWARM_ID
 
 WANTED = WantedAdapter(LINEAGE.policy, "bf16", SMALL)
@@ -32,8 +33,9 @@ class Node:
         self.number = number
         identity, rng = Identity(number.to_bytes(32, "big")), random.Random(number)
         self.transport = MemoryTransport(network, identity.peer_id, EntryValidator(SWARM_ID))
-        self.donor = AdapterDonor(PATIENCE, SWARM_ID, identity, self.transport, rng)
-        self.newcomer = Newcomer(PATIENCE, SWARM_ID, self.transport, rng)
+        self.context = context = NodeContext.of(identity, SWARM_ID, self.transport)
+        self.donor = AdapterDonor(TIMEOUTS, context, rng=rng)
+        self.newcomer = Newcomer(TIMEOUTS, context, rng=rng)
 
     @property
     def peer_id(self) -> str:
@@ -128,7 +130,7 @@ def test_copies_and_donors_of_one_network_count_once() -> None:
         found = await newcomer.newcomer.fetch(WANTED, 10)
         assert len(found) == len({partner.snapshot.payload for partner in found}) == 3
         await asyncio.sleep(PAUSE_S)
-        crowded = Newcomer(PATIENCE, SWARM_ID, newcomer.transport, random.Random(0), lambda peer_id: "192.0.2")
+        crowded = Newcomer(TIMEOUTS, newcomer.context, rng=random.Random(0), network_of=lambda peer_id: "192.0.2")
         assert await crowded.fetch(WANTED) == []
 
     among_donors(8, scenario)
@@ -175,7 +177,7 @@ def test_few_newcomers_at_a_time_and_a_bounded_number_of_bytes() -> None:
         assert "unknown adapter" in await refusal_of(third, donor, bytes(32))
         donor.donor._guests[one.peer_id].bytes_left = SMALL - 1
         assert "enough" in await refusal_of(one, donor, digest)
-        await asyncio.sleep(PATIENCE.transfer_s(SMALL))
+        await asyncio.sleep(TIMEOUTS.transfer_s(SMALL))
         assert "busy" in await refusal_of(third, donor, digest)
         assert "busy" in await refusal_of(one, donor, digest)
         await asyncio.sleep(PAUSE_S)
@@ -236,7 +238,7 @@ def test_newcomer_takes_one_adapter_of_a_network_even_where_it_shows_only_after_
         def network_of_connection(peer_id: str) -> str | None:
             return None if peer_id not in connected else "192.0.2.0/24" if peer_id in hostile else peer_id
 
-        careful = Newcomer(PATIENCE, SWARM_ID, newcomer.transport, random.Random(0), network_of_connection)
+        careful = Newcomer(TIMEOUTS, newcomer.context, rng=random.Random(0), network_of=network_of_connection)
         found = names(await careful.fetch(WANTED))
         assert len(found) == COUNT and len(found & hostile) <= 1
 
@@ -252,7 +254,7 @@ def test_newer_adapter_waits_until_the_guest_has_all_of_the_older_one() -> None:
         assert await ask(guest, donor, old_digest) == old
         await donor.give(payload=new)
         assert await ask(guest, donor, old_digest) == old
-        await asyncio.sleep(PATIENCE.transfer_s(SMALL) + PAUSE_S)
+        await asyncio.sleep(TIMEOUTS.transfer_s(SMALL) + PAUSE_S)
         assert "unknown" in await refusal_of(guest, donor, old_digest)
         assert await ask(guest, donor, new_digest) == new
 

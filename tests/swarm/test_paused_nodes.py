@@ -17,6 +17,7 @@ from swarm.merging.node_merging import WhileSharing
 from swarm.network.memory.transport import MemoryNetwork
 from swarm.node.node import Node
 from swarm.observability.status_file import read_status
+from swarm.sharing.totals import SharingPause
 from swarm.types import Alone, Outcome, Snapshot
 from tests.swarm.test_four_nodes import make_node, node_config
 
@@ -83,7 +84,6 @@ def test_a_paused_node_shares_nothing_trains_nothing_saves_when_asked_and_stops_
         one.controls.act("pause-sharing")
         before = exchanged(await rounds.more(2))  # the loop has heard of it by then
         assert exchanged(await rounds.more(4)) == before
-        assert one.exchange is not None and one.exchange._outbox.empty()
         one.controls.act("resume-sharing")
         await rounds.until(lambda row: all(now > then for now, then in zip(exchanged(row), before, strict=True)))
 
@@ -141,15 +141,16 @@ def test_no_adapter_is_offered_while_sharing_is_paused() -> None:
             self.offered.append(snapshot)
             return Future()
 
-        def distrust(self, peer_id: str) -> None: ...
+        def report_unusable(self, peer_id: str) -> None: ...
 
         def is_known(self, peer_id: str) -> bool:
             return False
 
-    exchange, is_paused = Exchange(), [True]
-    pairer = WhileSharing(exchange, lambda: is_paused[0])  # type: ignore[arg-type]
+    exchange, pause = Exchange(), SharingPause()
+    pause.pause()
+    pairer = WhileSharing(exchange, pause)
     snapshot = Snapshot("ab" * 16, "bf16", 1, 1, b"x")
     assert pairer.offer(snapshot).result(0) == Alone("paused")
     assert exchange.offered == []
-    is_paused[0] = False
+    pause.resume()
     assert not pairer.offer(snapshot).done() and exchange.offered == [snapshot]

@@ -14,6 +14,7 @@ from swarm.config import SharingSection
 from swarm.config.node_folder import NodeFolder
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.node.node import Node
+from swarm.node.watchdog import Watchdog
 from swarm.observability.metrics import read_rows
 from swarm.pool.experience_pool import ExperiencePool, PooledGroup
 from swarm.records.identity import Identity
@@ -49,8 +50,8 @@ class WatchedNode(Node):
         place = NodeFolder(config.node.dir)
         place.create()
         super().__init__(
-            config, place, Identity(bytes([number]) * 32),
-            lambda config, identity, folder, validator: MemoryTransport(network, identity.peer_id, validator),
+            config, place, Identity(bytes([number]) * 32), watchdog=Watchdog(time.monotonic),
+            make_transport=lambda config, identity, folder, validator: MemoryTransport(network, identity.peer_id, validator),
         )  # fmt: skip
         self.pool.close()
         self.pool = WatchedPool(place.pool, config.sharing, self._clock)
@@ -60,9 +61,10 @@ class WatchedNode(Node):
         self.released = threading.Event()
         if not held:
             self.released.set()
+        self._page.rollouts.own = self._hold  # type: ignore[method-assign]
 
-    def _hand_out(self, groups: Sequence[RolloutGroup]) -> None:
-        super()._hand_out(groups)
+    def _hold(self, groups: Sequence[RolloutGroup]) -> None:
+        """Called by the compute thread once the groups of a round are published."""
         self.num_rounds += 1
         if self.num_rounds >= self.wanted_rounds:
             self.has_rounds.set()
@@ -115,7 +117,9 @@ def test_rounds_go_on_while_the_network_loop_is_stuck(tmp_path: Path) -> None:
         assert node.round_rows() >= 11
         node.stop()
         await running
-        assert node.exchange is not None and node.exchange.num_rounds_not_published > 0  # the oldest, not the newest
+        assert (
+            node.sharing is not None and node.sharing.totals.num_rounds_not_published > 0
+        )  # the oldest, not the newest
 
     asyncio.run(main())
 

@@ -1,13 +1,22 @@
-"""Groups, headers and a judge for tests of what crosses the wire."""
+"""Groups, headers, a verifier and the parts of a node's sharing, for tests of what crosses the wire."""
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swarm.admission.admission import Admission, Vocabulary
 from swarm.config import SharingSection
+from swarm.network.context import NodeContext
+from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import body_hash, encode_body, encode_header, encode_record
+from swarm.records.context import SwarmContext
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.records.signing import sign_record
+from swarm.sharing.inbox import Inbox
+from swarm.sharing.parts import GroupObserver, NoObserver, SharingParts, make_sharing_parts
+from swarm.sharing.peer_tracker import PeerTracker
+from swarm.sharing.totals import SharingPause, SharingTotals
 from swarm.types import GroupSummary, Header, Lineage, Rollout, RolloutGroup, TaskRef
 
 SWARM_ID = "ab" * 16
@@ -65,7 +74,7 @@ def body_and_header(*groups: RolloutGroup) -> tuple[bytes, Header]:
 
 
 @dataclass
-class SpellingJudge:
+class SpellingVerifier:
     """Rewards the text `right`; knows one source."""
 
     prompt_digest: str = "ef" * 8
@@ -92,8 +101,44 @@ class Clock:
         return self.now
 
 
-def admission(clock: Clock | None = None, **settings: object) -> Admission:
+def context_of(identity: Identity = READER, clock: Callable[[], float] | None = None) -> SwarmContext:
+    return SwarmContext(identity, SWARM_ID, clock or Clock())
+
+
+def admission(context: SwarmContext | None = None, **settings: object) -> Admission:
+    """By default of READER."""
     vocabulary = Vocabulary(LINEAGE, 64, frozenset({EOS}), decode)
-    return Admission(
-        SharingSection.model_validate(settings), SWARM_ID, READER.peer_id, SpellingJudge(), vocabulary, clock or Clock()
+    config = SharingSection.model_validate(settings)
+    return Admission(config, context or context_of(), verifier=SpellingVerifier(), vocabulary=vocabulary)
+
+
+def sharing_parts(
+    config: SharingSection,
+    context: NodeContext,
+    *,
+    tracker: PeerTracker | None = None,
+    observer: GroupObserver | None = None,
+) -> SharingParts:
+    """The parts of a node that shares over this transport. To be made before the transport starts."""
+    tracker = tracker or PeerTracker(config, context, seen_at=context.transport.seen_at)
+    return make_sharing_parts(config, context, tracker, pause=SharingPause(), observer=observer or NoObserver())
+
+
+def make_inbox(
+    config: SharingSection,
+    clock: Callable[[], float],
+    *,
+    tracker: PeerTracker | None = None,
+    admits: Admission | None = None,
+) -> Inbox:
+    """The inbox of READER."""
+    context = context_of(clock=clock)
+    return Inbox(
+        config,
+        context,
+        SharingTotals(clock),
+        admission=admits or admission(context, **config.model_dump()),
+        pool=ExperiencePool(":memory:", config, clock),
+        tracker=tracker or PeerTracker(config, context),
+        rng=random.Random(0),
     )

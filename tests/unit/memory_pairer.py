@@ -11,7 +11,7 @@ import torch
 from swarm.config import MergingSection
 from swarm.merging.adapter_wire import encode_adapter
 from swarm.merging.merger import Merger, MergeSchedule, OuterStep
-from swarm.merging.outer_optimizer import Adapter
+from swarm.merging.outer_optimizer import Adapter, AdapterOrigin
 from swarm.types import Alone, Appointment, MeetResult, Outcome, Partner, Seats, Snapshot
 
 LINEAGE = "ab" * 16
@@ -32,7 +32,7 @@ class MemoryPairer:
         self.futures.append(Future())
         return self.futures[-1]
 
-    def distrust(self, peer_id: str) -> None:
+    def report_unusable(self, peer_id: str) -> None:
         self.distrusted.append(peer_id)
 
     def is_known(self, peer_id: str) -> bool:
@@ -94,7 +94,14 @@ class ToyReplica:
         config = MergingSection(**({"enabled": True, "inner_steps": 3, "clip_factor": 1e6} | settings))
         schedule = MergeSchedule(config, seed=0)
         self.given: list[Snapshot] = []
-        self.merger = Merger(config, LINEAGE, 2.0, start(), schedule, pairer, score, self.given.append)
+        self.merger = Merger(
+            config,
+            AdapterOrigin(LINEAGE, 2.0, start()),
+            schedule,
+            pairer=pairer,
+            score=score,
+            donate=self.given.append,
+        )
         self.weights = start()
         self.version = 0
         self._rng = random.Random(seed)

@@ -16,6 +16,7 @@ from swarm.node.controls import NodeControls
 from swarm.observability.http_server import HttpServer
 from swarm.observability.metrics import Metrics
 from swarm.records.identity import peer_name
+from swarm.sharing.totals import SharingPause
 from tests.unit.experience_factory import group
 
 REASONS = {"replay": 812, "stale": 96, "no_signal": 431, "reward_mismatch": 3, "unavailable": 17, "tokens": 1}
@@ -73,7 +74,7 @@ class ServedPage:
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         self.folder = folder
-        self.controls = NodeControls()
+        self.controls = NodeControls(SharingPause())
         self.page = NodePage(Config(), folder, self.controls)
         self._port = port
         self.url = ""
@@ -128,6 +129,6 @@ def serving(folder: Path, port: int = 0) -> Iterator[ServedPage]:
 
 def some_rollouts(page: NodePage) -> None:
     """Groups of every kind."""
-    page.rollouts.prompt_of = lambda ref: f"State the sum of 1{ref.index} and 7. Answer with the number alone."
+    page.rollouts.show_prompts(lambda ref: f"State the sum of 1{ref.index} and 7. Answer with the number alone.")
     page.rollouts.own([group("25", "24", " 25", "2 5", index=number) for number in range(6)])
     page.rollouts.admitted([group("right", "wrong", "right", index=number) for number in range(6, 12)])

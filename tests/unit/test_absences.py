@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from swarm.sharing.peer_backoff import BUSY_PAUSE_S, MAX_PAUSE_S, SILENCE_PAUSE_S, PeerBackoff
+from swarm.limits.peer_backoff import BUSY_PAUSE_S, MAX_PAUSE_S, SILENCE_PAUSE_S, PeerBackoff
 from tests.unit.experience_factory import Clock
 
 

@@ -16,6 +16,7 @@ from tests.unit.experience_factory import (
     Clock,
     admission,
     body_and_header,
+    context_of,
     group,
     header_of,
     ids_of,
@@ -97,7 +98,7 @@ def test_replayed_header_and_copied_body_are_rejected() -> None:
 
 def test_bodies_are_remembered_until_they_expire() -> None:
     clock = Clock()
-    door = admission(clock)
+    door = admission(context_of(clock=clock))
     for number in range(3):
         body = encode_body([group(index=number)])
         times = {"created_at": clock.now, "expires_at": clock.now + 600}
@@ -108,7 +109,7 @@ def test_bodies_are_remembered_until_they_expire() -> None:
 
 def test_rate_is_per_author_and_recovers() -> None:
     clock = Clock()
-    door = admission(clock, max_records_per_peer_per_minute=2)
+    door = admission(context_of(clock=clock), max_records_per_peer_per_minute=2)
 
     def fresh_header(number: int) -> bytes:
         body = encode_body([group(index=number)])

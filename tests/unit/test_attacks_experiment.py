@@ -52,7 +52,7 @@ class Bench:
     def reader(self, defence: str) -> Any:
         """That knows nobody yet, with an empty pool."""
         door = self.doors[0]
-        pool = ExperiencePool(":memory:", door.config.sharing, door.clock)
+        pool = ExperiencePool(":memory:", door.config.sharing, door.context.clock)
         made = self.kinds[defence](replace(door, pool=pool))
         made._book._gets_other = True
         return made

@@ -12,12 +12,14 @@ import torch
 
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, TrainingSection, parse
-from swarm.node.learner import Learner
+from swarm.node.learner import Learner, SwarmPorts
 from swarm.node.policy_backend import local_backend
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
+from swarm.rollouts.worker import RolloutBatch
 from swarm.sharing.usefulness import Usefulness
 from swarm.tasks.task_mixture import TaskMixture
+from swarm.training.experience import TrainingGroup
 from swarm.training.micro_batch import training_sequences
 from swarm.types import Rollout, RolloutGroup
 from tests.unit.experience_factory import ALICE, NOW, Clock
@@ -40,7 +42,16 @@ def make_learner(
     policy = load_policy(config.policy, device="cpu")
     pool = ExperiencePool(":memory:", config.sharing, Clock())
     publish = (published if published is not None else []).extend
-    return Learner(config, local_backend(config, policy, "me"), TaskMixture(config.tasks), pool, "me", publish, useful)
+    backend, mixture = local_backend(config, policy, "me"), TaskMixture(config.tasks)
+    ports = SwarmPorts(publish=publish, usefulness=useful)
+    return Learner(config, backend, mixture=mixture, pool=pool, peer_id="me", ports=ports)
+
+
+def batch_of(learner: Learner, rollouts: RolloutBatch) -> list[TrainingGroup]:
+    """As the first round of a learner composes it."""
+    batches, rng = learner._batches, random.Random(0)
+    own = batches.own_groups(rollouts, 0)
+    return batches.compose(own, batches.draw_from_pool(own, rng), 0, rng)
 
 
 def with_signal(groups: list[RolloutGroup], version: int = 0) -> list[RolloutGroup]:
@@ -100,7 +111,7 @@ def test_a_group_of_others_weighs_no_more_than_the_largest_own_one(
     wrong = Rollout("7" * 11, ids, (-0.5,) * 12, True, 0.0)
     large = replace(one, author=ALICE.peer_id, rollouts=(right,) * 2 + (wrong,) * 62)
     learner._pool.add(b"1" * 32, NOW + 600, NOW, [large])
-    batch = learner._batches.batch(rollouts, 0, random.Random(0))
+    batch = batch_of(learner, rollouts)
     settings = TrainingSection(aggregation=aggregation, mask_truncated=False)
     sequences = iter(training_sequences(batch, settings, 12))
     parts = [sum(s.scale * len(s.answer_ids) for s in islice(sequences, len(g.group.rollouts))) for g in batch]
@@ -122,7 +133,7 @@ def test_no_more_answers_of_a_large_group_are_trained_on_than_of_the_largest_own
     one = next(group for group in rollouts.groups if group.has_reward_variance)
     best, worst = (choose(one.rollouts, key=lambda rollout: rollout.reward) for choose in (max, min))
     learner._pool.add(b"1" * 32, NOW + 600, NOW, [replace(one, author=ALICE.peer_id, rollouts=(worst,) * 63 + (best,))])
-    (taken,) = (group for group in learner._batches.batch(rollouts, 0, random.Random(0)) if not group.is_own)
+    (taken,) = (group for group in batch_of(learner, rollouts) if not group.is_own)
     rewards = [rollout.reward for rollout in taken.group.rollouts]
     assert len(rewards) == max(len(group.rollouts) for group in rollouts.groups)
     assert rewards.count(best.reward) == 1 and rewards.count(worst.reward) == len(rewards) - 1
@@ -134,10 +145,10 @@ def test_own_groups_that_waited_too_long_are_dropped() -> None:
     old = replace(batch, groups=[replace(g, policy_version=-5) for g in batch.groups])
     num_signal = sum(group.has_reward_variance for group in batch.groups)
     assert num_signal > 0
-    assert learner._batches.batch(old, 0, random.Random(0)) == []
+    assert batch_of(learner, old) == []
     assert learner._batches.dropped == {"own_stale": num_signal}
     edge = replace(batch, groups=[replace(g, policy_version=-4) for g in batch.groups])
-    assert len(learner._batches.batch(edge, 0, random.Random(0))) == min(3, num_signal)
+    assert len(batch_of(learner, edge)) == min(3, num_signal)
 
 
 def test_the_choice_hears_of_the_own_difficulty_table_after_every_round(tmp_path: Path) -> None:

@@ -7,21 +7,22 @@ import pytest
 
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.records.codec import decode_header, encode_header
+from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord
-from swarm.sharing.publisher import EPOCH_S, MAX_AGE_S, MAX_AHEAD, Beacons, Evidence, beacon_of
+from swarm.sharing.beacons import EPOCH_S, MAX_AGE_S, MAX_AHEAD, Beacons, Evidence, beacon_of
 from swarm.sharing.reputation import Reputation
 from swarm.tasks.task_cursor import TaskCursor, beacon_index
 from swarm.tasks.task_mixture import TaskMixture
 from swarm.tasks.task_source import INDEX_SPAN
 from swarm.types import GroupSummary, Header, TaskRef
-from tests.unit.experience_factory import ALICE, MALLORY, READER, Clock, group, header_of
+from tests.unit.experience_factory import ALICE, MALLORY, READER, Clock, context_of, group, header_of
 
 AUTHOR, OTHER = ALICE.peer_id, "other"
 KNOWN = {OTHER}
 
 
-def beacons(clock: Clock, own: str = READER.peer_id, known: set[str] = KNOWN) -> Beacons:
-    return Beacons(own, clock, known.__contains__, lambda: bool(known))
+def beacons(clock: Clock, own: Identity = READER, known: set[str] = KNOWN) -> Beacons:
+    return Beacons(context_of(own, clock), is_known=known.__contains__, has_known=lambda: bool(known))
 
 
 def from_other(body: bytes = b"sampled", author: str = OTHER) -> Header:
@@ -71,7 +72,7 @@ def test_a_record_that_its_user_could_have_made_says_nothing(author: str) -> Non
 
 def test_where_nobody_is_known_yet_anybodys_record_counts() -> None:
     reputation = Reputation(3600.0, Clock())
-    judge = Beacons(READER.peer_id, Clock(), reputation.is_known, reputation.has_known)
+    judge = Beacons(context_of(), is_known=reputation.is_known, has_known=reputation.has_known)
     judge.note(from_other(author=MALLORY.peer_id))
     assert judge.current() == beacon_of(from_other(author=MALLORY.peer_id))
     for _ in range(9):
@@ -81,7 +82,7 @@ def test_where_nobody_is_known_yet_anybodys_record_counts() -> None:
 
 def test_a_node_follows_one_beacon_an_epoch_and_finds_it_again_for_groups_that_waited() -> None:
     clock = Clock()
-    mine = beacons(clock, own=AUTHOR)
+    mine = beacons(clock, own=ALICE)
     first, second, third = (from_other(bytes([number])) for number in range(3))
     mine.note(first)
     clock.now += EPOCH_S
@@ -98,7 +99,7 @@ def test_a_node_follows_one_beacon_an_epoch_and_finds_it_again_for_groups_that_w
 def test_a_record_that_is_announced_again_is_no_new_beacon() -> None:
     """Else one known name could send all nodes back to the same tasks, and each would hold all others for cheats."""
     clock = Clock()
-    follower, reader = beacons(clock, own=AUTHOR), beacons(clock)
+    follower, reader = beacons(clock, own=ALICE), beacons(clock)
     old, new = from_other(), from_other(b"sampled later")
     for one in (follower, reader):
         one.note(old)
@@ -114,7 +115,7 @@ def test_a_record_that_is_announced_again_is_no_new_beacon() -> None:
 
 def test_a_slow_node_names_no_beacon_that_readers_would_take_for_old() -> None:
     clock = Clock()
-    mine, reader, heard = beacons(clock, own=AUTHOR), beacons(clock), from_other()
+    mine, reader, heard = beacons(clock, own=ALICE), beacons(clock), from_other()
     mine.note(heard)
     reader.note(heard)
     index = beacon_index(AUTHOR, mine.current(), "spelling")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from swarm.config import SharingSection
+from swarm.network.context import NodeContext
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import EPOCH_S, run, virtual_now
 from swarm.network.transport import Contact, ValidationResult
@@ -14,9 +15,10 @@ from swarm.records.codec import encode_body
 from swarm.records.identity import Identity
 from swarm.records.presence import Presence, sign_presence
 from swarm.sharing.directory import PRESENCE_INTERVAL_S, Directory
-from swarm.sharing.header_relay import MAX_SHARDS, HeaderRelay, shards_to_carry
+from swarm.sharing.header_relay import MAX_SHARDS, HeaderRelay, shards_to_relay
 from swarm.sharing.index import Shard, experience_topic, presence_key, shard_of, thinning_depth
-from tests.unit.experience_factory import ALICE, MALLORY, READER, SWARM_ID, group, header_of, signed
+from swarm.sharing.totals import SharingTotals
+from tests.unit.experience_factory import ALICE, MALLORY, READER, SWARM_ID, Clock, group, header_of, signed
 
 EVERYBODY = Shard(0, 0)
 CARRIER = Identity(b"c" * 32)
@@ -40,7 +42,7 @@ async def carrier_on(
     network: MemoryNetwork, **settings: object
 ) -> tuple[HeaderRelay, MemoryTransport, asyncio.Task[None]]:
     transport = MemoryTransport(network, CARRIER.peer_id)
-    carrier = HeaderRelay(SharingSection.model_validate(settings), SWARM_ID, CARRIER, transport)
+    carrier = HeaderRelay(SharingSection.model_validate(settings), NodeContext.of(CARRIER, SWARM_ID, transport))
     work = asyncio.create_task(carrier.work(lambda: None))
     await transport.start()
     return carrier, transport, work
@@ -70,7 +72,7 @@ def test_headers_reach_homes_through_a_carrier_alone() -> None:
         await author.publish(experience_topic(SWARM_ID, EVERYBODY), b"garbage")
         await asyncio.sleep(5)
         assert heard == [(CARRIER.peer_id, record())]
-        assert (carrier.num_carried, carrier.rejected) == (1, {"malformed": 1})
+        assert (carrier.num_relayed, carrier.rejected) == (1, {"malformed": 1})
         await stop(work, transport, author, reader)
 
     run(main())
@@ -97,7 +99,7 @@ def test_what_needs_no_tasks_is_judged_as_a_node_would(
         assert judge(ALICE.peer_id, message) is verdict
         assert judge(ALICE.peer_id, message) is ValidationResult.IGNORE
         assert carrier.rejected == ({reason: 1} if reason else {})
-        assert carrier.num_carried == (verdict is ValidationResult.ACCEPT)
+        assert carrier.num_relayed == (verdict is ValidationResult.ACCEPT)
         await stop(work, transport)
 
     run(main())
@@ -136,7 +138,7 @@ def test_a_carrier_is_listed_for_newcomers_and_joins_the_shards_of_those_listed(
         met: list[Contact] = []
         newcomer.meet = met.append  # type: ignore[method-assign]
         await newcomer.start()
-        directory = Directory(SWARM_ID, READER, newcomer, lambda: 0)
+        directory = Directory(NodeContext.of(READER, SWARM_ID, newcomer), SharingTotals(Clock(), reads=False))
         await asyncio.sleep(PRESENCE_INTERVAL_S)
         await directory.turn()
         assert {contact.peer_id for contact in met} == {CARRIER.peer_id}
@@ -160,11 +162,11 @@ def listed_above(num_levels: int) -> list[Identity]:
 
 
 def test_shards_are_bounded_the_widest_and_the_usual_level_come_first_and_carriers_share_the_rest_out() -> None:
-    assert shards_to_carry(SWARM_ID, ALICE.peer_id, {}) == {EVERYBODY}
-    assert shards_to_carry(SWARM_ID, ALICE.peer_id, {1: 5, 2: 9}) == {
+    assert shards_to_relay(SWARM_ID, ALICE.peer_id, {}) == {EVERYBODY}
+    assert shards_to_relay(SWARM_ID, ALICE.peer_id, {1: 5, 2: 9}) == {
         EVERYBODY, *(Shard(2, number) for number in range(4)), Shard(1, 0), Shard(1, 1),
     }  # fmt: skip
-    crowded = shards_to_carry(SWARM_ID, ALICE.peer_id, {8: 100, 16: 3, 1: 99})
+    crowded = shards_to_relay(SWARM_ID, ALICE.peer_id, {8: 100, 16: 3, 1: 99})
     assert len(crowded) == MAX_SHARDS and {shard.level for shard in crowded} == {0, 8}
-    others = [shards_to_carry(SWARM_ID, Identity(bytes([n]) * 32).peer_id, {8: 1}) for n in range(40)]
+    others = [shards_to_relay(SWARM_ID, Identity(bytes([n]) * 32).peer_id, {8: 1}) for n in range(40)]
     assert len(set().union(*others)) > 200

@@ -1,17 +1,15 @@
 """Authors whose answers are slow to check hold nobody else up; while there is time to spare they wait for nobody."""
 
 import asyncio
-import random
 
 from swarm.admission.checking_turns import BUSY, HALF_LIFE_S, CheckingTurns
 from swarm.config import SharingSection
-from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import encode_body
 from swarm.records.identity import Identity
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import subkey
 from swarm.sharing.peer_tracker import PeerTracker
-from tests.unit.experience_factory import READER, SWARM_ID, Clock, admission, group, header_of, signed
+from tests.unit.experience_factory import Clock, context_of, group, header_of, make_inbox, signed
 
 SLOW, FAST, OTHER = Identity(b"s" * 32), Identity(b"f" * 32), Identity(b"o" * 32)
 
@@ -78,11 +76,10 @@ def test_who_stops_waiting_leaves_the_turn_to_the_next() -> None:
     assert done == ["next", "last"]
 
 
-def make_inbox(clock: Clock) -> tuple[Inbox, PeerTracker]:
+def filled_inbox(clock: Clock) -> tuple[Inbox, PeerTracker]:
     config = SharingSection()
-    authors = PeerTracker(config, READER.peer_id, clock)
-    pool = ExperiencePool(":memory:", config, clock)
-    inbox = Inbox(config, SWARM_ID, READER.peer_id, admission(clock), pool, clock, random.Random(0), authors)
+    authors = PeerTracker(config, context_of(clock=clock))
+    inbox = make_inbox(config, clock, tracker=authors)
     authors.turns = CheckingTurns(lambda author: True, clock)
     for sequence, author in enumerate((SLOW, SLOW, FAST, SLOW, OTHER, SLOW)):
         groups = [group(index=sequence, author=author.peer_id)]
@@ -103,7 +100,7 @@ def picked(inbox: Inbox) -> list[str]:
 
 def test_while_checking_takes_most_of_the_time_slow_authors_are_pulled_when_nobody_else_offers() -> None:
     clock = Clock()
-    inbox, authors = make_inbox(clock)
+    inbox, authors = filled_inbox(clock)
     asyncio.run(take_time(authors.turns, clock, SLOW.peer_id, 2 * HALF_LIFE_S))
     assert authors.turns.is_busy
     order = picked(inbox)
@@ -113,7 +110,7 @@ def test_while_checking_takes_most_of_the_time_slow_authors_are_pulled_when_nobo
 
 def test_while_there_is_time_to_spare_nobody_is_put_off() -> None:
     clock = Clock()
-    inbox, authors = make_inbox(clock)
+    inbox, authors = filled_inbox(clock)
     asyncio.run(take_time(authors.turns, clock, SLOW.peer_id, 0.6 * BUSY * HALF_LIFE_S))
     assert not authors.turns.is_busy
     headers = list(iter(lambda: inbox.pick(), None))

@@ -46,7 +46,7 @@ def in_pool(source: str = "spelling", mean_reward: float = 0.5, **changes: objec
 def informative(useful: Usefulness | None = None, pool: ExperiencePool | None = None, **settings: object):
     config = SharingSection.model_validate(settings)
     pool = pool or ExperiencePool(":memory:", config, Clock())
-    return InformativeChoice(config, pool, useful or usefulness(), random.Random(0))
+    return InformativeChoice(config, pool=pool, usefulness=useful or usefulness(), rng=random.Random(0), shares=None)
 
 
 def chosen(

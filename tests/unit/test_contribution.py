@@ -10,19 +10,21 @@ from pathlib import Path
 import pytest
 
 from swarm.config import NetworkSection, SharingSection
+from swarm.network.context import NodeContext
 from swarm.network.memory.network import MemoryNetwork
 from swarm.network.memory.transport import MemoryTransport
-from swarm.node.advice import ALONE_AFTER_S, LEAST_FREE_BYTES, Adviser
+from swarm.node.report import ALONE_AFTER_S, LEAST_FREE_BYTES, Adviser
 from swarm.observability.status_file import NodeStatus, read_status
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity, peer_name
 from swarm.records.rejection import Rejection
 from swarm.sharing.body_store import BodyStore
-from swarm.sharing.contribution import contribution, peer_standings
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
-from swarm.sharing.peer_tracker import MAX_PEERS, REWARD_WINDOW_S, PeerStats, PeerTracker
+from swarm.sharing.parts import contribution, peer_standings
+from swarm.sharing.peer_tracker import MAX_PEERS, REWARD_WINDOW_S, PeerStats
 from swarm.sharing.reputation import Reputation
+from swarm.sharing.totals import SharingPause
 from swarm.types import RolloutGroup
 from tests.unit.experience_factory import (
     ALICE,
@@ -35,6 +37,7 @@ from tests.unit.experience_factory import (
     admission,
     body_and_header,
     group,
+    sharing_parts,
 )
 
 
@@ -44,16 +47,16 @@ class Member:
     def __init__(self, network: MemoryNetwork, identity: Identity) -> None:
         sharing = SharingSection()
         self.transport = MemoryTransport(network, identity.peer_id, EntryValidator(SWARM_ID), request_timeout_s=5)
-        bodies = BodyStore(network.clock)
-        bodies.serve_on(self.transport)
-        numbers = iter(range(1_000_000))
-        door = admission(network.clock)  # type: ignore[arg-type]
-        door._own_peer_id = identity.peer_id
+        context = NodeContext.of(identity, SWARM_ID, self.transport)
+        self.parts = sharing_parts(sharing, context)
         self.exchange = Exchange(
-            sharing, NetworkSection(request_timeout_s=5, poll_interval_s=0.05), SWARM_ID, identity, self.transport, door,
-            ExperiencePool(":memory:", sharing, network.clock), bodies, lambda: next(numbers), random.Random(0),
-            PeerTracker(sharing, identity.peer_id, network.clock, seen_at=self.transport.seen_at),
-        )  # fmt: skip
+            sharing,
+            NetworkSection(request_timeout_s=5, poll_interval_s=0.05),
+            self.parts,
+            admission=admission(context),
+            pool=ExperiencePool(":memory:", sharing, network.clock),
+            rng=random.Random(0),
+        )
 
     async def share(self, groups: list[RolloutGroup]) -> None:
         self.exchange.hand_out(groups)
@@ -66,7 +69,7 @@ async def two() -> tuple[Clock, Member, Member]:
     alice, reader = Member(network, ALICE), Member(network, READER)
     for member in (alice, reader):
         await member.transport.start()
-        await member.exchange.directory.turn()
+        await member.parts.directory.turn()
         member.exchange.reader._follow_shard()
     async with asyncio.timeout(10):
         while not all(map(hears_somebody, (alice, reader))):
@@ -81,13 +84,13 @@ def hears_somebody(member: Member) -> bool:
 
 async def test_a_body_that_another_node_fetched_is_told_with_who_and_when() -> None:
     clock, alice, reader = await two()
-    assert alice.exchange.contribution().last_taken_at is None
+    assert alice.parts.contribution().last_taken_at is None
     await alice.share([group(index=i) for i in range(3)])
     clock.now += 5
     await reader.exchange.reader.poll()
-    told = alice.exchange.contribution()
+    told = alice.parts.contribution()
     assert (told.bodies_taken, told.last_taken_by, told.last_taken_at) == (1, READER.peer_id, NOW + 5)
-    assert reader.exchange.contribution().bodies_taken == 0, "a body of another that is passed on is no contribution"
+    assert reader.parts.contribution().bodies_taken == 0, "a body of another that is passed on is no contribution"
 
 
 async def test_what_was_admitted_of_a_peer_is_told_with_the_rewards_recomputed_here() -> None:
@@ -95,26 +98,26 @@ async def test_what_was_admitted_of_a_peer_is_told_with_the_rewards_recomputed_h
     await alice.share([group("right", "wrong", index=0), group("right", "right", "right", "wrong", index=1)])
     clock.now += 5
     await reader.exchange.reader.poll()
-    (peer,) = reader.exchange.peers()
-    weight = round(reader.exchange.authors.reputation.weight(ALICE.peer_id), 3)
+    (peer,) = reader.parts.peers()
+    weight = round(reader.parts.tracker.reputation.weight(ALICE.peer_id), 3)
     assert weight > 0.5
     assert asdict(peer) == {
         "peer_id": ALICE.peer_id, "name": peer_name(ALICE.peer_id), "lineage": LINEAGE.policy, "weight": weight,
         "banned_until": 0.0, "groups_admitted": 2, "records_rejected": 0, "last_seen_at": NOW + 5,
         "reward_mean": 0.625, "policy_version": 7,
     }  # fmt: skip
-    assert [one.peer_id for one in alice.exchange.peers()] == []
-    await alice.exchange.directory.turn()
-    assert [one.peer_id for one in alice.exchange.peers()] == [READER.peer_id], "listed, though it shared nothing"
+    assert [one.peer_id for one in alice.parts.peers()] == []
+    await alice.parts.directory.turn()
+    assert [one.peer_id for one in alice.parts.peers()] == [READER.peer_id], "listed, though it shared nothing"
 
 
 async def test_a_withheld_body_counts_against_the_peer_in_the_list() -> None:
     clock, alice, reader = await two()
     await alice.share([group()])
-    alice.exchange._bodies._remove(next(iter(alice.exchange._bodies._authors)))
+    alice.parts.bodies._remove(next(iter(alice.parts.bodies._authors)))
     clock.now += 5
     await reader.exchange.reader.poll()
-    (peer,) = reader.exchange.peers()
+    (peer,) = reader.parts.peers()
     assert (peer.groups_admitted, peer.records_rejected, peer.reward_mean) == (0, 1, None)
 
 
@@ -244,3 +247,39 @@ def test_a_full_disk_comes_first_and_rounds_without_signal_are_counted_in_a_row(
     assert "1023 MiB free" in first and "no signal in 10 rounds" in second and third == "entropy"
     bad.adviser.round_done({"rollout/groups": 4, "rollout/groups_with_signal": 1})
     assert bad.advice() == []
+
+
+async def test_rounds_that_waited_when_sharing_was_paused_are_not_published_after_it() -> None:
+    _, alice, _ = await two()
+    pause, totals = alice.parts.pause, alice.parts.totals
+    alice.exchange.hand_out([group(index=1)])
+    pause.pause()
+    alice.exchange.hand_out([group(index=2)])
+    pause.resume()
+    alice.exchange.hand_out([group(index=3)])
+    await alice.exchange._publish_next()
+    assert totals.num_published == 0, "the first round is too old, and the second was refused"
+    await alice.exchange._publish_next()
+    assert totals.num_published == 1
+
+
+async def test_a_step_is_held_while_sharing_is_paused_by_another_thread_and_broken_off_when_a_pause_begins() -> None:
+    pause, begun, num_steps = SharingPause(), asyncio.Event(), 0
+
+    async def step() -> None:
+        nonlocal num_steps
+        num_steps += 1
+        begun.set()
+        await asyncio.Event().wait()
+
+    held = pause.held(step)
+    pause.pause()
+    first = asyncio.create_task(held())
+    await asyncio.sleep(0)
+    assert num_steps == 0
+    await asyncio.to_thread(pause.resume)
+    async with asyncio.timeout(10):
+        await begun.wait()
+        await asyncio.to_thread(pause.pause)
+        await first
+    assert num_steps == 1

@@ -20,9 +20,9 @@ from tests.unit.experience_factory import (
     LINEAGE,
     MALLORY,
     READER,
-    SWARM_ID,
     Clock,
-    SpellingJudge,
+    SpellingVerifier,
+    context_of,
     decode,
     group,
     header_of,
@@ -168,13 +168,17 @@ def test_memory_is_bounded() -> None:
     for number in range(100):
         watch.note([of(ALICE_ID, index=number)])
     assert len(watch) == 4096
-    assert max(map(len, watch._seen.values())) == 8
+    assert max(len(groups) for _, groups in watch._seen.items()) == 8
 
 
 def test_admission_turns_a_copied_body_away() -> None:
     vocabulary = Vocabulary(LINEAGE, 64, frozenset({EOS}), decode)
     door = Admission(
-        SharingSection(), SWARM_ID, READER.peer_id, SpellingJudge(), vocabulary, Clock(), CopyWatch(owns_stream)
+        SharingSection(),
+        context_of(),
+        verifier=SpellingVerifier(),
+        vocabulary=vocabulary,
+        copies=CopyWatch(owns_stream),
     )
     original, copy = of(ALICE_ID), of(MALLORY_ID, stream_of=ALICE_ID)
     body = encode_body([original])

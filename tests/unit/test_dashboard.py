@@ -30,6 +30,7 @@ from swarm.errors import NodeNotRunningError
 from swarm.node.controls import ACTIONS, NodeControls
 from swarm.observability.http_server import Guard
 from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.sharing.totals import SharingPause
 from swarm.types import TaskRef
 from tests.unit.experience_factory import Clock, body_and_header, group
 from tests.unit.page_factory import merge_entries, round_row, served, status
@@ -348,7 +349,7 @@ class TestRecentRollouts:
 
     def test_a_group_is_shown_with_prompt_answers_rewards_and_why_not(self) -> None:
         recent = RecentRollouts(Clock())
-        recent.prompt_of = lambda ref: f"prompt {ref.index}\x1b"
+        recent.show_prompts(lambda ref: f"prompt {ref.index}\x1b")
         recent.admitted([group("wrong", "wrong", index=3)])
         (one,) = recent.newest()
         assert (one["kind"], one["reason"], one["prompt"]) == ("refused", "no_signal", "prompt 3\\x1b")
@@ -390,7 +391,7 @@ def test_every_reason_has_its_plain_words() -> None:
 
 
 def node_page(folder: Path, **sections: Any) -> tuple[NodePage, NodeControls]:
-    controls = NodeControls()
+    controls = NodeControls(SharingPause())
     return NodePage(Config.model_validate(sections), folder, controls), controls
 
 
@@ -533,7 +534,7 @@ class TestNodePage:
             built.append(ref.index)
             return "a prompt"
 
-        page.rollouts.prompt_of = build
+        page.rollouts.show_prompts(build)
         page.rollouts.own([group(index=number) for number in range(3)])
         async with served(page) as url:
             host, port = urlsplit(url).hostname, urlsplit(url).port
@@ -578,7 +579,7 @@ class TestNodePage:
 
 class TestControls:
     def test_a_paused_run_waits_without_looking_and_goes_on_when_asked(self) -> None:
-        controls = NodeControls()
+        controls = NodeControls(SharingPause())
         controls.act("pause-training")
         passed = threading.Event()
         thread = threading.Thread(target=lambda: (controls.between_rounds(lambda: 0), passed.set()))
@@ -591,7 +592,7 @@ class TestControls:
         thread.join()
 
     def test_a_checkpoint_is_saved_in_the_middle_of_a_pause_and_once(self) -> None:
-        controls = NodeControls()
+        controls = NodeControls(SharingPause())
         controls.act("pause-training")
         saved: list[int] = []
         was_saved, passed = threading.Event(), threading.Event()
@@ -611,26 +612,26 @@ class TestControls:
         thread.join()
 
     def test_a_checkpoint_that_failed_leaves_the_last_one_named(self) -> None:
-        controls = NodeControls()
+        controls = NodeControls(SharingPause())
         for saved in (4, None):
             controls.act("checkpoint")
             controls.between_rounds(lambda saved=saved: saved)
         assert controls.state()["saved_round"] == 4
 
     def test_after_the_end_nobody_waits(self) -> None:
-        controls = NodeControls()
+        controls = NodeControls(SharingPause())
         controls.act("pause-training")
         controls.end()
         controls.between_rounds(lambda: 0)
 
     def test_sharing_is_told_at_once_and_the_phase_says_what_is_paused(self) -> None:
-        controls = NodeControls()
-        told: list[bool] = []
-        controls.on_sharing = told.append
+        pause = SharingPause()
+        controls = NodeControls(pause)
         for action in ("pause-sharing", "pause-training"):
             controls.act(action)
+        assert pause.is_paused
         assert controls.phase("learning") == "paused" and controls.phase("evaluating") == "evaluating"
         controls.act("resume-training")
         assert controls.phase("learning") == "sharing paused"
         controls.act("resume-sharing")
-        assert told == [True, False] and set(ACTIONS) >= {"checkpoint"}
+        assert not pause.is_paused and pause.num_pauses == 1 and set(ACTIONS) >= {"checkpoint"}

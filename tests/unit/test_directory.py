@@ -1,12 +1,13 @@
 """Nodes list themselves and find each other; what others list is believed only from its owner, at its place and time."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import groupby
 
 import pytest
 
+from swarm.network.context import NodeContext
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.transport import Contact
 from swarm.records.identity import Identity
@@ -29,10 +30,24 @@ from swarm.sharing.index import (
     shard_of,
     thinning_depth,
 )
+from swarm.sharing.totals import SharingTotals
 from tests.unit.experience_factory import ALICE, MALLORY, NOW, READER, SWARM_ID, Clock
 
 EVERYBODY = Shard(0, 0)
 SETTLED = NOW + SETTLE_S
+
+
+class FixedTotals(SharingTotals):
+    """It always hears of so many authors, and reads nothing unless a test says so."""
+
+    def __init__(
+        self, clock: Callable[[], float], num_authors: int = 0, *, reads: bool = False, publishes: bool = False
+    ) -> None:
+        super().__init__(clock, publishes=publishes, reads=reads)
+        self.num_authors = num_authors
+
+    def num_authors_heard(self) -> int:
+        return self.num_authors
 
 
 class Node(MemoryTransport):
@@ -42,8 +57,8 @@ class Node(MemoryTransport):
         self.validator = EntryValidator(SWARM_ID)
         super().__init__(network, identity.peer_id, self.validator)
         self.met: dict[str, Contact] = {}
-        self.num_authors = num_authors
-        self.directory = Directory(SWARM_ID, identity, self, lambda: self.num_authors)
+        self.totals = FixedTotals(network.clock, num_authors)
+        self.directory = Directory(NodeContext.of(identity, SWARM_ID, self), self.totals)
 
     def meet(self, contact: Contact) -> None:
         self.met[contact.peer_id] = contact
@@ -101,8 +116,8 @@ async def test_a_node_that_has_just_started_looks_more_often() -> None:
 async def test_made_up_names_at_another_level_keep_a_newcomer_for_a_while_only() -> None:
     """Names cost nothing, and are thinned out by a hash over them that anybody can compute before it makes them."""
     clock, (alice,) = await nodes([ALICE])
-    num_admitted = [0]
-    directory = Directory(SWARM_ID, ALICE, alice, lambda: 0, num_bodies_admitted=lambda: num_admitted[0])
+    totals = FixedTotals(clock, reads=True)
+    directory = Directory(NodeContext.of(ALICE, SWARM_ID, alice), totals)
     honest = crowd(20)
     made_up = [one for one in crowd(200, start=1000) if thinning_depth(SWARM_ID, one.peer_id) >= 1][:80]
 
@@ -119,7 +134,7 @@ async def test_made_up_names_at_another_level_keep_a_newcomer_for_a_while_only()
     assert await later(PROOF_S / 2) == 1
     assert await later(PROOF_S) == 0, "nobody there has shown anything true"
     for _ in range(3):
-        num_admitted[0] += 1
+        totals.num_records_admitted += 1
         assert await later(PROOF_S) == 0, "and here somebody has"
 
 
@@ -129,21 +144,14 @@ class Sharer(Node):
     def __init__(self, network: MemoryNetwork, identity: Identity, first_at: float) -> None:
         super().__init__(network, identity)
         self.due_at = first_at
-        self.num_admitted = self.num_published = 0
-        self.directory = Directory(
-            SWARM_ID,
-            identity,
-            self,
-            lambda: 0,
-            num_bodies_admitted=lambda: self.num_admitted,
-            num_published=lambda: self.num_published,
-        )
+        self.totals = FixedTotals(network.clock, reads=True, publishes=True)
+        self.directory = Directory(NodeContext.of(identity, SWARM_ID, self), self.totals)
 
     def share_with(self, others: Iterable["Sharer"], round_s: float) -> None:
         self.due_at += round_s
-        self.num_published += 1
+        self.totals.num_published += 1
         for other in others:
-            other.num_admitted += other is not self and other.directory.shard == self.directory.shard
+            other.totals.num_records_admitted += other is not self and other.directory.shard == self.directory.shard
 
 
 async def test_one_made_up_name_does_not_scatter_a_swarm_whose_rounds_are_long() -> None:
@@ -161,16 +169,17 @@ async def test_one_made_up_name_does_not_scatter_a_swarm_whose_rounds_are_long()
             if sharer.due_at <= clock.now:
                 sharer.share_with(sharers, round_s)
         clock.now += 0.8 * PRESENCE_LIFETIME_S
-    heard = sum(sharer.num_admitted for sharer in sharers)
-    assert heard >= 0.9 * sum(sharer.num_published for sharer in sharers)
+    heard = sum(sharer.totals.num_records_admitted for sharer in sharers)
+    assert heard >= 0.9 * sum(sharer.totals.num_published for sharer in sharers)
 
 
 async def test_a_level_where_bodies_were_admitted_is_left_for_a_look_elsewhere_which_takes_longer_to_come_each_time() -> (
     None
 ):
     clock, (alice,) = await nodes([ALICE])
-    num_admitted = [1]
-    directory = Directory(SWARM_ID, ALICE, alice, lambda: 0, num_bodies_admitted=lambda: num_admitted[0])
+    totals = FixedTotals(clock, reads=True)
+    totals.num_records_admitted = 1
+    directory = Directory(NodeContext.of(ALICE, SWARM_ID, alice), totals)
     made_up = [one for one in crowd(200, start=1000) if thinning_depth(SWARM_ID, one.peer_id) >= 1][:3]
     levels = []
     for _ in range(30):
@@ -188,7 +197,7 @@ async def test_a_level_where_bodies_were_admitted_is_left_for_a_look_elsewhere_w
 
 async def test_a_level_is_kept_where_nobody_is_listed_elsewhere() -> None:
     clock, (alice,) = await nodes([ALICE])
-    directory = Directory(SWARM_ID, ALICE, alice, lambda: 0, num_bodies_admitted=lambda: 0)
+    directory = Directory(NodeContext.of(ALICE, SWARM_ID, alice), FixedTotals(clock, reads=True))
     for _ in range(3):
         for identity in crowd(3):
             await list_at(alice, identity, 0, clock.now)
@@ -253,7 +262,7 @@ async def test_a_shard_splits_when_it_is_large_and_its_members_are_heard() -> No
         SPLIT_ABOVE + 1,
         0,
     )  # made-up members, for all it knows
-    alice.num_authors = SPLIT_ABOVE // 2 + 1
+    alice.totals.num_authors = SPLIT_ABOVE // 2 + 1
     await alice.directory.turn()
     assert alice.directory.level == 1
     own = shard_of(SWARM_ID, ALICE.peer_id, 1, SETTLED)

@@ -10,7 +10,7 @@ import torch
 from swarm.config import MergingSection
 from swarm.merging.final_merge import FinalMerge, FinalResult, Wire
 from swarm.merging.merger import Merger, MergeSchedule
-from swarm.merging.outer_optimizer import Adapter
+from swarm.merging.outer_optimizer import Adapter, AdapterOrigin
 from swarm.merging.pairer import BoundOnStrangers
 from swarm.merging.robust import Scores
 from swarm.types import MeetResult, Partner
@@ -33,8 +33,9 @@ def final_merge(
     **settings: Any,
 ) -> FinalResult:
     config = MergingSection(**({"enabled": True, "clip_factor": 100.0, "drift_threshold": 10.0} | settings))
-    merger = Merger(config, LINEAGE, 2.0, start(), MergeSchedule(config, seed=0))
-    return FinalMerge(config, Wire(merger.snapshot, merger.opened), start(), 2.0, final, score, bound).run(own, 7)
+    merger = Merger(config, AdapterOrigin(LINEAGE, 2.0, start()), MergeSchedule(config, seed=0))
+    wire = Wire(merger.snapshot, merger.opened)
+    return FinalMerge(config, wire, merger.origin, pairer=final, score=score, bound=bound).run(own, 7)
 
 
 def moved(weights: Adapter) -> float:

@@ -6,7 +6,6 @@ import logging
 import random
 import resource
 import sqlite3
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,15 +17,17 @@ from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import SharingSection, parse
 from swarm.config.node_folder import NodeFolder
 from swarm.errors import CheckpointError
+from swarm.node.controls import NodeControls
 from swarm.node.report import NodeReport
 from swarm.node.training_loop import TrainingRun
+from swarm.node.watchdog import Watchdog
 from swarm.observability.logging_setup import set_up_logging
 from swarm.observability.metrics import MetricsLog, read_rows
 from swarm.pool import experience_pool
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity
-from swarm.sharing.index import EntryValidator
 from swarm.sharing.reputation import Reputation
+from swarm.sharing.totals import SharingPause
 from tests.unit.experience_factory import NOW, Clock, group
 
 
@@ -157,8 +158,17 @@ def test_a_node_learns_on_where_checkpoints_are_refused_and_fails_at_its_end(tmp
     folder = NodeFolder(config.node.dir)
     folder.create()
     learner = RefusingLearner()
-    report = NodeReport(config.observability, folder, Identity(b"n" * 32), None, EntryValidator(config.swarm_id))
-    run = TrainingRun(config, folder, learner, report, time.time, threading.Event())  # type: ignore[arg-type]
+    watchdog = Watchdog(time.monotonic)
+    report = NodeReport(config, folder, Identity(b"n" * 32), network=None, watchdog=watchdog)
+    run = TrainingRun(
+        config,
+        folder,
+        learner,  # type: ignore[arg-type]
+        report=report,
+        clock=time.time,
+        watchdog=watchdog,
+        controls=NodeControls(SharingPause()),
+    )
     with pytest.raises(CheckpointError, match="free disk space"):
         run.run()
     assert learner.round == 3, "the last checkpoint is the one that must not be missed in silence"

@@ -1,10 +1,8 @@
 """Strangers that send headers as fast as the rate limit lets them push out nobody else's, and get their part and no more."""
 
-import random
 from collections import Counter
 
 from swarm.config import SharingSection
-from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import (
     decode_header,
     decode_record,
@@ -14,12 +12,12 @@ from swarm.records.codec import (
 )
 from swarm.records.identity import Identity
 from swarm.records.signing import SignedRecord
-from swarm.sharing.inbox import MAX_CANDIDATES, MAX_CANDIDATES_PER_AUTHOR, SAFE_PER_KNOWN, Inbox
+from swarm.sharing.inbox import MAX_CANDIDATES, MAX_CANDIDATES_PER_AUTHOR, SAFE_PER_KNOWN
 from swarm.sharing.index import Shard
 from swarm.sharing.peer_tracker import PeerTracker
 from swarm.sharing.reputation import BURST_GROUPS, KNOWN_ARE_HEARD_FOR_S, PROBATION_BODIES
 from swarm.types import Header
-from tests.unit.experience_factory import READER, SWARM_ID, Clock, group, header_of
+from tests.unit.experience_factory import Clock, context_of, group, header_of, make_inbox
 
 EVERYBODY = Shard(0, 0)
 KNOWN = [Identity(bytes([1, number]) * 16).peer_id for number in range(8)]
@@ -42,11 +40,8 @@ class Scene:
     def __init__(self) -> None:
         self.clock = Clock()
         config = SharingSection()
-        self.authors = PeerTracker(config, READER.peer_id, self.clock)
-        pool = ExperiencePool(":memory:", config, self.clock)
-        self.inbox = Inbox(
-            config, SWARM_ID, READER.peer_id, Unsigned(), pool, self.clock, random.Random(0), self.authors  # type: ignore[arg-type]
-        )  # fmt: skip
+        self.authors = PeerTracker(config, context_of(clock=self.clock))
+        self.inbox = make_inbox(config, self.clock, tracker=self.authors, admits=Unsigned())  # type: ignore[arg-type]
         self._sequence = 0
         for author in KNOWN:
             for _ in range(int(PROBATION_BODIES) + 1):

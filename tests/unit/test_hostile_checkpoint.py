@@ -17,7 +17,7 @@ from swarm.config import Config, parse
 from swarm.engine.pruning import SuccessHead
 from swarm.errors import CheckpointError
 from swarm.merging.policy_merging import MergePorts
-from swarm.node.learner import Learner
+from swarm.node.learner import Learner, SwarmPorts
 from swarm.node.policy_backend import local_backend
 from swarm.policy.policy import Policy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
@@ -47,9 +47,10 @@ def config(folder: Path) -> Config:
 
 
 def learner(settings: Config, policy: Policy) -> Learner:
-    links = MergePorts(MemoryPairer(), None, time.time, 1)
-    pool, means = ExperiencePool(":memory:", settings.sharing, time.time), local_backend(settings, policy, "me")
-    return Learner(settings, means, TaskMixture(settings.tasks), pool, "me", lambda groups: None, links=links)
+    merge_ports = MergePorts(MemoryPairer(), None, time.time, 1)
+    pool, backend = ExperiencePool(":memory:", settings.sharing, time.time), local_backend(settings, policy, "me")
+    ports, mixture = SwarmPorts(merge_ports=merge_ports), TaskMixture(settings.tasks)
+    return Learner(settings, backend, mixture=mixture, pool=pool, peer_id="me", ports=ports)
 
 
 @pytest.fixture(scope="module")

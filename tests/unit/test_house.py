@@ -1,5 +1,7 @@
 """The source tree stays one that a newcomer can enter: bounds on what `make house` counts."""
 
+import pytest
+
 from tests import house
 
 
@@ -13,6 +15,31 @@ def test_nothing_lies_loose_and_no_room_is_overfull() -> None:
 def test_modules_are_few_and_none_is_long() -> None:
     assert len(house.modules()) <= 350
     assert {name: count for name, count in house.lines().items() if count > 450} == {}
+
+
+def test_a_round_can_be_followed_in_few_files_which_are_all_reached_from_its_loop() -> None:
+    assert len(set(house.ROUND_ALONE)) == len(house.ROUND_ALONE) <= 22
+    assert len(set(house.ROUND_IN_A_SWARM)) == len(house.ROUND_IN_A_SWARM) <= 35
+    names = {f"swarm.{name.replace('/', '.')}" for name in house.ROUND_IN_A_SWARM}
+    assert names <= house.modules().keys(), "a file that was moved"
+    alone = {f"swarm.{name.replace('/', '.')}" for name in house.ROUND_ALONE}
+    assert alone <= house.reached_by_imports("swarm.node.training_loop")
+    assert names <= house.reached_by_imports("swarm.node.node")
+
+
+@pytest.mark.parametrize(("place", "steps"), house.STEPS.items(), ids=lambda value: str(value[-1]))
+def test_the_steps_of_a_round_are_calls_in_the_order_of_the_data_path(
+    place: tuple[str, str], steps: tuple[str, ...]
+) -> None:
+    calls = iter(house.calls_of(*place))
+    assert all(step in calls for step in steps), "a step is missing, or stands before an earlier one"
+
+
+def test_constructors_of_the_parts_of_a_node_have_at_most_seven_parameters() -> None:
+    rooms = tuple(
+        f"swarm.{room}." for room in ("node", "sharing", "admission", "pool", "merging", "experiments", "simulation")
+    )
+    assert {name: count for name, count in house.constructors().items() if count > 7 and name.startswith(rooms)} == {}
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

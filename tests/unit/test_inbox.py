@@ -10,13 +10,12 @@ from swarm.config import SharingSection
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
 from swarm.network.transport import ValidationResult
-from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import decode_record, encode_body, encode_record
 from swarm.records.identity import Identity
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import Shard, experience_topic, shard_of, subkey
-from swarm.sharing.peer_tracker import PeerTracker
 from swarm.types import Header
+from tests.unit import experience_factory
 from tests.unit.experience_factory import (
     ALICE,
     MALLORY,
@@ -24,7 +23,6 @@ from tests.unit.experience_factory import (
     READER,
     SWARM_ID,
     Clock,
-    admission,
     group,
     header_of,
     signed,
@@ -35,11 +33,7 @@ EVERYBODY = Shard(0, 0)
 
 def make_inbox(clock: Clock | None = None, **settings: object) -> tuple[Inbox, Clock]:
     clock = clock or Clock()
-    config = SharingSection.model_validate(settings)
-    pool = ExperiencePool(":memory:", config, clock)
-    door = admission(clock, **settings)
-    authors = PeerTracker(config, READER.peer_id, clock)
-    return Inbox(config, SWARM_ID, READER.peer_id, door, pool, clock, random.Random(0), authors), clock
+    return experience_factory.make_inbox(SharingSection.model_validate(settings), clock), clock
 
 
 def make_header(sequence: int = 1, author: Identity = ALICE, **changes: object) -> Header:
@@ -55,7 +49,7 @@ def test_a_valid_header_is_taken_once_and_passed_on_once() -> None:
     assert inbox.take_gossip(EVERYBODY, signed(header)) is ValidationResult.IGNORE
     inbox.take_entry(subkey(ALICE.peer_id, 1), signed(header))
     assert (inbox.pick(), inbox.pick()) == (header, None)
-    assert not inbox.rejected
+    assert not inbox.totals.rejected
 
 
 def under_name_of_alice(record: bytes) -> bytes:
@@ -90,7 +84,7 @@ def held_out() -> bytes:
 def test_verdict_and_reason(record: bytes, verdict: ValidationResult, reason: str) -> None:
     inbox, _ = make_inbox()
     assert inbox.take_gossip(EVERYBODY, record) is verdict
-    assert inbox.rejected == {reason: 1}
+    assert inbox.totals.rejected == {reason: 1}
     assert inbox.pick() is None and not inbox.arrived.is_set()
 
 
@@ -99,7 +93,7 @@ def test_the_same_body_announced_again_is_nobodys_fault() -> None:
     first = make_header()
     assert inbox.take_gossip(EVERYBODY, signed(first)) is ValidationResult.ACCEPT
     assert inbox.take_gossip(EVERYBODY, signed(replace(first, sequence=2))) is ValidationResult.IGNORE
-    assert inbox.rejected == {"replay": 1}
+    assert inbox.totals.rejected == {"replay": 1}
 
 
 def test_an_author_that_sends_too_much_is_the_author_s_fault_and_not_the_forwarder_s() -> None:
@@ -111,7 +105,7 @@ def test_an_author_that_sends_too_much_is_the_author_s_fault_and_not_the_forward
         ValidationResult.IGNORE,
         ValidationResult.IGNORE,
     ]
-    assert inbox.rejected == {"rate": 2}
+    assert inbox.totals.rejected == {"rate": 2}
 
 
 def test_a_header_in_a_shard_that_is_not_its_author_s_is_rejected() -> None:
@@ -120,7 +114,7 @@ def test_a_header_in_a_shard_that_is_not_its_author_s_is_rejected() -> None:
     wrong = Shard(3, right.number ^ 1)
     assert inbox.take_gossip(wrong, signed(make_header(1))) is ValidationResult.REJECT
     assert inbox.take_gossip(right, signed(make_header(2))) is ValidationResult.ACCEPT
-    assert inbox.rejected == {"wrong_slot": 1}
+    assert inbox.totals.rejected == {"wrong_slot": 1}
 
 
 def test_an_entry_under_another_s_subkey_is_not_taken() -> None:
@@ -128,13 +122,13 @@ def test_an_entry_under_another_s_subkey_is_not_taken() -> None:
     inbox.take_entry(subkey(MALLORY.peer_id, 1), signed(make_header()))
     inbox.take_entry(subkey(READER.peer_id, 1), b"what the index holds under the own name is not looked at")
     assert inbox.pick() is None
-    assert inbox.rejected == {"wrong_slot": 1}
+    assert inbox.totals.rejected == {"wrong_slot": 1}
 
 
 def test_every_author_has_the_same_chance_and_of_one_the_newest_comes_first() -> None:
     inbox, _ = make_inbox(max_records_per_peer_per_minute=60)
     for author in (ALICE, MALLORY):  # of those of whom nothing is known, the first to come are taken every other time
-        inbox._authors.reputation.admitted(author.peer_id)
+        inbox._tracker.reputation.admitted(author.peer_id)
     for number in range(50):
         inbox.take_gossip(EVERYBODY, signed(make_header(number)))
     for number in range(5):
@@ -170,11 +164,11 @@ def test_authors_heard_of_late_are_counted_once_each_and_forgotten() -> None:
         inbox.take_gossip(EVERYBODY, signed(make_header(number)))
     inbox.take_gossip(EVERYBODY, signed(make_header(9, MALLORY), MALLORY))
     inbox.take_gossip(EVERYBODY, b"garbage")
-    assert inbox.num_authors_heard() == 2
+    assert inbox.totals.num_authors_heard() == 2
     clock.now += 60
     inbox.take_gossip(EVERYBODY, signed(make_header(10)))
     clock.now += 61
-    assert inbox.num_authors_heard() == 1
+    assert inbox.totals.num_authors_heard() == 1
 
 
 def test_a_flood_of_garbage_and_of_headers_leaves_bounded_tables() -> None:
@@ -184,7 +178,7 @@ def test_a_flood_of_garbage_and_of_headers_leaves_bounded_tables() -> None:
     for number in range(1_100):
         author = Identity((number // 200).to_bytes(32, "big"))
         inbox.take_gossip(EVERYBODY, signed(make_header(number, author), author))
-    assert len(inbox._judge._judged) <= 16_384 and len(inbox._candidates) <= 1024 and len(inbox._heard_at) <= 1024
+    assert len(inbox._validator._seen) <= 16_384 and len(inbox._candidates) <= 1024 and len(inbox.totals._heard) <= 1024
 
 
 def test_over_a_network_garbage_dies_at_the_first_honest_node_and_its_sender_is_ignored() -> None:
@@ -210,7 +204,7 @@ def test_over_a_network_garbage_dies_at_the_first_honest_node_and_its_sender_is_
             await asyncio.sleep(0.01)
         await inboxes[0][0].publish(topic, signed(make_header()))
         await asyncio.sleep(2)
-        garbage = [sum(inbox.rejected.values()) for _, inbox in inboxes]
+        garbage = [sum(inbox.totals.rejected.values()) for _, inbox in inboxes]
         assert 0 < sum(count > 0 for count in garbage) <= 12 and max(garbage) < 30  # stopped listening before the end
         assert all(inbox.pick() is not None for _, inbox in inboxes[1:])
         for node in (mallory, *(node for node, _ in inboxes)):

@@ -13,7 +13,7 @@ from torch import Tensor
 from swarm.errors import MergeError
 from swarm.merging.adapter_wire import decode_adapter
 from swarm.merging.merger import Merger
-from swarm.merging.outer_optimizer import Adapter
+from swarm.merging.outer_optimizer import Adapter, AdapterOrigin
 from swarm.merging.robust import median_adapter
 from swarm.types import Alone, Partner
 from tests.unit.memory_pairer import SHAPES, MemoryPairer, ToyReplica, partner, snapshot_of, start
@@ -378,7 +378,7 @@ def test_adapter_beyond_what_may_be_sent_is_refused_at_the_start() -> None:
     replica = ToyReplica(None)
     huge = {"l.lora_A": torch.zeros(1).expand(2, 1 << 30), "l.lora_B": torch.zeros(4, 2)}
     with pytest.raises(MergeError, match="at most"):
-        Merger(replica.merger._config, "ab" * 16, 2.0, huge, replica.merger._schedule)
+        Merger(replica.merger._config, AdapterOrigin("ab" * 16, 2.0, huge), replica.merger._schedule)
 
 
 def test_snapshot_of_the_start_is_all_zeros() -> None:

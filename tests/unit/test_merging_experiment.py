@@ -210,7 +210,7 @@ def test_lies_are_adapters_that_a_partner_can_open() -> None:
 
 def offers_of(pairing: MemoryPairing, rounds: dict[int, int]) -> dict[int, Any]:
     return {
-        replica: pairing.door(replica).offer(Snapshot("ab" * 16, "bf16", number, 0, b"12"))
+        replica: pairing.pairer(replica).offer(Snapshot("ab" * 16, "bf16", number, 0, b"12"))
         for replica, number in rounds.items()
     }
 
@@ -255,7 +255,7 @@ def test_recent_partners_wait_their_turn() -> None:
 def test_who_is_distrusted_or_sent_nothing_is_left_alone_for_eight_offers() -> None:
     pairing = MemoryPairing(Terms(0.0, 0, 0), random.Random(0), lambda one, snapshot: snapshot if one != 1 else None)
     partners_of(pairing, 1)
-    pairing.door(0).distrust("replica 2")
+    pairing.pairer(0).report_unusable("replica 2")
     met = [partners_of(pairing, number) for number in range(2, 10)]
     assert "replica 2" not in met and "replica 3" in met
     assert met.count("unreachable") <= 1

@@ -21,6 +21,7 @@ from swarm.dashboard.overview import NodeWatch, Overview, Target, parse_target
 from swarm.dashboard.static_files import read_token
 from swarm.errors import ConfigError
 from swarm.node.controls import NodeControls
+from swarm.sharing.totals import SharingPause
 from tests.unit.experience_factory import group
 from tests.unit.page_factory import round_row, served, status
 
@@ -53,7 +54,7 @@ async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 @contextlib.asynccontextmanager
 async def one_node(folder: Path, name: str) -> AsyncIterator[tuple[NodePage, str]]:
     folder.mkdir(exist_ok=True)
-    page = NodePage(Config(), folder, NodeControls())
+    page = NodePage(Config(), folder, NodeControls(SharingPause()))
     async with served(page) as url:
         assert page._loading is not None
         await page._loading

@@ -16,11 +16,11 @@ from swarm.merging.exchange.proposal import (
     MAX_LAG_ROUNDS,
     MAX_REMEMBERED_PEERS,
     PEER_BURST,
+    Accepted,
     Declined,
     Fetched,
     Proposal,
     ProposalHandler,
-    Taken,
     decode_answer,
     decode_request,
 )
@@ -30,7 +30,7 @@ from swarm.network.transport import RequestRefused
 from swarm.records.adapter_offer import AdapterOffer, sign_offer
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord
-from tests.unit.experience_factory import ALICE, LINEAGE, MALLORY, NOW, READER, SWARM_ID, Clock
+from tests.unit.experience_factory import ALICE, LINEAGE, MALLORY, NOW, READER, SWARM_ID, Clock, context_of
 
 PAYLOAD = bytes(range(256)) * 20
 
@@ -49,21 +49,21 @@ def adapter_of(identity: Identity, payload: bytes = PAYLOAD) -> OfferedAdapter:
 
 
 class Reader:
-    """The reader's door, with an adapter behind it or none."""
+    """The reader's proposal handler, with an adapter on offer or none."""
 
     def __init__(self) -> None:
         self.own: OfferedAdapter | None = adapter_of(READER)
         self.clock = Clock(NOW)
         self.recent = RecentPartners()
-        self.door = ProposalHandler(SWARM_ID, READER.peer_id, self.clock, lambda: self.own, self.recent)
+        self.handler = ProposalHandler(context_of(READER, self.clock), lambda: self.own, self.recent)
 
     async def ask(self, identity: Identity, **changes: object) -> str:
         record = sign_offer(identity, SWARM_ID, offer_of(identity, **changes))
         return await self.ask_as(identity.peer_id, Proposal(record).encode())
 
     async def ask_as(self, peer_id: str, request: bytes) -> str:
-        answer = decode_answer(await self.door.answer(peer_id, request))
-        return "taken" if isinstance(answer, Taken) else answer.reason
+        answer = decode_answer(await self.handler.answer(peer_id, request))
+        return "taken" if isinstance(answer, Accepted) else answer.reason
 
 
 # ---- one adapter, one partner
@@ -152,14 +152,14 @@ async def test_mergeable_proposal_is_answered_with_the_own_offer() -> None:
     assert reader.own is not None
     request = Proposal(sign_offer(ALICE, SWARM_ID, offer_of(ALICE))).encode()
     for _ in range(2):  # the second time because the first answer was lost
-        answer = decode_answer(await reader.door.answer(ALICE.peer_id, request))
-        assert answer == Taken(reader.own.record)
+        answer = decode_answer(await reader.handler.answer(ALICE.peer_id, request))
+        assert answer == Accepted(reader.own.record)
     assert reader.own.partner == offer_of(ALICE)
     assert await reader.ask(MALLORY) == "paired"
     reader.own = adapter_of(READER)
     reader.own.propose(ALICE.peer_id)
     assert await reader.ask(MALLORY) == "busy"
-    assert reader.door.declined == Counter(busy=1, paired=1)
+    assert reader.handler.declined == Counter(busy=1, paired=1)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ async def test_flood_of_many_names_costs_bounded_work_and_memory() -> None:
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert answers["invalid"] < ALL_BURST + 50 * (took_s + 1)
-    assert len(reader.door._limits) == MAX_REMEMBERED_PEERS
+    assert len(reader.handler._limits) == MAX_REMEMBERED_PEERS
     assert peak_bytes < 4 << 20
 
 
@@ -270,7 +270,7 @@ async def test_a_peer_that_proposes_first_every_time_has_to_wait_for_its_turn() 
     reader.recent.see("abcdefg")
     for number in range(12):
         reader.own = adapter_of(READER)
-        reader.door._limits = type(reader.door._limits)()
+        reader.handler._limits = type(reader.handler._limits)()
         taken.append(await reader.ask(MALLORY) == "taken")
         if not taken[-1]:
             reader.own.take(offer_of(Identity(number.to_bytes(32, "big"))))
@@ -342,11 +342,11 @@ def test_random_bytes_raise_nothing_but_invalid_record(data: bytes) -> None:
             message = decode(data)
         except InvalidRecord:
             continue
-        assert isinstance(message, Proposal | Fetched | Taken | Declined)
+        assert isinstance(message, Proposal | Fetched | Accepted | Declined)
 
 
 def test_messages_come_back_equal() -> None:
     for request in (Proposal(b"record"), Fetched(b"h" * 32)):
         assert decode_request(request.encode()) == request
-    for answer in (Taken(b"record"), Declined("busy")):
+    for answer in (Accepted(b"record"), Declined("busy")):
         assert decode_answer(answer.encode()) == answer

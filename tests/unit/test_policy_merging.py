@@ -15,7 +15,7 @@ from swarm.adapters.product_merge import layers_of
 from swarm.config import parse
 from swarm.merging.adapter_wire import encode_adapter
 from swarm.merging.policy_merging import MergePorts
-from swarm.node.learner import Learner
+from swarm.node.learner import Learner, SwarmPorts
 from swarm.node.policy_backend import local_backend
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
@@ -46,12 +46,13 @@ class Setting:
         self.start = read_adapter(policy.model)
         self.given: list[Snapshot] = []
         self.now_s = 1000.0
-        links = MergePorts(
+        merge_ports = MergePorts(
             self.pairer, self.given.append, lambda: self.now_s, GATE_SEED, finale, lambda peer_ids: ((), 1.0)
         )
         pool = ExperiencePool(":memory:", config.sharing, time.time)
-        means, mixture = local_backend(config, policy, "me"), TaskMixture(config.tasks)
-        self.learner = Learner(config, means, mixture, pool, "me", lambda groups: None, links=links)
+        backend, mixture = local_backend(config, policy, "me"), TaskMixture(config.tasks)
+        ports = SwarmPorts(merge_ports=merge_ports)
+        self.learner = Learner(config, backend, mixture=mixture, pool=pool, peer_id="me", ports=ports)
         self._model = policy.model
 
     @property

@@ -12,7 +12,7 @@ import torch
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config
 from swarm.engine.pruning import Reliability
-from swarm.node.learner import Learner
+from swarm.node.learner import Learner, SwarmPorts
 from swarm.node.policy_backend import local_backend
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
@@ -37,9 +37,8 @@ def node(folder: Path, **rollouts: object) -> Node:
     )
     policy = load_policy(config.policy, device="cpu")
     pool = ExperiencePool(":memory:", config.sharing, time.time)
-    learner = Learner(
-        config, local_backend(config, policy, "me"), TaskMixture(config.tasks), pool, "me", lambda groups: None
-    )
+    backend, mixture = local_backend(config, policy, "me"), TaskMixture(config.tasks)
+    learner = Learner(config, backend, mixture=mixture, pool=pool, peer_id="me", ports=SwarmPorts())
     return Node(learner, CheckpointStore(folder, keep=2))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from swarm.merging.exchange.proposal import MAX_LAG_ROUNDS
 from swarm.merging.exchange.ready_list import MAX_READ, ReadyList
+from swarm.network.context import NodeContext
 from swarm.network.index_entry import UNSIGNED, IndexRule
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.records.adapter_offer import AdapterOffer, sign_offer
@@ -37,7 +38,8 @@ class Index:
         network = MemoryNetwork(random.Random(0), self.clock)
         self.transport = MemoryTransport(network, READER.peer_id, EntryValidator(SWARM_ID))
         self.max_level = max_level
-        self.ready = ReadyList(SWARM_ID, self.transport, random.Random(seed), lambda: self.max_level)
+        self.context = NodeContext.of(READER, SWARM_ID, self.transport)
+        self.ready = ReadyList(self.context, random.Random(seed), max_level=lambda: self.max_level)
 
     async def start(self) -> "Index":
         await self.transport.start()
@@ -45,7 +47,7 @@ class Index:
 
     async def enlist(self, identity: Identity, **changes: object) -> None:
         offer = offer_of(identity, **changes)
-        others = ReadyList(SWARM_ID, self.transport, random.Random(0))
+        others = ReadyList(self.context, random.Random(0))
         await others.enlist(offer, sign_offer(identity, SWARM_ID, offer), NOW + 60)
 
     async def names(self, own: AdapterOffer | None = None) -> list[str]:

@@ -14,7 +14,6 @@ from swarm.network.transport import Contact, ValidationResult
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import Shard
 from swarm.sharing.peer_tracker import PeerTracker
 from swarm.sharing.reputation import (
@@ -33,11 +32,11 @@ from tests.unit.experience_factory import (
     ALICE,
     MALLORY,
     READER,
-    SWARM_ID,
     Clock,
-    admission,
+    context_of,
     group,
     header_of,
+    make_inbox,
     signed,
 )
 
@@ -315,7 +314,7 @@ async def test_sixteen_fresh_names_that_invent_addresses_get_the_part_of_two(tmp
     transport._dialling.see(sybils[0], ["/ip4/12.0.0.1/tcp/50000"])  # type: ignore[attr-defined]
     for number, name in enumerate(honest):
         transport._dialling.see(name, [f"/ip4/13.{number}.0.1/tcp/50000"])  # type: ignore[attr-defined]
-    shares = PeerTracker(SharingSection(), READER.peer_id, Clock(), seen_at=transport.seen_at).shares
+    shares = PeerTracker(SharingSection(), context_of(), seen_at=transport.seen_at).shares
     standing = shares.standing([*honest, *sybils])
     of_sybils = sum(standing[name] for name in sybils) / sum(standing.values())
     assert of_sybils == pytest.approx((1 + 2) / (1 + 2 + len(honest)))  # one came and shows itself, the rest are two
@@ -333,9 +332,8 @@ def test_headers_are_drawn_by_standing() -> None:
 def test_headers_of_a_banned_author_are_not_offered_nor_passed_on_until_the_ban_ends() -> None:
     clock = Clock()
     config = SharingSection()
-    authors = PeerTracker(config, READER.peer_id, clock)
-    pool = ExperiencePool(":memory:", config, clock)
-    inbox = Inbox(config, SWARM_ID, READER.peer_id, admission(clock), pool, clock, random.Random(0), authors)
+    authors = PeerTracker(config, context_of(clock=clock))
+    inbox = make_inbox(config, clock, tracker=authors)
 
     def arrives(number: int) -> ValidationResult:
         header = header_of([group(author=LIAR)], bytes([number]), author=LIAR, created_at=clock.now)
@@ -345,7 +343,7 @@ def test_headers_of_a_banned_author_are_not_offered_nor_passed_on_until_the_ban_
     authors.refused(LIAR, Rejection.REWARD_MISMATCH)
     assert inbox.pick() is None, "what it had offered before is gone too"
     assert arrives(2) is ValidationResult.IGNORE
-    assert inbox.rejected == {"banned": 2}
+    assert inbox.totals.rejected == {"banned": 2}
     clock.now += FIRST_BAN_S - 300
     assert arrives(3) is ValidationResult.IGNORE
     clock.now += 300

@@ -9,15 +9,15 @@ import pytest
 
 from swarm.config import NetworkSection, SharingSection
 from swarm.errors import RequestError
+from swarm.limits.peer_backoff import BUSY_PAUSE_S, UNREACHED_PAUSE_S
+from swarm.network.context import NodeContext
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.transport import RequestRefused
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import body_hash, encode_body
 from swarm.records.identity import Identity
-from swarm.sharing.body_store import BODY_PROTOCOL, BodyStore
+from swarm.sharing.body_store import BODY_PROTOCOL
 from swarm.sharing.index import SLOTS_PER_WINDOW, WINDOW_S, EntryValidator, Shard, experience_key, subkey
-from swarm.sharing.peer_backoff import BUSY_PAUSE_S, UNREACHED_PAUSE_S
-from swarm.sharing.peer_tracker import PeerTracker
 from swarm.sharing.publisher import Publisher
 from swarm.sharing.reader import Reader
 from swarm.types import RolloutGroup
@@ -31,6 +31,7 @@ from tests.unit.experience_factory import (
     admission,
     group,
     header_of,
+    sharing_parts,
     signed,
 )
 
@@ -46,21 +47,13 @@ class Peer:
         config = SharingSection.model_validate(settings)
         self.validator = EntryValidator(SWARM_ID)
         self.transport = MemoryTransport(network, identity.peer_id, self.validator, request_timeout_s=5)
+        context = NodeContext.of(identity, SWARM_ID, self.transport)
         self.pool = ExperiencePool(":memory:", config, network.clock)
-        self.bodies = BodyStore(network.clock)
-        numbers = iter(range(1_000_000))
-        authors = PeerTracker(config, identity.peer_id, network.clock, seen_at=self.transport.seen_at)
-        self.publisher = Publisher(
-            config, SWARM_ID, identity, self.transport, self.bodies, lambda: next(numbers), lambda: WHOLE_SWARM,
-            authors.beacons, head_start_s=0.0,
-        )  # fmt: skip
-        door = admission(network.clock, **settings)  # type: ignore[arg-type]
-        door._own_peer_id = identity.peer_id
-        self.reader = Reader(
-            config, NETWORK, SWARM_ID, self.transport, door, self.pool, self.bodies,
-            random.Random(0), lambda: WHOLE_SWARM, authors,
-        )  # fmt: skip
-        self.bodies.serve_on(self.transport)
+        parts = sharing_parts(config, context)
+        self.bodies, self.totals = parts.bodies, parts.totals
+        self.publisher = Publisher(config, parts, self.pool, head_start_s=0.0)
+        admits = admission(context, **settings)
+        self.reader = Reader(config, NETWORK, parts, admission=admits, pool=self.pool, rng=random.Random(0))
 
     async def publish(self, groups: Sequence[RolloutGroup]) -> None:
         """By gossip, and in the index."""
@@ -86,7 +79,7 @@ async def test_published_groups_reach_the_pool_of_a_reader() -> None:
     await reader.reader.poll()
     drawn = reader.pool.draw(9, random.Random(0))
     assert sorted(drawn, key=lambda g: g.task.index) == sent
-    assert reader.reader.num_groups_admitted == 3
+    assert reader.totals.num_groups_admitted == 3
 
 
 async def test_a_round_counts_as_old_as_its_oldest_group() -> None:
@@ -99,7 +92,7 @@ async def test_a_round_counts_as_old_as_its_oldest_group() -> None:
 async def test_groups_without_signal_are_not_published() -> None:
     _, (alice,) = await peers(ALICE)
     await alice.publish([group("wrong", "wrong")])
-    assert alice.publisher.num_published == 0
+    assert alice.totals.num_published == 0
 
 
 async def test_groups_without_signal_of_others_are_counted_and_left_out() -> None:
@@ -108,7 +101,7 @@ async def test_groups_without_signal_of_others_are_counted_and_left_out() -> Non
     body = encode_body(groups)
     await store(alice, signed(header_of(groups, body)), body)
     await reader.reader.poll()
-    assert reader.reader.rejected == {"no_signal": 1}
+    assert reader.totals.rejected == {"no_signal": 1}
     assert reader.pool.num_fresh() == 0
 
 
@@ -116,7 +109,7 @@ async def test_a_large_round_is_split_into_several_records() -> None:
     _, (alice, reader) = await peers(ALICE, READER, swarm_groups=20)
     await alice.publish([group(index=i) for i in range(30)])
     await reader.reader.poll()
-    assert alice.publisher.num_published >= 3
+    assert alice.totals.num_published >= 3
     assert len(reader.pool.draw(99, random.Random(0))) == 30
 
 
@@ -135,8 +128,8 @@ async def test_polling_again_admits_nothing_twice_and_counts_no_rejection() -> N
     await alice.publish([group()])
     for _ in range(3):
         await reader.reader.poll()
-    assert reader.reader.num_records_admitted == 1
-    assert not +reader.reader.rejected
+    assert reader.totals.num_records_admitted == 1
+    assert not +reader.totals.rejected
 
 
 async def test_body_comes_from_another_holder_when_the_author_is_gone() -> None:
@@ -145,7 +138,7 @@ async def test_body_comes_from_another_holder_when_the_author_is_gone() -> None:
     await first.reader.poll()
     await alice.transport.stop()
     await second.reader.poll()
-    assert second.reader.num_groups_admitted == 1
+    assert second.totals.num_groups_admitted == 1
 
 
 async def test_withheld_body_is_counted_as_unavailable() -> None:
@@ -156,7 +149,7 @@ async def test_withheld_body_is_counted_as_unavailable() -> None:
     for _ in range(3):
         await reader.reader.poll()
         clock.now += 4 * UNREACHED_PAUSE_S
-    assert reader.reader.rejected == {"unavailable": 2}, "that it was not there once is nothing to tell"
+    assert reader.totals.rejected == {"unavailable": 2}, "that it was not there once is nothing to tell"
 
 
 async def test_entry_under_another_authors_slot_is_not_stored() -> None:
@@ -180,17 +173,17 @@ async def test_copy_of_a_body_under_another_name_is_turned_away() -> None:
     copied = [replace(groups[0], author=MALLORY.peer_id)]
     await store(mallory, signed(header_of(copied, body, author=MALLORY.peer_id), MALLORY), body)
     await reader.reader.poll()
-    assert reader.reader.rejected == {"header_mismatch": 1}
+    assert reader.totals.rejected == {"header_mismatch": 1}
     await store(alice, signed(header_of(groups, body)), body)
     clock.now += 1
     await reader.reader.poll()
-    assert reader.reader.num_groups_admitted == 1
+    assert reader.totals.num_groups_admitted == 1
     again = header_of(copied, body, author=MALLORY.peer_id, sequence=4)
     await store(mallory, signed(again, MALLORY), body, slot=4)
     clock.now += 1
     await reader.reader.poll()
-    assert reader.reader.rejected == {"header_mismatch": 1, "replay": 1}
-    assert reader.reader.num_groups_admitted == 1
+    assert reader.totals.rejected == {"header_mismatch": 1, "replay": 1}
+    assert reader.totals.num_groups_admitted == 1
 
 
 async def test_other_bytes_under_the_announced_hash_are_rejected() -> None:
@@ -200,7 +193,7 @@ async def test_other_bytes_under_the_announced_hash_are_rejected() -> None:
     await store(alice, signed(header_of(groups, body)), body)
     alice.bodies.put(body_hash(body), body[:-1] + b"x", NOW + 600)
     await reader.reader.poll()
-    assert reader.reader.rejected == {"wrong_hash": 1}
+    assert reader.totals.rejected == {"wrong_hash": 1}
 
 
 async def test_wrong_bytes_of_the_author_leave_a_true_holder_to_ask() -> None:
@@ -210,7 +203,7 @@ async def test_wrong_bytes_of_the_author_leave_a_true_holder_to_ask() -> None:
     await first.reader.poll()
     alice.bodies.put(body_hash(body), body[:-1] + b"x", NOW + 600)
     await second.reader.poll()
-    assert second.reader.num_groups_admitted == 1
+    assert second.totals.num_groups_admitted == 1
 
 
 async def test_a_silent_author_holds_up_nobody_elses_body() -> None:
@@ -233,12 +226,12 @@ async def test_a_silent_author_holds_up_nobody_elses_body() -> None:
         await is_asked.wait()
         for index in range(3):
             await alice.publish([group(index=index)])
-        while reader.reader.num_groups_admitted < 3:
+        while reader.totals.num_groups_admitted < 3:
             assert not poll.done(), "the silent author is still waited for"
             await asyncio.sleep(0.01)  # nobody tells
     is_over.set()
     await poll
-    assert reader.reader.rejected == {"unavailable": 1}
+    assert reader.totals.rejected == {"unavailable": 1}
 
 
 @pytest.mark.parametrize("word", ["busy", "rate"])
@@ -248,11 +241,11 @@ async def test_a_body_whose_author_is_busy_is_asked_for_again(word: str) -> None
     serve_with(alice, lambda request: RequestRefused(word))
     await alice.publish([group()])
     await reader.reader.poll()
-    assert reader.reader.num_groups_admitted == 0 and not reader.reader.rejected
+    assert reader.totals.num_groups_admitted == 0 and not reader.totals.rejected
     serve_with(alice, alice.bodies.get)
     clock.now += BUSY_PAUSE_S
     await reader.reader.poll()
-    assert reader.reader.num_groups_admitted == 1 and not reader.reader.rejected
+    assert reader.totals.num_groups_admitted == 1 and not reader.totals.rejected
 
 
 async def test_an_author_that_was_out_of_reach_is_asked_again() -> None:
@@ -265,7 +258,7 @@ async def test_an_author_that_was_out_of_reach_is_asked_again() -> None:
     network.heal()
     clock.now += UNREACHED_PAUSE_S
     await reader.reader.poll()
-    assert reader.reader.num_groups_admitted == 1 and not +reader.reader.rejected
+    assert reader.totals.num_groups_admitted == 1 and not +reader.totals.rejected
 
 
 async def test_a_body_that_stays_out_of_reach_too_long_is_given_up() -> None:
@@ -277,7 +270,7 @@ async def test_a_body_that_stays_out_of_reach_too_long_is_given_up() -> None:
     serve_with(alice, alice.bodies.get)
     clock.now += 5
     await reader.reader.poll()
-    assert reader.reader.num_groups_admitted == 0
+    assert reader.totals.num_groups_admitted == 0
 
 
 def serve_with(peer: Peer, answer: Callable[[bytes], bytes | Exception | None]) -> None:
@@ -308,8 +301,8 @@ async def test_silent_authors_hold_the_places_for_pulling_for_less_and_less_of_t
         await honest.publish([group(index=number)])  # without an answer of anybody no pause would grow
         await reader.reader.poll()
         clock.now += 5
-    assert reader.reader.num_groups_admitted >= 178, "a busy machine may lose one of the honest author, too"
-    assert 4 * 4 <= reader.reader.rejected["unavailable"] <= 4 * 10, "with an even pause it would be 4 * 45"
+    assert reader.totals.num_groups_admitted >= 178, "a busy machine may lose one of the honest author, too"
+    assert 4 * 4 <= reader.totals.rejected["unavailable"] <= 4 * 10, "with an even pause it would be 4 * 45"
 
 
 async def test_news_in_the_index_are_looked_for_in_the_windows_that_were_not_read() -> None:
@@ -330,7 +323,7 @@ async def test_news_in_the_index_are_looked_for_in_the_windows_that_were_not_rea
         key = experience_key(SWARM_ID, WHOLE_SWARM, at)
         assert await alice.transport.store(key, subkey(ALICE.peer_id, back), signed(header), at + 600)
     await reader.reader._sweep()
-    assert reader.reader.num_headers_swept == 8
+    assert reader.totals.num_headers_swept == 8
     assert pace.interval_s == WINDOW_S
 
 

@@ -11,7 +11,7 @@ from swarm.sharing.peer_tracker import PeerTracker
 from swarm.training.advantages import batch_advantages
 from swarm.training.experience import TrainingGroup
 from swarm.types import Rollout, RolloutGroup
-from tests.unit.experience_factory import ALICE, MALLORY, NOW, READER, Clock, group
+from tests.unit.experience_factory import ALICE, MALLORY, NOW, Clock, context_of, group
 
 
 def rewarded(*rewards: float, author: str = ALICE.peer_id, source: str = "spelling") -> RolloutGroup:
@@ -78,7 +78,7 @@ def test_groups_without_a_success_are_not_stored() -> None:
 
 def test_an_author_that_leaves_out_the_right_answers_loses_its_share_and_one_with_bad_luck_does_not() -> None:
     """Of own groups a quarter lacks a success. So do the groups of Alice; of Mallory's all do."""
-    authors = PeerTracker(SharingSection(), READER.peer_id, Clock())
+    authors = PeerTracker(SharingSection(), context_of())
     expected = SuccessLevel(1.0, 0.25)
     for number in range(16):
         for author, best in ((ALICE.peer_id, float(number % 4 > 0)), (MALLORY.peer_id, 0.5)):

@@ -1,6 +1,5 @@
 """How long the compute thread may take before it counts as stuck: by the longest round it has had."""
 
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,13 @@ import pytest
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import parse
 from swarm.config.node_folder import NodeFolder
+from swarm.node.controls import NodeControls
 from swarm.node.report import NodeReport
 from swarm.node.training_loop import TrainingRun
 from swarm.node.watchdog import Watchdog
 from swarm.observability.status_file import read_status
 from swarm.records.identity import Identity
-from swarm.sharing.index import EntryValidator
+from swarm.sharing.totals import SharingPause
 
 
 class Machine:
@@ -62,11 +62,17 @@ def train(folder: Path, machine: Machine) -> NodeReport:
     )
     paths = NodeFolder(config.node.dir)
     paths.create()
-    report = NodeReport(
-        config.observability, paths, Identity(b"n" * 32), None, EntryValidator(config.swarm_id), watchdog=machine.dog
-    )
-    stop = threading.Event()
-    TrainingRun(config, paths, machine, report, time.time, stop, machine.dog).run()  # type: ignore[arg-type]
+    report = NodeReport(config, paths, Identity(b"n" * 32), network=None, watchdog=machine.dog)
+    controls = NodeControls(SharingPause())
+    TrainingRun(
+        config,
+        paths,
+        machine,
+        report=report,
+        clock=time.time,
+        watchdog=machine.dog,
+        controls=controls,  # type: ignore[arg-type]
+    ).run()
     return report
 
 

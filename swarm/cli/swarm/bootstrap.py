@@ -166,6 +166,7 @@ async def _serve(
     import asyncio
 
     from swarm.machine.stop_signals import obey_stop_signals
+    from swarm.network.context import NodeContext
     from swarm.observability.http_server import HttpServer
     from swarm.observability.metrics import Metrics
     from swarm.observability.status_file import NodeStatus
@@ -177,7 +178,7 @@ async def _serve(
     obey_stop_signals(stop.set)
     transport = node_transport(config, identity, files, EntryValidator(config.swarm_id))
     assert transport is not None, "the network of a bootstrap peer is on"
-    carrier = HeaderRelay(config.sharing, config.swarm_id, identity, transport)
+    relay = HeaderRelay(config.sharing, NodeContext.of(identity, config.swarm_id, transport))
     http = HttpServer(config.observability, metrics, lambda: {"phase": "serving"})
     started_at = time.time()
 
@@ -192,14 +193,14 @@ async def _serve(
     await http.start()
     work: list[asyncio.Task[None]] = []
     if config.network.gossip != "off":
-        work.append(asyncio.create_task(carrier.work(lambda: metrics.count("node/failed_steps"))))
+        work.append(asyncio.create_task(relay.work(lambda: metrics.count("node/failed_steps"))))
     try:
         first, *lines = [*how_to_join(transport.addresses()), ""]
         print(f"{identity.peer_name} serves" + (f"; {first}" if first else ""))
         print("".join(f"{line}\n" for line in lines if line), end="", flush=True)
         while not stop.is_set():
             write_status("serving")
-            _measure(carrier, transport, metrics)
+            _measure(relay, transport, metrics)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _STATUS_INTERVAL_S)
             for task in work:
@@ -214,10 +215,10 @@ async def _serve(
         write_status("ended")
 
 
-def _measure(carrier: "HeaderRelay", transport: "Transport", metrics: "Metrics") -> None:
-    metrics.gauge("gossip/headers_carried", carrier.num_carried)
-    metrics.gauge("gossip/shards_carried", len(carrier.shards))
-    for reason, count in carrier.rejected.items():
+def _measure(relay: "HeaderRelay", transport: "Transport", metrics: "Metrics") -> None:
+    metrics.gauge("gossip/headers_carried", relay.num_relayed)
+    metrics.gauge("gossip/shards_carried", len(relay.shards))
+    for reason, count in relay.rejected.items():
         metrics.gauge("exchange/rejected_records", count, reason=reason)
     for reason, count in transport.refused.items():
         metrics.gauge("network/refused", count, reason=reason)

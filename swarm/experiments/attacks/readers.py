@@ -10,7 +10,7 @@ from collections import Counter
 from swarm.admission.admission import Admission
 from swarm.admission.copies import CopyWatch
 from swarm.admission.reward_verifier import RewardVerifier
-from swarm.experiments.learner_swarm import Door
+from swarm.experiments.learner_swarm import ReaderParts
 from swarm.experiments.memory_exchange import MemoryExchange, Offer
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import decode_body, decode_header, decode_record
@@ -18,6 +18,7 @@ from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.inbox import Inbox
 from swarm.sharing.index import subkey
 from swarm.sharing.peer_tracker import PeerTracker
+from swarm.sharing.totals import SharingTotals
 from swarm.tasks.task_mixture import owns_stream
 from swarm.types import Header
 
@@ -59,28 +60,27 @@ def _own_network(peer_id: str) -> tuple[str, ...]:
 class GuardedReader:
     """As a node reads, without a network."""
 
-    def __init__(self, door: Door) -> None:
-        config, clock, own = door.config, door.clock, door.identity.peer_id
-        self._pool = door.pool
-        self._book = OfferBook(door.exchange, own)
-        self._own_peer_id = own
-        authors = PeerTracker(config.sharing, own, clock, max_shown=0, seen_at=_own_network)
-        self._authors = authors
-        self.reputation = authors.reputation
-        copies = CopyWatch(owns_stream, self.reputation.refused)
-        judge = RewardVerifier(door.mixture, is_known=self.reputation.is_known, fence=None)
-        self._copies = copies
-        self._admission = Admission(config.sharing, config.swarm_id, own, judge, door.vocabulary, clock, copies)
-        self._inbox = Inbox(config.sharing, config.swarm_id, own, self._admission, self._pool, clock, door.rng, authors)
+    def __init__(self, parts: ReaderParts) -> None:
+        sharing, context = parts.config.sharing, parts.context
+        self._pool = parts.pool
+        self._book = OfferBook(parts.exchange, context.peer_id)
+        self._own_peer_id = context.peer_id
+        self._tracker = tracker = PeerTracker(sharing, context, max_shown=0, seen_at=_own_network)
+        self.reputation = tracker.reputation
+        self._copies = CopyWatch(owns_stream, self.reputation.refused)
+        verifier = RewardVerifier(parts.mixture, is_known=self.reputation.is_known, fence=None)
+        self._admission = Admission(
+            sharing, context, verifier=verifier, vocabulary=parts.vocabulary, copies=self._copies
+        )
+        totals = SharingTotals(context.clock)
+        self.rejected = totals.rejected
+        """Headers and bodies turned away, by reason."""
+        self._inbox = Inbox(
+            sharing, context, totals, admission=self._admission, pool=parts.pool, tracker=tracker, rng=parts.rng
+        )
         self._offers: dict[tuple[str, bytes], Offer] = {}
         self.num_admitted: Counter[str] = Counter()
         """Bodies, by author."""
-        self._refused: Counter[str] = Counter()
-
-    @property
-    def rejected(self) -> Counter[str]:
-        """Headers and bodies turned away, by reason."""
-        return self._inbox.rejected + self._refused
 
     def pull(self, num_groups: int) -> None:
         """Until the pool has `num_groups` fresh ones, nobody offers more, or nothing but failures comes."""
@@ -92,8 +92,8 @@ class GuardedReader:
                 return
             failures = 0 if self._take(header) else failures + 1
 
-    def hint(self, author: str, bad: float) -> None:
-        self.reputation.unlikely(author, bad)
+    def report_peer(self, author: str, part: float) -> None:
+        self.reputation.unlikely(author, part)
 
     def _note_own(self) -> None:
         """A node notes its groups when it hands them out."""
@@ -123,7 +123,7 @@ class GuardedReader:
                 raise InvalidRecord(Rejection.UNAVAILABLE)
             groups = self._admission.admit_body(header, body)
         except InvalidRecord as error:
-            self._refused[error.reason.value] += 1
+            self.rejected[error.reason.value] += 1
             if self.reputation.refused(header.author, error.reason):
                 self._pool.drop_author(header.author)
             if error.reason in (Rejection.UNAVAILABLE, Rejection.WRONG_HASH, Rejection.TOO_SLOW):
@@ -134,20 +134,20 @@ class GuardedReader:
         self.num_admitted[header.author] += 1
         useful = [group for group in groups if group.has_reward_variance]
         if len(useful) < len(groups):
-            self._refused[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
+            self.rejected[Rejection.NO_SIGNAL.value] += len(groups) - len(useful)
             self.reputation.refused(header.author, Rejection.NO_SIGNAL)
-        self._authors.judged(useful, self._pool.success_level)
+        self._tracker.judged(useful, self._pool.success_level)
         return self._pool.add(header.body_hash, header.expires_at, header.created_at, useful) > 0
 
 
 class OpenReader:
     """Believes everything: no signature, hash, reward or author is checked, and every offer has the same chance."""
 
-    def __init__(self, door: Door) -> None:
-        self._pool: ExperiencePool = door.pool
-        self._book = OfferBook(door.exchange, door.identity.peer_id)
-        self._rng: random.Random = door.rng
-        self._own_peer_id = door.identity.peer_id
+    def __init__(self, parts: ReaderParts) -> None:
+        self._pool: ExperiencePool = parts.pool
+        self._book = OfferBook(parts.exchange, parts.context.peer_id)
+        self._rng: random.Random = parts.rng
+        self._own_peer_id = parts.context.peer_id
         self._offers: list[tuple[Header, Offer]] = []
         self.num_admitted: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
@@ -160,7 +160,7 @@ class OpenReader:
             header, offer = self._offers.pop(self._rng.randrange(len(self._offers)))
             failures = 0 if self._take(header, offer) else failures + 1
 
-    def hint(self, author: str, bad: float) -> None:
+    def report_peer(self, author: str, part: float) -> None:
         """Nothing: all stand alike."""
 
     def _look(self) -> None:

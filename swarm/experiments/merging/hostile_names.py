@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from swarm.errors import NetworkError
 from swarm.merging.exchange.adapter_donor import STARTER_PROTOCOL
-from swarm.merging.exchange.proposal import ADAPTER_PROTOCOL, MAX_MESSAGE_BYTES, MERGE_PROTOCOL, Proposal, Taken
+from swarm.merging.exchange.proposal import ADAPTER_PROTOCOL, MAX_MESSAGE_BYTES, MERGE_PROTOCOL, Accepted, Proposal
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, PIECE_BYTES, BlobRequest, serve_blobs
 from swarm.records.adapter_offer import AdapterOffer, sign_offer, verify_offer
@@ -61,7 +61,7 @@ class HostilePartner:
             await asyncio.sleep(_COURT_INTERVAL_S)
 
     async def _take(self, peer_id: str, request: bytes) -> bytes:
-        return Taken(b"" if self.snapshot is None else self._record(self.snapshot)).encode()
+        return Accepted(b"" if self.snapshot is None else self._record(self.snapshot)).encode()
 
     def _record(self, snapshot: Snapshot) -> bytes:
         offer = _offer(self.identity, snapshot, self.transport.now())
@@ -102,13 +102,9 @@ class HostileDonor:
 
 
 def _offer(identity: Identity, snapshot: Snapshot, now: float) -> AdapterOffer:
-    return AdapterOffer(
+    return AdapterOffer.of(
+        snapshot,
         peer_id=identity.peer_id,
-        lineage=snapshot.lineage,
-        outer_round=snapshot.outer_round,
-        policy_version=snapshot.policy_version,
-        precision=snapshot.precision,
-        num_bytes=len(snapshot.payload),
         sha256=hashlib.sha256(snapshot.payload).digest(),
         level=0,
         created_at=now,

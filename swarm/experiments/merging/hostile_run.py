@@ -32,7 +32,9 @@ from swarm.merging.exchange.newcomer import Newcomer, WantedAdapter
 from swarm.merging.exchange.recent_partners import MergeTimeouts
 from swarm.merging.final_merge import FinalMerge, Wire, meetings_of
 from swarm.merging.merger import Merger, MergeSchedule
+from swarm.merging.outer_optimizer import AdapterOrigin
 from swarm.merging.pairer import Pairer
+from swarm.network.context import NodeContext
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
 from swarm.observability.repeat import repeat
@@ -45,7 +47,7 @@ from swarm.simulation.simulation import INTERNET, SWARM_ID
 from swarm.types import Appointment, MeetResult, Partner, Seats, Snapshot
 
 _LINEAGE = "5e" * 16
-_PATIENCE = MergeTimeouts(search_s=20.0, request_timeout_s=3.0)
+_TIMEOUTS = MergeTimeouts(search_s=20.0, request_timeout_s=3.0)
 _OUTER_STEP_S = 40.0
 _NUM_NEWCOMERS = 4
 
@@ -157,13 +159,7 @@ class HostileRun:
             score = partial(self._score, i)
             bound = shares.bound_on_strangers if self._company.is_defended else _nobody_is_a_stranger
             final = FinalMerge(
-                self._config,
-                wire,
-                self._population.start,
-                self._population.scaling,
-                meeting.seat(peer_id),
-                score,
-                bound,
+                self._config, wire, merger.origin, pairer=meeting.seat(peer_id), score=score, bound=bound
             )
             result = final.run(own[i], 0)
             with self._lock:
@@ -202,13 +198,15 @@ class HostileRun:
             donors = list[AdapterDonor]()
             transports = [MemoryTransport(network, identity.peer_id, validator) for identity in self._honest]
             for identity, transport in zip(self._honest, transports, strict=True):
-                donors.append(AdapterDonor(_PATIENCE, SWARM_ID, identity, transport, rng, lambda: 0, group_of))
+                context = NodeContext.of(identity, SWARM_ID, transport)
+                donors.append(AdapterDonor(_TIMEOUTS, context, rng=rng, group_of=group_of))
             noise = torch.Generator().manual_seed(self._scale.seed)
             hostile = [  # a little noise: copies of one adapter count once
-                HostileDonor(network, SWARM_ID, identity, merger.snapshot(_with_noise(poison, noise), 0))
+                HostileDonor(network, SWARM_ID, identity, snapshot=merger.snapshot(_with_noise(poison, noise), 0))
                 for identity in self._hostile
             ]
-            joining = MemoryTransport(network, Identity(bytes([99]) * 32).peer_id, validator)
+            newcomer = Identity(bytes([99]) * 32)
+            joining = MemoryTransport(network, newcomer.peer_id, validator)
             everybody = [*transports, *(one.transport for one in hostile), joining]
             for transport in everybody:
                 await transport.start()
@@ -222,7 +220,8 @@ class HostileRun:
             for one in hostile:
                 await one.take_places({identity.peer_id for identity in self._hostile})
             wanted = WantedAdapter(_LINEAGE, self._config.precision, merger.num_bytes)
-            found = await Newcomer(_PATIENCE, SWARM_ID, joining, rng, group_of).fetch(wanted)
+            context = NodeContext.of(newcomer, SWARM_ID, joining)
+            found = await Newcomer(_TIMEOUTS, context, rng=rng, network_of=group_of).fetch(wanted)
             for task in working:
                 task.cancel()
             await asyncio.gather(*working, return_exceptions=True)
@@ -238,7 +237,12 @@ class HostileRun:
         transports = [MemoryTransport(network, identity.peer_id, validator) for identity in self._honest]
         shares = self._shares(virtual_now) if self._company.is_defended else None
         exchanges = [
-            MergeExchange(_PATIENCE, SWARM_ID, identity, transport, random.Random(rng.random()), shares=shares)
+            MergeExchange(
+                _TIMEOUTS,
+                NodeContext.of(identity, SWARM_ID, transport),
+                rng=random.Random(rng.random()),
+                shares=shares,
+            )
             for identity, transport in zip(self._honest, transports, strict=True)
         ]
         partners = [HostilePartner(network, SWARM_ID, identity) for identity in self._hostile]
@@ -262,12 +266,10 @@ class HostileRun:
         population, schedule = self._population, MergeSchedule(self._config, self._scale.seed)
         merger = Merger(
             self._config,
-            _LINEAGE,
-            population.scaling,
-            population.start,
+            AdapterOrigin(_LINEAGE, population.scaling, population.start),
             schedule,
-            pairer,
-            partial(self._score, i) if gated else None,
+            pairer=pairer,
+            score=partial(self._score, i) if gated else None,
         )
         if pairer is not None:
             merger.begin(self._mean)

@@ -42,7 +42,7 @@ class _Offer:
 
 
 class MemoryPairing:
-    """All replicas of one run; `door` is the `Pairer` of one of them."""
+    """All replicas of one run; `pairer` gives the `Pairer` of one of them."""
 
     def __init__(self, terms: Terms, rng: random.Random, tamper: Tamper) -> None:
         self._terms, self._rng, self._tamper = terms, rng, tamper
@@ -54,8 +54,8 @@ class MemoryPairing:
         self.num_exchanges = 0
         """Pairs that were matched, those that failed included."""
 
-    def door(self, replica: int) -> "PairingDoor":
-        return PairingDoor(self, replica)
+    def pairer(self, replica: int) -> "ReplicaPairer":
+        return ReplicaPairer(self, replica)
 
     def offer(self, replica: int, snapshot: Snapshot) -> "Future[Outcome]":
         future: Future[Outcome] = Future()
@@ -118,7 +118,7 @@ class MemoryPairing:
 
 
 @dataclass(frozen=True, slots=True)
-class PairingDoor:
+class ReplicaPairer:
     """The `Pairer` of one replica."""
 
     pairing: MemoryPairing
@@ -127,7 +127,7 @@ class PairingDoor:
     def offer(self, snapshot: Snapshot) -> "Future[Outcome]":
         return self.pairing.offer(self.replica, snapshot)
 
-    def distrust(self, peer_id: str) -> None:
+    def report_unusable(self, peer_id: str) -> None:
         self.pairing.refuse(self.replica, peer_id)
 
     def is_known(self, peer_id: str) -> bool:

@@ -21,7 +21,7 @@ from swarm.experiments.merging.memory_pairing import MemoryPairing, Terms
 from swarm.experiments.merging.replicas import Adapter, Population
 from swarm.merging.adapter_wire import encoded_bytes
 from swarm.merging.merger import Merger, MergeSchedule
-from swarm.merging.outer_optimizer import OuterOptimizer
+from swarm.merging.outer_optimizer import AdapterOrigin, OuterOptimizer
 from swarm.types import Snapshot
 
 _LINEAGE = "experiment"
@@ -120,12 +120,10 @@ class MergeRun:
         config = self._config if i not in self._liars else self._config.model_copy(update={"clip_factor": OFF})
         return Merger(
             config,
-            _LINEAGE,
-            self._population.scaling,
-            self._population.start,
+            AdapterOrigin(_LINEAGE, self._population.scaling, self._population.start),
             schedule,
-            self._pairing.door(i),
-            partial(self._population.gate_score, i) if guarded else None,
+            pairer=self._pairing.pairer(i),
+            score=partial(self._population.gate_score, i) if guarded else None,
         )
 
     def _tampered(self, sender: int, snapshot: Snapshot) -> Snapshot | None:

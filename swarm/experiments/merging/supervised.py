@@ -29,7 +29,7 @@ class LearnerReplicas:
     def __init__(self, arm: Arm, *, seed: int, groups_per_round: int, group_size: int, held_out_tasks: int) -> None:
         config = parse({"rollouts": {"groups_per_round": groups_per_round, "group_size": group_size}})
         self._mixture = TaskMixture(config.tasks)
-        self._learners = [BareLearner(config, f"replica {i}", seed, self._mixture) for i in range(NUM_REPLICAS)]
+        self._learners = [BareLearner(config, f"replica {i}", seed, mixture=self._mixture) for i in range(NUM_REPLICAS)]
         self._gate_streams = [training_seed(f"private {i}", seed) for i in range(NUM_REPLICAS)]
         self._gate_tasks = arm.gate_tasks
         self._held_out = self._mixture.held_out(held_out_tasks)

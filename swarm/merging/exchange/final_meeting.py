@@ -1,14 +1,14 @@
-"""The network half of a node's final merge: who is there, and one exchange of adapters after the other, by the clock.
+"""The network half of a node's final merge: it finds who takes part, and exchanges adapters one after the other by the clock.
 
     compute thread                          node's loop
     ──────────────                          ───────────
     gather(snapshot) ───────────────────→   FinalList: listed, boundary, list read
     Seats ←─────────────────────────────
-    meet(appointment) ──────────────────→   "here I am" ⇄ "so am I" ─ fetch ⇄ serve ─ thanks
-    Met ←───────────────────────────────    at the end of the appointment's window at the latest
+    meet(appointment) ──────────────────→   MeetRequest ⇄ MeetReply ─ fetch ⇄ serve ─ FetchAck
+    MeetResult ←────────────────────────    at the end of the appointment's window at the latest
 
-Windows end at fixed times of the swarm's clock: who waited in vain for one node is at the next one's in time. Whoever comes
-second to an exchange tells the first, so nobody has to ask often. In memory: the own adapter and the one that is coming.
+Windows end at fixed times of the swarm's clock, so a node that waited in vain for one peer is in time for the next. The node that
+comes second to an exchange asks the first, so nobody has to ask often. Memory holds the own adapter and the one that is coming.
 """
 
 import asyncio
@@ -37,24 +37,23 @@ from swarm.merging.exchange.final_list import (
 )
 from swarm.merging.exchange.offered_adapter import AdapterServer, OfferedAdapter
 from swarm.merging.exchange.proposal import Declined, MessageLimits
+from swarm.network.context import NodeContext
 from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, sha256
 from swarm.network.requests.transfer import Download, fetch
-from swarm.network.transport import Transport
-from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord
 from swarm.types import Appointment, MeetResult, Partner, Seats, Snapshot
 
 logger = logging.getLogger(__name__)
 
 _ASK_PAUSE_S = 4.0
-"""Between two questions to the same node, at most: well within its limits."""
-_THANKS = 2
+"""Longest pause between two questions to the same node, well within its rate limit."""
+_ACK_TRIES = 2
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class _Job(Generic[Result]):
-    """Something that another thread wants done. Its future never raises."""
+    """Work that another thread asked for. Its future never raises."""
 
     make: Callable[[], Coroutine[Any, Any, Result]]
     otherwise: Result
@@ -82,39 +81,40 @@ class _Turn:
     offered: OfferedAdapter
     theirs: MeetReply | None = None
     known: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the other side has told what it has."""
+    """Set when the other side has said which adapter it has."""
     partner: Partner | None = None
     reason: str = ""
 
     @property
-    def mine(self) -> MeetReply:
+    def own(self) -> MeetReply:
         return MeetReply(self.offered.offer.sha256, self.appointment.weight)
 
     def hear(self, theirs: MeetReply) -> None:
-        """The first word counts."""
+        """Note what the other side has; the first message counts."""
         if self.theirs is None:
             self.theirs = theirs
             self.known.set()
 
 
 class FinalMeeting:
-    """Of one node. `gather` and `meet` may be called from any thread; all else runs on the node's loop."""
+    """The final merges of one node. `gather` and `meet` may be called from any thread; all else runs on the node's loop."""
 
     def __init__(
         self,
-        swarm_id: str,
-        identity: Identity,
-        transport: Transport,
+        context: NodeContext,
         rng: random.Random,
         *,
         interval_s: float,
         window_s: float,
         request_timeout_s: float,
     ) -> None:
-        """To be made before the transport starts. Interval and window must be those of the other nodes."""
+        """Serves its protocols at once, so it must be made before the transport starts. Interval and window must be those of
+        the other nodes.
+        """
+        transport = context.transport
         self._transport = transport
         self._rng = rng
-        self._list = FinalList(swarm_id, identity, transport, interval_s)
+        self._list = FinalList(context, interval_s)
         self._window_s = window_s
         self._request_timeout_s = request_timeout_s
         self._limits = MessageLimits()
@@ -122,21 +122,24 @@ class FinalMeeting:
         self._turn: _Turn | None = None
         self._jobs: asyncio.Queue[_Job[Any]] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._peer_id = identity.peer_id
+        self._peer_id = context.peer_id
         transport.serve(FINAL_PROTOCOL, self._answer, max_request_bytes=MAX_MESSAGE_BYTES)
         server = AdapterServer(self._offered)
         transport.serve(FINAL_ADAPTER_PROTOCOL, server.answer, max_request_bytes=BLOB_REQUEST_BYTES)
 
     def gather(self, snapshot: Snapshot) -> "Future[Seats]":
-        """Who takes part in the next final merge: this node alone where nobody else came, or nothing works."""
+        """Find out who takes part in the next final merge: this node alone where nobody else came, or the network failed."""
         return self._ask_for(lambda: self._gather(snapshot), Seats((self._peer_id,), 0))
 
     def meet(self, appointment: Appointment) -> "Future[MeetResult]":
-        """One exchange, after `gather`. Ends with its window at the latest."""
+        """Do one exchange, after `gather`. It ends with its window at the latest."""
         return self._ask_for(lambda: self._meet(appointment), MeetResult(None, 0, "stopped"))
 
     async def work(self) -> None:
-        """From the transport's start to its stop. Ends only when cancelled, or raises what is a bug."""
+        """Do what is asked for, from the transport's start to its stop.
+
+        Ends only when cancelled, or by an error that is a bug.
+        """
         self._loop = asyncio.get_running_loop()
         try:
             while True:
@@ -153,7 +156,7 @@ class FinalMeeting:
             if loop is None:
                 raise RuntimeError("not running")
             loop.call_soon_threadsafe(self._take, job)
-        except RuntimeError:  # so says a loop that is closed, too
+        except RuntimeError:  # a loop that is closed raises the same
             job.give_up()
         return job.future
 
@@ -187,12 +190,12 @@ class FinalMeeting:
         return MeetResult(turn.partner, turn.theirs.weight if turn.theirs else 0, turn.reason)
 
     async def _trade(self, turn: _Turn) -> None:
-        """Both sides fetch at the same time; what fails on one leaves the other its part."""
+        """Exchange adapters. Both sides fetch at the same time; a failure on one side does not affect the other."""
         await self._find_out(turn)
         if turn.theirs is None:
             return
         if turn.theirs.weight == 1 and turn.theirs.sha256 != self._listed(turn.appointment.peer_id):
-            turn.reason = NotNow.OTHER  # it would give different adapters to different nodes
+            turn.reason = NotNow.OTHER  # it may give different adapters to different nodes
             return
         if turn.appointment.takes:
             await self._fetch(turn, turn.theirs)
@@ -200,17 +203,17 @@ class FinalMeeting:
             await turn.offered.fetched.wait()
 
     def _listed(self, peer_id: str) -> bytes | None:
-        """SHA-256 of the adapter that the peer listed itself with."""
+        """SHA-256 of the adapter with which the peer listed itself."""
         offers = self._assembly.offers if self._assembly else ()
         return next((offer.sha256 for offer in offers if offer.peer_id == peer_id), None)
 
     async def _find_out(self, turn: _Turn) -> None:
-        """Until the other side has told what it has, or that there will be no exchange."""
-        here = MeetRequest(turn.merge_id, turn.appointment.window, *_fields(turn.mine))
+        """Ask until the other side has said which adapter it has, or that there will be no exchange."""
+        question = MeetRequest(turn.merge_id, turn.appointment.window, *_fields(turn.own))
         pause_s = 0.1
         while turn.theirs is None:
             try:
-                answer = decode_answer(await self._request(turn, here.encode()))
+                answer = decode_answer(await self._request(turn, question.encode()))
             except RequestError as error:
                 turn.reason = error.reason
             except InvalidRecord:
@@ -239,10 +242,10 @@ class FinalMeeting:
             turn.reason = error.reason
             return
         turn.partner = Partner(peer_id, replace(snapshot, payload=payload))
-        thanks = FetchAck(turn.merge_id, turn.appointment.window, theirs.sha256).encode()
-        for _ in range(_THANKS):
+        ack = FetchAck(turn.merge_id, turn.appointment.window, theirs.sha256).encode()
+        for _ in range(_ACK_TRIES):
             with contextlib.suppress(RequestError):
-                await self._request(turn, thanks)
+                await self._request(turn, ack)
                 return
 
     async def _request(self, turn: _Turn, message: bytes) -> bytes:
@@ -256,7 +259,7 @@ class FinalMeeting:
         )
 
     async def _answer(self, peer_id: str, request: bytes) -> bytes:
-        """A request handler: never raises, never waits."""
+        """Answer one message. It never raises and never waits."""
         if not self._limits.admit(peer_id, asyncio.get_running_loop().time()):
             return Declined(NotNow.RATE).encode()
         try:
@@ -270,7 +273,7 @@ class FinalMeeting:
             turn.hear(MeetReply(message.sha256, message.weight))
         elif message.sha256 == turn.offered.offer.sha256:
             turn.offered.fetched.set()
-        return turn.mine.encode()
+        return turn.own.encode()
 
     def _why_not(self, peer_id: str, message: MeetRequest | FetchAck) -> NotNow | None:
         if self._assembly is None or self._turn is None:
@@ -287,5 +290,5 @@ class FinalMeeting:
         return turn.offered if turn is not None and turn.appointment.gives else None
 
 
-def _fields(mine: MeetReply) -> tuple[bytes, int]:
-    return mine.sha256, mine.weight
+def _fields(own: MeetReply) -> tuple[bytes, int]:
+    return own.sha256, own.weight

@@ -1,12 +1,12 @@
-"""A node's own adapter for that of one other node, while training goes on.
+"""Exchanges a node's adapter for that of one other node while training goes on.
 
     compute thread                         node's loop
     ──────────────                         ───────────
     offer(snapshot) ──────────────────→    hash, sign → PartnerSearch → paired → fetch ←→ AdapterServer
     future.done()? … result() ←────────    Partner(peer, snapshot) or Alone(reason), within `time_limit_s`
 
-An adapter is served until its partner has it or the time for that is over. A newer offer ends the search of the one before,
-and waits for its transfers. In memory: the own adapter, a newer one that waits, and that of another node, twice for a moment.
+An adapter is served until its partner has it or its time is over. A newer offer ends the search of the one before, and waits for
+its transfers. Memory holds the own adapter, perhaps a newer one that waits, and for a moment twice that of the partner.
 """
 
 import asyncio
@@ -16,8 +16,10 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 from swarm.errors import RequestError, SwarmError
+from swarm.limits.peer_backoff import PeerBackoff
 from swarm.merging.exchange.offered_adapter import AdapterServer, OfferedAdapter
 from swarm.merging.exchange.partner_search import PartnerSearch
 from swarm.merging.exchange.proposal import (
@@ -29,12 +31,10 @@ from swarm.merging.exchange.proposal import (
 )
 from swarm.merging.exchange.ready_list import ReadyList
 from swarm.merging.exchange.recent_partners import MergeTimeouts, RecentPartners
+from swarm.network.context import NodeContext
 from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, sha256
 from swarm.network.requests.transfer import Download, fetch
-from swarm.network.transport import Transport
 from swarm.records.adapter_offer import MAX_LIFETIME_S, AdapterOffer, sign_offer
-from swarm.records.identity import Identity
-from swarm.sharing.peer_backoff import PeerBackoff
 from swarm.sharing.reputation import AuthorShares
 from swarm.types import Alone, Outcome, Partner, Snapshot
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Request:
-    """A snapshot on its way to an outcome. Forgets the future with it: that holds the adapter of another node."""
+    """A snapshot that waits for an outcome. It drops the future then, which holds the adapter of another node."""
 
     def __init__(self, snapshot: Snapshot, future: "Future[Outcome]", outcomes: Counter[str]) -> None:
         self.snapshot = snapshot
@@ -50,7 +50,7 @@ class _Request:
         self._outcomes = outcomes
 
     def settle(self, outcome: Outcome) -> None:
-        """The first one counts."""
+        """Set the outcome; only the first one counts."""
         future, self._future = self._future, None
         if future is not None:
             self._outcomes["merged" if isinstance(outcome, Partner) else outcome.reason] += 1
@@ -58,47 +58,56 @@ class _Request:
 
 
 class MergeExchange:
-    """Of one node. `offer` may be called from any thread; all else runs on the node's loop."""
+    """The exchanges of one node. `offer` may be called from any thread; all else runs on the node's loop."""
 
     def __init__(
         self,
-        patience: MergeTimeouts,
-        swarm_id: str,
-        identity: Identity,
-        transport: Transport,
+        timeouts: MergeTimeouts,
+        context: NodeContext,
+        *,
         rng: random.Random,
         max_level: Callable[[], int] = lambda: 0,
         shares: AuthorShares | None = None,
     ) -> None:
-        """To be made before the transport starts. `max_level`: that of the node's shard in the directory. `shares`: what each
-        peer may have of merges; without them all names are alike.
+        """Serves its protocols at once, so it must be made before the transport starts.
+
+        `max_level`: level of the node's shard in the directory. `shares`: each peer's share of merges; without it all peers
+        are alike.
         """
-        self._patience = patience
-        self._swarm_id = swarm_id
-        self._identity = identity
+        transport = context.transport
+        self._timeouts = timeouts
+        self._context = context
         self._transport = transport
         self._rng = rng
-        self._recent = RecentPartners(shares)
-        self._absences = PeerBackoff(transport.now, rng)
-        self._ready = ReadyList(swarm_id, transport, rng, max_level, standing=self._recent.standing)
-        self._search = PartnerSearch(swarm_id, transport, self._ready, self._recent, self._absences, patience, rng)
-        self._door = ProposalHandler(swarm_id, identity.peer_id, transport.now, lambda: self._own, self._recent)
         self._own: OfferedAdapter | None = None
+        self._recent = RecentPartners(shares)
+        self._backoff = PeerBackoff(context.clock, rng)
+        self._ready = ReadyList(context, rng, max_level=max_level, standing=self._recent.standing)
+        self._search = PartnerSearch(
+            timeouts, context, ready=self._ready, recent=self._recent, backoff=self._backoff, rng=rng
+        )
+        self._proposals = ProposalHandler(context, self._current, self._recent)
         self._next: _Request | None = None
         self._arrived = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.outcomes: Counter[str] = Counter()
         """Offers that have ended: `merged`, or the reason of `Alone`."""
-        self.declined = self._door.declined
-        """Proposals of others that were not taken, by reason."""
-        transport.serve(MERGE_PROTOCOL, self._door.answer, max_request_bytes=MAX_MESSAGE_BYTES)
-        server = AdapterServer(lambda: self._own)
+        self.declined = self._proposals.declined
+        """Proposals of others that were declined, by reason."""
+        transport.serve(MERGE_PROTOCOL, self._proposals.answer, max_request_bytes=MAX_MESSAGE_BYTES)
+        server = AdapterServer(self._current)
         transport.serve(ADAPTER_PROTOCOL, server.answer, max_request_bytes=BLOB_REQUEST_BYTES)
 
+    def _current(self) -> OfferedAdapter | None:
+        """The adapter that is being offered at this moment."""
+        return self._own
+
     def time_limit_s(self, num_bytes: int) -> float:
-        """Longest time from an offer to its outcome, for an adapter of this size. One that is offered while the one before
-        is on its way to a partner waits `MergeTimeouts.transfer_s` longer at most."""
-        return self._patience.total_s(num_bytes)
+        """Longest time from an offer to its outcome, for an adapter of this size.
+
+        An adapter that is offered during the transfers of the one before waits up to `MergeTimeouts.transfer_s` longer.
+        """
+        return self._timeouts.total_s(num_bytes)
 
     def offer(self, snapshot: Snapshot) -> "Future[Outcome]":
         """Find a partner for this adapter. Returns at once, from any thread; the future never raises."""
@@ -109,23 +118,23 @@ class MergeExchange:
             if loop is None:
                 raise RuntimeError("not running")
             loop.call_soon_threadsafe(self._take, request)
-        except RuntimeError:  # so says a loop that is closed, too
+        except RuntimeError:  # a loop that is closed raises the same
             request.settle(Alone("stopped"))
         return future
 
-    def distrust(self, peer_id: str) -> None:
-        """The adapter of this partner was of no use: it has to wait, longer each time. From any thread."""
+    def report_unusable(self, peer_id: str) -> None:
+        """Note that a partner's adapter was unusable: it has to wait, longer each time. Safe from any thread."""
         loop = self._loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the node ends
                 loop.call_soon_threadsafe(self._recent.failed, peer_id)
 
     def is_known(self, peer_id: str) -> bool:
-        """Whether a peer has proven itself by experience that was admitted. From any thread."""
+        """Whether a peer has proven itself by admitted experience. Safe from any thread."""
         return self._recent.is_known(peer_id)
 
     async def work(self) -> None:
-        """From the transport's start to its stop. Ends only when cancelled, or raises what is a bug."""
+        """Serve offers from the transport's start to its stop. Ends only when cancelled, or by an error that is a bug."""
         self._loop = asyncio.get_running_loop()
         try:
             while True:
@@ -157,7 +166,9 @@ class MergeExchange:
         try:
             await asyncio.wait({holding, newer}, return_when=asyncio.FIRST_COMPLETED)
             if self._own is not None and self._own.partner is not None:
-                await asyncio.wait({holding})  # who is fetching gets all of it: the next offer begins a little later
+                await asyncio.wait(
+                    {holding}
+                )  # a partner that is fetching gets all of it, so the next offer begins a little later
         finally:
             newer.cancel()
             holding.cancel()
@@ -168,7 +179,7 @@ class MergeExchange:
             holding.result()
 
     async def _hold_or_give_up(self, request: _Request) -> None:
-        """What disk or network refuse costs a solo step; any other error is a bug."""
+        """An error of disk or network costs an outer step alone; any other error is a bug."""
         try:
             await self._hold(request)
         except (OSError, SwarmError) as error:
@@ -176,24 +187,24 @@ class MergeExchange:
             request.settle(Alone("unreachable"))
 
     async def _hold(self, request: _Request) -> None:
-        """From offer to outcome, and on until the partner has what it came for."""
+        """Find a partner and fetch its adapter; then wait until the partner has fetched the own one."""
         own = self._own = await self._sign(request.snapshot)
         is_anybody_ready = await self._search.run(own)
         if own.partner is None:
-            self._own = None  # from here on nobody can take it
+            self._own = None  # from here on nobody can become its partner
             request.settle(Alone("declined" if is_anybody_ready else "nobody"))
             return
         self._recent.add(own.partner.peer_id)
         self._ready.note_round(own.partner)
-        ends_at = asyncio.get_running_loop().time() + self._patience.transfer_s(own.offer.num_bytes)
+        ends_at = asyncio.get_running_loop().time() + self._timeouts.transfer_s(own.offer.num_bytes)
         if await self._fetch_for(request, own.partner, ends_at):
-            await self._say_fetched(own.partner)
+            await self._acknowledge(own.partner)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(ends_at):
                 await own.fetched.wait()
 
     async def _fetch_for(self, request: _Request, partner: AdapterOffer, ends_at: float) -> bool:
-        """Whether there is an adapter; nothing of it stays here."""
+        """Fetch the partner's adapter for a request. Returns whether it came; the adapter itself is not kept here."""
         outcome = await self._fetch(partner, ends_at)
         request.settle(outcome)
         return isinstance(outcome, Partner)
@@ -201,23 +212,20 @@ class MergeExchange:
     async def _sign(self, snapshot: Snapshot) -> OfferedAdapter:
         digest, level = await sha256(snapshot.payload), await self._ready.level(snapshot.lineage)
         now, num_bytes = self._transport.now(), len(snapshot.payload)
-        offer = AdapterOffer(
-            peer_id=self._identity.peer_id,
-            lineage=snapshot.lineage,
-            outer_round=self._ready.caught_up(snapshot.outer_round),
-            policy_version=snapshot.policy_version,
-            precision=snapshot.precision,
-            num_bytes=num_bytes,
+        offer = AdapterOffer.of(
+            replace(snapshot, outer_round=self._ready.caught_up(snapshot.outer_round)),
+            peer_id=self._context.peer_id,
             sha256=digest,
             level=level,
             created_at=now,
-            expires_at=now + min(self._patience.total_s(num_bytes), MAX_LIFETIME_S),
+            expires_at=now + min(self._timeouts.total_s(num_bytes), MAX_LIFETIME_S),
         )
-        return OfferedAdapter(offer, sign_offer(self._identity, self._swarm_id, offer), snapshot.payload)
+        record = sign_offer(self._context.identity, self._context.swarm_id, offer)
+        return OfferedAdapter(offer, record, snapshot.payload)
 
     async def _fetch(self, partner: AdapterOffer, ends_at: float) -> Outcome:
         wanted = Download(
-            partner.sha256, partner.num_bytes, ADAPTER_PROTOCOL, base_timeout_s=self._patience.request_timeout_s
+            partner.sha256, partner.num_bytes, ADAPTER_PROTOCOL, base_timeout_s=self._timeouts.request_timeout_s
         )
         try:
             async with asyncio.timeout_at(ends_at):
@@ -227,21 +235,18 @@ class MergeExchange:
         except RequestError as error:
             reason = error.reason
         else:
-            self._absences.answered(partner.peer_id)
-            snapshot = Snapshot(
-                partner.lineage, partner.precision, partner.outer_round, partner.policy_version, payload
-            )
-            return Partner(partner.peer_id, snapshot)
+            self._backoff.answered(partner.peer_id)
+            return partner.partner(payload)
         self._recent.failed(partner.peer_id)
         return Alone(reason)
 
-    async def _say_fetched(self, partner: AdapterOffer) -> None:
-        """So that the partner need not keep its adapter for this node; where it does not hear that, it keeps it longer."""
+    async def _acknowledge(self, partner: AdapterOffer) -> None:
+        """Tell the partner that it need not keep its adapter any longer. If the message is lost it keeps it a while."""
         with contextlib.suppress(RequestError):
             await self._transport.request(
                 partner.peer_id,
                 MERGE_PROTOCOL,
                 Fetched(partner.sha256).encode(),
                 max_response_bytes=MAX_MESSAGE_BYTES,
-                deadline_s=self._patience.request_timeout_s,
+                deadline_s=self._timeouts.request_timeout_s,
             )

@@ -1,13 +1,13 @@
-"""Adapters for a node that joins a lineage late: those of several donors, drawn at random.
+"""Fetches adapters for a node that joins a lineage late, from several donors drawn at random.
 
     list of donors ─ random sample ─ right lineage, precision, length; one per identity, network and content
                    ─ fetch until there are `count` ─ drop those far from the median round ─→ robust mean of all, elsewhere
 
-One address group has one adapter among them, also where the group is known only once the donor is connected.
+At most one adapter comes from each address group, also where the group becomes known only when the donor is connected.
 
-Replicas differ, so there is no hash that donors could agree on, and no single adapter to be believed. What is promised: as
-long as fewer than half of those that came are false, their robust mean lies near the true ones. An attacker with more
-than half of the list gets more than half of the draws, and nothing is promised.
+Replicas differ, so there is no hash that donors could agree on, and no single adapter can be trusted. The guarantee is: as long
+as fewer than half of the adapters are false, their robust mean lies near the true ones. An attacker with more than half of the
+list gets more than half of the draws, and then nothing is guaranteed.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ from swarm.merging.exchange.adapter_donor import STARTER_PROTOCOL
 from swarm.merging.exchange.proposal import MAX_LAG_ROUNDS
 from swarm.merging.exchange.ready_list import ReadyList
 from swarm.merging.exchange.recent_partners import MergeTimeouts
+from swarm.network.context import NodeContext
 from swarm.network.requests.transfer import Download, fetch
-from swarm.network.transport import Transport
 from swarm.records.adapter_offer import AdapterOffer
-from swarm.types import Partner, Snapshot
+from swarm.types import Partner
 
 COUNT = 5
-"""Donors of a newcomer: two of them may lie."""
+"""Adapters that a newcomer wants; two of them may be false."""
 LEAST = 3
-"""Fewer are as good as none: of two, nobody knows which one lies."""
+"""Fewest adapters that are used: of two, nobody knows which one is false."""
 _TRIES_PER_ADAPTER = 3
-"""Donors asked in all, for each that is wanted: some are busy, and the silent ones must not hold a newcomer up for long."""
+"""Donors asked for each adapter that is wanted: some are busy, and silent donors must not delay a newcomer for long."""
 
 _READINGS = 2
-"""Of the list: a donor that takes an outer step in between no longer has the adapter that it had listed."""
+"""How often the list is read: a donor that takes an outer step in between no longer has the adapter that it listed."""
 
 NetworkOf = Callable[[str], str | None]
 """Peer id -> the network it is in, such as the first three bytes of its address; None where that is not known."""
@@ -42,7 +42,7 @@ NetworkOf = Callable[[str], str | None]
 
 @dataclass(frozen=True, slots=True)
 class WantedAdapter:
-    """What a newcomer's own adapter would be."""
+    """The kind of adapter that a newcomer can use."""
 
     lineage: str
     precision: str
@@ -50,26 +50,26 @@ class WantedAdapter:
 
 
 class Newcomer:
-    """Runs on the node's loop, once, before the first offer."""
+    """A node that has just joined. It runs on the node's loop, once, before the first offer."""
 
     def __init__(
         self,
-        patience: MergeTimeouts,
-        swarm_id: str,
-        transport: Transport,
+        timeouts: MergeTimeouts,
+        context: NodeContext,
+        *,
         rng: random.Random,
         network_of: NetworkOf = lambda peer_id: None,
     ) -> None:
-        self._patience = patience
-        self._transport = transport
+        self._timeouts = timeouts
+        self._transport = context.transport
         self._rng = rng
         self._network_of = network_of
-        self._lists = ReadyList(swarm_id, transport, rng, kind="donors")
+        self._lists = ReadyList(context, rng, kind="donors")
 
     async def fetch(self, wanted: WantedAdapter, count: int = COUNT) -> list[Partner]:
-        """At most `count` adapters of different donors, one after the other; none where fewer than LEAST came.
+        """Fetch up to `count` adapters of different donors, one after the other; none where fewer than LEAST came.
 
-        In memory are all of them, one twice for a moment.
+        All of them are held in memory, one of them twice for a moment.
         """
         found: list[Partner] = []
         tries = _TRIES_PER_ADAPTER * count
@@ -83,27 +83,27 @@ class Newcomer:
                 tries -= 1
                 payload = None if self._is_represented(donor.peer_id, found) else await self._fetch_from(donor)
                 if payload is not None and not self._is_represented(donor.peer_id, found):
-                    snapshot = Snapshot(
-                        donor.lineage, donor.precision, donor.outer_round, donor.policy_version, payload
-                    )
-                    found.append(Partner(donor.peer_id, snapshot))
+                    found.append(donor.partner(payload))
             if len(found) >= LEAST:
                 break
         return _of_one_time(found)
 
     async def _donors(self, wanted: WantedAdapter, known: Collection[str]) -> list[AdapterOffer]:
-        """Listed donors of such an adapter but those in `known`, in random order."""
+        """The listed donors of such an adapter, without those in `known`, in random order."""
         listed = await self._lists.widest(wanted.lineage)
         fitting = [one for one in listed if (one.precision, one.num_bytes) == (wanted.precision, wanted.num_bytes)]
         return self._different(one for one in fitting if one.peer_id not in known)
 
     def _is_represented(self, peer_id: str, found: Iterable[Partner]) -> bool:
-        """Whether there is an adapter of its network already. Asked again after the transfer: a connection tells the network."""
+        """Whether there is an adapter of this network already.
+
+        It is checked again after the transfer, when the network is known.
+        """
         network = self._network_of(peer_id)
         return network is not None and any(self._network_of(one.peer_id) == network for one in found)
 
     def _different(self, donors: Iterable[AdapterOffer]) -> list[AdapterOffer]:
-        """One of each content and of each network, as far as those are known: copies are no further witnesses."""
+        """One donor of each content and of each known network: copies are no further evidence."""
         chosen, seen = [], set[bytes | str]()
         for donor in donors:
             network = self._network_of(donor.peer_id)
@@ -115,17 +115,17 @@ class Newcomer:
 
     async def _fetch_from(self, donor: AdapterOffer) -> bytes | None:
         wanted = Download(
-            donor.sha256, donor.num_bytes, STARTER_PROTOCOL, base_timeout_s=self._patience.request_timeout_s
+            donor.sha256, donor.num_bytes, STARTER_PROTOCOL, base_timeout_s=self._timeouts.request_timeout_s
         )
         try:
-            async with asyncio.timeout(self._patience.transfer_s(donor.num_bytes)):
+            async with asyncio.timeout(self._timeouts.transfer_s(donor.num_bytes)):
                 return await fetch(self._transport, [donor.peer_id], wanted, self._rng)
         except (RequestError, TimeoutError):
             return None
 
 
 def _of_one_time(found: list[Partner]) -> list[Partner]:
-    """Those within MAX_LAG_ROUNDS of the median, if that is enough of them."""
+    """The adapters within MAX_LAG_ROUNDS of the median round; none if these are too few."""
     if not found:
         return []
     median = statistics.median_low(partner.snapshot.outer_round for partner in found)

@@ -1,27 +1,26 @@
-"""One adapter that this node offers: whom it is promised to, and who may fetch it.
+"""The state of one adapter that this node offers: whom it is promised to, and who may fetch it.
 
-    free ── propose(X) ──> proposing to X ── X takes it ───────────> paired with X
+    free ── propose(X) ──> proposing to X ── X accepts ───────────> paired with X
      │  <── withdraw ──────┘     └── X proposes meanwhile (crossing) ──┘   │
      └── take(X): X proposes and nothing speaks against it ────────────────┘  for good: an offer has one partner
 
-Nothing here waits, and nothing but the end of the offer ends *paired*: so no two nodes can wait for each other.
-
-Hands the own adapter out, piece by piece, to the one peer that it is promised to.
+Nothing here waits, and only the end of the offer ends *paired*, so no two nodes can wait for each other. `AdapterServer` gives
+the adapter, piece by piece, to the one peer that it is promised to.
 """
 
 import asyncio
 from collections.abc import Callable
 
-from swarm.network.requests.blob_protocol import DIGEST_BYTES, PIECE_BYTES, BlobRequest, num_pieces, serve_blobs
+from swarm.network.requests.blob_protocol import PIECE_BYTES, BlobRequest, serve_blobs
 from swarm.network.transport import RequestRefused
 from swarm.records.adapter_offer import AdapterOffer
 
 _FETCHES = 2
-"""An adapter is handed out so often, counted in bytes: once, and again what gets lost on the way."""
+"""How often an adapter may be fetched, counted in bytes: once, and again what is lost on the way."""
 
 
 class OfferedAdapter:
-    """From its announcement until nobody needs it any longer."""
+    """An adapter on offer, from its announcement until nobody needs it. It belongs to the node's loop."""
 
     def __init__(self, offer: AdapterOffer, record: bytes, payload: bytes) -> None:
         """`record`: the offer as it was signed."""
@@ -34,9 +33,9 @@ class OfferedAdapter:
         self.fetched = asyncio.Event()
         """Set when the partner has all of the adapter."""
         self.takes_anybody = False
-        """Whether recent partners will do: when others were waited for long enough."""
+        """Whether recent partners are accepted: once the node has waited long enough for others."""
         self.takes_strangers = False
-        """Whether peers that nobody has proven will do: when known ones had time to come, and it was seen who is there."""
+        """Whether strangers are accepted: once known peers had time to come and the node has seen who is ready."""
         self._proposed_to = ""
         self._is_proposing = False
         self._bytes_left = 0
@@ -46,7 +45,7 @@ class OfferedAdapter:
         return self.partner is None and not self._is_proposing
 
     def propose(self, peer_id: str) -> bool:
-        """Whether a proposal may go out: not where a partner has come meanwhile."""
+        """Note a proposal to a peer. Returns False where there is a partner already, or another proposal is under way."""
         if not self.is_free:
             return False
         self._is_proposing = True
@@ -55,11 +54,11 @@ class OfferedAdapter:
         return True
 
     def withdraw(self) -> None:
-        """The proposal came to nothing. Who was asked last may still fetch: its answer may have been lost."""
+        """End a proposal that was not accepted. That peer may still fetch, as its answer may have been lost."""
         self._is_proposing = False
 
     def take(self, theirs: AdapterOffer) -> bool:
-        """Whether `theirs` is the partner now: by its proposal, or because it took the one of this node."""
+        """Pair with a peer, by its proposal or because it accepted this node's. Returns whether it is the partner now."""
         if self.partner is not None:
             return self.partner.peer_id == theirs.peer_id and self.partner.sha256 == theirs.sha256
         if self._is_proposing and self._proposed_to != theirs.peer_id:
@@ -71,7 +70,7 @@ class OfferedAdapter:
         return True
 
     def may_fetch(self, peer_id: str, digest: bytes, num_bytes: int) -> bool:
-        """Whether a range may go out; it counts as handed out then."""
+        """Whether this peer may fetch `num_bytes`, which then count as fetched."""
         if peer_id != self._proposed_to or digest != self.offer.sha256 or num_bytes > self._bytes_left:
             return False
         self._bytes_left -= num_bytes
@@ -83,7 +82,7 @@ class OfferedAdapter:
 
 
 class AdapterServer:
-    """Answers `swarm/adapter/1`. To anybody else there is no such adapter, so nobody's line is used up by strangers."""
+    """Serves an adapter to the peer that it is promised to. Others are told that it is unknown, so strangers use no bandwidth."""
 
     def __init__(self, current: Callable[[], OfferedAdapter | None]) -> None:
         self._current = current
@@ -94,8 +93,7 @@ class AdapterServer:
         wanted, own = BlobRequest.decode(request), self._current()
         if own is None:
             raise RequestRefused("unknown adapter")
-        num_bytes = wanted.length or DIGEST_BYTES * num_pieces(own.offer.num_bytes)  # 0 asks for the manifest
-        if not own.may_fetch(peer_id, wanted.digest, num_bytes):
+        if not own.may_fetch(peer_id, wanted.digest, wanted.answer_bytes(own.offer.num_bytes)):
             raise RequestRefused("unknown adapter")
         return await self._answer(peer_id, request)
 

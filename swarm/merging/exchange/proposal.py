@@ -1,76 +1,77 @@
-"""What two nodes say to each other before they exchange adapters: `swarm/merge/1`, msgpack both ways.
+"""The messages of two nodes before they exchange adapters (`swarm/merge/1`, msgpack both ways), and the answers to them.
 
-request   [0, signed offer]   propose: my adapter for yours       answer   [0, signed offer]   taken: fetch it
+request   [0, signed offer]   propose: my adapter for yours       answer   [0, signed offer]   accepted: fetch it
           [1, SHA-256]        your adapter of this hash is here            [1, reason]         declined
 
-Proposals of others, judged: rate first, then form and signature, then terms, then whether this node is free.
+`ProposalHandler` checks the rate first, then form and signature, then the terms, and last whether this node is free:
 
 request ─ rate ─ decode ─ verify ─ terms ─ recent ─ OfferedAdapter.take ─> own signed offer, or a reason
 """
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from swarm.limits.token_bucket import TokenBucket
+from swarm.limits.token_bucket import PeerBuckets, TokenBucket
 from swarm.merging.exchange.offered_adapter import OfferedAdapter
 from swarm.merging.exchange.recent_partners import RecentPartners
 from swarm.network.index_entry import CLOCK_SKEW_S
 from swarm.network.requests.blob_protocol import DIGEST_BYTES
 from swarm.records.adapter_offer import AdapterOffer, verify_offer
 from swarm.records.codec import MAX_RECORD_BYTES
-from swarm.records.rejection import InvalidRecord, Rejection
+from swarm.records.context import SwarmContext
+from swarm.records.rejection import InvalidRecord
 from swarm.records.signing import check_array, check_bytes, check_int, check_text, pack, unpack
 
 MERGE_PROTOCOL = "swarm/merge/1"
 ADAPTER_PROTOCOL = "swarm/adapter/1"
-"""Pieces of an adapter, as `requests.blob_protocol` has them; to its partner only."""
+"""Serves pieces of an adapter, as in `requests.blob_protocol`, to its partner only."""
 MAX_MESSAGE_BYTES = MAX_RECORD_BYTES + 8
 MAX_LAG_ROUNDS = 4
 """Adapters further apart in outer rounds are not merged."""
 _PROPOSE, _FETCHED = 0, 1
-_TAKEN, _DECLINED = 0, 1
+_ACCEPTED, _DECLINED = 0, 1
 
 
 class Decline(StrEnum):
-    """Why a proposal was not taken."""
+    """Why a proposal was declined."""
 
     RATE = "rate"
-    """Too many proposals of this peer, or of all."""
+    """Too many proposals of this peer, or of all peers."""
     INVALID = "invalid"
-    """Not the proposer's own signed offer to this swarm, or none at this time."""
+    """It is not the proposer's own signed offer to this swarm, or has expired."""
     IDLE = "idle"
-    """No adapter to merge at this moment."""
+    """This node offers no adapter at this moment."""
     LINEAGE = "lineage"
     PRECISION = "precision"
     LENGTH = "length"
-    """Not as many bytes as an adapter of this lineage and precision has."""
+    """The adapter has another length than the adapters of this lineage and precision."""
     ROUND = "round"
-    """More than MAX_LAG_ROUNDS apart."""
+    """The adapters are more than MAX_LAG_ROUNDS outer rounds apart."""
     FAILED = "failed"
-    """Took a proposal of late and gave no adapter, or one of no use."""
+    """The proposer recently accepted a merge and gave no adapter, or an unusable one."""
     BANNED = "banned"
-    """Has made false claims about its experience."""
+    """The proposer made false claims about its experience."""
     SHARE = "share"
-    """Strangers, or those of its address group, have had their share of merges; it is the turn of others."""
+    """Strangers, or the peers of its address group, have had their share of merges; it is the turn of others."""
     RECENT = "recent"
-    """Was the partner a short while ago; it is the turn of others."""
+    """The proposer was the partner recently; it is the turn of others."""
     BUSY = "busy"
-    """Is proposing to another at this moment."""
+    """This node is proposing to another one at this moment."""
     PAIRED = "paired"
-    """Has a partner for this adapter."""
+    """This node has a partner for its adapter already."""
 
 
 PASSING = (Decline.RATE, Decline.SHARE, Decline.RECENT, Decline.BUSY)
-"""Reasons that may be gone a moment later; the others hold for as long as the adapter is offered."""
+"""Reasons that may no longer hold a moment later; the others hold for as long as the adapter is offered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
     record: bytes
-    """A signed offer, not looked at yet."""
+    """A signed offer, not checked yet."""
 
     def encode(self) -> bytes:
         return pack([_PROPOSE, self.record])
@@ -78,7 +79,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Thanks: the adapter with this hash need not be kept for me any longer."""
+    """Says that the sender has the adapter with this hash, which need not be kept for it any longer."""
 
     sha256: bytes
 
@@ -87,12 +88,12 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class Accepted:
     record: bytes
-    """The signed offer of whoever takes the proposal; empty where there is nothing to say."""
+    """The signed offer of the node that accepts; empty in answer to `Fetched`."""
 
     def encode(self) -> bytes:
-        return pack([_TAKEN, self.record])
+        return pack([_ACCEPTED, self.record])
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +106,17 @@ class Declined:
 
 def decode_request(data: bytes) -> Proposal | Fetched:
     """Raises InvalidRecord."""
-    kind, content = check_array(unpack(_bounded(data)), 2)
+    kind, content = check_array(unpack(data, max_bytes=MAX_MESSAGE_BYTES), 2)
     if check_int(kind, _PROPOSE, _FETCHED) == _PROPOSE:
         return Proposal(check_bytes(content))
     return Fetched(check_bytes(content, DIGEST_BYTES))
 
 
-def decode_answer(data: bytes) -> Taken | Declined:
+def decode_answer(data: bytes) -> Accepted | Declined:
     """Raises InvalidRecord."""
-    kind, content = check_array(unpack(_bounded(data)), 2)
-    if check_int(kind, _TAKEN, _DECLINED) == _TAKEN:
-        return Taken(check_bytes(content))
+    kind, content = check_array(unpack(data, max_bytes=MAX_MESSAGE_BYTES), 2)
+    if check_int(kind, _ACCEPTED, _DECLINED) == _ACCEPTED:
+        return Accepted(check_bytes(content))
     return Declined(check_text(content, 32))
 
 
@@ -131,74 +132,69 @@ def check_terms(own: AdapterOffer, theirs: AdapterOffer) -> Decline | None:
 
 
 def is_current(offer: AdapterOffer, now: float) -> bool:
-    """Whether an offer is of this time, as far as clocks agree."""
+    """Whether an offer is valid now, as far as clocks agree."""
     return offer.created_at <= now + CLOCK_SKEW_S and now < offer.expires_at
 
 
-def _bounded(data: bytes) -> bytes:
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise InvalidRecord(Rejection.OVERSIZE, f"{len(data)} bytes > {MAX_MESSAGE_BYTES}")
-    return data
-
-
 PEER_PER_S, PEER_BURST = 0.5, 6.0
-"""Messages of one peer. An honest one proposes to a given peer every few seconds at most."""
+"""Rate limit of one peer's messages. An honest node proposes to a given peer every few seconds at most."""
 ALL_PER_S, ALL_BURST = 50.0, 100.0
-"""Of all peers: checking that many signatures takes 4 ms of a second. Own proposals do not depend on it."""
+"""Rate limit of all peers together: checking that many signatures takes 4 ms per second. It does not limit own proposals."""
 MAX_REMEMBERED_PEERS = 1024
 
 
 class ProposalHandler:
-    """Answers `swarm/merge/1`. Runs on the node's loop."""
+    """Answers the messages of `swarm/merge/1` for one node. It runs on the node's loop."""
 
     def __init__(
         self,
-        swarm_id: str,
-        own_peer_id: str,
-        clock: Callable[[], float],
+        context: SwarmContext,
         current: Callable[[], OfferedAdapter | None],
         recent: RecentPartners,
         *,
         monotonic: Callable[[], float] | None = None,
     ) -> None:
-        """`current`: the adapter that is being offered, if any. `monotonic`: seconds for the rates; the loop's by default."""
-        self._swarm_id = swarm_id
-        self._own_peer_id = own_peer_id
-        self._clock = clock
+        """`current`:
+
+        returns the adapter that is being offered, if any. `monotonic`: clock of the rate limits; by default the loop's.
+        """
+        self._swarm_id = context.swarm_id
+        self._own_peer_id = context.peer_id
+        self._clock = context.clock
         self._current = current
         self._recent = recent
         self._monotonic = monotonic or _loop_time
         self._limits = MessageLimits()
         self.declined: Counter[str] = Counter()
-        """Proposals that were not taken, by reason."""
+        """Proposals that were declined, by reason."""
 
     async def answer(self, peer_id: str, request: bytes) -> bytes:
-        """A request handler: never raises, never waits."""
+        """Answer one message. It never raises and never waits."""
         try:
-            verdict = self._judge(peer_id, request)
+            reply = self._reply(peer_id, request)
         except InvalidRecord:
-            verdict = Decline.INVALID
-        if isinstance(verdict, Taken):
-            return verdict.encode()
-        self.declined[verdict.value] += 1
-        return Declined(verdict.value).encode()
+            reply = Decline.INVALID
+        if isinstance(reply, Accepted):
+            return reply.encode()
+        self.declined[reply.value] += 1
+        return Declined(reply.value).encode()
 
-    def _judge(self, peer_id: str, request: bytes) -> Taken | Decline:
+    def _reply(self, peer_id: str, request: bytes) -> Accepted | Decline:
         if not self._limits.admit(peer_id, self._monotonic()):
             return Decline.RATE
         message = decode_request(request)
         own = self._current()
         if isinstance(message, Fetched):
             self._note_fetched(own, peer_id, message)
-            return Taken(b"")
+            return Accepted(b"")
         if own is None:
-            return Decline.IDLE  # before the signature is looked at: the answer is the same for a forged one
+            return Decline.IDLE  # before the signature is checked: a forged offer gets the same answer
         theirs = verify_offer(message.record, self._swarm_id)
         if theirs.peer_id != peer_id or peer_id == self._own_peer_id or not is_current(theirs, self._clock()):
             return Decline.INVALID
         return self._consider(own, theirs)
 
-    def _consider(self, own: OfferedAdapter, theirs: AdapterOffer) -> Taken | Decline:
+    def _consider(self, own: OfferedAdapter, theirs: AdapterOffer) -> Accepted | Decline:
         reason = check_terms(own.offer, theirs)
         if reason is not None:
             return reason
@@ -211,7 +207,7 @@ class ProposalHandler:
         if own.partner is None and not own.takes_anybody and theirs.peer_id in self._recent:
             return Decline.RECENT
         if own.take(theirs):
-            return Taken(own.record)
+            return Accepted(own.record)
         return Decline.BUSY if own.partner is None else Decline.PAIRED
 
     @staticmethod
@@ -222,25 +218,18 @@ class ProposalHandler:
 
 
 class MessageLimits:
-    """Token buckets by peer and for all; the peers longest unheard are forgotten."""
+    """How many messages each peer, and all peers together, may send. One instance limits one protocol."""
 
     def __init__(self) -> None:
-        self._all: TokenBucket | None = None
-        self._peers: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._all = TokenBucket(ALL_PER_S, ALL_BURST, 0.0)
+        self._peers = PeerBuckets(PEER_PER_S, PEER_BURST, MAX_REMEMBERED_PEERS)
 
     def __len__(self) -> int:
         return len(self._peers)
 
     def admit(self, peer_id: str, now: float) -> bool:
-        if self._all is None:
-            self._all = TokenBucket(ALL_PER_S, ALL_BURST, now)
-        bucket = self._peers.get(peer_id)
-        if bucket is None:
-            bucket = self._peers[peer_id] = TokenBucket(PEER_PER_S, PEER_BURST, now)
-            if len(self._peers) > MAX_REMEMBERED_PEERS:
-                self._peers.popitem(last=False)
-        self._peers.move_to_end(peer_id)
-        return bucket.try_take(1, now) and self._all.try_take(1, now)
+        """Whether a message of this peer may be answered now. `now`: seconds of the loop's clock."""
+        return self._peers.of(peer_id, now).try_take(1, now) and self._all.try_take(1, now)
 
 
 def _loop_time() -> float:

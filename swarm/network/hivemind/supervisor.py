@@ -16,7 +16,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from swarm.errors import NetworkError
-from swarm.network.context import NetworkContext
+from swarm.network.network_context import NetworkContext
 from swarm.network.peers.known_peers import Joining, KnownPeers
 from swarm.network.peers.peer_routing import PeerRouting, SessionSlot
 from swarm.network.peers.surroundings import Surroundings

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, TypeVar
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError
 from swarm.machine.memory import HeapTrimmer
-from swarm.network.context import NetworkContext
 from swarm.network.gossip import Gossip, GossipSlot
 from swarm.network.hivemind.supervisor import HEALTH_INTERVAL_S, SessionSupervisor
 from swarm.network.index_entry import MAX_LIFETIME_S, IndexRule, IndexValidator, check_entry
 from swarm.network.index_gateway import INDEX_PROTOCOL, MAX_INDEX_REQUEST_BYTES, IndexGateway
+from swarm.network.network_context import NetworkContext
 from swarm.network.peers.dialling import PEERS_FILE
 from swarm.network.peers.known_peers import KnownPeers
 from swarm.network.peers.peer_routing import (

@@ -18,7 +18,6 @@ from pathlib import Path
 from swarm.config import NetworkSection
 from swarm.errors import NetworkError, RequestError
 from swarm.limits.bounded_maps import BoundedPeers
-from swarm.network.context import NetworkContext
 from swarm.network.gossip import Gossip, GossipSlot
 from swarm.network.index_entry import MAX_LIFETIME_S, IndexRule, IndexValidator, check_entry
 from swarm.network.index_gateway import (
@@ -30,6 +29,7 @@ from swarm.network.index_gateway import (
     store_request,
 )
 from swarm.network.libp2p.host import Libp2pHost
+from swarm.network.network_context import NetworkContext
 from swarm.network.peers.surroundings import told_to_others
 from swarm.network.requests.framing import Stream, StreamRequests
 from swarm.network.requests.server import RequestServer

@@ -49,6 +49,10 @@ class BlobRequest:
             raise RequestRefused(f"a request must have {BLOB_REQUEST_BYTES} bytes, got {len(request)}")
         return cls(*_REQUEST.unpack(request))
 
+    def answer_bytes(self, blob_bytes: int) -> int:
+        """Length of the answer, where the blob has `blob_bytes`."""
+        return self.length or DIGEST_BYTES * num_pieces(blob_bytes)
+
 
 def num_pieces(num_bytes: int) -> int:
     return -(-num_bytes // PIECE_BYTES)

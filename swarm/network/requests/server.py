@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Self
 
-from swarm.network.context import NetworkContext
+from swarm.network.network_context import NetworkContext
 from swarm.network.requests.framing import (
     BUSY_REASONS,
     FrameError,

@@ -1,0 +1,82 @@
+"""The metrics row of one round: what was rolled out, what was trained on, and how long each part took."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from swarm.engine.pruning import Pruning
+from swarm.rollouts.rollout_round import mean_reward_signals
+from swarm.rollouts.worker import RolloutBatch
+from swarm.training.experience import TrainingGroup
+
+MetricsRow = dict[str, Any]
+"""One line of metrics.jsonl."""
+
+
+class RoundTimer:
+    """Times the two halves of a round."""
+
+    def __init__(self) -> None:
+        self._started_at = self._rolled_out_at = time.monotonic()
+
+    def rolled_out(self) -> None:
+        """The rollouts are there, and training begins."""
+        self._rolled_out_at = time.monotonic()
+
+    @property
+    def rollout_s(self) -> float:
+        return self._rolled_out_at - self._started_at
+
+    def row(self) -> MetricsRow:
+        finished_at = time.monotonic()
+        return {
+            "time/rollout_s": self.rollout_s,
+            "time/train_s": finished_at - self._rolled_out_at,
+            "time/round_s": finished_at - self._started_at,
+        }
+
+
+def rollout_row(rollouts: RolloutBatch, duration_s: float) -> MetricsRow:
+    """What the rollouts of a round gave, and their mean reward signals."""
+    groups = rollouts.groups
+    return {
+        "rollout/reward_mean": sum(g.mean_reward for g in groups) / len(groups) if groups else 0.0,
+        "rollout/tokens": rollouts.num_tokens,
+        "rollout/tokens_per_s": rollouts.num_tokens / max(duration_s, 1e-9),
+        "rollout/groups": len(groups),
+        "rollout/stale_tokens": rollouts.num_stale_tokens,
+        "rollout/answers": sum(len(group.rollouts) for group in groups),
+        "rollout/groups_with_signal": sum(group.has_reward_variance for group in groups),
+        "rollout/failed_tasks": sum(rollouts.failures.values()),
+        "rollout/too_long_prompts": sum(rollouts.too_long.values()),
+        **mean_reward_signals(groups),
+    }
+
+
+def pruning_row(rollouts: RolloutBatch, pruning: Pruning) -> MetricsRow:
+    """With pruning, the mean reward is an estimate over all answers that were begun; those that were finished are better."""
+    rewards = [rollout.reward for group in rollouts.groups for rollout in group.rollouts]
+    return {
+        "rollout/reward_mean": rollouts.pruned.reward_mean,
+        "rollout/surviving_reward_mean": sum(rewards) / len(rewards) if rewards else 0.0,
+        "rollout/pruned_answers": rollouts.pruned.num_pruned,
+        "rollout/saved_tokens": rollouts.pruned.saved_tokens,
+        "rollout/prune_calibration_error": pruning.reliability.calibration_error,
+        "rollout/prune_skill": pruning.reliability.skill,
+    }
+
+
+def count_batch(totals: Counter[str], batch: Sequence[TrainingGroup]) -> MetricsRow:
+    """Add the groups of a batch to the totals of the run, which a checkpoint keeps, and give both."""
+    num_own = sum(group.is_own and not group.is_replay for group in batch)
+    num_others = sum(not group.is_own for group in batch)
+    totals["own_groups"] += num_own
+    totals["swarm_groups"] += num_others
+    return {
+        "train/own_groups": num_own,
+        "train/swarm_groups": num_others,
+        "train/own_groups_total": totals["own_groups"],
+        "train/swarm_groups_total": totals["swarm_groups"],
+        "train/replayed_groups": sum(group.is_replay for group in batch),
+    }
