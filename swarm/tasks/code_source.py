@@ -251,6 +251,7 @@ class CodeSource:
     """Made-up functions, or those of one file."""
 
     isolation: ClassVar[Isolation] = Isolation.OWN_SANDBOX
+    signal_names: ClassVar[tuple[str, ...]] = (CORRECT, "tests")
 
     def __init__(self, config: TaskSourceSection, tasks: TasksSection) -> None:
         """Raises TaskError for a file or parameters that are not valid, and where no sandbox can be set up."""
