@@ -26,37 +26,37 @@ class RolloutsSection(Section):
     second_round: Literal["off", "hard", "equal"] = "off"
     """More answers to tasks whose first ones earned less than half (DARS, 2508.13755), up to largest_group."""
     smallest_group: Annotated[int, Field(ge=2)] = 4
-    """Where sizes differ, no group is smaller (but where group_size is)."""
+    """Where sizes differ, no group is smaller, unless group_size is."""
     largest_group: Annotated[int, Field(ge=2)] = 32
-    """Where sizes differ, no group is larger. Others refuse groups beyond their sharing.max_group_size."""
+    """Where sizes differ, no group is larger. Other nodes refuse groups larger than their sharing.max_group_size."""
     refill_draws: NonNegativeInt = 0
     """How often a round draws further tasks while fewer than groups_per_round groups have signal (DAPO, 2503.14476)."""
     over_provision: Annotated[float, Field(ge=1, le=4)] = 1.0
-    """Begin so many times groups_per_round groups, stop when that many are complete, continue the rest later (APRIL)."""
+    """Begin this many times groups_per_round groups, stop when groups_per_round are complete, continue the rest later (APRIL)."""
     prune: bool = False
-    """Drop answers early whose end is foreseeable, so that groups are rather half right, half wrong (ARRoL, 2603.24840)."""
+    """Drop answers early whose reward is foreseeable, so that more groups are half right, half wrong (ARRoL, 2603.24840)."""
     prune_after: PositiveInt = 4
-    """Tokens between two looks at an answer, of which there are 16 at most."""
+    """Tokens between two predictions for an answer, of which there are at most 16."""
     prune_certainty: Annotated[float, Field(gt=0.5, lt=1)] = 0.8
-    """An answer may be dropped once it is so sure to end like most of its group."""
+    """Probability of ending like most of its group from which an answer may be dropped."""
     max_new_tokens: PositiveInt = 24
     """Longest answer in tokens; longer ones are cut and masked from the loss."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_k: NonNegativeInt = 0
-    """Draw among the k likeliest tokens only; 0 is all. A filter hides from training what it cuts off: see algorithms."""
+    """Draw among the k likeliest tokens only; 0 is all. Training never sees what a filter cuts off: see algorithms.md."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Draw among the likeliest tokens that together have this probability only; 1 is all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Draw among tokens at least this fraction as likely as the likeliest only; 0 is all."""
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=16)] = ()
-    """Strings that end an answer, themselves included. The same on all nodes."""
+    """Strings that end an answer and are part of it. All nodes of a swarm use the same."""
     engine: Literal["auto", "transformers", "vllm"] = "auto"
-    """auto: slots that refill as answers end. transformers: a batch waits for its longest. vllm: an extra."""
+    """auto: slots that refill as answers end. transformers: a batch waits for its longest answer. vllm: an optional extra."""
     max_batch_sequences: PositiveInt = 64
-    """Answers decoded at the same time, at most."""
+    """Most answers that are decoded at the same time."""
     cache_mib: PositiveInt | None = None
-    """Memory for keys and values of answers; fewer are decoded at once if need be. Unset: half of what is free."""
+    """Memory for keys and values of answers; fewer are decoded at once if it is short. Unset: half of what is free."""
 
     @model_validator(mode="after")
     def _sizes_are_in_order(self) -> "RolloutsSection":
@@ -68,7 +68,7 @@ class RolloutsSection(Section):
 
     @model_validator(mode="after")
     def _pruning_misleads_nobody(self) -> "RolloutsSection":
-        """Rewards of what is left of a group say little of how hard its task is; and a look needs the whole group."""
+        """Rewards of what is left of a group say little about how hard its task is, and a prediction needs the whole group."""
         plain = {"task_choice": "weighted", "group_sizes": "equal", "second_round": "off", "over_provision": 1.0}
         for name, value in plain.items():
             if self.prune and getattr(self, name) != value:

@@ -23,16 +23,16 @@ class RewardSignalSection(Section):
 
 
 class TaskSourceFacts(Section):
-    """What all nodes know of one source of tasks."""
+    """The settings of one task source that all nodes share."""
 
     kind: Annotated[str, TASK_SOURCES] = "reasoning_gym"
     """Where the tasks come from."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-    """Name of a reasoning-gym data set, `list_functions` for made-up code tasks, or a name of your own for a JSONL file."""
+    """Name of a reasoning-gym data set, `list_functions` for made-up code tasks, or else a name of your own."""
     label: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{0,64}$")] = ""
     """Name in tables and records; defaults to `name`. Needed when one data set appears twice at different difficulty."""
     weight: Weight = 1.0
-    """Relative share of the tasks drawn."""
+    """Share of the tasks drawn, relative to the other sources'."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the data set, such as {max_digits = 2}; of code tasks also the limits {cpu_s = 2, memory_mib = 256}."""
     verifier: Annotated[str, VERIFIERS] = "exact"
@@ -46,7 +46,7 @@ class TaskSourceFacts(Section):
 
 
 class TaskSourceSection(TaskSourceFacts):
-    """One source of tasks."""
+    """One task source."""
 
     path: Path | None = None
     """JSONL file with one {"prompt", "answer", "verifier"} object per line; code: {"prompt", "entry", "tests", "answer"}."""
@@ -92,8 +92,8 @@ class TasksSection(Section):
     sources: Annotated[tuple[TaskSourceSection, ...], Field(min_length=1)] = DEMO_TASKS
     """Weighted mixture of task sources. All nodes of a swarm use the same list."""
     fenced: bool = False
-    """Build and score tasks of reasoning-gym in a process that opens no file but those of installed packages, within bounds of
-    time and memory, and let parameters be numbers and known words only. Always true in a swarm with a manifest."""
+    """Build and score tasks of reasoning-gym in a process that opens only files of installed packages, within bounds of time and
+    memory, and allow only numbers and known words as parameters. Always true in a swarm with a manifest."""
     run_code_unfenced: bool = False
     """Run code of strangers even where no sandbox can be set up: it may then read your files, and outside Linux do more."""
 

@@ -20,9 +20,9 @@ class TrainingSection(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
     inner_epochs: PositiveInt = 1
-    """Passes over one batch."""
+    """Number of passes over one batch."""
     groups_per_step: NonNegativeInt = 4
-    """Groups of one optimizer step at most: a larger batch is split into several steps. 0: one step per batch."""
+    """Most groups of one optimizer step; a larger batch is split into several steps. 0: one step per batch."""
     micro_batch_sequences: PositiveInt = 64
     """Sequences per forward and backward pass; gradients accumulate to the full batch."""
     advantage: Annotated[str, ADVANTAGES] = "grpo"
@@ -30,19 +30,19 @@ class TrainingSection(Section):
     advantage_parameters: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the advantage, for those that take some."""
     signal_weights: dict[str, float] = Field(default_factory=dict)
-    """Weights of a task's reward signals by name, for gdpo; those not named here have the weight that the task gives them."""
+    """Weights of a task's reward signals by name, for gdpo; other signals have the weight that the task gives them."""
     aggregation: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """dapo: sum over tokens / all tokens. grpo: mean per sequence, then mean. dr_grpo: sum / (sequences x max_new_tokens)."""
     ratio: Literal["token", "sequence", "minpro"] = "token"
     """token: r per token. sequence: geometric mean of an answer (GSPO). minpro: r times the smallest r before it."""
     ratio_reference: Literal["start", "sampler"] = "start"
-    """Of what r is the ratio: policy at the start of the step, or the one that sampled, where its log-probs are usable."""
+    """Policy in the denominator of the ratio r: at the start of the step, or the one that sampled if its log-probs are usable."""
     sequence_clip_low: PositiveFloat = 3e-4
     """Lower clip range of ratio sequence."""
     sequence_clip_high: PositiveFloat = 4e-4
     """Upper clip range of ratio sequence (GSPO, 2507.18071)."""
     adaptive_clip: bool = False
-    """Choose the range by the balance of good and bad answers (BAPO), in place of clip_low and clip_high."""
+    """Choose the clip range by the balance of good and bad answers (BAPO), in place of clip_low and clip_high."""
     clip_low: PositiveFloat = 0.2
     """Lower clip range of the ratio."""
     clip_high: PositiveFloat = 0.28
@@ -62,13 +62,13 @@ class TrainingSection(Section):
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL penalty towards the base policy (k3 estimator); 0 only watches it, at a few answers."""
     filter_groups: bool = True
-    """Leave out own groups whose rewards are all equal. Off: as SAPO (2509.08721) was published, for comparison only."""
+    """Leave out own groups whose rewards are all equal. false: as in the SAPO paper (2509.08721), for comparison only."""
     mask_truncated: bool = True
     """Leave answers that were cut, with neither EOS nor a stop string, out of the loss."""
     replay_groups: NonNegativeInt = 0
-    """Own groups of earlier steps in a batch, on top of the others, each at most once more. 0 is off."""
+    """Own groups of earlier steps that a batch has besides the others; each is trained on at most twice. 0 is off."""
     replay_max_versions: PositiveInt = 16
-    """Own groups sampled more policy versions ago are not replayed."""
+    """Own groups that were sampled more policy versions ago are not replayed."""
     canary_tolerance: PositiveFloat = 1e-3
     """Largest difference between the engine's and the trainer's log-probs of the canary answer."""
 

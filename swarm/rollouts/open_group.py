@@ -1,6 +1,6 @@
-"""A group whose answers are not all complete: kept as token ids, to be continued by a later round (APRIL, 2509.18521).
+"""A group whose answers are not all complete. Its token ids are kept, and a later round continues them (APRIL, 2509.18521).
 
-It outlives the process: its state is part of the checkpoint. Nothing of it is ever encoded from text again.
+Its state is part of the checkpoint. Nothing of it is ever encoded from text again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +16,17 @@ Segment = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
-    """The answers to one task, some of them open."""
+    """The answers to one task, some of which may be open."""
 
     task: Task
     answers: tuple[Completion, ...]
     """[G]"""
     segments: tuple[tuple[Segment, ...], ...]
-    """[G] for each answer which policy versions sampled it, in order."""
+    """[G] the policy versions that sampled each answer, in order."""
 
     @classmethod
     def of(cls, task: Task, size: int) -> Self:
-        """With nothing begun."""
+        """A group of `size` answers, none of which has begun."""
         return cls(task, (NOT_BEGUN,) * size, ((),) * size)
 
     @property
@@ -34,7 +34,7 @@ class OpenGroup:
         return all(answer.end != "open" for answer in self.answers)
 
     def continued(self, answers: Sequence[Completion], policy_version: int) -> Self:
-        """With the answers as they are now; what is new of them was sampled by `policy_version`."""
+        """The group with the answers as they are now; `policy_version` sampled their new tokens."""
         segments: list[tuple[Segment, ...]] = []
         for before, now, known in zip(self.answers, answers, self.segments, strict=True):
             num_new = len(now.token_ids) - len(before.token_ids)
@@ -43,15 +43,15 @@ class OpenGroup:
 
     @property
     def oldest_version(self) -> int:
-        """Of those that sampled it; of a complete group."""
+        """The oldest policy version that sampled a complete group."""
         return min(version for segments in self.segments for version, _ in segments)
 
     def num_tokens_before(self, policy_version: int) -> int:
-        """Tokens that earlier versions sampled."""
+        """Number of tokens that earlier versions sampled."""
         return sum(num for segments in self.segments for version, num in segments if version < policy_version)
 
     def state(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The whole group, for JSON."""
         ref = self.task.ref
         return {
             "task": [ref.source, ref.config_digest, ref.seed, ref.index],
@@ -61,7 +61,7 @@ class OpenGroup:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], rebuild: Callable[[TaskRef], Task]) -> Self:
-        """Raises what `rebuild` raises where the task is no longer there."""
+        """The group of a `state`. Raises what `rebuild` raises where its task no longer exists."""
         source, digest, seed, index = state["task"]
         return cls(
             task=rebuild(TaskRef(source, digest, seed, index)),

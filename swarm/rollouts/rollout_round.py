@@ -1,18 +1,14 @@
-"""The rollouts of one round: which tasks, how many answers each, and more of them where that teaches something.
+"""Decides the rollouts of one round: which tasks, how many answers each, and more answers where that teaches something.
 
     cursor ─▶ tasks ─▶ sizes ─▶ worker ─▶ groups ─┬▶ more answers to hard tasks ─▶ joined groups
                                                   └▶ further tasks, while too few groups have signal
               difficulty table ◀── rewards and lengths of all of them
 
-Each part is switched by a setting of its own; with all of them off a round is groups_per_round groups of group_size answers.
+How many answers a task gets is a question of settings, each of which may be off:
 
-How many answers each task gets, so that a round's tokens go where they teach most.
-
-equal      every task group_size answers
-variance   more for sources whose reward varies and whose answers are short, at the same number of tokens
-second     after the first answers: more for tasks that turned out hard (DARS, 2508.13755)
-
-Metrics of the reward signals of a round.
+    equal      every task gets group_size answers
+    variance   more for sources whose reward varies and whose answers are short, at the same number of tokens
+    second     after the first answers, more for tasks that turned out hard (DARS, 2508.13755)
 """
 
 import logging
@@ -45,7 +41,7 @@ def sizes_by_variance(
 
     The variance of a mean of n answers is p(1 − p)/n; for a given sum of tokens it is smallest, summed over tasks, with
     n ∝ √(p(1 − p) / tokens) (Neyman's allocation with costs). Every task keeps `smallest` (or group_size, if less), and
-    what would go beyond `largest` is not spent.
+    tokens beyond `largest` answers are not spent.
     """
     num_tasks = len(success_rates)
     smallest = min(smallest, group_size)
@@ -65,11 +61,11 @@ def sizes_by_variance(
 
 
 def second_round_size(rewards: Sequence[float], kind: SecondRound, *, largest: int) -> int:
-    """Answers to add to a task whose first ones got `rewards`, at most `largest`; none to one that is not hard.
+    """How many answers to add to a task whose first answers got `rewards`, at most `largest`; 0 where it is not hard.
 
     With p the mean reward and N the answers so far: hard N(1/(2p) − 1), after which N/2 right ones are expected in all,
-    as for a task of p = 1/2; equal N(1/(4p(1 − p)) − 1), which does that for the summed variance. Where nothing was right
-    both say infinitely many, so: as many as may be.
+    as for a task of p = 1/2; equal N(1/(4p(1 − p)) − 1), which does that for the summed variance. Both are infinite where
+    nothing was right; `largest` is added then.
     """
     num, rate = len(rewards), sum(rewards) / len(rewards)
     if kind == "off" or rate >= 0.5:
@@ -81,7 +77,7 @@ def second_round_size(rewards: Sequence[float], kind: SecondRound, *, largest: i
 
 
 def mean_reward_signals(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """`reward/NAME`: mean of every reward signal over the answers whose task has it."""
+    """The metrics `reward/NAME`: mean of each reward signal over the answers whose task has it."""
     values: dict[str, list[float]] = {}
     for group in groups:
         for rollout in group.rollouts:
@@ -91,7 +87,10 @@ def mean_reward_signals(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 class RolloutRound:
-    """Draws tasks from `cursor` and has `worker` answer them; what came of it goes into `difficulty`."""
+    """Draws tasks from `cursor`, lets `worker` answer them, and adds their rewards to `difficulty`.
+
+    It belongs to the compute thread. Its open groups are part of the checkpoint.
+    """
 
     def __init__(
         self, config: RolloutsSection, cursor: TaskCursor, worker: RolloutWorker, difficulty: DifficultyTable
@@ -107,7 +106,7 @@ class RolloutRound:
 
     @property
     def num_open(self) -> int:
-        """Groups that wait to be continued."""
+        """Number of groups that wait to be continued."""
         return len(self._open)
 
     @traced("rollout", lambda batch, *_: {"groups": len(batch.groups), "tokens": batch.num_tokens})
@@ -128,7 +127,7 @@ class RolloutRound:
         return [group.state() for group in self._open]
 
     def restore(self, state: Sequence[dict[str, Any]], rebuild: Callable[[TaskRef], Task]) -> None:
-        """Go on with saved groups, but for those whose task is gone or whose answers are over the limit by now."""
+        """Continue saved groups, except those whose task no longer exists or whose answers exceed the limit now."""
         self._open = []
         for saved in state:
             try:
@@ -140,7 +139,7 @@ class RolloutRound:
                 self._open.append(group)
 
     def _first_answers(self, seed: int) -> RolloutBatch:
-        """groups_per_round groups. With over-provision those that are complete first; the next round continues the rest."""
+        """groups_per_round groups. With over-provision, those that are complete first; the next round continues the rest."""
         config = self._config
         if config.over_provision == 1 and not self._open:
             return self._answer(self._draw(config.groups_per_round), seed)
@@ -178,8 +177,8 @@ class RolloutRound:
         )
 
     def _second_answers(self, batch: RolloutBatch, seed: int) -> RolloutBatch:
-        """The same groups, those of hard tasks with more answers. They do not count in the difficulty table: a task is
-        answered again because it was hard, so its source would look harder than it is."""
+        """The same groups, with more answers for hard tasks. These do not count in the difficulty table: a task is answered
+        again because it was hard, so its source would look harder than it is."""
         config = self._config
         added: dict[TaskRef, int] = {}
         for group in batch.groups:
@@ -197,7 +196,7 @@ class RolloutRound:
 
 
 def _joined(group: RolloutGroup, more: RolloutGroup | None) -> RolloutGroup:
-    """A group that had waited counts as of its older version; its further answers say that they are of a later one."""
+    """Both as one group. One that had waited has its older version; its further answers have segments of the later one."""
     if more is None:
         return group
     added = more.rollouts

@@ -1,9 +1,7 @@
-"""Tasks in, scored rollout groups out.
+"""Samples and scores one group of answers per task.
 
 task ─▶ prompt ─▶ token ids ─▶ engine ─▶ text ─▶ verifier ─▶ RolloutGroup
      too long: counted                   raises: group dropped, counted
-
-What pruning did to the answers of one call.
 """
 
 import logging
@@ -26,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """Sums over answers, so that those of several calls add up."""
+    """What pruning did, as sums over answers, so that reports of several calls add up."""
 
     num_pruned: int = 0
     saved_tokens: float = 0.0
-    """Estimate: what answers that got as far had still to come, in the mean."""
+    """Estimate of the tokens not sampled: the mean rest of answers that got as far."""
     reward_sum: float = 0.0
-    """Of the answers that were scored, each times those it stands for."""
+    """Sum of the rewards of scored answers, each times the number of answers it stands for."""
     weight_sum: float = 0.0
 
     @property
@@ -55,7 +53,7 @@ NOTHING_PRUNED = PruneReport()
 def prune_report(
     answers: Sequence[Sequence[Completion]], call: PruneCall, rewards: Mapping[AnswerKey, float]
 ) -> PruneReport:
-    """`answers` as the engine gave them, the pruned ones too; `rewards` of those that were scored."""
+    """`answers` are all that the engine gave, pruned ones included; `rewards` those of the answers that were scored."""
     lengths = {
         (prompt, sample): (len(answer.token_ids), answer.end == "pruned")
         for prompt, siblings in enumerate(answers)
@@ -79,10 +77,10 @@ def _mean_rest(ended: Mapping[AnswerKey, int], call: PruneCall, length: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """Groups of one call, in the order of their tasks."""
+    """The groups of one call, in the order of their tasks."""
 
     tasks: list[Task]
-    """Those that were drawn for it, each once."""
+    """The tasks that were drawn for it, each once."""
     groups: list[RolloutGroup]
     failures: dict[str, int]
     """Groups dropped because a verifier failed, by source."""
@@ -91,14 +89,14 @@ class RolloutBatch:
     likelihoods: list[float]
     """Mean log-prob per token of each answer of the groups, under the plain policy: temperature 1, no filter."""
     num_tokens: int
-    """Tokens sampled, those of dropped groups and of groups that are still open included."""
+    """Number of tokens sampled, including those of dropped and of open groups."""
     num_stale_tokens: int = 0
-    """Tokens of the groups that earlier policy versions sampled, in earlier rounds."""
+    """Number of tokens of the groups that earlier policy versions sampled."""
     pruned: PruneReport = NOTHING_PRUNED
-    """What was dropped of the groups: it is in none of the other fields but num_tokens."""
+    """The answers that were dropped from the groups. Of the other fields only num_tokens counts them."""
 
     def and_also(self, other: "RolloutBatch") -> "RolloutBatch":
-        """Both, one after the other."""
+        """Both batches, one after the other."""
         return RolloutBatch(
             tasks=self.tasks + other.tasks,
             groups=self.groups + other.groups,
@@ -112,12 +110,12 @@ class RolloutBatch:
 
 
 class RolloutWorker:
-    """Samples and scores one group per task with the node's own policy."""
+    """Samples and scores one group per task with the node's own policy. It belongs to the compute thread."""
 
     def __init__(
         self, config: RolloutsSection, policy: TextPolicy, engine: Engine, author: str, pruning: Pruning | None = None
     ) -> None:
-        """With `pruning`, rollouts are pruned, and it learns from them; that needs a PruningEngine."""
+        """With `pruning`, which needs a PruningEngine, rollouts are pruned, and it learns from their rewards."""
         self._config = config
         self._policy = policy
         self._engine = engine
@@ -128,7 +126,7 @@ class RolloutWorker:
             logger.warning("rollouts.group_size is %d; below 4 the advantage is noisy", config.group_size)
 
     def rollout(self, tasks: Sequence[Task], seed: int, sizes: Sequence[int] | None = None) -> RolloutBatch:
-        """One group per task, of group_size answers or as many as `sizes` says.
+        """One group per task, of group_size answers or the number in `sizes`.
 
         The same seed, tasks, sizes and weights give the same groups.
         """
@@ -153,9 +151,9 @@ class RolloutWorker:
         return replace(batch, pruned=prune_report(answers, call, rewards))
 
     def resume(self, begun: Sequence[OpenGroup], enough: int, seed: int) -> tuple[RolloutBatch, list[OpenGroup]]:
-        """Go on with groups until `enough` are complete: those, and the rest as far as they came.
+        """Continue groups until `enough` are complete. Returns these, and the open groups as far as they got.
 
-        Earlier ones go first. Those whose prompt is too long are counted and in neither. Needs a ResumingEngine.
+        Earlier groups go first. Those whose prompt is too long are counted and are in neither. Needs a ResumingEngine.
         """
         assert isinstance(self._engine, ResumingEngine), "checked by make_engine"
         encoded = [(group, self._policy.encode_prompt(group.task.prompt)) for group in begun]
@@ -253,7 +251,7 @@ class RolloutWorker:
 def _rewards(
     tasks: Sequence[Task], answers: Sequence[Sequence[Completion]], groups: Sequence[RolloutGroup]
 ) -> dict[AnswerKey, float]:
-    """Reward of every answer of `groups`, by its place in `answers`, the pruned ones counted."""
+    """The reward of every answer of `groups`, by its place in `answers`, which pruned answers take, too."""
     scored = {group.task: group for group in groups}
     rewards: dict[AnswerKey, float] = {}
     for prompt, (task, completions) in enumerate(zip(tasks, answers, strict=True)):
@@ -265,7 +263,7 @@ def _rewards(
 
 
 def _with_segments(group: RolloutGroup, segments: Sequence[tuple[Segment, ...]]) -> RolloutGroup:
-    """Tell which versions sampled the answers that are not all of the group's, which is the oldest."""
+    """The group with segments for answers that other versions than the group's, which is the oldest, sampled."""
     rollouts = [
         replace(rollout, segments=known) if any(version != group.policy_version for version, _ in known) else rollout
         for rollout, known in zip(group.rollouts, segments, strict=True)

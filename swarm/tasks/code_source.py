@@ -1,21 +1,16 @@
-"""Code tasks: write a function, which is run in the sandbox on inputs whose results only the node knows.
+"""Code tasks ask for a function, which the sandbox runs on inputs whose expected results only the node knows.
 
-Without a path the functions are made up (`list_functions`). A file has one line per task:
+Without a path the functions are made up (`list_functions`): a chain of steps over a list of integers, drawn from a seed. Each
+step is a function, for the expected results, and source text, for a right answer. A file has one line per task:
 
     {"prompt": "...", "entry": "add", "tests": [{"args": [1, 2], "expected": 3}, ...], "answer": "def add(a, b): ..."}
 
-`answer` is optional. As with JSONL tasks every tenth line is held out, and the file's content is the config digest.
+`answer` is optional. As with JSONL tasks every tenth line is held out, and the config digest is a hash of the file's content.
 
-Short Python functions over a list of integers, made up from a seed: a chain of steps, and what to return in the end.
+Processor time differs between machines, so no node blames another for what the clock decided:
 
-Every step is known twice, as a function for the expected results and as source text for a right answer.
-
-Runs an answer's code in the sandbox and compares what it returns, here, with what it should.
-
-Processor time differs from machine to machine, so that no node may blame another for what the clock decided:
-
-    up to a quarter of the limit, and ended by itself   its results decide
-    beyond a quarter, ended by itself, or waiting       TaskFailure: the group is dropped, nobody is blamed
+    ended by itself within a quarter of the limit       its results decide
+    ended by itself later, or waited                    TaskFailure: the group is dropped, nobody is blamed
     stopped at the limit                                wrong
 """
 
@@ -45,12 +40,12 @@ _MAX_ITEMS = 8
 _ITEMS = range(-20, 21)
 _FACTORS = range(2, 6)
 _MIN_DIFFERENT = 3
-"""Expected results that differ, so that no constant passes many tests."""
+"""Least number of different expected results, so that no constant passes many tests."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeProblem:
-    """A function to write. `tests` stay with the node: the sandbox sees the arguments alone."""
+    """A function to write. `tests` stay in the node: the sandbox gets only the arguments."""
 
     prompt: str
     entry: str
@@ -62,7 +57,7 @@ class CodeProblem:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """`k` stands for a small number, drawn anew for every problem."""
+    """One step of a made-up function; `k` stands for a small number that is drawn for every problem."""
 
     words: str
     source: str
@@ -90,7 +85,7 @@ _ENDS = (
 
 
 def list_function(seed: int, *, num_steps: int, num_tests: int) -> CodeProblem:
-    """The problem of that number; the same on every node."""
+    """The made-up problem of a seed; the same on every node."""
     rng = random.Random(seed)
     while True:
         chain = [(step, rng.choice(_FACTORS)) for step in [*rng.sample(_STEPS, num_steps), rng.choice(_ENDS)]]
@@ -130,7 +125,7 @@ _FENCE = "```"
 
 
 class CodeVerifier:
-    """Verifier of one source, used by several threads; remembers verdicts, since answers of others are looked at twice."""
+    """The verifier of one source. It is safe from any thread and remembers results, since answers of others are scored twice."""
 
     def __init__(self, source: str, sandbox: Sandbox, limits: RunLimits) -> None:
         self._source = source
@@ -140,7 +135,7 @@ class CodeVerifier:
         self._known: OrderedDict[bytes, float] = OrderedDict()
 
     def verify(self, problem: CodeProblem, text: str) -> dict[str, float]:
-        """`tests`: share of the tests passed; `correct`: 1 if all are. Raises TaskFailure where that is not sure."""
+        """`tests`: share of the tests passed; `correct`: 1 if all are. Raises TaskFailure where another machine may differ."""
         code = code_of(text)
         if len(code) > MAX_CODE_CHARS or problem.entry not in code:
             return _signals(0.0)
@@ -192,7 +187,7 @@ _NOTHING = object()
 
 
 def _parsed(line: bytes) -> Any:
-    """Anything that a stranger wrote there."""
+    """A line that a stranger's code wrote, as JSON; `_NOTHING` where it is none."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -200,7 +195,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _is_equal(expected: Any, got: Any) -> bool:
-    """Of the same kind and value; as deep as `expected`. Numbers with a fraction are equal within 1e-6 relative."""
+    """Whether both have the same kind and value, as deep as `expected`. Numbers with a fraction may differ by 1e-6 relative."""
     if isinstance(expected, bool) or isinstance(got, bool) or not isinstance(expected, list | dict | int | float):
         return type(expected) is type(got) and expected == got
     if isinstance(expected, list):
@@ -226,13 +221,13 @@ class CodeParameters(Section):
     """`parameters` of a code source."""
 
     cpu_s: Annotated[int, Field(ge=1, le=60)] = 2
-    """Processor time of one answer."""
+    """Processor time that one answer may take."""
     memory_mib: Annotated[int, Field(ge=64, le=4096)] = 256
-    """Address space of one answer."""
+    """Address space that one answer may take."""
     num_steps: Annotated[int, Field(ge=1, le=6)] = 2
-    """Of made-up functions."""
+    """Steps of a made-up function."""
     num_tests: Annotated[int, Field(ge=2, le=32)] = 6
-    """Of made-up functions."""
+    """Tests of a made-up function."""
 
 
 class _Test(Section):
@@ -248,9 +243,10 @@ class _Line(Section):
 
 
 class CodeSource:
-    """Made-up functions, or those of one file."""
+    """A task source of made-up functions, or of the functions that one file describes."""
 
     isolation: ClassVar[Isolation] = Isolation.OWN_SANDBOX
+    signal_names: ClassVar[tuple[str, ...]] = (CORRECT, "tests")
 
     def __init__(self, config: TaskSourceSection, tasks: TasksSection) -> None:
         """Raises TaskError for a file or parameters that are not valid, and where no sandbox can be set up."""
@@ -303,7 +299,7 @@ def _sandbox(limits: RunLimits, name: str, may_be_unfenced: bool) -> Sandbox:
     except SandboxError as error:
         raise TaskError(
             f"code tasks must run in a sandbox (Linux with user namespaces), got {error}; allow user namespaces, remove "
-            f"source {name!r}, or set tasks.run_code_unfenced = true and let code of strangers read your files"
+            f"source {name!r}, or set tasks.run_code_unfenced = true, which lets code of strangers read your files"
         ) from None
 
 

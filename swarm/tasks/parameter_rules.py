@@ -1,9 +1,9 @@
-"""What the founder of a swarm may set of a task source: numbers, booleans, and words of closed sets.
+"""Rules for the parameters that the founder of a swarm may set: numbers, booleans, and words of closed sets.
 
     manifest ─▶ check_shape (no library needed) ─▶ Manifest ─▶ … ─▶ check_declared ─▶ the data set is built
 
-A manifest comes from a stranger, and a data set may do anything with what it is given: `spell_backward` reads the file that
-`data_file` names. So this is a list of what is allowed. `check_shape` runs when a manifest is parsed. `check_declared` runs
+A manifest comes from a stranger, and a data set may do anything with its parameters: `spell_backward` reads the file that
+`data_file` names. So these rules list what is allowed. `check_shape` runs when a manifest is parsed. `check_declared` runs
 when a source or a signal is built, and compares each parameter with what the data set's configuration class, or the reward
 function, declares: it must be declared there, it takes numbers only where that does, and a word must be one that the
 declaration itself names (in a Literal, or in the default of that very parameter). A parameter that a new release adds is

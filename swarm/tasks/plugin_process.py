@@ -1,6 +1,6 @@
-"""The service that runs one reward function of an installed package, in the sandboxed process of `line_process`.
+"""Runs one reward function of an installed package, as the service in a sandboxed process (`line_process`).
 
-opening:  [entry point's name, its target, its parameters, whether these have to pass `parameter_rules`]
+opening:  [entry point's name, its target, its parameters, whether a manifest set them]
 question: [prompt, expected answer, answer]
 reply:    {"value": number} or {"error": text}
 """

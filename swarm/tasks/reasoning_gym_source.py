@@ -1,17 +1,16 @@
-"""Procedural tasks of reasoning-gym, each with the library's own verifier.
+"""Procedural tasks of reasoning-gym, each scored by the library's own verifier.
 
 Task `index` of stream `seed` is item 0 of the data set built with seed `seed * INDEX_SPAN + index` and size 1. Nearly all
-data sets generate item i from `Random(seed + i)`, so one object serves every stream at no cost per stream; whether that
-holds is checked when the source is built, and a data set of which it does not hold is built anew for every task.
+data sets generate item i from `Random(seed + i)`, so one object serves every stream at no cost per stream. Whether that
+holds is checked when the source is built; where it does not, the data set is built again for every task.
 
-Which reasoning-gym data sets a swarm may use, and which answers their verifiers may see.
+Not every data set may be a source, and not every answer may reach every verifier. Rewards of other nodes are computed again
+here, so a verifier reads text that a stranger wrote. Some of the library's verifiers run an answer as Python code (`eval`,
+`sympy.parse_expr`), and one hangs on `1e999999999`. An answer reaches those only if every character belongs to an alphabet in
+which nothing but the expected literals can be written.
 
-Rewards of other nodes are recomputed here, so a verifier meets text that a stranger wrote. Some of the library's verifiers
-run an answer as Python code (`eval`, `sympy.parse_expr`), and one hangs on `1e999999999`. An answer reaches those only if
-every character belongs to an alphabet in which nothing but the expected literals can be written.
-
-Other verifiers are too kind: they find the answer anywhere in a text, or read numbers as Python's `int` and `float` do (`5_7`,
-digits of other scripts, `007`). A policy would learn to write all possible answers at once. `score_once` takes that back.
+Other verifiers are too generous: they find the answer anywhere in a text, or read numbers as Python's `int` and `float` do
+(`5_7`, digits of other scripts, `007`). A policy would learn to write all possible answers at once; `score_once` corrects that.
 Reviewed against reasoning-gym 0.1.25.
 """
 
@@ -46,7 +45,7 @@ ALPHABETS: dict[str, re.Pattern[str]] = {
     "puzzle24": _ARITHMETIC,
     "coin_flip": re.compile(r"[\d\s,./+-]{0,256}", re.ASCII),
 }
-"""Full patterns of the answers that these verifiers may see; powers, known names and calls are outside all of them."""
+"""Patterns that a whole answer must match to reach these verifiers; none of them admits powers, known names or calls."""
 
 _RUNS_ANSWERS = "its verifier runs answers as Python code, also those of strangers"
 _VARIES = "its tasks differ from process to process, so no other node could rebuild them"
@@ -83,7 +82,7 @@ def _has_same_parts(text: str, answer: str) -> bool:
 
 
 def _has_same_marks(text: str, answer: str) -> bool:
-    """As many parts, and all is the same but for letters, white space and the length of numbers."""
+    """Whether both have as many parts and differ only in letters, white space and the length of numbers."""
     return _has_same_parts(text, answer) and _marks(text) == _marks(answer)
 
 
@@ -118,9 +117,9 @@ FORMS: dict[str, tuple[Form, str]] = {
     "time_intervals": (_has_same_marks, _FIRST_PARTS),
     "word_sorting": (_has_same_parts, _FIRST_PARTS),
 }
-"""Data sets whose verifiers give the full reward to a text that merely contains the answer: what is an answer, and the reason."""
+"""Data sets whose verifiers give the full reward to a text that merely contains the answer: (form of an answer, reason)."""
 _FULL = 0.999
-"""Sums of floating-point shares of 1 end a little below it."""
+"""Rewards from here on count as 1: sums of floating-point shares of 1 end a little below it."""
 _UNUSUAL_NUMBERS = {
     "underscore": re.compile(r"\d_|_\d", re.ASCII),
     "zero": re.compile(r"(?<![\w.,])0\d", re.ASCII),
@@ -154,7 +153,7 @@ def _unusual_numbers(text: str) -> set[str]:
 
 
 def admissible(data_set: str, text: str) -> str:
-    """The text if the data set's verifier may see it, else the empty text, which the verifier scores as it likes."""
+    """The text if the data set's verifier may read it, else the empty text, whatever the verifier gives for that."""
     alphabet = ALPHABETS.get(data_set)
     if len(text) > MAX_ANSWER_CHARS or (alphabet is not None and alphabet.fullmatch(text) is None):
         return ""
@@ -164,11 +163,11 @@ def admissible(data_set: str, text: str) -> str:
 _RULES = "reasoning_gym-2"
 """Changes whenever answers are judged differently, so that nodes with other rules do not share these tasks."""
 _PROBE_NUMBER = 7 * INDEX_SPAN + 3
-"""A task of a stream that nobody draws from."""
+"""Number of a task in a stream that nobody draws from."""
 
 
 class ReasoningGymSource:
-    """One reasoning-gym data set."""
+    """A task source of one reasoning-gym data set."""
 
     isolation: ClassVar[Isolation] = Isolation.PROCESS
 
@@ -223,7 +222,7 @@ class ReasoningGymSource:
         return reasoning_gym.create_dataset(self._data_set_name, seed=number, size=1, **self._parameters)
 
     def _numbers_items_by_seed(self) -> bool:
-        """Whether the shared object gives the same item as one built for its number."""
+        """Whether the shared object gives the same item as an object that is built for one number."""
         try:
             shared, own = self._shared[_PROBE_NUMBER], self._build(_PROBE_NUMBER)[0]
         except (

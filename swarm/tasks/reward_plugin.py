@@ -20,9 +20,9 @@ from swarm.tasks.task_source import TaskFailure
 MAX_ANSWER_CHARS = 16_384
 """Longer answers have the value 0 and are not passed to the function."""
 TIME_BUDGET_S = 5.0
-"""For one answer. The function is then started anew."""
+"""Time for one answer. A function that takes longer is stopped and started again."""
 FILE_BYTES = 16 << 20
-"""Of all files that a function may write, in a /tmp of its own that ends with its process."""
+"""Size of the /tmp that a function has to itself and that ends with its process."""
 
 
 class RewardPlugin:
@@ -31,13 +31,13 @@ class RewardPlugin:
     def __init__(
         self, source: str, entry: EntryPoint, parameters: dict[str, Any], tasks: TasksSection, *, time_budget_s: float
     ) -> None:
-        """Raises TaskError where the function cannot be loaded or fenced, or its parameters are refused.
+        """Raises TaskError where the function cannot be loaded or sandboxed, or its parameters are refused.
 
-        `tasks`: its memory, whether it may run without a fence, and whether a manifest has set the parameters
+        `tasks` has its memory, whether it may run without a sandbox, and whether a manifest has set the parameters
         (`fenced`), which then have to pass `check_declared`.
         """
         self.version = REWARDS.origin(entry.name)
-        """Package and its version: nodes with others do not compare rewards."""
+        """Package and version: nodes with others do not compare rewards."""
         self._source = source
         self._name = entry.name
         self._time_budget_s = time_budget_s
@@ -50,12 +50,12 @@ class RewardPlugin:
             self._process.start()
         except LineProcessError as error:
             raise TaskError(
-                f"reward function {entry.name} of {self.version} must be loadable behind a fence, got {error}; "
+                f"reward function {entry.name} of {self.version} must be loadable in a sandbox, got {error}; "
                 f"fix or remove it, or list {entry.name} in tasks.unfenced_rewards if it needs your files or the network"
             ) from None
 
     def __call__(self, prompt: str, expected: str, answer: str) -> float:
-        """Whatever number the function gives. Raises TaskFailure where it fails or takes too long."""
+        """The number that the function gives, in any range. Raises TaskFailure where it fails or takes too long."""
         if len(answer) > MAX_ANSWER_CHARS:
             return 0.0
         try:

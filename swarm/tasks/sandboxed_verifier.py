@@ -55,7 +55,7 @@ class Overrun(Exception):
 
 @dataclass(frozen=True, slots=True)
 class OpenedSource:
-    """What a process says of a source that it has built."""
+    """What a process reports about a source that it has built."""
 
     config_digest: str
     num_held_out: int
@@ -185,7 +185,7 @@ def _facts(ref: TaskRef) -> tuple[object, ...]:
 
 
 def _checked(ref: TaskRef, reply: dict[str, Any], count: int) -> tuple[str, tuple[float, ...]]:
-    """(digest, rewards) of a reply. The process has met texts of strangers: what it says is checked like theirs."""
+    """(digest, rewards) of a reply. The process has read texts of strangers, so its reply is checked as one of theirs."""
     digest, rewards = reply.get("prompt_digest"), reply.get("rewards")
     if not isinstance(digest, str) or not isinstance(rewards, list) or len(rewards) != count:
         raise TaskFailure(ref.source, f"verifier process: a reply must have a digest and {count} rewards")
@@ -210,7 +210,7 @@ def needs_process(section: TaskSourceSection) -> bool:
 
 
 _AHEAD = 32
-"""Prompts asked for at once where a stream is walked through, since a question costs as much time as several tasks."""
+"""Prompts asked for at once where a stream is drawn in order, since a question takes as long as several tasks."""
 
 
 class SandboxedSource:

@@ -33,7 +33,7 @@ from swarm.config import (
     TasksSection,
 )
 from swarm.errors import TaskError
-from swarm.extensions.points import REWARDS
+from swarm.extensions.points import REWARDS, TASK_SOURCES
 from swarm.tasks.reward_plugin import TIME_BUDGET_S, RewardPlugin
 from swarm.tasks.task_source import CORRECT, TaskSource, named_signals
 from swarm.tasks.verifiers import check_pattern, regex
@@ -133,11 +133,16 @@ class Length(RewardSignal):
 
 def package_signals(source: TaskSourceFacts) -> list[str]:
     """Names of the signals of a source that reward functions of packages compute, each in a process of its own."""
-    return [signal.name for signal in source.signals if signal.name not in {CORRECT, "tests", *REWARDS.names}]
+    known = {*verifier_signals(source.kind), *REWARDS.names}
+    return [signal.name for signal in source.signals if signal.name not in known]
 
 
-_OF_VERIFIER = {"code": (CORRECT, "tests")}
-"""The signals that the verifier of a kind of source gives; others give `correct`."""
+def verifier_signals(kind: str) -> tuple[str, ...]:
+    """The signals that the verifier of a kind of source gives: `signal_names` of a built-in class, else `correct` alone."""
+    if not TASK_SOURCES.is_built_in(kind):
+        return (CORRECT,)
+    names: tuple[str, ...] = getattr(TASK_SOURCES.load(kind), "signal_names", (CORRECT,))
+    return names
 
 
 class MultiRewardSource:
@@ -151,7 +156,7 @@ class MultiRewardSource:
         self._tasks = tasks
         self._source = source
         self.name = source.name
-        self._of_verifier = _OF_VERIFIER.get(config.kind, (CORRECT,))
+        self._of_verifier = verifier_signals(config.kind)
         self._built_in: dict[str, RewardSignal] = {}
         self._plugins: dict[str, RewardPlugin] = {}
         for signal in config.signals:

@@ -25,11 +25,14 @@ logger = logging.getLogger(__name__)
 
 PRIOR_SUCCESSES = 1.0
 PRIOR_FAILURES = 1.0
-"""α₀, β₀: before any answer every rate of success is equally likely."""
+"""α₀ and β₀: before any answer every success rate is equally likely."""
 
 
 class DifficultyTable:
-    """Beta posterior of the reward and mean answer length, by source. Rewards in [0, 1] count as fractions of a success."""
+    """The Beta posterior of the success rate and the mean answer length, by source.
+
+    Rewards in [0, 1] count as fractions of a success. It belongs to the compute thread.
+    """
 
     def __init__(self, sources: Iterable[str], *, memory: float, default_tokens: float) -> None:
         """`memory`: λ in [0, 1], the weight of the old estimate when a group arrives. `default_tokens`: length before that."""
@@ -53,7 +56,7 @@ class DifficultyTable:
         return successes / (successes + failures)
 
     def answer_tokens(self, source: str) -> float:
-        """Mean length of an answer."""
+        """Mean length of an answer, in tokens."""
         return self._beliefs[source][2]
 
     def draw_success_rate(self, source: str, rng: random.Random) -> float:
@@ -99,7 +102,7 @@ class ThompsonChoice:
 
 
 MAX_CONSECUTIVE_FAILURES = 20
-"""A source that fails so often in a row is set aside for the rest of the run."""
+"""A source that fails so often in a row is left out for the rest of the run."""
 
 Choice = Callable[[Mapping[str, float], random.Random], str]
 """(weights of the sources that work, rng) -> one of them."""
@@ -117,7 +120,7 @@ def beacon_index(peer_id: str, beacon: bytes, source: str) -> int:
 
 
 class TaskCursor:
-    """Draws tasks of one stream; the same state draws the same tasks."""
+    """Draws tasks of one stream. The same state draws the same tasks. It belongs to the compute thread."""
 
     def __init__(self, mixture: TaskMixture, seed: int, rng: random.Random) -> None:
         self._mixture = mixture
@@ -182,4 +185,4 @@ class TaskCursor:
         self._consecutive[name] += 1
         logger.warning("skipped a task: %s", failure)
         if self._consecutive[name] == MAX_CONSECUTIVE_FAILURES:
-            logger.error("task source %s is set aside after %d failures in a row", name, MAX_CONSECUTIVE_FAILURES)
+            logger.error("task source %s is left out after %d failures in a row", name, MAX_CONSECUTIVE_FAILURES)

@@ -1,6 +1,6 @@
-"""All task sources of a node: rebuild any task from its reference, score any answer.
+"""All task sources of a node: rebuilds any task from its reference and scores any answer.
 
-A source that cannot be built is set aside with its reason and the others go on.
+A source that cannot be built is left out, with its reason, and the others work on.
 """
 
 import hashlib
@@ -32,13 +32,13 @@ from swarm.types import Task, TaskRef
 logger = logging.getLogger(__name__)
 
 STREAMS_PER_PEER = 64
-"""So few that a reader computes them all."""
+"""Few enough for a reader to compute them all."""
 NONE_WORKS = "no task source works: "
 _REWARD_SLACK = 1e-6
 
 
 class TaskMixture:
-    """The sources of one node by name."""
+    """The task sources of one node, by name. It is safe from any thread."""
 
     def __init__(self, config: TasksSection, *, is_in_fence: bool = False) -> None:
         """Raises TaskError if not one source works.
@@ -51,9 +51,9 @@ class TaskMixture:
         self.sources: dict[str, TaskSource] = {}
         self.weights: dict[str, float] = {}
         self.broken: dict[str, str] = {}
-        """Reason per source that could not be built."""
+        """The reason why a source could not be built, by name."""
         self.held_out_failures: Counter[str] = Counter()
-        """Held-out tasks that could not be built, by source."""
+        """Number of held-out tasks that could not be built, by source."""
         for section in config.sources:
             try:
                 self.sources[section.source_name] = self._build(section, config)
@@ -65,7 +65,7 @@ class TaskMixture:
             raise TaskError(NONE_WORKS + "; ".join(self.broken.values()))
 
     def close(self) -> None:
-        """End the process that builds tasks, where there is one. Tasks that are asked for later fail."""
+        """End the processes that build tasks, where there are any. Tasks that are asked for later fail."""
         if self._fence is not None:
             self._fence.close()
 
@@ -84,7 +84,7 @@ class TaskMixture:
         return MultiRewardSource(source, section, config) if section.signals else source
 
     def rebuild(self, ref: TaskRef) -> Task:
-        """The task a reference stands for. Raises UnknownTask or TaskFailure."""
+        """The task of a reference, which may be anybody's. Raises UnknownTask or TaskFailure."""
         source = self.sources.get(ref.source)
         if source is None or source.config_digest != ref.config_digest:
             raise UnknownTask(f"source {ref.source[:64]!r} with digest {ref.config_digest[:16]}")
@@ -93,7 +93,7 @@ class TaskMixture:
         return source.task(ref.seed, ref.index)
 
     def prompt_of(self, ref: TaskRef) -> str | None:
-        """To be read; None where the task cannot be rebuilt here."""
+        """The prompt, for a person to read; None where the task cannot be rebuilt here."""
         try:
             return self.rebuild(ref).prompt
         except (UnknownTask, TaskFailure):
@@ -164,7 +164,7 @@ class Score:
 
 
 def assess(task: Task, text: str) -> Score:
-    """What an answer is worth. Raises TaskFailure where the verifier fails or leaves [0, 1]."""
+    """The score of an answer. Raises TaskFailure where the verifier fails or gives a value outside [0, 1]."""
     try:
         named = named_signals(task.verify(text))
     except TaskFailure:
@@ -184,18 +184,18 @@ def score(task: Task, text: str) -> float:
 
 def _within_range(task: Task, name: str, value: float | None) -> float:
     if value is None or not -_REWARD_SLACK <= value <= 1 + _REWARD_SLACK:  # NaN fails both
-        raise TaskFailure(task.ref.source, f"signal {name} must be in [0, 1], got {value}; mend the reward function")
+        raise TaskFailure(task.ref.source, f"signal {name} must be in [0, 1], got {value}; fix the reward function")
     return min(1.0, max(0.0, value))
 
 
 def training_seed(peer_id: str, node_seed: int) -> int:
-    """The stream of one node: far apart for any two, and bound to the identity, of which anybody can tell (`owns_stream`)."""
+    """The stream of one node. Those of any two nodes are far apart, and anybody can check whose it is (`owns_stream`)."""
     digest = hashlib.sha256(f"stream:{peer_id}:{node_seed % STREAMS_PER_PEER}".encode()).digest()
     return FIRST_TRAINING_SEED + int.from_bytes(digest[:8], "big") % (MAX_SEED + 1 - FIRST_TRAINING_SEED)
 
 
 def owns_stream(peer_id: str, seed: int) -> bool:
-    """Whether a task stream is one of those that this peer may draw from. Nodes of older versions used others, too."""
+    """Whether a task stream is one that this peer may draw from. Nodes of older versions used others, too."""
     return seed in _streams(peer_id)
 
 
@@ -205,7 +205,7 @@ def _streams(peer_id: str) -> frozenset[int]:
 
 
 def _is_within(number: object, stop: int) -> bool:
-    """Whether a number from the wire is a whole one in [0, stop)."""
+    """Whether a value from the wire is a whole number in [0, stop)."""
     return type(number) is int and 0 <= number < stop
 
 

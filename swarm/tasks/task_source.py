@@ -1,6 +1,7 @@
-"""The contract of a task source, and which streams of tasks are for what.
+"""The contract of a task source, and what each stream of tasks is for.
 
-A stream is a seed; `seed * INDEX_SPAN + index` numbers every task of a source, so streams never overlap.
+A stream is named by a seed. `seed * INDEX_SPAN + index` numbers every task of a source, so streams never overlap. A task source
+is one class in a file of its own and one line in `swarm/extensions/points.py`; see docs/extending.md.
 """
 
 import hashlib
@@ -12,22 +13,20 @@ from swarm.types import Task
 INDEX_SPAN = 2**20
 """Tasks per stream."""
 MAX_TEXT_CHARS = 65_536
-"""Longest prompt, and longest right answer, of a task that somebody else may have chosen."""
+"""Longest prompt and longest right answer of a task that somebody else may have chosen."""
 SUPERVISED_SEED = 0
-"""Stream of the bundled policy's supervised training."""
+"""The stream of the bundled policy's supervised training."""
 EVALUATION_SEED = 1
-"""Stream of held-out evaluation; nobody trains on it."""
+"""The stream of held-out evaluation; nobody trains on it."""
 FIRST_TRAINING_SEED = 16
-"""Streams from here on are for RL."""
+"""The first stream for RL."""
 MAX_SEED = 2**31 - 1
-
-
 CORRECT = "correct"
-"""The signal that a verifier with one number tells."""
+"""Name of the signal of a verifier that gives one number."""
 
 
 class TaskFailure(Exception):
-    """A task could not be built, or its verifier failed. Costs that task, never the node."""
+    """A task could not be built, or its verifier failed. It costs that task, never the node."""
 
     def __init__(self, source: str, message: str) -> None:
         super().__init__(f"{source}: {message}")
@@ -39,18 +38,19 @@ class UnknownTask(Exception):
 
 
 def named_signals(value: float | Mapping[str, float]) -> dict[str, float]:
-    """What a verifier told, by name."""
-    told = value if isinstance(value, Mapping) else {CORRECT: value}
-    return {name: float(number) for name, number in told.items()}
+    """What a verifier gave, by name of the signal."""
+    named = value if isinstance(value, Mapping) else {CORRECT: value}
+    return {name: float(number) for name, number in named.items()}
 
 
 def prompt_digest(prompt: str) -> str:
-    """16 hex digits over a prompt's text: tells whether two nodes rebuilt the same task."""
+    """16 hex digits over a prompt's text, by which two nodes see whether they rebuilt the same task."""
     return hashlib.sha256(prompt.encode()).hexdigest()[:16]
 
 
 class TaskSource(Protocol):
-    """Tasks of one kind, numbered."""
+    """Numbered tasks of one kind. A class that is registered is constructed with (its section, all of `[tasks]`), raises
+    TaskError for settings that it cannot work with, and declares `isolation`. Its methods are called from several threads."""
 
     name: str
     config_digest: str
@@ -58,7 +58,7 @@ class TaskSource(Protocol):
 
     @property
     def num_held_out(self) -> int:
-        """Different tasks in stream EVALUATION_SEED."""
+        """Number of different tasks in stream EVALUATION_SEED."""
         ...
 
     def task(self, seed: int, index: int) -> Task:

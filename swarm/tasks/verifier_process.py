@@ -1,4 +1,4 @@
-"""The service that builds tasks and scores answers, in the confined process of `line_process`.
+"""Builds tasks and scores answers, as the service in a sandboxed process (`line_process`).
 
 opening:  the task sources as JSON
 question: ["open", source]                                          {"config_digest": text, "num_held_out": number,
@@ -8,8 +8,8 @@ question: ["open", source]                                          {"config_dig
           ["rewards", source, config digest, seed, index, [answer, …]]
                                                                     {"prompt_digest": text, "rewards": [number, …]}
 
-or, in place of an answer, {"unknown": text}, {"failure": text} or {"overrun": text}. A source is built when it is first asked
-for, within the time of that question, so that one that hangs or takes memory takes no other with it.
+or, in place of an answer, {"unknown": text}, {"failure": text} or {"overrun": text}. A source is built by the first question
+about it, within the time of that question, so that one that hangs or takes memory does not harm the others.
 """
 
 import time
@@ -34,18 +34,18 @@ Reply = dict[str, Any]
 
 
 def start(opening: str) -> Callable[[Any], Reply]:
-    """Take away what the sources do not need. Raises ValidationError for settings that are none."""
-    bench = _Bench(TasksSection.model_validate_json(opening))
-    return lambda question: _answer(bench, *question)
+    """Give up what the sources do not need. Raises ValidationError for invalid settings."""
+    workshop = _Workshop(TasksSection.model_validate_json(opening))
+    return lambda question: _answer(workshop, *question)
 
 
-class _Bench:
-    """The sources, each built when it is first asked for."""
+class _Workshop:
+    """The sources, each of which is built by the first question about it."""
 
     def __init__(self, config: TasksSection) -> None:
-        """With `config.fenced` this process can open no file of the operator's from here on.
+        """With `config.fenced` this process can open no file of the operator from here on.
 
-        A source of a package has namespaces to that end, or was let out of them by the operator.
+        For a source of a package the namespaces of the process see to that, unless the operator let it out of them.
         """
         self.files = _ALL_FILES
         if all(TASK_SOURCES.is_built_in(section.kind) for section in config.sources):
@@ -66,7 +66,7 @@ class _Bench:
             return {"error": str(error).removeprefix(NONE_WORKS)}
 
     def prompts(self, source: str, config_digest: str, seed: int, index: int, count: int) -> Reply:
-        """Of so many tasks in order as short time and one line allow."""
+        """The prompts of that task and those after it, as many as a short time and one line allow."""
         prompts = [self._prompt(source, config_digest, seed, index)]
         ends_at, num_chars = time.monotonic() + _BATCH_S, len(prompts[0])
         for following in range(index + 1, min(index + count, INDEX_SPAN)):
@@ -74,7 +74,7 @@ class _Bench:
                 break
             try:
                 prompts.append(self._prompt(source, config_digest, seed, following))
-            except TaskFailure:  # told when that task is asked for
+            except TaskFailure:  # reported when that task is asked for
                 break
             num_chars += len(prompts[-1])
         return {"prompts": prompts}
@@ -102,12 +102,17 @@ class _Bench:
             raise UnknownTask(str(error)) from None
 
 
-def _answer(bench: _Bench, question: str, *facts: Any) -> Reply:
-    answers = {"open": bench.open, "prompts": bench.prompts, "answer": bench.answer, "rewards": bench.rewards}
+def _answer(workshop: _Workshop, question: str, *facts: Any) -> Reply:
+    answers = {
+        "open": workshop.open,
+        "prompts": workshop.prompts,
+        "answer": workshop.answer,
+        "rewards": workshop.rewards,
+    }
     try:
         return answers[question](*facts)
     except UnknownTask as error:
-        return {"unknown": _told(error)}
+        return {"unknown": _message(error)}
     except TaskFailure as failure:
         is_overrun = isinstance(failure.__cause__, MemoryError)
         return {"overrun" if is_overrun else "failure": str(failure)[:_MAX_MESSAGE_CHARS]}
@@ -123,5 +128,5 @@ def _bounded(source: str, text: str) -> str:
     return text
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]

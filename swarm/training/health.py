@@ -1,9 +1,8 @@
-"""Warnings that a person understands, from the metrics of the last rounds, before a run is lost.
+"""Warns, from the metrics of the last rounds, that a run goes wrong, before it is lost.
 
-    row of a round ─▶ window of 48 rows ─▶ one check per sickness ─▶ text: what is seen, what it means, what to change
+    row of a round ─▶ window of 48 rows ─▶ one check per problem ─▶ text: what is seen, what it means, what to change
 
-A check looks at the newest 8 rows against the older ones. A sickness is logged once, and again only after 8 rows
-without it.
+A check compares the newest 8 rows with the older ones. A problem is logged once, and again only after 8 rows without it.
 """
 
 import logging
@@ -24,20 +23,20 @@ _COLUMNS = (
 )  # fmt: skip
 
 _REWARD_AT_START = "reward at the start"
-"""Mean of the first rounds of the run, in every row of the window."""
+"""Column with the mean reward of the first rounds of the run, the same in every row of the window."""
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 class HealthWatch:
-    """Keeps the last rows of a run and says what is wrong with them."""
+    """Keeps the last metrics rows of a run and checks them. It belongs to the compute thread."""
 
     def __init__(self) -> None:
         self._rows: deque[dict[str, Any]] = deque(maxlen=_WINDOW_ROWS)
         self._quiet_rows: dict[str, int] = {}
-        """Rows since each sickness that goes on was last seen."""
+        """Number of rows since each problem was last seen, for problems of the last 8 rows."""
         self._first_rewards: list[float] = []
-        """Of the first rounds of the run."""
+        """Mean rewards of the first rounds of the run."""
 
     def observe(self, row: Mapping[str, Any]) -> list[str]:
         """Warnings that hold after this round's row; those of a new episode are logged."""
@@ -55,7 +54,7 @@ class HealthWatch:
         return list(found.values())
 
     def state(self) -> dict[str, Any]:
-        """JSON-able; all that `restore` needs."""
+        """Everything that `restore` needs, for JSON."""
         return {
             "rows": list(self._rows), "quiet_rows": dict(self._quiet_rows), "first_rewards": list(self._first_rewards),
         }  # fmt: skip
@@ -68,7 +67,7 @@ class HealthWatch:
 
 
 def entropy_collapse(rows: Rows) -> str:
-    """Halved within the window, or nearly gone, without a reward that pays for it."""
+    """Entropy halved within the window, or is nearly 0, and reward did not rise."""
     older, recent = _medians(rows, "train/entropy")
     reward = _medians(rows, "rollout/reward_mean")[1]
     is_low = recent < 0.5 * older or (recent < 0.05 and reward < 0.9)
@@ -93,9 +92,9 @@ def few_effective_answers(rows: Rows) -> str:
 
 
 def kl_runaway(rows: Rows) -> str:
-    """Half a nat per token further from the base within the window, or very far, without a reward that pays for it.
+    """KL to the base grew by half a nat per token within the window, or is very large, and reward did not rise.
 
-    A policy that has learned much goes on to move where its reward is already high: what it gained since the run's start counts.
+    A policy that has learned much still moves when its reward is already high, so the gain since the run's start counts, too.
     """
     values = _values(rows, "train/kl")  # not of every row
     older, recent = (median(values[:-3]), min(values[-3:])) if len(values) >= 5 else (math.nan, math.nan)
@@ -104,12 +103,12 @@ def kl_runaway(rows: Rows) -> str:
         return ""
     return (
         f"KL to the base is {recent:.2g} nats per token, after {older:.2g}, and reward has not risen: the policy leaves what "
-        "the base knows for nothing; set training.kl_coef = 0.01 or more, or lower training.lr"
+        "the base knows and gains nothing; set training.kl_coef = 0.01 or more, or lower training.lr"
     )
 
 
 def grad_norm_spike(rows: Rows) -> str:
-    """Three times the usual, twice within five rounds: once is the luck of a batch, and clipped."""
+    """Three times the usual norm, twice within five rounds: once is chance, and clipped."""
     values = _values(rows, "train/grad_norm")
     older, recent = values[:-_SPIKE_ROWS], values[-_SPIKE_ROWS:]
     usual = median(older) if len(older) >= 4 else math.nan
@@ -123,7 +122,7 @@ def grad_norm_spike(rows: Rows) -> str:
 
 
 def reward_falling(rows: Rows) -> str:
-    """By more than .05 and three standard errors."""
+    """Reward fell by more than .05 and three standard errors."""
     older, recent = _split(rows, "rollout/reward_mean")
     if min(len(older), len(recent)) < _RECENT_ROWS:
         return ""
@@ -131,7 +130,7 @@ def reward_falling(rows: Rows) -> str:
     if fall <= max(0.05, 3 * math.hypot(_standard_error(older), _standard_error(recent))):
         return ""
     return (
-        f"mean reward fell from {fmean(older):.2g} to {fmean(recent):.2g}: the steps of late do harm; lower training.lr, "
+        f"mean reward fell from {fmean(older):.2g} to {fmean(recent):.2g}: the latest steps do harm; lower training.lr, "
         "and go back to an earlier checkpoint if it does not recover"
     )
 
@@ -163,7 +162,7 @@ CHECKS: dict[str, Callable[[Rows], str]] = {
         steps_not_applied,
     )
 }  # fmt: skip
-"""Each gives the warning's text, or an empty one."""
+"""Each check returns the warning's text, or an empty one."""
 
 
 def _reward_has_risen(rows: Rows) -> bool:
@@ -172,7 +171,7 @@ def _reward_has_risen(rows: Rows) -> bool:
 
 
 def _reward_since_start(rows: Rows) -> float:
-    """Gain of the newest rows; 0 where the start is not known."""
+    """How much the newest rows gained since the start of the run; 0 where that is not known."""
     _, recent = _split(rows, "rollout/reward_mean")
     starts = [row.get(_REWARD_AT_START) for row in rows]
     return fmean(recent) - starts[-1] if recent and starts[-1] is not None else 0.0

@@ -1,4 +1,4 @@
-"""From groups to the tensors of one forward and backward pass."""
+"""Turns groups into the tensors of one forward and backward pass."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class TrainingSequence:
     behaviour_logprobs: tuple[float, ...] | None
     """[T] log μ; None where it is unknown."""
     is_comparable: bool
-    """Whether log μ may weigh the tokens; if not, it only tells how far the answer is from the own policy."""
+    """Whether log μ may weigh the tokens; if not, it only measures how far the answer is from the own policy."""
     advantage: float
     scale: float
     """Weight of the sum over its tokens in the loss of the whole batch."""
@@ -87,7 +87,7 @@ def micro_batches(sequences: Sequence[TrainingSequence], size: int, device: torc
 
 
 def _segments(group: TrainingGroup, rollout: Rollout) -> tuple[tuple[int, int], ...]:
-    """By the own counter of versions; that of others counts something else."""
+    """(policy version, number of tokens) of an own answer. Versions of other nodes are not comparable with own ones."""
     if not group.is_own:
         return ()
     return rollout.segments or ((group.group.policy_version, len(rollout.token_ids)),)

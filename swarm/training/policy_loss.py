@@ -1,15 +1,14 @@
-"""The terms of the loss of one micro-batch: ratio, clip, correction and KL, as the config combines them.
+"""Computes the terms of the loss of one micro-batch: ratio, clip, correction and KL, combined as the settings say.
 
     log π, log π_old ─▶ r by level ─▶ clip ─┐
     log π_old, log μ ─▶ w ─▶ correction ────┴─▶ token loss [B, T] (+ kl_coef · KL)
 
-The trainer multiplies by mask and scales, sums and goes backward.
+The trainer multiplies by mask and scales, sums, and computes the gradient.
 
-Clip bounds that keep good answers at half of the update or more (BAPO, 2510.18927).
-
-Stale batches hold more bad answers than good ones, and the fixed range cuts the likely-again good ones first: the
-update becomes mostly a pushing down, and entropy goes with it. So the bounds of the ratio are raised: c_low from .6
-to .8, which leaves out bad answers that are already unlikely, then c_high from 1.2 to 2, which lets good ones grow.
+The adaptive clip chooses bounds that keep good answers at half of the update or more (BAPO, 2510.18927). Stale batches have
+more bad answers than good ones, and a fixed range cuts the good ones first: the update then mostly lowers probabilities, and
+entropy falls with them. So the bounds of the ratio are raised: c_low from .6 to .8, which leaves out bad answers that are
+already unlikely, then c_high from 1.2 to 2, which lets good ones grow.
 """
 
 from typing import NamedTuple
@@ -41,7 +40,7 @@ class AdaptiveClip:
 
     def __init__(self) -> None:
         self.notch = 0
-        """Index into BOUNDS; the whole state."""
+        """Index into BOUNDS. It is the whole state."""
 
     @property
     def clip_low(self) -> float:
@@ -95,17 +94,17 @@ class Logprobs(NamedTuple):
     has_base: Tensor | None
     """[B, 1] which answers it was computed for."""
     mask: Tensor
-    """1 at answer tokens; what stands elsewhere never matters."""
+    """1 at answer tokens; values elsewhere have no effect."""
 
 
 class LossTerms(NamedTuple):
-    """Terms per token [B, T]; all but `loss` without gradient."""
+    """Terms per token [B, T]. Only `loss` has a gradient."""
 
     loss: Tensor
     ratio: Tensor
     is_clipped: Tensor
     pull: Tensor
-    """Advantage times the correction's factor: its sign and size before the clip."""
+    """Advantage times the correction's factor: direction and size of the update before the clip."""
     kl: Tensor
     """Estimate of KL(π ‖ base), 0 where the base's log-probs are unknown."""
     base_known: Tensor
@@ -119,7 +118,8 @@ class LossTerms(NamedTuple):
 
 
 def policy_loss(part: MicroBatch, logprobs: Logprobs, config: TrainingSection, clip: ClipRange) -> LossTerms:
-    """Token terms of `part`; the caller multiplies `loss` by mask and scales, and sums."""
+    """Terms per token of `part`. The caller multiplies `loss` by mask and scales, and sums. Raises ConfigError for parameters
+    that the correction does not take."""
     new, old, mask = logprobs.new, logprobs.old, logprobs.mask
     comparable, known = mask * part.is_comparable, mask * part.has_behaviour
     log_weights = masked_log_ratio(old, part.behaviour, comparable)

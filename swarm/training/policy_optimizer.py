@@ -1,6 +1,6 @@
-"""What the trainer needs of whoever holds the weights: this machine (`LocalOptimizer`) or several (`PipelineOptimizer`).
+"""Gradients and optimizer of the adapter: the contract for the trainer, and AdamW for an adapter in this process.
 
-Gradients and AdamW for an adapter in this process.
+`LocalOptimizer` has the weights on this machine, `PipelineOptimizer` (in `swarm/pipeline`) on several.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ AdapterTensors = dict[str, dict[str, Tensor]]
 
 
 class PolicyOptimizer(Protocol):
-    """Gradients add up over the parts of a batch; then the batch is applied, or forgotten without a trace."""
+    """Adds up gradients over the parts of a batch, then applies the batch or drops it without a trace."""
 
     def accumulate(self, parts: Sequence[Sequence[TokenSequence]], loss_of: LossOf, temperature: float) -> float:
         """Norm of the gradient of the sum of all losses, before clipping; not finite where the gradient is not.
@@ -38,7 +38,7 @@ class PolicyOptimizer(Protocol):
         ...
 
     def drop(self) -> None:
-        """Forget the batch; nothing happens where it was applied."""
+        """Drop the batch; nothing happens where it was applied."""
         ...
 
     def adapter_norm(self) -> float | None:
@@ -57,7 +57,7 @@ class PolicyOptimizer(Protocol):
         ...
 
     def state(self) -> AdapterTensors:
-        """All that `restore` needs, beside the policy's version."""
+        """Everything that `restore` needs beside the policy's version."""
         ...
 
     def restore(self, tensors: AdapterTensors, version: int) -> None:
@@ -122,7 +122,7 @@ class LocalOptimizer:
         self.reset_moments(turned)
 
     def reset_moments(self, names: Iterable[str]) -> None:
-        """Forget AdamW's moments and step count of some tensors."""
+        """Reset AdamW's moments and step count of some tensors."""
         for name in names:
             self._optimizer.state.pop(self._parameters[name], None)
 

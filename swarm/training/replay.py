@@ -1,4 +1,4 @@
-"""Own groups of earlier rounds that taught most, to be trained on once more.
+"""Keeps own groups of earlier rounds that taught most, to be trained on a second time.
 
     own groups with signal ─▶ [store: newest few] ─ not older than replay_max_versions ─ drawn by p(1 − p) ─▶ batch
 
@@ -19,7 +19,10 @@ _KEPT_BATCHES = 16
 
 
 class ReplayStore:
-    """Holds at most 16 times `config.replay_groups` groups, the newest; nothing where replay is off."""
+    """The newest own groups, at most 16 times `config.replay_groups`; nothing where replay is off.
+
+    It belongs to the compute thread and is part of every checkpoint.
+    """
 
     def __init__(self, config: TrainingSection) -> None:
         self._config = config
@@ -29,14 +32,14 @@ class ReplayStore:
         return len(self._groups)
 
     def add(self, groups: Sequence[RolloutGroup]) -> None:
-        """Keep own groups that the policy has just been trained on; those without signal are passed over."""
+        """Store own groups that the policy has just been trained on; those whose rewards are equal are ignored."""
         self._groups += [group for group in groups if group.has_reward_variance]
         del self._groups[: max(0, len(self._groups) - _KEPT_BATCHES * self._config.replay_groups)]
 
     def draw(self, policy_version: int, rng: random.Random) -> list[RolloutGroup]:
         """Up to `replay_groups` of them, which leave the store, by p(1 − p) of their mean reward p.
 
-        The too old ones are forgotten first. Without replay nothing is drawn from `rng`.
+        Groups that are too old are removed first. Without replay nothing is drawn from `rng`.
         """
         oldest = policy_version - self._config.replay_max_versions
         self._groups = [group for group in self._groups if group.policy_version >= oldest]
@@ -49,7 +52,7 @@ class ReplayStore:
         return drawn
 
     def state(self) -> list[dict[str, Any]]:
-        """All of it, for JSON."""
+        """The whole store, for JSON."""
         return [_group_state(group) for group in self._groups]
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:

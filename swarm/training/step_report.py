@@ -1,7 +1,4 @@
-"""What one training step did, for logs and metrics.
-
-How many policy versions ago the own tokens of a step were sampled.
-"""
+"""Reports what one training step did, for logs and metrics, from sums over its micro-batches."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,7 +14,7 @@ from swarm.training.policy_loss import BOUNDS, LossTerms, bound_pulls
 
 
 class Staleness(NamedTuple):
-    """In policy versions; None where a step has no own tokens."""
+    """How many policy versions ago the own tokens of a step were sampled; None where it has none."""
 
     mean: float | None
     max: int | None
@@ -38,7 +35,7 @@ def token_staleness(sequences: Sequence[TrainingSequence], policy_version: int) 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Means over the tokens that took part, averaged over inner epochs."""
+    """What one training step did: means over the tokens that took part, averaged over inner epochs."""
 
     loss: float
     grad_norm: float
@@ -46,25 +43,25 @@ class StepReport:
     clip_fraction: float
     """Share of tokens whose gradient the clip cut to zero."""
     entropy: float
-    """Of the policy at the sampled positions, in nats."""
+    """Entropy of the policy at the sampled positions, in nats."""
     ess_fraction: float
     """Effective sample size over number of answers; the earliest sign of stale data."""
     kl: float | None
     """Estimated KL to the base, in nats per token; from a few answers of every fourth step when training.kl_coef is 0."""
     sampler_kl: float | None
-    """Estimated KL between the policy and those that sampled, in nats per token; None where no log-probs came along."""
+    """Estimated KL between the policy and those that sampled, in nats per token; None where log-probs are unknown."""
     mean_ratio: float
     """Mean of r."""
     num_tokens: int
     """Answer tokens that took part in the loss."""
     lr: float
-    """As applied, after warm-up and back-off."""
+    """Learning rate as applied, after warm-up and back-off."""
     adapter_norm: float | None = None
     """L2 norm of all adapter weights after the step; None where they are on other machines."""
     staleness_mean: float | None = None
-    """Over the own tokens of the step, replayed ones included: policy versions since each was sampled."""
+    """Mean of the policy versions since each own token of the step was sampled, replayed ones included."""
     staleness_max: int | None = None
-    """Of the stalest own token."""
+    """The same of the stalest own token."""
     skip_reason: str = ""
     """Why the step was not applied; empty when it was."""
 
@@ -98,7 +95,7 @@ class StepReport:
 
     @staticmethod
     def mean(reports: Sequence["StepReport"], *, adapter_norm: float | None, staleness: Staleness) -> "StepReport":
-        """One report for the inner epochs of one step; the last one tells whether it ended early."""
+        """One report for the inner epochs of one step; the last epoch decides whether the step was skipped."""
 
         def average(values: list[float]) -> float:
             return sum(values) / len(values)
@@ -123,7 +120,7 @@ class StepReport:
 
     @staticmethod
     def of_parts(reports: Sequence["StepReport"]) -> "StepReport":
-        """One report for the parts of one batch: means by tokens. Skipped where all were."""
+        """One report for the parts of one batch: means weighted by tokens. Skipped only if all parts were."""
         done = [report for report in reports if not report.skipped]
         if not done:
             return reports[-1]
@@ -163,9 +160,9 @@ class StepSums:
     signal: float = 0.0
     """Sum of |weight · advantage| over unclipped tokens: 0 means there is no direction to move in."""
     log_weights: list[float] = field(default_factory=list)
-    """Per answer: log of its weight in the step."""
+    """The log of each answer's weight in the step."""
     bound_pulls: Tensor = field(default_factory=lambda: torch.zeros(len(BOUNDS), 2, dtype=torch.float64))
-    """Pull of good and bad answers under every clip bounds; filled where `training.adaptive_clip` needs it."""
+    """Gradient from good and from bad answers under each clip bounds; filled where `training.adaptive_clip` is on."""
 
     @torch.no_grad()
     def add(self, loss: Tensor, terms: LossTerms, mask: Tensor, entropy: Tensor) -> None:
@@ -200,7 +197,7 @@ class StepSums:
         return ""
 
     def report(self, *, grad_norm: float, lr: float, skip_reason: str) -> StepReport:
-        """Means of the sums."""
+        """The report of the step, from the sums."""
         count = max(self.num_tokens, 1.0)
         return StepReport(
             loss=self.loss,

@@ -20,6 +20,8 @@ from swarm.errors import CheckpointError, PipelineError
 from swarm.observability.tracing import traced
 from swarm.policy.logprobs import TokenLogprobs, TokenSequence
 from swarm.policy.policy import TextPolicy
+from swarm.training.advantages import configured_advantage
+from swarm.training.corrections import configured_correction
 from swarm.training.experience import TrainingGroup
 from swarm.training.losses import lr_factor
 from swarm.training.micro_batch import MicroBatch, micro_batches, training_sequences
@@ -33,7 +35,7 @@ _KL_SAMPLE_STEPS = 4
 
 
 class _Frozen(NamedTuple):
-    """What stays fixed over the inner epochs of one micro-batch, where it is needed."""
+    """Log-probs of one micro-batch that stay fixed over its inner epochs; None where they are not needed."""
 
     old: Tensor | None  # [B, T] log π_old
     base: Tensor | None  # [B, T] log-probs of the base, the policy with its adapter switched off
@@ -41,7 +43,7 @@ class _Frozen(NamedTuple):
 
 
 class Trainer:
-    """Trains the adapter of `policy`; `steps` has its gradients and its optimizer."""
+    """Trains the adapter of `policy`; `steps` has its gradients and its optimizer. It belongs to the compute thread."""
 
     def __init__(
         self,
@@ -59,17 +61,19 @@ class Trainer:
         self._max_new_tokens = max_new_tokens
         self._stop = tuple(stop)
         self._steps = steps
+        configured_advantage(config)  # what cannot be loaded is an error here rather than at the first step
+        configured_correction(config)
         self._needs_frozen_pass = config.inner_epochs > 1 or policy.config.lora.dropout > 0
         self._adaptive_clip = AdaptiveClip()
         self.num_skipped_steps = 0
-        """Steps that were not applied since the first start."""
+        """Number of steps since the first start that were not applied."""
 
     @traced("train_step", lambda report, _, batch: {"groups": len(batch), "skipped": report.skipped})
     def step(self, batch: Sequence[TrainingGroup]) -> StepReport:
         """`inner_epochs` optimizer steps on each part of `batch`; raises `policy.version` by those applied.
 
         Parts are of at most `groups_per_step` groups and take every n-th one, so that own groups and those of others mix.
-        To a later part the earlier ones are off-policy data like any other, weighed by the correction.
+        For a later part the policy has moved already, so its answers are off-policy data, which the correction weighs.
 
         A part without a usable token, without a gradient to follow, or with a non-finite loss or gradient is skipped
         and counted. Raises TrainingError for a group without reward differences, and if a step that should move the
@@ -96,7 +100,7 @@ class Trainer:
         return StepReport.mean(reports, adapter_norm=self._steps.adapter_norm(), staleness=staleness)
 
     def state(self) -> tuple[AdapterTensors, dict[str, Any]]:
-        """({"adapter": …, "optimizer": …} tensors on the CPU, JSON-able rest), all that `restore` needs."""
+        """({"adapter": …, "optimizer": …} tensors on the CPU, the rest for JSON): everything that `restore` needs."""
         rest = {
             "policy_version": self._policy.version,
             "num_skipped_steps": self.num_skipped_steps,
@@ -106,7 +110,7 @@ class Trainer:
         return self._steps.state(), rest
 
     def restore(self, tensors: AdapterTensors, state: dict[str, Any]) -> None:
-        """Continue from what `state` gave. Raises CheckpointError if it belongs to another base or adapter shape."""
+        """Continue from a `state`. Raises CheckpointError if it belongs to another base or adapter shape."""
         if not self._policy.lineage.has_name(state["policy_lineage"]):
             raise CheckpointError(
                 f"a checkpoint must come from policy lineage {self._policy.lineage.policy}, got "
@@ -125,7 +129,7 @@ class Trainer:
 
         try:
             grad_norm = self._steps.accumulate([part.sequences for part in parts], loss_of, self._temperature)
-        except PipelineError as failure:  # a part of the policy was lost, or refused: the batch is, the run is not
+        except PipelineError as failure:  # a stage was lost or refused: drop the batch, not the run
             self.num_skipped_steps += 1
             return StepReport.skip(str(failure), lr=self._lr())
         lr = self._lr()
@@ -178,7 +182,7 @@ class Trainer:
         return _Frozen(old, base, has_base)
 
     def _kl_rows(self, num_answers: int) -> list[int]:
-        """All answers where the loss holds the KL; else, to watch it, a few of every fourth step."""
+        """All answers where the loss has a KL term; else, to watch the KL, a few of every fourth step."""
         if self._config.kl_coef:
             return list(range(num_answers))
         step = self._policy.version // self._config.inner_epochs

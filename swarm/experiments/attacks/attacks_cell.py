@@ -1,4 +1,4 @@
-"""One cell: honest learners with some hostile nodes among them, from the first round to the held-out tasks."""
+"""Runs one cell: honest learners with some hostile nodes among them, from the first round to the held-out tasks."""
 
 import time
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ def run(settings: Mapping[str, Any]) -> Result:
 
 
 def _hostile_nodes(settings: Mapping[str, Any], config: Config, swarm: LearnerSwarm) -> list[HostileNode]:
-    """They share one copy of the base, which they sample with."""
+    """The hostile nodes, which share one copy of the base."""
     if not settings["num_hostile"] or settings["attack"] == ABSENT:
         return []
     policy = load_policy(config.policy, device="cpu")
@@ -78,7 +78,7 @@ def _hostile_nodes(settings: Mapping[str, Any], config: Config, swarm: LearnerSw
 
 
 def _config(settings: Mapping[str, Any]) -> Config:
-    """A node as it comes, with smaller rounds."""
+    """The default configuration, with smaller rounds."""
     unguarded = {} if settings["defence"] == DEFENDED else {"likelihood_floor_quantile": 0.0, "success_quantile": 0.0}
     return parse(
         {

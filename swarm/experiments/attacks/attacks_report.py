@@ -1,4 +1,4 @@
-"""What hostile nodes cost the honest ones, as tables, curves and sentences.
+"""Reports what hostile nodes cost the honest ones, as tables, curves and sentences.
 
 Final reward is the mean over the honest nodes and the last third of the rounds. It is compared, seed by seed, with that of the
 same nodes in the defended swarm without an attack.
@@ -44,7 +44,7 @@ def attack_table(results: Sequence[Result]) -> Table:
             continue
         rows.append(
             [
-                attack, _text(_relative(results, guarded)), _text(_held_out(results, guarded)), _told(guarded),
+                attack, _text(_relative(results, guarded)), _text(_held_out(results, guarded)), _reasons(guarded),
                 _hostile_part(guarded), _text(_relative(results, unguarded)), _text(_held_out(results, unguarded)),
                 _hostile_part(unguarded),
             ]
@@ -57,7 +57,7 @@ def attack_table(results: Sequence[Result]) -> Table:
 
 
 def memory_table(results: Sequence[Result]) -> Table:
-    """How the process that holds all nodes grew, once everything is loaded: over the second half of its rounds."""
+    """How the process with all nodes grew over the second half of its rounds, when everything is loaded."""
     rows = []
     for defence in DEFENCES:
         for attack in ("none", ABSENT, ALL, *ATTACKS):
@@ -68,7 +68,7 @@ def memory_table(results: Sequence[Result]) -> Table:
 
 
 def figures(results: Sequence[Result]) -> dict[str, Any]:
-    """What a program reads: ratios to the attack-free run."""
+    """Ratios to the attack-free run, for programs."""
     found: dict[str, Any] = {"in_turn": {}, "alone": {}}
     for number in sorted({result["num_hostile"] for result in results if result["attack"] == ALL}):
         for defence in DEFENCES:
@@ -111,17 +111,18 @@ def write_all(folder: Path, results: Sequence[Result]) -> tuple[Path, list[Table
     text = "\n\n".join(f"{table.title}\n\n{table.markdown()}" for table in tables)
     replace_file(folder / "table.md", text + "\n", SHARED)
     report = folder / "report.html"
-    write_report(report, "What hostile peers cost", told(), tables, picture)
+    write_report(report, "What hostile peers cost", explanation(), tables, picture)
     return report, tables
 
 
-def told() -> list[str]:
+def explanation() -> list[str]:
+    """Paragraphs above the tables."""
     return [
-        "Honest nodes are nodes as they come, hostile ones sample by the base and send what the attack says. Defended: "
+        "Honest nodes have the default settings, hostile ones sample by the base and send what the attack says. Defended: "
         "admission, reputation, probation, bans. Undefended: every record that can be decoded is believed and drawn alike.",
         "Final reward: mean over the honest nodes and the last third of the rounds, relative to the same nodes of the same "
         "seed in the defended swarm without attack, which has all nodes honest. Mean ± standard deviation over seeds. Absent: "
-        "the hostile nodes send nothing, so honest ones have fewer to learn from; only what an attack costs beyond is its own.",
+        "the hostile nodes send nothing, so honest ones have fewer to learn from; only a cost beyond that is the attack's own.",
     ]
 
 
@@ -135,7 +136,7 @@ def _final(results: Sequence[Result], num_nodes: int | None = None) -> Spread:
 
 
 def final_reward(result: Result, num_nodes: int | None = None) -> float:
-    """Of the first `num_nodes` or all."""
+    """Mean reward of the first `num_nodes`, or of all, over the last third of the rounds."""
     rows = result["rewards"][-max(1, len(result["rewards"]) // 3) :]
     return fmean(fmean(row[:num_nodes]) for row in rows)
 
@@ -160,12 +161,12 @@ def _held_out(results: Sequence[Result], chosen: Sequence[Result]) -> Spread:
 
 
 def _text(spread: Spread, digits: int = 2) -> str:
-    """Nothing where nothing was measured."""
+    """An empty text where nothing was measured."""
     return spread.text(digits) if spread.values else ""
 
 
-def _told(results: Sequence[Result]) -> str:
-    """The reasons that were given most, but for those that follow from a ban."""
+def _reasons(results: Sequence[Result]) -> str:
+    """The three most frequent reasons of rejection."""
     totals: dict[str, int] = {}
     for result in results:
         for reason, count in result["rejected"].items():

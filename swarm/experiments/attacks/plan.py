@@ -1,4 +1,4 @@
-"""Which attacks, by how many nodes, with which defence: the cells of the experiment."""
+"""Plans the experiment: which attacks, by how many nodes, with which defence."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ ATTACKS: tuple[str, ...] = points.ATTACKS.names
 ALL = "all in turn"
 """Every hostile node goes from one attack to the next, round by round."""
 ABSENT = "absent"
-"""Hostile nodes send nothing: what their place alone costs, as honest nodes have fewer to learn from."""
+"""Hostile nodes send nothing. This shows what their absence costs, since honest nodes have fewer to learn from."""
 DEFENDED, OPEN = "defended", "undefended"
 DEFENCES = (DEFENDED, OPEN)
 
@@ -21,29 +21,29 @@ class AttackPlan:
 
     seeds: tuple[int, ...] = (0, 1)
     numbers: tuple[int, ...] = (1, 2, 4)
-    """Hostile nodes of `num_nodes`, where they attack in every way in turn."""
+    """Numbers of hostile nodes, of `num_nodes` in all, where they attack in every way in turn."""
     attacks: tuple[str, ...] = ATTACKS
-    """Each alone, by `max(numbers)` hostile nodes."""
+    """Attacks that are run alone, by `max(numbers)` hostile nodes."""
     num_nodes: int = 8
     num_rounds: int = 24
     groups_per_round: int = 4
     """Own groups of a round, and groups of others in a batch: half of a node's defaults, for time."""
     group_size: int = 8
     hostile_groups: int = 4
-    """A round, per hostile node."""
+    """Groups of a hostile node in a round."""
     num_sybils: int = 50
-    """Names of one hostile node in the attack of that name."""
+    """Names that one hostile node takes in a round of the attack `sybils`."""
     held_out_tasks: int = 16
-    """Per source and node."""
+    """Held-out tasks per source and node."""
     defences: tuple[str, ...] = field(default=DEFENCES)
-    """What happens without a defence only shows what there is to lose: it is computed with the first seed alone."""
+    """A run without a defence only shows what there is to lose, so it is computed with the first seed alone."""
 
     @property
     def most(self) -> int:
         return max(self.numbers)
 
     def cells(self) -> list[Cell]:
-        """What all is compared with first, then all in turn from the most hostile on, then attack by attack."""
+        """The runs without attack first, then all attacks in turn from the most hostile nodes down, then each attack alone."""
         runs = [(seed, DEFENDED) for seed in self.seeds if DEFENDED in self.defences]
         runs += [(seed, OPEN) for seed in self.seeds[:1] if OPEN in self.defences]
         numbers = sorted(self.numbers, reverse=True)
@@ -73,7 +73,7 @@ class AttackPlan:
 
 
 def chosen_attacks(text: str) -> tuple[str, ...]:
-    """Attacks by names with commas between them. Raises ConfigError for another name."""
+    """The attacks of a text with names between commas. Raises ConfigError for an unknown name."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in ATTACKS]
     if unknown or not names:

@@ -1,7 +1,7 @@
-"""Two readers of the same offers: one as in a node, and one without any defence.
+"""Two readers of the same offers: one with the defences of a node, and one without any defence.
 
-guarded   Inbox (standing of authors, bans, absences) ─ Admission with CopyWatch ─ Reputation
-open      whatever can be decoded, as it is claimed; every offer alike
+guarded   Inbox (reputation, bans, backoff) ─ Admission with CopyWatch ─ Reputation
+open      believes everything that can be decoded; every offer has the same chance
 """
 
 import random
@@ -23,11 +23,11 @@ from swarm.tasks.task_mixture import owns_stream
 from swarm.types import Header
 
 _FAILURES_IN_A_ROW = 64
-"""Failed pulls after which a turn ends: a node has a round's time, not all the time."""
+"""Failed pulls in a row after which a turn ends, since a node has only a round's time."""
 
 
 class OfferBook:
-    """New offers since the last look, and which body a reader is given."""
+    """The offers that one reader has not seen yet, and the body that it gets for each."""
 
     def __init__(self, exchange: MemoryExchange, own_peer_id: str) -> None:
         self._exchange = exchange
@@ -36,7 +36,7 @@ class OfferBook:
         self._gets_other = int.from_bytes(own_peer_id.encode()[-2:], "big") % 2 == 1
 
     def news(self) -> list[Offer]:
-        """Oldest first."""
+        """The new offers since the last call, oldest first."""
         exchange = self._exchange
         offers = [o for a in exchange.authors() if a != self._own_peer_id for o in exchange.offers_of(a)]
         fresh = sorted((o for o in offers if o.number >= self._seen_until), key=lambda offer: offer.number)
@@ -44,21 +44,21 @@ class OfferBook:
         return fresh
 
     def own(self) -> list[Offer]:
-        """The newest ones of this node itself."""
+        """The newest offers of this node itself."""
         return list(self._exchange.offers_of(self._own_peer_id))
 
     def body(self, offer: Offer) -> bytes | None:
-        """As its poster hands it to this reader."""
+        """The body that the poster gives to this reader."""
         return offer.other_body if offer.other_body is not None and self._gets_other else offer.body
 
 
 def _own_network(peer_id: str) -> tuple[str, ...]:
-    """Each author is seen in a network of its own, which is the best case for an attacker."""
+    """An address group per author, which is the best case for an attacker."""
     return (f"/memory/{peer_id}",)
 
 
 class GuardedReader:
-    """As a node reads, without a network."""
+    """Reads as a node does, without a network."""
 
     def __init__(self, parts: ReaderParts) -> None:
         sharing, context = parts.config.sharing, parts.context
@@ -80,10 +80,10 @@ class GuardedReader:
         )
         self._offers: dict[tuple[str, bytes], Offer] = {}
         self.num_admitted: Counter[str] = Counter()
-        """Bodies, by author."""
+        """Number of admitted bodies, by author."""
 
     def pull(self, num_groups: int) -> None:
-        """Until the pool has `num_groups` fresh ones, nobody offers more, or nothing but failures comes."""
+        """Pull bodies until the pool has `num_groups` fresh groups, nobody offers more, or too many pulls in a row failed."""
         self._look()
         failures = 0
         while self._pool.num_fresh() < num_groups and failures < _FAILURES_IN_A_ROW:
@@ -96,7 +96,7 @@ class GuardedReader:
         self.reputation.unlikely(author, part)
 
     def _note_own(self) -> None:
-        """A node notes its groups when it hands them out."""
+        """Note the groups that this node has offered, as a node does when it publishes them."""
         for offer in self._book.own():
             header = decode_header(decode_record(offer.record).payload, self._own_peer_id)
             self._copies.note(decode_body(offer.body or b"", self._own_peer_id, header.lineage, header.policy_version))
@@ -141,7 +141,7 @@ class GuardedReader:
 
 
 class OpenReader:
-    """Believes everything: no signature, hash, reward or author is checked, and every offer has the same chance."""
+    """Believes everything: it checks no signature, hash, reward or author, and every offer has the same chance."""
 
     def __init__(self, parts: ReaderParts) -> None:
         self._pool: ExperiencePool = parts.pool
@@ -151,7 +151,7 @@ class OpenReader:
         self._offers: list[tuple[Header, Offer]] = []
         self.num_admitted: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
-        """What could not be decoded, or was not there."""
+        """Number of bodies and headers that could not be decoded or were missing, by reason."""
 
     def pull(self, num_groups: int) -> None:
         self._look()
@@ -161,7 +161,7 @@ class OpenReader:
             failures = 0 if self._take(header, offer) else failures + 1
 
     def report_peer(self, author: str, part: float) -> None:
-        """Nothing: all stand alike."""
+        """Does nothing: it keeps no reputation."""
 
     def _look(self) -> None:
         for offer in self._book.news():
