@@ -35,7 +35,7 @@ class Completion:
         return self.end == "eos"
 
 
-NOT_BEGUN = Completion((), (), (), "open")
+NOT_BEGUN = Completion((), (), (), end="open")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class SamplingCall:
 def open_rows(requests: Sequence[AnswerRequest]) -> list[AnswerSlot]:
     """Return every answer that has not ended, in the order of the requests."""
     return [
-        AnswerSlot(index, sample, request.max_new_tokens, answer)
+        AnswerSlot(index, sample, request.max_new_tokens, begun=answer)
         for index, request in enumerate(requests)
         for sample, answer in enumerate(request.answers)
         if answer.end == "open"

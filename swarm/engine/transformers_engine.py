@@ -137,7 +137,7 @@ class _Batch:
                 active, chosen = [active[place] for place in going], chosen[keep]
             logits = cache.extend(chosen[:, None])[:, -1]
         return [
-            Completion(tuple(tokens), tuple(drawn), tuple(plain), end)
+            Completion(tuple(tokens), tuple(drawn), tuple(plain), end=end)
             for tokens, (drawn, plain), end in zip(self._tokens, self._logprobs, self._ends, strict=True)
             if end is not None
         ]

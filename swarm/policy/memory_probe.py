@@ -58,12 +58,12 @@ def probe_memory(
         available_bytes=(free_bytes(policy.device) if available_bytes is None else available_bytes) - held_bytes,
     )
     if need.training_bytes > need.available_bytes:
-        raise _does_not_fit("training.micro_batch_sequences", size, need.training_bytes, need.available_bytes)
+        raise _does_not_fit("training.micro_batch_sequences", size, need.training_bytes, available=need.available_bytes)
     if need.rollout_bytes > need.available_bytes:
         wanted = rollouts.max_batch_sequences
-        raise _does_not_fit("rollouts.max_batch_sequences", wanted, need.rollout_bytes, need.available_bytes)
+        raise _does_not_fit("rollouts.max_batch_sequences", wanted, need.rollout_bytes, available=need.available_bytes)
     if policy.device.type != "cpu":
-        _run_worst_batch(policy, group, num_prompts, size)
+        _run_worst_batch(policy, group, num_prompts, size=size)
     return need
 
 

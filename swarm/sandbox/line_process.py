@@ -139,7 +139,9 @@ class LineProcess:
         deadline = time.monotonic() + time_budget_s
         data, why = b"", ""
         try:
-            _write(process.stdin.fileno(), process.stdout.fileno(), json.dumps(line).encode() + b"\n", deadline)
+            _write(
+                process.stdin.fileno(), process.stdout.fileno(), json.dumps(line).encode() + b"\n", deadline=deadline
+            )
             data = _read_line(process.stdout.fileno(), deadline)
             if data.endswith(b"\n"):
                 reply = parse_json_text(data)

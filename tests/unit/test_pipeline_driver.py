@@ -246,7 +246,7 @@ async def test_the_raised_learning_rate_of_a_rebuilt_stage_is_in_the_checkpoint(
         assert [factor > 1.05 for factor in factors] == held and any(held) and not all(held)
 
 
-async def test_a_frozen_machine_is_lost_long_before_the_deadline_of_its_order(tmp_path: Path) -> None:
+async def test_a_frozen_machine_is_lost_long_before_the_deadline_of_its_command(tmp_path: Path) -> None:
     async with driven_pipeline(tmp_path, copy_interval_steps=1, action_timeout_s=60) as driven:
         groups = sampled_groups(load_policy(POLICY, device="cpu"), max_new_tokens=6)
         trainer = driven.trainer()

@@ -1,4 +1,4 @@
-"""A machine of a pipeline that lies to its driver, and a driver that orders what no honest one orders."""
+"""A machine of a pipeline that lies to its driver, and a driver that sends what no honest one sends."""
 
 import asyncio
 import time
@@ -55,7 +55,7 @@ def liar_of(driven: Driven) -> Liar:
 
 
 def given_to(hosts: dict[str, StageHost]) -> SendCommand:
-    """The orders of a driver, carried out at once, without a network."""
+    """The commands of a driver, carried out at once, without a network."""
 
     async def give(peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
         reply = hosts[peer_id].carry_out(kind, payload)
@@ -75,12 +75,12 @@ def link_to_a_liar() -> tuple[Liar, RemoteLink]:
 
 
 def fields(kind: str, **changed: Any) -> Lie:
-    """Says something else in fields of the replies to one kind of orders."""
+    """Says something else in fields of the replies to one kind of command."""
     return lambda asked, reply: Bundle(reply.fields | changed, reply.tensors) if asked == kind else reply
 
 
 def tensors(kind: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Lie:
-    """Changes the tensors of the replies to one kind of orders, in place."""
+    """Changes the tensors of the replies to one kind of command, in place."""
 
     def lie(asked: str, reply: Bundle) -> Bundle:
         if asked == kind and "refused" not in reply.fields:
@@ -291,15 +291,15 @@ async def test_a_stage_that_goes_on_refusing_neither_ends_the_run_nor_holds_it_u
     async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as driven:
         await step(driven)
         liar_of(driven).lie = lambda asked, reply: Bundle({"refused": "no"}) if asked == kind else reply
-        told: list[str] = []
+        refusals: list[str] = []
         for _ in range(4):
             try:
                 await REFUSED[kind](driven)
             except PipelineError as error:
-                told.append(str(error))
+                refusals.append(str(error))
         assert MEMBERS[LIAR] not in driven.supervisor._peers, "a spare has its layers"
-        assert len(told) == (3 if REFUSED[kind] is step else 0)
-        assert all(line.startswith("stage 1 must") and "refusal: no" in line for line in told)
+        assert len(refusals) == (3 if REFUSED[kind] is step else 0)
+        assert all(line.startswith("stage 1 must") and "refusal: no" in line for line in refusals)
         assert await step(driven) < float("inf")
 
 
@@ -438,7 +438,7 @@ async def test_a_false_copy_of_a_neighbour_is_left_out(tmp_path: Path) -> None:
         assert await step(driven) > 0
 
 
-async def test_a_stage_says_for_itself_alone_what_is_kept_of_it(tmp_path: Path) -> None:
+async def test_a_stage_says_for_itself_alone_which_copy_is_stored(tmp_path: Path) -> None:
     """It names the layers of another stage, to overwrite the copy that there is of that one."""
     async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as driven:
         liar_of(driven).lie = fields("copy", of=0)
@@ -447,8 +447,8 @@ async def test_a_stage_says_for_itself_alone_what_is_kept_of_it(tmp_path: Path) 
         held = {slot for host in driven.hosts.values() for slot in host._copies}
         stage = driven.supervisor._peers.index(MEMBERS[LIAR])
         own = driven.supervisor._copies._own.values()
-        told = held | {decode_bundle(copy).fields["of"] for copy in own}
-        assert told <= slots and driven.supervisor.stage_group.facts[stage].part.start in told
+        reported = held | {decode_bundle(copy).fields["of"] for copy in own}
+        assert reported <= slots and driven.supervisor.stage_group.facts[stage].part.start in reported
 
 
 async def test_the_driver_reads_no_more_than_a_stage_can_have(tmp_path: Path) -> None:
@@ -465,13 +465,13 @@ def machine(**settings: Any) -> StageHost:
     return StageHost(base_model(POLICY, "cpu"), StageSettings(**settings))
 
 
-def told(host: StageHost, kind: str, tensors: dict[str, torch.Tensor] | None = None, **ordered: Any) -> Bundle:
-    return decode_bundle(host.carry_out(kind, encode_bundle(Bundle(ordered, tensors or {}))))
+def reply_of(host: StageHost, kind: str, tensors: dict[str, torch.Tensor] | None = None, **fields: Any) -> Bundle:
+    return decode_bundle(host.carry_out(kind, encode_bundle(Bundle(fields, tensors or {}))))
 
 
 def load(host: StageHost, start: int, stop: int, instead_of: tuple[int, ...] = ()) -> Bundle:
     part = part_by_hand(host._base, start, stop)
-    return told(host, "load", **part_fields(part), instead_of=list(instead_of))
+    return reply_of(host, "load", **part_fields(part), instead_of=list(instead_of))
 
 
 def test_a_machine_holds_every_layer_once() -> None:
@@ -522,7 +522,7 @@ def test_copies_take_no_more_than_the_adapter_of_the_whole_model() -> None:
     assert limit < 4 << 20, base.folder
     num_values = limit // 3 // 4
     for slot in range(4):
-        assert not told(host, "keep", {"adapter/x": torch.zeros(num_values)}, of=slot, version=1).fields
+        assert not reply_of(host, "keep", {"adapter/x": torch.zeros(num_values)}, of=slot, version=1).fields
     assert sum(len(copy.payload) for copy in host._copies.values()) <= limit
     assert 3 in host._copies, "the newest stays"
 
@@ -573,7 +573,7 @@ def test_moments_that_are_not_as_large_as_their_tensor_are_refused(what: str) ->
     sent = {f"adapter/{name}": value for name, value in weights.items()}
     sent |= {f"optimizer/{name}": value for name, value in found.items()}
     for kind in ("restore", "recover"):
-        assert told(host, kind, sent, slot=0, version=2, lr_factor=1.0).fields.get("refused"), kind
+        assert reply_of(host, kind, sent, slot=0, version=2, lr_factor=1.0).fields.get("refused"), kind
     assert stage.version == 1, "and nothing has changed"
 
 

@@ -1,4 +1,4 @@
-"""Stages behind a network: orders as bytes do what orders in one process do, and odd bytes do nothing at all."""
+"""Stages behind a network: commands as bytes do what commands in one process do, and odd bytes do nothing at all."""
 
 import random
 import time
@@ -113,7 +113,7 @@ async def test_rounded_activations_stay_near(folder: Path) -> None:
     assert norm == pytest.approx(wanted, rel=0.02)
 
 
-async def test_one_machine_holds_two_stages_and_refusals_are_told(folder: Path) -> None:
+async def test_one_machine_holds_two_stages_and_refusals_are_reported(folder: Path) -> None:
     both = host(folder)
     async with on_network([both]) as stage_group:
         parts = expected_stages(folder, LORA, stage_parts([3, 2]))

@@ -181,7 +181,7 @@ async def test_the_base_is_scored_with_the_adapter_switched_off(pipeline_models:
 
 
 class Faulty(InProcessLink):
-    """Fails the order `what` at its `nth` time, as often as it is asked to; `dead` fails everything from then on."""
+    """Fails the command `what` at its `nth` time, as often as it is asked to; `dead` fails everything from then on."""
 
     def __init__(self, link: InProcessLink, what: str, nth: int, *, dead: bool = False, after: bool = False) -> None:
         self.__dict__.update(link.__dict__)
@@ -371,7 +371,7 @@ def test_copies_are_stepped_with_the_sum_or_not_at_all(pipeline_models: dict[str
     assert not torch.equal(model.trainable[name], before)
 
 
-def test_late_orders_do_not_revive_a_batch(pipeline_models: dict[str, Path]) -> None:
+def test_late_commands_do_not_revive_a_batch(pipeline_models: dict[str, Path]) -> None:
     stage = hidden_stage(pipeline_models)
     stage.forward(ForwardCommand(3, 0, HIDDEN))
     stage.drop(3)
@@ -410,7 +410,7 @@ def test_a_stage_refuses_what_it_cannot_hold(pipeline_models: dict[str, Path]) -
         stage.backward(BackwardCommand(1, 0, torch.ones(2, 3, 32)))
     with pytest.raises(PipelineError, match="before its backward"):
         stage.backward(BackwardCommand(1, 9, HIDDEN))
-    assert stage.backward(BackwardCommand(1, 0, HIDDEN)) is not None, "refused orders change nothing"
+    assert stage.backward(BackwardCommand(1, 0, HIDDEN)) is not None, "refused commands change nothing"
 
 
 def test_a_stage_continues_from_its_state(pipeline_models: dict[str, Path]) -> None:

@@ -208,7 +208,7 @@ def _run(settings: Mapping[str, Any], rate: float) -> Result:
         if arm.strategy == "own_copy" and step % _COPY_INTERVAL_STEPS == 0:
             copies = toy.stage_weights(range(NUM_STAGES))
         if step in lost:
-            jumps.append(_lose(toy, step, lost[step], arm.strategy, copies))
+            jumps.append(_lose(toy, step, lost[step], strategy=arm.strategy, copies=copies))
         toy.step(swaps=arm.swaps)
         if (step + 1) % settings["check_interval"] == 0:
             curve.append(toy.held_out_loss())
@@ -220,7 +220,7 @@ def _run(settings: Mapping[str, Any], rate: float) -> Result:
 
 def _lose(toy: Toy, step: int, stage: int, strategy: Strategy, copies: Weights) -> dict[str, float]:
     before = toy.held_out_loss()
-    toy.rebuild(stage, _weights(toy, stage, strategy, copies))
+    toy.rebuild(stage, _weights(toy, stage, strategy, copies=copies))
     return {"step": step, "stage": stage, "before": before, "after": toy.held_out_loss()}
 
 

@@ -101,6 +101,6 @@ async def _sample(
         has_ended=lambda row, tokens: end(row, tokens) is not None,
     )
     return [
-        Completion(tuple(tokens), tuple(drawn), tuple(plain), end(row, tokens) or "limit")
+        Completion(tuple(tokens), tuple(drawn), tuple(plain), end=end(row, tokens) or "limit")
         for row, (tokens, (drawn, plain)) in enumerate(zip(answers, logprobs, strict=True))
     ]

@@ -217,7 +217,7 @@ def load_stage(
         )
     shell, ends = _skeleton(config, layout, part)
     reader = WeightReader(folder)
-    read_hash = _fill(shell, ends, reader, config, layout, device, dtype)
+    read_hash = _fill(shell, ends, reader, config=config, layout=layout, device=device, dtype=dtype)
     if content_hash is not None and read_hash != content_hash:
         raise PipelineError(
             f"weights of a stage must have the hash {content_hash}, got {read_hash} in {folder}; fetch the model again"
@@ -227,14 +227,29 @@ def load_stage(
     for module in ends.values():
         module.eval().requires_grad_(lora is None)
     if lora is None:
-        return StageModel(part, config, shell, ends, _all_parameters(shell, ends, config, layout), read_hash)
+        return StageModel(
+            part,
+            config,
+            shell,
+            ends=ends,
+            trainable=_all_parameters(shell, ends, config, layout=layout),
+            content_hash=read_hash,
+        )
     prefixes = tuple(f"{layout.layer_prefix}{index}." for index in range(part.start, part.stop))
     own = tuple(name for name, _, _ in adapter_targets(folder, lora) if name.startswith(prefixes))
     if not own:
-        return StageModel(part, config, shell, ends, {}, read_hash)
+        return StageModel(part, config, shell, ends=ends, trainable={}, content_hash=read_hash)
     with quiet_libraries():
         adapted = attach_adapter(shell, lora.model_copy(update={"targets": own})).eval()
-    return StageModel(part, config, shell, ends, dict(adapter_parameters(adapted)), read_hash, adapted)
+    return StageModel(
+        part,
+        config,
+        shell,
+        ends=ends,
+        trainable=dict(adapter_parameters(adapted)),
+        content_hash=read_hash,
+        adapted=adapted,
+    )
 
 
 def _skeleton(config: Any, layout: Layout, part: StagePart) -> tuple[Any, dict[str, nn.Module]]:
