@@ -88,17 +88,17 @@ def _worst_group(policy: Policy, num_answers: int, max_new_tokens: int) -> list[
 def _stored_bytes(policy: Policy, group: list[TokenSequence]) -> int:
     """Bytes that autograd stores for the backward pass of one group, each storage counted once, without parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
-    kept: dict[int, int] = {}
+    storages: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         _logprob_sum(policy, group)
-    return sum(kept.values())
+    return sum(storages.values())
 
 
 def _run_worst_batch(policy: Policy, group: list[TokenSequence], num_prompts: int, size: int) -> None:

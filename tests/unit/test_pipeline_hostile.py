@@ -508,7 +508,7 @@ def test_a_count_of_micro_batches_costs_no_memory() -> None:
     stage._open(1)
     tracemalloc.start()
     try:
-        with pytest.raises(PipelineError, match="must be whole"):
+        with pytest.raises(PipelineError, match="must be complete"):
             stage.close_batch(CloseBatchCommand(1, 3_000_000, ()))
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:

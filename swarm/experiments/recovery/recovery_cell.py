@@ -89,7 +89,7 @@ class Toy:
             self._model = attach_adapter(self._causal, _LORA)
             self.parameters = dict(adapter_parameters(self._model))
         layers = list(self._causal.model.layers)
-        self._orders = [nn.ModuleList(layers), nn.ModuleList([layers[i] for i in swapped_route(NUM_STAGES)])]
+        self._routes = [nn.ModuleList(layers), nn.ModuleList([layers[i] for i in swapped_route(NUM_STAGES)])]
         self._lr, self._factors = _LR[training], [1.0] * NUM_STAGES
         named = [
             [p for name, p in self.parameters.items() if name.startswith(f"{PREFIX}{i}.")] for i in range(NUM_STAGES)
@@ -161,8 +161,8 @@ class Toy:
     def _shapes(self, stage: int) -> dict[str, tuple[int, ...]]:
         return {name: tuple(value.shape) for name, value in self.stage_weights([stage]).items()}
 
-    def _loss(self, ids: Tensor, order: int) -> Tensor:
-        self._causal.model.layers = self._orders[order]
+    def _loss(self, ids: Tensor, route: int) -> Tensor:
+        self._causal.model.layers = self._routes[route]
         return self._causal(input_ids=ids, labels=ids, use_cache=False).loss
 
 

@@ -191,8 +191,8 @@ def places(
         sizes = _sizes_by_hand(fixed, num_layers)
         return stage_parts([*sizes, num_layers - sum(sizes)]), [member.peer_id for member in fixed]
     fastest = sorted(members, key=lambda member: -member.machine.layers_per_s)
-    kept = {member.peer_id for member in fastest[: max(1, len(config.members) - config.spares)]}
-    workers = [member for member in members if member.peer_id in kept]
+    selected = {member.peer_id for member in fastest[: max(1, len(config.members) - config.spares)]}
+    workers = [member for member in members if member.peer_id in selected]
     machines = [member.machine for member in workers]
     if config.driver_layers is None:
         sizes = assign_layers([*machines, own], cost)

@@ -15,10 +15,7 @@ from swarm.engine.engine import (
     Completion,
     End,
     SamplingCall,
-    grouped,
-    longest_first,
-    open_rows,
-    refuse_nan,
+    generate_in_chunks,
 )
 from swarm.engine.sampling import Sampling, sample_tokens
 from swarm.pipeline.driver.pipeline_policy import PipelineModel, PipelinePolicy
@@ -41,15 +38,11 @@ class PipelineEngine:
     ) -> list[list[Completion]]:
         """See `Engine.generate`. After a lost stage is rebuilt, unfinished answers are sampled again."""
         call = SamplingCall(self._policy, sampling, seed, stop=stop)
-        rows = longest_first(requests, open_rows(requests))
-        answers: dict[tuple[int, int], Completion] = {}
-        for start in range(0, len(rows), self._max_batch_sequences):
-            chunk = rows[start : start + self._max_batch_sequences]
-            keys = [(row.prompt, row.sample) for row in chunk]
-            sampled = self._policy.run_on_stages(partial(_sample, [requests[row.prompt] for row in chunk], chunk, call))
-            answers.update(zip(keys, sampled, strict=True))
-        refuse_nan(answers.values())
-        return grouped(requests, answers)
+
+        def sample(rows: Sequence[AnswerSlot]) -> list[Completion]:
+            return self._policy.run_on_stages(partial(_sample, [requests[row.prompt] for row in rows], rows, call))
+
+        return generate_in_chunks(requests, self._max_batch_sequences, sample)
 
     def score(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
         """See `Engine.score`."""

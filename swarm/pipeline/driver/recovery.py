@@ -56,11 +56,11 @@ def average_products(pairs: Sequence[tuple[Tensor, Tensor]], shares: Sequence[fl
     left, core_b = torch.linalg.qr(stacked_b)
     right, core_a = torch.linalg.qr(stacked_a.T)
     u, values, v = torch.linalg.svd(core_b @ core_a.T, full_matrices=False)
-    kept = min(rank, len(values))
+    rank_found = min(rank, len(values))
     b = stacked_b.new_zeros(stacked_b.shape[0], rank)
     a = stacked_a.new_zeros(rank, stacked_a.shape[1])
-    b[:, :kept] = left @ u[:, :kept] * values[:kept] / _START_ROW_NORM
-    a[:kept] = (right @ v[:kept].T).T * _START_ROW_NORM
+    b[:, :rank_found] = left @ u[:, :rank_found] * values[:rank_found] / _START_ROW_NORM
+    a[:rank_found] = (right @ v[:rank_found].T).T * _START_ROW_NORM
     return b.to(pairs[0][0].dtype), a.to(pairs[0][1].dtype)
 
 
@@ -135,12 +135,14 @@ def _plan(situation: Situation, stage: int) -> Recovery:
             stage, "neighbour_copy", (copy.holder,), reason=f"stage {copy.holder} holds a copy {age} versions old"
         )
     neighbours = [other for other in (stage - 1, stage + 1) if 0 <= other <= last]
-    gone = [other for other in neighbours if other in lost]
+    lost_neighbours = [other for other in neighbours if other in lost]
     twin = {0: 1, last: last - 1}.get(stage) if situation.swaps_edges else None
     if twin is not None and twin not in lost:
         return Recovery(stage, "twin_copy", (twin,), reason=f"stage {twin} was trained in its place too")
-    if gone:
-        reason = f"stages {sorted([stage, *gone])} are adjacent and lost together, which no average can rebuild"
+    if lost_neighbours:
+        reason = (
+            f"stages {sorted([stage, *lost_neighbours])} are adjacent and lost together, which no average can rebuild"
+        )
     elif len(neighbours) < 2:
         reason = f"stage {stage} is at an edge and has one neighbour only"
     else:

@@ -222,7 +222,7 @@ class StageHost:
 
     def _stage(self, slot: int) -> Stage:
         if slot not in self._stages:
-            raise _NotLoaded(f"no stage at layer {slot} is loaded, so it cannot carry out commands; load it")
+            raise _NotLoaded(f"a stage must be loaded before it gets commands, got none at layer {slot}; load it")
         return self._stages[slot]
 
     def _machine(self, fields: Fields) -> Bundle:
