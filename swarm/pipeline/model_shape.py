@@ -76,6 +76,10 @@ class StagePart:
         """Number of layers, at least one."""
         return self.stop - self.start
 
+    def name_prefixes(self, layer_prefix: str) -> tuple[str, ...]:
+        """Prefixes of the names of all tensors of its layers."""
+        return tuple(f"{layer_prefix}{number}." for number in range(self.start, self.stop))
+
 
 def stage_parts(sizes: Sequence[int], *, replicate_edges: bool = False) -> list[StagePart]:
     """Return the parts of stages with `sizes` layers each, in order. Raises PipelineError for an empty stage.

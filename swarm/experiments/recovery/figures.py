@@ -298,7 +298,9 @@ def write_all(folder: Path, runs: Runs) -> tuple[Path, list[Table]]:
     text = "\n\n".join(f"{table.title}\n\n{table.markdown()}" for table in found)
     replace_file(folder / "table.md", text + "\n", SHARED)
     report = folder / "report.html"
-    write_report(report, "What losing a stage costs, by the way it is rebuilt", description(), found, picture)
+    write_report(
+        report, "What losing a stage costs, by the way it is rebuilt", description(), tables=found, picture=picture
+    )
     return report, found
 
 

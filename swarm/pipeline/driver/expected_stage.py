@@ -242,10 +242,9 @@ def expected_stages(folder: Path, lora: LoraSection, parts: Sequence[StagePart])
     targets = adapter_targets(folder, lora)
     found: list[ExpectedStage] = []
     for part in parts:
-        own = tuple(f"{prefix}{number}." for number in range(part.start, part.stop))
         shapes: dict[str, tuple[int, ...]] = {}
         for name, inputs, outputs in targets:
-            if name.startswith(own):
+            if name.startswith(part.name_prefixes(prefix)):
                 shapes |= {f"{name}.lora_A": (lora.rank, inputs), f"{name}.lora_B": (outputs, lora.rank)}
         found.append(
             ExpectedStage(part, shape.num_layers, shape.hidden, vocab=shape.vocab, layer_prefix=prefix, shapes=shapes)

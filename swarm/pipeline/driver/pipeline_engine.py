@@ -4,7 +4,6 @@ As in the other engines, the random numbers of an answer depend on (seed, prompt
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,7 +39,8 @@ class PipelineEngine:
         call = SamplingCall(self._policy, sampling, seed, stop=stop)
 
         def sample(rows: Sequence[AnswerSlot]) -> list[Completion]:
-            return self._policy.run_on_stages(partial(_sample, [requests[row.prompt] for row in rows], rows, call))
+            chosen = [requests[row.prompt] for row in rows]
+            return self._policy.run_on_stages(lambda model: _sample(model, chosen, rows, call=call))
 
         return generate_in_chunks(requests, self._max_batch_sequences, sample)
 
@@ -70,7 +70,7 @@ class PipelineEngine:
 
 
 async def _sample(
-    requests: Sequence[AnswerRequest], rows: Sequence[AnswerSlot], call: SamplingCall, model: PipelineModel
+    model: PipelineModel, requests: Sequence[AnswerRequest], rows: Sequence[AnswerSlot], *, call: SamplingCall
 ) -> list[Completion]:
     """Sample one answer for each row, from its start; `requests` holds the request of each row."""
     logprobs: list[tuple[list[float], list[float]]] = [([], []) for _ in rows]
