@@ -1,4 +1,4 @@
-"""Answers that a pipeline samples are those of the single model; sessions of a stage are bounded."""
+"""A pipeline samples the answers of the single model, and the sessions of a stage are bounded."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -31,7 +31,7 @@ NUM_NEW = 12
 
 @cache
 def answers_alone(folder: Path) -> tuple[list[list[int]], set[int]]:
-    """(greedy answers of the single model, tokens that end them: some rows early, one at once)."""
+    """Return (greedy answers of the single model, tokens that end them: some rows early, one at once)."""
     whole = single_model(folder, LORA)
     plain = [alone(whole, prompt) for prompt in PROMPTS]
     eos = {plain[0][3], plain[2][0]}
@@ -42,7 +42,7 @@ def answers_alone(folder: Path) -> tuple[list[list[int]], set[int]]:
 
 @torch.no_grad()
 def alone(model: Any, prompt: Sequence[int], eos: Sequence[int] = ()) -> list[int]:
-    """Greedy answer without a cache: the whole row anew for every token."""
+    """Sample greedily without a cache, computing the whole row for every token."""
     row = list(prompt)
     for _ in range(NUM_NEW):
         row.append(int(model(input_ids=torch.tensor([row])).logits[0, -1].argmax()))
@@ -73,7 +73,7 @@ async def test_greedy_answers_are_those_of_the_single_model(
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 async def test_logits_of_ragged_rows_are_those_of_each_alone(pipeline_models: dict[str, Path], name: str) -> None:
-    """Left-padded rows, then repeated and reordered ones, as siblings of a group are."""
+    """Left-padded rows, then repeated and reordered ones, like the siblings of a group."""
     whole = single_model(pipeline_models[name], LORA)
     longest = max(len(prompt) for prompt in PROMPTS)
     padding = tuple(longest - len(prompt) for prompt in PROMPTS)

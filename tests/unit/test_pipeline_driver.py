@@ -1,4 +1,4 @@
-"""A pipeline as a learner's policy: what one process would do, and going on when machines are lost."""
+"""A pipeline as a learner's policy: it does what one process does, and it continues when machines are lost."""
 
 import asyncio
 import random
@@ -45,7 +45,7 @@ TRAINING = TrainingSection(lr=1e-3, warmup_steps=0, micro_batch_sequences=4, lr_
 
 @dataclass
 class Driven:
-    """A pipeline of four machines, one of them a spare, and what drives it."""
+    """A pipeline of four machines, one of them a spare, and its driver."""
 
     supervisor: PipelineSupervisor
     policy: PipelinePolicy
@@ -72,7 +72,7 @@ async def driven_pipeline(
     host_of: Callable[..., StageHost] = lambda number, *args, **kwargs: StageHost(*args, **kwargs),
     **settings: Any,
 ) -> AsyncIterator[Driven]:
-    """`host_of(number, …)` makes the machine of a member."""
+    """Start a pipeline; `host_of(number, …)` makes the machine of a member."""
     driven = {
         "driver": DRIVER.peer_id,
         "crew": MEMBERS,

@@ -1,4 +1,4 @@
-"""Stages behind a network: commands as bytes do what commands in one process do, and odd bytes do nothing at all."""
+"""Commands as bytes over a network do what commands in one process do, and malformed bytes do nothing."""
 
 import random
 import time
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class NetworkStageGroup:
-    """Hosts on a network in memory, and how the driver reaches them."""
+    """Hosts on a network in memory, and the driver's caller."""
 
     def __init__(self, hosts: Sequence[StageHost], faults: Faults | None) -> None:
         network = MemoryNetwork(random.Random(0), time.time, faults)
@@ -82,7 +82,7 @@ async def loaded(stage_group: NetworkStageGroup, sizes: Sequence[int], precision
 
 
 async def one_step(stage_group: StageGroup) -> tuple[float, dict[str, Tensor], list[list[int]]]:
-    """(gradient norm, adapter after the step, answers sampled with it)"""
+    """Return (gradient norm, adapter after the step, answers sampled with it)."""
     policy = PipelineModel(stage_group, PAD)
     gradient = await policy.accumulate(made_up_parts(4), loss_of, with_entropy=True)
     await stage_group.commit(lr=0.05, max_grad_norm=1.0)
