@@ -59,7 +59,7 @@ class Task:
 
 @asynccontextmanager
 async def open_stage_group(states: Sequence[Any] = ()) -> AsyncIterator[tuple[StageGroup, PipelineModel]]:
-    """(crew, policy) with fresh stages, or stages that continue from `states`."""
+    """(stage group, model) with fresh stages, or stages that continue from `states`."""
     stages = [new_stage(index) for index in range(len(SIZES))]
     for stage, state in zip(stages, states, strict=False):
         stage.restore(*copy.deepcopy(state))

@@ -3,9 +3,9 @@
     python benchmarks/pipeline_speed.py            eight rounds each, some minutes
     python benchmarks/pipeline_speed.py --quick    three rounds each, one and two stages, under a minute
 
-Real nodes as users start them; of a crew the driver is one stage, the others are `swarm stage` over py-libp2p on loopback.
+Real nodes as users start them; the driver is one stage of the pipeline, the others are `swarm stage` over py-libp2p on loopback.
 Medians over all rounds but the first. Bytes are all that the driver sends and receives in a round, for sampling and for
-training, per sampled token. The policy is so small that nothing here says how a large model fares: it shows what orders and
+training, per sampled token. The policy is so small that nothing here says how a large model fares: it shows what commands and
 hops cost. The last line is one JSON object.
 """
 
@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def measured(folder: Path, num_stages: int, num_rounds: int) -> dict[str, float]:
-    """Medians of a node with the policy in one process, or of a crew's driver."""
+    """Medians of a node with the policy in one process, or of the driver of a pipeline."""
     if num_stages == 1:
         settings = node_settings(folder / "single", network={"backend": "libp2p", "gossip": "off"}, **SETTINGS)
         with NodeProcess(settings) as node:
@@ -62,13 +62,13 @@ def medians(rounds: list[dict[str, Any]]) -> dict[str, float]:
 
 def figures(found: dict[int, dict[str, float]]) -> dict[str, float]:
     """Ratios to one process: sampling speed (below 1), time of a step (above 1); and bytes per token."""
-    one, told = found[1], dict[str, float]()
+    one, ratios = found[1], dict[str, float]()
     for num_stages, of in found.items():
         if num_stages > 1:
-            told[f"ratio_sampling_{num_stages}_stages"] = of["sampled_tokens_per_s"] / one["sampled_tokens_per_s"]
-            told[f"ratio_step_{num_stages}_stages"] = of["training_step_s"] / one["training_step_s"]
-            told[f"bytes_per_token_{num_stages}_stages"] = of["line_bytes_per_token"]
-    return {name: round(value, 3) for name, value in told.items()}
+            ratios[f"ratio_sampling_{num_stages}_stages"] = of["sampled_tokens_per_s"] / one["sampled_tokens_per_s"]
+            ratios[f"ratio_step_{num_stages}_stages"] = of["training_step_s"] / one["training_step_s"]
+            ratios[f"bytes_per_token_{num_stages}_stages"] = of["line_bytes_per_token"]
+    return {name: round(value, 3) for name, value in ratios.items()}
 
 
 def main() -> None:

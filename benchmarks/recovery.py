@@ -102,10 +102,10 @@ def main() -> None:
                 print(f"loss {number + 1}: {took_s:.1f} s to the next step, {lost} steps lost", flush=True)
             own_s = machines.recoveries_s()
             rewards = first_and_last_reward(machines)
-    ordered = sorted(times_s)
+    sorted_s = sorted(times_s)
     result = {
-        "recovery_median_s": round(statistics.median(ordered), 2),
-        "recovery_p95_s": round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], 2),
+        "recovery_median_s": round(statistics.median(sorted_s), 2),
+        "recovery_p95_s": round(sorted_s[min(len(sorted_s) - 1, int(0.95 * len(sorted_s)))], 2),
         "steps_lost": steps_lost,
         "rebuilding_median_s": round(statistics.median(own_s), 2),
         "reward_before_and_after": [round(value, 3) for value in rewards],

@@ -86,7 +86,7 @@ def read_adapter_folder(path: Path) -> AdapterFolder:
     base_hash = facts.get("weights")
     if base_hash is not None and not (isinstance(base_hash, str) and _HASH.fullmatch(base_hash)):
         raise MergeError(f"{BASE_FACTS} must hold 64 hex digits, got another value in {path}; export the adapter again")
-    return AdapterFolder(path, LowRank(tensors, scaling), rank, config, base_hash)
+    return AdapterFolder(path, LowRank(tensors, scaling), rank, config=config, base_hash=base_hash)
 
 
 def check_one_base(first: AdapterFolder, other: AdapterFolder) -> None:

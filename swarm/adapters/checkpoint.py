@@ -159,7 +159,7 @@ def _read(path: Path) -> Checkpoint:
     if not isinstance(manifest["round"], int) or not isinstance(state, dict):
         raise ValueError("its round or its state is of another type")
     tensors = {name.removesuffix(".safetensors"): safetensors.torch.load(content) for name, content in contents.items()}
-    return Checkpoint(manifest["round"], path, tensors, state)
+    return Checkpoint(manifest["round"], path, tensors, state=state)
 
 
 def _write_synced(path: Path, content: bytes) -> None:

@@ -99,9 +99,11 @@ def keep_known_settings(folder: Path) -> None:
             continue
         except ValueError as error:
             raise OSError(f"{name} must be valid JSON: {error}") from None
-        kept = {key: value for key, value in settings.items() if (key in known if known else key not in _NAMES_OF_CODE)}
-        if kept != settings:
-            replace_file(path, json.dumps(kept, indent=2) + "\n", SHARED)
+        allowed = {
+            key: value for key, value in settings.items() if (key in known if known else key not in _NAMES_OF_CODE)
+        }
+        if allowed != settings:
+            replace_file(path, json.dumps(allowed, indent=2) + "\n", SHARED)
 
 
 def prepare_folder(folder: Path) -> None:

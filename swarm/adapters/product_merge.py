@@ -116,7 +116,7 @@ def merge_products(
         stacked_b = torch.cat([w * one.scaling * one.tensors[layer + _B].double() for one, w in pairs], 1)  # [d, R]
         stacked_a = torch.cat([one.tensors[layer + _A].double() for one, _ in pairs], 0)  # [R, k]
         near = None if like is None else like[layer + _A].double()
-        factor_b, factor_a, truncation[layer] = _refactored(stacked_b, stacked_a, rank, near)
+        factor_b, factor_a, truncation[layer] = _refactored(stacked_b, stacked_a, rank, like_a=near)
         tensors[layer + _B] = (factor_b / scaling).float().contiguous()
         tensors[layer + _A] = factor_a.float().contiguous()
     return Merged(tensors, truncation)
@@ -138,9 +138,9 @@ def merge_by_layer(
     tensors = [one.tensors for one in adapters]
     alike = all(one.scaling == scaling and _rank(one.tensors) == rank for one in adapters)
     if not alike:
-        return merge_products(adapters, weights, rank, scaling, like)
+        return merge_products(adapters, weights, rank, scaling=scaling, like=like)
     apart = [layer for layer, error in averaging_error(tensors, weights).items() if error > drift_threshold]
-    products = merge_products(adapters, weights, rank, scaling, like, layers=apart)
+    products = merge_products(adapters, weights, rank, scaling=scaling, like=like, layers=apart)
     return Merged({**average_factors(tensors, weights), **products.tensors}, products.truncation)
 
 

@@ -55,10 +55,10 @@ BLUR = Phase(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, measure and save as the command line says."""
-    options = parse(arguments, __doc__, Effort(1800, 500, 48, 20_000, 128))
+    options = parse(arguments, __doc__, Effort(1800, 500, 48, examples=20_000, measured_tasks=128))
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    make(Course(DEMO_TASKS, LEARN, BLUR), make_model(), make_tokenizer(), options)
+    make(Course(DEMO_TASKS, LEARN, BLUR), make_model(), make_tokenizer(), options=options)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

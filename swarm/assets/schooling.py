@@ -97,7 +97,7 @@ def make(
     """Teach, measure and save to `options.out`, with a report beside the weights. `options` come from `parse`."""
     started = time.monotonic()
     effort = Effort(**{name: getattr(options, name) for name in Effort.__dataclass_fields__})
-    after_learning, after_blurring = teach(course, model, tokenizer, effort, random.Random(options.seed))
+    after_learning, after_blurring = teach(course, model, tokenizer, effort=effort, rng=random.Random(options.seed))
     save(model, tokenizer, options.out)
     report = {
         "arguments": {name: value for name, value in vars(options).items() if name != "out"},
@@ -119,11 +119,11 @@ def teach(
     """Run both phases on the model in place. Returns its abilities after each."""
     mixture = TaskMixture(TasksSection(sources=course.tasks))
     taught = [name for name in mixture.sources if course.learn.weights.get(name, 1.0) > 0]
-    corpora = {name: make_corpus(mixture, tokenizer, name, effort.examples) for name in taught}
-    train(model, corpora, course.learn, effort.learn_steps, effort.batch_size, rng)
-    after_learning = measure(model, tokenizer, mixture, effort.measured_tasks)
-    train(model, corpora, course.blur, effort.blur_steps, effort.batch_size, rng)
-    return after_learning, measure(model, tokenizer, mixture, effort.measured_tasks)
+    corpora = {name: make_corpus(mixture, tokenizer, name, count=effort.examples) for name in taught}
+    train(model, corpora, course.learn, num_steps=effort.learn_steps, batch_size=effort.batch_size, rng=rng)
+    after_learning = measure(model, tokenizer, mixture, tasks_per_source=effort.measured_tasks)
+    train(model, corpora, course.blur, num_steps=effort.blur_steps, batch_size=effort.batch_size, rng=rng)
+    return after_learning, measure(model, tokenizer, mixture, tasks_per_source=effort.measured_tasks)
 
 
 def make_corpus(mixture: TaskMixture, tokenizer: PreTrainedTokenizerFast, name: str, count: int) -> Corpus:
@@ -155,7 +155,7 @@ def train(
         for optimizer in optimizers
     ]
     for step in range(1, num_steps + 1):
-        loss = _backward(model, _draw(corpora, phase, batch_size, rng))
+        loss = _backward(model, _draw(corpora, phase, batch_size, rng=rng))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()

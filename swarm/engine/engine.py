@@ -1,7 +1,7 @@
 """The contract between rollouts and the engines that sample answers, and what the engines share."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -35,7 +35,7 @@ class Completion:
         return self.end == "eos"
 
 
-NOT_BEGUN = Completion((), (), (), "open")
+NOT_BEGUN = Completion((), (), (), end="open")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class SamplingCall:
 def open_rows(requests: Sequence[AnswerRequest]) -> list[AnswerSlot]:
     """Return every answer that has not ended, in the order of the requests."""
     return [
-        AnswerSlot(index, sample, request.max_new_tokens, answer)
+        AnswerSlot(index, sample, request.max_new_tokens, begun=answer)
         for index, request in enumerate(requests)
         for sample, answer in enumerate(request.answers)
         if answer.end == "open"
@@ -190,6 +190,22 @@ def grouped(
         [completions.get((index, sample), answer) for sample, answer in enumerate(request.answers)]
         for index, request in enumerate(requests)
     ]
+
+
+def generate_in_chunks(
+    requests: Sequence[AnswerRequest], size: int, sample: Callable[[Sequence[AnswerSlot]], Sequence[Completion]]
+) -> list[list[Completion]]:
+    """Sample every open answer, at most `size` at a time; returns the answers to each request.
+
+    `sample` returns one answer for each row it gets. Raises TrainingError as `refuse_nan`.
+    """
+    rows = longest_first(requests, open_rows(requests))
+    answers: dict[tuple[int, int], Completion] = {}
+    for start in range(0, len(rows), size):
+        chunk = rows[start : start + size]
+        answers.update(zip([(row.prompt, row.sample) for row in chunk], sample(chunk), strict=True))
+    refuse_nan(answers.values())
+    return grouped(requests, answers)
 
 
 def capacity_of(requests: Sequence[AnswerRequest]) -> int:

@@ -276,7 +276,7 @@ class Pruning:
 
     def begin(self, sizes: Sequence[int], seed: int) -> PruneCall:
         """Begin one engine call with so many answers per prompt. The same seed gives the same decisions."""
-        return PruneCall(self._head, self._config, sizes, seed, drops=self.drops)
+        return PruneCall(self._head, self._config, sizes, seed=seed, drops=self.drops)
 
     def learn(self, call: PruneCall, rewards: Mapping[AnswerKey, float]) -> None:
         """Learn from ended answers. Each has the weight of those it stands for, which compensates for dropped ones."""

@@ -191,7 +191,7 @@ class SlotEngine:
         with self._merged:
             prepared, logits = self._model.prepare([prompt])
             cache = SlotCache(prepared, 1, len(prompt) + len(answer))
-            cache.put(0, prepared, 0, len(prompt))
+            cache.put(0, prepared, row=0, length=len(prompt))
             for step, token in enumerate(answer):
                 logprobs.append(logits.float().log_softmax(-1)[0, token].item())
                 if step + 1 < len(answer):

@@ -30,7 +30,7 @@ class SlotCache(Cache):
         self.device = self.slot_layers[0].keys.device
         self.dtype = self.slot_layers[0].keys.dtype
         self._num_places = num_slots * capacity
-        self.slots, self.positions = self._cut(num_slots, capacity)
+        self.slots, self.positions = self._divide(num_slots, capacity)
         """Numbers [S] of the slots, and the column [S] of each slot's next token."""
         self.width = 0
         """Number of columns that the active slots use, with the next token's."""
@@ -39,7 +39,7 @@ class SlotCache(Cache):
         """Divide the same buffers into other slots, all free. Returns False, and does nothing, where they are too small."""
         if num_slots * capacity > self._num_places:
             return False
-        self.slots, self.positions = self._cut(num_slots, capacity)
+        self.slots, self.positions = self._divide(num_slots, capacity)
         self.width = 0
         return True
 
@@ -61,9 +61,9 @@ class SlotCache(Cache):
         """Memory of the buffers."""
         return sum(layer.num_bytes() for layer in self.slot_layers)
 
-    def _cut(self, num_slots: int, capacity: int) -> tuple[Tensor, Tensor]:
+    def _divide(self, num_slots: int, capacity: int) -> tuple[Tensor, Tensor]:
         for layer in self.slot_layers:
-            layer.cut(num_slots, capacity)
+            layer.divide(num_slots, capacity)
         zeros = torch.zeros(num_slots, dtype=torch.long, device=self.device)
         return torch.arange(num_slots, device=self.device), zeros
 
@@ -84,10 +84,10 @@ class _SlotLayer(CacheLayerMixin):
             states.new_zeros(num_places * heads * size)
             for states, (heads, size) in zip((like.keys, like.values), self._like, strict=True)
         ]
-        self.cut(num_places, 1)
+        self.divide(num_places, 1)
         self.is_initialized = True
 
-    def cut(self, num_slots: int, capacity: int) -> None:
+    def divide(self, num_slots: int, capacity: int) -> None:
         self.keys, self.values = (
             buffer[: num_slots * capacity * heads * size].view(num_slots, heads, capacity, size)
             for buffer, (heads, size) in zip(self._buffers, self._like, strict=True)

@@ -221,7 +221,7 @@ class SlotRun:
         slot, prepared, num_begun = self._num_active, self._prepared[row.start], len(row.begun.token_ids)
         length = len(self._prompts[row.prompt]) + num_begun
         cache = self._buffers(prepared)
-        cache.put(slot, prepared.cache, prepared.row, length)
+        cache.put(slot, prepared.cache, row=prepared.row, length=length)
         noise = torch.from_numpy(self._call.uniforms(row))
         self._noise[slot, : row.max_new_tokens] = noise.to(self._noise.device)
         self._logits[slot] = prepared.logits
@@ -263,7 +263,7 @@ class SlotRun:
     def _completion(self, slot: int, end: End) -> Completion:
         num_tokens = int(self._steps[slot])
         drawn, plain = self._logprobs[:, slot, :num_tokens].tolist()
-        return Completion(tuple(self._tokens[slot, :num_tokens].tolist()), tuple(drawn), tuple(plain), end)
+        return Completion(tuple(self._tokens[slot, :num_tokens].tolist()), tuple(drawn), tuple(plain), end=end)
 
 
 def _chunks(sequences: Mapping[tuple[int, int], list[int]]) -> Iterator[dict[tuple[int, int], list[int]]]:

@@ -18,10 +18,9 @@ from swarm.engine.engine import (
     End,
     SamplingCall,
     capacity_of,
+    generate_in_chunks,
     grouped,
-    longest_first,
     open_rows,
-    refuse_nan,
 )
 from swarm.engine.sampling import Sampling, sample_tokens
 from swarm.policy.logprobs import PromptCache
@@ -51,20 +50,12 @@ class TransformersEngine:
         stop: Sequence[str] = (),
     ) -> list[list[Completion]]:
         """See `Engine.generate`."""
-        rows = longest_first(requests, open_rows(requests))
-        if not rows:
+        if not open_rows(requests):
             return grouped(requests, {})
         self._policy.model.eval()
-        size = self._chunk_size(capacity_of(requests))
         call = SamplingCall(self._policy, sampling, seed, stop=stop)
-        answers: dict[tuple[int, int], Completion] = {}
-        for start in range(0, len(rows), size):
-            chunk = rows[start : start + size]
-            batch = _Batch(self._policy, requests, chunk, call=call)
-            keys = [(row.prompt, row.sample) for row in chunk]
-            answers.update(zip(keys, batch.decode(), strict=True))
-        refuse_nan(answers.values())
-        return grouped(requests, answers)
+        size = self._chunk_size(capacity_of(requests))
+        return generate_in_chunks(requests, size, lambda rows: _Batch(self._policy, requests, rows, call=call).decode())
 
     @torch.no_grad()
     def score(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
@@ -137,7 +128,7 @@ class _Batch:
                 active, chosen = [active[place] for place in going], chosen[keep]
             logits = cache.extend(chosen[:, None])[:, -1]
         return [
-            Completion(tuple(tokens), tuple(drawn), tuple(plain), end)
+            Completion(tuple(tokens), tuple(drawn), tuple(plain), end=end)
             for tokens, (drawn, plain), end in zip(self._tokens, self._logprobs, self._ends, strict=True)
             if end is not None
         ]

@@ -156,7 +156,7 @@ class VllmEngine:
         ]
         plain = drawn if sampling.is_plain or sampling.temperature == 0 else self._plain(prompt, tokens)
         return [
-            Completion(token_ids, drawn_logprobs, plain_logprobs, self._end(output))
+            Completion(token_ids, drawn_logprobs, plain_logprobs, end=self._end(output))
             for token_ids, drawn_logprobs, plain_logprobs, output in zip(tokens, drawn, plain, outputs, strict=True)
         ]
 

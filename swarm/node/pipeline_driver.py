@@ -77,12 +77,14 @@ class PipelineDriver:
             max_states=pipeline.max_states,
             max_in_flight=len(pipeline.members) + 1,
         )
-        self._supervisor = PipelineSupervisor(config.policy.pipeline, base, model_cost(base), settings, self.send)
-        policy = pipeline_policy(config.policy, base, self._supervisor, loop, hash_cache)
-        speed = layers_per_s(base.folder, base.lora, base.device, base.dtype)
+        self._supervisor = PipelineSupervisor(
+            config.policy.pipeline, base, model_cost(base), settings=settings, send=self.send
+        )
+        policy = pipeline_policy(config.policy, base, self._supervisor, loop=loop, hash_cache=hash_cache)
+        speed = layers_per_s(base.folder, base.lora, base.device, dtype=base.dtype)
         policy.wait_for(self._supervisor.start(Machine(speed, available_bytes(base.device))))
         engine = PipelineEngine(policy, config.rollouts.max_batch_sequences)
-        return PolicyBackend(policy, engine, PipelineOptimizer(config.training, policy), _nothing_to_probe)
+        return PolicyBackend(policy, engine, PipelineOptimizer(config.training, policy), probe_memory=_nothing_to_probe)
 
     def stages(self) -> list[dict[str, Any]]:
         """Return who holds which layers now, for the page: {stage, first_layer, end_layer, holder} of each stage."""

@@ -65,7 +65,7 @@ def run_stage(config: Config, layers: Layers | None = None, unlock: Unlock | Non
         check_pipeline(config)
         set_up_logging(folder.logs, config.observability.log_level)
         with crash_reports(folder):
-            asyncio.run(StageProcess(config, folder, identity, layers).run_until_signal())
+            asyncio.run(StageProcess(config, folder, identity, layers=layers).run_until_signal())
 
 
 def check_pipeline(config: Config) -> None:
@@ -133,7 +133,7 @@ class StageProcess:
         network = network_with_stages(self._config, self._identity.peer_id).model_copy(update={"gossip": "off"})
         validator = EntryValidator(self._config.swarm_id)
         config = self._config.model_copy(update={"network": network})
-        transport = node_transport(config, self._identity, self._folder, validator)
+        transport = node_transport(config, self._identity, self._folder, validator=validator)
         assert transport is not None, "checked by check_pipeline"
         pipeline = self._config.policy.pipeline
         channel = CommandChannel(config.swarm_id, pipeline.name, driver=pipeline.driver, members=pipeline.members)

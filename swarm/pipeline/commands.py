@@ -230,14 +230,17 @@ def forward_command(fields: Fields) -> ForwardCommand:
         if fields.tensor("answers").is_floating_point() or place != len(tokens):
             raise _odd("answers", "as many token ids as `lengths` says")
         answers = Answers(
-            fields.integers("starts"), tuple(rows), fields.number("temperature"), fields.flag("with_entropy")
+            fields.integers("starts"),
+            tuple(rows),
+            fields.number("temperature"),
+            with_entropy=fields.flag("with_entropy"),
         )
     return ForwardCommand(
         fields.integer("batch"),
         fields.integer("micro_batch"),
         fields.tensor("states"),
-        answers,
-        fields.flag("without_adapter"),
+        answers=answers,
+        without_adapter=fields.flag("without_adapter"),
     )
 
 
@@ -312,7 +315,9 @@ def commit_bundle(command: CommitCommand) -> Bundle:
 
 
 def commit_command(fields: Fields) -> CommitCommand:
-    return CommitCommand(fields.integer("batch"), fields.number("lr"), fields.number("scale"), fields.under(""))
+    return CommitCommand(
+        fields.integer("batch"), fields.number("lr"), fields.number("scale"), shared_gradients=fields.under("")
+    )
 
 
 def decode_command_bundle(command: DecodeCommand) -> Bundle:
@@ -324,7 +329,7 @@ def decode_command_bundle(command: DecodeCommand) -> Bundle:
 
 def decode_command(fields: Fields) -> DecodeCommand:
     padding = fields.integers("left_padding") if fields.has("left_padding") else None
-    return DecodeCommand(fields.integer("session"), fields.tensor("states"), padding, fields.flag("is_last"))
+    return DecodeCommand(fields.integer("session"), fields.tensor("states"), padding, is_last=fields.flag("is_last"))
 
 
 def facts_bundle(facts: StageFacts) -> Bundle:
@@ -351,10 +356,10 @@ def facts_of(fields: Fields) -> StageFacts:
         part_of(fields),
         fields.integer("num_model_layers"),
         fields.text("layer_prefix"),
-        shapes,
-        fields.integer("version"),
-        fields.integer("last_batch"),
-        fields.text("content_hash"),
+        shapes=shapes,
+        version=fields.integer("version"),
+        last_batch=fields.integer("last_batch"),
+        content_hash=fields.text("content_hash"),
     )
 
 
@@ -366,7 +371,7 @@ def part_fields(part: StagePart) -> dict[str, Any]:
 
 def part_of(fields: Fields) -> StagePart:
     return StagePart(
-        fields.integer("start"), fields.integer("stop"), fields.flag("has_embedding"), fields.flag("has_head")
+        fields.integer("start"), fields.integer("stop"), fields.flag("has_embedding"), has_head=fields.flag("has_head")
     )
 
 

@@ -45,9 +45,9 @@ class Layout:
 
 
 LAYOUTS: dict[str, Layout] = {
-    "llama": Layout("LlamaForCausalLM", "model", "embed_tokens", "norm"),
-    "qwen2": Layout("Qwen2ForCausalLM", "model", "embed_tokens", "norm"),
-    "gpt_neox": Layout("GPTNeoXForCausalLM", "gpt_neox", "embed_in", "final_layer_norm", old_head="embed_out"),
+    "llama": Layout("LlamaForCausalLM", "model", "embed_tokens", norm="norm"),
+    "qwen2": Layout("Qwen2ForCausalLM", "model", "embed_tokens", norm="norm"),
+    "gpt_neox": Layout("GPTNeoXForCausalLM", "gpt_neox", "embed_in", norm="final_layer_norm", old_head="embed_out"),
 }
 """Layouts by `model_type` of config.json."""
 
@@ -76,6 +76,10 @@ class StagePart:
         """Number of layers, at least one."""
         return self.stop - self.start
 
+    def name_prefixes(self, layer_prefix: str) -> tuple[str, ...]:
+        """Prefixes of the names of all tensors of its layers."""
+        return tuple(f"{layer_prefix}{number}." for number in range(self.start, self.stop))
+
 
 def stage_parts(sizes: Sequence[int], *, replicate_edges: bool = False) -> list[StagePart]:
     """Return the parts of stages with `sizes` layers each, in order. Raises PipelineError for an empty stage.
@@ -88,7 +92,7 @@ def stage_parts(sizes: Sequence[int], *, replicate_edges: bool = False) -> list[
     reach, last, start = 2 if replicate_edges else 1, len(sizes), 0
     parts: list[StagePart] = []
     for index, size in enumerate(sizes):
-        parts.append(StagePart(start, start + size, index < reach, index >= last - reach))
+        parts.append(StagePart(start, start + size, index < reach, has_head=index >= last - reach))
         start += size
     return parts
 

@@ -102,7 +102,7 @@ class RemoteLink:
             self._expected.check_facts(facts)
             return facts
 
-        return await self._ask("describe", Bundle(), self._expected.facts_bytes, read)
+        return await self._ask("describe", Bundle(), self._expected.facts_bytes, read=read)
 
     async def forward(self, command: ForwardCommand) -> Tensor | TokenLogprobs:
         num_rows, num_columns = command.states.shape[:2]
@@ -115,7 +115,7 @@ class RemoteLink:
         width = self._expected.hidden
         return await self._ask_states(
             "forward", command_bytes.forward_bundle(command), limit,
-            lambda fields: command_bytes.forward_result(fields, command, width),
+            read=lambda fields: command_bytes.forward_result(fields, command, width),
         )  # fmt: skip
 
     async def backward(self, command: BackwardCommand) -> Tensor | None:
@@ -123,19 +123,19 @@ class RemoteLink:
         shape = (*self._sizes.get(command.micro_batch, (0, 0)), self._expected.hidden)
         return await self._ask_states(
             "backward", command_bytes.backward_bundle(command), FRAME_BYTES + 4 * shape[0] * shape[1] * shape[2],
-            lambda fields: command_bytes.backward_result(fields, shape),
+            read=lambda fields: command_bytes.backward_result(fields, shape),
         )  # fmt: skip
 
     async def close_batch(self, command: CloseBatchCommand) -> BatchGradient:
         shapes = {name: self._expected.shapes[name] for name in command.shared}
         return await self._ask(
             "settle", command_bytes.close_batch_bundle(command), self._expected.tensor_bytes(command.shared),
-            lambda fields: command_bytes.gradient_result(fields, shapes),
+            read=lambda fields: command_bytes.gradient_result(fields, shapes),
         )  # fmt: skip
 
     async def commit(self, command: CommitCommand) -> int:
         return await self._ask(
-            "commit", command_bytes.commit_bundle(command), FRAME_BYTES, lambda fields: fields.integer("version")
+            "commit", command_bytes.commit_bundle(command), FRAME_BYTES, read=lambda fields: fields.integer("version")
         )
 
     async def drop(self, batch: int) -> None:
@@ -147,7 +147,7 @@ class RemoteLink:
         shape = (num_rows, vocab) if command.is_last else (num_rows, num_new, hidden)
         return await self._ask_states(
             "decode", command_bytes.decode_command_bundle(command), FRAME_BYTES + 4 * num_rows * max(num_new * hidden, vocab),
-            lambda fields: command_bytes.shaped(fields.tensor("states"), shape),
+            read=lambda fields: command_bytes.shaped(fields.tensor("states"), shape),
         )  # fmt: skip
 
     async def select(self, session: int, rows: Sequence[int]) -> None:
@@ -162,7 +162,7 @@ class RemoteLink:
             self._expected.check_state(tensors, rest["lr_factor"])
             return tensors, rest
 
-        return await self._ask("state", Bundle(), self._expected.state_bytes, read)
+        return await self._ask("state", Bundle(), self._expected.state_bytes, read=read)
 
     async def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], rest: Mapping[str, int | float]) -> None:
         await self._command("restore", command_bytes.state_bundle((tensors, rest)))
@@ -171,11 +171,11 @@ class RemoteLink:
         await self._command("recover", command_bytes.recover_bundle(weights, version, moments))
 
     async def _command(self, kind: str, bundle: Bundle) -> None:
-        await self._ask(kind, bundle, FRAME_BYTES, lambda fields: None)
+        await self._ask(kind, bundle, FRAME_BYTES, read=lambda fields: None)
 
     async def _ask(self, kind: str, bundle: Bundle, limit: Limit, read: Callable[[Fields], T]) -> T:
         addressed = Bundle({**bundle.fields, "slot": self._expected.part.start}, bundle.tensors)
-        fields = await ask(self._send, self.peer_id, kind, addressed, max_reply_bytes=limit)
+        fields = await ask(self._send, self.peer_id, kind, bundle=addressed, max_reply_bytes=limit)
         with replies_of(self.peer_id):
             return read(fields)
 
@@ -185,7 +185,7 @@ class RemoteLink:
         precision = self._precision if states.is_floating_point() and states.dim() == 3 else None
         place = {"slot": self._expected.part.start, "precision": self._precision}
         addressed = Bundle({**bundle.fields, **place}, bundle.tensors)
-        fields = await ask(self._send, self.peer_id, kind, addressed, max_reply_bytes=limit, precision=precision)
+        fields = await ask(self._send, self.peer_id, kind, bundle=addressed, max_reply_bytes=limit, precision=precision)
         with replies_of(self.peer_id):
             return read(fields)
 

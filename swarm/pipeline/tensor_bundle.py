@@ -160,8 +160,8 @@ def encode_bundle(bundle: Bundle, precisions: Mapping[str, WirePrecision] | None
             kind, data = precision, encode_activation(tensor, precision)
         else:
             kind = "f4" if tensor.is_floating_point() else "i8"
-            kept = tensor.detach().to("cpu", _EXACT[kind][1]).contiguous()
-            data = kept.numpy().astype(_EXACT[kind][0], copy=False).tobytes()
+            exact = tensor.detach().to("cpu", _EXACT[kind][1]).contiguous()
+            data = exact.numpy().astype(_EXACT[kind][0], copy=False).tobytes()
         entries.append([name, kind, list(tensor.shape)])
         parts.append(data)
     head = msgpack.packb([bundle.fields, entries])

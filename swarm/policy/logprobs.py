@@ -148,11 +148,11 @@ def token_logprobs(
     mask = _right_padded([[1.0] * len(answer) for answer in answers], 0.0, device)
     prompts = list(dict.fromkeys(tuple(prompt) for prompt, _ in sequences))
     if share_prompts and len(prompts) < len(sequences):
-        logits = _shared_logits(model, prompts, sequences, mask, pad_id)
+        logits = _shared_logits(model, prompts, sequences, mask=mask, pad_id=pad_id)
     else:
-        logits = _separate_logits(model, sequences, mask, pad_id)
+        logits = _separate_logits(model, sequences, mask, pad_id=pad_id)
     targets = torch.tensor([token for answer in answers for token in answer], device=device)
-    return scored_answers(logits, targets, mask, temperature, with_entropy)
+    return scored_answers(logits, targets, mask, temperature=temperature, with_entropy=with_entropy)
 
 
 def scored_answers(

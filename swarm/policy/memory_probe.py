@@ -58,12 +58,12 @@ def probe_memory(
         available_bytes=(free_bytes(policy.device) if available_bytes is None else available_bytes) - held_bytes,
     )
     if need.training_bytes > need.available_bytes:
-        raise _does_not_fit("training.micro_batch_sequences", size, need.training_bytes, need.available_bytes)
+        raise _does_not_fit("training.micro_batch_sequences", size, need.training_bytes, available=need.available_bytes)
     if need.rollout_bytes > need.available_bytes:
         wanted = rollouts.max_batch_sequences
-        raise _does_not_fit("rollouts.max_batch_sequences", wanted, need.rollout_bytes, need.available_bytes)
+        raise _does_not_fit("rollouts.max_batch_sequences", wanted, need.rollout_bytes, available=need.available_bytes)
     if policy.device.type != "cpu":
-        _run_worst_batch(policy, group, num_prompts, size)
+        _run_worst_batch(policy, group, num_prompts, size=size)
     return need
 
 
@@ -88,17 +88,17 @@ def _worst_group(policy: Policy, num_answers: int, max_new_tokens: int) -> list[
 def _stored_bytes(policy: Policy, group: list[TokenSequence]) -> int:
     """Bytes that autograd stores for the backward pass of one group, each storage counted once, without parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
-    kept: dict[int, int] = {}
+    storages: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         _logprob_sum(policy, group)
-    return sum(kept.values())
+    return sum(storages.values())
 
 
 def _run_worst_batch(policy: Policy, group: list[TokenSequence], num_prompts: int, size: int) -> None:

@@ -137,7 +137,12 @@ class Policy(TextPolicy):
         shares = not self.config.gradient_checkpointing
         with self.model.disable_adapter() if without_adapter else nullcontext():
             return token_logprobs(
-                self.model, sequences, self.pad_token_id, temperature, with_entropy, share_prompts=shares
+                self.model,
+                sequences,
+                self.pad_token_id,
+                temperature=temperature,
+                with_entropy=with_entropy,
+                share_prompts=shares,
             )
 
 
@@ -154,10 +159,10 @@ def load_policy(config: PolicySection, *, device: str = "auto", hash_cache: Path
         check_is_causal(folder)
         weight_files(folder)
         tokenizer = load_tokenizer(folder)
-        base = load_base(config, folder, target, dtype)
+        base = load_base(config, folder, target, dtype=dtype)
         eos_ids = eos_token_ids(base, tokenizer)
         model = attach_adapter(base, config.lora).eval()
-    lineage = compute_lineage(folder, tokenizer, config.lora, adapter_shape(model), hash_cache)
+    lineage = compute_lineage(folder, tokenizer, config.lora, adapted=adapter_shape(model), cache=hash_cache)
     policy = Policy(
         model=model, tokenizer=tokenizer, config=config, device=target, dtype=dtype, lineage=lineage,
         base_folder=folder, eos_token_ids=eos_ids, vocab_size=model.get_input_embeddings().num_embeddings,

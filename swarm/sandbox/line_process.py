@@ -139,7 +139,9 @@ class LineProcess:
         deadline = time.monotonic() + time_budget_s
         data, why = b"", ""
         try:
-            _write(process.stdin.fileno(), process.stdout.fileno(), json.dumps(line).encode() + b"\n", deadline)
+            _write(
+                process.stdin.fileno(), process.stdout.fileno(), json.dumps(line).encode() + b"\n", deadline=deadline
+            )
             data = _read_line(process.stdout.fileno(), deadline)
             if data.endswith(b"\n"):
                 reply = parse_json_text(data)
@@ -163,9 +165,9 @@ def confined_environment(paths: Sequence[str]) -> dict[str, str]:
     Relative paths and the current folder are left out: whoever can write there must not choose what runs.
     """
     here = os.path.realpath(Path.cwd())
-    kept = [path for path in paths if Path(path).is_absolute() and os.path.realpath(path) != here]
+    allowed = [path for path in paths if Path(path).is_absolute() and os.path.realpath(path) != here]
     own = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
-    return {**own, **_SET_VARIABLES, "PYTHONPATH": os.pathsep.join(kept if _HOME in kept else [_HOME, *kept])}
+    return {**own, **_SET_VARIABLES, "PYTHONPATH": os.pathsep.join(allowed if _HOME in allowed else [_HOME, *allowed])}
 
 
 def _has_written(process: "subprocess.Popen[bytes]") -> bool:

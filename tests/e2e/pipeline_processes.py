@@ -22,7 +22,7 @@ _DEADLINE_S = 240.0
 
 
 class StageProcess:
-    """One `swarm stage`."""
+    """One `swarm stage` process."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], *arguments: str) -> None:
         self.folder = folder
@@ -34,7 +34,7 @@ class StageProcess:
         self.process = self.start()
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Also again, after it was killed; at another port then."""
+        """Start the process, also after it was killed, then at another port."""
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
                 self._command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -51,7 +51,7 @@ class StageProcess:
 
 
 def settings_identity(folder: Path) -> str:
-    """Peer id of a node's folder, made if need be."""
+    """Return the peer id of a node's folder, making an identity where there is none."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return identities.load_or_create(folder / "identity.key").peer_id
 
@@ -64,7 +64,7 @@ class PipelineProcesses:
     driver: NodeProcess
 
     def step_after(self, version: int, deadline_s: float = _DEADLINE_S) -> dict[str, Any]:
-        """The row of the first step that was seen to raise the policy's version above `version`."""
+        """Wait for the first step that raises the policy's version above `version`; returns its row."""
         return wait_for(
             lambda: row if (row := self.driver.last_round).get("policy_version", 0) > version else None,
             f"a step after version {version}",
@@ -73,7 +73,7 @@ class PipelineProcesses:
         )
 
     def holders(self) -> list[StageProcess]:
-        """Who holds which stage, the driver's own excluded, as its log says."""
+        """Return who holds which stage, without the driver's own, from the driver's log."""
         log = self.driver.output.read_text()
         peers = re.findall(r"are held by (12D3\w+)", log)
         for stage, peer_id in re.findall(r"stage (\d+) continues at (\w+)", log):
@@ -103,12 +103,12 @@ class PipelineProcesses:
         return row["time_s"] - killed_at, row
 
     def recoveries_s(self) -> list[float]:
-        """How long each rebuilding took, from the moment that the driver noticed a loss."""
+        """Return how long each recovery took, from the moment the driver noticed the loss."""
         return [float(text) for text in re.findall(r"complete again after ([\d.]+) s", self.driver.output.read_text())]
 
 
 def free_ports(count: int) -> list[int]:
-    """Of loopback; free a moment ago."""
+    """Return loopback ports that were free a moment ago."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -126,7 +126,7 @@ def pipeline_processes(
     pipeline: dict[str, Any] | None = None,
     **sections: Any,
 ) -> Iterator[PipelineProcesses]:
-    """Stages and the driver. `layers`: --layers of the first ones."""
+    """Run stages and the driver. `layers`: --layers of the first stages."""
     folders = [folder / f"stage-{number}" for number in range(num_stages)]
     listen = [f"/ip4/127.0.0.1/tcp/{port}" for port in free_ports(num_stages)]
     members = [f"{address}/p2p/{settings_identity(one)}" for address, one in zip(listen, folders, strict=True)]

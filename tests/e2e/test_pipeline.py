@@ -39,8 +39,8 @@ def test_a_killed_stage_is_taken_over_by_a_spare(tmp_path: Path, capsys: pytest.
         machines.step_after(row["policy_version"] + 1)
         machines.driver.signal(signal.SIGINT)
         assert machines.driver.wait(30) in (0, 130)
-        told = read_status(middle.folder / "status.json")
-        assert told.command == "stage", "how to start it again"
+        status = read_status(middle.folder / "status.json")
+        assert status.command == "stage", "how to start it again"
         for stage in machines.stages:
             if stage is not middle:
                 stage.process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""What the machines of a crew tell each other, as functions of bytes; the first byte says to which order they belong."""
+"""The messages between the machines of a pipeline, as functions of bytes; the first byte selects the kind of command."""
 
 import asyncio
 import functools
@@ -46,7 +46,7 @@ def stage_bundle(data: bytes) -> bool:
 
 
 def stage_order(data: bytes) -> bool:
-    """What a stage is ordered by its driver."""
+    """A command that a driver sends to a stage."""
     kind = KINDS[data[0] % len(KINDS)] if data else "describe"
     if len(data) - 1 > _host().max_payload_bytes(kind):
         return False
@@ -126,15 +126,15 @@ def pipeline_seeds() -> dict[str, list[bytes]]:
         ("copy", Bundle()),
         ("load", Bundle({**part_fields(PART), "instead_of": []})),
     ]
-    ordered, answered, bundles = [], [], []
+    sent, answered, bundles = [], [], []
     for kind, bundle in commands:
         payload = encode_bundle(Bundle(bundle.fields | place, bundle.tensors))
-        ordered.append(bytes([KINDS.index(kind)]) + payload)
+        sent.append(bytes([KINDS.index(kind)]) + payload)
         bundles.append(payload)
         reply = host.carry_out(kind, payload)
         if kind in ASKED:
             answered.append(bytes([ASKED.index(kind)]) + reply)
-    return {"stage_order": ordered, "stage_answer": answered, "stage_bundle": bundles}
+    return {"stage_order": sent, "stage_answer": answered, "stage_bundle": bundles}
 
 
 @functools.cache

@@ -52,7 +52,7 @@ SHAPE: dict[str, Any] = {
 
 
 def write_models(folder: Path) -> dict[str, Path]:
-    """{architecture: folder}: a tied head, layers of two kinds (short windows), dropout that must be switched off."""
+    """Write models as {architecture: folder}: a tied head, layers of two kinds (short windows), dropout to switch off."""
     torch.set_num_threads(1)
     windows = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}
     built = {
@@ -70,10 +70,10 @@ def write_models(folder: Path) -> dict[str, Path]:
 
 
 def single_model(folder: Path, lora: LoraSection | None) -> Any:
-    """A model of one's own in one piece, with the adapter moved off its start."""
+    """Return a copy of the model in one piece, with the adapter moved away from its initial values."""
     model = copy.deepcopy(_single_model(folder, cast(Any, lora)))
     if lora is None:
-        model.get_base_model = lambda: model  # what log-probs ask a peft model for
+        model.get_base_model = lambda: model  # log-probs ask a peft model for it
     return model
 
 
@@ -92,7 +92,7 @@ def _single_model(folder: Path, lora: Any) -> Any:
 
 
 def trainable(model: Any, lora: LoraSection | None) -> dict[str, torch.nn.Parameter]:
-    """By the names that stages use."""
+    """Return the trainable parameters by the names that stages use."""
     return dict(model.named_parameters() if lora is None else adapter_parameters(model))
 
 
@@ -110,7 +110,7 @@ def _load_stages(folder: Path, sizes: tuple[int, ...], lora: Any, replicate_edge
 
 @dataclass
 class TestStageGroup:
-    """A pipeline whose stages can be looked into."""
+    """A stage group with its models, stages and links."""
 
     __test__ = False
 
@@ -134,7 +134,7 @@ async def open_stage_group(
     replicate_edges: bool = False,
     wrap: Callable[[int, InProcessLink], Any] = lambda _, link: link,
 ) -> AsyncIterator[TestStageGroup]:
-    """A started pipeline; its weights are those of the single model `like` where one is given."""
+    """Yield a started stage group, with the weights of the single model `like` where one is given."""
     models = load_stages(folder, sizes, lora, replicate_edges=replicate_edges)
     if like is not None:
         source = trainable(like, lora)
@@ -154,7 +154,7 @@ async def open_stage_group(
 
 
 def made_up_parts(num_parts: int, seed: int = 3) -> list[list[TokenSequence]]:
-    """Micro-batches of two or three sequences of differing lengths."""
+    """Make micro-batches of two or three sequences of different lengths."""
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(low: int, high: int) -> list[int]:
@@ -165,7 +165,7 @@ def made_up_parts(num_parts: int, seed: int = 3) -> list[list[TokenSequence]]:
 
 
 def loss_of(micro_batch: int, result: TokenLogprobs) -> Tensor:
-    """Weights of both signs, another for every token; not linear in the log-probs."""
+    """A loss with weights of both signs, different for every token, and not linear in the log-probs."""
     generator = torch.Generator().manual_seed(100 + micro_batch)
     weights = torch.randn(result.logprobs.shape, generator=generator)
     ratio = (result.logprobs - result.logprobs.detach()).exp()
@@ -175,7 +175,7 @@ def loss_of(micro_batch: int, result: TokenLogprobs) -> Tensor:
 def single_gradients(
     model: Any, lora: LoraSection | None, parts: Sequence[Sequence[TokenSequence]]
 ) -> dict[str, Tensor]:
-    """Summed over the parts."""
+    """Return the gradients of the single model, summed over the parts."""
     model.zero_grad()
     for index, part in enumerate(parts):
         loss_of(index, token_logprobs(model, part, PAD, share_prompts=False)).backward()
@@ -187,7 +187,7 @@ def norm_of(gradients: dict[str, Tensor]) -> float:
 
 
 def largest_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Over all tensors, relative to the largest value of each."""
+    """Return the largest difference over all tensors, relative to the largest value of each."""
     assert set(found) == set(wanted)
     return max(
         ((found[name] - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=1e-3)).item() for name in wanted

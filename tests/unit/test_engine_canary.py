@@ -1,4 +1,4 @@
-"""The canary sings when the engine samples from anything but the trained weights."""
+"""The canary raises when the engine samples from other weights than the trained ones."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

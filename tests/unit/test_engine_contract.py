@@ -1,4 +1,4 @@
-"""What every engine promises, for every engine that is installed. vLLM takes part where its package is there."""
+"""The contract of engines, for every engine that is installed; vLLM is tested where its package is present."""
 
 import sys
 from collections.abc import Iterator, Sequence

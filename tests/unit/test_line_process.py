@@ -1,4 +1,4 @@
-"""What a service may do that has met a stranger's text, and what it may say. Real processes."""
+"""What a service may do and say after a stranger's text has taken it over. With real processes."""
 
 import os
 import select
@@ -31,7 +31,7 @@ Start = Callable[..., LineProcess]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts a service that evaluates Python for the test, as one would do that a text has taken over."""
+    """Starts a service that evaluates Python for the test, like a service that a text has taken over."""
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "evil_service.py").write_text(SERVICE)
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
@@ -91,7 +91,7 @@ NO_SOCKET = """[
 
 
 def test_no_family_of_sockets_leads_out_of_the_namespaces(start: Start) -> None:
-    """Those of virtual machines, for one, belong to no network namespace."""
+    """Some socket families, such as those of virtual machines, do not belong to a network namespace."""
     process = start()
     assert got(process, NO_SOCKET) == [], "families of which a socket could be made"
     assert got(process, "[one.close() for one in __import__('socket').socketpair()]") == [None, None], "for event loops"
@@ -133,7 +133,7 @@ def test_nothing_is_imported_from_the_current_folder(
     assert str(here) not in confined_environment(sys.path)["PYTHONPATH"].split(os.pathsep)
 
 
-def test_what_an_unfenced_service_has_started_ends_with_it(start: Start) -> None:
+def test_what_a_service_without_namespaces_has_started_ends_with_it(start: Start) -> None:
     process = start("none")
     pid = got(process, "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid")
     child = psutil.Process(pid)
@@ -141,7 +141,7 @@ def test_what_an_unfenced_service_has_started_ends_with_it(start: Start) -> None
     child.wait(10)
 
 
-def test_a_fenced_service_ends_with_its_node(start: Start, tmp_path: Path) -> None:
+def test_a_service_in_namespaces_ends_with_its_node(start: Start, tmp_path: Path) -> None:
     """The node is killed while the service computes and neither reads nor writes."""
     script = (
         "import sys\nfrom swarm.sandbox.line_process import *\n"
@@ -160,7 +160,7 @@ def test_a_fenced_service_ends_with_its_node(start: Start, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("expression", "told"),
+    ("expression", "expected"),
     [
         ("os.write(3, b'[1]\\n')", "ended with"),
         ("os.write(3, b'[' * 200000 + b'\\n')", "ended with"),
@@ -172,9 +172,9 @@ def test_a_fenced_service_ends_with_its_node(start: Start, tmp_path: Path) -> No
         ("os.write(3, b'{')", "ended with"),
     ],
 )
-def test_whatever_it_replies_is_a_table_or_the_one_error(start: Start, expression: str, told: str) -> None:
+def test_whatever_it_replies_is_a_table_or_the_one_error(start: Start, expression: str, expected: str) -> None:
     process = start()
-    with pytest.raises(LineProcessError, match=told) as caught:
+    with pytest.raises(LineProcessError, match=expected) as caught:
         process.ask(expression, 5.0)
     assert caught.value.by_question
     assert got(process, "1 + 1") == 2, "and a new one is there"
@@ -210,9 +210,11 @@ WITHOUT_NAMESPACES = (
 )
 
 
-@pytest.mark.parametrize(("namespaces", "told"), [("required", "unshare"), ("if possible", "got 2 PermissionError")])
-def test_without_namespaces_it_starts_only_where_that_was_said(
-    start: Start, tmp_path: Path, namespaces: str, told: str
+@pytest.mark.parametrize(
+    ("namespaces", "expected"), [("required", "unshare"), ("if possible", "got 2 PermissionError")]
+)
+def test_without_namespaces_it_starts_only_where_that_is_allowed(
+    start: Start, tmp_path: Path, namespaces: str, expected: str
 ) -> None:
     script = (
         "import sys\nfrom swarm.sandbox.line_process import *\n"
@@ -223,7 +225,7 @@ def test_without_namespaces_it_starts_only_where_that_was_said(
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "packages"), str(Path.cwd())])}
     command = [*WITHOUT_NAMESPACES, sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
-    assert told in done.stdout, done
+    assert expected in done.stdout, done
 
 
 def test_questions_of_several_threads_get_their_own_answers(start: Start) -> None:

@@ -1,4 +1,4 @@
-"""Layers by measured speed and memory, against trying all cuts."""
+"""Assignment of layers by measured speed and memory, compared with all possible splits."""
 
 from collections.abc import Iterator, Sequence
 

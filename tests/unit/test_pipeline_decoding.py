@@ -1,4 +1,4 @@
-"""Answers that a pipeline samples are those of the single model; sessions of a stage are bounded."""
+"""A pipeline samples the answers of the single model, and the sessions of a stage are bounded."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -31,7 +31,7 @@ NUM_NEW = 12
 
 @cache
 def answers_alone(folder: Path) -> tuple[list[list[int]], set[int]]:
-    """(greedy answers of the single model, tokens that end them: some rows early, one at once)."""
+    """Return (greedy answers of the single model, tokens that end them: some rows early, one at once)."""
     whole = single_model(folder, LORA)
     plain = [alone(whole, prompt) for prompt in PROMPTS]
     eos = {plain[0][3], plain[2][0]}
@@ -42,7 +42,7 @@ def answers_alone(folder: Path) -> tuple[list[list[int]], set[int]]:
 
 @torch.no_grad()
 def alone(model: Any, prompt: Sequence[int], eos: Sequence[int] = ()) -> list[int]:
-    """Greedy answer without a cache: the whole row anew for every token."""
+    """Sample greedily without a cache, computing the whole row for every token."""
     row = list(prompt)
     for _ in range(NUM_NEW):
         row.append(int(model(input_ids=torch.tensor([row])).logits[0, -1].argmax()))
@@ -73,7 +73,7 @@ async def test_greedy_answers_are_those_of_the_single_model(
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 async def test_logits_of_ragged_rows_are_those_of_each_alone(pipeline_models: dict[str, Path], name: str) -> None:
-    """Left-padded rows, then repeated and reordered ones, as siblings of a group are."""
+    """Left-padded rows, then repeated and reordered ones, like the siblings of a group."""
     whole = single_model(pipeline_models[name], LORA)
     longest = max(len(prompt) for prompt in PROMPTS)
     padding = tuple(longest - len(prompt) for prompt in PROMPTS)
@@ -121,7 +121,7 @@ async def test_a_stage_lost_in_decoding_is_named_and_the_others_forget(pipeline_
 
 
 async def test_sampling_hears_its_rows_and_steps(pipeline_models: dict[str, Path]) -> None:
-    """What chooses tokens is told which prompt a row belongs to, so draws do not depend on the batch."""
+    """The function that chooses tokens gets the prompt a row belongs to, so draws do not depend on the batch."""
 
     def choose(logits: Tensor, rows: Sequence[int], step: int) -> Tensor:
         assert logits.shape == (len(rows), 90)
@@ -175,7 +175,7 @@ def test_sessions_are_bounded_in_bytes(pipeline_models: dict[str, Path]) -> None
     assert stage.decode(begin(2, 1, 13)).shape == (1, 13, 32)
 
 
-def test_what_an_order_takes_beside_its_states_is_bounded_before_it_is_made(pipeline_models: dict[str, Path]) -> None:
+def test_what_a_command_takes_beside_its_states_is_bounded_before_it_is_made(pipeline_models: dict[str, Path]) -> None:
     stage = make_stage(pipeline_models, max_session_bytes=100_000)  # 384 bytes of keys and values for each column
     plain, padded = ((0,), (1,))
     assert stage.decode(DecodeCommand(1, torch.ones(1, 150, 32), plain)).shape == (1, 150, 32)
@@ -211,7 +211,7 @@ def test_the_bytes_counted_are_those_of_the_cache(pipeline_models: dict[str, Pat
         assert held == 2 * 5 * model.cache_token_bytes
 
 
-def test_odd_orders_are_refused(pipeline_models: dict[str, Path]) -> None:
+def test_odd_commands_are_refused(pipeline_models: dict[str, Path]) -> None:
     stage = make_stage(pipeline_models)
     for padding in ((0,), (0, 4), (0, -1)):
         with pytest.raises(PipelineError, match="left padding"):
@@ -253,7 +253,7 @@ async def test_keys_and_values_of_two_versions_do_not_mix(pipeline_models: dict[
 
 def test_a_beginning_that_comes_after_the_end_leaves_nothing_behind(pipeline_models: dict[str, Path]) -> None:
     stage = make_stage(pipeline_models, max_sessions=1)
-    stage.end(1)  # overtook the order it ends
+    stage.end(1)  # overtook the command it ends
     with pytest.raises(PipelineError, match="has ended"):
         stage.decode(begin(1))
     assert stage.decode(begin(2)).shape == (2, 4, 32)

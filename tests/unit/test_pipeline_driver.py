@@ -1,4 +1,4 @@
-"""A pipeline as a learner's policy: what one process would do, and going on when machines are lost."""
+"""A pipeline as a learner's policy: it does what one process does, and it continues when machines are lost."""
 
 import asyncio
 import random
@@ -46,7 +46,7 @@ TRAINING = TrainingSection(lr=1e-3, warmup_steps=0, micro_batch_sequences=4, lr_
 
 @dataclass
 class Driven:
-    """A pipeline of four machines, one of them a spare, and what drives it."""
+    """A pipeline of four machines, one of them a spare, and its driver."""
 
     supervisor: PipelineSupervisor
     policy: PipelinePolicy
@@ -73,7 +73,7 @@ async def driven_pipeline(
     host_of: Callable[..., StageHost] = lambda number, *args, **kwargs: StageHost(*args, **kwargs),
     **settings: Any,
 ) -> AsyncIterator[Driven]:
-    """`host_of(number, …)` makes the machine of a member."""
+    """Start a pipeline; `host_of(number, …)` makes the machine of a member."""
     driven = {
         "driver": DRIVER.peer_id,
         "crew": MEMBERS,
@@ -248,7 +248,7 @@ async def test_the_raised_learning_rate_of_a_rebuilt_stage_is_in_the_checkpoint(
         assert [factor > 1.05 for factor in factors] == held and any(held) and not all(held)
 
 
-async def test_a_frozen_machine_is_lost_long_before_the_deadline_of_its_order(tmp_path: Path) -> None:
+async def test_a_frozen_machine_is_lost_long_before_the_deadline_of_its_command(tmp_path: Path) -> None:
     async with driven_pipeline(tmp_path, copy_interval_steps=1, action_timeout_s=60) as driven:
         groups = sampled_groups(load_policy(POLICY, device="cpu"), max_new_tokens=6)
         trainer = driven.trainer()

@@ -1,4 +1,4 @@
-"""A machine of a pipeline that lies to its driver, and a driver that orders what no honest one orders."""
+"""A machine of a pipeline that lies to its driver, and a driver that sends what no honest one sends."""
 
 import asyncio
 import time
@@ -42,7 +42,7 @@ class Liar(StageHost):
 
 
 def host_of(number: int, *args: Any, **kwargs: Any) -> StageHost:
-    """The slowest machine is the spare, whatever this computer is at."""
+    """The slowest machine is the spare, whatever else this computer does."""
     host = (Liar if number == LIAR else StageHost)(*args, **kwargs)
     host._speed = 10.0 - number
     return host
@@ -55,7 +55,7 @@ def liar_of(driven: Driven) -> Liar:
 
 
 def given_to(hosts: dict[str, StageHost]) -> SendCommand:
-    """The orders of a driver, carried out at once, without a network."""
+    """Carries out the commands of a driver at once, without a network."""
 
     async def give(peer_id: str, kind: str, payload: bytes, *, max_reply_bytes: int) -> bytes:
         reply = hosts[peer_id].carry_out(kind, payload)
@@ -66,7 +66,7 @@ def given_to(hosts: dict[str, StageHost]) -> SendCommand:
 
 
 def link_to_a_liar() -> tuple[Liar, RemoteLink]:
-    """A liar with the middle one of three stages, and what its driver reaches it with."""
+    """Make a liar of the middle one of three stages, and the link to it."""
     base = base_model(POLICY, "cpu")
     liar = Liar(base, StageSettings())
     expected = expected_stages(base.folder, base.lora, stage_parts([1, 1, 1]))[1]
@@ -75,12 +75,12 @@ def link_to_a_liar() -> tuple[Liar, RemoteLink]:
 
 
 def fields(kind: str, **changed: Any) -> Lie:
-    """Says something else in fields of the replies to one kind of orders."""
+    """A lie that changes fields of the replies to one kind of command."""
     return lambda asked, reply: Bundle(reply.fields | changed, reply.tensors) if asked == kind else reply
 
 
 def tensors(kind: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Lie:
-    """Changes the tensors of the replies to one kind of orders, in place."""
+    """A lie that changes the tensors of the replies to one kind of command, in place."""
 
     def lie(asked: str, reply: Bundle) -> Bundle:
         if asked == kind and "refused" not in reply.fields:
@@ -95,7 +95,7 @@ def loss_of(index: int, result: TokenLogprobs) -> torch.Tensor:
 
 
 async def step(driven: Driven) -> float:
-    """Gradient norm of a step that was applied."""
+    """Take a step and return its gradient norm."""
     steps = PipelineOptimizer(TRAINING, driven.policy)
     norm = await asyncio.to_thread(steps.accumulate, PARTS, loss_of, 1.0)
     if norm < float("inf"):
@@ -104,7 +104,7 @@ async def step(driven: Driven) -> float:
 
 
 async def saved(driven: Driven) -> dict[str, dict[str, torch.Tensor]]:
-    """What a checkpoint would hold."""
+    """Return what a checkpoint would hold."""
     return await asyncio.to_thread(PipelineOptimizer(TRAINING, driven.policy).state)
 
 
@@ -252,7 +252,7 @@ async def test_a_ruined_batch_now_and_then_costs_no_stage(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("factor", [1e-9, 1e9])
 def test_who_passes_on_odd_states_is_named_and_not_the_stage_whose_gradient_explodes(factor: float) -> None:
-    """One token of states that are nearly zero is enough: a norm layer multiplies its gradient."""
+    """One token with nearly zero states is enough: a norm layer multiplies its gradient."""
 
     def batch(token: float, gain: float) -> BatchSizes:
         sizes, states, gradient = BatchSizes(4), torch.ones(2, 3, 8), torch.ones(2, 3, 8)
@@ -273,7 +273,7 @@ def test_who_passes_on_odd_states_is_named_and_not_the_stage_whose_gradient_expl
 
 
 async def answered(driven: Driven) -> list[list[int]]:
-    """An answer of two tokens, as the engine asks for it."""
+    """Sample an answer of two tokens, as the engine does."""
     policy = driven.policy.pipeline_model
     return await policy.generate([[5, 6, 7]], lambda logits, rows, step: torch.tensor([9]), max_new_tokens=2)
 
@@ -291,15 +291,15 @@ async def test_a_stage_that_goes_on_refusing_neither_ends_the_run_nor_holds_it_u
     async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as driven:
         await step(driven)
         liar_of(driven).lie = lambda asked, reply: Bundle({"refused": "no"}) if asked == kind else reply
-        told: list[str] = []
+        refusals: list[str] = []
         for _ in range(4):
             try:
                 await REFUSED[kind](driven)
             except PipelineError as error:
-                told.append(str(error))
+                refusals.append(str(error))
         assert MEMBERS[LIAR] not in driven.supervisor._peers, "a spare has its layers"
-        assert len(told) == (3 if REFUSED[kind] is step else 0)
-        assert all(line.startswith("stage 1 must") and "refusal: no" in line for line in told)
+        assert len(refusals) == (3 if REFUSED[kind] is step else 0)
+        assert all(line.startswith("stage 1 must") and "refusal: no" in line for line in refusals)
         assert await step(driven) < float("inf")
 
 
@@ -427,7 +427,7 @@ async def test_honest_states_stay_within_their_bounds_over_many_large_steps(tmp_
 
 
 async def test_a_false_copy_of_a_neighbour_is_left_out(tmp_path: Path) -> None:
-    """The liar holds the copy of the first stage; what it hands out instead is finite and of the right shape."""
+    """The liar holds the copy of the first stage and returns another one, finite and of the right shape."""
     async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as driven:
         await step(driven)
         assert driven.supervisor._peers == MEMBERS[:2]
@@ -438,8 +438,8 @@ async def test_a_false_copy_of_a_neighbour_is_left_out(tmp_path: Path) -> None:
         assert await step(driven) > 0
 
 
-async def test_a_stage_says_for_itself_alone_what_is_kept_of_it(tmp_path: Path) -> None:
-    """It names the layers of another stage, to overwrite the copy that there is of that one."""
+async def test_a_stage_says_for_itself_alone_which_copy_is_stored(tmp_path: Path) -> None:
+    """The liar names the layers of another stage, to overwrite the copy of that stage."""
     async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as driven:
         liar_of(driven).lie = fields("copy", of=0)
         await step(driven)
@@ -447,8 +447,8 @@ async def test_a_stage_says_for_itself_alone_what_is_kept_of_it(tmp_path: Path) 
         held = {slot for host in driven.hosts.values() for slot in host._copies}
         stage = driven.supervisor._peers.index(MEMBERS[LIAR])
         own = driven.supervisor._copies._own.values()
-        told = held | {decode_bundle(copy).fields["of"] for copy in own}
-        assert told <= slots and driven.supervisor.stage_group.facts[stage].part.start in told
+        reported = held | {decode_bundle(copy).fields["of"] for copy in own}
+        assert reported <= slots and driven.supervisor.stage_group.facts[stage].part.start in reported
 
 
 async def test_the_driver_reads_no_more_than_a_stage_can_have(tmp_path: Path) -> None:
@@ -465,13 +465,13 @@ def machine(**settings: Any) -> StageHost:
     return StageHost(base_model(POLICY, "cpu"), StageSettings(**settings))
 
 
-def told(host: StageHost, kind: str, tensors: dict[str, torch.Tensor] | None = None, **ordered: Any) -> Bundle:
-    return decode_bundle(host.carry_out(kind, encode_bundle(Bundle(ordered, tensors or {}))))
+def reply_of(host: StageHost, kind: str, tensors: dict[str, torch.Tensor] | None = None, **fields: Any) -> Bundle:
+    return decode_bundle(host.carry_out(kind, encode_bundle(Bundle(fields, tensors or {}))))
 
 
 def load(host: StageHost, start: int, stop: int, instead_of: tuple[int, ...] = ()) -> Bundle:
     part = part_by_hand(host._base, start, stop)
-    return told(host, "load", **part_fields(part), instead_of=list(instead_of))
+    return reply_of(host, "load", **part_fields(part), instead_of=list(instead_of))
 
 
 def test_a_machine_holds_every_layer_once() -> None:
@@ -508,7 +508,7 @@ def test_a_count_of_micro_batches_costs_no_memory() -> None:
     stage._open(1)
     tracemalloc.start()
     try:
-        with pytest.raises(PipelineError, match="must be whole"):
+        with pytest.raises(PipelineError, match="must be complete"):
             stage.close_batch(CloseBatchCommand(1, 3_000_000, ()))
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
@@ -522,7 +522,7 @@ def test_copies_take_no_more_than_the_adapter_of_the_whole_model() -> None:
     assert limit < 4 << 20, base.folder
     num_values = limit // 3 // 4
     for slot in range(4):
-        assert not told(host, "keep", {"adapter/x": torch.zeros(num_values)}, of=slot, version=1).fields
+        assert not reply_of(host, "keep", {"adapter/x": torch.zeros(num_values)}, of=slot, version=1).fields
     assert sum(len(copy.payload) for copy in host._copies.values()) <= limit
     assert 3 in host._copies, "the newest stays"
 
@@ -562,7 +562,7 @@ def moments_for(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("what", MOMENTS)
 def test_moments_that_are_not_as_large_as_their_tensor_are_refused(what: str) -> None:
-    """The fused step would read and write as many numbers as the tensor has: memory that belongs to something else."""
+    """The fused step would access as many numbers as the parameter has, beyond the end of the moment's memory."""
     host = machine()
     load(host, 0, 1)
     stage = host._stages[0]
@@ -573,7 +573,7 @@ def test_moments_that_are_not_as_large_as_their_tensor_are_refused(what: str) ->
     sent = {f"adapter/{name}": value for name, value in weights.items()}
     sent |= {f"optimizer/{name}": value for name, value in found.items()}
     for kind in ("restore", "recover"):
-        assert told(host, kind, sent, slot=0, version=2, lr_factor=1.0).fields.get("refused"), kind
+        assert reply_of(host, kind, sent, slot=0, version=2, lr_factor=1.0).fields.get("refused"), kind
     assert stage.version == 1, "and nothing has changed"
 
 
@@ -594,7 +594,7 @@ def test_a_checkpoint_with_such_moments_is_refused_in_one_process_too(what: str)
 
 
 def lying_spare(number: int, *args: Any, **kwargs: Any) -> StageHost:
-    """The last one, and the first that is asked to take over: it claims to have the most memory."""
+    """The last machine is the first one asked to take over, since it claims to have the most memory."""
     host = (Liar if number == len(MEMBERS) - 1 else StageHost)(*args, **kwargs)
     host._speed = 10.0 - number
     return host

@@ -1,4 +1,4 @@
-"""Slices of a model: the right tensors, the right names, the same numbers, and nothing read that is not needed."""
+"""Slices of a model have the right tensors, names and numbers, and read nothing that they do not need."""
 
 import json
 from pathlib import Path
@@ -94,7 +94,7 @@ def test_a_stage_holds_its_parameters_only(pipeline_models: dict[str, Path], nam
 
 
 def test_only_the_tensors_of_a_stage_are_read(pipeline_models: dict[str, Path], tmp_path: Path) -> None:
-    """The files of other stages' tensors need not even be there."""
+    """The files with other stages' tensors may be absent."""
     source, sizes = pipeline_models["qwen2"], [1, 3, 1]
     middle = stage_parts(sizes)[1]
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())

@@ -1,4 +1,4 @@
-"""Stages behind a network: orders as bytes do what orders in one process do, and odd bytes do nothing at all."""
+"""Commands as bytes over a network do what commands in one process do, and malformed bytes do nothing."""
 
 import random
 import time
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class NetworkStageGroup:
-    """Hosts on a network in memory, and how the driver reaches them."""
+    """Hosts on a network in memory, and the driver's caller."""
 
     def __init__(self, hosts: Sequence[StageHost], faults: Faults | None) -> None:
         network = MemoryNetwork(random.Random(0), time.time, faults)
@@ -84,7 +84,7 @@ async def loaded(stage_group: NetworkStageGroup, sizes: Sequence[int], precision
 
 
 async def one_step(stage_group: StageGroup) -> tuple[float, dict[str, Tensor], list[list[int]]]:
-    """(gradient norm, adapter after the step, answers sampled with it)"""
+    """Return (gradient norm, adapter after the step, answers sampled with it)."""
     policy = PipelineModel(stage_group, PAD)
     gradient = await policy.accumulate(made_up_parts(4), loss_of, with_entropy=True)
     await stage_group.commit(lr=0.05, max_grad_norm=1.0)
@@ -115,7 +115,7 @@ async def test_rounded_activations_stay_near(folder: Path) -> None:
     assert norm == pytest.approx(wanted, rel=0.02)
 
 
-async def test_one_machine_holds_two_stages_and_refusals_are_told(folder: Path) -> None:
+async def test_one_machine_holds_two_stages_and_refusals_are_reported(folder: Path) -> None:
     both = host(folder)
     async with on_network([both]) as stage_group:
         parts = expected_stages(folder, LORA, stage_parts([3, 2]))
@@ -132,7 +132,7 @@ async def test_one_machine_holds_two_stages_and_refusals_are_told(folder: Path) 
         with pytest.raises(PipelineError, match="must hold some of 5 layers"):
             bad = {"start": 4, "stop": 9, "has_embedding": False, "has_head": False, "instead_of": []}
             await ask(stage_group.give, stage_group.members[0], "load", Bundle(bad))
-        with pytest.raises(RequestError, match="no stage at layer 1 is loaded"):
+        with pytest.raises(RequestError, match="got none at layer 1"):
             elsewhere = expected_stages(folder, LORA, stage_parts([1, 4]))[1]
             await RemoteLink(stage_group.give, stage_group.members[0], elsewhere, "fp32").describe()
 

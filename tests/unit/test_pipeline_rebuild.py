@@ -1,4 +1,4 @@
-"""A pipeline loses a stage and goes on: the others untouched, the new one filled as the plan says."""
+"""A pipeline loses a stage and continues: the other stages are unchanged, and the new one is filled as planned."""
 
 from pathlib import Path
 
@@ -91,7 +91,7 @@ async def test_a_frozen_base_loses_an_adapter_only(pipeline_models: dict[str, Pa
 
 
 async def test_a_lost_edge_comes_back_from_its_twin_with_its_ends(pipeline_models: dict[str, Path]) -> None:
-    """CheckFree+ with all weights training: the embedding comes back to the last bit, the layer as its twin's."""
+    """CheckFree+ with all weights training: the embedding is restored exactly, the layer as its twin's."""
     folder, sizes = pipeline_models["gpt_neox"], [1, 1, 1, 1, 1]
     settings = StageGroupSettings(swap_edges=True)
     async with open_stage_group(folder, sizes, None, group_settings=settings, replicate_edges=True) as opened:

@@ -1,4 +1,4 @@
-"""What a lost stage is rebuilt from, and by which numbers."""
+"""The sources from which a lost stage is rebuilt, and the formulas."""
 
 import math
 
@@ -121,7 +121,7 @@ def adapter(layer: int, seed: int, b_scale: float = 1.0) -> dict[str, Tensor]:
 
 
 def test_adapters_are_averaged_by_their_products() -> None:
-    """Against the truncated SVD of the whole matrix in float64 (Eckart–Young)."""
+    """Compared with the truncated SVD of the whole matrix in float64 (Eckart–Young)."""
     before, after = adapter(0, 1), adapter(2, 5)
     found = checkfree_average(shapes_of(adapter(1, 0)), before, after, norm_before=3, norm_after=1, layer_prefix=PREFIX)
 

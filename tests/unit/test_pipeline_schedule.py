@@ -1,4 +1,4 @@
-"""1F1B: everything once, in a possible order, with few micro-batches in flight."""
+"""1F1B: every action once, in a possible order, with few micro-batches in flight."""
 
 import pytest
 from hypothesis import given
@@ -30,7 +30,7 @@ def most_in_flight(actions: tuple[Action, ...]) -> int:
 
 
 def check_possible(schedule: Schedule) -> None:
-    """Work the lists off, each stage in its order, as far as what an action needs is there; all must come to their end."""
+    """Run all lists, each stage in its order and as far as its inputs are ready; all lists must end."""
     rest = [list(actions) for actions in schedule.actions]
     done: set[tuple[Action, int]] = set()
     is_moving = True
@@ -62,7 +62,7 @@ def test_three_stages_and_four_micro_batches() -> None:
 
 @given(STAGES, PARTS)
 def test_straight_schedules_are_the_textbook_ones(num_stages: int, num_parts: int) -> None:
-    """Warm up with s − i − 1 forwards, alternate, cool down; idle time is the known fraction."""
+    """Warm up with s − i − 1 forwards, alternate, cool down; the idle fraction is the known one."""
     schedule = one_forward_one_backward(num_stages, num_parts)
     for stage, actions in enumerate(schedule.actions):
         warm_up = min(num_stages - stage - 1, num_parts)

@@ -36,7 +36,7 @@ FULL_AND_LORA = pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full
 
 
 def gradients(opened: TestStageGroup) -> dict[str, Tensor]:
-    """Of all stages, those of copies added up."""
+    """Return the gradients of all stages, with those of copies added up."""
     found: dict[str, Tensor] = {}
     for model in opened.models:
         for name, parameter in model.trainable.items():
@@ -85,7 +85,7 @@ async def test_recomputing_in_the_backward_pass_gives_the_same(pipeline_models: 
 async def test_clipped_steps_are_those_of_the_single_model(
     pipeline_models: dict[str, Path], lora: LoraSection | None
 ) -> None:
-    """Three steps of AdamW with a norm that is clipped over all stages, the tied head included."""
+    """Three steps of AdamW with a norm that is clipped over all stages, with the tied head."""
     whole = single_model(pipeline_models["llama"], lora)
     own = trainable(whole, lora)
     optimizer = torch.optim.AdamW(own.values(), lr=1e-3, weight_decay=0.1, fused=True)
@@ -181,7 +181,7 @@ async def test_the_base_is_scored_with_the_adapter_switched_off(pipeline_models:
 
 
 class Faulty(InProcessLink):
-    """Fails the order `what` at its `nth` time, as often as it is asked to; `dead` fails everything from then on."""
+    """Fails the command `what` at its `nth` time, as often as requested; `dead` fails everything from then on."""
 
     def __init__(self, link: InProcessLink, what: str, nth: int, *, dead: bool = False, after: bool = False) -> None:
         self.__dict__.update(link.__dict__)
@@ -356,7 +356,7 @@ def test_a_stage_applies_only_what_is_whole(pipeline_models: dict[str, Path]) ->
 
 
 def test_copies_are_stepped_with_the_sum_or_not_at_all(pipeline_models: dict[str, Path]) -> None:
-    """A stage never steps a shared parameter with what it saw of its gradient alone."""
+    """A stage never steps a shared parameter with its own share of the gradient alone."""
     model = load_stages(pipeline_models["llama"], [2, 3], None)[0]
     stage, name = Stage(model, StageSettings()), "model.embed_tokens.weight"
     stage.forward(ForwardCommand(1, 0, torch.ones(1, 3, dtype=torch.long)))
@@ -371,7 +371,7 @@ def test_copies_are_stepped_with_the_sum_or_not_at_all(pipeline_models: dict[str
     assert not torch.equal(model.trainable[name], before)
 
 
-def test_late_orders_do_not_revive_a_batch(pipeline_models: dict[str, Path]) -> None:
+def test_late_commands_do_not_revive_a_batch(pipeline_models: dict[str, Path]) -> None:
     stage = hidden_stage(pipeline_models)
     stage.forward(ForwardCommand(3, 0, HIDDEN))
     stage.drop(3)
@@ -410,7 +410,7 @@ def test_a_stage_refuses_what_it_cannot_hold(pipeline_models: dict[str, Path]) -
         stage.backward(BackwardCommand(1, 0, torch.ones(2, 3, 32)))
     with pytest.raises(PipelineError, match="before its backward"):
         stage.backward(BackwardCommand(1, 9, HIDDEN))
-    assert stage.backward(BackwardCommand(1, 0, HIDDEN)) is not None, "refused orders change nothing"
+    assert stage.backward(BackwardCommand(1, 0, HIDDEN)) is not None, "refused commands change nothing"
 
 
 def test_a_stage_continues_from_its_state(pipeline_models: dict[str, Path]) -> None:

@@ -1,4 +1,4 @@
-"""The sandbox against programs that mean harm: each is over within seconds and takes nothing along."""
+"""The sandbox against malicious programs: each ends within seconds and leaves nothing behind."""
 
 import json
 import os
@@ -28,7 +28,7 @@ LIMITS = RunLimits(cpu_s=1, wall_s=60.0, memory_bytes=128 << 20)
 
 
 def run(body: str, *inputs: list[object], limits: RunLimits = LIMITS, use_namespaces: bool = True) -> RunResult:
-    """The result of `answer(*args)` whose body is given, one line or more."""
+    """Run `answer(*args)` with this body, of one line or more, and return its result."""
     lines = "".join(f"    {line}\n" for line in body.strip().split("\n"))
     return Sandbox(limits, use_namespaces=use_namespaces).run(f"def answer(*args):\n{lines}", "answer", inputs or ([],))
 
@@ -41,7 +41,7 @@ def value(body: str, *inputs: list[object]) -> object:
 
 
 def attempt(statements: str) -> str:
-    """The name of the exception that the statements raise, or what they leave in `got`."""
+    """Run statements and return the name of the exception that they raise, or their value of `got`."""
     indented = "\n    ".join(statements.strip().split("\n"))
     guarded = f"try:\n    got = 'done'\n    {indented}\nexcept BaseException as e:\n    got = type(e).__name__"
     return f"import os, sys\n{guarded}\nreturn got"
@@ -146,20 +146,20 @@ OUTSIDE = (
 
 TRIES = """
 import os, sys
-names, told = {"os": os, "sys": sys}, []
+names, outcome = {"os": os, "sys": sys}, []
 for text in args[0]:
-    try: exec(text, names); told.append("done")
-    except Exception as e: told.append(type(e).__name__)
-return told
+    try: exec(text, names); outcome.append("done")
+    except Exception as e: outcome.append(type(e).__name__)
+return outcome
 """
 
 
 def test_what_leads_outside_is_refused() -> None:
-    """One program tries it all and tells what came of each."""
-    told = value(TRIES, [list(OUTSIDE)])
+    """One program tries everything and reports the results."""
+    outcome = value(TRIES, [list(OUTSIDE)])
     refused = {"PermissionError", "FileNotFoundError", "OSError", "RuntimeError", "ModuleNotFoundError", "ValueError"}
-    assert isinstance(told, list) and len(told) == len(OUTSIDE)
-    assert [text for text, name in zip(OUTSIDE, told, strict=True) if name not in refused] == []
+    assert isinstance(outcome, list) and len(outcome) == len(OUTSIDE)
+    assert [text for text, name in zip(OUTSIDE, outcome, strict=True) if name not in refused] == []
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_the_world_is_an_empty_folder_and_pythons_library() -> None:
 
 
 def test_nothing_tells_the_name_of_the_machine_or_where_things_are_installed() -> None:
-    """All that Python knows of paths and names: its variables, its modules, the frames that call the program."""
+    """Everything Python knows about paths and names: its variables, its modules, the frames that call the program."""
     body = """
 import gc, os, sys
 found = [sys.argv, sys.orig_argv, sys.path, sys.executable, sys.prefix, sys.base_prefix, os.uname().nodename, dict(os.environ)]
@@ -196,11 +196,11 @@ while frame:
 found += [o.__code__.co_filename for o in gc.get_objects() if type(o).__name__ == "function"]
 return sorted({repr(one) for one in found})
 """
-    told = value(body)
-    told = " ".join(told)  # type: ignore[call-overload]
-    assert "/proc/self/fd/" in told
+    outcome = value(body)
+    outcome = " ".join(outcome)  # type: ignore[call-overload]
+    assert "/proc/self/fd/" in outcome
     own = (platform.node(), str(Path(__file__).parents[2]), sys.base_prefix, sys.prefix, str(Path.home()))
-    assert [name for name in own if len(name) > 4 and name in told] == []
+    assert [name for name in own if len(name) > 4 and name in outcome] == []
 
 
 @pytest.mark.parametrize(("number", "error"), [(467, 38), (10_000, 38), (0x4000_0000 | 39, 38), (428, 1), (57, 1)])
@@ -234,7 +234,7 @@ return numbers
 
 
 def test_no_way_leads_out_by_a_handle_however_many_files_the_node_has_open() -> None:
-    """Handles have the lowest numbers that are free: above those of all sockets of a busy node."""
+    """New handles have the lowest free numbers, which are above those of all sockets of a busy node."""
     body = """
 import os
 found = []
@@ -278,7 +278,7 @@ def test_exit_codes_and_a_closed_channel_say_nothing() -> None:
 
 
 def test_lines_that_the_program_adds_are_its_own_loss() -> None:
-    """It may write what it likes where results go. The node compares them with what it alone knows."""
+    """The program may write anything as a result. The node compares results with what only the node knows."""
     assert run("import os\nos.write(3, b'passed\\n')\nreturn 1").lines == (b"passed", b"1")
     assert run('import os\nos.write(2, b\'{"end": "exit"}\')\nos.close(3)\nos._exit(0)').lines == ()
 
@@ -300,7 +300,7 @@ def children() -> set[int]:
 
 
 def test_a_killed_node_takes_the_program_along() -> None:
-    """SIGKILL to the process that runs the sandbox: all that hold its pipes end."""
+    """After SIGKILL to the process that runs the sandbox, all processes that hold its pipes end."""
     script = (
         "from swarm.sandbox.runner import *\nimport sys\n"
         "print('begin', flush=True)\n"
@@ -356,7 +356,7 @@ def test_without_namespaces_the_limits_still_hold() -> None:
 
 
 def test_a_sandbox_that_cannot_be_set_up_says_why() -> None:
-    """A process that may have no user namespace: as where a system forbids them."""
+    """Runs in a process that may not create a user namespace, as on systems that forbid them."""
     script = "from swarm.sandbox.runner import *\ntry: Sandbox(RunLimits()).check()\nexcept SandboxError as e: print(e)"
     limited = [
         "unshare",

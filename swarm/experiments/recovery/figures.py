@@ -100,21 +100,21 @@ def hours_to_target(runs: Runs, arm: str, rate: float, mbit_per_s: float) -> lis
         seed, num_steps = base["seed"], base["num_steps"]
         run = base if arm in (NONE, *DERIVED) else _with_seed(runs.of("full", arm, rate), seed)
         step = step_reaching(run, target_loss(base)) if run else None
-        found.append(hours_of(arm, seed, rate, num_steps, mbit_per_s)[step - 1] if step else None)
+        found.append(hours_of(arm, seed, rate, num_steps=num_steps, mbit_per_s=mbit_per_s)[step - 1] if step else None)
     return found
 
 
 def hours_of(arm: str, seed: int, rate: float, num_steps: int, mbit_per_s: float) -> list[float]:
     """Modelled hours at the end of each step."""
     if arm in (NONE, SWAPPED):
-        return clocks.replacing(num_steps, (), 0.0, mbit_per_s)
+        return clocks.replacing(num_steps, (), 0.0, mbit_per_s=mbit_per_s)
     if arm == REDUNDANT:
         return clocks.redundant(num_steps)
     if arm in (TUNED, POOR):
         interval = clocks.young_daly_steps(rate, mbit_per_s) if arm == TUNED else _POOR_INTERVAL_STEPS
-        return clocks.checkpointing(num_steps, seed, rate, interval, mbit_per_s)
+        return clocks.checkpointing(num_steps, seed, rate, interval_steps=interval, mbit_per_s=mbit_per_s)
     lost = list(clocks.lost_stages(seed, rate, num_steps))
-    return clocks.replacing(num_steps, lost, _SOURCES[arm] * clocks.WEIGHT_BYTES, mbit_per_s)
+    return clocks.replacing(num_steps, lost, _SOURCES[arm] * clocks.WEIGHT_BYTES, mbit_per_s=mbit_per_s)
 
 
 def tables(runs: Runs) -> list[Table]:
@@ -141,7 +141,7 @@ def loss_table(runs: Runs) -> Table:
 def hours_table(runs: Runs) -> Table:
     """Modelled hours to the target, by failure rate."""
     rows = [
-        [arm, *(_hours(hours_to_target(runs, arm, rate, MBIT_IN_BETWEEN)) for rate in runs.rates)]
+        [arm, *(_hours(hours_to_target(runs, arm, rate, mbit_per_s=MBIT_IN_BETWEEN)) for rate in runs.rates)]
         for arm in _timed(runs)
     ]
     title = f"Modelled hours to the loss that no failure has at {_TARGET_SHARE:.0%} of its steps, {MBIT_IN_BETWEEN:g} Mbit/s up"
@@ -151,7 +151,10 @@ def hours_table(runs: Runs) -> Table:
 def upload_table(runs: Runs) -> Table:
     """Modelled hours to the target, by upload speed."""
     rate = _middle(runs.rates)
-    rows = [[arm, *(_hours(hours_to_target(runs, arm, rate, mbit)) for mbit in MBIT_PER_S)] for arm in _timed(runs)]
+    rows = [
+        [arm, *(_hours(hours_to_target(runs, arm, rate, mbit_per_s=mbit)) for mbit in MBIT_PER_S)]
+        for arm in _timed(runs)
+    ]
     return Table(
         f"The same at {rate:.0%} per hour, by upload", ["", *(f"{mbit:g} Mbit/s" for mbit in MBIT_PER_S)], rows
     )
@@ -194,7 +197,9 @@ def figures(runs: Runs) -> dict[str, Any]:
     }
     hours = {
         arm: {
-            f"{rate:.0%}": {f"{mbit:g}": _rounded(hours_to_target(runs, arm, rate, mbit)) for mbit in MBIT_PER_S}
+            f"{rate:.0%}": {
+                f"{mbit:g}": _rounded(hours_to_target(runs, arm, rate, mbit_per_s=mbit)) for mbit in MBIT_PER_S
+            }
             for rate in runs.rates
         }
         for arm in _timed(runs)
@@ -213,17 +218,20 @@ def curves(runs: Runs) -> list[Curves]:
     highest, middle = runs.rates[-1], _middle(runs.rates)
     by_step = {arm: runs.of("full", arm, highest if how.fails else 0.0) for arm, how in FULL.items()}
     lines = {arm: (_checked_steps(some), _mean_curve(some)) for arm, some in by_step.items() if some}
-    drawn = [Curves(f"{highest:.0%} per hour", "step", "held-out loss", lines)]
+    drawn = [Curves(f"{highest:.0%} per hour", "step", "held-out loss", lines=lines)]
     timed = dict[str, tuple[Sequence[float], Sequence[float]]]()
     for arm in _timed(runs):
         some = runs.of("full", arm, middle) if arm in FULL and FULL[arm].fails else runs.of("full", NONE, 0.0)
         if some:
-            clock = [hours_of(arm, run["seed"], middle, run["num_steps"], MBIT_IN_BETWEEN) for run in some]
+            clock = [
+                hours_of(arm, run["seed"], middle, num_steps=run["num_steps"], mbit_per_s=MBIT_IN_BETWEEN)
+                for run in some
+            ]
             at = [fmean(one[step - 1] for one in clock) if step else 0.0 for step in _checked_steps(some)]
             timed[arm] = (at, _mean_curve(some))
     if timed:
         drawn.append(
-            Curves(f"{middle:.0%} per hour, {MBIT_IN_BETWEEN:g} Mbit/s", "modelled hours", "held-out loss", timed)
+            Curves(f"{middle:.0%} per hour, {MBIT_IN_BETWEEN:g} Mbit/s", "modelled hours", "held-out loss", lines=timed)
         )
     return drawn
 
@@ -290,7 +298,9 @@ def write_all(folder: Path, runs: Runs) -> tuple[Path, list[Table]]:
     text = "\n\n".join(f"{table.title}\n\n{table.markdown()}" for table in found)
     replace_file(folder / "table.md", text + "\n", SHARED)
     report = folder / "report.html"
-    write_report(report, "What losing a stage costs, by the way it is rebuilt", description(), found, picture)
+    write_report(
+        report, "What losing a stage costs, by the way it is rebuilt", description(), tables=found, picture=picture
+    )
     return report, found
 
 

@@ -78,9 +78,9 @@ class RecoveryPlan:
         found = list[Cell]()
         for seed in self.seeds:
             for name in self.full_arms:
-                found.append(self._cell("full", name, self.rates if FULL[name].fails else (0.0,), seed))
+                found.append(self._cell("full", name, self.rates if FULL[name].fails else (0.0,), seed=seed))
             for name in self.adapter_arms:
-                found.append(self._cell("adapter", name, (ADAPTER_RATE,) if ADAPTER[name].fails else (0.0,), seed))
+                found.append(self._cell("adapter", name, (ADAPTER_RATE,) if ADAPTER[name].fails else (0.0,), seed=seed))
         return found
 
     def _cell(self, training: Training, arm: str, rates: Sequence[float], seed: int) -> Cell:

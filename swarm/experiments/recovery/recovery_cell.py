@@ -89,7 +89,7 @@ class Toy:
             self._model = attach_adapter(self._causal, _LORA)
             self.parameters = dict(adapter_parameters(self._model))
         layers = list(self._causal.model.layers)
-        self._orders = [nn.ModuleList(layers), nn.ModuleList([layers[i] for i in swapped_route(NUM_STAGES)])]
+        self._routes = [nn.ModuleList(layers), nn.ModuleList([layers[i] for i in swapped_route(NUM_STAGES)])]
         self._lr, self._factors = _LR[training], [1.0] * NUM_STAGES
         named = [
             [p for name, p in self.parameters.items() if name.startswith(f"{PREFIX}{i}.")] for i in range(NUM_STAGES)
@@ -161,8 +161,8 @@ class Toy:
     def _shapes(self, stage: int) -> dict[str, tuple[int, ...]]:
         return {name: tuple(value.shape) for name, value in self.stage_weights([stage]).items()}
 
-    def _loss(self, ids: Tensor, order: int) -> Tensor:
-        self._causal.model.layers = self._orders[order]
+    def _loss(self, ids: Tensor, route: int) -> Tensor:
+        self._causal.model.layers = self._routes[route]
         return self._causal(input_ids=ids, labels=ids, use_cache=False).loss
 
 
@@ -208,7 +208,7 @@ def _run(settings: Mapping[str, Any], rate: float) -> Result:
         if arm.strategy == "own_copy" and step % _COPY_INTERVAL_STEPS == 0:
             copies = toy.stage_weights(range(NUM_STAGES))
         if step in lost:
-            jumps.append(_lose(toy, step, lost[step], arm.strategy, copies))
+            jumps.append(_lose(toy, step, lost[step], strategy=arm.strategy, copies=copies))
         toy.step(swaps=arm.swaps)
         if (step + 1) % settings["check_interval"] == 0:
             curve.append(toy.held_out_loss())
@@ -220,7 +220,7 @@ def _run(settings: Mapping[str, Any], rate: float) -> Result:
 
 def _lose(toy: Toy, step: int, stage: int, strategy: Strategy, copies: Weights) -> dict[str, float]:
     before = toy.held_out_loss()
-    toy.rebuild(stage, _weights(toy, stage, strategy, copies))
+    toy.rebuild(stage, _weights(toy, stage, strategy, copies=copies))
     return {"step": step, "stage": stage, "before": before, "after": toy.held_out_loss()}
 
 

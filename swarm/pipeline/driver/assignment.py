@@ -49,13 +49,13 @@ def assign_layers(machines: Sequence[Machine], cost: ModelCost) -> list[int]:
     for machine in machines:
         if not 0 < machine.layers_per_s < float("inf"):
             raise PipelineError(f"a machine's speed must be positive, got {machine.layers_per_s}; measure it again")
-    fastest = _split(machines, cost, max, float("inf"))
+    fastest = _split(machines, cost, max, limit_s=float("inf"))
     if fastest is None:
         raise MemoryBudgetError(
             f"{num_layers} layers of {sum(cost.layer_bytes)} bytes and ends of {cost.embedding_bytes + cost.head_bytes} must "
             f"fit into the machines, got {[machine.memory_bytes for machine in machines]}; add one or take a smaller base"
         )
-    shortest = _split(machines, cost, add, fastest[0])
+    shortest = _split(machines, cost, add, limit_s=fastest[0])
     assert shortest is not None  # the fastest split is one
     return shortest[1]
 
@@ -64,7 +64,8 @@ def stage_times(machines: Sequence[Machine], cost: ModelCost, sizes: Sequence[in
     """Return the seconds that each stage takes for a micro-batch, forward and backward."""
     stops = list(accumulate(sizes))
     return [
-        _time_s(machines, cost, i, stop - size, stop) for i, (size, stop) in enumerate(zip(sizes, stops, strict=True))
+        _time_s(machines, cost, i, start=stop - size, stop=stop)
+        for i, (size, stop) in enumerate(zip(sizes, stops, strict=True))
     ]
 
 
@@ -82,7 +83,7 @@ def _split(
         for start, before in enumerate(best):
             most = min(num_layers, start + machine.max_layers)
             for stop in range(start + 1, most + 1) if before is not None else ():
-                time_s = _time_s(machines, cost, index, start, stop)
+                time_s = _time_s(machines, cost, index, start=start, stop=stop)
                 if bytes_before[stop] - bytes_before[start] > room or time_s > limit_s:
                     break  # more layers do not fit either
                 assert before is not None

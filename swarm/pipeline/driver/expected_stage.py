@@ -29,7 +29,7 @@ from torch import Tensor
 
 from swarm.adapters.adapter_state import moments_of
 from swarm.config import LoraSection
-from swarm.errors import StageReplyError
+from swarm.errors import PipelineError, StageReplyError
 from swarm.pipeline.commands import StageFacts, StageState
 from swarm.pipeline.model_shape import StagePart, adapter_targets, layout_of, model_shape, read_config
 from swarm.pipeline.stage.stage_optimizer import RECOVERED_LR_FACTOR
@@ -242,13 +242,29 @@ def expected_stages(folder: Path, lora: LoraSection, parts: Sequence[StagePart])
     targets = adapter_targets(folder, lora)
     found: list[ExpectedStage] = []
     for part in parts:
-        own = tuple(f"{prefix}{number}." for number in range(part.start, part.stop))
         shapes: dict[str, tuple[int, ...]] = {}
         for name, inputs, outputs in targets:
-            if name.startswith(own):
+            if name.startswith(part.name_prefixes(prefix)):
                 shapes |= {f"{name}.lora_A": (lora.rank, inputs), f"{name}.lora_B": (outputs, lora.rank)}
-        found.append(ExpectedStage(part, shape.num_layers, shape.hidden, shape.vocab, prefix, shapes))
+        found.append(
+            ExpectedStage(part, shape.num_layers, shape.hidden, vocab=shape.vocab, layer_prefix=prefix, shapes=shapes)
+        )
     return found
+
+
+def check_whole_model(facts: Sequence[StageFacts]) -> None:
+    """Raises PipelineError unless the stages form one whole model at one version."""
+    ends = [(one.part.start, one.part.stop) for one in facts]
+    wanted_starts = [0, *(stop for _, stop in ends[:-1])]
+    if [start for start, _ in ends] != wanted_starts or ends[-1][1] != facts[0].num_model_layers:
+        raise PipelineError(f"stages must hold all layers in order, got {ends}; assign them again")
+    if not facts[0].part.has_embedding or not facts[-1].part.has_head:
+        raise PipelineError(
+            "the first stage must hold the embedding and the last one the head, got others; assign them again"
+        )
+    versions = [one.version for one in facts]
+    if len(set(versions)) > 1:
+        raise PipelineError(f"stages must be at one version, got {versions}; restore one checkpoint or rebuild them")
 
 
 def _check_finite(name: str, value: Tensor, shape: tuple[int, ...]) -> None:

@@ -108,11 +108,13 @@ class StageMachines:
             await asyncio.gather(*tasks, return_exceptions=True)
         return found
 
-    async def load(self, peer_id: str, part: StagePart, content_hash: str | None, instead_of: Sequence[int]) -> None:
+    async def load(
+        self, peer_id: str, part: StagePart, *, instead_of: Sequence[int], content_hash: str | None = None
+    ) -> None:
         """Tell a machine to read `part`, with fresh weights. Raises NetworkError, and PipelineError where it refuses."""
         fields = {**part_fields(part), "content_hash": content_hash, "instead_of": list(instead_of)}
         async with asyncio.timeout(self._config.startup_timeout_s):
-            await ask(self._send, peer_id, "load", Bundle(fields))
+            await ask(self._send, peer_id, "load", bundle=Bundle(fields))
 
     async def _awaited(self, peer_id: str) -> Member:
         """Ask until the machine answers. The first answer takes as long as its imports and its measurement."""
@@ -132,7 +134,7 @@ class StageMachines:
     async def _ask(self, peer_id: str, timeout_s: float, *, measure: bool) -> Member | None:
         try:
             async with asyncio.timeout(timeout_s):
-                fields = await ask(self._send, peer_id, "machine", Bundle({"measure": measure}))
+                fields = await ask(self._send, peer_id, "machine", bundle=Bundle({"measure": measure}))
         except (NetworkError, TimeoutError):
             return None
         with replies_of(peer_id):
@@ -172,7 +174,7 @@ class StageMachines:
                 f"a machine must hold layers of {self._num_layers}, each once, got {starts} to {stops}"
             )
         machine = Machine(speed, memory_bytes, self._config.max_layers or self._num_layers)
-        return Member(peer_id, machine, tuple(zip(starts, stops, strict=True)), fields.flag("is_fixed"))
+        return Member(peer_id, machine, tuple(zip(starts, stops, strict=True)), is_fixed=fields.flag("is_fixed"))
 
 
 def places(
@@ -189,8 +191,8 @@ def places(
         sizes = _sizes_by_hand(fixed, num_layers)
         return stage_parts([*sizes, num_layers - sum(sizes)]), [member.peer_id for member in fixed]
     fastest = sorted(members, key=lambda member: -member.machine.layers_per_s)
-    kept = {member.peer_id for member in fastest[: max(1, len(config.members) - config.spares)]}
-    workers = [member for member in members if member.peer_id in kept]
+    selected = {member.peer_id for member in fastest[: max(1, len(config.members) - config.spares)]}
+    workers = [member for member in members if member.peer_id in selected]
     machines = [member.machine for member in workers]
     if config.driver_layers is None:
         sizes = assign_layers([*machines, own], cost)

@@ -4,7 +4,6 @@ As in the other engines, the random numbers of an answer depend on (seed, prompt
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,10 +14,7 @@ from swarm.engine.engine import (
     Completion,
     End,
     SamplingCall,
-    grouped,
-    longest_first,
-    open_rows,
-    refuse_nan,
+    generate_in_chunks,
 )
 from swarm.engine.sampling import Sampling, sample_tokens
 from swarm.pipeline.driver.pipeline_policy import PipelineModel, PipelinePolicy
@@ -41,15 +37,12 @@ class PipelineEngine:
     ) -> list[list[Completion]]:
         """See `Engine.generate`. After a lost stage is rebuilt, unfinished answers are sampled again."""
         call = SamplingCall(self._policy, sampling, seed, stop=stop)
-        rows = longest_first(requests, open_rows(requests))
-        answers: dict[tuple[int, int], Completion] = {}
-        for start in range(0, len(rows), self._max_batch_sequences):
-            chunk = rows[start : start + self._max_batch_sequences]
-            keys = [(row.prompt, row.sample) for row in chunk]
-            sampled = self._policy.run_on_stages(partial(_sample, [requests[row.prompt] for row in chunk], chunk, call))
-            answers.update(zip(keys, sampled, strict=True))
-        refuse_nan(answers.values())
-        return grouped(requests, answers)
+
+        def sample(rows: Sequence[AnswerSlot]) -> list[Completion]:
+            chosen = [requests[row.prompt] for row in rows]
+            return self._policy.run_on_stages(lambda model: _sample(model, chosen, rows, call=call))
+
+        return generate_in_chunks(requests, self._max_batch_sequences, sample)
 
     def score(self, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
         """See `Engine.score`."""
@@ -77,7 +70,7 @@ class PipelineEngine:
 
 
 async def _sample(
-    requests: Sequence[AnswerRequest], rows: Sequence[AnswerSlot], call: SamplingCall, model: PipelineModel
+    model: PipelineModel, requests: Sequence[AnswerRequest], rows: Sequence[AnswerSlot], *, call: SamplingCall
 ) -> list[Completion]:
     """Sample one answer for each row, from its start; `requests` holds the request of each row."""
     logprobs: list[tuple[list[float], list[float]]] = [([], []) for _ in rows]
@@ -101,6 +94,6 @@ async def _sample(
         has_ended=lambda row, tokens: end(row, tokens) is not None,
     )
     return [
-        Completion(tuple(tokens), tuple(drawn), tuple(plain), end(row, tokens) or "limit")
+        Completion(tuple(tokens), tuple(drawn), tuple(plain), end=end(row, tokens) or "limit")
         for row, (tokens, (drawn, plain)) in enumerate(zip(answers, logprobs, strict=True))
     ]

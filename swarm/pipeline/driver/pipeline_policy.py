@@ -108,7 +108,15 @@ class PipelineModel:
         sessions = [self._stage_group.new_session() for _ in chunks]
         try:
             await all_of(
-                self._session(session, prompts, chunk, answers, choose, max_new_tokens, ended)
+                self._session(
+                    session,
+                    prompts,
+                    chunk,
+                    answers=answers,
+                    choose=choose,
+                    max_new_tokens=max_new_tokens,
+                    has_ended=ended,
+                )
                 for session, chunk in zip(sessions, chunks, strict=True)
             )
         finally:  # not in the sessions, which a failure of another one may cancel at any point
@@ -153,7 +161,7 @@ class PipelineModel:
         token_ids = torch.tensor([row + [self._pad_token_id] * (longest - len(row)) for row in full])
         starts = tuple(len(prompt) - 1 for prompt, _ in sequences)
         answers = tuple(tuple(answer) for _, answer in sequences)
-        return ScoredPart(token_ids, Answers(starts, answers, temperature, with_entropy))
+        return ScoredPart(token_ids, Answers(starts, answers, temperature, with_entropy=with_entropy))
 
 
 def greedy(logits: Tensor, rows: Sequence[int], step: int) -> Tensor:
@@ -309,7 +317,7 @@ def pipeline_policy(
     """Make the policy from tokenizer, lineage and EOS ids of the base, without weights. Raises PolicyError."""
     tokenizer = load_tokenizer(base.folder)
     lineage = compute_lineage(
-        base.folder, tokenizer, config.lora, adapter_targets(base.folder, config.lora), hash_cache
+        base.folder, tokenizer, config.lora, adapted=adapter_targets(base.folder, config.lora), cache=hash_cache
     )
     return PipelinePolicy(
         tokenizer=tokenizer, config=config, device=torch.device("cpu"), dtype=base.dtype, lineage=lineage,

@@ -75,10 +75,10 @@ class PipelineSupervisor:
     async def start(self, own: Machine) -> None:
         """Wait for the machines, assign and load layers. Raises PipelineError, MemoryBudgetError, NetworkError."""
         members = await self._members.gather()
-        parts, self._peers = places(members, own, self._cost, self._config)
+        parts, self._peers = places(members, own, self._cost, config=self._config)
         held = {member.peer_id: [start for start, _ in member.ranges] for member in members}
         loading = [
-            self._with_retries(partial(self._members.load, peer_id, part, None, held[peer_id]))
+            self._with_retries(partial(self._members.load, peer_id, part, instead_of=held[peer_id]))
             for peer_id, part in zip(self._peers, parts[:-1], strict=True)
         ]
         own_stage = asyncio.create_task(asyncio.to_thread(self._load_own, parts[-1]))
@@ -137,7 +137,9 @@ class PipelineSupervisor:
             await self.recover(lost)
         interval = self._config.copy_interval_steps
         if interval and self.stage_group.version % interval == 0:
-            await self._copies.take(self.stage_group, self._peers, self._expected, self._config.action_timeout_s)
+            await self._copies.take(
+                self.stage_group, self._peers, self._expected, timeout_s=self._config.action_timeout_s
+            )
         return self.stage_group.version
 
     async def states(self) -> list[StageState]:
@@ -225,7 +227,7 @@ class PipelineSupervisor:
             held = [start for start, _ in member.ranges if not self._uses(member.peer_id, start)]
             link = self._link(member.peer_id, plan.stage)
             try:
-                await self._members.load(member.peer_id, facts.part, facts.content_hash, held)
+                await self._members.load(member.peer_id, facts.part, content_hash=facts.content_hash, instead_of=held)
             except (NetworkError, PipelineError, TimeoutError) as error:
                 _log_refused(plan, member.peer_id, error)
                 continue
@@ -240,7 +242,7 @@ class PipelineSupervisor:
             self._peers[plan.stage] = member.peer_id
             self._lost_peers.discard(member.peer_id)
             try:
-                await rebuild_stage(self.stage_group, plan, link, copies)
+                await rebuild_stage(self.stage_group, plan, link, copies=copies)
             except StageLostError as more:  # it gave a false answer, or it is rebuilt and another one is lost
                 if plan.stage not in more.stages:
                     _log_recovered(plan, member.peer_id)
@@ -289,7 +291,7 @@ class PipelineSupervisor:
         return any(peer == peer_id and facts[i].part.start == start for i, peer in enumerate(self._peers))
 
     def _link(self, peer_id: str, stage: int) -> RemoteLink:
-        return RemoteLink(self._send, peer_id, self._expected[stage], self._config.precision)
+        return RemoteLink(self._send, peer_id, self._expected[stage], precision=self._config.precision)
 
     def _load_own(self, part: StagePart) -> Stage:
         base = self._base

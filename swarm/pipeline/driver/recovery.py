@@ -56,11 +56,11 @@ def average_products(pairs: Sequence[tuple[Tensor, Tensor]], shares: Sequence[fl
     left, core_b = torch.linalg.qr(stacked_b)
     right, core_a = torch.linalg.qr(stacked_a.T)
     u, values, v = torch.linalg.svd(core_b @ core_a.T, full_matrices=False)
-    kept = min(rank, len(values))
+    rank_found = min(rank, len(values))
     b = stacked_b.new_zeros(stacked_b.shape[0], rank)
     a = stacked_a.new_zeros(rank, stacked_a.shape[1])
-    b[:, :kept] = left @ u[:, :kept] * values[:kept] / _START_ROW_NORM
-    a[:kept] = (right @ v[:kept].T).T * _START_ROW_NORM
+    b[:, :rank_found] = left @ u[:, :rank_found] * values[:rank_found] / _START_ROW_NORM
+    a[:rank_found] = (right @ v[:rank_found].T).T * _START_ROW_NORM
     return b.to(pairs[0][0].dtype), a.to(pairs[0][1].dtype)
 
 
@@ -131,21 +131,25 @@ def _plan(situation: Situation, stage: int) -> Recovery:
     copy = freshest_copy(situation, stage)
     if copy is not None:
         age = situation.version - copy.version
-        return Recovery(stage, "neighbour_copy", (copy.holder,), f"stage {copy.holder} holds a copy {age} versions old")
+        return Recovery(
+            stage, "neighbour_copy", (copy.holder,), reason=f"stage {copy.holder} holds a copy {age} versions old"
+        )
     neighbours = [other for other in (stage - 1, stage + 1) if 0 <= other <= last]
-    gone = [other for other in neighbours if other in lost]
+    lost_neighbours = [other for other in neighbours if other in lost]
     twin = {0: 1, last: last - 1}.get(stage) if situation.swaps_edges else None
     if twin is not None and twin not in lost:
-        return Recovery(stage, "twin_copy", (twin,), f"stage {twin} was trained in its place too")
-    if gone:
-        reason = f"stages {sorted([stage, *gone])} are adjacent and lost together, which no average can rebuild"
+        return Recovery(stage, "twin_copy", (twin,), reason=f"stage {twin} was trained in its place too")
+    if lost_neighbours:
+        reason = (
+            f"stages {sorted([stage, *lost_neighbours])} are adjacent and lost together, which no average can rebuild"
+        )
     elif len(neighbours) < 2:
         reason = f"stage {stage} is at an edge and has one neighbour only"
     else:
-        return Recovery(stage, "average", (stage - 1, stage + 1), "both neighbours are there")
+        return Recovery(stage, "average", (stage - 1, stage + 1), reason="both neighbours are there")
     if situation.is_frozen:
-        return Recovery(stage, "base", (), f"{reason}; it starts from the base alone")
-    return Recovery(stage, "checkpoint", (), f"{reason}; all stages go back to the checkpoint")
+        return Recovery(stage, "base", (), reason=f"{reason}; it starts from the base alone")
+    return Recovery(stage, "checkpoint", (), reason=f"{reason}; all stages go back to the checkpoint")
 
 
 def freshest_copy(situation: Situation, stage: int) -> NeighbourCopy | None:
@@ -284,7 +288,10 @@ class NeighbourCopies:
     ) -> None:
         """Renew all copies. A failure leaves the old copy; the next command notices a lost machine."""
         await asyncio.gather(
-            *(self._take_one(stage_group, peers, stage, expected[stage], timeout_s) for stage in range(len(peers)))
+            *(
+                self._take_one(stage_group, peers, stage, expected=expected[stage], timeout_s=timeout_s)
+                for stage in range(len(peers))
+            )
         )
 
     async def fetch(self, plan: Recovery, peers: Sequence[str], expected: ExpectedStage) -> tuple[NeighbourCopy, ...]:
@@ -312,7 +319,9 @@ class NeighbourCopies:
         try:
             async with asyncio.timeout(timeout_s):
                 limit = expected.tensor_bytes()
-                fields = await ask(self._send, peers[stage], "copy", Bundle({"slot": slot}), max_reply_bytes=limit)
+                fields = await ask(
+                    self._send, peers[stage], "copy", bundle=Bundle({"slot": slot}), max_reply_bytes=limit
+                )
                 with replies_of(peers[stage]):
                     weights = fields.under("adapter/")
                     expected.check_weights(weights)
@@ -331,7 +340,7 @@ class NeighbourCopies:
             logger.info("no new copy of stage %d: %s", stage, error or "it takes too long")
             return
         self._digests[stage] = await asyncio.to_thread(_digest_of, copy)
-        self._known[stage] = NeighbourCopy(stage, holder, version, {})
+        self._known[stage] = NeighbourCopy(stage, holder, version, weights={})
 
 
 def _digest_of(copy: bytes) -> bytes:
@@ -348,7 +357,7 @@ async def take_copies(stage_group: StageGroup) -> tuple[NeighbourCopy, ...]:
     for stage in range(stage_group.num_stages):
         tensors, rest = await stage_group.state(stage)
         holder = stage + 1 if stage < last else last - 1
-        copies.append(NeighbourCopy(stage, holder, int(rest["policy_version"]), tensors["adapter"]))
+        copies.append(NeighbourCopy(stage, holder, int(rest["policy_version"]), weights=tensors["adapter"]))
     return tuple(copies)
 
 

@@ -217,7 +217,7 @@ class BatchRun:
         part, route = self._parts[action.micro_batch], self._schedule.routes[action.micro_batch]
         is_last = station == len(route) - 1
         states = part.token_ids if station == 0 else await self._take(action, stage)
-        command = ForwardCommand(self._batch, action.micro_batch, states, part.answers if is_last else None)
+        command = ForwardCommand(self._batch, action.micro_batch, states, answers=part.answers if is_last else None)
         result = await self._call(stage, "forward", partial(self._links[stage].forward, command))
         if isinstance(result, TokenLogprobs) != is_last:
             raise PipelineError(

@@ -34,7 +34,7 @@ from swarm.pipeline.commands import (
     StageFacts,
     StageState,
 )
-from swarm.pipeline.driver.expected_stage import BatchSizes, Proportions, StateBounds
+from swarm.pipeline.driver.expected_stage import BatchSizes, Proportions, StateBounds, check_whole_model
 from swarm.pipeline.driver.schedule import (
     BatchRun,
     ScoredPart,
@@ -132,7 +132,7 @@ class StageGroup:
     async def start(self) -> None:
         """Ask all stages what they hold. Raises StageLostError, and PipelineError unless they form one whole model."""
         self._facts = await all_of(self._described(stage, link) for stage, link in enumerate(self._links))
-        _check_whole(self._facts)
+        check_whole_model(self._facts)
         holders: dict[str, list[int]] = {}
         for stage, facts in enumerate(self._facts):
             for name in facts.shapes:
@@ -208,7 +208,7 @@ class StageGroup:
             self._bounds.stepped(lr, max_grad_norm)
         for stage in range(self.num_stages):
             own = {name: totals[name] for name, stages in self._holders.items() if stage in stages}
-            calls.append(self._commit_on(stage, CommitCommand(self._batch, lr, scale, own)))
+            calls.append(self._commit_on(stage, CommitCommand(self._batch, lr, scale, shared_gradients=own)))
         results = await asyncio.gather(*calls, return_exceptions=True)
         lost = failed_stages(results)
         self.version += 1
@@ -235,7 +235,7 @@ class StageGroup:
                 states: Tensor | TokenLogprobs = part.token_ids
                 for stage, link in enumerate(self._links):
                     answers = part.answers if stage == self.num_stages - 1 else None
-                    command = ForwardCommand(0, 0, _tensor(states), answers, without_adapter)
+                    command = ForwardCommand(0, 0, _tensor(states), answers=answers, without_adapter=without_adapter)
                     states = await self._call(stage, "compute", partial(link.forward, command))
                 assert isinstance(states, TokenLogprobs), "a link checks that the reply fits the command"
                 return states
@@ -438,17 +438,3 @@ def _tensor(states: Tensor | TokenLogprobs) -> Tensor:
     if isinstance(states, TokenLogprobs):
         raise PipelineError("only the last stage may answer with log-probs, got them earlier; replace that stage")
     return states
-
-
-def _check_whole(facts: Sequence[StageFacts]) -> None:
-    ends = [(one.part.start, one.part.stop) for one in facts]
-    wanted_starts = [0, *(stop for _, stop in ends[:-1])]
-    if [start for start, _ in ends] != wanted_starts or ends[-1][1] != facts[0].num_model_layers:
-        raise PipelineError(f"stages must hold all layers in order, got {ends}; assign them again")
-    if not facts[0].part.has_embedding or not facts[-1].part.has_head:
-        raise PipelineError(
-            "the first stage must hold the embedding and the last one the head, got others; assign them again"
-        )
-    versions = [one.version for one in facts]
-    if len(set(versions)) > 1:
-        raise PipelineError(f"stages must be at one version, got {versions}; restore one checkpoint or rebuild them")

@@ -73,7 +73,9 @@ class DecodeSessions:
         num_rows, num_new = command.states.shape[:2]
         if num_rows != len(session.left_padding):
             raise PipelineError(f"a session must keep its {len(session.left_padding)} rows, got {num_rows}")
-        self._check_room(command.session, num_rows, session.num_columns + num_new, self._work_bytes(command, session))
+        self._check_room(
+            command.session, num_rows, session.num_columns + num_new, work_bytes=self._work_bytes(command, session)
+        )
         del self._sessions[command.session]
         hidden = self._model.run(command.states, session.left_padding, session.cache)
         result = self._model.logits(hidden[:, -1]).float() if command.is_last else hidden
@@ -125,7 +127,7 @@ class DecodeSessions:
             raise PipelineError(f"a stage must hold at most {self._settings.max_sessions} sessions; end one first")
         self._check_room(command.session, len(left_padding), num_new)
         padding = torch.tensor(left_padding, device=self._model.device)
-        self._sessions[command.session] = _Session(self._model.new_cache(), padding, 0, self._clock())
+        self._sessions[command.session] = _Session(self._model.new_cache(), padding, 0, last_used_s=self._clock())
 
     def _get(self, number: int) -> _Session:
         if number not in self._sessions:
@@ -193,7 +195,13 @@ class Stage:
         last = max(self._last_batch, self._batch or 0)
         model = self._model
         return StageFacts(
-            model.part, model.num_model_layers, model.layer_prefix, shapes, self.version, last, model.content_hash
+            model.part,
+            model.num_model_layers,
+            model.layer_prefix,
+            shapes=shapes,
+            version=self.version,
+            last_batch=last,
+            content_hash=model.content_hash,
         )
 
     def forward(self, command: ForwardCommand) -> Tensor | TokenLogprobs:
@@ -345,7 +353,7 @@ class Stage:
         columns = torch.tensor(answers.starts, device=device)[rows] + steps
         targets = torch.tensor([token for row in answers.token_ids for token in row], device=device)
         logits = self._model.logits(hidden[rows, columns])  # [N, V] of answer tokens alone
-        return scored_answers(logits, targets, mask, answers.temperature, answers.with_entropy)
+        return scored_answers(logits, targets, mask, temperature=answers.temperature, with_entropy=answers.with_entropy)
 
     def _check_states(self, states: Tensor) -> None:
         width, limit = self._model.width, self._settings.max_states

@@ -37,7 +37,7 @@ _PASSES = 3
 
 def layers_per_s(folder: Path, lora: LoraSection, device: torch.device, dtype: torch.dtype) -> float:
     """Measure forward and backward passes of one layer per second: the fastest of three after one to warm up."""
-    model = load_stage(folder, StagePart(0, 1, False, False), lora=lora, device=device, dtype=dtype)
+    model = load_stage(folder, StagePart(0, 1, False, has_head=False), lora=lora, device=device, dtype=dtype)
     states = torch.zeros(_ROWS, _COLUMNS, model.width, device=device)
     fastest_s = float("inf")
     for _ in range(1 + _PASSES):
@@ -124,7 +124,7 @@ def base_model(policy: PolicySection, device: str) -> BaseModel:
     """Make the base of the settings; downloads it where it is missing. Raises PolicyError."""
     target = resolve_device(device)
     folder = locate_base(policy.base, policy.revision, policy.max_download_gib)
-    return BaseModel(folder, policy.lora, target, resolve_dtype(policy.dtype, target))
+    return BaseModel(folder, policy.lora, target, dtype=resolve_dtype(policy.dtype, target))
 
 
 def part_by_hand(base: BaseModel, start: int, stop: int) -> StagePart:
@@ -132,7 +132,7 @@ def part_by_hand(base: BaseModel, start: int, stop: int) -> StagePart:
     num_layers = model_shape(base.folder).num_layers
     if stop > num_layers:
         raise PipelineError(f"--layers must lie within {num_layers} layers, got {start}:{stop}; lower STOP")
-    return StagePart(start, stop, start == 0, stop == num_layers)
+    return StagePart(start, stop, start == 0, has_head=stop == num_layers)
 
 
 class _NotLoaded(PipelineError):
@@ -217,18 +217,18 @@ class StageHost:
         if kind == "copy":
             return _copy_of(stage)
         precision = _PRECISIONS.get(fields.text("precision"), "fp32") if kind in STATES_KINDS else "fp32"
-        bundle, is_states = stage_reply(stage, kind, fields, precision)
+        bundle, is_states = stage_reply(stage, kind, fields, precision=precision)
         return encode_bundle(bundle, {"states": precision} if is_states else None)
 
     def _stage(self, slot: int) -> Stage:
         if slot not in self._stages:
-            raise _NotLoaded(f"no stage at layer {slot} is loaded, so it cannot carry out commands; load it")
+            raise _NotLoaded(f"a stage must be loaded before it gets commands, got none at layer {slot}; load it")
         return self._stages[slot]
 
     def _machine(self, fields: Fields) -> Bundle:
         """Return what the driver assigns layers by. The first measurement takes a second or two."""
         if fields.flag("measure") and not self._speed and self._fixed is None:
-            self._speed = layers_per_s(self._base.folder, self._base.lora, self._base.device, self._base.dtype)
+            self._speed = layers_per_s(self._base.folder, self._base.lora, self._base.device, dtype=self._base.dtype)
         return Bundle(
             {
                 "fingerprint": self._base.fingerprint,

@@ -217,7 +217,7 @@ def load_stage(
         )
     shell, ends = _skeleton(config, layout, part)
     reader = WeightReader(folder)
-    read_hash = _fill(shell, ends, reader, config, layout, device, dtype)
+    read_hash = _fill(shell, ends, reader, config=config, layout=layout, device=device, dtype=dtype)
     if content_hash is not None and read_hash != content_hash:
         raise PipelineError(
             f"weights of a stage must have the hash {content_hash}, got {read_hash} in {folder}; fetch the model again"
@@ -226,15 +226,22 @@ def load_stage(
     shell.eval().requires_grad_(lora is None)
     for module in ends.values():
         module.eval().requires_grad_(lora is None)
+    adapted = None if lora is None else _adapted(shell, folder, part, lora=lora)
     if lora is None:
-        return StageModel(part, config, shell, ends, _all_parameters(shell, ends, config, layout), read_hash)
-    prefixes = tuple(f"{layout.layer_prefix}{index}." for index in range(part.start, part.stop))
-    own = tuple(name for name, _, _ in adapter_targets(folder, lora) if name.startswith(prefixes))
-    if not own:
-        return StageModel(part, config, shell, ends, {}, read_hash)
+        trainable = _all_parameters(shell, ends, config, layout=layout)
+    else:
+        trainable = {} if adapted is None else dict(adapter_parameters(adapted))
+    return StageModel(part, config, shell, ends=ends, trainable=trainable, content_hash=read_hash, adapted=adapted)
+
+
+def _adapted(shell: Any, folder: Path, part: StagePart, *, lora: LoraSection) -> Any:
+    """The peft model around `shell`, or None where no layer of the stage has an adapter."""
+    prefixes = part.name_prefixes(layout_of(shell.config).layer_prefix)
+    targets = tuple(name for name, _, _ in adapter_targets(folder, lora) if name.startswith(prefixes))
+    if not targets:
+        return None
     with quiet_libraries():
-        adapted = attach_adapter(shell, lora.model_copy(update={"targets": own})).eval()
-    return StageModel(part, config, shell, ends, dict(adapter_parameters(adapted)), read_hash, adapted)
+        return attach_adapter(shell, lora.model_copy(update={"targets": targets})).eval()
 
 
 def _skeleton(config: Any, layout: Layout, part: StagePart) -> tuple[Any, dict[str, nn.Module]]:

@@ -12,7 +12,7 @@ _NOBODY = 65534
 _NEW_ROOT = "/tmp"  # noqa: S108  any existing folder; only this process sees the mount on it  # nosec B108
 WORK_FOLDER = "/work"
 _ROOT_OPTIONS = "size=64k,nr_inodes=64,mode=0755"
-_KEPT_FLAGS = 1 | 2 | 4 | 8 | 1024 | 2048  # mount flags, as in statvfs, that a second mount must keep
+_PRESERVED_FLAGS = 1 | 2 | 4 | 8 | 1024 | 2048  # mount flags, as in statvfs, that a second mount must keep
 
 
 def leave_root() -> None:
@@ -49,14 +49,14 @@ def build_root(library: str, work_bytes: int) -> None:
 
     `library` must be the current folder: the user nobody may have no access to the folders above it.
     """
-    kept = os.statvfs(".").f_flag & _KEPT_FLAGS
+    mount_flags = os.statvfs(".").f_flag & _PRESERVED_FLAGS
     libc.mount("none", "/", "", libc.MS_REC | libc.MS_PRIVATE)
     libc.mount("tmpfs", _NEW_ROOT, "tmpfs", libc.MS_NOSUID | libc.MS_NODEV, _ROOT_OPTIONS)
     place = _NEW_ROOT + library
     Path(place).mkdir(parents=True)
     libc.mount(".", place, "", libc.MS_BIND | libc.MS_REC)
-    flags = libc.MS_REMOUNT | libc.MS_BIND | libc.MS_RDONLY | libc.MS_NOSUID | libc.MS_NODEV | kept
-    libc.mount("none", place, "", flags | (0 if kept & 1024 else libc.MS_RELATIME))
+    flags = libc.MS_REMOUNT | libc.MS_BIND | libc.MS_RDONLY | libc.MS_NOSUID | libc.MS_NODEV | mount_flags
+    libc.mount("none", place, "", flags | (0 if mount_flags & 1024 else libc.MS_RELATIME))
     for name in ("site-packages", "dist-packages"):
         if Path(place, name).is_dir():
             libc.mount("tmpfs", f"{place}/{name}", "tmpfs", libc.MS_RDONLY, "size=4k,nr_inodes=2,mode=0555")
@@ -101,8 +101,8 @@ def _enter_root() -> None:
 
 def _opened(paths: Iterable[str]) -> dict[str, int]:
     """Open a handle for each path that exists and is not inside another one."""
-    kept: dict[str, int] = {}
+    handles: dict[str, int] = {}
     for path in sorted({os.path.normpath(path) for path in paths if Path(path).is_absolute() and Path(path).exists()}):
-        if path != "/" and not any(Path(path).is_relative_to(other) for other in kept):
-            kept[path] = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    return kept
+        if path != "/" and not any(Path(path).is_relative_to(other) for other in handles):
+            handles[path] = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    return handles
