@@ -85,6 +85,16 @@ def test_evidence_halves_with_every_half_life() -> None:
     assert reputation.weight(LIAR) <= 7 / 8
 
 
+def test_evidence_counts_up_to_a_hundred_in_the_proportion_in_which_it_came() -> None:
+    reputation = made()
+    for _ in range(300):
+        reputation.admitted(LIAR)
+    assert reputation.weight(LIAR) == pytest.approx(101 / 102)
+    reputation.hint(LIAR, 100.0)  # half of two hundred is bad, and a hundred count
+    assert reputation.weight(LIAR) == pytest.approx(51 / 102)
+    assert reputation.trust(LIAR) == pytest.approx((51 / 101) ** 3)
+
+
 def test_a_strangers_lie_bans_it_and_bans_grow_and_expire() -> None:
     clock = Clock()
     reputation = made(clock)
