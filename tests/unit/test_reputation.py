@@ -177,6 +177,24 @@ def shares_of(reputation: Reputation, seen_at: SeenAt = networks_of_their_own, s
     return AuthorShares(reputation, share, AddressGroups(seen_at))
 
 
+def test_bodies_of_known_authors_earn_strangers_their_part_over_time() -> None:
+    shares = shares_of(known(made(), *KNOWN))
+    strangers = header_of([group()], b"a", author=LIAR)
+    own = header_of([group()] * 3, b"b", author=KNOWN[0])
+    shares.heard(KNOWN[0])
+    assert shares.within_share([strangers]) == [strangers]
+    for _ in range(14):
+        shares.pulled(strangers)  # two more than the burst
+    assert shares.within_share([strangers, own]) == [own]
+    for _ in range(2):
+        shares.pulled(own)  # three groups earn strangers one
+    assert shares.within_share([strangers, own]) == [own]
+    shares.pulled(own)
+    assert shares.within_share([strangers, own]) == [strangers, own]
+    shares.put_back(own)
+    assert shares.within_share([strangers, own]) == [own]
+
+
 def seen(places: Mapping[str, Sequence[str]]) -> SeenAt:
     return lambda peer_id: places.get(peer_id, ())
 
