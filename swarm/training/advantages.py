@@ -3,6 +3,9 @@
 The advantage of every answer of a batch, for one reward per answer or several.
 """
 
+# torch is annotated in part:
+# pyright: reportUnknownMemberType=false
+
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -14,6 +14,9 @@ masked by the trainer; so does one that ended by a stop string, which is whole b
 A rollout group made ready for the trainer.
 """
 
+# torch is annotated in part:
+# pyright: reportUnknownMemberType=false
+
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

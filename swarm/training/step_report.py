@@ -3,6 +3,9 @@
 How many policy versions ago the own tokens of a step were sampled.
 """
 
+# torch is annotated in part:
+# pyright: reportUnknownMemberType=false
+
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -162,7 +165,7 @@ class StepSums:
     num_sampler_known: float = 0.0
     signal: float = 0.0
     """Sum of |weight · advantage| over unclipped tokens: 0 means there is no direction to move in."""
-    log_weights: list[float] = field(default_factory=list)
+    log_weights: list[float] = field(default_factory=list[float])
     """Per answer: log of its weight in the step."""
     bound_pulls: Tensor = field(default_factory=lambda: torch.zeros(len(BOUNDS), 2, dtype=torch.float64))
     """Pull of good and bad answers under every clip bounds; filled where `training.adaptive_clip` needs it."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swarm.config import TrainingSection
 from swarm.errors import CheckpointError, PipelineError
-from swarm.observability.tracing import traced
+from swarm.observability.tracing import Facts, traced
 from swarm.policy.logprobs import TokenLogprobs, TokenSequence
 from swarm.policy.policy import TextPolicy
 from swarm.training.experience import TrainingGroup
@@ -38,6 +38,10 @@ class _Frozen(NamedTuple):
     old: Tensor | None  # [B, T] log π_old
     base: Tensor | None  # [B, T] log-probs of the base, the policy with its adapter switched off
     has_base: Tensor | None  # [B, 1]
+
+
+def _facts(report: StepReport, _: "Trainer", batch: Sequence[TrainingGroup]) -> Facts:
+    return {"groups": len(batch), "skipped": report.skipped}
 
 
 class Trainer:
@@ -64,7 +68,7 @@ class Trainer:
         self.num_skipped_steps = 0
         """Steps that were not applied since the first start."""
 
-    @traced("train_step", lambda report, _, batch: {"groups": len(batch), "skipped": report.skipped})
+    @traced("train_step", _facts)
     def step(self, batch: Sequence[TrainingGroup]) -> StepReport:
         """`inner_epochs` optimizer steps on each part of `batch`; raises `policy.version` by those applied.
 
