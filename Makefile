@@ -9,9 +9,11 @@ DEMO ?= --resume
 # Many tests wait for other processes: one worker more than cores, and at most five.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(5, (os.cpu_count() or 1) + 1))')
 export OMP_NUM_THREADS ?= 1
+# The tests start many processes: each would compile the sources anew where Python may not keep what it has compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types security audit docs house setup clean
+.PHONY: help demo quick test check mutants format lint types security audit docs house setup clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -19,11 +21,20 @@ help:  ## Show this list
 demo: $(READY)  ## A swarm of four nodes that learn from each other, on this machine
 	@exec $(BIN)/swarm testbed --nodes 4 $(DEMO)
 
+# A test that takes longer is not quick: start it from a file that imports what it needs (tests/quick.py says how).
+quick: $(READY) format lint types  ## While you work: format, lint, types and the quick unit tests, in about a minute
+	$(BIN)/python -m pytest -n $(WORKERS) --timeout 60 $$($(BIN)/python -m tests.quick)
+
 test: $(READY)  ## All tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
 check: $(READY) format lint types security audit docs test  ## Format, lint, types, security, documentation and tests
+
+SEED ?= 1
+SAMPLE ?= 60
+mutants: $(READY)  ## Whether tests notice small changes of the code: SAMPLE of them, drawn by SEED
+	$(BIN)/python -m tests.mutants $(SEED) $(SAMPLE)
 
 format: $(READY)
 	$(BIN)/ruff format --check .

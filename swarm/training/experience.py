@@ -12,6 +12,9 @@ ends with the own EOS where the author's answer ended with its EOS. An answer th
 it. One that ended by a stop string gets none either, and is whole, because its text has the string.
 """
 
+# torch is annotated in part:
+# pyright: reportUnknownMemberType=false
+
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,5 +1,8 @@
 """Turns groups into the tensors of one forward and backward pass."""
 
+# torch is annotated in part:
+# pyright: reportUnknownMemberType=false
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -63,7 +66,7 @@ def training_sequences(
         num_tokens = len(rollout.token_ids)
         counts.append(num_tokens if takes_part and num_tokens <= max_new_tokens else 0)
     weights = torch.tensor([group.weight for group, _ in answers])
-    scales = sequence_scales(torch.tensor(counts), config.aggregation, max_new_tokens, weights).tolist()
+    scales = sequence_scales(torch.tensor(counts), config.aggregation, max_new_tokens, weights)
     return [
         TrainingSequence(
             group.prompt_ids,
@@ -71,7 +74,7 @@ def training_sequences(
             rollout.logprobs if group.known_logprobs or group.usable_logprobs else None,
             group.usable_logprobs,
             value,
-            scale,
+            scale.item(),
             group.is_replay,
             _segments(group, rollout),
         )

@@ -3,9 +3,12 @@
 `LocalOptimizer` has the weights on this machine, `PipelineOptimizer` (in `swarm/pipeline`) on several.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+# torch is annotated in part:
+# pyright: reportUnknownMemberType=false
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -109,8 +112,8 @@ class LocalOptimizer:
 
     def adapter_norm(self) -> float:
         """See `PolicyOptimizer`."""
-        norms = [parameter.detach().float().norm() for parameter in self._parameters.values()]
-        return torch.stack(norms).norm().item()
+        norms: list[Tensor] = [parameter.detach().float().norm() for parameter in self._parameters.values()]
+        return cast(Tensor, torch.stack(norms).norm()).item()
 
     def read(self) -> dict[str, Tensor]:
         """See `PolicyOptimizer`."""
@@ -148,7 +151,7 @@ class LocalOptimizer:
         self._policy.version = version
 
     @contextmanager
-    def _training_mode(self) -> Iterator[None]:
+    def _training_mode(self) -> Generator[None, None, None]:
         """Train mode where dropout or checkpointing needs it; dropout masks depend on the step, not on global state."""
         if not self._trains_in_train_mode:
             yield

@@ -1,5 +1,8 @@
 """Reports what one training step did, for logs and metrics, from sums over its micro-batches."""
 
+# torch is annotated in part:
+# pyright: reportUnknownMemberType=false
+
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -159,7 +162,7 @@ class StepSums:
     num_sampler_known: float = 0.0
     signal: float = 0.0
     """Sum of |weight · advantage| over unclipped tokens: 0 means there is no direction to move in."""
-    log_weights: list[float] = field(default_factory=list)
+    log_weights: list[float] = field(default_factory=list[float])
     """The log of each answer's weight in the step."""
     bound_pulls: Tensor = field(default_factory=lambda: torch.zeros(len(BOUNDS), 2, dtype=torch.float64))
     """Gradient from good and from bad answers under each clip bounds; filled where `training.adaptive_clip` is on."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swarm.config import TrainingSection
 from swarm.errors import CheckpointError, PipelineError
-from swarm.observability.tracing import traced
+from swarm.observability.tracing import Facts, traced
 from swarm.policy.logprobs import TokenLogprobs, TokenSequence
 from swarm.policy.policy import TextPolicy
 from swarm.training.advantages import configured_advantage
@@ -40,6 +40,10 @@ class _Frozen(NamedTuple):
     old: Tensor | None  # [B, T] log π_old
     base: Tensor | None  # [B, T] log-probs of the base, the policy with its adapter switched off
     has_base: Tensor | None  # [B, 1]
+
+
+def _facts(report: StepReport, _: "Trainer", batch: Sequence[TrainingGroup]) -> Facts:
+    return {"groups": len(batch), "skipped": report.skipped}
 
 
 class Trainer:
@@ -68,7 +72,7 @@ class Trainer:
         self.num_skipped_steps = 0
         """Number of steps since the first start that were not applied."""
 
-    @traced("train_step", lambda report, _, batch: {"groups": len(batch), "skipped": report.skipped})
+    @traced("train_step", _facts)
     def step(self, batch: Sequence[TrainingGroup]) -> StepReport:
         """`inner_epochs` optimizer steps on each part of `batch`; raises `policy.version` by those applied.
 

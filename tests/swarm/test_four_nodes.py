@@ -27,10 +27,10 @@ HARMLESS = {
 """What loss, duplication and flipped bytes may cause; anything else would be an honest node turned away."""
 
 
-def node_config(folder: Path, **rollouts: int) -> Config:
+def node_config(folder: Path, max_rounds: int = 14, **rollouts: int) -> Config:
     return parse(
         {
-            "node": {"dir": str(folder), "max_rounds": 14, "threads": 1},
+            "node": {"dir": str(folder), "max_rounds": max_rounds, "threads": 1},
             "network": {"poll_interval_s": 0.05, "request_timeout_s": 1.0},
             "rollouts": {"groups_per_round": 6, "group_size": 4, "max_new_tokens": 12, **rollouts},
             "sharing": {"own_groups": 3, "swarm_groups": 3},
@@ -92,20 +92,16 @@ def test_a_node_alone_in_the_swarm_trains_on_its_own(tmp_path: Path) -> None:
 
 def test_partition_parts_the_exchange_and_healing_restores_it(tmp_path: Path) -> None:
     network = MemoryNetwork(random.Random(7), time.time)
-    nodes = [make_node(network, node_config(tmp_path / str(i)), i) for i in range(2)]
+    nodes = [make_node(network, node_config(tmp_path / str(i), max_rounds=5), i) for i in range(2)]
     network.partition([nodes[0].identity.peer_id], [nodes[1].identity.peer_id])
     asyncio.run(run_all(nodes))
     for node in nodes:
         last = [row for row in read_rows(node.folder.metrics) if row["kind"] == "round"][-1]
         assert last["train/swarm_groups_total"] == 0
     network.heal()
-    longer = [make_node(network, _longer(node.config), i) for i, node in enumerate(nodes)]
+    longer = [make_node(network, node_config(tmp_path / str(i), max_rounds=15), i) for i in range(2)]
     asyncio.run(run_all(longer))
     for node in longer:
         last = [row for row in read_rows(node.folder.metrics) if row["kind"] == "round"][-1]
-        assert last["round"] == 28
+        assert last["round"] == 15
         assert last["train/swarm_groups_total"] > 0
-
-
-def _longer(config: Config) -> Config:
-    return config.model_copy(update={"node": config.node.model_copy(update={"max_rounds": 28})})

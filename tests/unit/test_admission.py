@@ -107,6 +107,30 @@ def test_bodies_are_remembered_until_they_expire() -> None:
     assert len(door._announced) == 2
 
 
+def test_allowance_of_headers_refills_evenly_up_to_one_minute() -> None:
+    clock = Clock()
+    door = admission(clock, max_records_per_peer_per_minute=120)
+    numbers = iter(range(10_000))
+
+    def num_admitted(asked: int) -> int:
+        reasons = []
+        for _ in range(asked):
+            try:
+                door.admit_header(
+                    signed(header_of([group()], b"%d" % next(numbers), created_at=clock.now, expires_at=clock.now + 60))
+                )
+            except InvalidRecord as error:
+                reasons.append(error.reason)
+        assert set(reasons) <= {Rejection.RATE}
+        return asked - len(reasons)
+
+    assert num_admitted(130) == 120
+    clock.now += 2.0
+    assert num_admitted(10) == 4  # two per second
+    clock.now += 600.0
+    assert num_admitted(130) == 120
+
+
 def test_rate_is_per_author_and_recovers() -> None:
     clock = Clock()
     door = admission(context_of(clock=clock), max_records_per_peer_per_minute=2)

@@ -165,3 +165,19 @@ def test_the_choice_hears_of_the_own_difficulty_table_after_every_round(tmp_path
     again = Usefulness(600.0, Clock(), lambda author: 0.5)
     assert make_learner(config_of({"choice": "informative"}), useful=again).resume(CheckpointStore(tmp_path, 1))
     assert again._beliefs == first
+
+
+def test_groups_of_others_fill_what_own_ones_leave_and_no_more() -> None:
+    """Some of those in the pool are of a task that is not known here: what is drawn again is what is still missing."""
+    learner = make_learner(config_of({"likelihood_floor_quantile": 0.0, "success_quantile": 0.0}))
+    rollouts = learner._rollouts.run(1)
+    signalled = with_signal(list(rollouts.groups))
+    for number in range(16):
+        known = replace(signalled[number % len(signalled)], policy_version=number)
+        unknown = replace(known, task=replace(known.task, source="gone", index=number))
+        learner._pool.add(bytes([number]) * 32, NOW + 600, NOW, [known, unknown][: 1 + (number % 3 == 0)])
+    full = learner._batches.batch(rollouts, 0, random.Random(0))
+    assert [sum(group.is_own == own for group in full) for own in (True, False)] == [3, 3]
+    single = replace(rollouts, groups=[next(group for group in rollouts.groups if group.has_signal)])
+    filled = learner._batches.batch(single, 0, random.Random(0))
+    assert [sum(group.is_own == own for group in filled) for own in (True, False)] == [1, 5]

@@ -20,10 +20,11 @@ from swarm.records.codec import (
     decode_record,
     encode_body,
     encode_header,
+    encode_record,
     fits_into_body,
 )
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.types import RolloutGroup
+from swarm.types import RolloutGroup, SignedRecord
 from tests.unit.experience_factory import ALICE, LINEAGE, body_and_header, group, header_of, rollout, signed
 
 
@@ -123,6 +124,12 @@ def test_logprobs_of_another_length_are_refused() -> None:
     one = replace(rollout("abc"), logprobs=(-0.5,))
     body = encode_body([replace(group(), rollouts=(one, rollout("b")))])
     assert reason_of(decode_body, body, ALICE.peer_id, LINEAGE, 0) is Rejection.LOGPROBS
+
+
+def test_record_of_the_largest_size_is_read() -> None:
+    empty = len(encode_record(SignedRecord(ALICE.peer_id, bytes(256), bytes(64)))) - 256
+    largest = SignedRecord(ALICE.peer_id, bytes(MAX_RECORD_BYTES - empty), bytes(64))
+    assert len(encode_record(largest)) == MAX_RECORD_BYTES and decode_record(encode_record(largest)) == largest
 
 
 def test_oversize_record_is_refused() -> None:

@@ -103,6 +103,17 @@ def test_distance_from_the_base_is_no_sickness_where_the_run_has_paid_for_it():
         assert watch.observe(row) == [], "its reward has stopped rising within the window, not since the start"
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "is_told"),
+    [(0.6, 0.9, False), (0.6, 1.2, True), (1.9, 1.95, False), (1.9, 2.05, True)],
+    ids=["near", "moved", "far but not very", "very far"],
+)
+def test_kl_is_told_where_it_moved_half_a_nat_or_is_beyond_two(before: float, after: float, is_told: bool):
+    watch = HealthWatch()
+    seen = [watch.observe({**HEALTHY, "train/kl": before if i < 30 else after}) for i in range(34)]
+    assert any(seen) == is_told
+
+
 def test_rounds_without_a_step_and_nan_are_no_rows_to_judge():
     watch = HealthWatch()
     for i in range(30):

@@ -5,10 +5,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from swarm.cli.main import app
 from swarm.records.rejection import Rejection
 from swarm.sharing.reputation import Reputation
-from tests.swarm_process import swarm
 
 ROOT = Path(__file__).parents[2]
 SECURITY = "\n".join(
@@ -34,8 +35,8 @@ def test_make_targets_exist() -> None:
 def test_command_of_the_readme_is_understood(command: str) -> None:
     words = shlex.split(command)
     named = words[1:3] if words[1] == "silo" else words[1:2]
-    told = swarm(*named, "--help")
-    assert told.returncode == 0, told.stderr
+    told = CliRunner().invoke(app, [*named, "--help"], env={"COLUMNS": "200"}, prog_name="swarm")
+    assert told.exit_code == 0, told.output
     options = [word for word in words[2:] if word.startswith("--") and "." not in word]
     assert all(option in told.stdout for option in options), told.stdout
     for word in words[2:]:

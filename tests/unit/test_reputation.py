@@ -84,6 +84,16 @@ def test_evidence_halves_with_every_half_life() -> None:
     assert reputation.weight(LIAR) <= 7 / 8
 
 
+def test_evidence_counts_up_to_a_hundred_in_the_proportion_in_which_it_came() -> None:
+    reputation = made()
+    for _ in range(300):
+        reputation.admitted(LIAR)
+    assert reputation.weight(LIAR) == pytest.approx(101 / 102)
+    reputation.hint(LIAR, 100.0)  # half of two hundred is bad, and a hundred count
+    assert reputation.weight(LIAR) == pytest.approx(51 / 102)
+    assert reputation.trust(LIAR) == pytest.approx((51 / 101) ** 3)
+
+
 def test_a_strangers_lie_bans_it_and_bans_grow_and_expire() -> None:
     clock = Clock()
     reputation = made(clock)
@@ -164,6 +174,24 @@ def networks_of_their_own(peer_id: str) -> tuple[str, ...]:
 
 def shares_of(reputation: Reputation, seen_at: SeenAt = networks_of_their_own, share: float = 0.25) -> AuthorShares:
     return AuthorShares(reputation, share, AddressGroups(seen_at))
+
+
+def test_bodies_of_known_authors_earn_strangers_their_part_over_time() -> None:
+    shares = shares_of(known(made(), *KNOWN))
+    strangers = header_of([group()], b"a", author=LIAR)
+    own = header_of([group()] * 3, b"b", author=KNOWN[0])
+    shares.heard(KNOWN[0])
+    assert shares.within_share([strangers]) == [strangers]
+    for _ in range(14):
+        shares.pulled(strangers)  # two more than the burst
+    assert shares.within_share([strangers, own]) == [own]
+    for _ in range(2):
+        shares.pulled(own)  # three groups earn strangers one
+    assert shares.within_share([strangers, own]) == [own]
+    shares.pulled(own)
+    assert shares.within_share([strangers, own]) == [strangers, own]
+    shares.put_back(own)
+    assert shares.within_share([strangers, own]) == [own]
 
 
 def seen(places: Mapping[str, Sequence[str]]) -> SeenAt:

@@ -1,0 +1,75 @@
+"""The tools of a contributor: quick tests, mutants, hooks before a commit, and the hosted workflow."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import house, mutants, quick
+
+TARGETS = set(re.findall(r"^([a-z]+):", (house.ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_quick_files_are_those_that_load_no_model_and_start_no_process() -> None:
+    names = {file.name for file in quick.quick_files()}
+    assert {"test_codec.py", "test_losses.py", "test_reputation.py", "test_token_bucket.py"} <= names
+    assert not names & {
+        "test_trainer.py",
+        "test_cli.py",
+        "test_sandbox.py",
+        "test_index_guard.py",
+        "test_import_rules.py",
+    }
+    models = re.compile(r"\b(make_policy|tiny_models|pipeline_models)\b")  # fixtures that load transformers
+    assert [file.name for file in quick.quick_files() if models.search(file.read_text())] == []
+
+
+def test_hooks_call_tools_of_the_environment_and_targets_that_exist() -> None:
+    hooks = yaml.safe_load((house.ROOT / ".pre-commit-config.yaml").read_text())
+    assert [repository["repo"] for repository in hooks["repos"]] == ["local"], "nothing is downloaded"
+    entries = [hook["entry"].split() for repository in hooks["repos"] for hook in repository["hooks"]]
+    assert entries and all(
+        hook["language"] == "system" for repository in hooks["repos"] for hook in repository["hooks"]
+    )
+    for program, argument, *_ in entries:
+        assert argument in TARGETS if program == "make" else (house.ROOT / program).exists()
+
+
+def test_workflow_runs_what_everyone_runs_with_no_right_to_write() -> None:
+    workflow = yaml.safe_load((house.ROOT / ".github/workflows/ci.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"] <= 60
+        assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
+        assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    commands = re.findall(r"^make (\w+)", (house.ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert commands and set(commands) <= TARGETS
+
+
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        ("x = a < b", ["x = (a <= b)"]),
+        ("x = a * b + 1", ["x = (a * b - 1)", "x = (a / b) + 1", "x = a * b + 2"]),
+        ("if not a and b: pass", ["if (not a or b): pass", "if (a) and b: pass"]),
+        ("x = 'ä' == b", ["x = ('ä' != b)"]),
+        ("x = 0.5", ["x = 1.0"]),
+        ("assert a < 1", []),
+        ("raise ValueError(a < 1)", []),
+        ("logger.info('%d', 1 + 1)", []),
+        ("def f(a: X | Y = True) -> X | Y: pass", ["def f(a: X | Y = False) -> X | Y: pass"]),
+    ],
+)
+def test_changes_by_hand(line: str, changed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "module.py").write_text(f"{line}\n")
+    monkeypatch.setattr(house, "ROOT", tmp_path)
+    assert sorted(mutant.source.strip() for mutant in mutants.mutants_of(Path("module.py"))) == sorted(changed)
+
+
+def test_a_module_is_tested_by_its_own_tests_first() -> None:
+    for path in ("swarm/limits/token_bucket.py", "swarm/sharing/reputation.py", "swarm/records/codec.py"):
+        assert mutants.nearest_tests(Path(path))[0] == f"tests/unit/test_{Path(path).name}"
+    for subject in mutants.SUBJECTS:
+        for path in house.SOURCE.glob(subject):
+            assert path.name == "__init__.py" or mutants.nearest_tests(path.relative_to(house.ROOT)), path
