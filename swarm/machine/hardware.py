@@ -43,23 +43,63 @@ def detect() -> Hardware:
     name, gpu_gib = _nvidia_gpu()
     if not name and platform.system() == "Darwin" and platform.machine() == "arm64":
         name, gpu_gib = "Apple GPU (MPS)", memory_gib * 0.7
-    return Hardware(cores, memory_gib, name, gpu_gib)
+    return Hardware(cpu_cores=cores, memory_gib=memory_gib, gpu_name=name, gpu_memory_gib=gpu_gib)
 
 
 _SMALLEST_HUB_CHOICE = PolicyChoice(
-    "Qwen/Qwen2.5-0.5B-Instruct", "none", "0.5B in bfloat16 takes about 1 GiB", 8, 256, 2e-5
+    "Qwen/Qwen2.5-0.5B-Instruct",
+    "none",
+    why="0.5B in bfloat16 takes about 1 GiB",
+    groups_per_round=8,
+    max_new_tokens=256,
+    lr=2e-5,
 )
 _CHOICES = (
     (
         22.0,
         PolicyChoice(
-            "Qwen/Qwen2.5-7B-Instruct", "4bit", "7B in 4 bit takes about 6 GiB; the rest is for answers", 16, 512, 1e-5
+            "Qwen/Qwen2.5-7B-Instruct",
+            "4bit",
+            why="7B in 4 bit takes about 6 GiB; the rest is for answers",
+            groups_per_round=16,
+            max_new_tokens=512,
+            lr=1e-5,
         ),
     ),
-    (11.0, PolicyChoice("Qwen/Qwen2.5-3B-Instruct", "4bit", "3B in 4 bit takes about 2.5 GiB", 8, 512, 1e-5)),
-    (7.0, PolicyChoice("Qwen/Qwen2.5-1.5B-Instruct", "4bit", "1.5B in 4 bit takes about 1.5 GiB", 8, 384, 2e-5)),
+    (
+        11.0,
+        PolicyChoice(
+            "Qwen/Qwen2.5-3B-Instruct",
+            "4bit",
+            why="3B in 4 bit takes about 2.5 GiB",
+            groups_per_round=8,
+            max_new_tokens=512,
+            lr=1e-5,
+        ),
+    ),
+    (
+        7.0,
+        PolicyChoice(
+            "Qwen/Qwen2.5-1.5B-Instruct",
+            "4bit",
+            why="1.5B in 4 bit takes about 1.5 GiB",
+            groups_per_round=8,
+            max_new_tokens=384,
+            lr=2e-5,
+        ),
+    ),
     (3.5, _SMALLEST_HUB_CHOICE),
-    (0.0, PolicyChoice("bundled", "none", "the bundled policy learns on any CPU in minutes", 8, 24, 1e-3)),
+    (
+        0.0,
+        PolicyChoice(
+            "bundled",
+            "none",
+            why="the bundled policy learns on any CPU in minutes",
+            groups_per_round=8,
+            max_new_tokens=24,
+            lr=1e-3,
+        ),
+    ),
 )
 """(GiB of GPU memory that it needs, choice), the largest first."""
 

@@ -151,7 +151,7 @@ class IndexRule:
         """Of what several hosts answered, (host, subkey, value, claimed end), the newest valid entry of each subkey."""
         found: dict[str, tuple[Validity, bytes]] = {}
         for host, subkey, value, claimed_end in copies:
-            validity, known = self.judge(key, subkey, value, claimed_end, host), found.get(subkey)
+            validity, known = self.judge(key, subkey, value, claimed_end=claimed_end, giver=host), found.get(subkey)
             if validity is not None and validity.supersedes(None if known is None else known[0]):
                 found[subkey] = validity, value
         return {subkey: value for subkey, (_, value) in found.items()}

@@ -90,7 +90,7 @@ class IndexGateway:
             case [0, str(key), str(subkey), bytes(value), float(expires_at)] if math.isfinite(expires_at):
                 try:
                     check_entry(key, subkey, value)
-                    store = partial(self._store, peer_id, key, subkey, value, expires_at)
+                    store = partial(self._store, peer_id, (key, subkey, value), expires_at)
                     return _pack(await self._search(peer_id, store))
                 except ValueError:
                     raise RequestRefused("invalid entry") from None
@@ -98,10 +98,11 @@ class IndexGateway:
                 return _packed_within_bound(await self._search(peer_id, partial(self._transport.load, key)))
         raise RequestRefused("malformed")
 
-    async def _store(self, peer_id: str, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
-        if self._rule.judge(key, subkey, value, expires_at, giver=peer_id) is None:
+    async def _store(self, peer_id: str, entry: tuple[str, str, bytes], expires_at: float) -> bool:
+        key, subkey, value = entry
+        if self._rule.judge(key, subkey, value, claimed_end=expires_at, giver=peer_id) is None:
             return False
-        return await self._transport.store(key, subkey, value, expires_at)
+        return await self._transport.store(key, subkey, value, expires_at=expires_at)
 
     async def _search(self, peer_id: str, search: Callable[[], Awaitable[T]]) -> T:
         """Make a search for a peer. Raises RequestRefused."""

@@ -21,7 +21,7 @@ PORTS_FILE = "ports.json"
 _MAX_ADDRESSES = 16
 _MAX_FILE_BYTES = 1 << 14
 
-Plane = Literal["listen", "gossip"]
+PortUse = Literal["listen", "gossip"]
 """What listens there: requests and the index, or gossip."""
 _Listened = Annotated[tuple[str, ...], Field(max_length=_MAX_ADDRESSES)]
 
@@ -48,18 +48,18 @@ class OwnPorts:
     def __init__(self, path: Path | None = None) -> None:
         """`path`: where they are kept over restarts; None: nowhere."""
         self._path = path
-        self._kept: dict[Plane, tuple[TcpAddress, ...]] = {"listen": (), "gossip": ()}
+        self._kept: dict[PortUse, tuple[TcpAddress, ...]] = {"listen": (), "gossip": ()}
         if path is not None:
             self._kept |= _read(path)
 
-    def again(self, plane: Plane, wanted: Sequence[TcpAddress]) -> tuple[TcpAddress, ...]:
+    def again(self, use: PortUse, wanted: Sequence[TcpAddress]) -> tuple[TcpAddress, ...]:
         """`wanted`, with the ports of the last start in place of port 0, as far as they are free."""
-        pairs = zip(wanted, self.last(plane, wanted), strict=True)
+        pairs = zip(wanted, self.last(use, wanted), strict=True)
         return tuple(last if last == address or _is_free(last) else address for address, last in pairs)
 
-    def last(self, plane: Plane, wanted: Sequence[TcpAddress]) -> tuple[TcpAddress, ...]:
+    def last(self, use: PortUse, wanted: Sequence[TcpAddress]) -> tuple[TcpAddress, ...]:
         """`wanted`, with the ports of the last start in place of port 0, whoever has them now."""
-        left = list(self._kept[plane])
+        left = list(self._kept[use])
         found = []
         for address in wanted:
             kept = next((one for one in left if replace(one, port=0) == address), None)
@@ -68,13 +68,13 @@ class OwnPorts:
             found.append(kept or address)
         return tuple(found)
 
-    def keep(self, plane: Plane, wanted: Sequence[TcpAddress], actual: Sequence[TcpAddress]) -> None:
+    def keep(self, use: PortUse, wanted: Sequence[TcpAddress], actual: Sequence[TcpAddress]) -> None:
         """Remember what the system chose for port 0. `actual`: `wanted` in the same order, with the ports taken."""
         pairs = zip(wanted, actual, strict=True)
         chosen = tuple(now for before, now in pairs if before.port == 0 and now.port != 0)[:_MAX_ADDRESSES]
-        if self._path is None or not chosen or chosen == self._kept[plane]:
+        if self._path is None or not chosen or chosen == self._kept[use]:
             return
-        self._kept[plane] = chosen
+        self._kept[use] = chosen
         listen, gossip = (tuple(map(str, self._kept[name])) for name in ("listen", "gossip"))
         content = _PortsFile(listen=listen, gossip=gossip)
         try:
@@ -92,7 +92,7 @@ def _is_free(address: TcpAddress) -> bool:
     return True
 
 
-def _read(path: Path) -> dict[Plane, tuple[TcpAddress, ...]]:
+def _read(path: Path) -> dict[PortUse, tuple[TcpAddress, ...]]:
     """Empty, with a warning, where the file is damaged."""
     try:
         content = _PortsFile.model_validate_json(read_file(path, _MAX_FILE_BYTES))

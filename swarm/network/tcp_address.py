@@ -50,7 +50,7 @@ class TcpAddress:
         for name in (relay_id, peer_id):
             if name is not None and not is_peer_id(name):
                 raise ValueError(f"{name} is no peer id of an Ed25519 key (12D3KooW...)")
-        return cls(kind, host, int(port), peer_id, relay_id)
+        return cls(kind, host, int(port), peer_id=peer_id, relay_id=relay_id)
 
     @property
     def transport(self) -> str:

@@ -49,7 +49,7 @@ from swarm.sharing.body_store import BodyStore
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
 from swarm.sharing.peer_tracker import PeerTracker
-from swarm.silo.open_silo import node_transport
+from swarm.silo.silo_transport import node_transport
 from swarm.tasks.sandboxed_verifier import SandboxedVerifier
 from swarm.tasks.task_mixture import TaskMixture, owns_stream
 from swarm.types import RolloutGroup

@@ -298,10 +298,10 @@ def _rollout(reader: BodyReader) -> Rollout:
 
 def _ref(source: Any, digest: Any, seed: Any, index: Any) -> TaskRef:
     return TaskRef(
-        check_text(source, MAX_NAME_CHARS),
-        check_bytes(digest, 8).hex(),
-        check_int(seed, 0, 2**31 - 1),
-        check_int(index, 0, 2**20 - 1),
+        source=check_text(source, MAX_NAME_CHARS),
+        config_digest=check_bytes(digest, 8).hex(),
+        seed=check_int(seed, 0, 2**31 - 1),
+        index=check_int(index, 0, 2**20 - 1),
     )
 
 

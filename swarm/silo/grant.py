@@ -106,12 +106,12 @@ def decode_grant(data: bytes, owner: str, swarm_id: str) -> Grant:
     if check_bytes(named_swarm, 16).hex() != swarm_id:
         raise InvalidRecord(Rejection.FOREIGN_SWARM)
     return Grant(
-        swarm_id,
-        _peer_id(peer_id),
-        check_bytes(key, KEY_BYTES),
-        check_float(until, 0.0, MAX_TIME_S),
-        check_int(epoch, 1, MAX_EPOCH),
-        data,
+        swarm_id=swarm_id,
+        peer_id=_peer_id(peer_id),
+        box_key=check_bytes(key, KEY_BYTES),
+        until=check_float(until, 0.0, MAX_TIME_S),
+        epoch=check_int(epoch, 1, MAX_EPOCH),
+        data=data,
     )
 
 
@@ -134,10 +134,10 @@ def decode_token(text: str) -> Token:
     if manifest.silo is None:
         raise SiloError(f"its manifest must be of a silo, got the public swarm {manifest.name}", "malformed")
     return Token(
-        decode_grant(check_bytes(grant), manifest.founder, manifest.id),
-        check_bytes(wrapped, WRAPPED_BYTES),
-        manifest,
-        manifest_data.decode(),
+        grant=decode_grant(check_bytes(grant), manifest.founder, manifest.id),
+        wrapped=check_bytes(wrapped, WRAPPED_BYTES),
+        manifest=manifest,
+        manifest_text=manifest_data.decode(),
     )
 
 

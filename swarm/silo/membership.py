@@ -86,8 +86,8 @@ class Membership:
         owner: str,
         identity: Identity,
         clock: Callable[[], float],
+        seen: SeenRolls,
         grace_s: float = GRACE_S,
-        seen: SeenRolls | None = None,
     ) -> None:
         """`owner`: peer id of whoever signs rolls and grants. `clock`: seconds since the epoch.
 
@@ -100,14 +100,17 @@ class Membership:
         self.roll_data = b""
         """As signed, to be handed on."""
         self.own_grant: Grant | None = None
-        self.seen = seen or SeenRolls(swarm_id)
-        self.on_change: Callable[[], None] = lambda: None
-        """Called after a roll was taken."""
+        self.seen = seen
+        self._watchers: list[Callable[[], None]] = []
         self._identity = identity
         self._box_key = box_key(identity)
         self._clock = clock
         self._members: dict[str, Member] = {}  # of the roll
         self._grants: BoundedMap[str, Grant] = BoundedMap(MAX_GRANTS)  # by peer id, of the roll's epoch
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call `watcher` after each newer roll."""
+        self._watchers.append(watcher)
 
     @property
     def version(self) -> int:
@@ -165,7 +168,8 @@ class Membership:
             self.keys.take(key)
         elif self.keys.epoch < roll.epoch:
             logger.warning("this node is no longer a member of its silo; ask the owner, whose word is final")
-        self.on_change()
+        for watcher in self._watchers:
+            watcher()
         return True
 
     def take_grant(self, data: bytes) -> Grant:

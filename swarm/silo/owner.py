@@ -24,7 +24,7 @@ class Owner:
     @classmethod
     def found(cls, identity: Identity, swarm_id: str, now: float) -> "Owner":
         """A new silo with no members. `now`: seconds since the epoch."""
-        owner = cls(identity, Roll(swarm_id, 0, 0, now, b"", ()))
+        owner = cls(identity, Roll(swarm_id, version=0, epoch=0, issued_at=now, owner_wrapped=b"", members=()))
         owner._begin_epoch((), now)
         return owner
 
@@ -52,9 +52,9 @@ class Owner:
                 f"a membership must not end before {known.until:.0f}, as it did, got {until:.0f}; revoke it, then invite anew"
             )
         wrapped = self._wrapped(self._key(), request.peer_id, request.box_key)
-        members = (*others, Member(request.peer_id, request.box_key, until, wrapped))
+        members = (*others, Member(request.peer_id, request.box_key, until=until, wrapped=wrapped))
         self.roll = replace(self.roll, version=self.roll.version + 1, issued_at=now, members=members)
-        grant = encode_grant(self._identity, self.roll.swarm_id, request, until, self.roll.epoch)
+        grant = encode_grant(self._identity, self.roll.swarm_id, request, until=until, epoch=self.roll.epoch)
         return encode_token(grant, wrapped, manifest_text)
 
     def revoke(self, peer_id: str, now: float) -> None:

@@ -153,8 +153,8 @@ def _member(line: object) -> Member:
     if not is_peer_id(check_text(peer_id, 64)):
         raise InvalidRecord(Rejection.MALFORMED, "expected a peer id")
     return Member(
-        peer_id,
-        check_bytes(box_key, KEY_BYTES),
-        check_float(until, 0.0, MAX_TIME_S),
-        check_bytes(wrapped, WRAPPED_BYTES),
+        peer_id=peer_id,
+        box_key=check_bytes(box_key, KEY_BYTES),
+        until=check_float(until, 0.0, MAX_TIME_S),
+        wrapped=check_bytes(wrapped, WRAPPED_BYTES),
     )

@@ -20,11 +20,16 @@ index bounds by them what one author may hold.
 """
 
 import asyncio
+import random
+import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
+from swarm.config import Config
+from swarm.config.node_folder import NodeFolder
 from swarm.errors import RequestError, SiloError
 from swarm.network.index_entry import UNSIGNED, IndexValidator, Validity, check_entry
+from swarm.network.make_transport import make_transport
 from swarm.network.transport import (
     Admits,
     Contact,
@@ -35,10 +40,13 @@ from swarm.network.transport import (
     ValidationResult,
 )
 from swarm.records.codec import MAX_RECORD_BYTES, decode_record
+from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord
 from swarm.silo.bulletin import BULLETIN_PROTOCOL, Bulletin
+from swarm.silo.grant import decode_token
 from swarm.silo.membership import Membership
 from swarm.silo.sealing import OVERHEAD_BYTES, EpochKey, epoch_of
+from swarm.silo.silo_files import SeenRolls, SiloFiles
 
 _PURPOSE = "index"
 _KEY_END = b"\0"
@@ -108,6 +116,7 @@ class SiloTransport:
         self._topics: dict[str, GossipHandler] = {}
         self._joined: dict[str, int] = {}  # names of topics that the inner transport is in: their epoch
         self._work: list[asyncio.Task[None]] = []
+        membership.watch(self._take_part)
 
     @property
     def refused(self) -> Counter[str]:
@@ -117,7 +126,6 @@ class SiloTransport:
     async def start(self) -> None:
         """Raises NetworkError; SiloError for a node that is no member."""
         _ = self._membership.keys.current
-        self._membership.on_change = self._take_part
         await self._inner.start()
         self._bulletin.read_file()
         self._work = [asyncio.create_task(self._bulletin.work(), name="silo-bulletin")]
@@ -156,7 +164,7 @@ class SiloTransport:
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         check_entry(key, subkey, value)
         hidden, sealed = self._index.sealed(key, subkey, value)
-        return await self._inner.store(hidden, subkey, sealed, expires_at)
+        return await self._inner.store(hidden, subkey, sealed, expires_at=expires_at)
 
     async def load(self, key: str) -> dict[str, bytes]:
         """Under the name of the newest key; in the time of grace also what lies under the one before."""
@@ -286,3 +294,73 @@ def _request_context(protocol: str, caller: str, answerer: str) -> bytes:
 def _response_context(request_context: bytes, sealed_request: bytes) -> bytes:
     """A response belongs to one request: its nonce and tag are part of what it is bound to."""
     return b"response/" + request_context + sealed_request[:16] + sealed_request[-16:]
+
+
+MakeInner = Callable[[IndexValidator, Admits], Transport | None]
+"""(validator of sealed entries, whom to answer) -> the transport beneath, not started; None with the network off."""
+
+
+def open_membership(
+    owner: str, swarm_id: str, identity: Identity, folder: NodeFolder, clock: Callable[[], float] = time.time
+) -> Membership:
+    """What roll and token on disk make of this node. Raises SiloError where that is no member."""
+    check_folder(folder)
+    files = SiloFiles(folder.path)
+    seen = SeenRolls(swarm_id, folder.identity)
+    membership = Membership(swarm_id, owner, identity, clock=clock, seen=seen)
+    if (text := files.read_token()) is not None:
+        token = decode_token(text)
+        membership.take_own_grant(token.grant.data, token.wrapped)
+    if (data := files.read_roll()) is not None:
+        try:
+            membership.take_roll(data)
+        except SiloError as error:
+            granted = 0 if membership.own_grant is None else membership.own_grant.epoch
+            # from before this node was put out and invited again: the invitation is newer than all that was seen
+            if error.fault != "old" or granted < seen.newest.epoch:
+                raise
+    if membership.keys.epoch < seen.newest.epoch and membership.version == 0:
+        raise _no_member(folder, f"an invitation from before epoch {seen.newest.epoch}, which it has seen,")
+    if membership.keys.epoch == 0 or not membership.is_member(identity.peer_id):
+        raise _no_member(folder, f"the roll or an invitation without {identity.peer_name}, or past its end")
+    return membership
+
+
+def check_folder(folder: NodeFolder) -> None:
+    """Raises SiloError where the folder has neither a roll nor an invitation, before anybody is asked for a passphrase."""
+    if not SiloFiles(folder.path).is_membership:
+        raise _no_member(folder, "no invitation")
+
+
+def _no_member(folder: NodeFolder, what: str) -> SiloError:
+    return SiloError(
+        f"a silo's node must be a member, got {what} in {folder.path}; send its owner what "
+        f"`swarm silo request --dir {folder.path}` prints, then `swarm silo join INVITATION --dir {folder.path}`"
+    )
+
+
+def silo_transport(
+    config: Config, identity: Identity, folder: NodeFolder, validator: IndexValidator, make_inner: MakeInner
+) -> Transport | None:
+    """A transport for the silo of `config`, over one that `make_inner` makes. Raises SiloError, ConfigError."""
+    membership = open_membership(config.swarm.silo_owner, config.swarm_id, identity, folder=folder)
+    entrances = [address.rpartition("/p2p/")[2] for address in config.network.initial_peers]
+    inner = make_inner(SealedIndex(membership, validator), admits(membership, entrances))
+    if inner is None:
+        return None
+    rng = random.Random(f"silo/{identity.peer_id}")
+    bulletin = Bulletin(inner, membership, identity, files=SiloFiles(folder.path), entrances=entrances, rng=rng)
+    return SiloTransport(inner, membership, bulletin, validator=validator)
+
+
+def node_transport(
+    config: Config, identity: Identity, folder: NodeFolder, validator: IndexValidator
+) -> Transport | None:
+    """The transport of a node, sealed where its swarm is a silo. Raises SiloError, ConfigError."""
+
+    def make(sealed_validator: IndexValidator, admit: Admits) -> Transport | None:
+        return make_transport(config.network, identity, folder.path, validator=sealed_validator, admits=admit)
+
+    if config.swarm.silo_owner and config.network.backend != "off":
+        return silo_transport(config, identity, folder, validator=validator, make_inner=make)
+    return make_transport(config.network, identity, folder.path, validator=validator)

@@ -16,11 +16,14 @@ Also fixed here, each without cost for an attacker in hivemind 1.1.12:
 
 import bisect
 import heapq
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+
+import msgpack
 
 from swarm.network.hivemind.parts import (
     DHTID,
@@ -264,3 +267,55 @@ def _copy(entries: DictionaryDHTValue) -> IndexEntries:
     copy.expiration_heap = list(entries.expiration_heap)
     copy.latest_expiration_time = entries.latest_expiration_time
     return copy
+
+
+_DICTIONARY_CODE = 0x50
+
+
+class FlatSerializer:
+    """hivemind's serializer, as far as the index needs it, for bytes of strangers: no lists in lists."""
+
+    @staticmethod
+    def dumps(value: Any) -> bytes:
+        """hivemind's own refuses subclasses, such as `IndexEntries` and the values in it."""
+        if not isinstance(value, DictionaryDHTValue):
+            return DHTProtocol.serializer.dumps(value)
+        rows = [[subkey, item.value, item.expiration_time] for subkey, item in value.items()]
+        packed: Any = msgpack.packb([value.maxsize, value.latest_expiration_time, rows])
+        whole: Any = msgpack.packb(msgpack.ExtType(_DICTIONARY_CODE, packed))
+        return whole
+
+    @staticmethod
+    def loads(data: bytes) -> object:
+        """A scalar or IndexEntries, not judged yet. Raises ValueError (msgpack's errors are such) for anything else."""
+        value = msgpack.unpackb(data, raw=False, max_array_len=0, max_map_len=0)
+        if not isinstance(value, msgpack.ExtType):
+            return value
+        if value.code != _DICTIONARY_CODE:
+            raise ValueError(f"an index value must be a dictionary or a scalar, got type {value.code}")
+        return _dictionary(value.data)
+
+
+def _dictionary(data: bytes) -> IndexEntries:
+    """[size limit, latest expiration, [[subkey, value, expiration], ...]]: the first two are the peer's own business."""
+    unpacker = msgpack.Unpacker(raw=False, max_array_len=0, max_map_len=0, max_buffer_size=len(data) or 1)
+    unpacker.feed(data)
+    try:
+        if unpacker.read_array_header() != 3:
+            raise ValueError("a dictionary must have 3 parts")
+        unpacker.skip()
+        unpacker.skip()
+        num_entries = unpacker.read_array_header()
+        if num_entries > MAX_ENTRIES_PER_KEY:
+            raise ValueError(f"a key must have at most {MAX_ENTRIES_PER_KEY} entries, got {num_entries}")
+        with IndexEntries().freeze() as entries:
+            for _ in range(num_entries):
+                if unpacker.read_array_header() != 3:
+                    raise ValueError("an entry must have 3 parts")
+                subkey, value, expires_at = unpacker.unpack(), unpacker.unpack(), unpacker.unpack()
+                is_sane = isinstance(subkey, str) and isinstance(value, bytes) and isinstance(expires_at, float)
+                if is_sane and math.isfinite(expires_at):
+                    entries.store(subkey, value, expires_at)
+            return entries
+    except msgpack.UnpackException as error:  # OutOfData: it ended early
+        raise ValueError(f"a dictionary must be complete msgpack, got {type(error).__name__}") from None

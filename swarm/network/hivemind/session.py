@@ -13,7 +13,14 @@ from typing import Any
 
 from swarm.errors import NetworkError
 from swarm.network.hivemind import daemon_control as call_repairs
-from swarm.network.hivemind.daemon import MAX_DAEMON_BYTES, Daemon, DaemonSettings, RuntimeFolder, remove_abandoned
+from swarm.network.hivemind.daemon import (
+    MAX_DAEMON_BYTES,
+    Daemon,
+    DaemonSettings,
+    RuntimeFolder,
+    remove_abandoned,
+    start_relay,
+)
 from swarm.network.hivemind.daemon_control import DaemonControl, ShortCalls, answered_instead
 from swarm.network.hivemind.index_guard import IndexGuard, unwrap, wrap
 from swarm.network.hivemind.index_search import IndexSearch
@@ -30,7 +37,6 @@ from swarm.network.hivemind.parts import (
     hivemind_cli,
     use_hivemind_log_handler,
 )
-from swarm.network.hivemind.relay_start import start_relay
 from swarm.network.reach.role import Role, told_by_daemon
 from swarm.network.requests.server import RequestServer
 

@@ -108,7 +108,12 @@ class GossipRouter:
             self._topics[name].handler = handler
             return
         mesh = TopicMesh(
-            self._network, self._peer_id, name, self._traffic, functools.partial(self._tell, name), self._is_trusted
+            self._network,
+            self._peer_id,
+            name,
+            traffic=self._traffic,
+            tell=functools.partial(self._tell, name),
+            is_trusted=self._is_trusted,
         )
         self._topics[name] = _Topic(handler, mesh)
         if self._is_running:

@@ -110,14 +110,17 @@ class Faults:
     """Range of the time a message takes, uniform."""
 
 
+NO_FAULTS = Faults()
+
+
 class MemoryNetwork:
     """Deterministic for one seed, one loop and one order of calls."""
 
-    def __init__(self, rng: random.Random, clock: Callable[[], float], faults: Faults | None = None) -> None:
+    def __init__(self, rng: random.Random, clock: Callable[[], float], faults: Faults = NO_FAULTS) -> None:
         """`clock` gives swarm time in seconds since the epoch."""
         self.clock = clock
         self.rng = rng
-        self.faults = faults or Faults()
+        self.faults = faults
         """May be replaced at any time."""
         self.observer: Observer | None = None
         self.calendar = Calendar()

@@ -274,7 +274,7 @@ class Dialling:
 
     def _is_configured(self, peer_id: str, address: TcpAddress) -> bool:
         if address.relay_id is not None:  # at another port of that host there may be something else than the relay
-            relay = TcpAddress(address.kind, address.host, address.port, address.relay_id)
+            relay = TcpAddress(address.kind, address.host, address.port, peer_id=address.relay_id)
             return relay in self._configured
         named = (peer_id, address.kind, address.host)
         return any((one.peer_id, one.kind, one.host) == named for one in self._configured)

@@ -70,7 +70,7 @@ class Role:
     def daemon_environment(self) -> dict[str, str]:
         """Variables for the daemon on top of this process's own.
 
-        Of the two relays that a daemon starts (`relay_start`), ours stays more often on a single processor: 31 of 40
+        Of the two relays that a daemon starts (`start_relay`), ours stays more often on a single processor: 31 of 40
         times, else 18. It relays 57 MB/s there.
         """
         return {"GOMAXPROCS": "1"} if self.is_relay else {}

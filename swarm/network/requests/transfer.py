@@ -106,6 +106,11 @@ class FilePieces:
 Blame = Callable[[str], None]
 """Told each peer, once per download, that certainly sent bytes that are not of the blob."""
 
+
+def _blame_nobody(peer_id: str) -> None:
+    """Ignore who sent wrong bytes."""
+
+
 MAX_STRIKES = 6
 """A holder that failed so often in a row is given up ..."""
 _STRIKES = {"busy": 1, "cut": 1, "damaged": 2, "deadline": 3}
@@ -132,14 +137,14 @@ class Download:
 
 
 async def fetch(
-    transport: Transport, holders: Sequence[str], download: Download, rng: random.Random, blame: Blame | None = None
+    transport: Transport, holders: Sequence[str], download: Download, rng: random.Random, blame: Blame = _blame_nobody
 ) -> bytes:
     """The blob, from `holders` in this order of preference. Memory: twice its size at the end, for a moment.
 
     Raises RequestError with the reason of the last failure; "damaged" where only wrong bytes were to be had.
     """
     pieces = MemoryPieces()
-    await _Transfer(transport, holders, download, rng, pieces, blame).run()
+    await _Transfer(transport, holders, download, rng=rng, pieces=pieces, blame=blame).run()
     return pieces.blob()
 
 
@@ -149,7 +154,7 @@ async def fetch_to_file(
     download: Download,
     rng: random.Random,
     path: Path,
-    blame: Blame | None = None,
+    blame: Blame = _blame_nobody,
 ) -> None:
     """As `fetch`, into a new file, with no more in memory than the window. The file is removed where it fails.
 
@@ -157,7 +162,7 @@ async def fetch_to_file(
     """
     pieces = FilePieces(path)
     try:
-        await _Transfer(transport, holders, download, rng, pieces, blame).run()
+        await _Transfer(transport, holders, download, rng=rng, pieces=pieces, blame=blame).run()
     except BaseException:
         path.unlink(missing_ok=True)
         raise
@@ -177,9 +182,10 @@ class _Transfer:
         transport: Transport,
         holders: Sequence[str],
         download: Download,
+        *,
         rng: random.Random,
         pieces: PieceStore,
-        blame: Blame | None,
+        blame: Blame,
     ) -> None:
         if len(download.digest) != DIGEST_BYTES or not 0 < download.num_bytes <= MAX_BLOB_BYTES:
             raise ValueError(f"a blob must have a SHA-256 and 1 to {MAX_BLOB_BYTES} bytes, got {download}")
@@ -188,7 +194,7 @@ class _Transfer:
         self._rng = rng
         self._pieces = pieces
         self._holders = deque(dict.fromkeys(holders))
-        self._blame = blame or (lambda peer_id: None)
+        self._blame = blame
         self._blamed: set[str] = set()
         self._num_pieces = num_pieces(download.num_bytes)
         self._is_bound = self._num_pieces == 1 or download.manifest_digest is not None
