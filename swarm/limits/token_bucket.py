@@ -1,10 +1,10 @@
-"""A rate with a burst: what may happen now, and how long the rest has to wait."""
+"""A rate limit with a burst: it tells what may happen now, and how long the rest has to wait."""
 
 
 class TokenBucket:
-    """Fills at `per_s` up to `burst`; a rate of 0 means no limit. May be overdrawn: later takers wait for it.
+    """Fills at `per_s` up to `burst`; a rate of 0 means no limit. It may be overdrawn, and then later takers wait.
 
-    Time is passed in (seconds of any clock that does not run backwards), so that a virtual loop needs nothing else.
+    The time is an argument (seconds of any clock that does not run backwards), so it works with virtual time, too.
     """
 
     __slots__ = ("_burst", "_filled_at", "_per_s", "_tokens")
@@ -16,7 +16,7 @@ class TokenBucket:
         self._filled_at = now
 
     def try_take(self, amount: float, now: float) -> bool:
-        """Take `amount` if it is there."""
+        """Take `amount` if it is available. Returns whether it was."""
         if self._per_s <= 0:
             return True
         self._fill(now)
@@ -26,7 +26,7 @@ class TokenBucket:
         return True
 
     def take(self, amount: float, now: float) -> float:
-        """Take `amount` in any case; seconds to wait until it would have been there."""
+        """Take `amount` in any case. Returns the seconds until it would have been available."""
         self._tokens -= amount if self._per_s > 0 else 0.0
         return self.wait_s(now)
 

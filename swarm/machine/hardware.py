@@ -1,4 +1,4 @@
-"""What this machine has, found out without torch, and the policy that fits it."""
+"""Detects the hardware of this machine without torch, and chooses the policy that fits it."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ class Hardware:
     cpu_cores: int
     memory_gib: float
     gpu_name: str
-    """Empty where there is none."""
+    """Empty where there is no GPU."""
     gpu_memory_gib: float
 
     @property
@@ -26,7 +26,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """A base that fits, and why."""
+    """A base that fits, and the reason."""
 
     base: str
     quantization: str
@@ -37,7 +37,7 @@ class PolicyChoice:
 
 
 def detect() -> Hardware:
-    """Looks at CPU, memory, NVIDIA's driver and Apple silicon; a missing tool counts as a missing GPU."""
+    """Detect CPU, memory, NVIDIA GPUs and Apple silicon. A missing tool counts as a missing GPU."""
     memory_gib = machine_memory().total / 2**30
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     name, gpu_gib = _nvidia_gpu()
@@ -105,10 +105,10 @@ _CHOICES = (
 
 
 def choose_policy(hardware: Hardware, allowed: Sequence[str] = ()) -> PolicyChoice:
-    """The largest base that leaves room for rollouts and training; without a GPU the bundled tiny policy.
+    """Choose the largest base that leaves room for rollouts and training; without a GPU the bundled tiny policy.
 
-    `allowed` are the bases to choose among, empty for any. Where none of them is known to fit, it is the first of them,
-    with the settings that it is known to learn with, or those of a small model.
+    `allowed` are the bases to choose among, empty for any. Where none of them is known to fit, the first one is chosen,
+    with the settings known for it, or those of a small model.
     """
     for gpu_memory_gib, choice in _CHOICES:
         if hardware.gpu_memory_gib >= gpu_memory_gib and (not allowed or choice.base in allowed):
@@ -119,7 +119,7 @@ def choose_policy(hardware: Hardware, allowed: Sequence[str] = ()) -> PolicyChoi
 
 
 def _nvidia_gpu() -> tuple[str, float]:
-    """(name, GiB) of the first NVIDIA GPU that the driver reports, or ("", 0)."""
+    """Return (name, GiB) of the first NVIDIA GPU that the driver reports, or ("", 0)."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "", 0.0

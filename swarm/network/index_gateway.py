@@ -1,11 +1,12 @@
-"""The index for nodes that cannot host it: a full peer stores and looks up for them (`swarm/index/1`).
+"""The index for light nodes: a full peer stores and searches for them (`swarm/index/1`).
 
-    light node ── [store, key, subkey, value, expires at] ──> full peer ── DHT          answer: [taken]
+    light node ── [store, key, subkey, value, expires at] ──> full peer ── DHT          answer: [stored]
                ── [load, key] ───────────────────────────> full peer ── DHT          answer: {subkey: value}
 
-The full peer is not trusted: entries are signed by their owners, and the light node validates what it is told. It can
-only withhold, so a light node asks more than one. Nor is the light node: one small request makes the full peer ask many
-others, which bound its calls, so what all light nodes together may have it do stays far below that bound.
+The full peer is not trusted: entries are signed by their authors, and the light node validates what it receives. A full
+peer can only withhold entries, so a light node asks several. The light node is not trusted either: one small request
+makes the full peer ask many others, which limit its calls. So the searches for all light nodes together stay far below
+that limit.
 """
 
 import math
@@ -33,12 +34,12 @@ INDEX_PROTOCOL = "swarm/index/1"
 MAX_INDEX_REQUEST_BYTES = MAX_KEY_BYTES + MAX_SUBKEY_BYTES + MAX_VALUE_BYTES + 64
 MAX_INDEX_RESPONSE_BYTES = 1 << 20
 SEARCHES_PER_S = 20.0
-"""Searches in the DHT for all light nodes together, over time ..."""
+"""Searches in the DHT per second for all light nodes together."""
 SEARCHES_PER_PEER_PER_S = 5.0
-"""... and for one of them."""
+"""Searches in the DHT per second for one light node."""
 BURST_S = 4.0
 MAX_SEARCHES = 16
-"""At the same time."""
+"""Searches that may run at the same time."""
 _MAX_REMEMBERED_PEERS = 1024
 _STORE, _LOAD = 0, 1
 _ENTRY_OVERHEAD_BYTES = 8
@@ -62,7 +63,7 @@ def read_stored(response: bytes) -> bool:
 
 
 def read_loaded(response: bytes) -> dict[str, bytes]:
-    """Raises RequestError for a malformed answer. Says nothing about the validity of the entries."""
+    """Raises RequestError for a malformed answer. The entries still have to be validated."""
     entries = _unpacked(response)
     if not isinstance(entries, dict) or len(entries) > MAX_ENTRIES_PER_KEY:
         raise RequestError("an index peer must answer with entries, got something else", "damaged")
@@ -70,10 +71,10 @@ def read_loaded(response: bytes) -> dict[str, bytes]:
 
 
 class IndexGateway:
-    """The full peer's side: a request handler over its own transport."""
+    """The full peer's side: a request handler that uses the node's own transport."""
 
     def __init__(self, transport: Transport, rule: IndexRule, monotonic: Callable[[], float] = time.monotonic) -> None:
-        """`rule`: which entries are passed on; replicas would hold others against this node."""
+        """`rule` decides which entries are stored, since replicas would hold invalid ones against this node."""
         self._transport = transport
         self._rule = rule
         self._monotonic = monotonic
@@ -105,7 +106,7 @@ class IndexGateway:
         return await self._transport.store(key, subkey, value, expires_at=expires_at)
 
     async def _search(self, peer_id: str, search: Callable[[], Awaitable[T]]) -> T:
-        """Make a search for a peer. Raises RequestRefused."""
+        """Run a search for a peer. Raises RequestRefused."""
         self._admit(peer_id)
         self._num_searches += 1
         try:
@@ -114,7 +115,7 @@ class IndexGateway:
             self._num_searches -= 1
 
     def _admit(self, peer_id: str) -> None:
-        """Count a search for a peer. Raises RequestRefused."""
+        """Count a search against a peer's rate. Raises RequestRefused."""
         now = self._monotonic()
         allowed = self._allowed_to.get_or_add(
             peer_id, lambda: TokenBucket(SEARCHES_PER_PEER_PER_S, BURST_S * SEARCHES_PER_PEER_PER_S, now)
@@ -126,7 +127,7 @@ class IndexGateway:
 
 
 def _packed_within_bound(entries: dict[str, bytes]) -> bytes:
-    """As many entries as an answer may hold; readers ask again, and others."""
+    """Pack as many entries as a response may hold. Readers ask again, and ask others."""
     kept, num_bytes = {}, 16
     for subkey, value in entries.items():
         num_bytes += len(subkey.encode()) + len(value) + _ENTRY_OVERHEAD_BYTES

@@ -1,6 +1,6 @@
-"""The TCP ports that a node listens on: free before it takes them, and the same ones again at its next start.
+"""The TCP ports that a node listens on. A node takes only free ports, and the same ones again at its next start.
 
-Others store where they met a node. With a new port at every start, what they stored would lead nowhere.
+Other nodes store the addresses of a node. With a new port at every start these would soon be useless.
 """
 
 import logging
@@ -35,30 +35,30 @@ class _PortsFile(BaseModel):
 
 
 def try_port(address: TcpAddress) -> None:
-    """Raises OSError where something listens on the address already, or this machine does not have it."""
+    """Raise OSError where something listens on the address already, or where it is not an address of this machine."""
     family = socket.AF_INET6 if address.kind == "ip6" else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run may linger
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run may still be open
         probe.bind((address.host, address.port))
 
 
 class OwnPorts:
-    """Of one node. Raises nothing: a port that cannot be had again, or not be kept, is replaced by another."""
+    """Ports of one node at its last start. It raises nothing: a port that is no longer free is replaced by another."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """`path`: where they are kept over restarts; None: nowhere."""
+        """`path` is the file that stores them; None stores nothing."""
         self._path = path
         self._kept: dict[PortUse, tuple[TcpAddress, ...]] = {"listen": (), "gossip": ()}
         if path is not None:
             self._kept |= _read(path)
 
     def again(self, use: PortUse, wanted: Sequence[TcpAddress]) -> tuple[TcpAddress, ...]:
-        """`wanted`, with the ports of the last start in place of port 0, as far as they are free."""
+        """Return `wanted` with the ports of the last start in place of port 0, where they are free."""
         pairs = zip(wanted, self.last(use, wanted), strict=True)
         return tuple(last if last == address or _is_free(last) else address for address, last in pairs)
 
     def last(self, use: PortUse, wanted: Sequence[TcpAddress]) -> tuple[TcpAddress, ...]:
-        """`wanted`, with the ports of the last start in place of port 0, whoever has them now."""
+        """Return `wanted` with the ports of the last start in place of port 0, whether they are free or not."""
         left = list(self._kept[use])
         found = []
         for address in wanted:
@@ -69,7 +69,9 @@ class OwnPorts:
         return tuple(found)
 
     def keep(self, use: PortUse, wanted: Sequence[TcpAddress], actual: Sequence[TcpAddress]) -> None:
-        """Remember what the system chose for port 0. `actual`: `wanted` in the same order, with the ports taken."""
+        """Store the ports that the system chose for port 0. `actual` is `wanted` in the same order, with the real
+        ports.
+        """
         pairs = zip(wanted, actual, strict=True)
         chosen = tuple(now for before, now in pairs if before.port == 0 and now.port != 0)[:_MAX_ADDRESSES]
         if self._path is None or not chosen or chosen == self._kept[use]:
@@ -93,7 +95,7 @@ def _is_free(address: TcpAddress) -> bool:
 
 
 def _read(path: Path) -> dict[PortUse, tuple[TcpAddress, ...]]:
-    """Empty, with a warning, where the file is damaged."""
+    """Read the file. The result is empty, with a warning, where the file is damaged."""
     try:
         content = _PortsFile.model_validate_json(read_file(path, _MAX_FILE_BYTES))
         return {"listen": _addresses(content.listen), "gossip": _addresses(content.gossip)}

@@ -14,7 +14,7 @@ from swarm.errors import PipelineError, RequestError
 from swarm.network.commands.caller import CommandCaller
 from swarm.network.commands.envelope import CommandChannel
 from swarm.network.commands.service import CommandService
-from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
+from swarm.network.memory.transport import NO_FAULTS, Faults, MemoryNetwork, MemoryTransport
 from swarm.pipeline.commands import StageSettings, part_fields
 from swarm.pipeline.driver.expected_stage import expected_stages
 from swarm.pipeline.driver.pipelined_policy import PipelinedPolicy, greedy
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class NetworkCrew:
     """Hosts on a network in memory, and how the driver reaches them."""
 
-    def __init__(self, hosts: Sequence[StageHost], faults: Faults | None) -> None:
+    def __init__(self, hosts: Sequence[StageHost], faults: Faults) -> None:
         network = MemoryNetwork(random.Random(0), time.time, faults)
         members = [Identity(bytes([number]) * 32).peer_id for number in range(len(hosts))]
         self.transports = [MemoryTransport(network, peer_id) for peer_id in (DRIVER.peer_id, *members)]
@@ -56,7 +56,7 @@ class NetworkCrew:
 
 
 @asynccontextmanager
-async def on_network(hosts: Sequence[StageHost], faults: Faults | None = None) -> AsyncIterator[NetworkCrew]:
+async def on_network(hosts: Sequence[StageHost], faults: Faults = NO_FAULTS) -> AsyncIterator[NetworkCrew]:
     crew = NetworkCrew(hosts, faults)
     for transport in crew.transports:
         await transport.start()

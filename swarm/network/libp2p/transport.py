@@ -1,10 +1,11 @@
-"""The transport of a node without the daemon, which ships for Linux on x86-64 only: all of it in Python.
+"""The transport of a node without the daemon, which exists for Linux on x86-64 only. It is all in Python.
 
     index    → `swarm/index/1` of full peers (configured ones, and those whose presence says that they host the index)
-    requests → streams of a py-libp2p host, to daemons and to its own kind
+    requests → streams of a py-libp2p host, to daemons and to other light nodes
     gossip   → a second host, as on every node
 
-It hosts no part of the index, and others reach it only over connections that it made or where its address is open.
+It hosts no part of the index. Others reach it only over connections that it opened, or where its address can be
+dialled.
 """
 
 import asyncio
@@ -47,7 +48,7 @@ from swarm.records.identity import Identity
 logger = logging.getLogger(__name__)
 
 NUM_INDEX_PEERS = 3
-"""Full peers that a node keeps a connection to, and asks: one alone could withhold entries."""
+"""Full peers that a node stays connected to and asks. A single one could withhold entries."""
 _TEND_INTERVAL_S = 5.0
 _MAX_CONTACTS = 512
 _INDEX_TIMEOUT_S = 5.0
@@ -66,7 +67,7 @@ class LightTransport:
         validator: IndexValidator | None = None,
         admits: Admits = everybody,
     ) -> None:
-        """`state_dir`: the node's folder, which keeps the ports taken. Raises ConfigError for a malformed address."""
+        """`state_dir` is the node's folder, which stores the ports. Raises ConfigError for a malformed address."""
         self.peer_id = identity.peer_id
         self._context = NetworkContext.of(config, identity, state_dir, validator=validator, admits=admits)
         self.traffic = self._context.traffic
@@ -90,7 +91,7 @@ class LightTransport:
         self._tender: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Raises NetworkError. Full peers that do not answer are no error: they are tried again."""
+        """Raises NetworkError. Full peers that do not answer are no error; they are tried again."""
         assert self._host is None, "started twice"
         try:
             self._host = await self._open_first()
@@ -138,7 +139,9 @@ class LightTransport:
         addresses = self._dialling.believed(contact.peer_id, contact.addresses)
         if addresses and contact.peer_id != self.peer_id and contact.peer_id not in self._configured:
             self._contacts.put(contact.peer_id, replace(contact, addresses=addresses))
-            if self._host is not None and contact.peer_id in self._host.peers():  # it called before it was heard of
+            if (
+                self._host is not None and contact.peer_id in self._host.peers()
+            ):  # it connected before its record arrived
                 self._contacts.met(contact.peer_id, self._dialling.network_of(contact.peer_id))
 
     def _on_seen(self, peer_id: str, addresses: tuple[str, ...]) -> None:
@@ -204,7 +207,7 @@ class LightTransport:
         except NetworkError:
             if self._listen == wanted:
                 raise
-            self._listen = wanted  # somebody took the port of the last start a moment ago
+            self._listen = wanted  # another program took the port of the last start a moment ago
             host = await self._open()
         self._context.ports.keep("listen", wanted, self._listen)
         return host
@@ -237,7 +240,7 @@ class LightTransport:
         return await host.open_stream(peer_id, protocol)
 
     async def _ask_index(self, request: bytes) -> dict[str, bytes]:
-        """{full peer that was asked: its answer}, as many as come."""
+        """Ask full peers and return {peer id: answer} of those that answer."""
         host = self._host
         connected = set(host.peers()) if host is not None else set()
         full = [contact.peer_id for contact in self._full_peers()]
@@ -260,7 +263,7 @@ class LightTransport:
             return None
 
     async def _keep_tending(self) -> None:
-        """Keep an open host with connections to full peers, for as long as the node runs."""
+        """Keep a host open that is connected to full peers, for as long as the node runs."""
         while True:
             if self._host is None:
                 try:
@@ -273,7 +276,7 @@ class LightTransport:
             try:
                 await asyncio.wait({exited}, timeout=_TEND_INTERVAL_S)
             finally:
-                exited.cancel()  # does nothing to one that is done
+                exited.cancel()  # has no effect where it is done
             if exited.done():
                 logger.warning("the network broke down and is restarted: %s", exited.result())
                 host, self._host = self._host, None
@@ -295,7 +298,9 @@ class LightTransport:
         await asyncio.gather(*(self._connect(host, peer_id, addresses) for peer_id, addresses in chosen.items()))
 
     def _full_peers(self) -> list[Contact]:
-        """Contacts that host the index, in random order: first the configured ones, then peers met, then strangers."""
+        """Contacts that host the index, in random order: configured ones first, then peers that were connected, then
+        strangers.
+        """
         others = [contact for one in self._contacts if (contact := self._contacts.get(one)) and contact.hosts_index]
         self._rng.shuffle(others)
         others.sort(key=lambda contact: not self._contacts.is_met(contact.peer_id))

@@ -1,13 +1,13 @@
-"""GossipSub in small (libp2p's pubsub v1.1), for the in-memory network.
+"""A small model of GossipSub (libp2p's pubsub v1.1) for the in-memory network.
 
-    publish ─→ mesh of D peers per topic ─→ each: seen before? → handler's verdict → its own mesh
+    publish ─→ mesh of D peers per topic ─→ each: seen before? → handler's decision → its own mesh
     every heartbeat: mesh kept between D_LOW and D_HIGH · ids of recent messages (IHAVE) to peers outside the mesh,
-                     who ask for what they lack (IWANT): so a message that was lost on the way still comes
+                     which ask for those they lack (IWANT): so a lost message still arrives
 
-As in the original: validation before forwarding, a seen-cache, grafts and prunes with back-off, fan-out to a topic that the
-node is not in, a score that invalid messages lower until the forwarder is pruned and then ignored, and a bound on what one
-peer may send between two heartbeats. Idealised: whom to find in a topic comes from the network object (its cost is charged as
-one index lookup), control messages that tend the mesh are never lost, and scores count invalid messages only.
+As in the original: validation before forwarding, a cache of seen messages, grafts and prunes with back-off, fan-out to
+a topic that the node is not in, a score that invalid messages lower until the forwarder is pruned and then ignored, and
+a limit on what one peer may send between two heartbeats. Simplified: the network object names the peers in a topic (at
+the cost of one index lookup), control messages of the mesh are never lost, and scores count invalid messages only.
 """
 
 import functools
@@ -24,25 +24,25 @@ from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, TrafficCoun
 logger = logging.getLogger(__name__)
 
 D_LAZY = 6
-"""Peers outside the mesh that are told the ids of recent messages at each heartbeat."""
+"""Peers outside the mesh that are sent the ids of recent messages at each heartbeat."""
 HEARTBEAT_S = 1.0
 HISTORY_HEARTBEATS = 5
-"""So long a message can be asked for."""
+"""How long a message can be asked for."""
 GOSSIP_HEARTBEATS = 3
-"""So long its id is told."""
+"""How long its id is announced."""
 SEEN_S = 120.0
 MAX_SEEN = 65_536
 MAX_CACHED = 4_096
 MAX_FANOUT_TOPICS = 64
 FANOUT_S = 60.0
 MAX_IDS = 500
-"""Ids in one IHAVE or IWANT; more are cut off."""
+"""Ids in one IHAVE or IWANT; the rest is cut off."""
 MAX_NEW_PER_HEARTBEAT = 500
-"""New messages of one peer that are looked at between two heartbeats; more are dropped unseen."""
+"""New messages of one peer that are processed between two heartbeats; the rest is dropped."""
 INVALID_PENALTY, PRUNE_SCORE, IGNORE_SCORE, SCORE_DECAY = -1.0, -2.5, -9.5, 0.97
-"""Three invalid messages within some seconds cost a place in the mesh, ten the hearing."""
+"""Three invalid messages within seconds cost a peer its place in the mesh; after ten it is ignored."""
 OnAccept = Callable[[str, GossipMessage, int], None]
-"""(peer id, message, links that it crossed), for every node that takes a message; 0 links at its author."""
+"""(peer id, message, links that it crossed), for every node that accepts a message; 0 links at its author."""
 
 
 @dataclass(slots=True)
@@ -53,11 +53,11 @@ class _Topic:
 
 
 class GossipRouter:
-    """Gossip of one node. Handlers run in it, on the loop; what they raise costs the message, never the node."""
+    """The gossip of one node. Handlers run on the event loop; an exception in one costs the message, never the node."""
 
     def __init__(self, network: MemoryNetwork, peer_id: str, traffic: TrafficCounter) -> None:
         self.num_dropped = 0
-        """Messages beyond what one peer may send."""
+        """Messages above the rate of one peer."""
         self.num_rejected = 0
         self.on_accept: OnAccept | None = None
         self._network = network
@@ -74,7 +74,7 @@ class GossipRouter:
         self._num_new: dict[str, int] = {}  # by peer, since the last heartbeat
         self._asked: set[bytes] = set()
 
-    # ---- the node's side
+    # ---- for the node
 
     def start(self) -> None:
         self._is_running = True
@@ -94,11 +94,11 @@ class GossipRouter:
         return tuple(self._topics[topic].mesh.members)
 
     def score(self, peer_id: str) -> float:
-        """0 for a peer without fault, negative otherwise."""
+        """Return the score of a peer: 0 without faults, else negative."""
         return self._scores.get(peer_id, 0.0)
 
     def num_remembered(self) -> int:
-        """Items in all that is remembered of peers and messages: bounded, whatever peers do."""
+        """Return the number of items remembered of peers and messages. It is bounded, whatever peers do."""
         in_topics = sum(len(topic.mesh) + sum(map(len, topic.recent)) for topic in self._topics.values())
         stores = (self._seen, self._cache, self._fanout, self._scores, self._num_new, self._asked)
         return in_topics + sum(map(len, stores))
@@ -135,7 +135,7 @@ class GossipRouter:
         for peer_id in self._audience(name):
             self._send(peer_id, message, 1)
 
-    # ---- what arrives from peers; also the way in for a hostile one
+    # ---- what arrives from peers, hostile ones included
 
     def on_message(self, sender: str, message: GossipMessage, hops: int) -> None:
         self._count_in(message.num_bytes)
@@ -181,7 +181,7 @@ class GossipRouter:
         elif word is Control.GRAFT:
             self._tell(name, sender, Control.LEAVE)
 
-    # ---- once a second
+    # ---- once per second
 
     def _heartbeat(self) -> None:
         if not self._is_running:
@@ -210,7 +210,7 @@ class GossipRouter:
     # ---- parts
 
     def _audience(self, name: str) -> Iterable[str]:
-        """Whom an own message goes to first."""
+        """Return the peers to which an own message is sent first."""
         topic = self._topics.get(name)
         if topic is not None:
             return topic.mesh.audience()
@@ -249,7 +249,7 @@ class GossipRouter:
             return ValidationResult.REJECT
         try:
             return handler(sender, data)
-        except Exception:  # a broken handler costs its message, never the node
+        except Exception:  # a failing handler costs its message, never the node
             logger.warning("a gossip handler broke on a message of %s", sender, exc_info=True)
             return ValidationResult.IGNORE
 
@@ -260,7 +260,9 @@ class GossipRouter:
         self._post(recipient, message.num_bytes, GossipRouter.on_message, message, hops)
 
     def _tell(self, name: str, recipient: str, word: Control) -> None:
-        """A control message that the mesh depends on: a real connection repeats it until it arrives or breaks."""
+        """Send a control message of the mesh. It is never lost: a real connection repeats it until it arrives or
+        breaks.
+        """
         num_bytes = FRAME_BYTES + len(name)
         self._post(recipient, num_bytes, GossipRouter.on_control, name, word, is_lossless=True)
 
@@ -285,6 +287,6 @@ class GossipRouter:
 
 
 def _forget(stored: BoundedMap, is_old: Callable[..., bool]) -> None:
-    """Drop from the front while it is old."""
+    """Drop items from the front while they are old."""
     while stored and is_old(next(iter(stored.values()))):
         stored.popitem(last=False)
