@@ -98,7 +98,7 @@ async def one_step(crew: StageGroup) -> tuple[float, dict[str, Tensor], list[lis
 async def test_a_crew_on_a_network_computes_what_one_process_does(folder: Path, lossy: bool) -> None:
     async with open_stage_group(folder, [2, 2, 1], LORA) as local:
         wanted = await one_step(local.crew)
-    async with on_network([host(folder) for _ in range(3)], Faults(duplication=1.0) if lossy else None) as crew:
+    async with on_network([host(folder) for _ in range(3)], Faults(duplication=1.0) if lossy else NO_FAULTS) as crew:
         norm, adapter, answers = await one_step(await loaded(crew, [2, 2, 1]))
     assert norm == wanted[0]
     assert adapter.keys() == wanted[1].keys()
