@@ -53,7 +53,7 @@ def silo_of(*identities: Identity) -> list[Membership]:
         Membership(SWARM_ID, founder.peer_id, identity, time.time, SeenRolls(SWARM_ID)) for identity in identities
     ]
     for membership in memberships:
-        membership.take_roll(owner.data)
+        membership.accept_roll(owner.data)
     return memberships
 
 

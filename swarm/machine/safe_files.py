@@ -151,7 +151,7 @@ def check_no_links(folder: Path, inner: Collection[str] = ()) -> None:
         for entry in entries:
             kind = entry.stat(follow_symlinks=False).st_mode
             if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
-                raise refusal(Path(entry.path), f"it must be a file or a folder, got {_word(kind)}")
+                raise refusal(Path(entry.path), f"it must be a file or a folder, got {_kind_of(kind)}")
             if stat.S_ISDIR(kind) and (entry.name in inner or "*" in inner):
                 check_no_links(Path(entry.path), "*")
 
@@ -183,9 +183,9 @@ def _regular(path: Path, flags: int) -> int:
     if stat.S_ISREG(mode):
         return descriptor
     os.close(descriptor)
-    raise refusal(path, f"it must be a regular file, got {_word(mode)}")
+    raise refusal(path, f"it must be a regular file, got {_kind_of(mode)}")
 
 
-def _word(mode: int) -> str:
-    words = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
-    return words.get(stat.S_IFMT(mode), "a device")
+def _kind_of(mode: int) -> str:
+    kinds = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+    return kinds.get(stat.S_IFMT(mode), "a device")

@@ -51,16 +51,16 @@ def _reason(error: Exception) -> str:
     return str(error.strerror) if is_local else shown(error)
 
 
-def check_joined(kept: Path, manifest: Manifest, accepted_edition: int | None = None) -> list[str]:
-    """Return what differs from `kept`, the manifest that a node joined with; nothing where it has joined with none.
+def check_joined(joined_file: Path, manifest: Manifest, accepted_edition: int | None = None) -> list[str]:
+    """Return what differs from `joined_file`, the manifest that a node joined with; nothing where it has joined with none.
 
     The first manifest that a node's folder joins with is trusted. From then on only those of the same founder are
     accepted, no earlier edition, and where `changes` finds something, only the edition that the operator accepts by its
     number. Raises ManifestError for all others.
     """
-    if not kept.exists():
+    if not joined_file.exists():
         return []
-    known = parse(fetch(str(kept)))
+    known = parse(fetch(str(joined_file)))
     if known.id != manifest.id:
         raise ManifestError(
             f"a node's folder must stay with its swarm, {known.name} of {known.founder_name} ({known.founder}), got "
@@ -69,14 +69,14 @@ def check_joined(kept: Path, manifest: Manifest, accepted_edition: int | None = 
     if known.edition > manifest.edition:
         raise ManifestError(
             f"a manifest must not be older than edition {known.edition}, which this node knows, got {manifest.edition}; "
-            f"ask the founder for a newer one, or use {kept}"
+            f"ask the founder for a newer one, or use {joined_file}"
         )
     found = changes(known, manifest)
     if found and accepted_edition != manifest.edition:
         raise ManifestError(
             f"a manifest must be what this node joined with in edition {known.edition}, or be accepted, got edition "
             f"{manifest.edition} with: {'; '.join(found)}. If you agree, add --accept-edition "
-            f"{manifest.edition}; to go on without it, use {kept}"
+            f"{manifest.edition}; to go on without it, use {joined_file}"
         )
     return found
 

@@ -72,13 +72,13 @@ def bootstrap_addresses(manifest: Manifest) -> tuple[str, ...]:
     169.254.169.254. Raises ConfigError for a malformed one.
     """
     addresses = parse_setting("initial_peers", manifest.bootstrap)
-    kept = tuple(str(address) for address in addresses if _may_be_dialled(address))
-    if left_out := [str(address) for address in addresses if str(address) not in kept]:
+    allowed = tuple(str(address) for address in addresses if _may_be_dialled(address))
+    if left_out := [str(address) for address in addresses if str(address) not in allowed]:
         logger.warning(
             "bootstrap addresses must have a port of 1024 or more or 443, at a host where a node can be; left out of the "
             "manifest of %s: %s. Add those that you trust to network.initial_peers", manifest.name, ", ".join(left_out)
         )  # fmt: skip
-    return kept
+    return allowed
 
 
 def _may_be_dialled(address: TcpAddress) -> bool:
@@ -179,8 +179,8 @@ def _check_agreement(manifest: Manifest, decided: Settings, user: Settings, conf
                 continue
             mine, theirs = (getattr(getattr(side, section), key) for side in (wanted, config))
             if mine != theirs:
-                told = (_names(value) if key == "sources" else value for value in (theirs, mine))
-                raise _contradiction(manifest, f"{section}.{key}", *told)
+                values = (_names(value) if key == "sources" else value for value in (theirs, mine))
+                raise _contradiction(manifest, f"{section}.{key}", *values)
 
 
 def _within_limits(manifest: Manifest, user: Settings, config: Config) -> Config:

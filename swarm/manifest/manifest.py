@@ -237,21 +237,21 @@ def changes(known: Manifest, later: Manifest) -> list[str]:
     them.
     """
     old, new = ({task.source_name: task.settings for task in one.tasks} for one in (known, later))
-    told = [f"task {name} is new: {new[name]}" for name in new if name not in old]
-    told += [f"task {name} is removed" for name in old if name not in new]
-    told += [f"task {name}: {old[name]} → {new[name]}" for name in new if name in old and old[name] != new[name]]
+    lines = [f"task {name} is new: {new[name]}" for name in new if name not in old]
+    lines += [f"task {name} is removed" for name in old if name not in new]
+    lines += [f"task {name}: {old[name]} → {new[name]}" for name in new if name in old and old[name] != new[name]]
     for name in ("bases", "lineages", "gossip", "silo", "limits"):
         before, after = (getattr(one, name) for one in (known, later))
         if before != after:
-            told.append(f"{name}: {_told(before)} → {_told(after)}")
-    return told
+            lines.append(f"{name}: {_described(before)} → {_described(after)}")
+    return lines
 
 
 def _assigned(parameters: Mapping[str, Any]) -> list[str]:
     return [f"{key}={value!r}" for key, value in sorted(parameters.items())]
 
 
-def _told(value: object) -> str:
+def _described(value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(value) or "any"
     return str(value.model_dump(exclude_none=True)) if isinstance(value, Section) else str(value)
@@ -306,7 +306,7 @@ def _canonical(value: Any, depth: int = 0) -> Any:
     if is_number or isinstance(value, str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise ManifestError(
-        f"a manifest must hold texts, 64-bit and finite numbers, and times in UTC, got {shown(value)}; mend it"
+        f"a manifest must hold texts, 64-bit and finite numbers, and times in UTC, got {shown(value)}; correct it"
     )
 
 
@@ -318,7 +318,7 @@ def _validated(content: Mapping[str, Any]) -> Manifest:
         key = ".".join(str(part) for part in first["loc"])
         rule = first["msg"].removeprefix("Value error, ")
         where = f"{shown(key)}: " if key else ""
-        raise ManifestError(f"a manifest must be valid, got {where}{rule}; ask its founder to mend it") from None
+        raise ManifestError(f"a manifest must be valid, got {where}{rule}; ask its founder to correct it") from None
 
 
 def shown(value: object) -> str:

@@ -145,11 +145,11 @@ class ForwarderGuard:
         peer_id: str,
         message: bytes,
         handler: GossipHandler | None,
-        pass_over: Callable[[], None] = lambda: None,
+        mark_seen: Callable[[], None] = lambda: None,
     ) -> ValidationResult:
         """Return the handler's decision, or IGNORE or REJECT where the message does not reach the handler.
 
-        `pass_over` is called for a message that there is no time to process. The message must then count as seen:
+        `mark_seen` is called for a message that there is no time to process. The message must then count as seen:
         asking neighbours for it again would use up their rate.
         """
         if not self._admits(peer_id, "gossip"):
@@ -165,13 +165,13 @@ class ForwarderGuard:
             return ValidationResult.IGNORE
         if not (self._shared.try_take(1, now) or state.own_share.try_take(1, now)):
             self.rejected["crowded"] += 1  # nobody's fault; the index has the record
-            pass_over()
+            mark_seen()
             return ValidationResult.IGNORE
-        verdict = self._ask(handler, peer_id, message) if len(message) <= MAX_GOSSIP_BYTES else ValidationResult.REJECT
-        if verdict is ValidationResult.REJECT:
+        decision = self._ask(handler, peer_id, message) if len(message) <= MAX_GOSSIP_BYTES else ValidationResult.REJECT
+        if decision is ValidationResult.REJECT:
             self.rejected["invalid"] += 1
             self._blame(state, now, 1.0)
-        return verdict
+        return decision
 
     def admit(self, peer_id: str, count: int) -> bool:
         """Return whether a peer may cause `count` other operations, such as subscriptions. They use the same rate."""
@@ -200,7 +200,7 @@ class ForwarderGuard:
         try:
             return handler(peer_id, message)
         except Exception:  # a failing handler costs its message, never the service
-            logger.warning("a gossip handler broke on a message of %s", peer_id, exc_info=True)
+            logger.warning("a gossip handler failed on a message of %s", peer_id, exc_info=True)
             return ValidationResult.IGNORE
 
     def _blame(self, state: _Forwarder, now: float, faults: float) -> None:
@@ -226,50 +226,50 @@ class GossipSlot:
     def __init__(self, make: Callable[[], Gossip] | None) -> None:
         """`make` is called at `start`, because it imports what only a running node needs."""
         self._make = make
-        self._plane: Gossip | None = None
+        self._service: Gossip | None = None
         self._handlers: dict[str, GossipHandler] = {}
 
     async def start(self) -> None:
         """Raises NetworkError."""
         if self._make is None:
             return
-        self._plane = self._make()
+        self._service = self._make()
         for topic, handler in self._handlers.items():
-            self._plane.subscribe(topic, handler)
-        await self._plane.start()
+            self._service.subscribe(topic, handler)
+        await self._service.start()
 
     async def stop(self) -> None:
-        plane, self._plane = self._plane, None
-        if plane is not None:
-            await plane.stop()
+        service, self._service = self._service, None
+        if service is not None:
+            await service.stop()
 
     @property
     def addresses(self) -> Addresses:
-        return () if self._plane is None else self._plane.addresses
+        return () if self._service is None else self._service.addresses
 
     @property
     def rejected(self) -> Counter[str]:
-        return Counter() if self._plane is None else self._plane.rejected
+        return Counter() if self._service is None else self._service.rejected
 
     def peers(self) -> tuple[str, ...]:
-        return () if self._plane is None else self._plane.peers()
+        return () if self._service is None else self._service.peers()
 
     def meet(self, peer_id: str, addresses: Addresses) -> None:
-        if self._plane is not None:
-            self._plane.meet(peer_id, addresses)
+        if self._service is not None:
+            self._service.meet(peer_id, addresses)
 
     def subscribe(self, topic: str, handler: GossipHandler) -> None:
         self._handlers[topic] = handler
-        if self._plane is not None:
-            self._plane.subscribe(topic, handler)
+        if self._service is not None:
+            self._service.subscribe(topic, handler)
 
     def unsubscribe(self, topic: str) -> None:
         self._handlers.pop(topic, None)
-        if self._plane is not None:
-            self._plane.unsubscribe(topic)
+        if self._service is not None:
+            self._service.unsubscribe(topic)
 
     async def publish(self, topic: str, message: bytes) -> None:
         if len(message) > MAX_GOSSIP_BYTES:
             raise ValueError(f"a gossip message must be <= {MAX_GOSSIP_BYTES} bytes, got {len(message)}")
-        if self._plane is not None:
-            await self._plane.publish(topic, message)
+        if self._service is not None:
+            await self._service.publish(topic, message)

@@ -118,43 +118,43 @@ class IndexRule:
             await asyncio.sleep(max(wait_s, _MIN_PAUSE_S))
 
     def judge(
-        self, key: str, subkey: str, value: bytes, claimed_end: float | None = None, giver: str | None = None
+        self, key: str, subkey: str, value: bytes, claimed_end: float | None = None, sender: str | None = None
     ) -> Validity | None:
         """Return the validity of an entry, ending when the sender claims; None where the entry is not valid now.
 
         `claimed_end` is the swarm time at which the sender says that this copy expires; None where nobody claims
-        anything. `giver` is the peer that sent it; None for an entry of this node.
+        anything. `sender` is the peer that sent it; None for an entry of this node.
         """
         now = self._clock()
         if claimed_end is not None and not is_live(claimed_end, now):
             return None  # the signature check takes longer
         started_at = perf_counter()
-        known = None if giver is None else self._false_entries.get(giver)
+        known = None if sender is None else self._false_entries.get(sender)
         if known is not None and known.wait_s(started_at) > 0:
             self.refused["unheard"] += 1
             return None
         signed = UNSIGNED if self._validator is None else self._validator(key, subkey, value)
         self._checking.take(perf_counter() - started_at, started_at)
         if signed is None:
-            self._blame(giver, started_at)
+            self._blame(sender, started_at)
             return None
         if (reason := _time_fault(signed, claimed_end, now)) is not None:
             self.refused[reason] += 1
             return None
         return signed if claimed_end is None else replace(signed, expires_at=claimed_end)
 
-    def _blame(self, giver: str | None, now: float) -> None:
+    def _blame(self, sender: str | None, now: float) -> None:
         """Count an invalid entry against the peer that sent it."""
-        if giver is not None:
+        if sender is not None:
             self._false_entries.get_or_add(
-                giver, lambda: TokenBucket(_FALSE_ENTRIES_PER_S, MAX_FALSE_ENTRIES - 1, now)
+                sender, lambda: TokenBucket(_FALSE_ENTRIES_PER_S, MAX_FALSE_ENTRIES - 1, now)
             ).take(1, now)
 
     def newest(self, key: str, copies: Iterable[tuple[str | None, str, bytes, float | None]]) -> dict[str, bytes]:
         """Return the newest valid entry of each subkey from (host, subkey, value, claimed end) of several hosts."""
         found: dict[str, tuple[Validity, bytes]] = {}
         for host, subkey, value, claimed_end in copies:
-            validity, known = self.judge(key, subkey, value, claimed_end=claimed_end, giver=host), found.get(subkey)
+            validity, known = self.judge(key, subkey, value, claimed_end=claimed_end, sender=host), found.get(subkey)
             if validity is not None and validity.supersedes(None if known is None else known[0]):
                 found[subkey] = validity, value
         return {subkey: value for subkey, (_, value) in found.items()}

@@ -57,8 +57,8 @@ def load_request(key: str) -> bytes:
 def read_stored(response: bytes) -> bool:
     """Raises RequestError for a malformed answer."""
     match _unpacked(response):
-        case bool(is_taken):
-            return is_taken
+        case bool(is_stored):
+            return is_stored
     raise RequestError("an index peer must answer yes or no, got something else", "damaged")
 
 
@@ -101,7 +101,7 @@ class IndexGateway:
 
     async def _store(self, peer_id: str, entry: tuple[str, str, bytes], expires_at: float) -> bool:
         key, subkey, value = entry
-        if self._rule.judge(key, subkey, value, claimed_end=expires_at, giver=peer_id) is None:
+        if self._rule.judge(key, subkey, value, claimed_end=expires_at, sender=peer_id) is None:
             return False
         return await self._transport.store(key, subkey, value, expires_at=expires_at)
 
@@ -128,13 +128,13 @@ class IndexGateway:
 
 def _packed_within_bound(entries: dict[str, bytes]) -> bytes:
     """Pack as many entries as a response may hold. Readers ask again, and ask others."""
-    kept, num_bytes = {}, 16
+    chosen, num_bytes = {}, 16
     for subkey, value in entries.items():
         num_bytes += len(subkey.encode()) + len(value) + _ENTRY_OVERHEAD_BYTES
         if num_bytes > MAX_INDEX_RESPONSE_BYTES:
             break
-        kept[subkey] = value
-    return _pack(kept)
+        chosen[subkey] = value
+    return _pack(chosen)
 
 
 def _pack(fields: Any) -> bytes:

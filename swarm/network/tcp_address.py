@@ -44,12 +44,12 @@ class TcpAddress:
         if kind in ("ip4", "ip6"):
             {"ip4": ipaddress.IPv4Address, "ip6": ipaddress.IPv6Address}[kind](host)
         elif _DNS_NAME.fullmatch(host) is None:
-            raise ValueError(f"{host} is no name of a host")
+            raise ValueError(f"{host} is not a host name")
         if int(port) > 65535:
-            raise ValueError(f"{port} is no port")
+            raise ValueError(f"{port} is not a port")
         for name in (relay_id, peer_id):
             if name is not None and not is_peer_id(name):
-                raise ValueError(f"{name} is no peer id of an Ed25519 key (12D3KooW...)")
+                raise ValueError(f"{name} is not the peer id of an Ed25519 key (12D3KooW...)")
         return cls(kind, host, int(port), peer_id=peer_id, relay_id=relay_id)
 
     @property

@@ -239,7 +239,7 @@ class IdentityLock:
             self._lock(path, f"{identity.peer_name} ({identity.peer_id})", fix)
             self._claimed = path
         except OSError as error:
-            logger.warning("a second process with this identity would not be noticed on this machine: %s", error)
+            logger.warning("a second process with this identity on this machine cannot be detected: %s", error)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

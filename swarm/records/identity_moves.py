@@ -106,15 +106,15 @@ def set_aside(folder: Path, old: Identity) -> Path:
     Raises IdentityError.
     """
     number, key_file = 1, folder / KEY_FILE
-    kept = read_file(key_file, MAX_STATEMENTS_BYTES) if is_encrypted(key_file) else old.seed
+    copied = read_file(key_file, MAX_STATEMENTS_BYTES) if is_encrypted(key_file) else old.seed
     path = folder / f"{KEY_FILE}.{old.peer_name}"
     while os.path.lexists(path):
-        if path.lstat().st_size == len(kept) and read_file(path, len(kept)) == kept:
+        if path.lstat().st_size == len(copied) and read_file(path, len(copied)) == copied:
             return path
         number += 1  # two identities may share a readable name
         path = folder / f"{KEY_FILE}.{old.peer_name}-{number}"
     try:
-        replace_file(path, kept, is_durable=True)
+        replace_file(path, copied, is_durable=True)
     except OSError as error:
         raise IdentityError(f"an identity must be writable, got {error}; check the folder {folder}") from None
     return path

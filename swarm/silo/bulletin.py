@@ -47,7 +47,7 @@ _NUM_COMPARED = 8
 """Members whose roll of the same version is compared after a change."""
 _CONTEXT = b"bulletin"
 _NO_MEMBER = "not a member"
-_REFUSALS_TOLD = 2
+_MIN_REFUSALS = 2
 """Refusals in a row before a warning. One may come from a member whose roll does not list this node yet."""
 
 
@@ -95,11 +95,11 @@ class Bulletin:
         self._files = files
         self._entrances = [peer_id for peer_id in dict.fromkeys(entrances) if peer_id != identity.peer_id]
         self._rng = rng
-        self._hurried: dict[str, None] = {}
+        self._urgent: dict[str, None] = {}
         self._next_ask_at = 0.0
-        self._told_version = membership.version
+        self._asked_version = membership.version
         self._num_compared = 0
-        self._greeted: set[str] = set()  # connected members that were asked since they connected
+        self._asked_members: set[str] = set()  # connected members that were asked since they connected
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._asked_at: BoundedMap[str, float] = BoundedMap(MAX_MEMBERS)
         self.faults: Counter[str] = Counter()
@@ -117,11 +117,11 @@ class Bulletin:
             for task in self._asking.values():
                 task.cancel()
 
-    def hurry(self, peer_id: str) -> None:
+    def ask_soon(self, peer_id: str) -> None:
         """Ask this peer soon, at most once a second: it may know a newer roll."""
         since_s = self._transport.now() - self._asked_at.get(peer_id, -math.inf)
-        if len(self._hurried) < _MAX_HURRIED and since_s >= LOOK_INTERVAL_S:
-            self._hurried[peer_id] = None
+        if len(self._urgent) < _MAX_HURRIED and since_s >= LOOK_INTERVAL_S:
+            self._urgent[peer_id] = None
             self._wake.set()
 
     async def answer(self, peer_id: str, request: bytes) -> bytes:
@@ -136,18 +136,18 @@ class Bulletin:
         if key is None:
             raise RequestRefused(_NO_MEMBER)
         if version > self._membership.version:
-            self.hurry(peer_id)
+            self.ask_soon(peer_id)
         roll = self._membership.roll_data if version < self._membership.version else b""
         return box(key, encode_bulletin(roll, [one.data for one in self._membership.grants]), _CONTEXT)
 
     def _shown(self, peer_id: str, data: bytes) -> None:
         """Accept a caller's own grant. One of a later epoch proves that there is a newer roll, and who has it."""
-        grant = self._membership.take_grant(data)
+        grant = self._membership.accept_grant(data)
         if grant.peer_id != peer_id:
             raise RequestRefused("the grant of another")
         roll = self._membership.roll
         if roll is not None and grant.epoch > roll.epoch:
-            self.hurry(peer_id)
+            self.ask_soon(peer_id)
 
     async def ask(self, peer_id: str) -> None:
         """Fetch what a peer knows and this node does not. Raises nothing."""
@@ -163,43 +163,44 @@ class Bulletin:
             )
             self._num_refusals = 0
             roll, grants = decode_bulletin(open_box(self._box_key, boxed, _CONTEXT))
-            if roll and self._membership.take_roll(roll):
+            if roll and self._membership.accept_roll(roll):
                 self._files.write_roll(roll)
                 self._membership.seen.save()
             for grant in grants:
                 with contextlib.suppress(SiloError):  # of an epoch that one of the two does not know
-                    self._membership.take_grant(grant)
+                    self._membership.accept_grant(grant)
         except RequestError as error:
             logger.debug("asked %s for the silo's roll: %s", peer_id, error)
             if error.reason == "refused" and _NO_MEMBER in str(error):
-                self._was_refused()
+                self._count_refusal()
         except SiloError as error:
-            self._was_odd(f"the roll of {peer_id}", error)
+            self._count_fault(f"the roll of {peer_id}", error)
 
-    def _was_odd(self, what: str, error: SiloError) -> None:
+    def _count_fault(self, what: str, error: SiloError) -> None:
         """Count a faulty roll. Two rolls of one version, which only the owner can fix, are logged as a warning once."""
         self.faults[error.fault] += 1
-        is_worth_a_line = error.fault == "two_rolls" and self.faults["two_rolls"] == 1
-        logger.log(logging.WARNING if is_worth_a_line else logging.DEBUG, "%s is passed over: %s", what, error)
+        is_new = error.fault == "two_rolls" and self.faults["two_rolls"] == 1
+        logger.log(logging.WARNING if is_new else logging.DEBUG, "%s is ignored: %s", what, error)
 
-    def _was_refused(self) -> None:
+    def _count_refusal(self) -> None:
         """Warn after several refusals. A removed member gets no roll that says so; refusals are all that it receives."""
         self._num_refusals += 1
-        if self._num_refusals == _REFUSALS_TOLD:
+        if self._num_refusals == _MIN_REFUSALS:
             logger.warning(
-                "members of the silo answer that this node is none any more: its owner has put it out, or its time is over; "
-                "it goes on alone; ask the owner for a new invitation"
+                "members of the silo answer that this node is no longer a member: its owner has removed it, or its "
+                "membership has ended; "
+                "it continues alone; ask the owner for a new invitation"
             )
 
     def read_file(self) -> None:
         """Accept the roll on disk where it is newer. A damaged one is logged as a warning."""
         try:
             if self._files.roll_has_changed() and (data := self._files.read_roll()) is not None:
-                self._membership.take_roll(data)
+                self._membership.accept_roll(data)
                 self._membership.seen.save()
         except SiloError as error:
             self.faults[error.fault] += 1
-            logger.warning("the roll in this node's folder is passed over: %s", error)
+            logger.warning("the roll in this node's folder is ignored: %s", error)
 
     async def _turn(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -214,7 +215,7 @@ class Bulletin:
         """Ask a peer, one question at a time. A slow peer does not delay the others."""
         if peer_id in self._asking or len(self._asking) >= _MAX_ASKED_AT_ONCE:
             return
-        self._greeted.add(peer_id)
+        self._asked_members.add(peer_id)
         self._asked_at[peer_id] = self._transport.now()
         task = self._asking[peer_id] = asyncio.create_task(self.ask(peer_id), name="silo-ask")
         task.add_done_callback(lambda _: self._asking.pop(peer_id, None))
@@ -223,25 +224,25 @@ class Bulletin:
         """Return the peers to ask now: urgent ones, new ones, all when the roll has changed, else one from time to
         time.
         """
-        hurried = list(self._hurried)
-        self._hurried.clear()
-        has_changed, now = self._told_version != self._membership.version, self._transport.now()
+        urgent = list(self._urgent)
+        self._urgent.clear()
+        has_changed, now = self._asked_version != self._membership.version, self._transport.now()
         if not has_changed and now < self._next_ask_at:
-            return hurried
+            return urgent
         here = [one for one in await self._transport.connected_peers() if self._membership.is_member(one)]
-        others, new = here or self._entrances, [one for one in here if one not in self._greeted]
+        others, new = here or self._entrances, [one for one in here if one not in self._asked_members]
         if has_changed:
             self._num_compared = 0
         elif others:
             # also entrances that the own roll does not list: the roll may be old, and the connected members removed
             # since
             others = [*new, self._rng.choice(list(dict.fromkeys((*others, *self._entrances))))]
-        self._greeted &= set(here)
-        self._told_version = self._membership.version
+        self._asked_members &= set(here)
+        self._asked_version = self._membership.version
         has_roll = self._membership.version > 0 and bool(here)
         self._next_ask_at = now + (ASK_INTERVAL_S if has_roll else LOOK_INTERVAL_S)
         self._rng.shuffle(others := list(others))
-        return list(dict.fromkeys((*hurried, *others)))[:_MAX_ASKED_AT_ONCE]
+        return list(dict.fromkeys((*urgent, *others)))[:_MAX_ASKED_AT_ONCE]
 
     def _own_grant(self) -> bytes:
         """Return the grant to show while others may not have the roll that lists this node."""

@@ -1,8 +1,8 @@
 """The members of a silo as one node knows them, and the group's keys that it has as a member.
 
-    silo.roll, other members ─ take_roll ─┐                     ┌─ is_member(peer)
-    token, newcomers ──────── take_grant ─┼─→ Membership ───────┼─ box_key_of(peer)
-    clock (memberships end) ──────────────┘                     └─ KeyRing
+    silo.roll, other members ─ accept_roll ─┐                     ┌─ is_member(peer)
+    token, newcomers ──────── accept_grant ─┼─→ Membership ───────┼─ box_key_of(peer)
+    clock (memberships end) ────────────────┘                     └─ KeyRing
 
 A node holds two keys of the group: the newest one, to seal with, and the previous one, to open what is still on its
 way.
@@ -49,7 +49,7 @@ class KeyRing:
         """Epoch of the newest key; 0 without a key."""
         return 0 if self._current is None else self._current.epoch
 
-    def take(self, key: EpochKey) -> bool:
+    def accept(self, key: EpochKey) -> bool:
         """Make a key of a later epoch the newest one. Returns whether it was."""
         if key.epoch <= self.epoch:
             return False
@@ -143,7 +143,7 @@ class Membership:
         """Return seconds since the epoch, at least the time at which the owner signed the roll, if the clock is behind."""
         return max(self._clock(), 0.0 if self.roll is None else self.roll.issued_at)
 
-    def take_roll(self, data: bytes) -> bool:
+    def accept_roll(self, data: bytes) -> bool:
         """Accept a roll, and return whether it was newer. Raises SiloError for one that the owner has not signed.
 
         A roll of an epoch before that of the own grant is refused, since somebody may have been removed in between. So
@@ -166,16 +166,16 @@ class Membership:
         # Grants of an earlier epoch are over: members removed since are not on this roll.
         for grant in [one for one in self._grants.values() if not self._counts(one)]:
             del self._grants[grant.peer_id]
-        self.seen.take(roll, data)
+        self.seen.note(roll, data)
         if key is not None:
-            self.keys.take(key)
+            self.keys.accept(key)
         elif self.keys.epoch < roll.epoch:
-            logger.warning("this node is no longer a member of its silo; ask the owner, whose word is final")
+            logger.warning("this node is no longer a member of its silo; ask its owner")
         for watcher in self._watchers:
             watcher()
         return True
 
-    def take_grant(self, data: bytes) -> Grant:
+    def accept_grant(self, data: bytes) -> Grant:
         """Accept a newcomer's grant, which counts until a roll of a later epoch is known. Raises SiloError."""
         grant = decode_grant(data, self.owner, self.swarm_id)
         if self._now() >= grant.until:
@@ -186,7 +186,7 @@ class Membership:
             self._grants[grant.peer_id] = grant
         return grant
 
-    def take_own_grant(self, data: bytes, wrapped: bytes) -> None:
+    def accept_own_grant(self, data: bytes, wrapped: bytes) -> None:
         """Accept the grant and key in the token of this node. Raises SiloError for another's, or a key that does not
         open.
         """
@@ -199,7 +199,7 @@ class Membership:
                 "stranger",
             )
         self.own_grant = grant
-        self.keys.take(open_epoch_key(self._box_key, grant.epoch, wrapped, self._context()))
+        self.keys.accept(open_epoch_key(self._box_key, grant.epoch, wrapped, self._context()))
 
     def _counts(self, grant: Grant) -> bool:
         """Return whether a grant adds anything to the roll."""
@@ -232,8 +232,8 @@ class Membership:
 def _what_changed(old: Roll, new: Roll) -> str:
     before, after = ([member.peer_id for member in roll.members] for roll in (old, new))
     epoch = f"epoch {new.epoch}" if new.epoch == old.epoch else f"epoch {new.epoch} after {old.epoch}"
-    gone, come = _names(set(before) - set(after)), _names(set(after) - set(before))
-    return f"{epoch}; put out: {gone}; came in: {come}; {len(after)} on it"
+    removed, added = _names(set(before) - set(after)), _names(set(after) - set(before))
+    return f"{epoch}; removed: {removed}; added: {added}; {len(after)} members"
 
 
 def _names(peer_ids: Collection[str]) -> str:

@@ -66,7 +66,7 @@ class SeenRolls:
                 "two_rolls",
             )
 
-    def take(self, roll: Roll, data: bytes) -> None:
+    def note(self, roll: Roll, data: bytes) -> None:
         """Note this roll as the newest one."""
         self.newest = SeenRoll(roll.version, roll.epoch, _digest(data))
 
@@ -74,14 +74,14 @@ class SeenRolls:
         """Write the note, after the roll itself. A failure is only logged, since the new roll counts all the same."""
         if self._path is None or self._all.get(self._swarm_id) == self.newest:
             return
-        kept = [one for one in self._all if one != self._swarm_id][-_MAX_SILOS:]
-        self._all = {one: self._all[one] for one in kept} | {self._swarm_id: self.newest}
+        others = [one for one in self._all if one != self._swarm_id][-_MAX_SILOS:]
+        self._all = {one: self._all[one] for one in others} | {self._swarm_id: self.newest}
         try:
             replace_file(
                 self._path, json.dumps({one: asdict(seen) for one, seen in self._all.items()}), is_durable=True
             )
         except OSError as error:
-            logger.warning("what was seen of the silo's roll could not be written to %s: %s", self._path, error)
+            logger.warning("could not note the newest roll of the silo in %s: %s", self._path, error)
 
 
 def _beside(key: Path) -> Path:

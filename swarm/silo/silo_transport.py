@@ -116,7 +116,7 @@ class SiloTransport:
         self._topics: dict[str, GossipHandler] = {}
         self._joined: dict[str, int] = {}  # names of topics that the inner transport has joined: their epoch
         self._work: list[asyncio.Task[None]] = []
-        membership.watch(self._take_part)
+        membership.watch(self._update_topics)
 
     @property
     def refused(self) -> Counter[str]:
@@ -185,7 +185,7 @@ class SiloTransport:
                 key = self._membership.keys.key_for(sealed)
                 request = key.open(protocol, sealed, context)
             except SiloError as error:
-                self._heard_of_epoch(caller, sealed, error)
+                self._check_epoch(caller, sealed, error)
                 raise self._refusal(error.fault) from None
             response = await handler(caller, request)
             return key.seal(protocol, response, _response_context(context, sealed))
@@ -211,21 +211,21 @@ class SiloTransport:
 
     def subscribe(self, topic: str, handler: GossipHandler) -> None:
         self._topics[topic] = handler
-        self._take_part()
+        self._update_topics()
 
     def unsubscribe(self, topic: str) -> None:
         self._topics.pop(topic, None)
-        self._take_part()
+        self._update_topics()
 
     async def publish(self, topic: str, message: bytes) -> None:
         if len(message) > MAX_RECORD_BYTES:
             raise ValueError(f"a gossip message must be <= {MAX_RECORD_BYTES} bytes, got {len(message)}")
-        self._take_part()
+        self._update_topics()
         key = self._membership.keys.current
         name = key.hidden(topic)
         await self._inner.publish(name, key.seal(_GOSSIP, message, name.encode()))
 
-    def _take_part(self) -> None:
+    def _update_topics(self) -> None:
         """Join the topics of all valid keys, and leave those of other keys."""
         wanted = {key.hidden(topic): (topic, key) for topic in self._topics for key in self._membership.keys.accepted()}
         for name in self._joined.keys() - wanted.keys():
@@ -247,7 +247,7 @@ class SiloTransport:
                 author = decode_record(message).author
             except SiloError as error:
                 self._strangers[error.fault] += 1
-                self._heard_of_epoch(forwarder, sealed, error)
+                self._check_epoch(forwarder, sealed, error)
                 return ValidationResult.IGNORE if error.fault == "unknown_epoch" else ValidationResult.REJECT
             except InvalidRecord:
                 return ValidationResult.REJECT
@@ -258,10 +258,10 @@ class SiloTransport:
 
         return judge
 
-    def _heard_of_epoch(self, member: str, sealed: bytes, error: SiloError) -> None:
+    def _check_epoch(self, member: str, sealed: bytes, error: SiloError) -> None:
         """Ask a member that seals under a newer key for the roll that brought it."""
         if error.fault == "unknown_epoch" and epoch_of(sealed) > self._membership.keys.epoch:
-            self._bulletin.hurry(member)
+            self._bulletin.ask_soon(member)
 
     def _key(self, what: str) -> EpochKey:
         try:
@@ -312,10 +312,10 @@ def open_membership(
     membership = Membership(swarm_id, owner, identity, clock=clock, seen=seen)
     if (text := files.read_token()) is not None:
         token = decode_token(text)
-        membership.take_own_grant(token.grant.data, token.wrapped)
+        membership.accept_own_grant(token.grant.data, token.wrapped)
     if (data := files.read_roll()) is not None:
         try:
-            membership.take_roll(data)
+            membership.accept_roll(data)
         except SiloError as error:
             granted = 0 if membership.own_grant is None else membership.own_grant.epoch
             # from before this node was removed and invited again: the invitation is newer than all that was seen

@@ -100,9 +100,9 @@ class SiloSwarm:
         membership = Membership(SILO_ID, OWNER.peer_id, identity, virtual_now, SeenRolls(SILO_ID))
         if token is not None:
             opened = decode_token(token)
-            membership.take_own_grant(opened.grant.data, opened.wrapped)
+            membership.accept_own_grant(opened.grant.data, opened.wrapped)
         if owner is not None:
-            membership.take_roll(owner.data)
+            membership.accept_roll(owner.data)
         validator = EntryValidator(SILO_ID)
         inner = TappedTransport(self.network, identity.peer_id, SealedIndex(membership, validator))
         inner.ears = self.ears

@@ -43,7 +43,7 @@ def membership_of(member: Identity, roll: bytes | None = None, now: float = NOW)
     """As of one node that has this roll; its clock stands still."""
     membership = Membership(SILO_ID, OWNER.peer_id, member, lambda: now, SeenRolls(SILO_ID))
     if roll is not None:
-        membership.take_roll(roll)
+        membership.accept_roll(roll)
     return membership
 
 

@@ -6,7 +6,6 @@ outlives its node, not even one that is killed. Only `session` may import this m
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -25,7 +24,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from swarm.errors import NetworkError
 from swarm.network.hivemind.daemon_control import DaemonControl
-from swarm.network.own_ports import try_port
+from swarm.network.own_ports import check_port_is_free
 from swarm.network.reach.role import RELAY_MAX_BYTES, Role
 from swarm.network.tcp_address import TcpAddress
 
@@ -195,14 +194,14 @@ class Daemon:
             if not self._ready.is_set():
                 await self.stop()
         if not self._ready.is_set():
-            raise NetworkError(f"the libp2p daemon must start within {timeout_s:.0f} s, got: {self.last_words}")
+            raise NetworkError(f"the libp2p daemon must start within {timeout_s:.0f} s, got: {self.last_output}")
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
     @property
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The last lines that it printed, joined: the cause of its death or failed start."""
         return " / ".join(self._last_lines) or "no output"
 
@@ -261,23 +260,6 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
             continue
 
 
-def check_port_is_free(address: TcpAddress) -> None:
-    """Raise NetworkError where another program listens on the address.
-
-    The daemon would silently share the port with another daemon, and each would then get half the callers.
-    """
-    if address.port == 0:
-        return
-    try:
-        try_port(address)
-    except OSError as error:
-        fix = "set network.listen to an address of this machine, such as /ip4/0.0.0.0/tcp/PORT"
-        if error.errno == errno.EADDRINUSE:
-            fix = "stop the other program, or set another port in network.listen"
-        reason = error.strerror or str(error)
-        raise NetworkError(f"network.listen must be free, got {address}: {reason.lower()}; {fix}") from None
-
-
 _MAX_STARTS = 10
 """Each start gives the relay our limits three times in five, or more often."""
 _ASKING_TIMEOUT_S = 5.0
@@ -309,7 +291,7 @@ async def start_relay(daemon: Daemon, folder: Path, listen: Sequence[TcpAddress]
             nearby = [str(_nearby(one)) for one in listen if one.port]  # an announced address may be beyond a router
             granted = await granted_bytes(daemon.binary, folder, peer_id, [*nearby, *addresses])
         except NetworkError as error:
-            logger.info("what this relay grants could not be asked: %s", error)
+            logger.info("could not find out what this relay grants: %s", error)
             return
         if granted is None or granted >= RELAY_MAX_BYTES:
             logger.debug("relay with our limits at start %d", num_starts)
@@ -317,7 +299,7 @@ async def start_relay(daemon: Daemon, folder: Path, listen: Sequence[TcpAddress]
         if num_starts < _MAX_STARTS:
             await daemon.stop()
             await daemon.start(timeout_s)
-    logger.warning("this relay ends circuits after %d bytes: no bodies will pass through it; start it again", granted)
+    logger.warning("this relay ends circuits after %d bytes, too few for bodies; restart it", granted)
 
 
 async def granted_bytes(binary: Path, folder: Path, peer_id: str, addresses: Sequence[str]) -> int | None:

@@ -79,9 +79,9 @@ class DaemonGossip:
                 self._traffic.bytes_sent += len(message)
 
     def _listen(self, topic: str) -> None:
-        self._listeners[topic] = asyncio.create_task(self._keep_listening(topic), name=f"gossip {topic}")
+        self._listeners[topic] = asyncio.create_task(self._listen_until_stopped(topic), name=f"gossip {topic}")
 
-    async def _keep_listening(self, topic: str) -> None:
+    async def _listen_until_stopped(self, topic: str) -> None:
         while True:
             session = self._sessions.current
             if session is not None:

@@ -83,7 +83,7 @@ _REQUESTS: dict[str, Any] = {
     "DHTProtocol.rpc_find": _messages.FindRequest,
 }
 
-giver: ContextVar[str | None] = ContextVar("giver", default=None)
+entry_sender: ContextVar[str | None] = ContextVar("entry_sender", default=None)
 """The peer that sent the entries which hivemind validates in this context; None for entries of this node."""
 
 T = TypeVar("T")
@@ -95,13 +95,13 @@ def node_id_of(peer_id: bytes) -> bytes:
     return DHTID.generate(source=peer_id).to_bytes()
 
 
-async def from_giver(peer: PeerID, work: Awaitable[T]) -> T:
+async def from_sender(peer: PeerID, work: Awaitable[T]) -> T:
     """Await `work`, in which hivemind validates what `peer` has sent."""
-    name = giver.set(peer.to_base58())
+    name = entry_sender.set(peer.to_base58())
     try:
         return await work
     finally:
-        giver.reset(name)
+        entry_sender.reset(name)
 
 
 class CallRefused(Exception):
@@ -151,7 +151,7 @@ class CallLimits:
                 if self._rule.wait_s() > MAX_STORE_WAIT_S:
                     raise self._refusal("busy")
                 await self._rule.turn()
-            response = await from_giver(peer_id, handler(request, peer_id))
+            response = await from_sender(peer_id, handler(request, peer_id))
             caller.returned.take(len(response), _now())
             return response
 
@@ -216,7 +216,7 @@ class CheckedStub:
 
     def _checked_sender(self, response: Any) -> Any:
         if response.peer.node_id not in (b"", self._node_id):
-            raise ValueError("a reply names its sender by the id of another node")
+            raise ValueError("a reply names its sender by another node's id")
         return response
 
     async def rpc_find(self, request: Any, timeout: float | None = None) -> Any:
@@ -314,7 +314,7 @@ class IndexGuard(RecordValidatorBase):
         if entry is None:
             return None
         return self._rule.judge(
-            entry.key, entry.subkey, entry.value, claimed_end=record.expiration_time, giver=giver.get()
+            entry.key, entry.subkey, entry.value, claimed_end=record.expiration_time, sender=entry_sender.get()
         )
 
     def _judge_once(self, record: DHTRecord) -> Validity | None:
@@ -328,8 +328,8 @@ class IndexGuard(RecordValidatorBase):
         """Install the guard in the protocol of a new DHTNode, before it meets a peer."""
         find, get_stub = protocol.call_find, protocol.get_stub
 
-        async def find_sane(peer: PeerID, keys: Collection[DHTID]):
-            results = await from_giver(peer, find(peer, keys)) or {}
+        async def find_checked(peer: PeerID, keys: Collection[DHTID]):
+            results = await from_sender(peer, find(peer, keys)) or {}
             for key, (found, neighbors) in results.items():
                 if self._routing is not None:
                     self._routing.named(peer.to_base58(), (one.to_base58() for one in neighbors.values()))
@@ -342,7 +342,7 @@ class IndexGuard(RecordValidatorBase):
         protocol.cache = IndexStorage(self._now, max_bytes=0)  # a stranger's "cache" flag is ignored
         protocol.serializer = FlatSerializer  # type: ignore[assignment]
         protocol._validate_dictionary = self.keep_valid
-        protocol.call_find = find_sane
+        protocol.call_find = find_checked
         protocol.get_stub = lambda peer: CheckedStub(
             get_stub(peer), peer, reach=self._reach(peer), turn=self._rule.turn
         )  # type: ignore[assignment, return-value]

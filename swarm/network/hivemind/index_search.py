@@ -52,7 +52,7 @@ class IndexSearch:
 
     async def run(self) -> None:
         """Search, for at most SEARCH_TIMEOUT_S. Raises nothing."""
-        self._take(self._node.protocol.storage.get(self._target))
+        self._add(self._node.protocol.storage.get(self._target))
         asking: set[asyncio.Task[None]] = set()
         try:
             with contextlib.suppress(TimeoutError):
@@ -88,7 +88,7 @@ class IndexSearch:
             return
         bisect.insort(self._answered, (self._distance(node_id), node_id, peer_id))
         found, neighbors = reply[self._target]
-        self._take(found)
+        self._add(found)
         for other, other_peer in neighbors.items():
             if other not in self._known:
                 self._known.add(other)
@@ -97,7 +97,7 @@ class IndexSearch:
     def _distance(self, node_id: DHTID) -> int:
         return self._target ^ node_id
 
-    def _take(self, found: Any) -> None:
+    def _add(self, found: Any) -> None:
         """Add validated entries. `found` is a ValueWithExpiration, or None."""
         if found is not None and isinstance(found.value, DictionaryDHTValue):
             for subkey, item in found.value.data.items():

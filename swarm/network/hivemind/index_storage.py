@@ -316,8 +316,8 @@ def _dictionary(data: bytes) -> IndexEntries:
                 if unpacker.read_array_header() != 3:
                     raise ValueError("an entry must have 3 parts")
                 subkey, value, expires_at = unpacker.unpack(), unpacker.unpack(), unpacker.unpack()
-                is_sane = isinstance(subkey, str) and isinstance(value, bytes) and isinstance(expires_at, float)
-                if is_sane and math.isfinite(expires_at):
+                is_valid = isinstance(subkey, str) and isinstance(value, bytes) and isinstance(expires_at, float)
+                if is_valid and math.isfinite(expires_at):
                     entries.store(subkey, value, expires_at)
             return entries
     except msgpack.UnpackException as error:  # OutOfData: it ended early

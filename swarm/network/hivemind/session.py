@@ -37,7 +37,7 @@ from swarm.network.hivemind.parts import (
     hivemind_cli,
     use_hivemind_log_handler,
 )
-from swarm.network.reach.role import Role, told_by_daemon
+from swarm.network.reach.role import Role, addresses_from_daemon
 from swarm.network.requests.server import RequestServer
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class HivemindSession:
                 return session
         except (P2PDaemonError, OSError, EOFError) as error:
             cause = str(error) or f"no answer within {timeout_s:.0f} s"
-            raise NetworkError(f"the libp2p daemon must answer, got {cause}; it said: {daemon.last_words}") from None
+            raise NetworkError(f"the libp2p daemon must answer, got {cause}; it said: {daemon.last_output}") from None
 
     async def broke_down(self) -> tuple[str, str]:
         """Wait until the daemon has ended or takes too much memory: ("exit" or "memory", the cause in words)."""
@@ -130,7 +130,7 @@ class HivemindSession:
         try:
             await asyncio.wait({exited, outgrown}, return_when=asyncio.FIRST_COMPLETED)
             if exited.done():
-                return "exit", f"exit code {exited.result()}, last output: {self._daemon.last_words}"
+                return "exit", f"exit code {exited.result()}, last output: {self._daemon.last_output}"
             return "memory", f"it uses {outgrown.result() >> 20} MiB of memory, and may use {MAX_DAEMON_BYTES >> 20}"
         finally:
             exited.cancel()
@@ -187,7 +187,7 @@ class HivemindSession:
                     found[peer_id] = await self.control.listening_addresses(peer_id)
         return found
 
-    async def keep(self, connected: Iterable[str]) -> None:
+    async def prefer(self, connected: Iterable[str]) -> None:
         """Keep the connections to these peers when strangers open so many that the daemon closes some.
 
         Otherwise it would close the oldest ones, and soon only peers that keep connecting under new identities would be
@@ -226,9 +226,9 @@ class HivemindSession:
             raise NetworkError(f"the libp2p daemon must answer within {_CONTROL_TIMEOUT_S:.0f} s") from None
 
     async def _own_addresses(self) -> tuple[str, ...]:
-        told = await self.control.addresses()
+        reported = await self.control.addresses()
         connected = await self.control.peers() if self._role.relays else {}
-        return told_by_daemon(told, self._role.relays, connected)
+        return addresses_from_daemon(reported, self._role.relays, connected)
 
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         """Store an entry. Returns whether any of the nodes nearest to `key` accepted it.
@@ -242,7 +242,7 @@ class HivemindSession:
         await search.run()
         own = [(self._node.node_id, self._node.peer_id)] if self._role.is_full else []
         candidates = sorted([*search.nearest, *own], key=lambda one: one[0] ^ key_id)[: 2 * NUM_REPLICAS]
-        num_answers, is_taken = 0, False
+        num_answers, is_stored = 0, False
         while candidates and num_answers < NUM_REPLICAS:
             num_missing = NUM_REPLICAS - num_answers
             chosen, candidates = candidates[:num_missing], candidates[num_missing:]
@@ -250,8 +250,8 @@ class HivemindSession:
                 *(self._store_at(node_id, peer_id, key_id, subkey, entry, expires_at) for node_id, peer_id in chosen)
             )
             num_answers += sum(answer is not None for answer in answers)
-            is_taken = is_taken or any(answers)
-        return is_taken
+            is_stored = is_stored or any(answers)
+        return is_stored
 
     async def load(self, key: str) -> dict[str, tuple[bytes, float]]:
         """Return {subkey: (value, expires_at)}."""

@@ -21,7 +21,7 @@ from swarm.network.context import NetworkContext
 from swarm.network.peers.known_peers import Joining, KnownPeers
 from swarm.network.peers.peer_routing import PeerRouting, SessionSlot
 from swarm.network.peers.surroundings import Surroundings
-from swarm.network.reach.reachability import Ask, ReachabilityWatch, in_turn_by_network
+from swarm.network.reach.reachability import Ask, ReachabilityWatch, interleaved_by_network
 from swarm.network.reach.role import role_of
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
@@ -92,7 +92,7 @@ class SessionSupervisor:
         self._sessions.current = await self._open_first()
         if not self._announce:  # then the announced addresses are those listened on
             self._listen = with_actual_ports(self._listen, self._sessions.current.addresses)
-            self._context.ports.keep("listen", self._wanted, self._listen)
+            self._context.ports.store("listen", self._wanted, self._listen)
 
     async def join(self) -> None:
         """Join the swarm. Initial peers that do not answer are no error: from `begin` on they are tried again."""
@@ -123,7 +123,7 @@ class SessionSupervisor:
         start, timeout_s = time.monotonic(), self._context.config.startup_timeout_s
         for attempt in range(1, _START_ATTEMPTS + 1):
             # Checked each time: another program may have taken the port of the last start a moment ago.
-            self._listen = self._context.ports.again("listen", self._wanted)
+            self._listen = self._context.ports.reuse("listen", self._wanted)
             try:
                 return await self._open(start + timeout_s - time.monotonic())
             except NetworkError as error:
@@ -158,21 +158,23 @@ class SessionSupervisor:
     async def _supervise(self) -> None:
         """Keep a working session with at least one peer, for as long as the node runs."""
         # A node that nobody answered at the start soon asks again: a peer may not have known it yet.
-        num_lonely = 0 if self._sessions.current is not None and self._sessions.current.neighbors else 1
+        num_attempts_alone = 0 if self._sessions.current is not None and self._sessions.current.neighbors else 1
         while True:
             await self._look_from_outside()
             session = self._sessions.current
             assert session is not None
-            pause_s = self._pause_s(num_lonely) if num_lonely else self._health_interval_s
+            pause_s = self._pause_s(num_attempts_alone) if num_attempts_alone else self._health_interval_s
             cause = await self._cause_of_failure(session, min(pause_s, self._health_interval_s))
             if cause is not None:
                 await self._replace(session, *cause)
                 continue
             await self._joining.resume(session)
             if not session.neighbors:
-                num_lonely = 0 if await self._joining.join(session, num_lonely) else num_lonely + 1
+                num_attempts_alone = (
+                    0 if await self._joining.join(session, num_attempts_alone) else num_attempts_alone + 1
+                )
             else:
-                num_lonely = 0
+                num_attempts_alone = 0
                 await self._joining.stay(session)
 
     async def _cause_of_failure(self, session: "HivemindSession", after_s: float) -> tuple[str, str] | None:
@@ -195,7 +197,7 @@ class SessionSupervisor:
 
     async def _replace(self, session: "HivemindSession", reason: str, cause: str) -> None:
         self.broken[reason] += 1
-        logger.warning("the libp2p daemon broke down and is restarted (%d so far): %s", self.broken.total(), cause)
+        logger.warning("the libp2p daemon failed and is being restarted (%d so far): %s", self.broken.total(), cause)
         await self._reopen(session)
 
     async def _reopen(self, session: "HivemindSession") -> None:
@@ -220,7 +222,7 @@ class SessionSupervisor:
             await session.refresh_addresses()
             if not self._watch.is_due(session.addresses):
                 return
-            peers = in_turn_by_network(await session.peers(), self._rng)
+            peers = interleaved_by_network(await session.peers(), self._rng)
         except NetworkError:
             return  # the next check of the daemon says more
         if (
@@ -232,7 +234,7 @@ class SessionSupervisor:
         ports = tuple(dict.fromkeys(one.port for one in self._announce or self._listen if not one.is_loopback))
         if await self._watch.look(self._ask_about_reach, peers, ports):
             now = f"can be dialled at {self._watch.proven}" if self._watch.is_reachable else "cannot be dialled"
-            logger.info("%d peers asked: this node %s; its part in the network changes", len(peers), now)
+            logger.info("asked %d peers: this node %s; its role in the network changes", len(peers), now)
             await self._reopen(session)
 
     def _announced(self) -> tuple[TcpAddress, ...]:
@@ -250,4 +252,4 @@ class SessionSupervisor:
 
 def _report_end(supervisor: asyncio.Task[None]) -> None:
     if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
-        logger.error("the network is no longer supervised", exc_info=error)
+        logger.error("the supervision of the network has ended", exc_info=error)

@@ -23,7 +23,7 @@ from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.libp2p.parts import IHost, background_trio_service
 from swarm.network.libp2p.pubsub import GuardedPubsub
 from swarm.network.libp2p.router import HUB_DEGREE, NODE_DEGREE, BoundedGossipSub
-from swarm.network.peers.surroundings import told_to_others
+from swarm.network.peers.surroundings import announced_addresses
 from swarm.network.tcp_address import parse_setting, with_actual_ports
 from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler
 
@@ -57,7 +57,7 @@ class Libp2pGossip:
         self._handlers: dict[str, GossipHandler] = {}
         self._guard = ForwarderGuard(time.monotonic, context.admits)
         self._rng = context.rng("gossip")
-        self._book = GossipAddressBook(context.identity.peer_id, self._rng, context.dialling)
+        self._address_book = GossipAddressBook(context.identity.peer_id, self._rng, context.dialling)
         self._host: Libp2pHost | None = None
         self._refused: Counter[str] = Counter()  # connections and streams that the host refused
         self._pubsub: GuardedPubsub | None = None
@@ -78,12 +78,12 @@ class Libp2pGossip:
     def addresses(self) -> Addresses:
         if self._announce:
             return tuple(map(str, self._announce))
-        return () if self._host is None else told_to_others(self._host.addresses)
+        return () if self._host is None else announced_addresses(self._host.addresses)
 
     async def start(self) -> None:
         """Raises NetworkError."""
         wanted = self._listen
-        self._listen = self._context.ports.again("gossip", wanted)
+        self._listen = self._context.ports.reuse("gossip", wanted)
         try:
             await self._open()
         except NetworkError:
@@ -91,7 +91,7 @@ class Libp2pGossip:
                 raise
             self._listen = wanted  # another program took the port of the last start a moment ago
             await self._open()
-        self._context.ports.keep("gossip", wanted, self._listen)
+        self._context.ports.store("gossip", wanted, self._listen)
         self._supervisor = asyncio.create_task(self._supervise(), name="gossip-supervisor")
 
     async def stop(self) -> None:
@@ -107,9 +107,9 @@ class Libp2pGossip:
         return () if self._host is None else self._host.peers()
 
     def meet(self, peer_id: str, addresses: Addresses) -> None:
-        num_known = len(self._book)
-        self._book.meet(peer_id, addresses)
-        if len(self._book) > num_known and len(self.peers()) < NUM_NEIGHBORS:
+        num_known = len(self._address_book)
+        self._address_book.meet(peer_id, addresses)
+        if len(self._address_book) > num_known and len(self.peers()) < NUM_NEIGHBORS:
             self._wake.set()
 
     def subscribe(self, topic: str, handler: GossipHandler) -> None:
@@ -163,12 +163,12 @@ class Libp2pGossip:
                 continue
             cause = await self._pause(self._host)
             if cause is not None:
-                logger.warning("the gossip plane broke down and is opened again: %s", cause)
+                logger.warning("the gossip service failed and is being restarted: %s", cause)
                 host, self._host, self._pubsub = self._host, None, None
                 await host.close()
             else:
                 self._wake.clear()
-                await self._tend(self._host)
+                await self._maintain(self._host)
 
     async def _pause(self, host: Libp2pHost) -> str | None:
         """Wait until there is something to do. Returns why the host ended, if it did."""
@@ -185,33 +185,33 @@ class Libp2pGossip:
         try:
             await self._open()
         except NetworkError as error:
-            logger.warning("the gossip plane did not open: %s", error)
+            logger.warning("the gossip service did not start: %s", error)
             return False
         return True
 
-    async def _tend(self, host: Libp2pHost) -> None:
+    async def _maintain(self, host: Libp2pHost) -> None:
         """Disconnect banned peers, and connect to others where there are too few."""
         for peer_id in host.peers():
             if self._guard.is_shut_out(peer_id):
-                self._tell_shut_out(peer_id)
-                self._book.forget(peer_id)
+                self._log_ban(peer_id)
+                self._address_book.forget(peer_id)
                 with contextlib.suppress(NetworkError):
                     await host.disconnect(peer_id)
         connected = host.peers()
         for peer_id in connected:
-            self._book.met(peer_id)
+            self._address_book.met(peer_id)
         self._chosen &= set(connected)
         num_missing = max(NUM_NEIGHBORS - len(connected), NUM_CHOSEN - len(self._chosen))
-        shut_out = filter(self._guard.is_shut_out, self._book)
-        chosen = self._book.choose(num_missing, {*connected, *shut_out})
+        shut_out = filter(self._guard.is_shut_out, self._address_book)
+        chosen = self._address_book.choose(num_missing, {*connected, *shut_out})
         await asyncio.gather(*(self._connect(host, peer_id, at) for peer_id, at in chosen.items()))
         await self._hang_up_on_forgotten(host)
 
-    def _tell_shut_out(self, peer_id: str) -> None:
+    def _log_ban(self, peer_id: str) -> None:
         """Log a ban once per peer, which may dial again every few seconds."""
         is_news = peer_id not in self._reported
         level = logging.INFO if is_news else logging.DEBUG
-        logger.log(level, "gossip peer %s is shut out: no member, or too many invalid messages", peer_id)
+        logger.log(level, "gossip peer %s is banned: not a member, or too many invalid messages", peer_id)
         self._reported[peer_id] = None
 
     async def _hang_up_on_forgotten(self, host: Libp2pHost) -> None:

@@ -16,7 +16,16 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from swarm.errors import NetworkError
-from swarm.network.libp2p.inbound_door import HANDSHAKE_TIMEOUT_S, MAX_CONNECTIONS, ConnectionGater, security_of
+from swarm.network.libp2p.host_hardening import (
+    CLOSE_TIMEOUT_S,
+    DeadLines,
+    OnSeen,
+    Sightings,
+    check_free,
+    close_network,
+    restrain,
+)
+from swarm.network.libp2p.inbound_limits import HANDSHAKE_TIMEOUT_S, MAX_CONNECTIONS, ConnectionGater, security_of
 from swarm.network.libp2p.parts import (
     ID,
     ConnectionConfig,
@@ -30,15 +39,6 @@ from swarm.network.libp2p.parts import (
     create_new_key_pair,
     new_host,
     trio,
-)
-from swarm.network.libp2p.restraint import (
-    CLOSE_TIMEOUT_S,
-    DeadLines,
-    OnSeen,
-    Sightings,
-    check_free,
-    restrain,
-    take_leave,
 )
 from swarm.network.libp2p.trio_guest import TrioGuest
 from swarm.network.requests.framing import PIECE_BYTES
@@ -224,7 +224,7 @@ class Libp2pHost:
                         ready.set_result(None)
                     await self._closing.wait()
             finally:
-                await take_leave(self._host)
+                await close_network(self._host)
 
     def _inbound(self, protocol: str, handler: StreamHandler) -> Callable[[INetStream], Awaitable[None]]:
         async def on_stream(stream: INetStream) -> None:

@@ -58,8 +58,8 @@ class _StandIns(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        is_mine = fullname.partition(".")[0] in self._packages
-        return ModuleSpec(fullname, self, is_package=True) if is_mine else None
+        is_stand_in = fullname.partition(".")[0] in self._packages
+        return ModuleSpec(fullname, self, is_package=True) if is_stand_in else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _StandIn(spec.name)

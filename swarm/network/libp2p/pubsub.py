@@ -143,14 +143,14 @@ class GuardedPubsub(Pubsub):
             self._traffic.bytes_received += len(piece)
             self._traffic.gossip_bytes_received += len(piece)
             for frame in frames.feed(piece):
-                await self._take(rpc_pb2.RPC.FromString(frame), peer_id, name)
+                await self._process(rpc_pb2.RPC.FromString(frame), peer_id, name)
                 if self._guard.is_shut_out(name):
                     return
 
-    async def _take(self, call: rpc_pb2.RPC, peer_id: ID, name: str) -> None:
+    async def _process(self, call: rpc_pb2.RPC, peer_id: ID, name: str) -> None:
         control = call.control
-        num_words = len(control.graft) + len(control.prune) + len(control.ihave) + len(control.iwant)
-        cost = len(call.subscriptions) + num_words
+        num_controls = len(control.graft) + len(control.prune) + len(control.ihave) + len(control.iwant)
+        cost = len(call.subscriptions) + num_controls
         # Messages are counted one by one. An empty call is not free either: 16,384 of them fit into one read.
         charge = cost if call.publish else max(cost, 1)
         if charge and not self._guard.admit(name, charge):
@@ -163,7 +163,7 @@ class GuardedPubsub(Pubsub):
             self._judge(peer_id, name, message)
             if number % _MESSAGES_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
-        if num_words:
+        if num_controls:
             await self.router.handle_rpc(call, peer_id)
 
     def _judge(self, forwarder: ID, name: str, message: rpc_pb2.Message) -> None:
@@ -219,8 +219,8 @@ class GuardedPubsub(Pubsub):
 
     def _encode(self, call: rpc_pb2.RPC) -> bytes:
         control = call.control
-        num_words = len(control.graft) + len(control.prune) + len(control.ihave) + len(control.iwant)
-        self._traffic.gossip_messages_sent += len(call.publish) + len(call.subscriptions) + num_words
+        num_controls = len(control.graft) + len(control.prune) + len(control.ihave) + len(control.iwant)
+        self._traffic.gossip_messages_sent += len(call.publish) + len(call.subscriptions) + num_controls
         return encode_frame(call.SerializeToString())
 
     def _count_out(self, num_bytes: int) -> None:
@@ -245,10 +245,10 @@ class GuardedPubsub(Pubsub):
 
     def _forget_subscription(self, peer_id: ID, topic: str) -> None:
         # A peer that leaves and joins a topic again and again is not sent all of it each time.
-        told = self._replayed_recent_topics.get(peer_id, set()) & self._handlers.keys()
+        replayed = self._replayed_recent_topics.get(peer_id, set()) & self._handlers.keys()
         super()._forget_subscription(peer_id, topic)
-        if told:
-            self._replayed_recent_topics[peer_id] = told
+        if replayed:
+            self._replayed_recent_topics[peer_id] = replayed
 
 
 def _grant_credit_in_bulk(stream: INetStream) -> None:

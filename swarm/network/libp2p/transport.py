@@ -31,7 +31,7 @@ from swarm.network.index_gateway import (
     store_request,
 )
 from swarm.network.libp2p.host import Libp2pHost
-from swarm.network.peers.surroundings import told_to_others
+from swarm.network.peers.surroundings import announced_addresses
 from swarm.network.requests.framing import Stream, StreamRequests
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import parse_setting, with_actual_ports
@@ -88,7 +88,7 @@ class LightTransport:
                 self._configured[address.peer_id] = Contact(address.peer_id, addresses, (), hosts_index=True)
         self._host: Libp2pHost | None = None
         self._host_refused: Counter[str] = Counter()
-        self._tender: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Raises NetworkError. Full peers that do not answer are no error; they are tried again."""
@@ -96,17 +96,17 @@ class LightTransport:
         try:
             self._host = await self._open_first()
             await self.gossip.start()
-            await self._tend(self._host)
+            await self._maintain(self._host)
         except BaseException:
             await self.stop()
             raise
-        self._tender = asyncio.create_task(self._keep_tending(), name="network-supervisor")
+        self._supervisor = asyncio.create_task(self._supervise(), name="network-supervisor")
 
     async def stop(self) -> None:
-        if self._tender is not None:
-            self._tender.cancel()
-            await asyncio.gather(self._tender, return_exceptions=True)
-            self._tender = None
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+            self._supervisor = None
         await self._server.close()
         await self.gossip.stop()
         host, self._host = self._host, None
@@ -128,7 +128,7 @@ class LightTransport:
     def addresses(self) -> tuple[str, ...]:
         if self._host is None:
             return ()
-        addresses = tuple(map(str, self._announce)) or told_to_others(self._host.addresses)
+        addresses = tuple(map(str, self._announce)) or announced_addresses(self._host.addresses)
         return tuple(f"{address}/p2p/{self.peer_id}" for address in addresses)
 
     def gossip_addresses(self) -> tuple[str, ...]:
@@ -158,11 +158,11 @@ class LightTransport:
         check_entry(key, subkey, value)
         expires_at = min(expires_at, self.now() + MAX_LIFETIME_S)
         request = store_request(key, subkey, value, expires_at)
-        is_taken = False
+        is_stored = False
         for answer in (await self._ask_index(request)).values():
             with contextlib.suppress(RequestError):  # this peer is broken; the others count
-                is_taken = read_stored(answer) or is_taken
-        return is_taken
+                is_stored = read_stored(answer) or is_stored
+        return is_stored
 
     async def load(self, key: str) -> dict[str, bytes]:
         copies: list[tuple[str, str, bytes, None]] = []
@@ -201,7 +201,7 @@ class LightTransport:
 
     async def _open_first(self) -> Libp2pHost:
         wanted = self._listen
-        self._listen = self._context.ports.again("listen", wanted)
+        self._listen = self._context.ports.reuse("listen", wanted)
         try:
             host = await self._open()
         except NetworkError:
@@ -209,7 +209,7 @@ class LightTransport:
                 raise
             self._listen = wanted  # another program took the port of the last start a moment ago
             host = await self._open()
-        self._context.ports.keep("listen", wanted, self._listen)
+        self._context.ports.store("listen", wanted, self._listen)
         return host
 
     async def _open(self) -> Libp2pHost:
@@ -235,7 +235,7 @@ class LightTransport:
                 raise NetworkError("no address of this peer is known")
             addresses = self._dialling.take(peer_id, contact.addresses)
             if not addresses:
-                raise NetworkError("its addresses did not answer a moment ago")
+                raise NetworkError("its addresses did not answer recently")
             await host.connect(peer_id, addresses)
         return await host.open_stream(peer_id, protocol)
 
@@ -262,14 +262,14 @@ class LightTransport:
             logger.debug("index peer %s: %s", peer_id, error)
             return None
 
-    async def _keep_tending(self) -> None:
+    async def _supervise(self) -> None:
         """Keep a host open that is connected to full peers, for as long as the node runs."""
         while True:
             if self._host is None:
                 try:
                     self._host = await self._open()
                 except NetworkError as error:
-                    logger.warning("network did not restart, it is tried again: %s", error)
+                    logger.warning("the network did not restart, trying again: %s", error)
                     await asyncio.sleep(_TEND_INTERVAL_S)
                     continue
             exited = asyncio.create_task(self._host.exited())
@@ -278,13 +278,13 @@ class LightTransport:
             finally:
                 exited.cancel()  # has no effect where it is done
             if exited.done():
-                logger.warning("the network broke down and is restarted: %s", exited.result())
+                logger.warning("the network failed and is being restarted: %s", exited.result())
                 host, self._host = self._host, None
                 await host.close()
             else:
-                await self._tend(self._host)
+                await self._maintain(self._host)
 
-    async def _tend(self, host: Libp2pHost) -> None:
+    async def _maintain(self, host: Libp2pHost) -> None:
         connected = set(host.peers())
         full = self._full_peers()
         absent = [contact for contact in full if contact.peer_id not in connected]

@@ -112,7 +112,7 @@ class GossipRouter:
             self._peer_id,
             name,
             traffic=self._traffic,
-            tell=functools.partial(self._tell, name),
+            send_control=functools.partial(self._send_control, name),
             is_trusted=self._is_trusted,
         )
         self._topics[name] = _Topic(handler, mesh)
@@ -146,16 +146,16 @@ class GossipRouter:
         if num_new > MAX_NEW_PER_HEARTBEAT:
             self.num_dropped += 1
             return
-        verdict = self._verdict(topic.handler, sender, message.data)
-        if verdict is ValidationResult.ACCEPT:
+        decision = self._decide(topic.handler, sender, message.data)
+        if decision is ValidationResult.ACCEPT:
             self._accept(message, hops)
             for peer_id in topic.mesh.members:
                 if peer_id != sender:
                     self._send(peer_id, message, hops + 1)
             return
         self._remember(message.id)
-        if verdict is ValidationResult.REJECT:
-            self._hold_against(sender)
+        if decision is ValidationResult.REJECT:
+            self._add_fault(sender)
 
     def on_have(self, sender: str, name: str, ids: tuple[bytes, ...]) -> None:
         self._count_in(FRAME_BYTES + len(name) + ID_BYTES * len(ids))
@@ -173,13 +173,13 @@ class GossipRouter:
                 message, hops, _ = self._cache[message_id]
                 self._send(sender, message, hops + 1)
 
-    def on_control(self, sender: str, name: str, word: Control) -> None:
+    def on_control(self, sender: str, name: str, control: Control) -> None:
         self._count_in(FRAME_BYTES + len(name))
         topic = self._topics.get(name)
         if topic is not None:
-            topic.mesh.hear(sender, word)
-        elif word is Control.GRAFT:
-            self._tell(name, sender, Control.LEAVE)
+            topic.mesh.handle(sender, control)
+        elif control is Control.GRAFT:
+            self._send_control(name, sender, Control.LEAVE)
 
     # ---- once per second
 
@@ -194,11 +194,11 @@ class GossipRouter:
         _forget(self._cache, lambda entry: entry[2] < now)
         _forget(self._fanout, lambda entry: entry[1] < now)
         for name, topic in self._topics.items():
-            topic.mesh.tend()
-            self._tell_ids(name, topic)
+            topic.mesh.run_heartbeat()
+            self._announce_ids(name, topic)
         self._network.calendar.schedule(HEARTBEAT_S, self._heartbeat)
 
-    def _tell_ids(self, name: str, topic: _Topic) -> None:
+    def _announce_ids(self, name: str, topic: _Topic) -> None:
         ids = tuple(itertools.chain.from_iterable(topic.recent[:GOSSIP_HEARTBEATS]))[:MAX_IDS]
         topic.recent = [[], *topic.recent[: HISTORY_HEARTBEATS - 1]]
         if not ids:
@@ -221,7 +221,7 @@ class GossipRouter:
         self._fanout[name] = peers, self._network.clock() + FANOUT_S
         return peers
 
-    def _hold_against(self, sender: str) -> None:
+    def _add_fault(self, sender: str) -> None:
         self.num_rejected += 1
         self._scores[sender] = self.score(sender) + INVALID_PENALTY
         if not self._is_trusted(sender):
@@ -244,13 +244,13 @@ class GossipRouter:
     def _remember(self, message_id: bytes) -> None:
         self._seen[message_id] = self._network.clock()
 
-    def _verdict(self, handler: GossipHandler, sender: str, data: bytes) -> ValidationResult:
+    def _decide(self, handler: GossipHandler, sender: str, data: bytes) -> ValidationResult:
         if len(data) > MAX_GOSSIP_BYTES:
             return ValidationResult.REJECT
         try:
             return handler(sender, data)
         except Exception:  # a failing handler costs its message, never the node
-            logger.warning("a gossip handler broke on a message of %s", sender, exc_info=True)
+            logger.warning("a gossip handler failed on a message of %s", sender, exc_info=True)
             return ValidationResult.IGNORE
 
     def _send(self, recipient: str, message: GossipMessage, hops: int) -> None:
@@ -259,12 +259,12 @@ class GossipRouter:
             message = GossipMessage.of(message.topic, damaged)
         self._post(recipient, message.num_bytes, GossipRouter.on_message, message, hops)
 
-    def _tell(self, name: str, recipient: str, word: Control) -> None:
+    def _send_control(self, name: str, recipient: str, control: Control) -> None:
         """Send a control message of the mesh. It is never lost: a real connection repeats it until it arrives or
         breaks.
         """
         num_bytes = FRAME_BYTES + len(name)
-        self._post(recipient, num_bytes, GossipRouter.on_control, name, word, is_lossless=True)
+        self._post(recipient, num_bytes, GossipRouter.on_control, name, control, is_lossless=True)
 
     def _post(
         self,

@@ -60,10 +60,10 @@ class TopicMesh:
         peer_id: str,
         topic: str,
         traffic: TrafficCounter,
-        tell: Callable[[str, Control], None],
+        send_control: Callable[[str, Control], None],
         is_trusted: Callable[[str], bool],
     ) -> None:
-        """`tell` sends a control message to a peer; `is_trusted` returns whether a peer may be in the mesh."""
+        """`send_control` sends a control message to a peer; `is_trusted` returns whether a peer may be in the mesh."""
         self.members: dict[str, None] = {}
         self.peers: dict[str, None] = {}
         """Peers known to be in the topic, including the members of the mesh."""
@@ -71,7 +71,7 @@ class TopicMesh:
         self._peer_id = peer_id
         self._topic = topic
         self._traffic = traffic
-        self._tell = tell
+        self._send_control = send_control
         self._is_trusted = is_trusted
         self._backoff_until: dict[str, float] = {}
         self._discovered_at = -DISCOVERY_INTERVAL_S
@@ -89,7 +89,7 @@ class TopicMesh:
     def leave(self) -> None:
         self._network.leave_topic(self._topic, self._peer_id)
         for peer_id in self.peers:
-            self._tell(peer_id, Control.LEAVE)
+            self._send_control(peer_id, Control.LEAVE)
         self.forget_all()
 
     def forget_all(self) -> None:
@@ -97,16 +97,16 @@ class TopicMesh:
         self.peers.clear()
         self._backoff_until.clear()
 
-    def hear(self, sender: str, word: Control) -> None:
-        if word is Control.JOIN:
+    def handle(self, sender: str, control: Control) -> None:
+        if control is Control.JOIN:
             self._meet(sender)
-        elif word is Control.LEAVE:
+        elif control is Control.LEAVE:
             self.peers.pop(sender, None)
             self.members.pop(sender, None)
-        elif word is Control.PRUNE and sender in self.members:
+        elif control is Control.PRUNE and sender in self.members:
             self._drop(sender)
-        elif word is Control.GRAFT:
-            self._take(sender)
+        elif control is Control.GRAFT:
+            self._accept_graft(sender)
 
     def audience(self) -> list[str]:
         """Return the peers to which an own message is sent first: the mesh, and others while it is small."""
@@ -120,9 +120,9 @@ class TopicMesh:
         """Remove a peer from the mesh, with a back-off."""
         if peer_id in self.members:
             self._drop(peer_id)
-            self._tell(peer_id, Control.PRUNE)
+            self._send_control(peer_id, Control.PRUNE)
 
-    def tend(self) -> None:
+    def run_heartbeat(self) -> None:
         """Run a heartbeat: drop members whose connection broke, add members where few are left, remove some of many."""
         now, rng = self._network.clock(), self._network.rng
         for peer_id in [p for p in self.members if not self._network.connected(self._peer_id, p)]:
@@ -145,7 +145,7 @@ class TopicMesh:
         self._discovered_at = now
         for peer_id in find_in_topic(self._network, self._topic, self._peer_id, self._traffic):
             if peer_id not in self.peers and self._meet(peer_id):
-                self._tell(peer_id, Control.JOIN)
+                self._send_control(peer_id, Control.JOIN)
 
     def _meet(self, peer_id: str) -> bool:
         """Add a peer, where there is room after forgetting peers that left. Returns whether it is known now."""
@@ -168,15 +168,15 @@ class TopicMesh:
 
     def _graft(self, peer_id: str) -> None:
         self.members[peer_id] = None
-        self._tell(peer_id, Control.GRAFT)
+        self._send_control(peer_id, Control.GRAFT)
 
-    def _take(self, sender: str) -> None:
+    def _accept_graft(self, sender: str) -> None:
         is_welcome = self._is_trusted(sender) and sender not in self._backoff_until
         is_room = sender in self.members or len(self.members) < D_HIGH
         if is_welcome and is_room and self._meet(sender):
             self.members[sender] = None
         else:
-            self._tell(sender, Control.PRUNE)
+            self._send_control(sender, Control.PRUNE)
 
     def _drop(self, peer_id: str) -> None:
         self.members.pop(peer_id, None)

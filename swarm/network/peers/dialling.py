@@ -61,11 +61,11 @@ class _PeerFile(BaseModel):
 
 def dialable(peer_id: str, addresses: Iterable[str]) -> Addresses:
     """Return the addresses at which a peer can be dialled, in order, without its id, at most MAX_ADDRESSES_PER_PEER."""
-    kept: dict[str, None] = {}
+    chosen: dict[str, None] = {}
     for address in parsed(addresses):
         if address.port != 0 and not address.is_wildcard and address.peer_id in (None, peer_id):
-            kept[address.transport] = None
-    return tuple(kept)[:MAX_ADDRESSES_PER_PEER]
+            chosen[address.transport] = None
+    return tuple(chosen)[:MAX_ADDRESSES_PER_PEER]
 
 
 def read_peers(path: Path, now: float) -> dict[str, StoredPeer]:
@@ -76,7 +76,7 @@ def read_peers(path: Path, now: float) -> dict[str, StoredPeer]:
         return {}
     except (OSError, ValueError) as error:
         cause = f"{error.error_count()} errors in it" if isinstance(error, ValidationError) else error
-        logger.warning("the stored peers cannot be read, starting without: %s: %s", path, cause)
+        logger.warning("cannot read the stored peers, starting without them: %s: %s", path, cause)
         return {}
     found: dict[str, StoredPeer] = {}
     for peer in peers:
@@ -92,7 +92,7 @@ def write_peers(path: Path, peers: Mapping[str, StoredPeer]) -> None:
     try:
         replace_file(path, _PeerFile(peers=tuple(peers.values())).model_dump_json(indent=1))
     except OSError as error:
-        logger.warning("the peers met cannot be stored: %s", error)
+        logger.warning("cannot store the known peers: %s", error)
 
 
 MAX_CLAIMED = 64
@@ -238,7 +238,7 @@ class Dialling:
             addresses.sort(key=lambda address: address.host in own_hosts)
         addresses.sort(key=lambda address: not self._is_configured(peer_id, address))
         addresses.sort(key=lambda address: not self._was_seen(peer_id, address))
-        kept: dict[str, None] = {}
+        chosen: dict[str, None] = {}
         groups: dict[str, str] = {}
         for address in addresses:
             is_claim = not (self._is_configured(peer_id, address) or self._was_seen(peer_id, address))
@@ -246,8 +246,8 @@ class Dialling:
                 group = group_of(address.host)
                 if groups.setdefault(address.kind, group) != group:
                     continue
-            kept[address.transport] = None
-        return tuple(kept)[:MAX_ADDRESSES_PER_PEER]
+            chosen[address.transport] = None
+        return tuple(chosen)[:MAX_ADDRESSES_PER_PEER]
 
     def take(self, peer_id: str, claimed: Iterable[str]) -> Addresses:
         """Return the addresses to dial now: the configured ones, and the first of the others that may be tried again.
@@ -263,7 +263,7 @@ class Dialling:
             configured.append(due)
         return tuple(address.transport for address in configured)
 
-    def forgive(self) -> None:
+    def forget_failures(self) -> None:
         """Forget all failures: this machine has slept or is in another network."""
         self._failures = _Failures(self._clock)
 
@@ -376,9 +376,9 @@ def _reach_of_swarm(
     Where they name no such address, a node on loopback is for its machine alone; any other is judged by the addresses
     of its machine. Host names say nothing; the addresses that are seen behind them will.
     """
-    told = [address for address in (*announce, *configured) if address.kind in ("ip4", "ip6")]
-    if told:
-        return max((reach for one in told if (reach := reach_of(one.host)) is not None), default=Reach.PUBLIC)
+    named = [address for address in (*announce, *configured) if address.kind in ("ip4", "ip6")]
+    if named:
+        return max((reach for one in named if (reach := reach_of(one.host)) is not None), default=Reach.PUBLIC)
     if not configured and listen and all(address.is_loopback for address in listen):
         return Reach.MACHINE
     found = [reach for host in own_hosts() if (reach := reach_of(host)) is not None]

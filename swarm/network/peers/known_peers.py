@@ -168,13 +168,13 @@ class KnownPeers:
         """Return those of `peers` that may be dialled now, each with the addresses to try. It counts as a dial."""
         if self._dialling is None:
             return dict(peers)
-        taken = {peer_id: self._dialling.take(peer_id, addresses) for peer_id, addresses in peers.items()}
-        return {peer_id: addresses for peer_id, addresses in taken.items() if addresses}
+        chosen = {peer_id: self._dialling.take(peer_id, addresses) for peer_id, addresses in peers.items()}
+        return {peer_id: addresses for peer_id, addresses in chosen.items() if addresses}
 
-    def forgive(self) -> None:
+    def forget_failures(self) -> None:
         """Forget failed dials: this machine has slept, or is in another network."""
         if self._dialling is not None:
-            self._dialling.forgive()
+            self._dialling.forget_failures()
 
     def save(self, *, at_once: bool = False) -> None:
         """Write the list if it has changed, at most every SAVE_INTERVAL_S unless `at_once`."""
@@ -216,13 +216,13 @@ class KnownPeers:
             return True
         leaving = next((peer_id for peer_id, peer in self._peers.items() if not peer.is_met), None)
         if leaving is None and newcomer.is_met:
-            leaving = self._longest_gone(newcomer)
+            leaving = self._longest_absent(newcomer)
         if leaving is None:
             return False
         del self._peers[leaving]
         return True
 
-    def _longest_gone(self, newcomer: _Peer) -> str | None:
+    def _longest_absent(self, newcomer: _Peer) -> str | None:
         """Choose a peer of the newcomer's network where that has most peers here; else of the networks that have most.
 
         New identities cost nothing, so otherwise those of one machine would replace all others. Peers that are
@@ -231,8 +231,10 @@ class KnownPeers:
         sizes = Counter(peer.network for peer in self._peers.values())
         most = max(sizes.values())
         shares = {newcomer.network} if sizes[newcomer.network] == most else {one for one in sizes if sizes[one] == most}
-        gone = (one for one, peer in self._peers.items() if peer.network in shares and peer.seen_at < newcomer.seen_at)
-        return next(gone, None)
+        absent = (
+            one for one, peer in self._peers.items() if peer.network in shares and peer.seen_at < newcomer.seen_at
+        )
+        return next(absent, None)
 
 
 def _network(addresses: Addresses) -> str:
@@ -266,7 +268,7 @@ class Joining:
             return True
         num_answers = await self._greet(session, configured) or await self._greet(session, stored)
         if num_answers == 0:
-            await self._tell_unanswered(session, len(configured) + len(stored), is_first=num_failures == 0)
+            await self._log_unanswered(session, len(configured) + len(stored), is_first=num_failures == 0)
             return False
         self._was_connected = None
         await session.refresh()
@@ -286,7 +288,7 @@ class Joining:
         if change is Change.NONE:
             return
         logger.info("joining again: %s", change.value)
-        self._peers.forgive()
+        self._peers.forget_failures()
         if change is not Change.ADDRESS_ADDED:
             await session.drop_connections()
         await self.join(session)
@@ -294,7 +296,7 @@ class Joining:
     async def _greet(self, session: "HivemindSession", peers: Mapping[str, Addresses]) -> int:
         return await session.greet(self._peers.due(peers))
 
-    async def _tell_unanswered(self, session: "HivemindSession", num_known: int, *, is_first: bool) -> None:
+    async def _log_unanswered(self, session: "HivemindSession", num_known: int, *, is_first: bool) -> None:
         """Log it once, not at every attempt; again where peers that host no index have come or gone."""
         num_others = 0
         with contextlib.suppress(NetworkError):  # the next health check reports it
@@ -303,7 +305,7 @@ class Joining:
         self._was_connected = bool(num_others)
         if not num_others:
             level = logging.WARNING if is_news else logging.DEBUG
-            logger.log(level, "none of %d known peers answers; this node goes on alone and keeps trying", num_known)
+            logger.log(level, "none of %d known peers answers; this node continues alone and keeps trying", num_known)
             return
         # A node that hosts the index has one, and others have nothing to add to it.
         level = (logging.INFO if session.hosts_index else logging.WARNING) if is_news else logging.DEBUG
@@ -322,8 +324,8 @@ class Joining:
         with contextlib.suppress(NetworkError):  # the next health check reports it
             connected = await session.peers()
             self._peers.see(connected)
-            kept = (*self._peers.configured(), *sorted(session.neighbors))
-            await session.keep(peer_id for peer_id in kept if peer_id in connected)
+            wanted = (*self._peers.configured(), *sorted(session.neighbors))
+            await session.prefer(peer_id for peer_id in wanted if peer_id in connected)
             asked = self._peers.unannounced(connected)[:_MAX_QUESTIONS]
             for peer_id, addresses in (await session.listening_addresses(asked)).items():
                 self._peers.learn(peer_id, addresses)

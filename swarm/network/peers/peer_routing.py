@@ -204,7 +204,7 @@ class PeerRouting:
         try:
             return _read_addresses(await self._ask(source, request), peer_id)
         except RequestError as error:
-            logger.debug("%s does not say where %s is: %s", source, peer_id, error)
+            logger.debug("%s does not know the address of %s: %s", source, peer_id, error)
             return None
 
     async def _connect(self, session: "HivemindSession", peer_id: str, claimed: Iterable[str]) -> bool:

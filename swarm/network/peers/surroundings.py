@@ -38,18 +38,20 @@ def local_addresses() -> frozenset[str]:
     return frozenset(found)
 
 
-def told_to_others(listening: Iterable[str], hosts: Callable[[], frozenset[str]] = local_addresses) -> tuple[str, ...]:
+def announced_addresses(
+    listening: Iterable[str], hosts: Callable[[], frozenset[str]] = local_addresses
+) -> tuple[str, ...]:
     """Return the multiaddresses to announce, without /p2p, with 0.0.0.0 and :: replaced by the machine's addresses.
 
     Public addresses come first, for peers that store only a few.
     """
     own = sorted(hosts() or ("127.0.0.1",), key=lambda host: (not ipaddress.ip_address(host).is_global, host))
-    told: dict[str, None] = {}
+    announced: dict[str, None] = {}
     for address in map(TcpAddress.parse, listening):
         same_kind = [host for host in own if (":" in host) == (address.kind == "ip6")]
         for host in same_kind if address.is_wildcard else [address.host]:
-            told[replace(address, host=host).transport] = None
-    return tuple(told)
+            announced[replace(address, host=host).transport] = None
+    return tuple(announced)
 
 
 class Surroundings:

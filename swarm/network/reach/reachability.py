@@ -194,7 +194,7 @@ class ReachabilityResult:
     address: TcpAddress | None = None
 
 
-def in_turn_by_network(connected: Mapping[str, Sequence[str]], rng: random.Random) -> list[str]:
+def interleaved_by_network(connected: Mapping[str, Sequence[str]], rng: random.Random) -> list[str]:
     """Return connected peers, {peer id: addresses at which they are seen}, in the order in which to ask them.
 
     The order is random, with one peer of each network first: identities of one machine must not be all witnesses.
@@ -221,12 +221,12 @@ def conclude(sightings: Sequence[Sighting]) -> ReachabilityResult:
     If any of them sees this node at a public address, only those count: a neighbour in the same home proves nothing
     about the world outside.
     """
-    told = [one for one in sightings if one.is_public] or sightings
-    if not told:
+    counted = [one for one in sightings if one.is_public] or sightings
+    if not counted:
         return ReachabilityResult(None)
-    proofs = Counter((one.host, one.port) for one in told if one.port is not None)
+    proofs = Counter((one.host, one.port) for one in counted if one.port is not None)
     num_proofs = proofs.total()
-    if num_proofs < min(2, len(told)) or num_proofs < len(told) - num_proofs:
+    if num_proofs < min(2, len(counted)) or num_proofs < len(counted) - num_proofs:
         return ReachabilityResult(False)
     ((host, port), _) = proofs.most_common(1)[0]
     assert port is not None

@@ -77,8 +77,8 @@ class Role:
         return {"GOMAXPROCS": "1"} if self.is_relay else {}
 
 
-def told_by_daemon(
-    told: Iterable[str], relays: Iterable[str], connected: Mapping[str, Sequence[str]]
+def addresses_from_daemon(
+    reported: Iterable[str], relays: Iterable[str], connected: Mapping[str, Sequence[str]]
 ) -> tuple[str, ...]:
     """Return this node's addresses among those that its daemon reports.
 
@@ -87,7 +87,7 @@ def told_by_daemon(
     is one at which this node itself reaches that relay. `relays` is as in `Role`, `connected` is {peer id: addresses at
     which it is seen}.
     """
-    addresses = parsed(told)
+    addresses = parsed(reported)
     own = [address.transport for address in addresses if address.relay_id is None]
     reserved = {address.relay_id for address in addresses}
     for relay in map(TcpAddress.parse, relays):

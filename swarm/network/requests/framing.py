@@ -237,7 +237,7 @@ class StreamRequests:
 
     async def _ask(self, peer_id: str, protocol: str, request: bytes, max_response_bytes: int) -> Response:
         if not is_peer_id(peer_id):
-            raise NetworkError("this is no peer id")
+            raise NetworkError("not a peer id")
         if self._call is not None and max(len(request), max_response_bytes) <= MAX_CALL_BYTES:
             with contextlib.suppress(NetworkError):
                 return parse_response(await self._call(peer_id, protocol, request), max_response_bytes)

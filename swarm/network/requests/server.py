@@ -146,7 +146,7 @@ class RequestServer:
         except _GaveWay:
             return self._refusal("busy", "busy")
         except RequestRefused as refusal:
-            return self._refusal(str(refusal), _word(refusal))
+            return self._refusal(str(refusal), _reason_of(refusal))
         self._count(request, response)
         return response
 
@@ -213,7 +213,7 @@ class RequestServer:
             async with self._place(peer_id):
                 await self._converse(self._services[protocol], peer_id, protocol, reader, writer)
         except RequestRefused as refusal:
-            response = self._refusal(str(refusal), _word(refusal))
+            response = self._refusal(str(refusal), _reason_of(refusal))
             async with asyncio.timeout(REFUSAL_TIMEOUT_S):
                 await write_response(writer, response)
                 await _drain(reader)
@@ -264,11 +264,11 @@ class RequestServer:
             self.refused["handler"] += 1
             return Response.because(Status.REFUSED, str(refusal))
         except Exception:  # a failing handler costs its request, never the node
-            logger.warning("the handler of %s broke on a request of %s", protocol, peer_id, exc_info=True)
+            logger.warning("the handler of %s failed on a request of %s", protocol, peer_id, exc_info=True)
             return Response.because(Status.FAILED, "the handler broke")
 
-    def _refusal(self, reason: str, word: str) -> Response:
-        self.refused[word] += 1
+    def _refusal(self, reason: str, counted_as: str) -> Response:
+        self.refused[counted_as] += 1
         return Response.because(Status.REFUSED, reason)
 
     def _count(self, request: bytes, response: Response) -> None:
@@ -307,7 +307,7 @@ async def _drain(reader: asyncio.StreamReader) -> None:
         num_bytes += len(data)
 
 
-def _word(refusal: RequestRefused) -> str:
+def _reason_of(refusal: RequestRefused) -> str:
     """Return the reason under which a refusal is counted that was not the handler's. The only other one names a size."""
     reason = str(refusal)
     if reason == STRANGER:

@@ -199,7 +199,7 @@ class _Transfer:
         self._blamed: set[str] = set()
         self._num_pieces = num_pieces(download.num_bytes)
         self._is_bound = self._num_pieces == 1 or download.manifest_digest is not None
-        self._giver = ""
+        self._manifest_sender = ""
         self._manifest: list[bytes] = []  # [num_pieces]
         self._claims: list[tuple[str, list[bytes]]] = []  # all manifests so far, with their senders
         self._arrived: dict[int, tuple[bytes, str]] = {}  # stored pieces: index -> digest, sender
@@ -233,7 +233,7 @@ class _Transfer:
                 return
             if self._is_bound:
                 raise self._error("its manifest is not that of its address: the announcement is false", "damaged")
-            self._condemn(self._giver, "its manifest is false")
+            self._condemn(self._manifest_sender, "its manifest is false")
             self._holders.extend(self._suspects)
             self._suspects = []
 
@@ -244,13 +244,13 @@ class _Transfer:
             return
         length = self._num_pieces * DIGEST_BYTES
         while True:
-            self._giver, manifest = await self._ask(BlobRequest(self._download.digest), length)
+            self._manifest_sender, manifest = await self._ask(BlobRequest(self._download.digest), length)
             expected = self._download.manifest_digest
             if len(manifest) == length and (expected is None or await sha256(manifest) == expected):
                 break
-            self._condemn(self._giver, "its manifest is not the announced one")
+            self._condemn(self._manifest_sender, "its manifest is not the announced one")
         self._manifest = [manifest[start : start + DIGEST_BYTES] for start in range(0, length, DIGEST_BYTES)]
-        self._claims.append((self._giver, self._manifest))
+        self._claims.append((self._manifest_sender, self._manifest))
         for index, (digest, sender) in list(self._arrived.items()):
             if digest != self._manifest[index]:
                 self._evidence.append((sender, index, digest))
@@ -277,7 +277,7 @@ class _Transfer:
                 if digest == self._manifest[index]:
                     await self._pieces.put(index, piece)
                     self._arrived[index] = digest, sender
-                elif self._is_bound or sender == self._giver or len(piece) != length:
+                elif self._is_bound or sender == self._manifest_sender or len(piece) != length:
                     self._condemn(sender, f"piece {index} is not the one of the manifest")
                 else:
                     self._evidence.append((sender, index, digest))
@@ -337,7 +337,7 @@ class _Transfer:
     def _settle(self) -> None:
         """The manifest is proven true, so every peer that contradicted it lied."""
         liars = {sender for sender, index, digest in self._evidence if digest != self._manifest[index]}
-        liars |= {giver for giver, manifest in self._claims if manifest != self._manifest}
+        liars |= {sender for sender, manifest in self._claims if manifest != self._manifest}
         for peer_id in sorted(liars):
             self._condemn(peer_id, "the whole proves it")
 

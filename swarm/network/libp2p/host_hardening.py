@@ -51,14 +51,14 @@ class DeadLines(INotifee):
         secured: Any = conn.muxed_conn  # the interface does not show what is beneath
         line = _socket_of(secured.secured_conn)
         if line is None:
-            logger.warning("a connection has no socket that is known: it is noticed late when it dies")
+            logger.warning("cannot find the socket of a connection; its end will be noticed late")
             return
         try:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _options():
                 line.setsockopt(socket.IPPROTO_TCP, option, value)
         except OSError as error:  # it is closed already, or this system does not know the option
-            logger.debug("a connection keeps the system's own patience: %s", error)
+            logger.debug("a connection keeps the system's own timeouts: %s", error)
 
     async def disconnected(self, network: INetwork, conn: INetConn) -> None: ...
 
@@ -104,7 +104,7 @@ def check_free(address: TcpAddress) -> None:
         raise NetworkError(f"py-libp2p must start on {address}, got {reason}; choose another port") from None
 
 
-async def take_leave(host: IHost) -> None:
+async def close_network(host: IHost) -> None:
     """Close ports and connections. In trio. When py-libp2p is cancelled, it leaves its ports open for good."""
     network: Any = host.get_network()  # a Swarm, whose parts the interface does not show
     with trio.move_on_after(CLOSE_TIMEOUT_S) as scope:
@@ -152,16 +152,16 @@ class Sightings(INotifee):
         """
         session = await self._secure(raw, None)
         actual = session.get_remote_peer()
-        self._tell(actual, session.get_remote_address())
+        self._report(actual, session.get_remote_address())
         if actual != peer_id:
-            raise PeerIDMismatchesPubkey(f"dialled {peer_id}, and {actual} is there")
+            raise PeerIDMismatchesPubkey(f"dialled {peer_id}, but {actual} answered")
         return session
 
     async def connected(self, network: INetwork, conn: INetConn) -> None:
         secured: Any = conn.muxed_conn  # the interface does not show what is beneath
-        self._tell(secured.peer_id, secured.secured_conn.get_remote_address())
+        self._report(secured.peer_id, secured.secured_conn.get_remote_address())
 
-    def _tell(self, peer_id: ID, remote: tuple[str, int] | None) -> None:
+    def _report(self, peer_id: ID, remote: tuple[str, int] | None) -> None:
         if remote is None:
             return
         ip = ipaddress.ip_address(remote[0].partition("%")[0])

@@ -112,8 +112,8 @@ class _ReadAhead:
     async def read(self, n: int | None = None) -> bytes:
         if not self._piece:
             self._piece = memoryview(await self._connection.read(_READ_BYTES))
-        taken, self._piece = self._piece[:n], self._piece[n:] if n is not None else memoryview(b"")
-        return bytes(taken)
+        piece, self._piece = self._piece[:n], self._piece[n:] if n is not None else memoryview(b"")
+        return bytes(piece)
 
 
 def _read_ahead(secured_conn: Any) -> None:
@@ -148,7 +148,7 @@ class ConnectionGater:
 
     def install(self) -> None:
         """Take over the host's inbound connections. The host must not run yet."""
-        self._network._handle_inbound_connection = self._take
+        self._network._handle_inbound_connection = self._handle
         self._network.upgrader.muxer_multistream = YamuxOnly(self._refused)
         self._network.set_stream_handler(self._guarded(self._network.common_stream_handler))
 
@@ -166,7 +166,7 @@ class ConnectionGater:
 
         return answer
 
-    async def _take(self, stream: Any, listen_address: Any) -> None:
+    async def _handle(self, stream: Any, listen_address: Any) -> None:
         """Handle a connection from its first byte to its last. Raises nothing."""
         remote = stream.get_remote_address()
         address = remote[0] if remote else ""
@@ -174,7 +174,7 @@ class ConnectionGater:
         try:
             connection = await self._shake_hands(address, raw, listen_address)
             if connection is not None:
-                await self._keep(address, connection)
+                await self._hold(address, connection)
         except NoPlace:
             self._refused["connections"] += 1
         except Exception:  # py-libp2p has dozens of types for "this handshake failed"
@@ -191,7 +191,7 @@ class ConnectionGater:
         self._refused["handshake"] += 1
         return None
 
-    async def _keep(self, address: str, connection: Any) -> None:
+    async def _hold(self, address: str, connection: Any) -> None:
         with trio.move_on_at(math.inf) as scope, self._connections.hold(address, scope.cancel):
             await connection.event_closed.wait()
             return
