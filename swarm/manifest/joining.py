@@ -57,7 +57,7 @@ def compose(
     peers = [*bootstrap_addresses(manifest), *(own_peers if isinstance(own_peers, list | tuple) else ())]
     settings = merge(merge(merge(defaults, user), decided), {"network": {"initial_peers": list(dict.fromkeys(peers))}})
     config = parse(settings, origin)
-    _check_agreement(manifest, decided, user, config)
+    _check_agreement(manifest, decided, user=user, config=config)
     config = _within_limits(manifest, user, config)
     if config.network.backend == "off":
         raise ConfigError('network.backend must not be "off" to join a swarm, got "off"; remove it')
@@ -189,7 +189,7 @@ def _within_limits(manifest: Manifest, user: Settings, config: Config) -> Config
     for key, bound in _BOUNDS:
         value, limit = getattr(config.rollouts, key), getattr(config.sharing, bound)
         if value > limit and _get(user, "rollouts", key) is not None:
-            raise _contradiction(manifest, f"rollouts.{key}", f"<= {limit} (sharing.{bound})", value)
+            raise _contradiction(manifest, f"rollouts.{key}", f"<= {limit} (sharing.{bound})", mine=value)
         if value > limit:
             lowered[key] = limit
     return config.model_copy(update={"rollouts": config.rollouts.model_copy(update=lowered)})
@@ -206,13 +206,15 @@ def _with_base(manifest: Manifest, user: Settings, config: Config) -> Config:
         )
     if not allowed or config.policy.base not in allowed:
         if allowed and not manifest.lineages:
-            raise _contradiction(manifest, "policy.base", "one of " + ", ".join(manifest.bases), config.policy.base)
+            raise _contradiction(
+                manifest, "policy.base", "one of " + ", ".join(manifest.bases), mine=config.policy.base
+            )
         return config
     revisions = allowed[config.policy.base]
     if not revisions or config.policy.revision in revisions:
         return config
     if _get(user, "policy", "revision") is not None:
-        raise _contradiction(manifest, "policy.revision", "one of " + ", ".join(revisions), config.policy.revision)
+        raise _contradiction(manifest, "policy.revision", "one of " + ", ".join(revisions), mine=config.policy.revision)
     return config.model_copy(update={"policy": config.policy.model_copy(update={"revision": revisions[0]})})
 
 

@@ -107,7 +107,7 @@ class _Forwarder:
     messages: TokenBucket
     own_share: TokenBucket
     faults: TokenBucket
-    shut_out_until: float = 0.0
+    banned_until: float = 0.0
 
 
 class ForwarderGuard:
@@ -129,7 +129,7 @@ class ForwarderGuard:
     """Messages per second that one forwarder may always send, even when the shared rate is used up."""
     MAX_FAULTS = 20.0
     FAULTS_FADE_PER_S = 0.1
-    SHUT_OUT_S = 300.0
+    BAN_S = 300.0
     MAX_FORWARDERS = 1024
 
     def __init__(self, clock: Callable[[], float], admits: Admits = everybody) -> None:
@@ -156,7 +156,7 @@ class ForwarderGuard:
             self.rejected["stranger"] += 1
             return ValidationResult.IGNORE
         now, state = self._clock(), self._state(peer_id)
-        if now < state.shut_out_until:
+        if now < state.banned_until:
             self.rejected["shut_out"] += 1
             return ValidationResult.IGNORE
         if not self._spend(state, now, 1):
@@ -176,13 +176,13 @@ class ForwarderGuard:
     def admit(self, peer_id: str, count: int) -> bool:
         """Return whether a peer may cause `count` other operations, such as subscriptions. They use the same rate."""
         now, state = self._clock(), self._state(peer_id)
-        return now >= state.shut_out_until and self._spend(state, now, count)
+        return now >= state.banned_until and self._spend(state, now, count)
 
-    def is_shut_out(self, peer_id: str) -> bool:
+    def is_banned(self, peer_id: str) -> bool:
         if not self._admits(peer_id, "gossip"):
             return True
         state = self._forwarders.get(peer_id)
-        return state is not None and self._clock() < state.shut_out_until
+        return state is not None and self._clock() < state.banned_until
 
     def blame(self, peer_id: str) -> None:
         """Count a fault outside of messages, such as bytes that cannot be decoded."""
@@ -206,7 +206,7 @@ class ForwarderGuard:
     def _blame(self, state: _Forwarder, now: float, faults: float) -> None:
         if state.faults.take(faults, now) > 0:
             state.faults = TokenBucket(self.FAULTS_FADE_PER_S, self.MAX_FAULTS, now)
-            state.shut_out_until = now + self.SHUT_OUT_S
+            state.banned_until = now + self.BAN_S
 
     def _state(self, peer_id: str) -> _Forwarder:
         return self._forwarders.get_or_add(peer_id, self._new_state)

@@ -122,7 +122,7 @@ def decode_record(data: bytes) -> SignedRecord:
 def sign_fields(identity: Identity, swarm_id: str, fields: list[Any], *, purpose: Purpose) -> bytes:
     """Return a signed record whose payload is msgpack [version, swarm id, *fields]."""
     payload = pack([PROTOCOL_VERSION, bytes.fromhex(swarm_id), *fields])
-    return encode_record(sign_record(identity, swarm_id, payload, purpose))
+    return encode_record(sign_record(identity, swarm_id, payload, purpose=purpose))
 
 
 def open_fields(data: bytes, swarm_id: str, *, num_fields: int) -> tuple[SignedRecord, list[Any]]:
@@ -213,7 +213,7 @@ def decode_body(body: bytes, author: str, lineage: Lineage, policy_version: int)
     if reader.item() != author:
         raise InvalidRecord(Rejection.HEADER_MISMATCH, "the body names another author")
     num_groups = reader.array(1, MAX_GROUPS_PER_BODY)
-    groups = tuple(_group(reader, author, lineage, policy_version) for _ in range(num_groups))
+    groups = tuple(_group(reader, author, lineage, policy_version=policy_version) for _ in range(num_groups))
     reader.finish()
     return groups
 

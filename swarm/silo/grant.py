@@ -88,7 +88,7 @@ def read_request(text: str) -> MembershipRequest:
     """Raises SiloError unless the peer that it names has signed it."""
     payload, signature = open_envelope(_bytes(REQUEST_PREFIX, text), MAX_GRANT_BYTES)
     peer_id, key = fields_of(payload, 2, 3)
-    check_signed(_peer_id(peer_id), _REQUEST_DOMAIN, payload, signature)
+    check_signed(_peer_id(peer_id), _REQUEST_DOMAIN, payload, signature=signature)
     return MembershipRequest(peer_id, check_bytes(key, KEY_BYTES))
 
 
@@ -101,7 +101,7 @@ def encode_grant(owner: Identity, swarm_id: str, request: MembershipRequest, unt
 def decode_grant(data: bytes, owner: str, swarm_id: str) -> Grant:
     """Raises SiloError unless the owner signed it for this swarm. It may have expired."""
     payload, signature = open_envelope(data, MAX_GRANT_BYTES)
-    check_signed(owner, _GRANT_DOMAIN, payload, signature)
+    check_signed(owner, _GRANT_DOMAIN, payload, signature=signature)
     named_swarm, peer_id, key, until, epoch = fields_of(payload, 5, 6)
     if check_bytes(named_swarm, 16).hex() != swarm_id:
         raise InvalidRecord(Rejection.FOREIGN_SWARM)

@@ -199,7 +199,7 @@ class Membership:
                 "stranger",
             )
         self.own_grant = grant
-        self.keys.accept(open_epoch_key(self._box_key, grant.epoch, wrapped, self._context()))
+        self.keys.accept(open_epoch_key(self._box_key, grant.epoch, wrapped, context=self._context()))
 
     def _counts(self, grant: Grant) -> bool:
         """Return whether a grant adds anything to the roll."""
@@ -216,7 +216,7 @@ class Membership:
         own = roll.member(self._identity.peer_id)
         if own is None:
             return None
-        key = open_epoch_key(self._box_key, roll.epoch, own.wrapped, self._context())
+        key = open_epoch_key(self._box_key, roll.epoch, own.wrapped, context=self._context())
         if key.epoch == self.keys.epoch and not key.equals(self.keys.current):
             raise SiloError(
                 f"a silo must have one key of epoch {key.epoch}, got a second one on roll {roll.version}; its owner must "

@@ -86,4 +86,4 @@ class Owner:
 
     def _key(self) -> EpochKey:
         context = wrap_context(self.roll.swarm_id, self._identity.peer_id)
-        return open_epoch_key(box_key(self._identity), self.roll.epoch, self.roll.owner_wrapped, context)
+        return open_epoch_key(box_key(self._identity), self.roll.epoch, self.roll.owner_wrapped, context=context)

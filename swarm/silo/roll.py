@@ -130,7 +130,7 @@ def encode_roll(roll: Roll, owner: Identity) -> bytes:
 def decode_roll(data: bytes, owner: str, swarm_id: str) -> Roll:
     """Decode a roll from anybody's bytes. Raises SiloError unless the owner signed it for this swarm."""
     payload, signature = open_envelope(data, MAX_ROLL_BYTES)
-    check_signed(owner, _DOMAIN, payload, signature)
+    check_signed(owner, _DOMAIN, payload, signature=signature)
     named_swarm, version, epoch, issued_at, owner_wrapped, lines = fields_of(payload, 6, MAX_MEMBERS)
     if check_bytes(named_swarm, 16).hex() != swarm_id:
         raise InvalidRecord(Rejection.FOREIGN_SWARM)

@@ -269,7 +269,7 @@ async def test_words_without_end_are_cut_off_and_leave_nothing_behind() -> None:
                 for call in calls * 40:
                     writer.write(encode_frame(call.SerializeToString()))
                     await writer.drain()
-            await until(lambda: any(map(a.plane._guard.is_shut_out, a.plane._guard._forwarders)))
+            await until(lambda: any(map(a.plane._guard.is_banned, a.plane._guard._forwarders)))
         await until(lambda: a.pubsub.peer_topics.keys() == {TOPIC})
         await lives(a, b, b"good")
 

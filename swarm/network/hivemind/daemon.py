@@ -289,7 +289,7 @@ async def start_relay(daemon: Daemon, folder: Path, listen: Sequence[TcpAddress]
         try:
             peer_id, addresses = await control.identity()
             nearby = [str(_nearby(one)) for one in listen if one.port]  # an announced address may be beyond a router
-            granted = await granted_bytes(daemon.binary, folder, peer_id, [*nearby, *addresses])
+            granted = await granted_bytes(daemon.binary, folder, peer_id, addresses=[*nearby, *addresses])
         except NetworkError as error:
             logger.info("could not find out what this relay grants: %s", error)
             return

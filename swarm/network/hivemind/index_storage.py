@@ -132,12 +132,12 @@ class IndexStorage(DHTLocalStorage):
         """Refuse values without a subkey: one of them would replace all subkeys of its key."""
         if not isinstance(subkey, str) or not isinstance(value, bytes):
             return self._refuse("plain")
-        return self.store_subkey(key, subkey, value, expiration_time)
+        return self.store_subkey(key, subkey, value, expiration_time=expiration_time)
 
     def store_subkey(self, key: DHTID, subkey: str, value: bytes, expiration_time: float) -> bool:
         """Store an entry, and return whether it was valid, newer than the one it replaces, and there was room."""
         self._remove_expired()
-        judged = self._judged(key, subkey, value, expiration_time)
+        judged = self._judged(key, subkey, value, expires_at=expiration_time)
         if judged is None:
             return self._refuse("invalid")
         earlier = self._entries.get((key, subkey))
@@ -149,11 +149,11 @@ class IndexStorage(DHTLocalStorage):
         author = subkey.partition("/")[0]
         num_bytes = ENTRY_OVERHEAD_BYTES + len(value) + len(subkey)
         growth = num_bytes - (earlier.num_bytes if earlier is not None else 0)
-        if not self._make_room_in_share(author, growth, (key, subkey), judged.validity):
+        if not self._make_room_in_share(author, growth, (key, subkey), validity=judged.validity):
             return self._refuse("author_full")
         if not self._make_room(author, growth):
             return self._refuse("full")
-        if not self._put(key, subkey, judged, expiration_time):
+        if not self._put(key, subkey, judged, expires_at=expiration_time):
             return self._refuse("not_newer")
         if earlier is not None:
             self._authors[author].remove(_ranked((key, subkey), earlier.validity))

@@ -178,7 +178,7 @@ class HivemindTransport:
         expires_at = min(expires_at, self.now() + MAX_LIFETIME_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.request_timeout_s):
-                return await session.store(key, subkey, value, float(expires_at))
+                return await session.store(key, subkey, value, expires_at=float(expires_at))
         return False
 
     async def load(self, key: str) -> dict[str, bytes]:

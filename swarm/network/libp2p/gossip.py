@@ -192,7 +192,7 @@ class Libp2pGossip:
     async def _maintain(self, host: Libp2pHost) -> None:
         """Disconnect banned peers, and connect to others where there are too few."""
         for peer_id in host.peers():
-            if self._guard.is_shut_out(peer_id):
+            if self._guard.is_banned(peer_id):
                 self._log_ban(peer_id)
                 self._address_book.forget(peer_id)
                 with contextlib.suppress(NetworkError):
@@ -202,7 +202,7 @@ class Libp2pGossip:
             self._address_book.met(peer_id)
         self._chosen &= set(connected)
         num_missing = max(NUM_NEIGHBORS - len(connected), NUM_CHOSEN - len(self._chosen))
-        shut_out = filter(self._guard.is_shut_out, self._address_book)
+        shut_out = filter(self._guard.is_banned, self._address_book)
         chosen = self._address_book.choose(num_missing, {*connected, *shut_out})
         await asyncio.gather(*(self._connect(host, peer_id, at) for peer_id, at in chosen.items()))
         await self._hang_up_on_forgotten(host)

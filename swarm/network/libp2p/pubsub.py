@@ -122,7 +122,7 @@ class GuardedPubsub(Pubsub):
         name = str(peer_id)
         self._num_streams[name] += 1
         try:
-            if self._num_streams[name] <= _MAX_STREAMS_PER_PEER and not self._guard.is_shut_out(name):
+            if self._num_streams[name] <= _MAX_STREAMS_PER_PEER and not self._guard.is_banned(name):
                 await self._read(stream, peer_id)
         except StreamError as error:  # py-libp2p raises it at a normal end, too
             logger.debug("a gossip stream of %s ended: %s", name, error)
@@ -144,7 +144,7 @@ class GuardedPubsub(Pubsub):
             self._traffic.gossip_bytes_received += len(piece)
             for frame in frames.feed(piece):
                 await self._process(rpc_pb2.RPC.FromString(frame), peer_id, name)
-                if self._guard.is_shut_out(name):
+                if self._guard.is_banned(name):
                     return
 
     async def _process(self, call: rpc_pb2.RPC, peer_id: ID, name: str) -> None:
@@ -184,9 +184,12 @@ class GuardedPubsub(Pubsub):
             remember()
             return handler(peer, data)
 
-        if self._guard.judge(name, data, judge if handler is not None else None, remember) is ValidationResult.ACCEPT:
+        if (
+            self._guard.judge(name, data, judge if handler is not None else None, mark_seen=remember)
+            is ValidationResult.ACCEPT
+        ):
             # a new message, since unknown fields of a stranger's message would be forwarded
-            self.router.forward(forwarder, topic, known_as, rpc_pb2.Message(data=data, topicIDs=[topic]))
+            self.router.forward(forwarder, topic, known_as, message=rpc_pb2.Message(data=data, topicIDs=[topic]))
 
     # ---- outbound
 
@@ -196,7 +199,7 @@ class GuardedPubsub(Pubsub):
         if not self.seen_messages.has(known_as):
             self.seen_messages.add(known_as)
             message = rpc_pb2.Message(data=data, topicIDs=[topic_id])
-            self.router.forward(self.my_id, topic_id, known_as, message)
+            self.router.forward(self.my_id, topic_id, known_as, message=message)
 
     async def handle_sending_messages(self, peer_id: ID, stream: INetStream, queue: RpcQueue) -> None:
         """Write what is queued for a peer, as much as possible at once. Ends with the queue or the stream."""

@@ -157,7 +157,7 @@ class LightTransport:
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         check_entry(key, subkey, value)
         expires_at = min(expires_at, self.now() + MAX_LIFETIME_S)
-        request = store_request(key, subkey, value, expires_at)
+        request = store_request(key, subkey, value, expires_at=expires_at)
         is_stored = False
         for answer in (await self._ask_index(request)).values():
             with contextlib.suppress(RequestError):  # this peer is broken; the others count

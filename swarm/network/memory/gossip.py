@@ -217,7 +217,7 @@ class GossipRouter:
         peers, _ = self._fanout.pop(name, ([], 0.0))
         peers = [p for p in peers if self._network.connected(self._peer_id, p)]
         if len(peers) < D_LOW:
-            peers = find_in_topic(self._network, name, self._peer_id, self._traffic)[:D]
+            peers = find_in_topic(self._network, name, self._peer_id, traffic=self._traffic)[:D]
         self._fanout[name] = peers, self._network.clock() + FANOUT_S
         return peers
 

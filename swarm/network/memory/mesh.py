@@ -143,7 +143,7 @@ class TopicMesh:
 
     def _discover(self, now: float) -> None:
         self._discovered_at = now
-        for peer_id in find_in_topic(self._network, self._topic, self._peer_id, self._traffic):
+        for peer_id in find_in_topic(self._network, self._topic, self._peer_id, traffic=self._traffic):
             if peer_id not in self.peers and self._meet(peer_id):
                 self._send_control(peer_id, Control.JOIN)
 

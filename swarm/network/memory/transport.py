@@ -190,7 +190,7 @@ class MemoryTransport:
         expires_at = min(expires_at, self.now() + MAX_LIFETIME_S)
         replicas = await self._find_replicas(key)
         return any(
-            await asyncio.gather(*(self._store_at(replica, key, subkey, value, expires_at) for replica in replicas))
+            await asyncio.gather(*(self._store_at(replica, (key, subkey, value), expires_at) for replica in replicas))
         )
 
     async def load(self, key: str) -> dict[str, bytes]:
@@ -216,28 +216,29 @@ class MemoryTransport:
     async def request(
         self, peer_id: str, protocol: str, request: bytes, *, max_response_bytes: int, deadline_s: float
     ) -> bytes:
+        target = f"{protocol} to {peer_id}"
         try:
             async with asyncio.timeout(deadline_s):
                 response = await self._exchange(peer_id, protocol, request)
         except TimeoutError:
-            raise self._failure(peer_id, protocol, "deadline", f"no answer within {deadline_s:g} s") from None
+            raise self._failure(target, "deadline", f"no answer within {deadline_s:g} s") from None
         body = self._network.damage(response.body)
         self.traffic.bytes_sent += len(request)
         if response.status != Status.OK:
             what = f"{response.status.name.lower()}: {response.reason}"
-            raise self._failure(peer_id, protocol, response.failure, what)
+            raise self._failure(target, response.failure, what)
         if len(body) > max_response_bytes:
             what = f"a response must be <= {max_response_bytes} bytes, got {len(body)}"
-            raise self._failure(peer_id, protocol, "oversize", what)
+            raise self._failure(target, "oversize", what)
         self.traffic.bytes_received += len(body)
         if body != response.body:
             what = f"a response of {len(body)} bytes was damaged: its hash differs"
-            raise self._failure(peer_id, protocol, "damaged", what)
+            raise self._failure(target, "damaged", what)
         return body
 
     async def _exchange(self, peer_id: str, protocol: str, request: bytes) -> Response:
         if not self._network.connected(self.peer_id, peer_id):
-            raise self._failure(peer_id, protocol, "unreachable", "not reachable")
+            raise self._failure(f"{protocol} to {peer_id}", "unreachable", "not reachable")
         num_copies = self._network.num_copies()
         server = await self._network.carry(self.peer_id, peer_id, len(request))
         if server is not None:
@@ -260,13 +261,11 @@ class MemoryTransport:
 
     def take(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         """Store an entry that has arrived. Returns whether it was valid and accepted."""
-        validity = self._rule.judge(key, subkey, value, expires_at)
-        return validity is not None and self.index_share.take(key, subkey, value, validity)
+        validity = self._rule.judge(key, subkey, value, claimed_end=expires_at)
+        return validity is not None and self.index_share.take(key, subkey, value, validity=validity)
 
-    async def _store_at(
-        self, replica: "MemoryTransport", key: str, subkey: str, value: bytes, expires_at: float
-    ) -> bool:
-        num_copies = self._network.num_copies()
+    async def _store_at(self, replica: "MemoryTransport", entry: tuple[str, str, bytes], expires_at: float) -> bool:
+        (key, subkey, value), num_copies = entry, self._network.num_copies()
         if replica is not self:
             self.traffic.bytes_sent += len(value)
         arrived = await self._network.carry(self.peer_id, replica.peer_id, len(value))
@@ -274,7 +273,7 @@ class MemoryTransport:
             return False
         if arrived is not self:
             arrived.traffic.bytes_received += len(value)
-        outcomes = [arrived.take(key, subkey, value, expires_at) for _ in range(num_copies)]
+        outcomes = [arrived.take(key, subkey, value, expires_at=expires_at) for _ in range(num_copies)]
         return any(outcomes)
 
     async def _load_from(self, replica: "MemoryTransport", key: str) -> dict[str, tuple[bytes, float]]:
@@ -300,6 +299,6 @@ class MemoryTransport:
     async def publish(self, topic: str, message: bytes) -> None:
         self.gossip.publish(topic, message)
 
-    def _failure(self, peer_id: str, protocol: str, reason: RequestFailure, detail: str) -> RequestError:
+    def _failure(self, target: str, reason: RequestFailure, detail: str) -> RequestError:
         self.traffic.requests_failed += 1
-        return RequestError(f"request {protocol} to {peer_id} failed: {detail}", reason)
+        return RequestError(f"request {target} failed: {detail}", reason)

@@ -174,7 +174,7 @@ class Dialling:
         self._configured = tuple(configured)
         self._clock = clock
         self._own_hosts = own_hosts
-        self.reach = _reach_of_swarm(listen, announce, configured, own_hosts)
+        self.reach = _reach_of_swarm(listen, announce, configured, own_hosts=own_hosts)
         """How far the swarm extends, as far as this node can tell. It grows when a peer is seen farther away."""
         self._seen: FairMap[str, BoundedMap[TcpAddress, None]] = FairMap(_MAX_REMEMBERED)
         """{peer id: addresses with port 0, the latest last}; the owner is the network at which the peer was seen last.

@@ -218,24 +218,23 @@ class StreamRequests:
         self, peer_id: str, protocol: str, request: bytes, *, max_response_bytes: int, deadline_s: float
     ) -> bytes:
         """See `transport.Transport.request`."""
+        target = f"{protocol} to {peer_id}"
         try:
             async with asyncio.timeout(deadline_s):
-                response = await self._ask(peer_id, protocol, request, max_response_bytes)
+                response = await self._ask(peer_id, protocol, request, max_response_bytes=max_response_bytes)
         except TimeoutError:
-            raise self._failure(peer_id, protocol, "deadline", f"no answer within {deadline_s:g} s") from None
+            raise self._failure(target, "deadline", f"no answer within {deadline_s:g} s") from None
         except FrameError as error:
-            raise self._failure(peer_id, protocol, error.reason, str(error)) from None
+            raise self._failure(target, error.reason, str(error)) from None
         except (NetworkError, OSError) as error:
-            raise self._failure(peer_id, protocol, "unreachable", str(error) or type(error).__name__) from None
+            raise self._failure(target, "unreachable", str(error) or type(error).__name__) from None
         self._traffic.bytes_sent += len(request)
         self._traffic.bytes_received += len(response.body)
         if response.status != Status.OK:
-            raise self._failure(
-                peer_id, protocol, response.failure, f"{response.status.name.lower()}: {response.reason}"
-            )
+            raise self._failure(target, response.failure, f"{response.status.name.lower()}: {response.reason}")
         return response.body
 
-    async def _ask(self, peer_id: str, protocol: str, request: bytes, max_response_bytes: int) -> Response:
+    async def _ask(self, peer_id: str, protocol: str, request: bytes, *, max_response_bytes: int) -> Response:
         if not is_peer_id(peer_id):
             raise NetworkError("not a peer id")
         if self._call is not None and max(len(request), max_response_bytes) <= MAX_CALL_BYTES:
@@ -260,6 +259,6 @@ class StreamRequests:
             if not writer.is_closing():
                 writer.transport.abort()  # nobody needs what is still buffered
 
-    def _failure(self, peer_id: str, protocol: str, reason: RequestFailure, detail: str) -> RequestError:
+    def _failure(self, target: str, reason: RequestFailure, detail: str) -> RequestError:
         self._traffic.requests_failed += 1
-        return RequestError(f"request {protocol} to {peer_id} failed: {detail}", reason)
+        return RequestError(f"request {target} failed: {detail}", reason)
