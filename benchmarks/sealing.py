@@ -33,7 +33,7 @@ from swarm.silo.grant import make_request, read_request
 from swarm.silo.membership import Membership
 from swarm.silo.owner import Owner
 from swarm.silo.sealing import OVERHEAD_BYTES, EpochKey
-from swarm.silo.silo_files import SiloFiles
+from swarm.silo.silo_files import SeenRolls, SiloFiles
 from swarm.silo.silo_transport import SiloTransport
 
 SIZES_KIB = (8, 512)
@@ -49,9 +49,11 @@ def silo_of(*identities: Identity) -> list[Membership]:
     owner = Owner.found(founder, SWARM_ID, now)
     for identity in identities:
         owner.invite(read_request(make_request(identity)), now + _DAY_S, now, "")
-    memberships = [Membership(SWARM_ID, founder.peer_id, identity, time.time) for identity in identities]
+    memberships = [
+        Membership(SWARM_ID, founder.peer_id, identity, time.time, SeenRolls(SWARM_ID)) for identity in identities
+    ]
     for membership in memberships:
-        membership.take_roll(owner.data)
+        membership.accept_roll(owner.data)
     return memberships
 
 

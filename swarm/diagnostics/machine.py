@@ -30,7 +30,7 @@ from swarm.network.tcp_address import TcpAddress
 from swarm.observability.status_file import read_status
 from swarm.records import identity as identities
 from swarm.silo.membership import Membership
-from swarm.silo.open_silo import check_folder, open_membership
+from swarm.silo.silo_transport import check_folder, open_membership
 
 
 class Level(Enum):

@@ -1,1 +1,1 @@
-"""Bounds on what others may use: rates, turns, connection slots, maps of bounded size."""
+"""Limits on what others may use: rates, turns, connection slots, and maps of bounded size."""

@@ -1,7 +1,7 @@
-"""Maps of bounded size for what a node remembers of other peers, however many names an attacker makes up.
+"""Maps of bounded size for what a node remembers of other peers, however many identities an attacker makes up.
 
-`BoundedMap` drops the oldest entry, `ExpiringKeys` also those whose time is over, `FairMap` the oldest entry of the owner
-that holds most, and `BoundedPeers` keeps the peers that this node was connected to longer than strangers.
+`BoundedMap` drops the oldest entry, `ExpiringKeys` expired ones, too, `FairMap` the oldest entry of the owner that
+holds most, and `BoundedPeers` prefers peers that this node was connected to.
 """
 
 from collections import OrderedDict
@@ -53,7 +53,7 @@ class ExpiringKeys(Generic[K]):
         self._clean_above = _MIN_CLEANED_KEYS
 
     def __len__(self) -> int:
-        """Expired ones that are still there included."""
+        """Return the number of keys, including expired ones that were not removed yet."""
         return len(self._expires_at)
 
     def __contains__(self, key: K) -> bool:
@@ -80,10 +80,10 @@ class ExpiringKeys(Generic[K]):
 class FairMap(Generic[K, V]):
     """A map of at most `max_items` entries, each of which belongs to an owner, such as the author of a header.
 
-    An entry too many costs the owner that holds most its oldest entry. Owners for whom `is_known` is true give way only where
-    nobody else is left, or where one of them holds more than `safe_per_known` entries, and more than any other owner does: else
-    many known owners would leave no room for those that nobody knows yet. No owner holds more than `max_per_owner`. An
-    insertion costs about the same however many entries there are.
+    When it is full, the owner that holds most loses its oldest entry. Owners for whom `is_known` is true lose one only
+    if nobody else is left, or if one of them holds more than `safe_per_known` entries and more than any other owner;
+    otherwise many known owners would leave no room for new ones. No owner holds more than `max_per_owner`. An insertion
+    costs about the same however many entries there are.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class FairMap(Generic[K, V]):
         return key in self._entries
 
     def __iter__(self) -> Iterator[K]:
-        """Keys, the one that was added first at first."""
+        """Iterate over the keys, the oldest first."""
         return iter(self._entries)
 
     def get(self, key: K) -> V | None:
@@ -117,11 +117,11 @@ class FairMap(Generic[K, V]):
         return None if entry is None else entry[1]
 
     def values(self) -> list[V]:
-        """In the order in which they were added."""
+        """Return the values, the oldest first."""
         return [value for _, value in self._entries.values()]
 
     def add(self, owner: str, key: K, value: V) -> None:
-        """Put the entry at the end, in place of an earlier one of the same key."""
+        """Add an entry at the end. It replaces an earlier one of the same key."""
         self.pop(key)
         self._entries[key] = (owner, value)
         keys = self._owners.setdefault(owner, OrderedDict())
@@ -133,7 +133,7 @@ class FairMap(Generic[K, V]):
             self.pop(next(iter(self._owners[self._largest()])))
 
     def pop(self, key: K) -> V | None:
-        """Remove an entry; None where there is none."""
+        """Remove an entry and return its value; None where there is none."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return None
@@ -146,7 +146,7 @@ class FairMap(Generic[K, V]):
         return value
 
     def _largest(self) -> str:
-        """The owner that gives way next."""
+        """Return the owner that loses an entry next."""
         owners = ((count, owner) for count in sorted(self._by_count, reverse=True) for owner in self._by_count[count])
         largest_count, largest_known = 0, ""
         for count, owner in owners:
@@ -160,7 +160,7 @@ class FairMap(Generic[K, V]):
         return largest_known
 
     def _moved(self, owner: str, before: int, now: int) -> None:
-        """Note that `owner` held `before` entries and holds `now`."""
+        """Record that `owner` held `before` entries and holds `now`."""
         if before:
             del self._by_count[before][owner]
             if not self._by_count[before]:
@@ -173,19 +173,19 @@ Value = TypeVar("Value")
 
 
 class BoundedPeers(Generic[Value]):
-    """Keeps one value for each of at most `max_peers` peers.
+    """A map with one value for each of at most `max_peers` peers.
 
-    A full table forgets the stranger of whom it has not heard for the longest time. A peer counts as met once `met` was
-    called for it. At most half of the peers count as met, so that there is always room for new ones. Names cost nothing:
-    beyond that the network of which most peers were met gives up the one that was met first.
+    When it is full, the stranger that was updated longest ago is dropped. A peer counts as met once `met` was called
+    for it. At most half of the peers count as met, so there is always room for new ones. New identities cost nothing,
+    so beyond that half, the network with most met peers loses the one that was met first.
     """
 
     def __init__(self, max_peers: int) -> None:
         self._max_peers = max_peers
         self._values: OrderedDict[str, Value] = OrderedDict()
-        """The peer heard of last is last."""
+        """The peer updated last is last."""
         self._met: FairMap[str, None] = FairMap(max_peers // 2)
-        """A subset of the keys above, by the network at which each was met."""
+        """The met peers among the keys above, by the network at which each was met."""
 
     def __len__(self) -> int:
         return len(self._values)
@@ -197,14 +197,14 @@ class BoundedPeers(Generic[Value]):
         return self._values.get(peer_id)
 
     def put(self, peer_id: str, value: Value) -> None:
-        """Enter or replace a value. A stranger that finds no room takes the place of another stranger."""
+        """Add or replace a value. When it is full, a stranger makes room."""
         self._values[peer_id] = value
         self._values.move_to_end(peer_id)
         while len(self._values) > self._max_peers:
             self.forget(next(one for one in self._values if one not in self._met))
 
     def met(self, peer_id: str, network: str = "") -> None:
-        """Note that this node is connected to a peer, which it sees at `network`. Does nothing for one not in the table."""
+        """Note that this node is connected to a peer of the map, which it sees at `network`. Ignores other peers."""
         if peer_id in self._values:
             self._met.add(network, peer_id, None)
 

@@ -1,4 +1,4 @@
-"""Places of connections, shared out by the address that they come from."""
+"""Connection slots, shared fairly between the addresses that connections come from."""
 
 import ipaddress
 from collections.abc import Callable, Iterator
@@ -8,15 +8,15 @@ _IPV6_PREFIX = 48
 
 
 class NoPlace(Exception):
-    """All places are taken, and nobody holds more than would be fair."""
+    """All slots are in use, and no address holds more than its fair share."""
 
 
 class ConnectionSlots:
-    """At most `max_places`. Where all are taken, the address that holds most gives up its oldest one.
+    """At most `max_places` slots. When all are in use, the address that holds most may lose its oldest one.
 
-    The addresses of one IPv6 network (/48) count as one: whoever rents a machine has 2^64 of them.
-    It does so for an address that would still hold fewer; with `newest_wins` for any, itself included: for what an honest
-    peer needs only for a moment, so that whoever stays long is most likely the one that means no good.
+    It loses one to an address that would still hold fewer. With `newest_wins` it loses one to any address, itself
+    included: that suits what an honest peer needs only for a moment, where a long stay suggests an attack. The
+    addresses of one IPv6 network (/48) count as one, since whoever rents a machine has 2^64 of them.
     """
 
     def __init__(self, max_places: int, *, newest_wins: bool = False) -> None:
@@ -27,7 +27,7 @@ class ConnectionSlots:
 
     @contextmanager
     def hold(self, address: str, leave: Callable[[], None]) -> Iterator[None]:
-        """A place for as long as the context lasts, or until `leave` is called, which must end it soon.
+        """Hold a slot for as long as the context lasts, or until `leave` is called, which must end the context soon.
 
         Raises NoPlace.
         """
@@ -53,7 +53,7 @@ class ConnectionSlots:
 
     def _give_back(self, holder: str, mark: object) -> None:
         if mark not in self._holders.get(holder, ()):
-            return  # evicted before
+            return  # it has lost the slot before
         del self._holders[holder][mark]
         self.num_taken -= 1
         if not self._holders[holder]:
@@ -61,11 +61,13 @@ class ConnectionSlots:
 
 
 def network_of(address: str) -> str:
-    """What counts as one address: the address itself, or the /48 of a public IPv6 address. Other text stands for itself."""
+    """Return what counts as one address: the address, or the /48 of a public IPv6 address. Other text is returned as it
+    is.
+    """
     try:
         ip = ipaddress.IPv6Address(address.partition("%")[0])  # one with a scope is of the local network
     except ValueError:
         return address
-    if ip.ipv4_mapped is not None:  # so a socket for both families shows IPv4
+    if ip.ipv4_mapped is not None:  # this is how a socket for both families shows IPv4
         return str(ip.ipv4_mapped)
     return str(ipaddress.ip_network((ip, _IPV6_PREFIX), strict=False)) if ip.is_global else str(ip)

@@ -1,12 +1,12 @@
-"""Rate limits with a burst: what may happen now, and how long the rest has to wait."""
+"""Rate limits with a burst: they tell what may happen now, and how long the rest has to wait."""
 
 from swarm.limits.bounded_maps import BoundedMap
 
 
 class TokenBucket:
-    """Fills at `per_s` up to `burst`; a rate of 0 means no limit. May be overdrawn: later takers wait for it.
+    """Fills at `per_s` up to `burst`; a rate of 0 means no limit. It may be overdrawn, and then later takers wait.
 
-    Time is passed in, in seconds of any clock, so that a virtual loop needs nothing else. A clock that was set back adds nothing.
+    The time is an argument (seconds of any clock), so it works with virtual time, too. A clock that was set back adds nothing.
     """
 
     __slots__ = ("_burst", "_filled_at", "_per_s", "_tokens")
@@ -18,7 +18,7 @@ class TokenBucket:
         self._filled_at = now
 
     def try_take(self, amount: float, now: float) -> bool:
-        """Take `amount` if it is there."""
+        """Take `amount` if it is available. Returns whether it was."""
         if self._per_s <= 0:
             return True
         self._fill(now)
@@ -32,7 +32,7 @@ class TokenBucket:
         self._tokens = min(0.0, self._tokens)
 
     def take(self, amount: float, now: float) -> float:
-        """Take `amount` in any case; seconds to wait until it would have been there."""
+        """Take `amount` in any case. Returns the seconds until it would have been available."""
         self._tokens -= amount if self._per_s > 0 else 0.0
         return self.wait_s(now)
 

@@ -1,6 +1,6 @@
-"""Turns at an event loop, so many per second: whoever asks for more than that waits, and holds up nobody else's work.
+"""A fair rate limiter for an event loop: actions above the rate wait without blocking other work.
 
-Addresses take turns, too: one with a hundred connections that wait is served as often as one with a single connection.
+Addresses take turns: one with a hundred waiting connections is served as often as one with a single connection.
 """
 
 import asyncio
@@ -10,16 +10,16 @@ from swarm.limits.token_bucket import TokenBucket
 
 
 class FairRateLimiter:
-    """At once while there are any left of a burst, then one address after the other. For one loop."""
+    """Runs actions at once while the burst lasts, then one address after the other. For one event loop."""
 
     def __init__(self, per_second: float, burst: int) -> None:
         self._turns = TokenBucket(per_second, burst, now=0.0)
         self._waiting: dict[str, dict[Hashable, Callable[[], None]]] = {}
-        """By address: whose turn is next comes first, and of each the oldest."""
+        """Waiting actions by address. The next address comes first, and of each address the oldest action."""
         self._timer: asyncio.TimerHandle | None = None
 
     def take(self, address: str, who: Hashable, action: Callable[[], None]) -> None:
-        """Do it now, or when its turn comes. `who` waits for one turn at a time."""
+        """Run the action now, or when its turn comes. `who` waits for one turn at a time."""
         assert who not in self._waiting.get(address, ()), "one turn at a time"
         if not self._waiting and self._turns.try_take(1, _now()):
             action()
@@ -28,7 +28,7 @@ class FairRateLimiter:
             self._wait()
 
     def leave(self, address: str, who: Hashable) -> None:
-        """Give up a turn that has not come."""
+        """Give up a turn that has not come yet."""
         waiting = self._waiting.get(address, {})
         waiting.pop(who, None)
         if not waiting:

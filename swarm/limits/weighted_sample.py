@@ -1,7 +1,4 @@
-"""Weighted sampling without replacement, for whoever chooses among experience.
-
-Seeds of one node, one for every purpose and round.
-"""
+"""Weighted sampling without replacement, and the random seeds of a node for each purpose and round."""
 
 import hashlib
 import random
@@ -11,16 +8,16 @@ from swarm.config import Config
 
 
 def round_seed(config: Config, author: str, purpose: str, round_number: int = 0) -> int:
-    """31 bits from author, node seed, purpose and round: no two nodes alike, and what a resumed run draws again."""
+    """Return a 31-bit seed that differs between nodes, purposes and rounds, and that a resumed run draws again."""
     text = f"{author}/{config.node.seed}/{purpose}/{round_number}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
 def weighted_order(weights: Sequence[float], rng: random.Random) -> list[int]:
-    """All indices, in the order in which draws without replacement take them, each in proportion to its weight.
+    """Return all indices in the order of draws without replacement, each in proportion to its weight.
 
-    A race: index i arrives after an exponential time of mean 1 / weight (Efraimidis and Spirakis, 2006). The first n are
-    a weighted sample of n, and how many are wanted does not matter. Weights of 0 come last, in the order of their index.
+    It is a race: index i arrives after an exponential time of mean 1 / weight (Efraimidis and Spirakis, 2006). The
+    first n are a weighted sample of n, for any n. Weights of 0 come last, in the order of their index.
     """
     times = [rng.expovariate(1.0) / weight if weight > 0 else float("inf") for weight in weights]
     return sorted(range(len(times)), key=times.__getitem__)

@@ -1,1 +1,1 @@
-"""What a node needs of the machine that it runs on: hardware, memory, files, child processes, signals."""
+"""What a node needs from its machine: hardware, memory, files, child processes and signals."""

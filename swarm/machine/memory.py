@@ -1,14 +1,13 @@
-"""The memory that this process may use: of the machine, or less where a control group bounds it.
+"""The memory that this process may use, and a trimmer that returns freed memory to the system.
 
-A container, a systemd service with MemoryMax= or a job of a cluster is such a group. All of those that a process is in
-count, from its own up to the root (https://docs.kernel.org/admin-guide/cgroup-v2.html#memory); version 1 as well.
+A container, a systemd service with MemoryMax= or a job of a cluster runs in a control group, which may limit memory.
+All groups of a process count, from its own up to the root (https://docs.kernel.org/admin-guide/cgroup-v2.html#memory);
+version 1 is supported as well.
 
-Gives memory that this process has freed back to the system, where its C library is glibc; elsewhere nothing happens.
-
-A body of half a megabyte becomes a few megabytes of text and numbers for a moment, on several threads. glibc keeps a heap
-per thread and gives back only what lies at the end of one, so the holes stay with the process. Fewer heaps share their
-holes, and a trim after a burst of bodies returns them in 2 ms. Its threshold for memory that is mapped and unmapped by itself
-would do the same, but every tensor of the compute thread would have to pay for it.
+A body of half a megabyte becomes a few megabytes of text and numbers for a moment, on several threads. glibc keeps a
+heap per thread and returns only what lies at the end of one, so holes stay with the process. Fewer heaps share their
+holes, and a trim after a burst of bodies returns them in 2 ms. glibc's threshold for separately mapped memory would do
+the same, but would slow down every tensor of the compute thread. With other C libraries nothing is done.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ _NUM_ARENAS = 2
 
 
 class HeapTrimmer:
-    """Trims the heap a moment after large data came in, however much of it came."""
+    """Trims the heap a moment after large data arrived, once for a whole burst."""
 
     def __init__(self, delay_s: float = TRIM_DELAY_S) -> None:
         self._delay_s = delay_s
@@ -35,12 +34,12 @@ class HeapTrimmer:
         self.num_trims = 0
 
     def note(self, num_bytes: int) -> None:
-        """So much came in. To be called on the loop."""
+        """Note that this many bytes arrived. Call it on the event loop."""
         if self._glibc is not None and self._timer is None and num_bytes > _LARGE_BYTES:
             self._timer = asyncio.get_running_loop().call_later(self._delay_s, self._trim, self._glibc)
 
     def stop(self) -> None:
-        """Forget what was noted."""
+        """Cancel a trim that was noted."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -52,7 +51,7 @@ class HeapTrimmer:
 
 
 def bound_arenas() -> None:
-    """At most two heaps in this process in place of eight per core. To be called before there are threads."""
+    """Limit this process to two heaps instead of eight per core. Call it before there are threads."""
     glibc = _glibc()
     if glibc is not None:
         glibc.mallopt(_ARENA_MAX, _NUM_ARENAS)
@@ -61,26 +60,26 @@ def bound_arenas() -> None:
 def _glibc() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(None)
-    except (OSError, TypeError):  # TypeError: what Windows says to None
+    except (OSError, TypeError):  # TypeError: raised on Windows for None
         return None
     return library if hasattr(library, "malloc_trim") and hasattr(library, "mallopt") else None
 
 
 _ROOT = Path("/")
 _NO_LIMIT = 1 << 60
-"""Version 1 writes a number beyond this where there is none."""
+"""Version 1 writes a larger number where there is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """In bytes."""
+    """Memory in bytes."""
 
     total: int
     available: int
 
 
 def machine_memory(root: Path = _ROOT) -> Memory:
-    """As it is now. `root`: of the file system that is asked for control groups."""
+    """Return the memory as it is now. `root` is the root of the file system with the control groups."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
     for limit, used in _bounds(root):
@@ -89,10 +88,10 @@ def machine_memory(root: Path = _ROOT) -> Memory:
 
 
 def _bounds(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used) of every group that has a limit; what only caches files is not in use."""
+    """Yield (limit, used) of every group that has a limit. Memory that only caches files does not count as used."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return
     groups = root / "sys/fs/cgroup"
     for line in lines:
@@ -106,7 +105,9 @@ def _bounds(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _walk(mount: Path, path: str, limit_file: str, used_file: str, cache_name: str) -> Iterator[tuple[int, int]]:
-    """From the group at `path` up to the root. In a container the path is that of outside, and its own group the root."""
+    """Visit the groups from `path` up to the root. In a container the path is that of the host, and the root its own
+    group.
+    """
     leaf = mount / path.lstrip("/")
     for group in (leaf, *leaf.parents):
         if group == mount.parent:

@@ -1,10 +1,11 @@
-"""Stops a process on SIGINT and SIGTERM, and ends it where it does not stop in time, whatever its threads do.
+"""Stops a process on SIGINT and SIGTERM, and kills it if it does not stop in time, whatever its threads do.
 
     signal ─┬─ Python's handler ─▶ event loop ─▶ on_signal()
-            └─ a handler in C ─▶ pipe ─▶ helper process ── not ended DEADLINE_S later ──▶ SIGKILL
+            └─ a handler in C ─▶ pipe ─▶ helper process ── still running DEADLINE_S later ──▶ SIGKILL
 
-Python's handler needs the interpreter's lock, which native code may hold for ever. The handler in C is that of faulthandler: it
-needs no lock, writes into the pipe and then calls Python's. The helper is a Python process of 8 MiB that imports nothing of ours.
+Python's handler needs the interpreter's lock, which native code may hold forever. The handler in C is that of
+faulthandler: it needs no lock, writes into the pipe and then calls Python's. The helper is a Python process of 8 MiB
+that imports nothing of this package.
 """
 
 import asyncio
@@ -15,9 +16,9 @@ import sys
 from collections.abc import Callable
 
 DEADLINE_S = 20.0
-"""From the first signal to the end. What a node does to stop takes a few seconds."""
+"""Time from the first signal to the kill. A node needs a few seconds to stop."""
 _IMPATIENT_S = 1.0
-"""From the second signal to the end. The process itself, if it can, ends at once then."""
+"""Time from the second signal to the kill. The process itself, if it can, ends at once then."""
 _HELPER = """
 import os, select, sys, time
 process, deadline_s, impatient_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
@@ -38,26 +39,24 @@ if os.getppid() == process:
 
 
 def obey_stop_signals(on_signal: Callable[[], None], deadline_s: float = DEADLINE_S) -> None:
-    """Call `on_signal` on the running event loop with each SIGINT and SIGTERM, and see to it that the process ends.
+    """Call `on_signal` on the running event loop at each SIGINT and SIGTERM, and make sure that the process ends.
 
-    A process that still runs `deadline_s` after the first signal is killed, and so is one that still runs a second after a second
-    signal. This holds until the process ends, also while its loop closes and waits for threads. To be called once, on the main
-    thread. Raises OSError where no helper can be started.
+    A process that still runs `deadline_s` after the first signal is killed, and so is one that still runs a second
+    after the second signal. This holds until the process ends, also while its loop closes and waits for threads. Call
+    it once, on the main thread. Raises OSError where the helper cannot be started.
     """
     loop = asyncio.get_running_loop()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)  # a handler must never wait
     arguments = ["-I", "-S", "-c", _HELPER, str(os.getpid()), str(deadline_s), str(_IMPATIENT_S)]
-    os.posix_spawn(  # it ends when the pipe does, which is with this process: nobody waits for it
+    os.posix_spawn(  # it ends with the pipe, which ends with this process: nobody waits for it
         sys.executable,
         [sys.executable, *arguments],
         {},
         file_actions=[(os.POSIX_SPAWN_DUP2, reader, 0)],
-        setsid=True,  # a Ctrl-C on the terminal is not for the helper
+        setsid=True,  # a Ctrl-C on the terminal must not end the helper
     )
     os.close(reader)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-        faulthandler.register(
-            number, writer, all_threads=False, chain=True
-        )  # it calls the handler that was there before
+        faulthandler.register(number, writer, all_threads=False, chain=True)  # then it calls the previous handler

@@ -1,6 +1,7 @@
-"""Starts a command that dies with its parent: `python -P -m swarm.machine.tethered PARENT_PID COMMAND ARGUMENT...`.
+"""Runs a command that dies with its parent: `python -P -m swarm.machine.tethered PARENT_PID COMMAND ARGUMENT...`.
 
-Linux sends the signal even when the parent was killed with SIGKILL and could clean up nothing. Elsewhere it is a plain exec.
+Linux sends the signal even when the parent was killed with SIGKILL and could not clean up. Elsewhere it is a plain
+exec.
 """
 
 import ctypes
@@ -15,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def command(parent_pid: int, arguments: list[str]) -> list[str]:
-    """`arguments` wrapped so that they run tethered to `parent_pid`."""
+    """Return `arguments` as a command that dies with `parent_pid`."""
     return module_command(_MODULE, str(parent_pid), *arguments)
 
 
@@ -23,7 +24,7 @@ def main() -> None:
     parent_pid, arguments = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # survives the exec below
-        if os.getppid() != parent_pid:  # it died before the tether was on
+        if os.getppid() != parent_pid:  # it died before prctl was called
             sys.exit(1)
     os.execv(arguments[0], arguments)  # noqa: S606 - replacing this process is the point  # nosec B606
 

@@ -1,1 +1,1 @@
-"""A swarm in one signed file, and the configuration with which a machine takes part in it."""
+"""A swarm described in one signed file, and the configuration with which a machine joins it."""

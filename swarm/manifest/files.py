@@ -1,4 +1,4 @@
-"""Manifests where they are kept: a file, a web address, and the folder of the node that joined with one."""
+"""Reads and stores manifests: a file, a web address, and the folder of the node that joined with one."""
 
 import http.client
 import ipaddress
@@ -22,12 +22,12 @@ _SCHEMES = ("http://", "https://")
 
 
 def read_manifest(source: str, expected_founder: str | None = None, *, timeout_s: float = FETCH_TIMEOUT_S) -> Manifest:
-    """The manifest in a file or at an http(s) address, its signature checked. Raises ManifestError."""
+    """Read the manifest in a file or at an http(s) address, and check its signature. Raises ManifestError."""
     return parse(fetch(source, timeout_s), expected_founder)
 
 
 def fetch(source: str, timeout_s: float = FETCH_TIMEOUT_S) -> bytes:
-    """At most MAX_BYTES + 1 bytes of a file or an http(s) address. Raises ManifestError."""
+    """Read at most MAX_BYTES + 1 bytes of a file or an http(s) address. Raises ManifestError."""
     try:
         if source.lower().startswith(_SCHEMES):
             return _within(timeout_s, lambda: _download(source, timeout_s), source)
@@ -46,21 +46,21 @@ def fetch(source: str, timeout_s: float = FETCH_TIMEOUT_S) -> bytes:
 
 
 def _reason(error: Exception) -> str:
-    """What the system says, without its number; of a server that is text of strangers."""
+    """Return the system's message without its number. A server's message is text of strangers."""
     is_local = isinstance(error, PermissionError | NotADirectoryError)
     return str(error.strerror) if is_local else shown(error)
 
 
-def check_joined(kept: Path, manifest: Manifest, accepted_edition: int | None = None) -> list[str]:
-    """What is different from `kept`, the manifest that a node joined with; nothing where it has joined with none.
+def check_joined(joined_file: Path, manifest: Manifest, accepted_edition: int | None = None) -> list[str]:
+    """Return what differs from `joined_file`, the manifest that a node joined with; nothing where it has joined with none.
 
-    The first manifest that a node's folder joins with is trusted. From then on it takes only those of the same founder, no
-    earlier edition, and where `changes` finds something the one that the operator accepts by its number.
-    Raises ManifestError for all others.
+    The first manifest that a node's folder joins with is trusted. From then on only those of the same founder are
+    accepted, no earlier edition, and where `changes` finds something, only the edition that the operator accepts by its
+    number. Raises ManifestError for all others.
     """
-    if not kept.exists():
+    if not joined_file.exists():
         return []
-    known = parse(fetch(str(kept)))
+    known = parse(fetch(str(joined_file)))
     if known.id != manifest.id:
         raise ManifestError(
             f"a node's folder must stay with its swarm, {known.name} of {known.founder_name} ({known.founder}), got "
@@ -69,20 +69,20 @@ def check_joined(kept: Path, manifest: Manifest, accepted_edition: int | None = 
     if known.edition > manifest.edition:
         raise ManifestError(
             f"a manifest must not be older than edition {known.edition}, which this node knows, got {manifest.edition}; "
-            f"ask the founder for a newer one, or use {kept}"
+            f"ask the founder for a newer one, or use {joined_file}"
         )
     found = changes(known, manifest)
     if found and accepted_edition != manifest.edition:
         raise ManifestError(
             f"a manifest must be what this node joined with in edition {known.edition}, or be accepted, got edition "
             f"{manifest.edition} with: {'; '.join(found)}. If you agree, add --accept-edition "
-            f"{manifest.edition}; to go on without it, use {kept}"
+            f"{manifest.edition}; to go on without it, use {joined_file}"
         )
     return found
 
 
 def write_text(path: Path, text: str) -> None:
-    """All of it or nothing at `path`. Raises ManifestError."""
+    """Write the whole file or nothing. Raises ManifestError."""
     try:
         replace_file(path, text, SHARED)
     except OSError as error:
@@ -92,8 +92,8 @@ def write_text(path: Path, text: str) -> None:
 class _Dialler:
     """Opens the connections of one download: to public addresses, and to the address that the operator typed.
 
-    Whoever answers at a manifest's address may send the reader on, and whoever owns a name decides what it resolves to. So
-    neither may lead to the own machine or network, where a request could set off anything. A proxy of the operator's is
+    The server at a manifest's address may redirect the reader, and the owner of a name decides what it resolves to.
+    Neither may lead to the own machine or network, where a request could have any effect. A proxy of the operator is
     dialled wherever it is, and resolves names itself.
     """
 
@@ -104,7 +104,7 @@ class _Dialler:
         self._proxies = {(proxy.hostname, proxy.port) for proxy in proxies}
 
     def connect(self, place: tuple[str, int], timeout: float, source: object = None) -> socket.socket:
-        """As `socket.create_connection`. Raises ManifestError for an address that is not public."""
+        """Connect as `socket.create_connection` does. Raises ManifestError for an address that is not public."""
         host, port = place
         numbers = [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
         if place not in self._proxies:
@@ -113,7 +113,7 @@ class _Dialler:
         return socket.create_connection((numbers[0], port), timeout)
 
     def check(self, host: str, number: str) -> None:
-        """Raises ManifestError where `host`, which stands for the address `number`, must not be dialled."""
+        """Raise ManifestError where `host`, which stands for the address `number`, must not be dialled."""
         if host != self._typed and not ipaddress.ip_address(number.partition("%")[0]).is_global:
             raise ManifestError(
                 f"a manifest must come from a public address, or from one that you type as a number, got {shown(host)} at "
@@ -142,7 +142,7 @@ class _Https(http.client.HTTPSConnection):
 
 
 class _Web(urllib.request.HTTPRedirectHandler, urllib.request.HTTPSHandler):
-    """Requests and redirects of one download: web addresses only, and from a secure one secure ones only."""
+    """Requests and redirects of one download: only web addresses, and only secure ones after a secure one."""
 
     def __init__(self, dialler: _Dialler) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class _Web(urllib.request.HTTPRedirectHandler, urllib.request.HTTPSHandler):
         if not newurl.lower().startswith(allowed):
             raise ManifestError(f"a manifest's address must not lead elsewhere, got a redirect to {shown(newurl)}")
         host = urllib.parse.urlsplit(newurl).hostname or ""
-        if _is_number(host):  # a proxy would dial it unseen
+        if _is_number(host):  # a proxy would dial it unchecked
             self._dialler.check(host, host)
         return super().redirect_request(req, fp, code, msg, headers, newurl)  # type: ignore[arg-type]
 
@@ -188,13 +188,15 @@ def _download(url: str, timeout_s: float) -> bytes:
 
 
 def _within(timeout_s: float, work: Callable[[], bytes], what: str) -> bytes:
-    """A server that trickles bytes never meets a socket's own timeout; the thread is left behind then."""
+    """Run `work` in a thread with a deadline, since a slow server never meets a socket's timeout. The thread may
+    outlive it.
+    """
     outcome: SimpleQueue[bytes | Exception] = SimpleQueue()
 
     def run() -> None:
         try:
             outcome.put(work())
-        except Exception as error:  # the thread's edge: whatever it is, the caller raises it
+        except Exception as error:  # the caller raises it, whatever it is
             outcome.put(error)
 
     thread = threading.Thread(target=run, name="manifest", daemon=True)

@@ -1,10 +1,10 @@
-"""The configuration with which this machine takes part in a swarm, and what has to hold before it does.
+"""Builds the configuration with which this machine joins a swarm, and checks what must hold before it does.
 
     hardware ─ what fits this machine ─┐
     user ───── files and overrides ────┼─ later wins ─→ Config
     manifest ─ tasks, id, limits ──────┘
 
-What the manifest decides cannot be set otherwise: a contradiction is an error, never silently one or the other.
+The manifest's decisions cannot be overridden: a contradiction is an error, never silently resolved.
 """
 
 import hashlib
@@ -31,11 +31,11 @@ _BOUNDS = (
     ("largest_group", "max_group_size"),
     ("max_new_tokens", "max_answer_tokens"),
 )
-"""What a node produces, and the limit beyond which the others refuse it."""
+"""(setting of what a node produces, limit above which others refuse it)."""
 
 
 def choose(manifest: Manifest, user: Settings, hardware: Hardware) -> PolicyChoice:
-    """The policy that fits `hardware`: of the user's base where they set one, else among those of the manifest."""
+    """Choose the policy that fits `hardware`: of the user's base where they set one, else among those of the manifest."""
     wanted = _get(user, "policy", "base")
     return choose_policy(hardware, [str(wanted)] if wanted else list(_revisions_by_base(manifest)))
 
@@ -47,17 +47,17 @@ def compose(
     task_files: Mapping[str, Path],
     origin: Origin = lambda location: None,
 ) -> Config:
-    """The Config of a node: `defaults` of the hardware, `user` settings over them, the manifest's over both.
+    """Compose the Config of a node: `defaults` of the hardware, `user` settings over them, the manifest's over both.
 
-    `task_files`: paths of JSONL files by the name of their task. `origin`: of the user's settings.
-    Raises ConfigError where the user contradicts the manifest, TaskError where a file is missing or another one.
+    `task_files` holds paths of JSONL files by the name of their task, `origin` says where a user's setting comes from.
+    Raises ConfigError where the user contradicts the manifest, TaskError where a file is missing or differs.
     """
     decided = _decided(manifest, task_files)
     own_peers = _get(user, "network", "initial_peers")
     peers = [*bootstrap_addresses(manifest), *(own_peers if isinstance(own_peers, list | tuple) else ())]
     settings = merge(merge(merge(defaults, user), decided), {"network": {"initial_peers": list(dict.fromkeys(peers))}})
     config = parse(settings, origin)
-    _check_agreement(manifest, decided, user, config)
+    _check_agreement(manifest, decided, user=user, config=config)
     config = _within_limits(manifest, user, config)
     if config.network.backend == "off":
         raise ConfigError('network.backend must not be "off" to join a swarm, got "off"; remove it')
@@ -65,20 +65,20 @@ def compose(
 
 
 def bootstrap_addresses(manifest: Manifest) -> tuple[str, ...]:
-    """The bootstrap addresses of a manifest that a founder may have others dial: at ports and at places where nodes are.
+    """Return the bootstrap addresses that a founder may have others dial: at ports and addresses where nodes can be.
 
-    Every joiner dials them, and again after every later edition, which needs no consent for addresses. So none is at a
-    port of another service, such as mail or shells, nor at an address where no node can be, such as 169.254.169.254.
-    Raises ConfigError for one that is malformed.
+    Every newcomer dials them, and dials them again after a later edition, which needs no consent for addresses. So none
+    may be at a port of another service, such as mail or shells, nor at an address where no node can be, such as
+    169.254.169.254. Raises ConfigError for a malformed one.
     """
     addresses = parse_setting("initial_peers", manifest.bootstrap)
-    kept = tuple(str(address) for address in addresses if _may_be_dialled(address))
-    if left_out := [str(address) for address in addresses if str(address) not in kept]:
+    allowed = tuple(str(address) for address in addresses if _may_be_dialled(address))
+    if left_out := [str(address) for address in addresses if str(address) not in allowed]:
         logger.warning(
             "bootstrap addresses must have a port of 1024 or more or 443, at a host where a node can be; left out of the "
             "manifest of %s: %s. Add those that you trust to network.initial_peers", manifest.name, ", ".join(left_out)
         )  # fmt: skip
-    return kept
+    return allowed
 
 
 def _may_be_dialled(address: TcpAddress) -> bool:
@@ -87,7 +87,9 @@ def _may_be_dialled(address: TcpAddress) -> bool:
 
 
 def needs_lineage(manifest: Manifest, config: Config) -> bool:
-    """Whether the base is allowed only if its lineage is: it is not among the named ones, but lineages are listed."""
+    """Return whether the base is allowed only if its lineage is: the manifest lists lineages, and does not name the
+    base.
+    """
     return bool(manifest.lineages) and config.policy.base not in _revisions_by_base(manifest)
 
 
@@ -104,7 +106,7 @@ def check_lineage(manifest: Manifest, config: Config, hash_cache: Path | None = 
 
 
 def check_base_at_hand(config: Config) -> None:
-    """A silo's node contacts nobody but its peers, no model hub either. Raises PolicyError for a base to download."""
+    """Raise PolicyError for a base to download: a node of a silo contacts only its peers, and no model hub."""
     from swarm.policy.base_folder import base_at_hand
 
     if base_at_hand(config.policy.base, config.policy.revision) is None:
@@ -115,7 +117,7 @@ def check_base_at_hand(config: Config) -> None:
 
 
 def check_tasks(config: Config) -> None:
-    """Build every task source. Raises TaskError where one does not work here: others would see its records as unknown."""
+    """Build every task source. Raises TaskError where one does not work here: its records would be unknown here."""
     from swarm.tasks.task_mixture import TaskMixture
 
     mixture = TaskMixture(config.tasks)
@@ -125,7 +127,7 @@ def check_tasks(config: Config) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """64 hex digits over a task file. Raises TaskError."""
+    """Return the SHA-256 of a task file, 64 hex digits. Raises TaskError."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
@@ -137,7 +139,7 @@ def file_sha256(path: Path) -> str:
 
 
 def _decided(manifest: Manifest, task_files: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """{section: {setting: value}} that the manifest decides."""
+    """Return {section: {setting: value}} that the manifest decides."""
     unknown = sorted(task_files.keys() - {task.source_name for task in manifest.tasks if task.sha256 is not None})
     if unknown:
         raise ConfigError(
@@ -177,24 +179,24 @@ def _check_agreement(manifest: Manifest, decided: Settings, user: Settings, conf
                 continue
             mine, theirs = (getattr(getattr(side, section), key) for side in (wanted, config))
             if mine != theirs:
-                told = (_names(value) if key == "sources" else value for value in (theirs, mine))
-                raise _contradiction(manifest, f"{section}.{key}", *told)
+                values = (_names(value) if key == "sources" else value for value in (theirs, mine))
+                raise _contradiction(manifest, f"{section}.{key}", *values)
 
 
 def _within_limits(manifest: Manifest, user: Settings, config: Config) -> Config:
-    """What hardware and defaults suggest is lowered to the limits; what the user sets beyond them is an error."""
+    """Lower defaults to the limits of the manifest. A user's setting above them is an error."""
     lowered: dict[str, int] = {}
     for key, bound in _BOUNDS:
         value, limit = getattr(config.rollouts, key), getattr(config.sharing, bound)
         if value > limit and _get(user, "rollouts", key) is not None:
-            raise _contradiction(manifest, f"rollouts.{key}", f"<= {limit} (sharing.{bound})", value)
+            raise _contradiction(manifest, f"rollouts.{key}", f"<= {limit} (sharing.{bound})", mine=value)
         if value > limit:
             lowered[key] = limit
     return config.model_copy(update={"rollouts": config.rollouts.model_copy(update=lowered)})
 
 
 def _with_base(manifest: Manifest, user: Settings, config: Config) -> Config:
-    """The same with the revision that the manifest pins. Raises ConfigError for a base that it does not allow."""
+    """Set the revision that the manifest pins. Raises ConfigError for a base that it does not allow."""
     allowed = _revisions_by_base(manifest)
     is_folder = config.policy.base != "bundled" and Path(config.policy.base).is_dir()
     if is_folder and _get(user, "policy", "base") is None:
@@ -204,18 +206,20 @@ def _with_base(manifest: Manifest, user: Settings, config: Config) -> Config:
         )
     if not allowed or config.policy.base not in allowed:
         if allowed and not manifest.lineages:
-            raise _contradiction(manifest, "policy.base", "one of " + ", ".join(manifest.bases), config.policy.base)
+            raise _contradiction(
+                manifest, "policy.base", "one of " + ", ".join(manifest.bases), mine=config.policy.base
+            )
         return config
     revisions = allowed[config.policy.base]
     if not revisions or config.policy.revision in revisions:
         return config
     if _get(user, "policy", "revision") is not None:
-        raise _contradiction(manifest, "policy.revision", "one of " + ", ".join(revisions), config.policy.revision)
+        raise _contradiction(manifest, "policy.revision", "one of " + ", ".join(revisions), mine=config.policy.revision)
     return config.model_copy(update={"policy": config.policy.model_copy(update={"revision": revisions[0]})})
 
 
 def _revisions_by_base(manifest: Manifest) -> dict[str, Sequence[str]]:
-    """{base: pinned revisions}, empty where any will do."""
+    """Return {base: pinned revisions}, empty where any revision is allowed."""
     found: dict[str, list[str]] = {}
     free: set[str] = set()
     for entry in manifest.bases:

@@ -1,4 +1,4 @@
-"""What a swarm is, in one signed file: who founded it, what is trained on, on which bases, and through whom to join.
+"""The manifest: a swarm in one signed file. It names the founder, the tasks, the bases, and the peers to join through.
 
     founder: content ─ canonical bytes ─ Ed25519 → TOML file → joiner: size, TOML, signature, id, types → Manifest
 
@@ -6,8 +6,8 @@ The signature is over
 
     "swarm/manifest/1\\0" + msgpack of the content, tables with their keys in order, `signature` left out
 
-and the content is the values as they were parsed, so comments, layout and the order of keys do not matter, and any changed,
-added or removed value does. The id is a hash over founder and name: nobody else can make a manifest of the same id.
+The content is the parsed values. So comments, layout and the order of keys do not matter, and any changed, added or
+removed value does. The id is a hash over founder and name: nobody else can make a manifest with the same id.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from swarm.tasks.signalled_source import package_signals
 
 FORMAT = 1
 MAX_BYTES = 64 * 1024
-_MAX_LINE_BYTES = 4096  # a dotted key costs the parser time in the square of its parts
+_MAX_LINE_BYTES = 4096  # the parser's time for a dotted key grows with the square of its parts
 _MAX_DEPTH = 7
 _MAX_SHOWN = 80
 _MAX_PACKAGE_PROCESSES = 16
@@ -49,12 +49,12 @@ LineageHash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 class ManifestTask(TaskSourceFacts):
-    """One source of tasks. A file is named by its content; every node has it where it likes."""
+    """One source of tasks. A file is identified by its content, so every node may store it where it likes."""
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    """SHA-256 of a JSONL file, also one of code tasks."""
+    """SHA-256 of the file of JSONL or code tasks."""
     signals: Annotated[tuple[RewardSignalSection, ...], Field(max_length=8)] = ()
-    """As of a source; a reward function of a package takes a process of its own for each."""
+    """As for a task source. A reward function of a package takes a process of its own."""
 
     @model_validator(mode="after")
     def _content_matches_kind(self) -> Self:
@@ -64,7 +64,7 @@ class ManifestTask(TaskSourceFacts):
 
     @model_validator(mode="after")
     def _parameters_are_plain(self) -> Self:
-        """What else holds for them is checked where the source is built, which needs the library."""
+        """The rest is checked where the source is built, which needs the library."""
         if self.kind == "jsonl" and self.parameters:
             raise ValueError(f"a jsonl task has no parameters, got {', '.join(self.parameters)}; remove them")
         check_shape(self.parameters, with_words=self.kind == "reasoning_gym")
@@ -75,7 +75,7 @@ class ManifestTask(TaskSourceFacts):
 
     @property
     def settings(self) -> str:
-        """All that decides what the task is, in one line for people."""
+        """Everything that defines the task, in one line for people."""
         facts = [f"{self.kind} {self.name}", *_assigned(self.parameters)]
         facts += [f"sha256 {self.sha256}"] if self.sha256 else []
         facts += [f"verifier {self.verifier}"] if self.kind == "jsonl" else []
@@ -86,7 +86,7 @@ class ManifestTask(TaskSourceFacts):
 
 
 class ManifestLimits(Section):
-    """Bounds that all nodes share: settings of the same names in [sharing]. What is left out is each node's choice."""
+    """Limits that all nodes share: settings of the same names in [sharing]. Each node chooses what is left out."""
 
     time_to_live_s: Annotated[float, Field(gt=0, le=3600)] | None = None
     max_group_size: Annotated[int, Field(ge=2, le=1024)] | None = None
@@ -95,10 +95,10 @@ class ManifestLimits(Section):
 
 
 class Manifest(Section):
-    """A manifest whose signature has been checked, or was just made."""
+    """A manifest whose signature was checked, or that was just made."""
 
     format: Literal[1]
-    """Of this file."""
+    """Format of this file."""
     protocol: Annotated[int, Field(ge=1, le=2**31)]
     """Version of the wire protocol that the swarm speaks."""
     name: SwarmName
@@ -112,15 +112,15 @@ class Manifest(Section):
     """Counts the founder's changes. A node that knows an edition refuses earlier ones."""
     description: Annotated[str, Field(max_length=500)] = ""
     bases: Annotated[tuple[BaseName, ...], Field(max_length=64)] = ()
-    """Bases that nodes may train. With no lineages either: any."""
+    """Bases that nodes may train. Any, if `lineages` is empty, too."""
     lineages: Annotated[tuple[LineageHash, ...], Field(max_length=64)] = ()
-    """Policy lineages that are welcome whatever their base is called, such as one in a local folder."""
+    """Policy lineages that are allowed whatever their base is called, such as one in a local folder."""
     bootstrap: Annotated[tuple[Annotated[str, Field(max_length=512)], ...], Field(max_length=64)] = ()
-    """Addresses to join through."""
+    """Addresses through which nodes join."""
     gossip: Literal["libp2p", "daemon", "off"] | None = None
     """How all nodes spread headers: network.gossip."""
     silo: Literal[True] | None = None
-    """For members only: the founder is the owner, who decides who they are. Software that knows no silos refuses it."""
+    """For members only. The founder is the owner and decides who they are. Older software without silos refuses it."""
     limits: ManifestLimits = ManifestLimits()
     tasks: Annotated[tuple[ManifestTask, ...], Field(min_length=1, max_length=64)]
 
@@ -165,7 +165,7 @@ class Manifest(Section):
 
     @property
     def founder_name(self) -> str:
-        """Readable, for the eye only: compare peer ids to be sure."""
+        """Readable name for display only. Compare peer ids to be sure."""
         return peer_name(self.founder)
 
 
@@ -175,7 +175,7 @@ def manifest_id(founder: str, name: str) -> str:
 
 
 def create(identity: Identity, name: str, protocol: int, now: float, **content: Any) -> Manifest:
-    """A new manifest of `identity`. `now`: seconds since the epoch. Raises ManifestError where the content is invalid."""
+    """Create a manifest of `identity`. `now` is in seconds since the epoch. Raises ManifestError for invalid content."""
     facts = {
         "format": FORMAT,
         "protocol": protocol,
@@ -188,12 +188,12 @@ def create(identity: Identity, name: str, protocol: int, now: float, **content: 
 
 
 def changed(manifest: Manifest, **content: Any) -> Manifest:
-    """The next edition. Raises ManifestError where the content is invalid."""
+    """Return the next edition. Raises ManifestError for invalid content."""
     return _validated(_content(manifest) | content | {"edition": manifest.edition + 1})
 
 
 def dump(manifest: Manifest, identity: Identity) -> str:
-    """The signed file. Raises ManifestError unless `identity` is the founder's and the file is within MAX_BYTES."""
+    """Return the signed file. Raises ManifestError unless `identity` is the founder's and the file is within MAX_BYTES."""
     if identity.peer_id != manifest.founder:
         raise ManifestError(
             f"a manifest must be signed by its founder {manifest.founder}, got the key of {identity.peer_id}; set --key"
@@ -206,7 +206,7 @@ def dump(manifest: Manifest, identity: Identity) -> str:
 
 
 def parse(data: bytes, expected_founder: str | None = None) -> Manifest:
-    """The manifest in a file's bytes, which may be anybody's. Raises ManifestError and nothing else."""
+    """Parse the bytes of a file, which may be anybody's. Raises ManifestError and nothing else."""
     content = dict(_table(data))
     signature, founder = content.pop("signature", None), content.get("founder")
     if not isinstance(founder, str) or not isinstance(signature, str) or len(signature) != 128:
@@ -226,40 +226,41 @@ def parse(data: bytes, expected_founder: str | None = None) -> Manifest:
 
 
 def check_protocol(manifest: Manifest, protocol: int) -> None:
-    """Raises ManifestError where the swarm speaks another version than this software."""
+    """Raise ManifestError where the swarm speaks another protocol version than this software."""
     if manifest.protocol != protocol:
         older = "update this software" if manifest.protocol > protocol else "ask the founder for a newer manifest"
         raise ManifestError(f"the swarm must speak protocol version {protocol}, got {manifest.protocol}; {older}")
 
 
 def changes(known: Manifest, later: Manifest) -> list[str]:
-    """What a later edition sets otherwise, one line each.
+    """Return what a later edition changes, one line each.
 
-    Left out is what keeps a swarm alive and reads, runs or trains nothing: bootstrap addresses and the description.
+    Bootstrap addresses and the description are left out: they keep a swarm alive, but nothing reads, runs or trains on
+    them.
     """
     old, new = ({task.source_name: task.settings for task in one.tasks} for one in (known, later))
-    told = [f"task {name} is new: {new[name]}" for name in new if name not in old]
-    told += [f"task {name} is removed" for name in old if name not in new]
-    told += [f"task {name}: {old[name]} → {new[name]}" for name in new if name in old and old[name] != new[name]]
+    lines = [f"task {name} is new: {new[name]}" for name in new if name not in old]
+    lines += [f"task {name} is removed" for name in old if name not in new]
+    lines += [f"task {name}: {old[name]} → {new[name]}" for name in new if name in old and old[name] != new[name]]
     for name in ("bases", "lineages", "gossip", "silo", "limits"):
         before, after = (getattr(one, name) for one in (known, later))
         if before != after:
-            told.append(f"{name}: {_told(before)} → {_told(after)}")
-    return told
+            lines.append(f"{name}: {_described(before)} → {_described(after)}")
+    return lines
 
 
 def _assigned(parameters: Mapping[str, Any]) -> list[str]:
     return [f"{key}={value!r}" for key, value in sorted(parameters.items())]
 
 
-def _told(value: object) -> str:
+def _described(value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(value) or "any"
     return str(value.model_dump(exclude_none=True)) if isinstance(value, Section) else str(value)
 
 
 def _content(manifest: Manifest) -> dict[str, Any]:
-    """As plain values in the file's shape; what is empty is left out."""
+    """Return the content as plain values in the shape of the file. Empty values are left out."""
     content = manifest.model_dump(exclude_none=True)
     content["tasks"] = [
         {key: value for key, value in task.items() if value not in ("", {}, ())} for task in content["tasks"]
@@ -268,14 +269,14 @@ def _content(manifest: Manifest) -> dict[str, Any]:
 
 
 def _table(data: bytes) -> Mapping[str, Any]:
-    """The TOML in `data`, bounded in size, nesting and kinds of values before anything looks at it."""
+    """Parse TOML that is bounded in size, nesting and kinds of values before anything reads it."""
     if len(data) > MAX_BYTES:
         raise ManifestError(f"a manifest must be <= {MAX_BYTES} bytes, got {len(data)} or more; this is another file")
     if max(map(len, data.split(b"\n"))) > _MAX_LINE_BYTES:
         raise ManifestError(f"a manifest must have lines of <= {_MAX_LINE_BYTES} bytes, got a longer one; break it")
     try:
         table = tomllib.loads(data.decode())
-    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, numbers or nesting beyond the parser's bounds
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or beyond the parser's limits
         raise ManifestError(f"a manifest must be TOML in UTF-8, got {shown(error)}; this is another file") from None
     return _canonical(table)
 
@@ -292,7 +293,9 @@ def _is_signed(founder: str, data: bytes, signature: str) -> bool:
 
 
 def _canonical(value: Any, depth: int = 0) -> Any:
-    """The same value with the keys of all tables in order. Raises ManifestError for what has no business in a manifest."""
+    """Return the value with the keys of all tables in order. Raises ManifestError for anything not allowed in a
+    manifest.
+    """
     if depth > _MAX_DEPTH:
         raise ManifestError(f"a manifest must nest at most {_MAX_DEPTH} levels, got more; this is another file")
     if isinstance(value, Mapping):
@@ -305,7 +308,7 @@ def _canonical(value: Any, depth: int = 0) -> Any:
     if is_number or isinstance(value, str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise ManifestError(
-        f"a manifest must hold texts, 64-bit and finite numbers, and times in UTC, got {shown(value)}; mend it"
+        f"a manifest must hold texts, 64-bit and finite numbers, and times in UTC, got {shown(value)}; correct it"
     )
 
 
@@ -317,11 +320,11 @@ def _validated(content: Mapping[str, Any]) -> Manifest:
         key = ".".join(str(part) for part in first["loc"])
         rule = first["msg"].removeprefix("Value error, ")
         where = f"{shown(key)}: " if key else ""
-        raise ManifestError(f"a manifest must be valid, got {where}{rule}; ask its founder to mend it") from None
+        raise ManifestError(f"a manifest must be valid, got {where}{rule}; ask its founder to correct it") from None
 
 
 def shown(value: object) -> str:
-    """Text of strangers, short and without control characters."""
+    """Return text of strangers, short and without control characters."""
     try:
         text = ascii(str(value))
     except ValueError:  # an integer too long to print

@@ -1,1 +1,1 @@
-"""The ways to other nodes: an expiring index and requests to one peer, over libp2p or in memory."""
+"""How a node reaches other nodes: an expiring index, requests to one peer and gossip, over libp2p or in memory."""

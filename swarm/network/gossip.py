@@ -1,7 +1,8 @@
-"""What the two gossip planes have in common: their contract, whom they connect to, and when they shut a peer out.
+"""What the two gossip services have in common: their contract, the peers they connect to, and when they ban a peer.
 
-Implementations: `libp2p.gossip` (py-libp2p: validates before it passes on) and `hivemind.daemon_gossip` (the Go daemon's
-pubsub: faster, but passes on what it has not looked at; for swarms whose members trust each other).
+There are two implementations: `libp2p.gossip` (py-libp2p, validates a message before it forwards it) and
+`hivemind.daemon_gossip` (the Go daemon's pubsub: faster, but it forwards without validation, for swarms whose members
+trust each other).
 """
 
 import logging
@@ -25,16 +26,16 @@ MAX_KNOWN_PEERS = 256
 
 
 class Gossip(Protocol):
-    """One gossip plane of one node. All methods run on the node's asyncio loop."""
+    """One gossip service of one node. All methods run on the node's event loop."""
 
     @property
     def rejected(self) -> Counter[str]:
-        """Messages that were not passed on, by reason."""
+        """Messages that were not forwarded, by reason."""
         ...
 
     @property
     def addresses(self) -> Addresses:
-        """Where other nodes' planes can connect to this one; empty where it has no address of its own."""
+        """Addresses at which this service accepts connections; empty where it has none of its own."""
         ...
 
     async def start(self) -> None:
@@ -44,11 +45,11 @@ class Gossip(Protocol):
     async def stop(self) -> None: ...
 
     def peers(self) -> tuple[str, ...]:
-        """Peer ids with a connection on this plane."""
+        """Peer ids with a connection to this service."""
         ...
 
     def meet(self, peer_id: str, addresses: Addresses) -> None:
-        """Tell the plane of a peer that it may connect to."""
+        """Remember a peer that the service may connect to."""
         ...
 
     def subscribe(self, topic: str, handler: GossipHandler) -> None: ...
@@ -59,7 +60,9 @@ class Gossip(Protocol):
 
 
 class GossipAddressBook:
-    """Peers that a gossip plane may connect to. It is bounded; peers that were met stay longer than strangers."""
+    """The peers that a gossip service may connect to. It is bounded; peers that were connected stay longer than
+    strangers.
+    """
 
     def __init__(self, own_peer_id: str, rng: random.Random, dialling: Dialling) -> None:
         self._own_peer_id = own_peer_id
@@ -74,7 +77,7 @@ class GossipAddressBook:
         return iter(self._known)
 
     def meet(self, peer_id: str, addresses: Addresses) -> None:
-        """Remember where a peer says that it can be reached, as far as that is believed."""
+        """Store those of the addresses that a peer announces which this node may dial."""
         addresses = self._dialling.believed(peer_id, addresses)
         if addresses and peer_id != self._own_peer_id:
             self._known.put(peer_id, addresses)
@@ -87,7 +90,7 @@ class GossipAddressBook:
         self._known.forget(peer_id)
 
     def choose(self, count: int, avoided: Collection[str]) -> dict[str, Addresses]:
-        """Up to `count` random known peers to dial now, each with the addresses whose turn it is."""
+        """Choose up to `count` random known peers to dial now, each with the addresses to try next."""
         others = sorted(set(self._known) - set(avoided))
         self._rng.shuffle(others)
         chosen: dict[str, Addresses] = {}
@@ -104,31 +107,33 @@ class _Forwarder:
     messages: TokenBucket
     own_share: TokenBucket
     faults: TokenBucket
-    shut_out_until: float = 0.0
+    banned_until: float = 0.0
 
 
 class ForwarderGuard:
-    """Decides, before a message is looked at, whether the peer that passed it here is still listened to.
+    """Decides, before a message is processed, whether messages of its forwarder are still accepted.
 
-    A token bucket per forwarder, and one for all, bound what a flood costs; each REJECT is a fault; too many shut the
-    forwarder out for a while. Faults fade, so that an honest peer that passed on something stale now and then is never
-    shut out.
+    A token bucket per forwarder, and one for all together, limit the cost of a flood. Each REJECT is a fault, and too
+    many faults ban the forwarder for a while. Faults fade, so an honest peer that sometimes forwards something stale is
+    never banned.
     """
 
     RATE_PER_S = 200.0
-    """Messages of one forwarder: more than a full shard of honest nodes sends through all its neighbours."""
+    """Messages per second of one forwarder: more than a full shard of honest nodes sends through all its neighbours."""
     SHARED_PER_S = 120.0
-    """Messages of all forwarders together. What this node passes on must stay below what its neighbours take from it: else
-    many strangers, each below its own limit, would have them shut this node out."""
+    """Messages per second of all forwarders together.
+
+    What this node forwards must stay below what its neighbours accept from it. Otherwise many strangers, each below its
+    own limit, could have this node banned by its neighbours."""
     OWN_SHARE_PER_S = 0.5
-    """Messages of one forwarder where the others use up all that is shared."""
+    """Messages per second that one forwarder may always send, even when the shared rate is used up."""
     MAX_FAULTS = 20.0
     FAULTS_FADE_PER_S = 0.1
-    SHUT_OUT_S = 300.0
+    BAN_S = 300.0
     MAX_FORWARDERS = 1024
 
     def __init__(self, clock: Callable[[], float], admits: Admits = everybody) -> None:
-        """`clock`: seconds of any origin that never go back. `admits`: whom to listen to at all."""
+        """`clock` gives seconds that never go back. `admits` decides which peers are accepted at all."""
         self._clock = clock
         self._admits = admits
         self._forwarders: BoundedMap[str, _Forwarder] = BoundedMap(self.MAX_FORWARDERS)
@@ -140,18 +145,18 @@ class ForwarderGuard:
         peer_id: str,
         message: bytes,
         handler: GossipHandler | None,
-        pass_over: Callable[[], None] = lambda: None,
+        mark_seen: Callable[[], None] = lambda: None,
     ) -> ValidationResult:
-        """The handler's verdict, or IGNORE or REJECT where the message does not reach it.
+        """Return the handler's decision, or IGNORE or REJECT where the message does not reach the handler.
 
-        `pass_over` is called for a message for which there is no time: who asked its neighbours for it again would have
-        them blamed for all that they send.
+        `mark_seen` is called for a message that there is no time to process. The message must then count as seen:
+        asking neighbours for it again would use up their rate.
         """
         if not self._admits(peer_id, "gossip"):
             self.rejected["stranger"] += 1
             return ValidationResult.IGNORE
         now, state = self._clock(), self._state(peer_id)
-        if now < state.shut_out_until:
+        if now < state.banned_until:
             self.rejected["shut_out"] += 1
             return ValidationResult.IGNORE
         if not self._spend(state, now, 1):
@@ -160,27 +165,27 @@ class ForwarderGuard:
             return ValidationResult.IGNORE
         if not (self._shared.try_take(1, now) or state.own_share.try_take(1, now)):
             self.rejected["crowded"] += 1  # nobody's fault; the index has the record
-            pass_over()
+            mark_seen()
             return ValidationResult.IGNORE
-        verdict = self._ask(handler, peer_id, message) if len(message) <= MAX_GOSSIP_BYTES else ValidationResult.REJECT
-        if verdict is ValidationResult.REJECT:
+        decision = self._ask(handler, peer_id, message) if len(message) <= MAX_GOSSIP_BYTES else ValidationResult.REJECT
+        if decision is ValidationResult.REJECT:
             self.rejected["invalid"] += 1
             self._blame(state, now, 1.0)
-        return verdict
+        return decision
 
     def admit(self, peer_id: str, count: int) -> bool:
-        """Whether a peer may make this node work on `count` other things, such as subscriptions, at the same rate."""
+        """Return whether a peer may cause `count` other operations, such as subscriptions. They use the same rate."""
         now, state = self._clock(), self._state(peer_id)
-        return now >= state.shut_out_until and self._spend(state, now, count)
+        return now >= state.banned_until and self._spend(state, now, count)
 
-    def is_shut_out(self, peer_id: str) -> bool:
+    def is_banned(self, peer_id: str) -> bool:
         if not self._admits(peer_id, "gossip"):
             return True
         state = self._forwarders.get(peer_id)
-        return state is not None and self._clock() < state.shut_out_until
+        return state is not None and self._clock() < state.banned_until
 
     def blame(self, peer_id: str) -> None:
-        """A fault that shows outside messages, such as bytes that are none."""
+        """Count a fault outside of messages, such as bytes that cannot be decoded."""
         self._blame(self._state(peer_id), self._clock(), 1.0)
 
     def _spend(self, state: _Forwarder, now: float, count: int) -> bool:
@@ -194,14 +199,14 @@ class ForwarderGuard:
     def _ask(handler: GossipHandler, peer_id: str, message: bytes) -> ValidationResult:
         try:
             return handler(peer_id, message)
-        except Exception:  # a broken handler costs its message, never the plane
-            logger.warning("a gossip handler broke on a message of %s", peer_id, exc_info=True)
+        except Exception:  # a failing handler costs its message, never the service
+            logger.warning("a gossip handler failed on a message of %s", peer_id, exc_info=True)
             return ValidationResult.IGNORE
 
     def _blame(self, state: _Forwarder, now: float, faults: float) -> None:
         if state.faults.take(faults, now) > 0:
             state.faults = TokenBucket(self.FAULTS_FADE_PER_S, self.MAX_FAULTS, now)
-            state.shut_out_until = now + self.SHUT_OUT_S
+            state.banned_until = now + self.BAN_S
 
     def _state(self, peer_id: str) -> _Forwarder:
         return self._forwarders.get_or_add(peer_id, self._new_state)
@@ -216,55 +221,55 @@ class ForwarderGuard:
 
 
 class GossipSlot:
-    """The gossip plane of a transport, or none: topics may be joined before it is up, or where there is none."""
+    """The gossip service of a transport, or none. Topics may be joined before it starts, or where there is none."""
 
     def __init__(self, make: Callable[[], Gossip] | None) -> None:
-        """`make` is called at `start`, since it imports what only a running node needs."""
+        """`make` is called at `start`, because it imports what only a running node needs."""
         self._make = make
-        self._plane: Gossip | None = None
+        self._service: Gossip | None = None
         self._handlers: dict[str, GossipHandler] = {}
 
     async def start(self) -> None:
         """Raises NetworkError."""
         if self._make is None:
             return
-        self._plane = self._make()
+        self._service = self._make()
         for topic, handler in self._handlers.items():
-            self._plane.subscribe(topic, handler)
-        await self._plane.start()
+            self._service.subscribe(topic, handler)
+        await self._service.start()
 
     async def stop(self) -> None:
-        plane, self._plane = self._plane, None
-        if plane is not None:
-            await plane.stop()
+        service, self._service = self._service, None
+        if service is not None:
+            await service.stop()
 
     @property
     def addresses(self) -> Addresses:
-        return () if self._plane is None else self._plane.addresses
+        return () if self._service is None else self._service.addresses
 
     @property
     def rejected(self) -> Counter[str]:
-        return Counter() if self._plane is None else self._plane.rejected
+        return Counter() if self._service is None else self._service.rejected
 
     def peers(self) -> tuple[str, ...]:
-        return () if self._plane is None else self._plane.peers()
+        return () if self._service is None else self._service.peers()
 
     def meet(self, peer_id: str, addresses: Addresses) -> None:
-        if self._plane is not None:
-            self._plane.meet(peer_id, addresses)
+        if self._service is not None:
+            self._service.meet(peer_id, addresses)
 
     def subscribe(self, topic: str, handler: GossipHandler) -> None:
         self._handlers[topic] = handler
-        if self._plane is not None:
-            self._plane.subscribe(topic, handler)
+        if self._service is not None:
+            self._service.subscribe(topic, handler)
 
     def unsubscribe(self, topic: str) -> None:
         self._handlers.pop(topic, None)
-        if self._plane is not None:
-            self._plane.unsubscribe(topic)
+        if self._service is not None:
+            self._service.unsubscribe(topic)
 
     async def publish(self, topic: str, message: bytes) -> None:
         if len(message) > MAX_GOSSIP_BYTES:
             raise ValueError(f"a gossip message must be <= {MAX_GOSSIP_BYTES} bytes, got {len(message)}")
-        if self._plane is not None:
-            await self._plane.publish(topic, message)
+        if self._service is not None:
+            await self._service.publish(topic, message)

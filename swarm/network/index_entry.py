@@ -1,8 +1,8 @@
-"""What the index takes: limits and times that every transport enforces, when storing and when reading.
+"""The limits and times that every transport enforces on entries of the index, when it stores and when it reads them.
 
 Whoever stores an entry in a DHT also claims when it expires, and nobody signs that claim. So the times of an entry, and
-which of two entries under one subkey replaces the other, follow from the entry itself, as its author signed it: `Validity`.
-The claim can only make the life of this copy shorter.
+which of two entries under one subkey is the newer one, come from the entry as its author signed it: `Validity`. The
+claim can only shorten the life of this copy.
 """
 
 import asyncio
@@ -16,30 +16,32 @@ from swarm.limits.bounded_maps import BoundedMap
 from swarm.limits.token_bucket import TokenBucket
 
 MAX_VALUE_BYTES = 1024 + 192
-"""A signed record; in a silo sealed, with its key. Over 4 MiB under one key a replica cannot build its reply and readers ban
-it: entries are small, bodies elsewhere."""
+"""Room for a signed record, sealed together with its key in a silo.
+
+A replica that holds over 4 MiB under one key cannot send its reply and is banned by readers. So entries are small, and
+bodies are stored elsewhere."""
 MAX_KEY_BYTES = 128
 MAX_SUBKEY_BYTES = 128
 MAX_ENTRIES_PER_KEY = 2048
-"""2048 x (1216 + 128 + 128 + some) bytes stay under those 4 MiB."""
+"""2048 x (1216 + 128 + 128 + overhead) bytes stay below 4 MiB."""
 MAX_LIFETIME_S = 3600.0
-"""Furthest expiration ahead; hivemind itself has no cap, and an entry that never expires could never be replaced."""
+"""Longest life of an entry. hivemind has no limit, and an entry that never expires could never be replaced."""
 CLOCK_SKEW_S = 10.0
-"""Clocks of honest nodes differ by less."""
+"""The clocks of honest nodes differ by less."""
 MAX_FALSE_ENTRIES = 64
-"""So many entries of one peer may prove false, each at the cost of a signature, before no more of it are looked at ..."""
+"""Number of invalid entries, each of which costs a signature check, after which a peer's entries are ignored."""
 _FALSE_ENTRIES_PER_S = 0.1
-"""... and one more in so many seconds. Honest hosts pass on what they have checked by the same rule."""
+"""Rate at which more invalid entries are tolerated. An honest peer checks by the same rule what it forwards."""
 _MAX_REMEMBERED_GIVERS = 4096
 CHECKING_SHARE = 0.25
-"""Part of the time of the loop that checking entries may take, whoever sends them ..."""
+"""Largest share of the event loop's time that checking entries may take, whoever sends them."""
 CHECKING_BURST_S = 0.5
-"""... beyond so many seconds at once: about 2,000 entries."""
+"""Seconds of checking that may exceed that share at once: about 2,000 entries."""
 _MIN_PAUSE_S = 0.01
 
 
 def check_entry(key: str, subkey: str, value: bytes) -> None:
-    """Raises ValueError for an entry that no node would take."""
+    """Raise ValueError for an entry that no node would accept."""
     if not 0 < len(key.encode()) <= MAX_KEY_BYTES or "\0" in key:
         raise ValueError(f"an index key must have 1 to {MAX_KEY_BYTES} bytes and no NUL, got {key!r}")
     if not 0 < len(subkey.encode()) <= MAX_SUBKEY_BYTES:
@@ -49,109 +51,110 @@ def check_entry(key: str, subkey: str, value: bytes) -> None:
 
 
 def is_live(expires_at: float, now: float) -> bool:
-    """Whether an entry has not expired and does not claim too long a life. False for NaN."""
+    """Return whether an entry has not expired and does not claim too long a life. False for NaN."""
     return now < expires_at <= now + MAX_LIFETIME_S + CLOCK_SKEW_S
 
 
 @dataclass(frozen=True, slots=True)
 class Validity:
-    """When an entry counts, and which of two under one subkey does. Times are swarm time in seconds."""
+    """When an entry is valid, and which of two entries under one subkey is newer. Times are swarm time in seconds."""
 
     begins_at: float
     expires_at: float
     order: tuple[float, int, bytes]
-    """Of two entries the one with the higher order counts: when it was created, its sequence number, and its signature,
-    so that all nodes choose the same one of two records that their author signed for one moment."""
+    """Time of creation, sequence number and signature. Of two entries the one with the higher order stays.
+
+    The signature makes all nodes choose the same one of two records that their author signed for one moment."""
 
     def supersedes(self, other: "Validity | None") -> bool:
-        """Whether this entry replaces `other`: it is newer, or it is the same entry with a longer life."""
+        """Return whether this entry replaces `other`: it is newer, or it is the same entry with a longer life."""
         return other is None or (self.order, self.expires_at) > (other.order, other.expires_at)
 
 
 def age_rank(subkey: str, validity: Validity) -> tuple[bool, tuple[float, int, bytes]]:
-    """By which the entry of an author is chosen that makes room for another one of it: the lowest goes.
+    """Rank an entry among those of its author. The lowest one is dropped to make room for a newer one.
 
-    Headers, whose subkeys have a slot, are many and go before the few other entries.
+    Headers, whose subkeys have a slot, are many, and are dropped before the few other entries.
     """
     return "/" not in subkey, validity.order
 
 
 UNSIGNED = Validity(-inf, inf, (0.0, 0, b""))
-"""Of entries that say nothing of their time: what is claimed of their expiration counts."""
+"""Validity of entries that carry no times. Their expiration is the claimed one."""
 
 IndexValidator = Callable[[str, str, bytes], Validity | None]
-"""(key, subkey, value) -> what the entry itself says of its validity; None for one that nobody may store or believe.
+"""(key, subkey, value) -> the validity that the entry itself states, or None for an invalid entry.
 
 The answer does not depend on the time: two calls with the same entry give the same answer."""
 
 
 class IndexRule:
-    """Decides whether an entry may be stored here or believed when it is read. Every transport asks it.
+    """Decides whether an entry may be stored by this node, or believed when it is read. Every transport uses it.
 
-    A signature takes a quarter of a millisecond to check, and entries cost whoever makes them up less. So a peer whose
-    entries prove false is soon not heard any more, and whoever takes many entries waits for its `turn` before.
+    Checking a signature takes a quarter of a millisecond, and making up an entry costs less. So a peer that sends many
+    invalid entries is soon ignored, and large batches of entries wait for their `turn`.
     """
 
     def __init__(self, validator: IndexValidator | None, clock: Callable[[], float]) -> None:
-        """`clock` gives swarm time. Without a `validator` every entry is taken, for as long as is claimed."""
+        """`clock` gives swarm time. Without a `validator` every entry is accepted, for as long as its sender claims."""
         self._validator = validator
         self._clock = clock
         self._checking = TokenBucket(CHECKING_SHARE, CHECKING_BURST_S, perf_counter())
         self._false_entries: BoundedMap[str, TokenBucket] = BoundedMap(_MAX_REMEMBERED_GIVERS)
-        """{peer that gave entries that are none: how many more it may give}"""
+        """{peer that sent invalid entries: how many more are tolerated}"""
         self.refused: Counter[str] = Counter()
-        """Entries of true authors that were refused, by reason: `expired`, `stretched` (a claim beyond the signed
-        expiration) and `future`; and `unheard`, of peers that had given too many false ones."""
+        """Entries of their true authors that were refused, by reason: `expired`, `future` and `stretched` (the sender
+        claims a later expiration than the signed one). `unheard` counts entries of peers that are ignored."""
 
     def wait_s(self) -> float:
-        """Seconds until the checks made so far have taken no more than their share of the time."""
+        """Return the seconds until the checks made so far have taken no more than their share of the time."""
         return self._checking.wait_s(perf_counter())
 
     async def turn(self) -> None:
-        """Wait until entries may be checked again. Those of one message are checked after that in one go."""
+        """Wait until entries may be checked again. The entries of one message are then checked together."""
         while True:
             if (wait_s := self.wait_s()) <= 0:
                 return
             await asyncio.sleep(max(wait_s, _MIN_PAUSE_S))
 
     def judge(
-        self, key: str, subkey: str, value: bytes, claimed_end: float | None = None, giver: str | None = None
+        self, key: str, subkey: str, value: bytes, claimed_end: float | None = None, sender: str | None = None
     ) -> Validity | None:
-        """The validity of an entry, its end as claimed; None where it does not count at this moment.
+        """Return the validity of an entry, ending when the sender claims; None where the entry is not valid now.
 
-        `claimed_end`: swarm time at which this copy is said to expire; None where nobody claims anything.
-        `giver`: the peer that sent it; None for an entry of this node.
+        `claimed_end` is the swarm time at which the sender says that this copy expires; None where nobody claims
+        anything. `sender` is the peer that sent it; None for an entry of this node.
         """
         now = self._clock()
         if claimed_end is not None and not is_live(claimed_end, now):
-            return None  # before the signature, which takes longer to check
+            return None  # the signature check takes longer
         started_at = perf_counter()
-        known = None if giver is None else self._false_entries.get(giver)
+        known = None if sender is None else self._false_entries.get(sender)
         if known is not None and known.wait_s(started_at) > 0:
             self.refused["unheard"] += 1
             return None
         signed = UNSIGNED if self._validator is None else self._validator(key, subkey, value)
         self._checking.take(perf_counter() - started_at, started_at)
         if signed is None:
-            self._blame(giver, started_at)
+            self._blame(sender, started_at)
             return None
         if (reason := _time_fault(signed, claimed_end, now)) is not None:
             self.refused[reason] += 1
             return None
         return signed if claimed_end is None else replace(signed, expires_at=claimed_end)
 
-    def _blame(self, giver: str | None, now: float) -> None:
-        """Count an entry that nobody may store or believe against the peer that sent it."""
-        if giver is not None:
+    def _blame(self, sender: str | None, now: float) -> None:
+        """Count an invalid entry against the peer that sent it."""
+        if sender is not None:
             self._false_entries.get_or_add(
-                giver, lambda: TokenBucket(_FALSE_ENTRIES_PER_S, MAX_FALSE_ENTRIES - 1, now)
+                sender, lambda: TokenBucket(_FALSE_ENTRIES_PER_S, MAX_FALSE_ENTRIES - 1, now)
             ).take(1, now)
 
     def newest(self, key: str, copies: Iterable[tuple[str | None, str, bytes, float | None]]) -> dict[str, bytes]:
-        """Of what several hosts answered, (host, subkey, value, claimed end), the newest valid entry of each subkey."""
+        """Return the newest valid entry of each subkey from (host, subkey, value, claimed end) of several hosts."""
         found: dict[str, tuple[Validity, bytes]] = {}
         for host, subkey, value, claimed_end in copies:
-            validity, known = self.judge(key, subkey, value, claimed_end, host), found.get(subkey)
+            validity, known = self.judge(key, subkey, value, claimed_end=claimed_end, sender=host), found.get(subkey)
             if validity is not None and validity.supersedes(None if known is None else known[0]):
                 found[subkey] = validity, value
         return {subkey: value for subkey, (_, value) in found.items()}

@@ -1,11 +1,12 @@
-"""The index for nodes that cannot host it: a full peer stores and looks up for them (`swarm/index/1`).
+"""The index for light nodes: a full peer stores and searches for them (`swarm/index/1`).
 
-    light node ── [store, key, subkey, value, expires at] ──> full peer ── DHT          answer: [taken]
+    light node ── [store, key, subkey, value, expires at] ──> full peer ── DHT          answer: [stored]
                ── [load, key] ───────────────────────────> full peer ── DHT          answer: {subkey: value}
 
-The full peer is not trusted: entries are signed by their owners, and the light node validates what it is told. It can
-only withhold, so a light node asks more than one. Nor is the light node: one small request makes the full peer ask many
-others, which bound its calls, so what all light nodes together may have it do stays far below that bound.
+The full peer is not trusted: entries are signed by their authors, and the light node validates what it receives. A full
+peer can only withhold entries, so a light node asks several. The light node is not trusted either: one small request
+makes the full peer ask many others, which limit its calls. So the searches for all light nodes together stay far below
+that limit.
 """
 
 import math
@@ -33,12 +34,12 @@ INDEX_PROTOCOL = "swarm/index/1"
 MAX_INDEX_REQUEST_BYTES = MAX_KEY_BYTES + MAX_SUBKEY_BYTES + MAX_VALUE_BYTES + 64
 MAX_INDEX_RESPONSE_BYTES = 1 << 20
 SEARCHES_PER_S = 20.0
-"""Searches in the DHT for all light nodes together, over time ..."""
+"""Searches in the DHT per second for all light nodes together."""
 SEARCHES_PER_PEER_PER_S = 5.0
-"""... and for one of them."""
+"""Searches in the DHT per second for one light node."""
 BURST_S = 4.0
 MAX_SEARCHES = 16
-"""At the same time."""
+"""Searches that may run at the same time."""
 _MAX_REMEMBERED_PEERS = 1024
 _STORE, _LOAD = 0, 1
 _ENTRY_OVERHEAD_BYTES = 8
@@ -56,13 +57,13 @@ def load_request(key: str) -> bytes:
 def read_stored(response: bytes) -> bool:
     """Raises RequestError for a malformed answer."""
     match _unpacked(response):
-        case bool(is_taken):
-            return is_taken
+        case bool(is_stored):
+            return is_stored
     raise RequestError("an index peer must answer yes or no, got something else", "damaged")
 
 
 def read_loaded(response: bytes) -> dict[str, bytes]:
-    """Raises RequestError for a malformed answer. Says nothing about the validity of the entries."""
+    """Raises RequestError for a malformed answer. The entries still have to be validated."""
     entries = _unpacked(response)
     if not isinstance(entries, dict) or len(entries) > MAX_ENTRIES_PER_KEY:
         raise RequestError("an index peer must answer with entries, got something else", "damaged")
@@ -70,10 +71,10 @@ def read_loaded(response: bytes) -> dict[str, bytes]:
 
 
 class IndexGateway:
-    """The full peer's side: a request handler over its own transport."""
+    """The full peer's side: a request handler that uses the node's own transport."""
 
     def __init__(self, transport: Transport, rule: IndexRule, monotonic: Callable[[], float] = time.monotonic) -> None:
-        """`rule`: which entries are passed on; replicas would hold others against this node."""
+        """`rule` decides which entries are stored, since replicas would hold invalid ones against this node."""
         self._transport = transport
         self._rule = rule
         self._monotonic = monotonic
@@ -90,7 +91,7 @@ class IndexGateway:
             case [0, str(key), str(subkey), bytes(value), float(expires_at)] if math.isfinite(expires_at):
                 try:
                     check_entry(key, subkey, value)
-                    store = partial(self._store, peer_id, key, subkey, value, expires_at)
+                    store = partial(self._store, peer_id, (key, subkey, value), expires_at)
                     return _pack(await self._search(peer_id, store))
                 except ValueError:
                     raise RequestRefused("invalid entry") from None
@@ -98,13 +99,14 @@ class IndexGateway:
                 return _packed_within_bound(await self._search(peer_id, partial(self._transport.load, key)))
         raise RequestRefused("malformed")
 
-    async def _store(self, peer_id: str, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
-        if self._rule.judge(key, subkey, value, expires_at, giver=peer_id) is None:
+    async def _store(self, peer_id: str, entry: tuple[str, str, bytes], expires_at: float) -> bool:
+        key, subkey, value = entry
+        if self._rule.judge(key, subkey, value, claimed_end=expires_at, sender=peer_id) is None:
             return False
-        return await self._transport.store(key, subkey, value, expires_at)
+        return await self._transport.store(key, subkey, value, expires_at=expires_at)
 
     async def _search(self, peer_id: str, search: Callable[[], Awaitable[T]]) -> T:
-        """Make a search for a peer. Raises RequestRefused."""
+        """Run a search for a peer. Raises RequestRefused."""
         self._admit(peer_id)
         self._num_searches += 1
         try:
@@ -113,7 +115,7 @@ class IndexGateway:
             self._num_searches -= 1
 
     def _admit(self, peer_id: str) -> None:
-        """Count a search for a peer. Raises RequestRefused."""
+        """Count a search against a peer's rate. Raises RequestRefused."""
         now = self._monotonic()
         allowed = self._allowed_to.get_or_add(
             peer_id, lambda: TokenBucket(SEARCHES_PER_PEER_PER_S, BURST_S * SEARCHES_PER_PEER_PER_S, now)
@@ -125,14 +127,14 @@ class IndexGateway:
 
 
 def _packed_within_bound(entries: dict[str, bytes]) -> bytes:
-    """As many entries as an answer may hold; readers ask again, and others."""
-    kept, num_bytes = {}, 16
+    """Pack as many entries as a response may hold. Readers ask again, and ask others."""
+    chosen, num_bytes = {}, 16
     for subkey, value in entries.items():
         num_bytes += len(subkey.encode()) + len(value) + _ENTRY_OVERHEAD_BYTES
         if num_bytes > MAX_INDEX_RESPONSE_BYTES:
             break
-        kept[subkey] = value
-    return _pack(kept)
+        chosen[subkey] = value
+    return _pack(chosen)
 
 
 def _pack(fields: Any) -> bytes:

@@ -1,7 +1,7 @@
-"""The multiaddresses that nodes use: `/ip4/HOST/tcp/PORT`, with `/p2p/PEER_ID` at the end where it names a peer.
+"""The multiaddresses that nodes use: `/ip4/HOST/tcp/PORT`, followed by `/p2p/PEER_ID` where the address names a peer.
 
-To a peer that cannot be reached from outside leads a circuit: `RELAY'S ADDRESS/p2p/RELAY/p2p-circuit/p2p/PEER_ID`.
-No other kind: QUIC loses the last piece of a stream.
+A peer that cannot be dialled is reached through a circuit: `ADDRESS OF RELAY/p2p/RELAY/p2p-circuit/p2p/PEER_ID`. Other
+transports are refused; QUIC loses the last piece of a stream.
 """
 
 import ipaddress
@@ -30,7 +30,7 @@ class TcpAddress:
     port: int
     peer_id: str | None = None
     relay_id: str | None = None
-    """Peer id of the relay at host and port, where the address is a circuit through it."""
+    """Peer id of the relay at this host and port, where the address is a circuit through it."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -44,28 +44,28 @@ class TcpAddress:
         if kind in ("ip4", "ip6"):
             {"ip4": ipaddress.IPv4Address, "ip6": ipaddress.IPv6Address}[kind](host)
         elif _DNS_NAME.fullmatch(host) is None:
-            raise ValueError(f"{host} is no name of a host")
+            raise ValueError(f"{host} is not a host name")
         if int(port) > 65535:
-            raise ValueError(f"{port} is no port")
+            raise ValueError(f"{port} is not a port")
         for name in (relay_id, peer_id):
             if name is not None and not is_peer_id(name):
-                raise ValueError(f"{name} is no peer id of an Ed25519 key (12D3KooW...)")
-        return cls(kind, host, int(port), peer_id, relay_id)
+                raise ValueError(f"{name} is not the peer id of an Ed25519 key (12D3KooW...)")
+        return cls(kind, host, int(port), peer_id=peer_id, relay_id=relay_id)
 
     @property
     def transport(self) -> str:
-        """The address without the peer id."""
+        """Return the address without the peer id."""
         circuit = "" if self.relay_id is None else f"/p2p/{self.relay_id}{CIRCUIT}"
         return f"/{self.kind}/{self.host}/tcp/{self.port}{circuit}"
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only programs of this machine can use it."""
+        """Whether only programs on this machine can use the address."""
         return self.kind in ("ip4", "ip6") and ipaddress.ip_address(self.host).is_loopback
 
     @property
     def is_wildcard(self) -> bool:
-        """Whether it stands for every address of the machine."""
+        """Whether the address stands for every address of the machine."""
         return self.kind in ("ip4", "ip6") and ipaddress.ip_address(self.host).is_unspecified
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class TcpAddress:
 
 
 def parsed(texts: Iterable[str]) -> list[TcpAddress]:
-    """Those of what others say that are addresses of this form; the rest is left out."""
+    """Return the addresses that are valid; the others are skipped."""
     addresses = []
     for text in texts:
         try:
@@ -87,7 +87,7 @@ def parse_setting(
     setting: Literal["listen", "announce", "initial_peers", "relays", "gossip_listen", "gossip_announce"],
     texts: Sequence[str],
 ) -> tuple[TcpAddress, ...]:
-    """The addresses of one setting of the network section. Raises ConfigError with rule, value and fix."""
+    """Parse the addresses of one setting of the network section. Raises ConfigError with rule, value and fix."""
     if setting == "listen" and not texts:
         raise ConfigError("network.listen must hold an address, got none; use /ip4/127.0.0.1/tcp/0")
     return tuple(_parse_one(setting, text) for text in texts)
@@ -116,7 +116,7 @@ def _parse_one(setting: str, text: str) -> TcpAddress:
 
 
 def with_actual_ports(wanted: Sequence[TcpAddress], actual: Iterable[str]) -> tuple[TcpAddress, ...]:
-    """Fill in the ports that the system chose for port 0: a restart then listens where others know the node."""
+    """Fill in the ports that the system chose for port 0, so that a restart listens where others know the node."""
     found = [TcpAddress.parse(text) for text in actual if CIRCUIT not in text]
     return tuple(_with_port(address, found) if address.port == 0 else address for address in wanted)
 

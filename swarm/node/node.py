@@ -53,7 +53,7 @@ from swarm.sharing.index import EntryValidator
 from swarm.sharing.parts import SharingParts, make_sharing_parts
 from swarm.sharing.peer_tracker import PeerTracker
 from swarm.sharing.totals import SharingPause
-from swarm.silo.open_silo import node_transport
+from swarm.silo.silo_transport import node_transport
 from swarm.tasks.sandboxed_verifier import SandboxedVerifier
 from swarm.tasks.task_mixture import TaskMixture, owns_stream
 from swarm.types import RolloutGroup

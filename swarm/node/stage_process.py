@@ -27,7 +27,7 @@ from swarm.observability.status_file import NodeStatus
 from swarm.records import identity as identities
 from swarm.records.identity import Identity, IdentityLock, Unlock, is_peer_id
 from swarm.sharing.index import EntryValidator
-from swarm.silo.open_silo import node_transport
+from swarm.silo.silo_transport import node_transport
 
 if TYPE_CHECKING:
     from swarm.pipeline.stage.stage_host import StageHost

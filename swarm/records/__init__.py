@@ -1,1 +1,1 @@
-"""Signed records: who says what, in which bytes, and the one door through which it comes in."""
+"""Signed records of the wire protocol: identities, signatures, formats, and the reasons for refusing a record."""

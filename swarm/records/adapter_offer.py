@@ -1,10 +1,10 @@
-"""An offer to merge: a node says, signed, which adapter it hands out and in which outer round. At most 1 KiB.
+"""An offer to merge: a signed statement which adapter a node offers, in which outer round. At most 1 KiB.
 
-payload = msgpack [version, swarm id, lineage, outer round, policy version, precision, bytes, SHA-256, level,
-                   created at, expires at]
+    payload = msgpack [version, swarm id, lineage, outer round, policy version, precision, bytes, SHA-256, level,
+                       created at, expires at]
 
-One record for three uses: the entry of the index that says *ready*, the proposal to one peer, and the answer to it. An
-offer counts in the one list for which it was signed, so nobody can list a peer elsewhere than where it lists itself.
+The same record is the entry in the index that says *ready*, the proposal to one peer, and the answer to it. An offer
+counts only in the list for which it was signed, so nobody can list a peer elsewhere than where it lists itself.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from swarm.records.signing import (
 from swarm.types import MAX_ADAPTER_BYTES, MAX_PRECISION_CHARS, Partner, Snapshot
 
 AdapterList = Literal["merge", "donors", "final"]
-"""Lists of signed offers: of those that are ready to merge, of those that give their adapter to newcomers, and of those
+"""The lists of signed offers: of nodes ready to merge, of donors that give their adapter to newcomers, and of nodes
 that have ended their training and wait for the final merge."""
 
 _PURPOSES: dict[AdapterList, Purpose] = {
@@ -36,21 +36,21 @@ MAX_LIFETIME_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class AdapterOffer:
-    """One node's statement about the adapter that it is ready to merge."""
+    """One node's statement about the adapter that it offers."""
 
     peer_id: str
     lineage: str
     """32 hex digits: `Lineage.policy`."""
     outer_round: int
-    """Merges that the adapter has behind it, solo steps included."""
+    """Merges that the adapter has been through, solo steps included."""
     policy_version: int
     precision: str
-    """How the numbers are written, such as `bf16`. With the lineage it settles `num_bytes`."""
+    """How the numbers are encoded, such as `bf16`. Together with the lineage it determines `num_bytes`."""
     num_bytes: int
     sha256: bytes
-    """32 bytes: address of the adapter's bytes."""
+    """Address of the adapter's bytes, 32 bytes."""
     level: int
-    """Level of the shard that it is listed in."""
+    """Level of the shard in which the offer is listed."""
     created_at: float
     """Swarm time, seconds since the epoch."""
     expires_at: float
@@ -80,7 +80,7 @@ class AdapterOffer:
 
 
 def sign_offer(identity: Identity, swarm_id: str, offer: AdapterOffer, kind: AdapterList = "merge") -> bytes:
-    """The record as it is stored and sent."""
+    """Return the record as it is stored and sent."""
     fields = [
         bytes.fromhex(offer.lineage),
         offer.outer_round,
@@ -96,7 +96,7 @@ def sign_offer(identity: Identity, swarm_id: str, offer: AdapterOffer, kind: Ada
 
 
 def verify_offer(data: bytes, swarm_id: str, kind: AdapterList = "merge") -> AdapterOffer:
-    """Decode a record and check that it was signed for this list; says nothing of the time. Raises InvalidRecord."""
+    """Decode a record and check that it was signed for this list. Does not check its times. Raises InvalidRecord."""
     record, fields = open_fields(data, swarm_id, num_fields=9)
     lineage, outer_round, version, precision, num_bytes, sha256, level, created_at, expires_at = fields
     offer = AdapterOffer(

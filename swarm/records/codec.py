@@ -1,13 +1,11 @@
-"""Bytes on the wire: headers and bodies as msgpack arrays, bodies zstd-compressed.
+"""The wire format of records: headers and bodies as msgpack arrays, bodies compressed with zstd.
 
-Decoders take hostile bytes. They bound size before they allocate, check every type and range, and raise nothing but
+Decoders accept hostile bytes. They limit sizes before they allocate, check every type and range, and raise only
 InvalidRecord. Encoders write the canonical form; what was received is never encoded again.
 
-Takes the msgpack of a body apart item by item.
-
-A third of a kilobyte may unpack to 8 MiB of empty arrays, and those to 550 MB of Python objects in 3 s, before anybody has
-looked at one. So arrays are opened one at a time, where the format has one and with a bound on their length; everything
-else must be a number, a text or bytes.
+The msgpack of a body is read item by item. A third of a kilobyte may unpack to 8 MiB of empty arrays, and those to 550
+MB of Python objects in 3 s, before anything is checked. So arrays are opened one at a time, only where the format has
+one, with a limit on their length. Everything else must be a number, a text or bytes.
 """
 
 import hashlib
@@ -52,11 +50,11 @@ from swarm.types import (
 
 MAX_ROLLOUTS_PER_BODY = 1024
 MAX_TOKENS_PER_BODY = 1 << 19
-"""Of all rollouts together; as Python numbers they take 68 bytes each."""
+"""Tokens of all rollouts together. As Python numbers they take 68 bytes each."""
 
 
 class BodyReader:
-    """One body, first byte to last. Every method raises InvalidRecord for what does not fit."""
+    """Reads one body from the first byte to the last. Every method raises InvalidRecord for malformed content."""
 
     def __init__(self, packed: bytes) -> None:
         self._num_bytes = len(packed)
@@ -68,18 +66,18 @@ class BodyReader:
         self._num_tokens = 0
 
     def array(self, least: int, most: int) -> int:
-        """Open an array of `least` to `most` items, which are read next; its length."""
+        """Open an array of `least` to `most` items, which are read next. Returns its length."""
         length = self._next(self._unpacker.read_array_header)
         if not least <= length <= most:
             raise InvalidRecord(Rejection.MALFORMED, f"expected an array of {least} to {most}")
         return length
 
     def item(self) -> Any:
-        """A number, text, bytes, boolean or nil; arrays and maps come empty or not at all."""
+        """Read a number, text, bytes, boolean or nil. Arrays and maps are empty or refused."""
         return self._next(self._unpacker.unpack)
 
     def rollouts(self) -> int:
-        """Open the array of a group's rollouts; its length."""
+        """Open the array of a group's rollouts. Returns its length."""
         length = self.array(2, MAX_ROLLOUTS_PER_BODY)
         self._num_rollouts += length
         if self._num_rollouts > MAX_ROLLOUTS_PER_BODY:
@@ -87,7 +85,7 @@ class BodyReader:
         return length
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Of one more rollout, before they become numbers."""
+        """Count the tokens of one more rollout, before they become numbers."""
         self._num_tokens += num_tokens
         if self._num_tokens > MAX_TOKENS_PER_BODY:
             raise InvalidRecord(Rejection.OVERSIZE, f"more than {MAX_TOKENS_PER_BODY} tokens")
@@ -110,13 +108,13 @@ MAX_BODY_BYTES = 1 << 20
 MAX_UNPACKED_BODY_BYTES = 8 << 20
 """Largest body after decompression."""
 _MAX_BODY_FRAMING_BYTES = 64 << 10
-"""What is in an unpacked body beside texts, token ids and log-probs: 26 bytes per rollout, and some per group."""
+"""Bytes of an unpacked body besides texts, token ids and log-probs: 26 per rollout, and some per group."""
 MAX_GROUPS_PER_BODY = 12
 MAX_TEXT_CHARS = 32_768
 MAX_PEER_ID_CHARS = 64
 MAX_NAME_CHARS = 64
 _HEADER_FIELDS = 11
-"""Without the beacon, version included."""
+"""Number of fields, version included, without the beacon."""
 
 
 def encode_record(record: SignedRecord) -> bytes:
@@ -124,7 +122,7 @@ def encode_record(record: SignedRecord) -> bytes:
 
 
 def decode_record(data: bytes) -> SignedRecord:
-    """Envelope of at most MAX_RECORD_BYTES. Says nothing about the signature."""
+    """Decode an envelope of at most MAX_RECORD_BYTES. Does not check the signature."""
     author, payload, signature = check_array(unpack(data, max_bytes=MAX_RECORD_BYTES), 3)
     return SignedRecord(check_text(author, MAX_PEER_ID_CHARS), check_bytes(payload), check_bytes(signature, 64))
 
@@ -132,7 +130,7 @@ def decode_record(data: bytes) -> SignedRecord:
 def sign_fields(identity: Identity, swarm_id: str, fields: list[Any], *, purpose: Purpose) -> bytes:
     """Return a signed record whose payload is msgpack [version, swarm id, *fields]."""
     payload = pack([PROTOCOL_VERSION, bytes.fromhex(swarm_id), *fields])
-    return encode_record(sign_record(identity, swarm_id, payload, purpose))
+    return encode_record(sign_record(identity, swarm_id, payload, purpose=purpose))
 
 
 def open_fields(data: bytes, swarm_id: str, *, num_fields: int) -> tuple[SignedRecord, list[Any]]:
@@ -160,7 +158,7 @@ def check_lifetime(created_at: float, expires_at: float, max_s: float) -> None:
 
 
 def encode_header(header: Header) -> bytes:
-    """Payload of a signed record; the author is in the envelope, bound by its signature."""
+    """Encode the payload of a signed record. The author is in the envelope, whose signature covers this payload."""
     return pack(
         [
             PROTOCOL_VERSION,
@@ -198,7 +196,7 @@ def decode_header(payload: bytes, author: str) -> Header:
 
 
 def _with_beacon(value: Any) -> list[Any]:
-    """Fields after the version; the last one, the beacon, is empty where it was left out."""
+    """Return the fields after the version. The last one, the beacon, is empty where it was left out."""
     if is_list(value) and len(value) == _HEADER_FIELDS + 1:
         *fields, beacon = check_versioned(value, _HEADER_FIELDS + 1)
         return [*fields, check_bytes(beacon, BEACON_BYTES)]
@@ -206,13 +204,15 @@ def _with_beacon(value: Any) -> list[Any]:
 
 
 def encode_body(groups: Sequence[RolloutGroup]) -> bytes:
-    """Groups of one author, lineage and policy version. The author is inside, so that nobody can announce it as their own."""
+    """Encode groups of one author, lineage and policy version. The author is inside, so nobody else can announce the
+    body.
+    """
     packed = pack([PROTOCOL_VERSION, groups[0].author, [_group_fields(group) for group in groups]])
     return zstandard.ZstdCompressor(level=3, write_content_size=True).compress(packed)
 
 
 def decode_body(body: bytes, author: str, lineage: Lineage, policy_version: int) -> tuple[RolloutGroup, ...]:
-    """Groups with their claimed rewards; token ids and log-probs are checked for shape and range only."""
+    """Decode groups with their claimed rewards. Token ids and log-probs are checked for shape and range only."""
     reader = BodyReader(_decompress(body))
     num_fields = reader.array(1, MAX_ARRAY_ITEMS)
     check_version(reader.item())
@@ -221,13 +221,15 @@ def decode_body(body: bytes, author: str, lineage: Lineage, policy_version: int)
     if reader.item() != author:
         raise InvalidRecord(Rejection.HEADER_MISMATCH, "the body names another author")
     num_groups = reader.array(1, MAX_GROUPS_PER_BODY)
-    groups = tuple(_group(reader, author, lineage, policy_version) for _ in range(num_groups))
+    groups = tuple(_group(reader, author, lineage, policy_version=policy_version) for _ in range(num_groups))
     reader.finish()
     return groups
 
 
 def fits_into_body(groups: Sequence[RolloutGroup]) -> bool:
-    """Whether readers take so many groups, rollouts, tokens and characters. MAX_BODY_BYTES shows when they are encoded."""
+    """Whether readers accept this many groups, rollouts, tokens and characters. MAX_BODY_BYTES is checked after
+    encoding.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     num_chars = sum(len(rollout.text) for rollout in rollouts)
@@ -242,7 +244,7 @@ def fits_into_body(groups: Sequence[RolloutGroup]) -> bool:
 
 
 def body_hash(body: bytes) -> bytes:
-    """SHA-256 of a body as transferred: its address."""
+    """Return the SHA-256 of a body as transferred, which is its address."""
     return hashlib.sha256(body).digest()
 
 
@@ -306,15 +308,17 @@ def _rollout(reader: BodyReader) -> Rollout:
 
 def _ref(source: Any, digest: Any, seed: Any, index: Any) -> TaskRef:
     return TaskRef(
-        check_text(source, MAX_NAME_CHARS),
-        check_bytes(digest, 8).hex(),
-        check_int(seed, 0, 2**31 - 1),
-        check_int(index, 0, 2**20 - 1),
+        source=check_text(source, MAX_NAME_CHARS),
+        config_digest=check_bytes(digest, 8).hex(),
+        seed=check_int(seed, 0, 2**31 - 1),
+        index=check_int(index, 0, 2**20 - 1),
     )
 
 
 def _decompress(body: bytes) -> bytes:
-    """The frame must state its size: zstandard allocates what the frame claims, whatever limit it is given."""
+    """Decompress a frame, which must state its size: zstandard allocates what the frame claims, whatever limit it is
+    given.
+    """
     if len(body) > MAX_BODY_BYTES:
         raise InvalidRecord(Rejection.OVERSIZE, f"{len(body)} bytes > {MAX_BODY_BYTES}")
     try:

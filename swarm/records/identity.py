@@ -1,10 +1,9 @@
-"""Who a node is: an Ed25519 key whose public half is its libp2p peer id.
+"""The identity of a node: an Ed25519 key whose public half is its libp2p peer id.
 
     identity.key (32-byte seed) → key pair → peer id (12D3KooW…) → signatures that anyone checks with the peer id alone
 
-The same key signs records and authenticates every libp2p connection, so an author on the wire is an author in a record.
-
-Names that people can tell apart, for peer ids that they cannot.
+The same key signs records and authenticates every libp2p connection, so the author of a record and the peer on a
+connection are the same. Peer ids are hard to tell apart, so each has a readable name, too.
 """
 
 import contextlib
@@ -49,7 +48,7 @@ _ANIMALS = (
 
 
 def peer_name(peer_id: str) -> str:
-    """Such as `brave-otter-3f`: one of 2**20 names, the same for a peer id everywhere. For the eye, never for trust."""
+    """Return a readable name such as `brave-otter-3f`: one of 2**20, the same everywhere. For display, never for trust."""
     digest = hashlib.sha256(b"peer-name:" + peer_id.encode()).digest()
     return f"{_ADJECTIVES[digest[0] % len(_ADJECTIVES)]}-{_ANIMALS[digest[1] % len(_ANIMALS)]}-{digest[2]:02x}"
 
@@ -60,20 +59,20 @@ KEY_FILE = "identity.key"
 """Name of the seed's file in a node's folder."""
 LOCK_FILE = "lock"
 MAX_KEY_FILE_BYTES = 4096
-"""Of one that is encrypted, which is an export (`identity_export`)."""
+"""Largest key file. An encrypted one is an export (`identity_moves`)."""
 
 # libp2p, peer-ids.md: identity multihash (00, 36 bytes) of the protobuf PublicKey {Type = 1: Ed25519, Data = 32 bytes}.
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")
 # The protobuf PrivateKey {Type = 1, Data = 64 bytes: seed, public key}.
 _LIBP2P_KEY_PREFIX = bytes.fromhex("08011240")
-_MAX_PEER_ID_CHARACTERS = 64  # base58 decoding is quadratic: bound the text before looking at it
+_MAX_PEER_ID_CHARACTERS = 64  # decoding base58 takes quadratic time, so the length is checked first
 
 
 class Identity:
-    """A key pair with the names that follow from it. Never prints its secret."""
+    """A key pair and the names derived from it. It never prints its secret."""
 
     def __init__(self, seed: bytes) -> None:
-        """`seed`: 32 random bytes. Raises ValueError for another length."""
+        """`seed` holds 32 random bytes. Raises ValueError for another length."""
         self._key = Ed25519PrivateKey.from_private_bytes(seed)
         self.seed = seed
         self.public_key = self._key.public_key().public_bytes_raw()
@@ -82,7 +81,7 @@ class Identity:
         self.peer_name = peer_name(self.peer_id)
 
     def sign(self, data: bytes) -> bytes:
-        """64 bytes of Ed25519 signature; deterministic."""
+        """Return the Ed25519 signature, 64 bytes; it is deterministic."""
         return self._key.sign(data)
 
     def __repr__(self) -> str:
@@ -90,7 +89,7 @@ class Identity:
 
 
 def verify(peer_id: object, data: object, signature: object) -> bool:
-    """Whether the owner of `peer_id` signed `data`. Any malformed argument is a plain False."""
+    """Return whether the owner of `peer_id` signed `data`. Malformed arguments give False."""
     if not (isinstance(peer_id, str) and isinstance(data, bytes) and isinstance(signature, bytes)):
         return False
     key = _public_key(peer_id) if len(peer_id) <= _MAX_PEER_ID_CHARACTERS else None
@@ -104,7 +103,7 @@ def verify(peer_id: object, data: object, signature: object) -> bool:
 
 
 def is_peer_id(text: object) -> TypeGuard[str]:
-    """Whether `text` is the one canonical spelling of an Ed25519 peer id."""
+    """Return whether `text` is the one canonical spelling of an Ed25519 peer id."""
     return isinstance(text, str) and len(text) <= _MAX_PEER_ID_CHARACTERS and _public_key(text) is not None
 
 
@@ -112,7 +111,7 @@ def is_peer_id(text: object) -> TypeGuard[str]:
 def _public_key(peer_id: str) -> Ed25519PublicKey | None:
     try:
         decoded = base58.b58decode(peer_id)
-        # The decoder drops white space at the end: one peer must not appear under two spellings.
+        # The decoder ignores white space at the end, but one peer must have only one spelling.
         if not decoded.startswith(_PEER_ID_PREFIX) or base58.b58encode(decoded).decode() != peer_id:
             return None
         return Ed25519PublicKey.from_public_bytes(decoded[len(_PEER_ID_PREFIX) :])
@@ -121,9 +120,9 @@ def _public_key(peer_id: str) -> Ed25519PublicKey | None:
 
 
 def create(path: Path) -> Identity:
-    """Draw a new identity and write its seed to `path` (mode 0600, in a folder made with mode 0700).
+    """Create a random identity and write its seed to `path` (mode 0600, in a folder made with mode 0700).
 
-    Raises IdentityError where there is one already, or the file cannot be written.
+    Raises IdentityError where one exists already, or the file cannot be written.
     """
     if os.path.lexists(path):
         raise IdentityError(f"an identity must not be overwritten, got one at {path}; move it away for a new one")
@@ -133,7 +132,7 @@ def create(path: Path) -> Identity:
 
 
 def write_seed(identity: Identity, path: Path) -> None:
-    """Write the seed to `path` in place of what is there, all of it or nothing. Raises IdentityError."""
+    """Replace the file at `path` by the seed, completely or not at all. Raises IdentityError."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_file(path, identity.seed, is_durable=True)
@@ -142,13 +141,13 @@ def write_seed(identity: Identity, path: Path) -> None:
 
 
 Unlock = Callable[[bytes], Identity]
-"""The identity in the bytes of an encrypted key file. Raises IdentityError."""
+"""Returns the identity in the bytes of an encrypted key file. Raises IdentityError."""
 
 
 def load(path: Path, unlock: Unlock | None = None) -> Identity:
-    """Read the identity at `path`, one that is encrypted through `unlock`.
+    """Read the identity at `path`; `unlock` opens an encrypted one.
 
-    Raises IdentityError: missing, damaged, open to other users, or encrypted and nobody to unlock it.
+    Raises IdentityError: missing, damaged, readable by other users, or encrypted without `unlock`.
     """
     try:
         with open_to_read(path) as file:
@@ -176,7 +175,7 @@ def load(path: Path, unlock: Unlock | None = None) -> Identity:
 
 
 def is_encrypted(path: Path) -> bool:
-    """Whether the identity at `path` needs a passphrase. False where there is none, or it cannot be read."""
+    """Return whether the identity at `path` needs a passphrase. False where there is none, or it cannot be read."""
     try:
         with open_to_read(path) as file:
             return _is_sealed(file.read(SEED_BYTES + 1))
@@ -189,7 +188,7 @@ def _is_sealed(data: bytes) -> bool:
 
 
 def load_or_create(path: Path, unlock: Unlock | None = None) -> Identity:
-    """The identity at `path`, made at the first call. Raises IdentityError as `load` and `create` do."""
+    """Return the identity at `path`, created at the first call. Raises IdentityError as `load` and `create` do."""
     return load(path, unlock) if os.path.lexists(path) else create(path)
 
 
@@ -202,14 +201,14 @@ def write_libp2p_key(identity: Identity, path: Path) -> None:
 
 
 class IdentityLock:
-    """Context manager that lets one process at a time use the identity of a folder.
+    """A context manager that lets only one process at a time use the identity of a folder.
 
-    Two daemons with one peer id start without an error and then steal each other's connections. The kernel drops the
-    lock with the process, however it dies; the file stays and names the last holder.
+    Two daemons with one peer id start without an error and then take each other's connections. The kernel releases the
+    lock with the process, however it dies. The file stays and names the last holder.
     """
 
     def __init__(self, folder: Path, runtime_folder: Path | None = None) -> None:
-        """`runtime_folder`: where processes of this user tell which peer ids they use; by default the user's own."""
+        """`runtime_folder` is where this user's processes list the peer ids they use; by default the user's own."""
         self._folder = folder
         self._runtime_folder = runtime_folder
         self._descriptors: list[int] = []
@@ -225,9 +224,10 @@ class IdentityLock:
         return self
 
     def claim(self, identity: Identity) -> None:
-        """Also keep other folders with a copy of this key from being used on this machine by this user.
+        """Also lock the peer id, for other folders of this user on this machine that hold a copy of the key.
 
-        Raises IdentityError that names the process using it. Where the runtime folder cannot be used, only warns.
+        Raises IdentityError that names the process using it. Only logs a warning where the runtime folder cannot be
+        used.
         """
         folder = self._runtime_folder or _runtime_folder()
         fix = "or make this node an identity of its own with `swarm identity rotate`"
@@ -239,12 +239,12 @@ class IdentityLock:
             self._lock(path, f"{identity.peer_name} ({identity.peer_id})", fix)
             self._claimed = path
         except OSError as error:
-            logger.warning("a second process with this identity would not be noticed on this machine: %s", error)
+            logger.warning("a second process with this identity on this machine cannot be detected: %s", error)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._claimed is not None:  # in a folder that no node has for itself: nothing is left there for ever
+        if self._claimed is not None:  # several nodes share that folder, so nothing is left in it
             with contextlib.suppress(OSError):
                 self._claimed.unlink()
             self._claimed = None
@@ -263,7 +263,7 @@ class IdentityLock:
             raise IdentityError(
                 f"an identity must be used by one process, got {what} in use by {holder}; stop that process, {fix}"
             ) from None
-        if not _is_at(path, descriptor):  # its last holder has removed it in this moment
+        if not _is_at(path, descriptor):  # its last holder has just removed it
             os.close(descriptor)
             self._lock(path, what, fix)
             return
@@ -273,7 +273,7 @@ class IdentityLock:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the open file is the one that others find at `path`."""
+    """Return whether the open file is the one that others find at `path`."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -281,7 +281,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _runtime_folder() -> Path:
-    """Of this user on this machine; it need not outlive a restart of the machine."""
+    """Return the folder of this user on this machine. It need not survive a restart of the machine."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     return Path(runtime, "swarm") if runtime else Path(tempfile.gettempdir(), f"swarm-{os.geteuid()}")
 

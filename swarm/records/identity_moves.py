@@ -1,17 +1,17 @@
-"""An identity on its way to another machine: a small JSON file, sealed with a passphrase.
+"""Moves an identity to another machine, and changes the identity of a node.
+
+An export is a small JSON file, encrypted with a passphrase:
 
     {"format": "swarm-identity", "version": 1, "peer_id": …, "salt": …, "nonce": …, "sealed": …}     bytes in hex
     key    = scrypt(passphrase, salt, N = 2^17, r = 8, p = 1)            RFC 7914; 128 MiB and about half a second
     sealed = ChaCha20-Poly1305(key, nonce, seed, bound to the peer id)   RFC 8439
 
-The parameters belong to the version, so that a file can ask for no more memory than this. A plain file holds "seed" in
-place of the last three.
+The parameters belong to the version, so that no file can ask for more memory. An unencrypted file holds "seed" in place
+of the last three fields.
 
-A node's change from one identity to the next, told by both keys.
+A rotation replaces a node's identity, and both keys sign the change, so no third party can claim it:
 
     identity.key ──set aside──> identity.key.<readable name>       identity.rotation.json: who became whom, signed twice
-
-The old key says where it went, the new one that it comes from there; so neither can be claimed by a third party.
 """
 
 import json
@@ -29,9 +29,9 @@ from swarm.records.identity import KEY_FILE, SEED_BYTES, Identity, is_encrypted,
 from swarm.types import is_list, is_table
 
 ROTATION_FILE = "identity.rotation.json"
-"""Statements of a folder's rotations, oldest first."""
+"""File of a folder's signed rotations, oldest first."""
 NEXT_KEY_FILE = "identity.key.next"
-"""The new seed until it takes the place of the old one."""
+"""File of the new seed until it replaces the old one."""
 MAX_STATEMENTS_BYTES = 1 << 20
 _DOMAIN = b"swarm/rotation/1\x00"
 
@@ -40,14 +40,14 @@ Statement = dict[str, str]
 
 
 def make_statement(old: Identity, new: Identity, at: float) -> Statement:
-    """`at`: seconds since the epoch."""
+    """Make the statement that both keys sign. `at` is in seconds since the epoch."""
     fields = {"old": old.peer_id, "new": new.peer_id, "at": f"{at:.0f}"}
     signed = _signed_bytes(fields)
     return fields | {"old_signature": old.sign(signed).hex(), "new_signature": new.sign(signed).hex()}
 
 
 def statement_is_valid(statement: object) -> TypeGuard[Statement]:
-    """Whether both keys signed it. Never raises."""
+    """Return whether both keys signed the statement. Never raises."""
     names = ("old", "new", "at", "old_signature", "new_signature")
     if not is_table(statement) or not all(isinstance(statement.get(name), str) for name in names):
         return False
@@ -64,7 +64,9 @@ def statement_is_valid(statement: object) -> TypeGuard[Statement]:
 
 
 def read_statements(folder: Path) -> list[Statement]:
-    """Valid statements of a folder, oldest first; [] where it never rotated. Raises IdentityError for a damaged file."""
+    """Return the valid statements of a folder, oldest first; [] where it never rotated. Raises IdentityError if
+    damaged.
+    """
     path = folder / ROTATION_FILE
     try:
         statements = read_json(path, MAX_STATEMENTS_BYTES)
@@ -80,14 +82,14 @@ def read_statements(folder: Path) -> list[Statement]:
 
 
 def rotate(folder: Path, new: Identity, at: float) -> Identity:
-    """Make `new` the identity of a folder whose lock is held; returns the old one.
+    """Make `new` the identity of a folder whose lock is held. Returns the old one.
 
-    Killed at any point, the folder holds either identity whole, and calling it again completes the change.
+    If it is killed at any point, the folder holds one of the two identities, and calling it again completes the change.
     Raises IdentityError.
     """
     old = load(folder / KEY_FILE)
     statements = [*read_statements(folder), make_statement(old, new, at)]
-    # Those of a rotation that was cut short end at an identity which never came to be.
+    # Statements of an interrupted rotation name an identity that was never used; they are dropped.
     chain = [one for one in statements if one["old"] != old.peer_id] + [statements[-1]]
     write_seed(new, folder / NEXT_KEY_FILE)
     set_aside(folder, old)
@@ -100,20 +102,20 @@ def rotate(folder: Path, new: Identity, at: float) -> Identity:
 
 
 def set_aside(folder: Path, old: Identity) -> Path:
-    """Keep a copy of `old` beside the identity of a folder; where it is. One that is encrypted stays so.
+    """Store a copy of `old` beside the identity of a folder, encrypted if it was. Returns its path.
 
     Raises IdentityError.
     """
     number, key_file = 1, folder / KEY_FILE
-    kept = read_file(key_file, MAX_STATEMENTS_BYTES) if is_encrypted(key_file) else old.seed
+    copied = read_file(key_file, MAX_STATEMENTS_BYTES) if is_encrypted(key_file) else old.seed
     path = folder / f"{KEY_FILE}.{old.peer_name}"
     while os.path.lexists(path):
-        if path.lstat().st_size == len(kept) and read_file(path, len(kept)) == kept:
+        if path.lstat().st_size == len(copied) and read_file(path, len(copied)) == copied:
             return path
         number += 1  # two identities may share a readable name
         path = folder / f"{KEY_FILE}.{old.peer_name}-{number}"
     try:
-        replace_file(path, kept, is_durable=True)
+        replace_file(path, copied, is_durable=True)
     except OSError as error:
         raise IdentityError(f"an identity must be writable, got {error}; check the folder {folder}") from None
     return path
@@ -134,9 +136,9 @@ _SCRYPT_N = 2**17
 
 
 def write_export(identity: Identity, path: Path, passphrase: str | None) -> None:
-    """Write `identity` to a new file of mode 0600, sealed; in the clear where `passphrase` is None.
+    """Write `identity` to a new file of mode 0600, encrypted unless `passphrase` is None.
 
-    Raises IdentityError: a file is there already, it cannot be written, or the passphrase is too short.
+    Raises IdentityError: the file exists already, it cannot be written, or the passphrase is too short.
     """
     if os.path.lexists(path):
         raise IdentityError(f"an export must not overwrite anything, got {path} that exists; name a new file")
@@ -144,12 +146,12 @@ def write_export(identity: Identity, path: Path, passphrase: str | None) -> None
 
 
 def write_sealed(identity: Identity, path: Path, passphrase: str) -> None:
-    """The same, sealed, in place of what is at `path`: the key file of a node that is encrypted at rest."""
+    """Replace the file at `path` by the encrypted identity: the key file of a node that is encrypted on disk."""
     _write(identity, path, _sealed(identity, passphrase))
 
 
 def read_export(path: Path) -> dict[str, Any]:
-    """The fields of an exported identity. Raises IdentityError for a file that is none."""
+    """Return the fields of an exported identity. Raises IdentityError for any other file."""
     try:
         data = read_file(path, MAX_FILE_BYTES)
     except OSError as error:
@@ -158,7 +160,7 @@ def read_export(path: Path) -> dict[str, Any]:
 
 
 def parse_export(data: bytes, where: str) -> dict[str, Any]:
-    """The same for its bytes; `where` they come from, for the error."""
+    """Return the fields of an export from its bytes. `where` names their source in errors."""
     try:
         content = parse_json(data) if len(data) <= MAX_FILE_BYTES else None
     except ValueError:
@@ -176,12 +178,12 @@ def parse_export(data: bytes, where: str) -> dict[str, Any]:
 
 
 def is_sealed(content: dict[str, Any]) -> bool:
-    """Whether a passphrase is needed to open what `read_export` gave."""
+    """Return whether a passphrase is needed to open what `read_export` returned."""
     return "seed" not in content
 
 
 def open_export(content: dict[str, Any], passphrase: str | None) -> Identity:
-    """The identity inside. Raises IdentityError: wrong passphrase, or damaged file."""
+    """Return the identity in an export. Raises IdentityError: wrong passphrase, or damaged file."""
     is_open = not is_sealed(content)
     seed = _field(content, "seed", SEED_BYTES) if is_open else _unsealed(content, passphrase or "")
     identity, peer_id = Identity(seed), content["peer_id"]

@@ -1,4 +1,4 @@
-"""Presence: a node says, signed, that it is there and how it can be reached. At most 1 KiB, like a header.
+"""Presence: a signed statement of a node that it is there and how it can be reached. At most 1 KiB, like a header.
 
 payload = msgpack [version, swarm id, [address, …], [gossip address, …], hosts index, level, created at, expires at]
 """
@@ -22,19 +22,19 @@ class Presence:
 
     peer_id: str
     addresses: tuple[str, ...]
-    """Multiaddresses without /p2p, at most MAX_ADDRESSES; empty for a node that only calls others."""
+    """Multiaddresses without /p2p, at most MAX_ADDRESSES; empty for a node that others cannot dial."""
     gossip_addresses: tuple[str, ...]
     hosts_index: bool
-    """Whether it holds a part of the index and looks into it for others."""
+    """Whether it holds a part of the index and searches it for others."""
     level: int
-    """Level of the shard that it shares its experience in."""
+    """Level of the shard in which it shares its experience."""
     created_at: float
     """Swarm time, seconds since the epoch."""
     expires_at: float
 
 
 def sign_presence(identity: Identity, swarm_id: str, presence: Presence) -> bytes:
-    """The record as it is stored. Addresses beyond the bounds are left out."""
+    """Return the record as it is stored. Addresses above the limits are left out."""
     fields = [
         _within_bounds(presence.addresses),
         _within_bounds(presence.gossip_addresses),
@@ -47,7 +47,7 @@ def sign_presence(identity: Identity, swarm_id: str, presence: Presence) -> byte
 
 
 def verify_presence(data: bytes, swarm_id: str) -> Presence:
-    """Decode a record and check its signature. Raises InvalidRecord for anything else than a peer's own statement."""
+    """Decode a record and check its signature. Raises InvalidRecord unless the peer itself made the statement."""
     record, fields = open_fields(data, swarm_id, num_fields=6)
     addresses, gossip_addresses, hosts_index, level, created_at, expires_at = fields
     presence = Presence(

@@ -1,8 +1,7 @@
-"""Signatures over payload bytes exactly as sent, separated by purpose and swarm.
+"""Signatures over payload bytes exactly as sent, separated by purpose and swarm, and checks of the fields inside.
 
-Fields of what peers send: msgpack arrays whose every element is checked for type and range.
-
-All of it raises InvalidRecord and nothing else, whatever the bytes are.
+Fields are msgpack arrays, and every element is checked for type and range. The checks raise only InvalidRecord,
+whatever the bytes are.
 """
 
 import math
@@ -20,7 +19,7 @@ from swarm.types import SignedRecord, is_list
 
 PROTOCOL_VERSION = 1
 MAX_ARRAY_ITEMS = 16
-"""More than any array of a record has, or one of a near version."""
+"""More items than any array of a record has in this version or a near one."""
 
 
 def pack(fields: list[Any]) -> bytes:
@@ -28,7 +27,7 @@ def pack(fields: list[Any]) -> bytes:
 
 
 def unpack(data: bytes, *, max_bytes: int | None = None) -> Any:
-    """Unpack data of at most a kilobyte or two: what it unpacks to may be a hundred times larger.
+    """Decode data of at most a kilobyte or two, which may unpack to a hundred times that.
 
     Raises InvalidRecord with MALFORMED, and OVERSIZE for more than `max_bytes`.
     """
@@ -48,7 +47,7 @@ def check_version(version: Any) -> None:
 
 
 def check_versioned(value: Any, length: int) -> list[Any]:
-    """The items after the version, which is looked at before their number: that may change with it."""
+    """Return the items after the version. The version is checked before their number, which may change with it."""
     fields = check_list(value, 1, MAX_ARRAY_ITEMS)
     check_version(fields[0])
     return check_array(fields, length)[1:]
@@ -97,13 +96,13 @@ def check_bool(value: Any) -> bool:
 
 
 Verify = Callable[[str, bytes, bytes], bool]
-"""(peer id, signed bytes, signature) -> whether it is the owner's."""
+"""(peer id, signed bytes, signature) -> whether the owner of the peer id signed them."""
 
 _verify: ContextVar[Verify] = ContextVar("verify", default=verify)
 
 
 class Purpose(Enum):
-    """What a signed payload is; one signed for one purpose is worth nothing for another."""
+    """What a signed payload is. A signature for one purpose is invalid for every other."""
 
     HEADER = b"swarm/record/1\x00"
     PRESENCE = b"swarm/presence/1\x00"
@@ -118,7 +117,7 @@ def sign_record(identity: Identity, swarm_id: str, payload: bytes, purpose: Purp
 
 
 def signature_is_valid(record: SignedRecord, swarm_id: str, purpose: Purpose = Purpose.HEADER) -> bool:
-    """Whether `record.author` signed this payload for this swarm. Never raises."""
+    """Return whether `record.author` signed this payload for this swarm. Never raises."""
     return _verify.get()(record.author, _signed_bytes(purpose, swarm_id, record.payload), record.signature)
 
 

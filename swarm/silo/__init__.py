@@ -1,1 +1,1 @@
-"""A private swarm: who is a member, the keys that members share, and a transport that seals all that leaves a node."""
+"""Private swarms: who is a member, the keys that members share, and a transport that encrypts all that leaves a node."""

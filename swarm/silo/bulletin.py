@@ -1,14 +1,14 @@
-"""How members keep each other up to date: whoever has an older roll fetches the newer one.
+"""Keeps the members' rolls up to date: a member with an older roll fetches the newer one.
 
     request  = msgpack [1, version of the own roll, own grant or empty]
     response = a box for the asker: msgpack [1, roll where it is newer, else empty, [grant, …]]
 
-It is asked in the clear of the group's key, since the two may be of different epochs; all of it is inside the connection's
-own encryption, too. A node asks each member that it has just met, one of them or of its entrances now and then, and all it is
-connected to when its own roll changes; a member that is asked by one with a newer roll asks back, and so it does when a stranger
-shows a grant of a later epoch. So a new roll is everywhere within a few round trips. The first questions after a change name the
-version before, so that rolls of equal version are compared: an owner whose key is used in two places signs two rolls of one
-version, and is told.
+The request is not sealed with the group's key, since the two sides may be in different epochs; the connection is
+encrypted all the same. A node asks each member that has just connected, now and then a random member or entrance, and
+all connected members when its own roll changes. A member that is asked by one with a newer roll, or by a stranger with
+a grant of a later epoch, asks back. So a new roll is everywhere within a few round trips. The first questions after a
+change name the previous version, so that rolls of the same version are compared: an owner whose key is used in two
+places signs two rolls of one version, and is warned.
 """
 
 import asyncio
@@ -37,18 +37,18 @@ BULLETIN_PROTOCOL = "swarm/silo/1"
 MAX_BULLETIN_REQUEST_BYTES = MAX_GRANT_BYTES + 32
 MAX_BULLETIN_BYTES = MAX_ROLL_BYTES + MAX_GRANTS * MAX_GRANT_BYTES + BOX_OVERHEAD_BYTES + 1024
 LOOK_INTERVAL_S = 1.0
-"""Between two looks at the roll on disk, and at who has to be asked."""
+"""Time between two checks of the roll on disk and of the peers to ask."""
 ASK_INTERVAL_S = 10.0
-"""Between two questions to a member taken at random."""
+"""Time between two questions to a random member."""
 _DEADLINE_S = 10.0
 _MAX_ASKED_AT_ONCE = 32
 _MAX_HURRIED = 64
 _NUM_COMPARED = 8
-"""Members whose roll of the same version is looked at after a change."""
+"""Members whose roll of the same version is compared after a change."""
 _CONTEXT = b"bulletin"
 _NO_MEMBER = "not a member"
-_REFUSALS_TOLD = 2
-"""One may be of a member that does not have the roll yet which names this node."""
+_MIN_REFUSALS = 2
+"""Refusals in a row before a warning. One may come from a member whose roll does not list this node yet."""
 
 
 def encode_question(version: int, grant: bytes) -> bytes:
@@ -57,7 +57,7 @@ def encode_question(version: int, grant: bytes) -> bytes:
 
 @one_error("a question for a silo's roll")
 def decode_question(request: bytes) -> tuple[int, bytes]:
-    """(version, grant or empty). Raises SiloError."""
+    """Return (version, grant or empty). Raises SiloError."""
     format_number, version, grant = check_array(unpacked(request, 3), 3)
     check_int(format_number, FORMAT, FORMAT)
     return check_int(version, 0, 2**53), check_bytes(grant)
@@ -69,14 +69,14 @@ def encode_bulletin(roll: bytes, grants: Sequence[bytes]) -> bytes:
 
 @one_error("a silo's bulletin")
 def decode_bulletin(text: bytes) -> tuple[bytes, list[bytes]]:
-    """(roll or empty, grants), neither checked. Raises SiloError."""
+    """Return (roll or empty, grants), neither checked. Raises SiloError."""
     format_number, roll, grants = check_array(unpacked(text, MAX_GRANTS), 3)
     check_int(format_number, FORMAT, FORMAT)
     return check_bytes(roll), [check_bytes(grant) for grant in check_list(grants, 0, MAX_GRANTS)]
 
 
 class Bulletin:
-    """Of one node. Runs on its loop, over the transport beneath the sealing one."""
+    """Exchanges rolls and grants for one node. It runs on the node's event loop, over the transport beneath the silo's."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Bulletin:
         entrances: Sequence[str],
         rng: random.Random,
     ) -> None:
-        """`entrances`: peer ids to ask too, and alone while no member is connected, such as the manifest's."""
+        """`entrances` are peer ids to ask as well, and alone while no member is connected, such as the manifest's."""
         self._transport = transport
         self._membership = membership
         self._box_key = box_key(identity)
@@ -95,37 +95,37 @@ class Bulletin:
         self._files = files
         self._entrances = [peer_id for peer_id in dict.fromkeys(entrances) if peer_id != identity.peer_id]
         self._rng = rng
-        self._hurried: dict[str, None] = {}
+        self._urgent: dict[str, None] = {}
         self._next_ask_at = 0.0
-        self._told_version = membership.version
+        self._asked_version = membership.version
         self._num_compared = 0
-        self._greeted: set[str] = set()  # members that are connected and were asked since they came
+        self._asked_members: set[str] = set()  # connected members that were asked since they connected
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._asked_at: BoundedMap[str, float] = BoundedMap(MAX_MEMBERS)
         self.faults: Counter[str] = Counter()
-        """What was wrong with rolls that members handed over."""
+        """What was wrong with rolls that members sent."""
         self._wake = asyncio.Event()
         self._num_refusals = 0
-        """In a row: members that did not take this node for one."""
+        """Members in a row that refused this node as a stranger."""
         transport.serve(BULLETIN_PROTOCOL, self.answer, max_request_bytes=MAX_BULLETIN_REQUEST_BYTES)
 
     async def work(self) -> None:
-        """From the transport's start to its stop. Ends only when cancelled."""
+        """Work from the transport's start to its stop. Ends only when cancelled."""
         try:
             await repeat(self._turn, on_failure=lambda: None)
         finally:
             for task in self._asking.values():
                 task.cancel()
 
-    def hurry(self, peer_id: str) -> None:
-        """Ask this peer soon, but once a second at most: it speaks of what this node does not know yet, or says so."""
+    def ask_soon(self, peer_id: str) -> None:
+        """Ask this peer soon, at most once a second: it may know a newer roll."""
         since_s = self._transport.now() - self._asked_at.get(peer_id, -math.inf)
-        if len(self._hurried) < _MAX_HURRIED and since_s >= LOOK_INTERVAL_S:
-            self._hurried[peer_id] = None
+        if len(self._urgent) < _MAX_HURRIED and since_s >= LOOK_INTERVAL_S:
+            self._urgent[peer_id] = None
             self._wake.set()
 
     async def answer(self, peer_id: str, request: bytes) -> bytes:
-        """Raises RequestRefused for whoever is no member."""
+        """Answer a request. Raises RequestRefused for a caller that is no member."""
         try:
             version, grant = decode_question(request)
             if grant:
@@ -136,21 +136,21 @@ class Bulletin:
         if key is None:
             raise RequestRefused(_NO_MEMBER)
         if version > self._membership.version:
-            self.hurry(peer_id)
+            self.ask_soon(peer_id)
         roll = self._membership.roll_data if version < self._membership.version else b""
         return box(key, encode_bulletin(roll, [one.data for one in self._membership.grants]), _CONTEXT)
 
     def _shown(self, peer_id: str, data: bytes) -> None:
-        """A caller's own grant. One of a later epoch proves that there is a newer roll, and who has it."""
-        grant = self._membership.take_grant(data)
+        """Accept a caller's own grant. One of a later epoch proves that there is a newer roll, and who has it."""
+        grant = self._membership.accept_grant(data)
         if grant.peer_id != peer_id:
             raise RequestRefused("the grant of another")
         roll = self._membership.roll
         if roll is not None and grant.epoch > roll.epoch:
-            self.hurry(peer_id)
+            self.ask_soon(peer_id)
 
     async def ask(self, peer_id: str) -> None:
-        """Take what a peer knows and this node does not. Whatever comes of it, nothing is raised."""
+        """Fetch what a peer knows and this node does not. Raises nothing."""
         compares = self._num_compared < _NUM_COMPARED and self._membership.version > 0
         self._num_compared += compares
         try:
@@ -163,43 +163,44 @@ class Bulletin:
             )
             self._num_refusals = 0
             roll, grants = decode_bulletin(open_box(self._box_key, boxed, _CONTEXT))
-            if roll and self._membership.take_roll(roll):
+            if roll and self._membership.accept_roll(roll):
                 self._files.write_roll(roll)
                 self._membership.seen.save()
             for grant in grants:
                 with contextlib.suppress(SiloError):  # of an epoch that one of the two does not know
-                    self._membership.take_grant(grant)
+                    self._membership.accept_grant(grant)
         except RequestError as error:
             logger.debug("asked %s for the silo's roll: %s", peer_id, error)
             if error.reason == "refused" and _NO_MEMBER in str(error):
-                self._was_refused()
+                self._count_refusal()
         except SiloError as error:
-            self._was_odd(f"the roll of {peer_id}", error)
+            self._count_fault(f"the roll of {peer_id}", error)
 
-    def _was_odd(self, what: str, error: SiloError) -> None:
-        """Two rolls of one version are the owner's to mend; it is told once that there are any."""
+    def _count_fault(self, what: str, error: SiloError) -> None:
+        """Count a faulty roll. Two rolls of one version, which only the owner can fix, are logged as a warning once."""
         self.faults[error.fault] += 1
-        is_worth_a_line = error.fault == "two_rolls" and self.faults["two_rolls"] == 1
-        logger.log(logging.WARNING if is_worth_a_line else logging.DEBUG, "%s is passed over: %s", what, error)
+        is_new = error.fault == "two_rolls" and self.faults["two_rolls"] == 1
+        logger.log(logging.WARNING if is_new else logging.DEBUG, "%s is ignored: %s", what, error)
 
-    def _was_refused(self) -> None:
-        """Whoever was put out gets no roll that says so: what members answer is all that it hears, and no proof."""
+    def _count_refusal(self) -> None:
+        """Warn after several refusals. A removed member gets no roll that says so; refusals are all that it receives."""
         self._num_refusals += 1
-        if self._num_refusals == _REFUSALS_TOLD:
+        if self._num_refusals == _MIN_REFUSALS:
             logger.warning(
-                "members of the silo answer that this node is none any more: its owner has put it out, or its time is over; "
-                "it goes on alone; ask the owner for a new invitation"
+                "members of the silo answer that this node is no longer a member: its owner has removed it, or its "
+                "membership has ended; "
+                "it continues alone; ask the owner for a new invitation"
             )
 
     def read_file(self) -> None:
-        """Take the roll on disk where it is newer. One that is damaged costs a warning."""
+        """Accept the roll on disk where it is newer. A damaged one is logged as a warning."""
         try:
             if self._files.roll_has_changed() and (data := self._files.read_roll()) is not None:
-                self._membership.take_roll(data)
+                self._membership.accept_roll(data)
                 self._membership.seen.save()
         except SiloError as error:
             self.faults[error.fault] += 1
-            logger.warning("the roll in this node's folder is passed over: %s", error)
+            logger.warning("the roll in this node's folder is ignored: %s", error)
 
     async def _turn(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -211,37 +212,40 @@ class Bulletin:
             self._begin_asking(peer_id)
 
     def _begin_asking(self, peer_id: str) -> None:
-        """One question at a time to each; nobody who is slow to answer holds the others up."""
+        """Ask a peer, one question at a time. A slow peer does not delay the others."""
         if peer_id in self._asking or len(self._asking) >= _MAX_ASKED_AT_ONCE:
             return
-        self._greeted.add(peer_id)
+        self._asked_members.add(peer_id)
         self._asked_at[peer_id] = self._transport.now()
         task = self._asking[peer_id] = asyncio.create_task(self.ask(peer_id), name="silo-ask")
         task.add_done_callback(lambda _: self._asking.pop(peer_id, None))
 
     async def _due(self) -> list[str]:
-        """Whom to ask now: who was hurried, who is new here, all when the roll has changed, else one from time to time."""
-        hurried = list(self._hurried)
-        self._hurried.clear()
-        has_changed, now = self._told_version != self._membership.version, self._transport.now()
+        """Return the peers to ask now: urgent ones, new ones, all when the roll has changed, else one from time to
+        time.
+        """
+        urgent = list(self._urgent)
+        self._urgent.clear()
+        has_changed, now = self._asked_version != self._membership.version, self._transport.now()
         if not has_changed and now < self._next_ask_at:
-            return hurried
+            return urgent
         here = [one for one in await self._transport.connected_peers() if self._membership.is_member(one)]
-        others, new = here or self._entrances, [one for one in here if one not in self._greeted]
+        others, new = here or self._entrances, [one for one in here if one not in self._asked_members]
         if has_changed:
             self._num_compared = 0
         elif others:
-            # entrances too, even those that the own roll does not list: that roll may be old, and whoever is here put out since
+            # also entrances that the own roll does not list: the roll may be old, and the connected members removed
+            # since
             others = [*new, self._rng.choice(list(dict.fromkeys((*others, *self._entrances))))]
-        self._greeted &= set(here)
-        self._told_version = self._membership.version
+        self._asked_members &= set(here)
+        self._asked_version = self._membership.version
         has_roll = self._membership.version > 0 and bool(here)
         self._next_ask_at = now + (ASK_INTERVAL_S if has_roll else LOOK_INTERVAL_S)
         self._rng.shuffle(others := list(others))
-        return list(dict.fromkeys((*hurried, *others)))[:_MAX_ASKED_AT_ONCE]
+        return list(dict.fromkeys((*urgent, *others)))[:_MAX_ASKED_AT_ONCE]
 
     def _own_grant(self) -> bytes:
-        """To be shown while others may not have the roll that names this node."""
+        """Return the grant to show while others may not have the roll that lists this node."""
         grant, roll = self._membership.own_grant, self._membership.roll
         is_needed = grant is not None and (roll is None or grant.epoch >= roll.epoch)
         return grant.data if grant is not None and is_needed else b""

@@ -1,12 +1,12 @@
-"""How somebody becomes a member: a request, and the owner's answer to it, each a line of text.
+"""How a node becomes a member: its request and the owner's answer, each a line of text.
 
-    who wants in   request = msgpack [payload, own signature]     payload = msgpack [1, peer id, X25519 key (32)]
-    the owner      grant   = msgpack [payload, owner's signature] payload = msgpack [1, swarm id (16), peer id, X25519 key,
-                                                                                      until, epoch]
-                   token   = msgpack [1, grant, wrapped key (80), zstd of the manifest]
+    newcomer   request = msgpack [payload, own signature]     payload = msgpack [1, peer id, X25519 key (32)]
+    owner      grant   = msgpack [payload, owner's signature] payload = msgpack [1, swarm id (16), peer id, X25519 key,
+                                                                                until, epoch]
+               token   = msgpack [1, grant, wrapped key (80), zstd of the manifest]
 
-A grant is a membership by itself as long as its epoch lasts: members that have not seen the roll with the newcomer on it
-yet take the grant in its place. Neither text is a secret: the key in a token opens for the one named in it alone.
+A grant proves membership for as long as its epoch lasts: members that do not have the roll with the newcomer yet accept
+the grant instead. Neither text is a secret: only the newcomer can open the key in its token.
 """
 
 import base64
@@ -45,7 +45,7 @@ _GRANT_DOMAIN = b"swarm/silo-grant/1\x00"
 
 @dataclass(frozen=True, slots=True)
 class MembershipRequest:
-    """Who wants to be a member, with the key to box the group's key for."""
+    """A request for membership, with the key for which the group's key is to be boxed."""
 
     peer_id: str
     box_key: bytes = field(repr=False)
@@ -53,7 +53,7 @@ class MembershipRequest:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A membership that the owner has signed."""
+    """A membership signed by the owner."""
 
     swarm_id: str
     peer_id: str
@@ -61,14 +61,14 @@ class Grant:
     until: float
     """Seconds since the epoch."""
     epoch: int
-    """Of the group's key at that time."""
+    """Epoch of the group's key at that time."""
     data: bytes = field(repr=False)
-    """As signed."""
+    """The grant as it was signed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """All that a newcomer needs."""
+    """Everything that a newcomer needs."""
 
     grant: Grant
     wrapped: bytes = field(repr=False)
@@ -78,17 +78,17 @@ class Token:
 
 
 def make_request(identity: Identity) -> str:
-    """One line for the owner of a silo, any silo. Holds no secret."""
+    """Return one line for the owner of any silo. It contains no secret."""
     fields = [identity.peer_id, box_key(identity).public_key().public_bytes_raw()]
     return _text(REQUEST_PREFIX, sign(identity, _REQUEST_DOMAIN, fields))
 
 
 @one_error("a request to become a member")
 def read_request(text: str) -> MembershipRequest:
-    """Raises SiloError unless the one it names has signed it."""
+    """Raises SiloError unless the peer that it names has signed it."""
     payload, signature = open_envelope(_bytes(REQUEST_PREFIX, text), MAX_GRANT_BYTES)
     peer_id, key = fields_of(payload, 2, 3)
-    check_signed(_peer_id(peer_id), _REQUEST_DOMAIN, payload, signature)
+    check_signed(_peer_id(peer_id), _REQUEST_DOMAIN, payload, signature=signature)
     return MembershipRequest(peer_id, check_bytes(key, KEY_BYTES))
 
 
@@ -101,17 +101,17 @@ def encode_grant(owner: Identity, swarm_id: str, request: MembershipRequest, unt
 def decode_grant(data: bytes, owner: str, swarm_id: str) -> Grant:
     """Raises SiloError unless the owner signed it for this swarm. It may have expired."""
     payload, signature = open_envelope(data, MAX_GRANT_BYTES)
-    check_signed(owner, _GRANT_DOMAIN, payload, signature)
+    check_signed(owner, _GRANT_DOMAIN, payload, signature=signature)
     named_swarm, peer_id, key, until, epoch = fields_of(payload, 5, 6)
     if check_bytes(named_swarm, 16).hex() != swarm_id:
         raise InvalidRecord(Rejection.FOREIGN_SWARM)
     return Grant(
-        swarm_id,
-        _peer_id(peer_id),
-        check_bytes(key, KEY_BYTES),
-        check_float(until, 0.0, MAX_TIME_S),
-        check_int(epoch, 1, MAX_EPOCH),
-        data,
+        swarm_id=swarm_id,
+        peer_id=_peer_id(peer_id),
+        box_key=check_bytes(key, KEY_BYTES),
+        until=check_float(until, 0.0, MAX_TIME_S),
+        epoch=check_int(epoch, 1, MAX_EPOCH),
+        data=data,
     )
 
 
@@ -122,7 +122,7 @@ def encode_token(grant: bytes, wrapped: bytes, manifest_text: str) -> str:
 
 @one_error("a silo's token")
 def decode_token(text: str) -> Token:
-    """Raises SiloError unless the founder of the manifest in it signed both manifest and grant."""
+    """Raises SiloError unless the founder of the manifest in it signed both the manifest and the grant."""
     data = _bytes(INVITE_PREFIX, text)
     version, grant, wrapped, packed = check_array(unpacked(data, 4), 4)
     check_int(version, FORMAT, FORMAT)
@@ -134,16 +134,18 @@ def decode_token(text: str) -> Token:
     if manifest.silo is None:
         raise SiloError(f"its manifest must be of a silo, got the public swarm {manifest.name}", "malformed")
     return Token(
-        decode_grant(check_bytes(grant), manifest.founder, manifest.id),
-        check_bytes(wrapped, WRAPPED_BYTES),
-        manifest,
-        manifest_data.decode(),
+        grant=decode_grant(check_bytes(grant), manifest.founder, manifest.id),
+        wrapped=check_bytes(wrapped, WRAPPED_BYTES),
+        manifest=manifest,
+        manifest_text=manifest_data.decode(),
     )
 
 
 def _unzipped(packed: bytes) -> bytes:
     try:
-        if not 0 < zstandard.frame_content_size(packed) <= MAX_MANIFEST_BYTES:  # else it would be allocated
+        if (
+            not 0 < zstandard.frame_content_size(packed) <= MAX_MANIFEST_BYTES
+        ):  # zstandard would allocate whatever the frame claims
             raise SiloError(f"its manifest must have <= {MAX_MANIFEST_BYTES} bytes and say so", "malformed")
         return zstandard.ZstdDecompressor().decompress(packed)
     except zstandard.ZstdError:
@@ -162,7 +164,7 @@ def _text(prefix: str, data: bytes) -> str:
 
 
 def _bytes(prefix: str, text: str) -> bytes:
-    """White space, which mail and terminals put in, does not matter."""
+    """Decode a line. White space, which mail and terminals insert, is ignored."""
     if len(text) > 2 * MAX_TOKEN_BYTES:
         raise SiloError(f"it must have <= {2 * MAX_TOKEN_BYTES} characters, got {len(text)}", "malformed")
     compact = re.sub(r"\s", "", text)

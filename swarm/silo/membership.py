@@ -1,10 +1,11 @@
-"""Who the members are as far as one node knows, and the keys that it has by being one of them.
+"""The members of a silo as one node knows them, and the group's keys that it has as a member.
 
-silo.roll, other members ─ take_roll ─┐                     ┌─ is_member(peer)
-token, newcomers ──────── take_grant ─┼─→ Membership ───────┼─ box_key_of(peer)
-clock (memberships end) ──────────────┘                     └─ KeyRing
+    silo.roll, other members ─ accept_roll ─┐                     ┌─ is_member(peer)
+    token, newcomers ──────── accept_grant ─┼─→ Membership ───────┼─ box_key_of(peer)
+    clock (memberships end) ────────────────┘                     └─ KeyRing
 
-The group's keys that a node holds: the newest one, to seal with, and the one before, to open what is on its way.
+A node holds two keys of the group: the newest one, to seal with, and the previous one, to open what is still on its
+way.
 """
 
 import logging
@@ -22,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 GRACE_S = 120.0
-"""What was sealed under the key before still opens for so long: as long as presence lives."""
+"""How long messages sealed under the previous key can be opened: as long as a presence lives."""
 
 
 class KeyRing:
-    """Of one node, in memory alone: at a start the roll on disk is opened anew, with the identity."""
+    """The group's keys of one node, in memory only. At a start the roll on disk is opened again with the identity."""
 
     def __init__(self, clock: Callable[[], float], grace_s: float = GRACE_S) -> None:
         """`clock`: seconds."""
@@ -38,18 +39,18 @@ class KeyRing:
 
     @property
     def current(self) -> EpochKey:
-        """Raises SiloError where there is none."""
+        """The newest key. Raises SiloError where there is none."""
         if self._current is None:
             raise SiloError("a member must have the group's key, got none yet", "missing")
         return self._current
 
     @property
     def epoch(self) -> int:
-        """0 without a key."""
+        """Epoch of the newest key; 0 without a key."""
         return 0 if self._current is None else self._current.epoch
 
-    def take(self, key: EpochKey) -> bool:
-        """A key of a later epoch becomes the current one; whether this one is."""
+    def accept(self, key: EpochKey) -> bool:
+        """Make a key of a later epoch the newest one. Returns whether it was."""
         if key.epoch <= self.epoch:
             return False
         self._before, self._before_until = self._current, self._clock() + self._grace_s
@@ -57,13 +58,15 @@ class KeyRing:
         return True
 
     def accepted(self) -> tuple[EpochKey, ...]:
-        """The keys that open something at this moment, newest first."""
+        """Return the keys that are valid now, newest first."""
         if self._before is not None and self._clock() >= self._before_until:
             self._before = None
         return tuple(key for key in (self._current, self._before) if key is not None)
 
     def key_for(self, sealed: bytes) -> EpochKey:
-        """The key of the epoch that a message names. Raises SiloError, `unknown_epoch` where it is none of these."""
+        """Return the key of the epoch that a message names. Raises SiloError, `unknown_epoch` where this node has no
+        such key.
+        """
         epoch = epoch_of(sealed)
         for key in self.accepted():
             if key.epoch == epoch:
@@ -72,13 +75,13 @@ class KeyRing:
 
 
 _MAX_NAMED = 8
-"""Members in one line of the log."""
+"""Members named in one line of the log."""
 MAX_GRANTS = 64
-"""Of newcomers that are on no roll yet; members that fetch a roll fetch these as well."""
+"""Grants of newcomers that are on no roll yet. Members that fetch a roll fetch these as well."""
 
 
 class Membership:
-    """Of one node. Runs on its loop."""
+    """The members of one silo as one node knows them. It runs on the node's event loop."""
 
     def __init__(
         self,
@@ -86,62 +89,65 @@ class Membership:
         owner: str,
         identity: Identity,
         clock: Callable[[], float],
+        seen: SeenRolls,
         grace_s: float = GRACE_S,
-        seen: SeenRolls | None = None,
     ) -> None:
-        """`owner`: peer id of whoever signs rolls and grants. `clock`: seconds since the epoch.
+        """`owner` is the peer id that signs rolls and grants. `clock` gives seconds since the epoch.
 
-        `seen`: the newest roll that this identity has seen so far, in earlier runs too.
+        `seen` is the newest roll that this identity has seen, in earlier runs too.
         """
         self.swarm_id = swarm_id
         self.owner = owner
         self.keys = KeyRing(clock, grace_s)
         self.roll: Roll | None = None
         self.roll_data = b""
-        """As signed, to be handed on."""
+        """The roll as it was signed, which is sent to others."""
         self.own_grant: Grant | None = None
-        self.seen = seen or SeenRolls(swarm_id)
-        self.on_change: Callable[[], None] = lambda: None
-        """Called after a roll was taken."""
+        self.seen = seen
+        self._watchers: list[Callable[[], None]] = []
         self._identity = identity
         self._box_key = box_key(identity)
         self._clock = clock
         self._members: dict[str, Member] = {}  # of the roll
         self._grants: BoundedMap[str, Grant] = BoundedMap(MAX_GRANTS)  # by peer id, of the roll's epoch
 
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call `watcher` after each newer roll."""
+        self._watchers.append(watcher)
+
     @property
     def version(self) -> int:
-        """Of the roll; 0 without one."""
+        """Version of the roll; 0 without one."""
         return 0 if self.roll is None else self.roll.version
 
     @property
     def grants(self) -> tuple[Grant, ...]:
-        """Of members that the roll does not list."""
+        """Grants of members that the roll does not list."""
         return tuple(self._grants.values())
 
     def is_member(self, peer_id: str) -> bool:
-        """Whether the roll or a grant says so at this moment. Without a roll nobody is but this node."""
+        """Return whether the roll or a grant makes the peer a member now. Without a roll only this node is."""
         return self.box_key_of(peer_id) is not None
 
     def box_key_of(self, peer_id: str) -> bytes | None:
-        """The key to box something with for one member; None for others."""
+        """Return the key with which something is boxed for one member; None for others."""
         own = self.own_grant if peer_id == self._identity.peer_id else None
         if own is not None and self.roll is not None and own.epoch < self.roll.epoch:
-            own = None  # the roll has the last word since
+            own = None  # the newer roll decides
         for entry in (self._members.get(peer_id), self._grants.get(peer_id), own):
             if entry is not None and self._now() < entry.until:
                 return entry.box_key
         return None
 
     def _now(self) -> float:
-        """Seconds since the epoch; of a clock that is behind, the time at which the owner signed the roll."""
+        """Return seconds since the epoch, at least the time at which the owner signed the roll, if the clock is behind."""
         return max(self._clock(), 0.0 if self.roll is None else self.roll.issued_at)
 
-    def take_roll(self, data: bytes) -> bool:
-        """Whether it was newer than what is known. Raises SiloError for one that the owner has not signed.
+    def accept_roll(self, data: bytes) -> bool:
+        """Accept a roll, and return whether it was newer. Raises SiloError for one that the owner has not signed.
 
-        A roll of an epoch before that of the own grant is refused: somebody may have been put out in between. So is one that is
-        older than what this identity has seen, and a second one of a version or epoch that has one already.
+        A roll of an epoch before that of the own grant is refused, since somebody may have been removed in between. So
+        is one that is older than what this identity has seen, and a second one of the same version or epoch.
         """
         roll = decode_roll(data, self.owner, self.swarm_id)
         least_epoch = max(self.keys.epoch, self.own_grant.epoch if self.own_grant is not None else 0)
@@ -157,19 +163,20 @@ class Membership:
             logger.info("a newer roll of the silo: %s", _what_changed(self.roll, roll))
         self.roll, self.roll_data = roll, data
         self._members = {member.peer_id: member for member in roll.members}
-        # Grants of an earlier epoch are over: who was put out since is not on this roll.
+        # Grants of an earlier epoch are over: members removed since are not on this roll.
         for grant in [one for one in self._grants.values() if not self._counts(one)]:
             del self._grants[grant.peer_id]
-        self.seen.take(roll, data)
+        self.seen.note(roll, data)
         if key is not None:
-            self.keys.take(key)
+            self.keys.accept(key)
         elif self.keys.epoch < roll.epoch:
-            logger.warning("this node is no longer a member of its silo; ask the owner, whose word is final")
-        self.on_change()
+            logger.warning("this node is no longer a member of its silo; ask its owner")
+        for watcher in self._watchers:
+            watcher()
         return True
 
-    def take_grant(self, data: bytes) -> Grant:
-        """A newcomer's; it counts while no roll of a later epoch is known. Raises SiloError."""
+    def accept_grant(self, data: bytes) -> Grant:
+        """Accept a newcomer's grant, which counts until a roll of a later epoch is known. Raises SiloError."""
         grant = decode_grant(data, self.owner, self.swarm_id)
         if self._now() >= grant.until:
             raise SiloError("a silo's grant must not be expired; ask its owner for another", "old")
@@ -179,8 +186,10 @@ class Membership:
             self._grants[grant.peer_id] = grant
         return grant
 
-    def take_own_grant(self, data: bytes, wrapped: bytes) -> None:
-        """What the token of this node holds. Raises SiloError for that of another, and where the key does not open."""
+    def accept_own_grant(self, data: bytes, wrapped: bytes) -> None:
+        """Accept the grant and key in the token of this node. Raises SiloError for another's, or a key that does not
+        open.
+        """
         grant = decode_grant(data, self.owner, self.swarm_id)
         own = self._box_key.public_key().public_bytes_raw()
         if grant.peer_id != self._identity.peer_id or grant.box_key != own:
@@ -190,24 +199,24 @@ class Membership:
                 "stranger",
             )
         self.own_grant = grant
-        self.keys.take(open_epoch_key(self._box_key, grant.epoch, wrapped, self._context()))
+        self.keys.accept(open_epoch_key(self._box_key, grant.epoch, wrapped, context=self._context()))
 
     def _counts(self, grant: Grant) -> bool:
-        """Whether a grant adds anything to the roll."""
+        """Return whether a grant adds anything to the roll."""
         if self.roll is None or grant.epoch != self.roll.epoch:
             return False
         listed = self._members.get(grant.peer_id)
         return listed is None or listed.until < grant.until
 
     def _key_in(self, roll: Roll) -> EpochKey | None:
-        """The key that a roll has for this node; None where it is not on it.
+        """Return the key that a roll has for this node; None where the roll does not list this node.
 
         Raises SiloError where it does not open, and for a second key of one epoch.
         """
         own = roll.member(self._identity.peer_id)
         if own is None:
             return None
-        key = open_epoch_key(self._box_key, roll.epoch, own.wrapped, self._context())
+        key = open_epoch_key(self._box_key, roll.epoch, own.wrapped, context=self._context())
         if key.epoch == self.keys.epoch and not key.equals(self.keys.current):
             raise SiloError(
                 f"a silo must have one key of epoch {key.epoch}, got a second one on roll {roll.version}; its owner must "
@@ -223,8 +232,8 @@ class Membership:
 def _what_changed(old: Roll, new: Roll) -> str:
     before, after = ([member.peer_id for member in roll.members] for roll in (old, new))
     epoch = f"epoch {new.epoch}" if new.epoch == old.epoch else f"epoch {new.epoch} after {old.epoch}"
-    gone, come = _names(set(before) - set(after)), _names(set(after) - set(before))
-    return f"{epoch}; put out: {gone}; came in: {come}; {len(after)} on it"
+    removed, added = _names(set(before) - set(after)), _names(set(after) - set(before))
+    return f"{epoch}; removed: {removed}; added: {added}; {len(after)} members"
 
 
 def _names(peer_ids: Collection[str]) -> str:

@@ -1,6 +1,6 @@
-"""What the owner of a silo can do: invite, revoke, rotate. Each makes the next roll.
+"""What the owner of a silo can do: invite, revoke and rotate. Each makes the next roll.
 
-The group's key is drawn anew for each epoch, kept nowhere but in rolls, wrapped, the owner's own copy too.
+The group's key is new in each epoch. It is stored only in rolls, wrapped for each member and for the owner.
 """
 
 import os
@@ -23,21 +23,21 @@ class Owner:
 
     @classmethod
     def found(cls, identity: Identity, swarm_id: str, now: float) -> "Owner":
-        """A new silo with no members. `now`: seconds since the epoch."""
-        owner = cls(identity, Roll(swarm_id, 0, 0, now, b"", ()))
+        """Found a new silo without members. `now` is in seconds since the epoch."""
+        owner = cls(identity, Roll(swarm_id, version=0, epoch=0, issued_at=now, owner_wrapped=b"", members=()))
         owner._begin_epoch((), now)
         return owner
 
     @property
     def data(self) -> bytes:
-        """The roll, signed."""
+        """The signed roll."""
         return encode_roll(self.roll, self._identity)
 
     def invite(self, request: MembershipRequest, until: float, now: float, manifest_text: str) -> str:
-        """Make a peer a member, or renew its membership; the token for it. Raises SiloError where the silo is full.
+        """Make a peer a member, or renew its membership. Returns its token. Raises SiloError where the silo is full.
 
-        A membership is never shortened within an epoch, since an earlier grant would outlive the change.
-        `until`: end of the membership; `now`: both in seconds since the epoch.
+        A membership is never shortened within an epoch, since an earlier grant would outlive the change. `until` is the
+        end of the membership; it and `now` are in seconds since the epoch.
         """
         others = [one for one in self.roll.members if one.peer_id != request.peer_id]
         if not now < until <= MAX_TIME_S:
@@ -52,19 +52,19 @@ class Owner:
                 f"a membership must not end before {known.until:.0f}, as it did, got {until:.0f}; revoke it, then invite anew"
             )
         wrapped = self._wrapped(self._key(), request.peer_id, request.box_key)
-        members = (*others, Member(request.peer_id, request.box_key, until, wrapped))
+        members = (*others, Member(request.peer_id, request.box_key, until=until, wrapped=wrapped))
         self.roll = replace(self.roll, version=self.roll.version + 1, issued_at=now, members=members)
-        grant = encode_grant(self._identity, self.roll.swarm_id, request, until, self.roll.epoch)
+        grant = encode_grant(self._identity, self.roll.swarm_id, request, until=until, epoch=self.roll.epoch)
         return encode_token(grant, wrapped, manifest_text)
 
     def revoke(self, peer_id: str, now: float) -> None:
-        """Put a member out, with a new key for the others. Raises SiloError for one that is none."""
+        """Remove a member, and give the others a new key. Raises SiloError for a peer that is no member."""
         if self.roll.member(peer_id) is None:
             raise SiloError(f"a member must be revoked, got {peer_id}, who is none; see `swarm silo members`")
         self._begin_epoch((one for one in self.roll.members if one.peer_id != peer_id), now)
 
     def rotate(self, now: float) -> None:
-        """A new key for all whose membership has not ended."""
+        """Give a new key to all whose membership has not ended."""
         self._begin_epoch(self.roll.members, now)
 
     def _begin_epoch(self, members: Iterable[Member], now: float) -> None:
@@ -86,4 +86,4 @@ class Owner:
 
     def _key(self) -> EpochKey:
         context = wrap_context(self.roll.swarm_id, self._identity.peer_id)
-        return open_epoch_key(box_key(self._identity), self.roll.epoch, self.roll.owner_wrapped, context)
+        return open_epoch_key(box_key(self._identity), self.roll.epoch, self.roll.owner_wrapped, context=context)

@@ -1,13 +1,12 @@
-"""The roll: who the members of a silo are, signed by its owner, with the group's key wrapped for each of them.
+"""The roll: the list of members, signed by the owner of the silo, with the group's key wrapped for each member.
 
     payload = msgpack [1, swarm id (16), version, epoch, issued at, key for the owner (80), [member, …]]
     member  = [peer id, X25519 key (32), until, key for the member (80)]
     roll    = msgpack [payload, signature]       the owner's, over "swarm/silo-roll/1\0" + payload
 
-Versions only grow: who knows one takes no older. A new epoch means a new key, and nobody leaves the roll without one; so
-within an epoch members are only added, and are members no longer than `until`.
-
-msgpack of a silo's owner or of somebody who wants to be a member: [payload, signature], bounded and checked.
+Versions only grow, and a node accepts no older one. A new epoch means a new key, and nobody is removed from the roll
+without one. So within an epoch members are only added, and stay members until `until` at most. The functions at the top
+encode and check such signed msgpack, of the owner or of somebody who wants to be a member.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from swarm.silo.sealing import BOX_OVERHEAD_BYTES, KEY_BYTES, MAX_EPOCH
 
 FORMAT = 1
 MAX_TIME_S = 1e11
-"""Latest time that anything of a silo names, in seconds since the epoch."""
+"""Latest time in any record of a silo, in seconds since the epoch."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -35,7 +34,7 @@ def sign(identity: Identity, domain: bytes, fields: list[Any]) -> bytes:
 
 
 def open_envelope(data: bytes, max_bytes: int) -> tuple[bytes, bytes]:
-    """(payload, signature) of what `sign` made. Raises SiloError or InvalidRecord; says nothing about the signature."""
+    """Return (payload, signature) of what `sign` made. Raises SiloError or InvalidRecord. Does not check the signature."""
     if len(data) > max_bytes:
         raise SiloError(f"it must have <= {max_bytes} bytes, got {len(data)}", "malformed")
     payload, signature = check_array(unpacked(data, 2), 2)
@@ -43,7 +42,7 @@ def open_envelope(data: bytes, max_bytes: int) -> tuple[bytes, bytes]:
 
 
 def fields_of(payload: bytes, count: int, max_items: int) -> list[Any]:
-    """The fields after the format number. Arrays in it have at most `max_items`."""
+    """Return the fields after the format number. Arrays have at most `max_items`."""
     fields = check_list(unpacked(payload, max_items), 1, max_items)
     check_int(fields[0], FORMAT, FORMAT)
     return check_array(fields, count + 1)[1:]
@@ -62,7 +61,7 @@ def check_signed(peer_id: str, domain: bytes, payload: bytes, signature: bytes) 
 
 
 def one_error(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decoder that raises SiloError for `what` and nothing else, whatever it was given."""
+    """Make a decoder raise SiloError for `what` and nothing else, whatever it is given."""
 
     def decorate(decode: Callable[P, T]) -> Callable[P, T]:
         def decoded(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -87,11 +86,11 @@ _MAX_VERSION = 2**53
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One line of a roll."""
+    """One member on a roll."""
 
     peer_id: str
     box_key: bytes = field(repr=False)
-    """32 bytes: what is boxed for this key, the member alone opens."""
+    """32 bytes. What is boxed for this key can only be opened by the member."""
     until: float
     """End of the membership, seconds since the epoch."""
     wrapped: bytes = field(repr=False)
@@ -100,7 +99,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Roll:
-    """A roll whose signature was checked, or was just made."""
+    """A roll whose signature was checked, or that was just made."""
 
     swarm_id: str
     version: int
@@ -115,7 +114,7 @@ class Roll:
 
 
 def wrap_context(swarm_id: str, peer_id: str) -> bytes:
-    """What a wrapped key is bound to, beside its epoch."""
+    """Return what a wrapped key is bound to, besides its epoch."""
     return f"wrapped/{swarm_id}/{peer_id}".encode()
 
 
@@ -129,9 +128,9 @@ def encode_roll(roll: Roll, owner: Identity) -> bytes:
 
 @one_error("a silo's roll")
 def decode_roll(data: bytes, owner: str, swarm_id: str) -> Roll:
-    """The roll in anybody's bytes. Raises SiloError unless the owner signed it for this swarm."""
+    """Decode a roll from anybody's bytes. Raises SiloError unless the owner signed it for this swarm."""
     payload, signature = open_envelope(data, MAX_ROLL_BYTES)
-    check_signed(owner, _DOMAIN, payload, signature)
+    check_signed(owner, _DOMAIN, payload, signature=signature)
     named_swarm, version, epoch, issued_at, owner_wrapped, lines = fields_of(payload, 6, MAX_MEMBERS)
     if check_bytes(named_swarm, 16).hex() != swarm_id:
         raise InvalidRecord(Rejection.FOREIGN_SWARM)
@@ -153,8 +152,8 @@ def _member(line: object) -> Member:
     if not is_peer_id(check_text(peer_id, 64)):
         raise InvalidRecord(Rejection.MALFORMED, "expected a peer id")
     return Member(
-        peer_id,
-        check_bytes(box_key, KEY_BYTES),
-        check_float(until, 0.0, MAX_TIME_S),
-        check_bytes(wrapped, WRAPPED_BYTES),
+        peer_id=peer_id,
+        box_key=check_bytes(box_key, KEY_BYTES),
+        until=check_float(until, 0.0, MAX_TIME_S),
+        wrapped=check_bytes(wrapped, WRAPPED_BYTES),
     )

@@ -1,11 +1,12 @@
-"""What a silo's members seal for each other, and what is sealed for one of them.
+"""The encryption of a silo: messages sealed for all members, and boxes for one of them.
 
     sealed = epoch (uint32) ‖ nonce (12) ‖ ChaCha20-Poly1305(key of the purpose, nonce, text, bound to purpose and context)
     boxed  = ephemeral X25519 key (32) ‖ ChaCha20-Poly1305(key of both halves, nonce 0, text, bound to context)
 
-Numbers are big-endian. Keys of purposes come from the epoch's key by HKDF-SHA256 (RFC 5869), so that no two kinds of
-message share one. Nonces are drawn: 2³² messages of one purpose and epoch repeat one with a probability of 2⁻³³ (RFC 8439
-wants them unique), so a silo that talks that much has long rotated its key. In a box the key is used once.
+Numbers are big-endian. The key of each purpose is derived from the epoch's key by HKDF-SHA256 (RFC 5869), so no two
+kinds of message share one. Nonces are random: among 2³² messages of one purpose and epoch two are equal with a
+probability of 2⁻³³ (RFC 8439 wants them unique), and a silo with that many messages has rotated its key long before.
+The key of a box is used once.
 """
 
 import hmac
@@ -27,17 +28,17 @@ MAX_EPOCH = 2**32 - 1
 NONCE_BYTES = 12
 TAG_BYTES = 16
 OVERHEAD_BYTES = EPOCH_BYTES + NONCE_BYTES + TAG_BYTES
-"""What sealing adds to a text."""
+"""Bytes that sealing adds to a text."""
 BOX_OVERHEAD_BYTES = KEY_BYTES + TAG_BYTES
 _DOMAIN = b"swarm/silo/1/"
 _MAX_PURPOSES = 64
 
 
 class EpochKey:
-    """The group's key of one epoch. Seals, opens and hides names; never prints its secret."""
+    """The group's key of one epoch. It seals, opens and hides names, and never prints its secret."""
 
     def __init__(self, secret: bytes, epoch: int) -> None:
-        """`secret`: 32 random bytes. Raises ValueError for another length."""
+        """`secret` holds 32 random bytes. Raises ValueError for another length."""
         if len(secret) != KEY_BYTES:
             raise ValueError(f"a group key must have {KEY_BYTES} bytes, got {len(secret)}")
         self._secret = secret
@@ -47,15 +48,15 @@ class EpochKey:
         self.epoch = epoch
 
     def seal(self, purpose: str, text: bytes, context: bytes) -> bytes:
-        """OVERHEAD_BYTES longer than `text`; opens only for the same purpose and context."""
+        """Seal a text, which grows by OVERHEAD_BYTES. It opens only for the same purpose and context."""
         nonce = os.urandom(NONCE_BYTES)
         return self._prefix + nonce + self._cipher(purpose).encrypt(nonce, text, self._prefix + context)
 
     def open(self, purpose: str, sealed: bytes, context: bytes) -> bytes:
-        """Raises SiloError unless a member sealed exactly this in this epoch, for this purpose and context."""
+        """Open a text. Raises SiloError unless a member sealed it in this epoch, for this purpose and context."""
         if epoch_of(sealed) != self.epoch:
             raise SiloError(f"a message must be of epoch {self.epoch}, got {epoch_of(sealed)}", "unknown_epoch")
-        whole = memoryview(sealed)  # a body is half a megabyte: no copy of it
+        whole = memoryview(sealed)  # a body has half a megabyte and is not copied
         nonce, rest = whole[EPOCH_BYTES : EPOCH_BYTES + NONCE_BYTES], whole[EPOCH_BYTES + NONCE_BYTES :]
         try:
             return self._cipher(purpose).decrypt(nonce, rest, self._prefix + context)
@@ -63,11 +64,11 @@ class EpochKey:
             raise SiloError("a message must be sealed by a member, got one that does not open", "forged") from None
 
     def hidden(self, name: str) -> str:
-        """64 hex digits that stand for `name` to members, and for nothing to others."""
+        """Return 64 hex digits that stand for `name` to members and mean nothing to others."""
         return hmac.digest(self._names_key, name.encode(), "sha256").hex()
 
     def equals(self, other: "EpochKey") -> bool:
-        """Whether both hold the same secret of the same epoch."""
+        """Return whether both hold the same secret of the same epoch."""
         return self.epoch == other.epoch and hmac.compare_digest(self._secret, other._secret)
 
     def _cipher(self, purpose: str) -> ChaCha20Poly1305:
@@ -77,7 +78,7 @@ class EpochKey:
         return _hkdf(self._secret, self._prefix + purpose.encode())
 
     def boxed_for(self, public_key: bytes, context: bytes) -> bytes:
-        """This key for the owner of an X25519 key alone."""
+        """Return this key in a box that only the owner of an X25519 key can open."""
         return box(public_key, self._secret, self._prefix + context)
 
     def __repr__(self) -> str:
@@ -85,7 +86,7 @@ class EpochKey:
 
 
 def open_epoch_key(private_key: X25519PrivateKey, epoch: int, boxed: bytes, context: bytes) -> EpochKey:
-    """What `EpochKey.boxed_for` made. Raises SiloError."""
+    """Open what `EpochKey.boxed_for` made. Raises SiloError."""
     secret = open_box(private_key, boxed, epoch.to_bytes(EPOCH_BYTES, "big") + context)
     if len(secret) != KEY_BYTES:
         raise SiloError(f"a group key must have {KEY_BYTES} bytes, got {len(secret)}", "malformed")
@@ -93,19 +94,19 @@ def open_epoch_key(private_key: X25519PrivateKey, epoch: int, boxed: bytes, cont
 
 
 def epoch_of(sealed: bytes) -> int:
-    """The epoch that a message names. Raises SiloError where it is too short to be one."""
+    """Return the epoch that a message names. Raises SiloError where the message is too short."""
     if len(sealed) < OVERHEAD_BYTES:
         raise SiloError(f"a sealed message must have >= {OVERHEAD_BYTES} bytes, got {len(sealed)}", "malformed")
     return int.from_bytes(sealed[:EPOCH_BYTES], "big")
 
 
 def box_key(identity: Identity) -> X25519PrivateKey:
-    """The X25519 key that belongs to an identity: nothing else has to be kept, or to be kept secret."""
+    """Return the X25519 key of an identity. It is derived from the seed, so nothing else has to be stored."""
     return X25519PrivateKey.from_private_bytes(_hkdf(identity.seed, b"box key"))
 
 
 def box(public_key: bytes, text: bytes, context: bytes) -> bytes:
-    """BOX_OVERHEAD_BYTES longer than `text`. Raises SiloError for a key that nobody can have."""
+    """Box a text, which grows by BOX_OVERHEAD_BYTES. Raises SiloError for an invalid key."""
     ephemeral = X25519PrivateKey.generate()
     own_half = ephemeral.public_key().public_bytes_raw()
     return own_half + _box_cipher(ephemeral, public_key, own_half + public_key).encrypt(
@@ -114,7 +115,7 @@ def box(public_key: bytes, text: bytes, context: bytes) -> bytes:
 
 
 def open_box(private_key: X25519PrivateKey, boxed: bytes, context: bytes) -> bytes:
-    """Raises SiloError for anything but a box for this key and context."""
+    """Open a box. Raises SiloError for anything but a box for this key and context."""
     if len(boxed) < BOX_OVERHEAD_BYTES:
         raise SiloError(f"a box must have >= {BOX_OVERHEAD_BYTES} bytes, got {len(boxed)}", "malformed")
     their_half, sealed = boxed[:KEY_BYTES], boxed[KEY_BYTES:]
@@ -128,7 +129,7 @@ def open_box(private_key: X25519PrivateKey, boxed: bytes, context: bytes) -> byt
 def _box_cipher(private_key: X25519PrivateKey, public_key: bytes, both_halves: bytes) -> ChaCha20Poly1305:
     try:
         shared = private_key.exchange(X25519PublicKey.from_public_bytes(public_key))
-    except ValueError:  # of another length, or of small order: the outcome would be known to everybody
+    except ValueError:  # wrong length or small order: everybody could know the outcome
         raise SiloError("a box key must be an X25519 key, got another", "malformed") from None
     return ChaCha20Poly1305(_hkdf(shared, b"box" + both_halves))
 

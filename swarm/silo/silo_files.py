@@ -1,15 +1,14 @@
-"""What a silo keeps in a node's folder: the newest roll, and the token by which the node became a member.
+"""The files of a silo in a node's folder: the newest roll, the token, and what is known of earlier rolls.
 
-Neither holds a secret in the clear: the group's key is in both, wrapped for keys that follow from the identity. So a
-member's one secret on disk is its identity, and whoever has that sealed has sealed all.
+Roll and token contain no plain secret: the group's key is wrapped for keys derived from the identity. So a member's
+only secret on disk is its identity, and encrypting that protects everything.
 
-The newest roll that an identity has seen, kept in a file beside its key.
-
-A roll may come back from a backup on which somebody is still listed who was revoked since. What lies beside the key shows
-that a newer one was known, as long as it was not restored with it. It also tells two rolls of one version apart, which
-an honest owner does not sign.
+The newest roll that an identity has seen is noted in a file beside its key:
 
     identity.key → identity.silo = JSON {silo's id: {"version", "epoch", "sha256"}}
+
+A restored backup may contain a roll that still lists a member who was revoked since. The note shows that a newer roll
+was known, unless it was restored, too. It also detects two rolls of one version, which an honest owner does not sign.
 """
 
 import hashlib
@@ -33,7 +32,7 @@ _MAX_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class SeenRoll:
-    """What is remembered of one roll."""
+    """What is noted of one roll."""
 
     version: int = 0
     epoch: int = 0
@@ -41,7 +40,7 @@ class SeenRoll:
 
 
 class SeenRolls:
-    """What one identity has seen of one silo. Without a key's path it is kept in memory alone."""
+    """What one identity has seen of one silo. Without the path of a key it is in memory only."""
 
     def __init__(self, swarm_id: str, key: Path | None = None) -> None:
         """Raises SiloError for a file that cannot be read."""
@@ -51,7 +50,7 @@ class SeenRolls:
         self.newest = self._all.get(swarm_id, SeenRoll())
 
     def check(self, roll: Roll, data: bytes) -> None:
-        """Raises SiloError for a roll older than the newest one, and for another one of the same version."""
+        """Raises SiloError for a roll older than the newest one, and for a different one of the same version."""
         newest = self.newest
         if roll.version < newest.version or roll.epoch < newest.epoch:
             raise SiloError(
@@ -67,26 +66,26 @@ class SeenRolls:
                 "two_rolls",
             )
 
-    def take(self, roll: Roll, data: bytes) -> None:
-        """Remember this roll from now on."""
+    def note(self, roll: Roll, data: bytes) -> None:
+        """Note this roll as the newest one."""
         self.newest = SeenRoll(roll.version, roll.epoch, _digest(data))
 
     def save(self) -> None:
-        """Write it, after the roll itself. Only warns where that is not possible: a new roll counts all the same."""
+        """Write the note, after the roll itself. A failure is only logged, since the new roll counts all the same."""
         if self._path is None or self._all.get(self._swarm_id) == self.newest:
             return
-        kept = [one for one in self._all if one != self._swarm_id][-_MAX_SILOS:]
-        self._all = {one: self._all[one] for one in kept} | {self._swarm_id: self.newest}
+        others = [one for one in self._all if one != self._swarm_id][-_MAX_SILOS:]
+        self._all = {one: self._all[one] for one in others} | {self._swarm_id: self.newest}
         try:
             replace_file(
                 self._path, json.dumps({one: asdict(seen) for one, seen in self._all.items()}), is_durable=True
             )
         except OSError as error:
-            logger.warning("what was seen of the silo's roll could not be written to %s: %s", self._path, error)
+            logger.warning("could not note the newest roll of the silo in %s: %s", self._path, error)
 
 
 def _beside(key: Path) -> Path:
-    """Of every key another file, and never the key itself, whatever its operator calls it."""
+    """Return the path of the note. It differs for every key and is never the key itself, whatever the key's name."""
     return key.with_suffix(SUFFIX) if key.suffix == ".key" else key.with_name(key.name + SUFFIX)
 
 
@@ -120,7 +119,7 @@ INVITE_FILE = "silo.invite"
 
 
 class SiloFiles:
-    """Of one node's folder. Mode 0600 all of them."""
+    """The files of one node's folder, all with mode 0600."""
 
     def __init__(self, folder: Path) -> None:
         self.roll = folder / ROLL_FILE
@@ -132,7 +131,7 @@ class SiloFiles:
         return self.roll.exists() or self.token.exists()
 
     def read_roll(self) -> bytes | None:
-        """The bytes on disk, None where there are none. Raises SiloError."""
+        """Return the bytes on disk, None where there are none. Raises SiloError."""
         return _read(self.roll, MAX_ROLL_BYTES)
 
     def read_token(self) -> str | None:
@@ -149,7 +148,7 @@ class SiloFiles:
         _write(self.token, text.encode())
 
     def roll_has_changed(self) -> bool:
-        """Whether somebody, such as the owner's command, has put another roll here since the last look."""
+        """Return whether the roll on disk has changed since the last look, for example by the owner's command."""
         try:
             status = self.roll.stat()
         except OSError:

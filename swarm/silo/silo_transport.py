@@ -1,30 +1,35 @@
-"""A transport for members only: seals what leaves, opens what comes, and knows nobody else.
+"""A transport for members only: it seals what leaves the node, opens what arrives, and ignores everybody else.
 
     all above the network ─ SiloTransport ─ any other Transport ─ the wire
                               │  ├─ names of topics and index keys → keyed hashes
-                              │  ├─ messages, entries, requests, responses → sealed, bound to where they belong
-                              │  └─ callers, authors, forwarders, holders → members, or they are not heard
+                              │  ├─ messages, entries, requests, responses → sealed, bound to their context
+                              │  └─ callers, authors, forwarders, holders → members, or ignored
                               └─ Bulletin: newer rolls and keys
 
-It is the one seam that everything passes, so records, reader, pairing and whatever comes later need not know of silos.
-Each protocol has a key of its own, and so have gossip and index. What an entry or message says of its author is checked
-as ever above this line; here only that it is a member now, also where it was sealed under the key before.
+Everything passes through it, so records, reader, merging and later additions need not know of silos. Each protocol has
+a key of its own, and so have gossip and the index. What an entry or message says of its author is checked above this
+transport. Here it is only checked that the author is a member now, also where it was sealed under the previous key.
 
-Entries of the index as members store them: under names that mean nothing to others, with their key sealed inside.
+Members store entries of the index under names that mean nothing to others:
 
     key    → hidden name (64 hex digits)            value → seal(key NUL value), bound to hidden name and subkey
 
-A keyed hash does not lead back to its key, and whoever hosts the index has to know the key to judge an entry: so it comes
-with the value. Subkeys stay as they are: they begin with the author's peer id, which any connection tells anyway, and the
-index bounds by them what one author may hold.
+The key cannot be found from its keyed hash, and a host of the index must know it to validate the entry, so it is sealed
+with the value. Subkeys stay as they are: they begin with the author's peer id, which every connection shows anyway, and
+the index uses them to limit what one author may hold.
 """
 
 import asyncio
+import random
+import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
+from swarm.config import Config
+from swarm.config.node_folder import NodeFolder
 from swarm.errors import RequestError, SiloError
 from swarm.network.index_entry import UNSIGNED, IndexValidator, Validity, check_entry
+from swarm.network.make_transport import make_transport
 from swarm.network.transport import (
     Admits,
     Contact,
@@ -35,34 +40,37 @@ from swarm.network.transport import (
     ValidationResult,
 )
 from swarm.records.codec import MAX_RECORD_BYTES, decode_record
+from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord
 from swarm.silo.bulletin import BULLETIN_PROTOCOL, Bulletin
+from swarm.silo.grant import decode_token
 from swarm.silo.membership import Membership
 from swarm.silo.sealing import OVERHEAD_BYTES, EpochKey, epoch_of
+from swarm.silo.silo_files import SeenRolls, SiloFiles
 
 _PURPOSE = "index"
 _KEY_END = b"\0"
 
 
 class SealedIndex:
-    """Of one node. As a function, the validator of the transport beneath: may this sealed entry be stored or believed."""
+    """The sealed index of one node. Called as a function, it validates sealed entries for the transport beneath."""
 
     def __init__(
         self, membership: Membership, validator: IndexValidator | None = None, refused: Counter[str] | None = None
     ) -> None:
-        """`validator`: of the plain entry. `refused` is told why entries did not open."""
+        """`validator` judges the plain entry. `refused` counts why entries did not open."""
         self._membership = membership
         self._validator = validator
         self._refused: Counter[str] = Counter() if refused is None else refused
 
     def sealed(self, key: str, subkey: str, value: bytes) -> tuple[str, bytes]:
-        """(hidden name, sealed value). Raises SiloError where this node has no key."""
+        """Return (hidden name, sealed value). Raises SiloError where this node has no key."""
         epoch_key = self._membership.keys.current
         name = epoch_key.hidden(key)
         return name, epoch_key.seal(_PURPOSE, key.encode() + _KEY_END + value, _context(name, subkey))
 
     def opened(self, name: str, subkey: str, sealed: bytes) -> tuple[str, bytes] | None:
-        """(key, value); None for what no member of this moment has sealed for this place."""
+        """Return (key, value); None for what no present member has sealed for this place."""
         try:
             if not self._membership.is_member(subkey.partition("/")[0]):
                 raise SiloError("an entry must be of a member", "stranger")
@@ -77,7 +85,7 @@ class SealedIndex:
         return key, value
 
     def __call__(self, name: str, subkey: str, sealed: bytes) -> Validity | None:
-        """The validity of the plain entry: every host is a member, so it can open what it stores."""
+        """Return the validity of the plain entry. Every host is a member, so it can open what it stores."""
         opened = self.opened(name, subkey, sealed)
         if opened is None:
             return None
@@ -92,12 +100,12 @@ _GOSSIP = "gossip"
 
 
 class SiloTransport:
-    """See `network.transport.Transport`. Wraps one that was not started yet."""
+    """See `network.transport.Transport`. It wraps a transport that was not started yet."""
 
     def __init__(
         self, inner: Transport, membership: Membership, bulletin: Bulletin, validator: IndexValidator | None = None
     ) -> None:
-        """`validator`: of the plain entries. The inner transport has one of its own for sealed ones (`SealedIndex`)."""
+        """`validator` judges plain entries. The inner transport has one for sealed entries (`SealedIndex`)."""
         self.peer_id = inner.peer_id
         self.traffic = inner.traffic
         self._inner = inner
@@ -106,8 +114,9 @@ class SiloTransport:
         self._strangers: Counter[str] = Counter()
         self._index = SealedIndex(membership, validator, self._strangers)
         self._topics: dict[str, GossipHandler] = {}
-        self._joined: dict[str, int] = {}  # names of topics that the inner transport is in: their epoch
+        self._joined: dict[str, int] = {}  # names of topics that the inner transport has joined: their epoch
         self._work: list[asyncio.Task[None]] = []
+        membership.watch(self._update_topics)
 
     @property
     def refused(self) -> Counter[str]:
@@ -117,7 +126,6 @@ class SiloTransport:
     async def start(self) -> None:
         """Raises NetworkError; SiloError for a node that is no member."""
         _ = self._membership.keys.current
-        self._membership.on_change = self._take_part
         await self._inner.start()
         self._bulletin.read_file()
         self._work = [asyncio.create_task(self._bulletin.work(), name="silo-bulletin")]
@@ -150,16 +158,16 @@ class SiloTransport:
         return self._inner.seen_at(peer_id)
 
     async def connected_peers(self) -> tuple[str, ...]:
-        """Members alone."""
+        """Return connected members only."""
         return tuple(one for one in await self._inner.connected_peers() if self._membership.is_member(one))
 
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         check_entry(key, subkey, value)
         hidden, sealed = self._index.sealed(key, subkey, value)
-        return await self._inner.store(hidden, subkey, sealed, expires_at)
+        return await self._inner.store(hidden, subkey, sealed, expires_at=expires_at)
 
     async def load(self, key: str) -> dict[str, bytes]:
-        """Under the name of the newest key; in the time of grace also what lies under the one before."""
+        """Load from the name of the newest key and, during the grace time, also from that of the previous one."""
         names = [epoch_key.hidden(key) for epoch_key in self._membership.keys.accepted()]
         entries: dict[str, bytes] = {}
         for name, found in zip(names, await asyncio.gather(*map(self._inner.load, names)), strict=True):
@@ -177,7 +185,7 @@ class SiloTransport:
                 key = self._membership.keys.key_for(sealed)
                 request = key.open(protocol, sealed, context)
             except SiloError as error:
-                self._heard_of_epoch(caller, sealed, error)
+                self._check_epoch(caller, sealed, error)
                 raise self._refusal(error.fault) from None
             response = await handler(caller, request)
             return key.seal(protocol, response, _response_context(context, sealed))
@@ -203,22 +211,22 @@ class SiloTransport:
 
     def subscribe(self, topic: str, handler: GossipHandler) -> None:
         self._topics[topic] = handler
-        self._take_part()
+        self._update_topics()
 
     def unsubscribe(self, topic: str) -> None:
         self._topics.pop(topic, None)
-        self._take_part()
+        self._update_topics()
 
     async def publish(self, topic: str, message: bytes) -> None:
         if len(message) > MAX_RECORD_BYTES:
             raise ValueError(f"a gossip message must be <= {MAX_RECORD_BYTES} bytes, got {len(message)}")
-        self._take_part()
+        self._update_topics()
         key = self._membership.keys.current
         name = key.hidden(topic)
         await self._inner.publish(name, key.seal(_GOSSIP, message, name.encode()))
 
-    def _take_part(self) -> None:
-        """Be in the topics of all keys that still count, and leave those of keys that do not."""
+    def _update_topics(self) -> None:
+        """Join the topics of all valid keys, and leave those of other keys."""
         wanted = {key.hidden(topic): (topic, key) for topic in self._topics for key in self._membership.keys.accepted()}
         for name in self._joined.keys() - wanted.keys():
             del self._joined[name]
@@ -239,21 +247,21 @@ class SiloTransport:
                 author = decode_record(message).author
             except SiloError as error:
                 self._strangers[error.fault] += 1
-                self._heard_of_epoch(forwarder, sealed, error)
+                self._check_epoch(forwarder, sealed, error)
                 return ValidationResult.IGNORE if error.fault == "unknown_epoch" else ValidationResult.REJECT
             except InvalidRecord:
                 return ValidationResult.REJECT
-            if not self._membership.is_member(author):  # the forwarder may not know yet that it was put out
+            if not self._membership.is_member(author):  # the forwarder may not know yet that the author was removed
                 self._strangers["stranger"] += 1
                 return ValidationResult.IGNORE
             return handler(forwarder, message)
 
         return judge
 
-    def _heard_of_epoch(self, member: str, sealed: bytes, error: SiloError) -> None:
-        """A member that seals under a newer key has the roll that brought it."""
+    def _check_epoch(self, member: str, sealed: bytes, error: SiloError) -> None:
+        """Ask a member that seals under a newer key for the roll that brought it."""
         if error.fault == "unknown_epoch" and epoch_of(sealed) > self._membership.keys.epoch:
-            self._bulletin.hurry(member)
+            self._bulletin.ask_soon(member)
 
     def _key(self, what: str) -> EpochKey:
         try:
@@ -267,9 +275,9 @@ class SiloTransport:
 
 
 def admits(membership: Membership, entrances: Collection[str] = ()) -> Admits:
-    """Whom the inner transport answers (`network.transport.Admits`): members, and whoever asks to be taken for one.
+    """Return whom the inner transport answers (`network.transport.Admits`): members, and peers that ask for membership.
 
-    A newcomer that has no roll yet also lets the peers it joins through look whether it is there.
+    A newcomer without a roll also lets the peers it joins through check whether it is there.
     """
 
     def admit(peer_id: str, wanted: str) -> bool:
@@ -284,5 +292,77 @@ def _request_context(protocol: str, caller: str, answerer: str) -> bytes:
 
 
 def _response_context(request_context: bytes, sealed_request: bytes) -> bytes:
-    """A response belongs to one request: its nonce and tag are part of what it is bound to."""
+    """Return what a response is bound to: its request, identified by nonce and tag."""
     return b"response/" + request_context + sealed_request[:16] + sealed_request[-16:]
+
+
+MakeInner = Callable[[IndexValidator, Admits], Transport | None]
+"""(validator of sealed entries, whom to answer) -> the transport beneath, not started; None with the network off."""
+
+
+def open_membership(
+    owner: str, swarm_id: str, identity: Identity, folder: NodeFolder, clock: Callable[[], float] = time.time
+) -> Membership:
+    """Return the membership that follows from the roll and token on disk. Raises SiloError where this node is no
+    member.
+    """
+    check_folder(folder)
+    files = SiloFiles(folder.path)
+    seen = SeenRolls(swarm_id, folder.identity)
+    membership = Membership(swarm_id, owner, identity, clock=clock, seen=seen)
+    if (text := files.read_token()) is not None:
+        token = decode_token(text)
+        membership.accept_own_grant(token.grant.data, token.wrapped)
+    if (data := files.read_roll()) is not None:
+        try:
+            membership.accept_roll(data)
+        except SiloError as error:
+            granted = 0 if membership.own_grant is None else membership.own_grant.epoch
+            # from before this node was removed and invited again: the invitation is newer than all that was seen
+            if error.fault != "old" or granted < seen.newest.epoch:
+                raise
+    if membership.keys.epoch < seen.newest.epoch and membership.version == 0:
+        raise _no_member(folder, f"an invitation from before epoch {seen.newest.epoch}, which it has seen,")
+    if membership.keys.epoch == 0 or not membership.is_member(identity.peer_id):
+        raise _no_member(folder, f"the roll or an invitation without {identity.peer_name}, or past its end")
+    return membership
+
+
+def check_folder(folder: NodeFolder) -> None:
+    """Raise SiloError where the folder has neither a roll nor an invitation, before anybody is asked for a passphrase."""
+    if not SiloFiles(folder.path).is_membership:
+        raise _no_member(folder, "no invitation")
+
+
+def _no_member(folder: NodeFolder, what: str) -> SiloError:
+    return SiloError(
+        f"a silo's node must be a member, got {what} in {folder.path}; send its owner what "
+        f"`swarm silo request --dir {folder.path}` prints, then `swarm silo join INVITATION --dir {folder.path}`"
+    )
+
+
+def silo_transport(
+    config: Config, identity: Identity, folder: NodeFolder, validator: IndexValidator, make_inner: MakeInner
+) -> Transport | None:
+    """Return a transport for the silo of `config`, over one that `make_inner` makes. Raises SiloError, ConfigError."""
+    membership = open_membership(config.swarm.silo_owner, config.swarm_id, identity, folder=folder)
+    entrances = [address.rpartition("/p2p/")[2] for address in config.network.initial_peers]
+    inner = make_inner(SealedIndex(membership, validator), admits(membership, entrances))
+    if inner is None:
+        return None
+    rng = random.Random(f"silo/{identity.peer_id}")
+    bulletin = Bulletin(inner, membership, identity, files=SiloFiles(folder.path), entrances=entrances, rng=rng)
+    return SiloTransport(inner, membership, bulletin, validator=validator)
+
+
+def node_transport(
+    config: Config, identity: Identity, folder: NodeFolder, validator: IndexValidator
+) -> Transport | None:
+    """Return the transport of a node, sealed where its swarm is a silo. Raises SiloError, ConfigError."""
+
+    def make(sealed_validator: IndexValidator, admit: Admits) -> Transport | None:
+        return make_transport(config.network, identity, folder.path, validator=sealed_validator, admits=admit)
+
+    if config.swarm.silo_owner and config.network.backend != "off":
+        return silo_transport(config, identity, folder, validator=validator, make_inner=make)
+    return make_transport(config.network, identity, folder.path, validator=validator)

@@ -80,7 +80,7 @@ class Median(Advantage):
 
     def of_group(self, group: GroupRewards) -> Tensor:
         values = group.rewards - group.rewards.quantile(0.5)
-        at_median: list[int] = (values == 0).nonzero().flatten().tolist()
+        at_median = [int(place) for place in (values == 0).nonzero().flatten()]
         if at_median:  # the first by its tokens, so that the order of siblings does not matter
             values[min(at_median, key=group.token_ids.__getitem__)] = torch.nan
         return values
@@ -125,7 +125,7 @@ def batch_advantages(batch: Sequence[TrainingGroup], config: TrainingSection) ->
         return []
     advantage = configured_advantage(config)
     of_groups = [advantage.of_group(_group_rewards(group, config.signal_weights)) for group in batch]
-    values: list[float] = advantage.of_batch(torch.cat(of_groups)).tolist()
+    values = [float(value) for value in advantage.of_batch(torch.cat(of_groups))]
     num_answers = sum(len(group.group.rollouts) for group in batch)
     if len(values) != num_answers:
         raise TrainingError(

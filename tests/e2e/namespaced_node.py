@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from swarm.config import NetworkSection
 from swarm.network.context import NodeContext
-from swarm.network.hivemind.relay_start import granted_bytes
+from swarm.network.hivemind.daemon import granted_bytes
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.requests.blob_protocol import BLOB_REQUEST_BYTES, serve_blobs
 from swarm.network.requests.transfer import Download, fetch

@@ -234,8 +234,8 @@ async def test_a_node_of_a_public_swarm_does_not_dial_its_own_machine_for_strang
             transport.meet(Contact(name, (address,), (address,), hosts_index=True))
             with pytest.raises(RequestError, match="no address"):
                 await transport.request(name, "swarm/body/1", b"", max_response_bytes=10, deadline_s=5.0)
-        await transport._tend(transport._host)  # type: ignore[arg-type]
-        plane = transport.gossip._plane
+        await transport._maintain(transport._host)  # type: ignore[arg-type]
+        plane = transport.gossip._service
         assert isinstance(plane, Libp2pGossip) and plane._host is not None
-        await plane._tend(plane._host)
+        await plane._maintain(plane._host)
     assert bystander.num_accepted == 0

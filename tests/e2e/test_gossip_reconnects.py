@@ -10,7 +10,7 @@ import pytest
 
 from swarm.config import NetworkSection
 from swarm.network.libp2p.gossip import Libp2pGossip
-from swarm.network.libp2p.restraint import SILENCE_S
+from swarm.network.libp2p.host_hardening import SILENCE_S
 from swarm.network.network_context import NetworkContext
 from swarm.network.transport import ValidationResult
 from swarm.records.identity import Identity

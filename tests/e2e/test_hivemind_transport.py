@@ -193,7 +193,7 @@ async def test_requests_that_cannot_be_answered_are_request_errors_with_the_reas
     async with swarm(tmp_path, 2) as (one, other):
         for peer_id, name, request, limits, reason in [
             (STRANGER, "echo", b"", {}, "no address of this peer is known"),
-            ("nonsense", "echo", b"", {}, "this is no peer id"),
+            ("nonsense", "echo", b"", {}, "not a peer id"),
             (one.peer_id, "echo", b"", {}, "dial to self"),
             (other.peer_id, "none", b"", {}, "protocols not supported"),
             (other.peer_id, "refuse", b"", {}, "refused: not now"),
@@ -377,7 +377,7 @@ async def test_who_is_connected_to_others_is_not_said_to_be_alone(
     absent = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{STRANGER}"
     host = make_node(tmp_path / "0", initial_peers=(absent,), health_interval_s=0.2)
     async with running(host):
-        assert "none of 1 known peers answers; this node goes on alone" in caplog.text
+        assert "none of 1 known peers answers; this node continues alone" in caplog.text
         caplog.clear()
         client = make_node(
             tmp_path / "1", initial_peers=host.addresses(), listen=("/ip4/0.0.0.0/tcp/0",), reachability="private"
@@ -386,7 +386,7 @@ async def test_who_is_connected_to_others_is_not_said_to_be_alone(
             await until(lambda: "no other peer that hosts the index answers; connected to 1 other," in caplog.text)
             assert "alone" not in caplog.text
             assert num_neighbors(host) == 0
-        await until(lambda: "this node goes on alone" in caplog.text)  # with the client gone, it is so again
+        await until(lambda: "this node continues alone" in caplog.text)  # with the client gone, it is so again
 
 
 async def test_stop_leaves_nothing_behind_within_three_seconds(tmp_path: Path) -> None:

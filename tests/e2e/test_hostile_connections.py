@@ -14,7 +14,7 @@ import pytest
 from swarm.errors import NetworkError
 from swarm.network.libp2p import host as host_module
 from swarm.network.libp2p.host import Libp2pHost
-from swarm.network.libp2p.inbound_door import MAX_STREAMS, MAX_UNREAD_BYTES, ConnectionGater
+from swarm.network.libp2p.inbound_limits import MAX_STREAMS, MAX_UNREAD_BYTES, ConnectionGater
 from swarm.network.tcp_address import TcpAddress
 from swarm.records.identity import Identity
 

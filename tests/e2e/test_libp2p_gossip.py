@@ -165,7 +165,7 @@ async def test_a_peer_that_is_shut_out_again_and_again_is_named_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def levels() -> list[int]:
-        return [record.levelno for record in caplog.records if "is shut out" in record.getMessage()]
+        return [record.levelno for record in caplog.records if "is banned" in record.getMessage()]
 
     caplog.set_level(logging.DEBUG, "swarm.network.libp2p.gossip")
     identity = Identity(bytes([77]) * 32)
@@ -175,10 +175,10 @@ async def test_a_peer_that_is_shut_out_again_and_again_is_named_once(
         await plane.start()
         await outsider.connect(identity.peer_id, plane.addresses)
         await until(lambda: levels() == [logging.INFO] and not plane.peers())
-        plane._tell_shut_out(str(outsider._host.get_id()))
+        plane._log_ban(str(outsider._host.get_id()))
         assert levels() == [logging.INFO, logging.DEBUG]
         for number in range(1000):
-            plane._tell_shut_out(str(number))
+            plane._log_ban(str(number))
         assert len(plane._reported) < 300
     finally:
         await outsider.close()
@@ -269,7 +269,7 @@ async def test_words_without_end_are_cut_off_and_leave_nothing_behind() -> None:
                 for call in calls * 40:
                     writer.write(encode_frame(call.SerializeToString()))
                     await writer.drain()
-            await until(lambda: any(map(a.plane._guard.is_shut_out, a.plane._guard._forwarders)))
+            await until(lambda: any(map(a.plane._guard.is_banned, a.plane._guard._forwarders)))
         await until(lambda: a.pubsub.peer_topics.keys() == {TOPIC})
         await lives(a, b, b"good")
 

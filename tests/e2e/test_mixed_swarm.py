@@ -170,7 +170,7 @@ async def test_rollouts_go_round_over_the_daemon_s_own_pubsub(tmp_path: Path) ->
 
 async def test_one_key_is_one_peer_id_in_both_stacks(tmp_path: Path) -> None:
     async with swarm(tmp_path, ["hivemind", "libp2p"]) as (full, light):
-        peer_id, plane = full.identity.peer_id, full.transport.gossip._plane
+        peer_id, plane = full.identity.peer_id, full.transport.gossip._service
         assert peer_id in await light.transport.connected_peers()  # proved by the daemon's handshake
         assert isinstance(plane, Libp2pGossip) and plane._host is not None
         assert str(plane._host._host.get_id()) == peer_id

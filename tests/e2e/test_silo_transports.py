@@ -16,9 +16,9 @@ from swarm.records.codec import encode_record
 from swarm.records.identity import Identity
 from swarm.records.signing import sign_record
 from swarm.silo.grant import make_request, read_request
-from swarm.silo.open_silo import node_transport
 from swarm.silo.owner import Owner
 from swarm.silo.silo_files import SiloFiles
+from swarm.silo.silo_transport import node_transport
 from tests.unit.silo_factory import MANIFEST_TEXT, NAME, OWNER, SILO_ID, folder_of, identity_of
 
 ANN, BEN = identity_of(0), identity_of(1)

@@ -10,8 +10,8 @@ from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
-from swarm.network.hivemind.index_calls import FlatSerializer
 from swarm.network.hivemind.index_guard import IndexGuard, decode_entry
+from swarm.network.hivemind.index_storage import FlatSerializer
 from swarm.network.hivemind.parts import DHTID, DHTProtocol, DHTRecord, DictionaryDHTValue, PeerID, dht_pb2
 from swarm.network.index_entry import is_live
 from swarm.records.identity import Identity

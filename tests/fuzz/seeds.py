@@ -20,8 +20,7 @@ from swarm.merging.exchange.final_list import FetchAck, MeetReply, MeetRequest
 from swarm.merging.exchange.proposal import Accepted, Declined, Fetched, Proposal
 from swarm.network.commands.envelope import MAX_INLINE_BYTES, CommandHead, digest_of, encode_command
 from swarm.network.hivemind.daemon_control import address_bytes
-from swarm.network.hivemind.index_calls import node_id_of
-from swarm.network.hivemind.index_guard import wrap
+from swarm.network.hivemind.index_guard import node_id_of, wrap
 from swarm.network.hivemind.parts import DHTID, DHTProtocol, DictionaryDHTValue, dht_pb2, p2pd_pb2
 from swarm.network.index_gateway import load_request, store_request
 from swarm.network.libp2p.parts import rpc_pb2

@@ -15,7 +15,7 @@ EMPTY = encode_frame(b"")
 def test_message_between_a_few_empty_calls_is_heard() -> None:
     accepted, guard = trio.run(converse, EMPTY * 50 + MESSAGE)
     assert accepted == [b"message"]
-    assert not guard.is_shut_out(str(SENDER))
+    assert not guard.is_banned(str(SENDER))
 
 
 @pytest.mark.parametrize(
@@ -30,10 +30,10 @@ def test_message_between_a_few_empty_calls_is_heard() -> None:
 def test_flood_of_calls_with_nothing_new_in_them_ends_before_the_message_after_it(flood: bytes) -> None:
     accepted, guard = trio.run(converse, flood + MESSAGE)
     assert b"message" not in accepted
-    assert guard.is_shut_out(str(SENDER))
+    assert guard.is_banned(str(SENDER))
 
 
 def test_bytes_that_are_no_call_end_the_stream() -> None:
     accepted, guard = trio.run(converse, encode_frame(b"\xff") + MESSAGE)
     assert accepted == []
-    assert not guard.is_shut_out(str(SENDER))
+    assert not guard.is_banned(str(SENDER))

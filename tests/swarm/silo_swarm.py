@@ -18,7 +18,7 @@ from swarm.silo.bulletin import Bulletin
 from swarm.silo.grant import decode_token
 from swarm.silo.membership import Membership
 from swarm.silo.owner import Owner
-from swarm.silo.silo_files import SiloFiles
+from swarm.silo.silo_files import SeenRolls, SiloFiles
 from swarm.silo.silo_transport import SealedIndex, SiloTransport
 from swarm.simulation.light_node import LightNode, LightRounds
 from swarm.simulation.simulation import INTERNET
@@ -98,12 +98,12 @@ class SiloSwarm:
         folder = self.folder(identity)
         if owner is not None:
             folder_of(folder, owner)
-        membership = Membership(SILO_ID, OWNER.peer_id, identity, virtual_now)
+        membership = Membership(SILO_ID, OWNER.peer_id, identity, virtual_now, SeenRolls(SILO_ID))
         if token is not None:
             opened = decode_token(token)
-            membership.take_own_grant(opened.grant.data, opened.wrapped)
+            membership.accept_own_grant(opened.grant.data, opened.wrapped)
         if owner is not None:
-            membership.take_roll(owner.data)
+            membership.accept_roll(owner.data)
         validator = EntryValidator(SILO_ID)
         inner = TappedTransport(self.network, identity.peer_id, SealedIndex(membership, validator))
         inner.ears = self.ears

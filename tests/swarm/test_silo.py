@@ -139,7 +139,7 @@ def test_revoked_member_is_out_within_seconds_and_the_others_go_on(
         with pytest.raises(RequestError, match="refused: not a member"):
             await cat.transport.request(ANN.peer_id, BODY_PROTOCOL, bytes(32), max_response_bytes=100, deadline_s=5)
         assert CAT.peer_id not in await ann.transport.connected_peers()
-        told = [record.message for record in caplog.records if "is none any more" in record.message]
+        told = [record.message for record in caplog.records if "no longer a member: " in record.message]
         assert len(told) == 1, "Cat is told, once"
         await silo.stop()
 
@@ -389,7 +389,7 @@ def test_verdicts_over_sealed_gossip(tmp_path: Path) -> None:
         )
         invite(pair.owner, CAT, UNTIL)
         pair.owner.revoke(BEN.peer_id, virtual_now())
-        pair.ann_roll.take_roll(pair.owner.data)
+        pair.ann_roll.accept_roll(pair.owner.data)
         assert verdict(old, by_ben, forwarder=CAT) is ValidationResult.IGNORE, (
             "in the time of grace, and of the revoked"
         )
@@ -433,7 +433,7 @@ def test_member_behind_a_rotation_catches_up_by_being_spoken_to(tmp_path: Path) 
         async with Pair(tmp_path) as pair:
             await asyncio.sleep(15)  # both have told each other all they know
             pair.owner.rotate(virtual_now())
-            pair.ann_roll.take_roll(pair.owner.data)
+            pair.ann_roll.accept_roll(pair.owner.data)
             with pytest.raises(RequestError, match="refused: unknown_epoch"):
                 await pair.ask()
             await asyncio.sleep(2)
@@ -446,7 +446,7 @@ def test_request_under_the_key_before_is_answered_under_it_in_the_time_of_grace(
     async def main() -> None:
         async with Pair(tmp_path) as pair:
             pair.owner.rotate(virtual_now())
-            pair.ben_roll.take_roll(pair.owner.data)
+            pair.ben_roll.accept_roll(pair.owner.data)
             assert pair.ann_roll.keys.epoch == 1
             assert await pair.ask() == b"cba"
 

@@ -11,6 +11,7 @@ from swarm.records.identity import Identity
 from swarm.silo.grant import make_request, read_request
 from swarm.silo.membership import Membership
 from swarm.silo.owner import Owner
+from swarm.silo.silo_files import SeenRolls
 
 NOW = 1_800_000_000.0
 DAY_S = 86_400.0
@@ -40,9 +41,9 @@ def invite(owner: Owner, member: Identity, until: float = NOW + DAY_S) -> str:
 
 def membership_of(member: Identity, roll: bytes | None = None, now: float = NOW) -> Membership:
     """As of one node that has this roll; its clock stands still."""
-    membership = Membership(SILO_ID, OWNER.peer_id, member, lambda: now)
+    membership = Membership(SILO_ID, OWNER.peer_id, member, lambda: now, SeenRolls(SILO_ID))
     if roll is not None:
-        membership.take_roll(roll)
+        membership.accept_roll(roll)
     return membership
 
 

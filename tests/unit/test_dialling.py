@@ -270,7 +270,7 @@ def test_many_nodes_of_one_machine_are_dialled_at_once() -> None:
 def test_after_a_sleep_all_are_tried_again() -> None:
     dialling = made()
     assert dialling.take(PEER, [PUBLIC]) and not dialling.take(PEER, [PUBLIC])
-    dialling.forgive()
+    dialling.forget_failures()
     assert dialling.take(PEER, [PUBLIC])
 
 
@@ -350,6 +350,6 @@ def test_peers_to_join_through_have_believed_addresses_and_take_turns() -> None:
     peers.see({RELAY: ("/ip4/11.0.0.9/tcp/4001",)})
     assert peers.due(peers.stored()) == {PEER: (PUBLIC,), RELAY: ("/ip4/11.0.0.9/tcp/4001",)}
     assert peers.due(peers.stored()) == {}
-    peers.forgive()
+    peers.forget_failures()
     assert peers.due(peers.stored()).keys() == {PEER, RELAY}
     assert dialling.seen_at(RELAY) == ("/ip4/11.0.0.9/tcp/0",)

@@ -134,7 +134,7 @@ def test_strangers_are_neither_heard_nor_kept() -> None:
     guard = ForwarderGuard(lambda: 0.0, lambda peer_id, wanted: (peer_id, wanted) == ("member", "gossip"))
     assert guard.judge("member", b"m", accept) is ValidationResult.ACCEPT
     assert guard.judge("stranger", b"m", accept) is ValidationResult.IGNORE
-    assert guard.is_shut_out("stranger") and not guard.is_shut_out("member")
+    assert guard.is_banned("stranger") and not guard.is_banned("member")
     assert guard.rejected == {"stranger": 1}
 
 
@@ -145,21 +145,21 @@ def test_a_broken_handler_costs_its_message_and_nobody_is_blamed() -> None:
     guard, _ = make_guard()
     for _ in range(100):
         assert guard.judge("a", b"m", break_down) is ValidationResult.IGNORE
-    assert not guard.is_shut_out("a")
+    assert not guard.is_banned("a")
 
 
 def test_too_many_faults_shut_a_forwarder_out_for_five_minutes_and_nobody_else() -> None:
     guard, clock = make_guard()
     for _ in range(20):
         guard.judge(MALLORY, b"bad", reject)
-    assert not guard.is_shut_out(MALLORY)
+    assert not guard.is_banned(MALLORY)
     guard.judge(MALLORY, b"bad", reject)
-    assert guard.is_shut_out(MALLORY) and not guard.is_shut_out("honest")
+    assert guard.is_banned(MALLORY) and not guard.is_banned("honest")
     assert guard.judge(MALLORY, b"good", accept) is ValidationResult.IGNORE
     assert guard.judge("honest", b"good", accept) is ValidationResult.ACCEPT
     assert guard.rejected == {"invalid": 21, "shut_out": 1}
-    clock.now_s += ForwarderGuard.SHUT_OUT_S - 0.1
-    assert guard.is_shut_out(MALLORY)
+    clock.now_s += ForwarderGuard.BAN_S - 0.1
+    assert guard.is_banned(MALLORY)
     clock.now_s += 0.2
     assert guard.judge(MALLORY, b"good", accept) is ValidationResult.ACCEPT
 
@@ -169,7 +169,7 @@ def test_faults_fade_so_that_an_error_now_and_then_is_forgiven() -> None:
     for _ in range(100):
         guard.judge("honest", b"stale", reject)
         clock.now_s += 10.0
-    assert not guard.is_shut_out("honest")
+    assert not guard.is_banned("honest")
 
 
 def test_what_is_ignored_is_nobodys_fault() -> None:
@@ -177,7 +177,7 @@ def test_what_is_ignored_is_nobodys_fault() -> None:
     for _ in range(200):
         guard.judge("honest", b"known", ignore)
         clock.now_s += 0.01
-    assert not guard.is_shut_out("honest") and not guard.rejected
+    assert not guard.is_banned("honest") and not guard.rejected
 
 
 def test_messages_beyond_the_rate_are_not_looked_at() -> None:
@@ -199,7 +199,7 @@ def test_what_who_joins_two_topics_is_sent_at_once_is_no_flood() -> None:
     for _ in range(500):  # strangers keep its neighbour busy
         clock.now_s += 1 / 160
         guard.judge("neighbour", b"m", accept)
-    assert not guard.is_shut_out("neighbour")
+    assert not guard.is_banned("neighbour")
 
 
 def test_a_message_for_which_there_is_no_time_is_not_asked_for_again() -> None:
@@ -222,7 +222,7 @@ def test_strangers_below_their_limits_have_no_honest_node_shut_out_by_its_neighb
                 neighbour.judge("node", b"m", accept)
         if tick % 200 == 0:
             accepted["honest"] += guard.judge("honest", b"m", accept) is ValidationResult.ACCEPT
-        assert not neighbour.is_shut_out("node")
+        assert not neighbour.is_banned("node")
     assert accepted["honest"] == 15, "its own share is for it"
     assert accepted["stranger"] < 30 * 200
 
@@ -232,7 +232,7 @@ def test_a_lasting_flood_shuts_out() -> None:
     for _ in range(10_000):
         clock.now_s += 0.0001  # 10,000 messages per second
         guard.judge(MALLORY, b"m", accept)
-    assert guard.is_shut_out(MALLORY)
+    assert guard.is_banned(MALLORY)
     assert guard.rejected["shut_out"] > 9_000
 
 
@@ -241,7 +241,7 @@ def test_an_honest_rate_never_shuts_out() -> None:
     for _ in range(20_000):
         clock.now_s += 1 / 190
         guard.judge("busy", b"m", accept)
-        assert not guard.is_shut_out("busy")
+        assert not guard.is_banned("busy")
     assert not guard.rejected["flood"]
 
 
@@ -254,7 +254,7 @@ def test_other_work_is_paid_from_the_same_purse() -> None:
     assert guard.admit("a", 19)
     for _ in range(200):
         guard.admit("a", 1000)
-    assert guard.is_shut_out("a") and not guard.admit("a", 0)
+    assert guard.is_banned("a") and not guard.admit("a", 0)
 
 
 def test_what_is_remembered_of_forwarders_is_bounded() -> None:
@@ -270,7 +270,7 @@ def test_a_peer_is_shut_out_only_by_more_than_twenty_faults(steps: list[tuple[Go
     for handler, pause_s in steps:
         clock.now_s += pause_s
         guard.judge("a", b"m", handler)
-    if guard.is_shut_out("a"):
+    if guard.is_banned("a"):
         assert sum(handler is reject for handler, _ in steps) > ForwarderGuard.MAX_FAULTS
 
 

@@ -181,7 +181,7 @@ def test_runtime_folder_that_cannot_be_used_costs_a_warning(tmp_path: Path, capl
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING), IdentityLock(tmp_path, tmp_path / "file" / "none") as lock:
         lock.claim(Identity(bytes(32)))
-    assert "would not be noticed" in caplog.text
+    assert "cannot be detected" in caplog.text
 
 
 def test_fresh_start_keeps_everything_of_the_identity(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hivemind.proto import dht_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.network.hivemind.index_calls import (
+from swarm.network.hivemind.index_guard import (
     BURST_S,
     CALLS_PER_PEER_PER_S,
     MAX_CALL_BYTES,

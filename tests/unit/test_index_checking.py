@@ -17,8 +17,8 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
 from swarm.network import index_entry
-from swarm.network.hivemind.index_calls import CallRefused, FlatSerializer
-from swarm.network.hivemind.index_guard import IndexGuard, wrap
+from swarm.network.hivemind.index_guard import CallRefused, IndexGuard, wrap
+from swarm.network.hivemind.index_storage import FlatSerializer
 from swarm.network.index_entry import CHECKING_BURST_S, CHECKING_SHARE, MAX_FALSE_ENTRIES, UNSIGNED, IndexRule, Validity
 from swarm.network.memory.virtual_clock import run
 

@@ -10,8 +10,8 @@ import pytest
 from hivemind.dht.node import _SearchState
 from hivemind.dht.routing import DHTID
 
-from swarm.network.hivemind.index_calls import FlatSerializer
 from swarm.network.hivemind.index_guard import IndexGuard, unwrap, wrap
+from swarm.network.hivemind.index_storage import FlatSerializer
 from swarm.network.hivemind.parts import DHTProtocol, DHTRecord, DictionaryDHTValue, ValueWithExpiration
 from swarm.network.index_entry import CLOCK_SKEW_S
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport

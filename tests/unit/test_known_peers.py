@@ -228,7 +228,7 @@ def test_damaged_file_is_a_warning_and_an_empty_list(
     path.write_bytes(content)
     with caplog.at_level(logging.WARNING):
         peers = KnownPeers([], OWN_ID, path, clock)
-    assert "stored peers cannot be read" in caplog.text
+    assert "cannot read the stored peers" in caplog.text
     assert peers.stored() == {}
     peers.see({OTHER_ID: (at(1),)})
     peers.save()
@@ -256,7 +256,7 @@ def test_disk_that_takes_nothing_costs_a_warning(
     peers = KnownPeers([], OWN_ID, tmp_path / "gone" / "peers.json", clock)
     peers.see({OTHER_ID: (at(1),)})
     peers.save()
-    assert "cannot be stored" in caplog.text
+    assert "cannot store" in caplog.text
 
 
 @given(st.binary(max_size=300) | st.text().map(str.encode) | st.just(b'{"peers": [{}]}'))

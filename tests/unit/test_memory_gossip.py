@@ -13,7 +13,7 @@ from swarm.network.memory.gossip import (
     GossipRouter,
 )
 from swarm.network.memory.mesh import D_HIGH, D_LOW, MAX_TOPIC_PEERS, GossipMessage
-from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
+from swarm.network.memory.transport import NO_FAULTS, Faults, MemoryNetwork, MemoryTransport
 from swarm.network.memory.virtual_clock import run, virtual_now
 from swarm.network.transport import MAX_GOSSIP_BYTES, ValidationResult
 
@@ -43,7 +43,7 @@ class Member:
 Scenario = Callable[[MemoryNetwork, list[Member]], Awaitable[None]]
 
 
-def in_swarm(size: int, scenario: Scenario, faults: Faults | None = None, seed: int = 0) -> None:
+def in_swarm(size: int, scenario: Scenario, faults: Faults = NO_FAULTS, seed: int = 0) -> None:
     """Run `scenario` in a swarm that has settled for five seconds."""
 
     async def main() -> None:

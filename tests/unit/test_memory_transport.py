@@ -10,7 +10,7 @@ import pytest
 
 from swarm.errors import NetworkError, RequestError
 from swarm.network.index_entry import MAX_VALUE_BYTES, UNSIGNED, IndexValidator
-from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
+from swarm.network.memory.transport import NO_FAULTS, Faults, MemoryNetwork, MemoryTransport
 from swarm.network.transport import RequestRefused, Transport
 
 pytestmark = pytest.mark.asyncio
@@ -32,7 +32,7 @@ async def echo(peer_id: str, request: bytes) -> bytes:
 async def swarm(
     names: str = "abcd",
     *,
-    faults: Faults | None = None,
+    faults: Faults = NO_FAULTS,
     seed: int = 0,
     validator: Callable[[str], IndexValidator | None] = lambda name: None,
 ) -> AsyncIterator[tuple[MemoryNetwork, ManualClock, list[MemoryTransport]]]:

@@ -27,18 +27,18 @@ def at(*ports: int) -> tuple[TcpAddress, ...]:
 
 def test_each_plane_has_its_own_port_again(tmp_path: Path) -> None:
     first, requests, gossip = OwnPorts(tmp_path / "ports.json"), at(free_port()), at(free_port())
-    assert first.again("listen", ANY) == ANY
-    first.keep("listen", ANY, requests)
-    first.keep("gossip", ANY, gossip)
+    assert first.reuse("listen", ANY) == ANY
+    first.store("listen", ANY, requests)
+    first.store("gossip", ANY, gossip)
     again = OwnPorts(tmp_path / "ports.json")
-    assert (again.again("listen", ANY), again.again("gossip", ANY)) == (requests, gossip)
+    assert (again.reuse("listen", ANY), again.reuse("gossip", ANY)) == (requests, gossip)
 
 
 def test_two_addresses_of_one_host_do_not_get_the_same_port(tmp_path: Path) -> None:
     ports, chosen = OwnPorts(tmp_path / "ports.json"), at(free_port(), free_port())
-    ports.keep("listen", ANY * 2, chosen)
-    assert ports.again("listen", ANY * 2) == chosen
-    assert ports.again("listen", ANY * 3) == (*chosen, *ANY)
+    ports.store("listen", ANY * 2, chosen)
+    assert ports.reuse("listen", ANY * 2) == chosen
+    assert ports.reuse("listen", ANY * 3) == (*chosen, *ANY)
 
 
 def test_port_of_another_program_is_left_to_it(tmp_path: Path) -> None:
@@ -46,25 +46,25 @@ def test_port_of_another_program_is_left_to_it(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        ports.keep("listen", ANY, at(other.getsockname()[1]))
-        assert ports.again("listen", ANY) == ANY
+        ports.store("listen", ANY, at(other.getsockname()[1]))
+        assert ports.reuse("listen", ANY) == ANY
 
 
 def test_ports_that_the_settings_name_and_other_hosts_are_left_as_they_are(tmp_path: Path) -> None:
     ports, named = OwnPorts(tmp_path / "ports.json"), at(free_port())
-    ports.keep("listen", named, named)
+    ports.store("listen", named, named)
     assert not (tmp_path / "ports.json").exists()
-    ports.keep("listen", ANY, at(free_port()))
+    ports.store("listen", ANY, at(free_port()))
     wildcard = parse_setting("listen", ["/ip4/0.0.0.0/tcp/0"])
-    assert ports.again("listen", named) == named
-    assert ports.again("listen", wildcard) == wildcard
+    assert ports.reuse("listen", named) == named
+    assert ports.reuse("listen", wildcard) == wildcard
 
 
 def test_folder_that_takes_no_file_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ports = OwnPorts(tmp_path / "gone" / "ports.json")
     with caplog.at_level(logging.WARNING):
-        ports.keep("listen", ANY, at(free_port()))
-    assert "cannot be stored" in caplog.text
+        ports.store("listen", ANY, at(free_port()))
+    assert "cannot store" in caplog.text
 
 
 @given(
@@ -79,4 +79,4 @@ def test_folder_that_takes_no_file_costs_a_warning(tmp_path: Path, caplog: pytes
 def test_any_file_is_no_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("any") / "ports.json"
     path.write_bytes(data)
-    assert OwnPorts(path).again("listen", ANY) == ANY
+    assert OwnPorts(path).reuse("listen", ANY) == ANY

@@ -14,7 +14,7 @@ from swarm.errors import PipelineError, RequestError
 from swarm.network.commands.caller import CommandCaller
 from swarm.network.commands.envelope import CommandChannel
 from swarm.network.commands.service import CommandService
-from swarm.network.memory.transport import Faults, MemoryNetwork, MemoryTransport
+from swarm.network.memory.transport import NO_FAULTS, Faults, MemoryNetwork, MemoryTransport
 from swarm.pipeline.commands import StageSettings, part_fields
 from swarm.pipeline.driver.expected_stage import expected_stages
 from swarm.pipeline.driver.pipeline_policy import PipelineModel, greedy
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class NetworkStageGroup:
     """Hosts on a network in memory, and the driver's caller."""
 
-    def __init__(self, hosts: Sequence[StageHost], faults: Faults | None) -> None:
+    def __init__(self, hosts: Sequence[StageHost], faults: Faults) -> None:
         network = MemoryNetwork(random.Random(0), time.time, faults)
         members = [Identity(bytes([number]) * 32).peer_id for number in range(len(hosts))]
         self.transports = [MemoryTransport(network, peer_id) for peer_id in (DRIVER.peer_id, *members)]
@@ -56,7 +56,7 @@ class NetworkStageGroup:
 
 
 @asynccontextmanager
-async def on_network(hosts: Sequence[StageHost], faults: Faults | None = None) -> AsyncIterator[NetworkStageGroup]:
+async def on_network(hosts: Sequence[StageHost], faults: Faults = NO_FAULTS) -> AsyncIterator[NetworkStageGroup]:
     stage_group = NetworkStageGroup(hosts, faults)
     for transport in stage_group.transports:
         await transport.start()
@@ -98,7 +98,9 @@ async def one_step(stage_group: StageGroup) -> tuple[float, dict[str, Tensor], l
 async def test_a_pipeline_on_a_network_computes_what_one_process_does(folder: Path, lossy: bool) -> None:
     async with open_stage_group(folder, [2, 2, 1], LORA) as local:
         wanted = await one_step(local.stage_group)
-    async with on_network([host(folder) for _ in range(3)], Faults(duplication=1.0) if lossy else None) as stage_group:
+    async with on_network(
+        [host(folder) for _ in range(3)], Faults(duplication=1.0) if lossy else NO_FAULTS
+    ) as stage_group:
         norm, adapter, answers = await one_step(await loaded(stage_group, [2, 2, 1]))
     assert norm == wanted[0]
     assert adapter.keys() == wanted[1].keys()

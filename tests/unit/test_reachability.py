@@ -22,7 +22,7 @@ from swarm.network.reach.reachability import (
     conclude,
     dial_request,
     hello_request,
-    in_turn_by_network,
+    interleaved_by_network,
     read_greeting,
 )
 from swarm.network.tcp_address import TcpAddress
@@ -166,14 +166,14 @@ def test_who_is_believed(sightings: list[Sighting], is_reachable: bool | None) -
 def test_names_of_one_network_are_not_the_witnesses_of_a_node(seed: int) -> None:
     honest = {f"honest {number}": (f"/ip4/11.0.{number}.1/tcp/4001",) for number in range(NUM_WITNESSES - 1)}
     names = {f"name {number:03}": (f"/ip4/11.0.99.{number % 250}/tcp/{2000 + number}",) for number in range(300)}
-    order = in_turn_by_network({**names, **honest}, random.Random(seed))
+    order = interleaved_by_network({**names, **honest}, random.Random(seed))
     assert set(order) == names.keys() | honest.keys()
     assert sum(one in honest for one in order[:NUM_WITNESSES]) == NUM_WITNESSES - 1
 
 
 def test_neighbours_at_one_place_are_asked_in_any_order() -> None:
     connected = {f"node {number}": ("/ip4/127.0.0.1/tcp/4001", "nonsense") for number in range(6)} | {"odd": ()}
-    orders = {tuple(in_turn_by_network(connected, random.Random(seed))) for seed in range(20)}
+    orders = {tuple(interleaved_by_network(connected, random.Random(seed))) for seed in range(20)}
     assert len(orders) > 10 and all(set(order) == connected.keys() for order in orders)
 
 

@@ -3,7 +3,7 @@
 import pytest
 from google.protobuf.message import DecodeError
 
-from swarm.network.hivemind.relay_start import data_limit
+from swarm.network.hivemind.daemon import data_limit
 
 _STATUS_OK = b"\x28\x64"
 """Field 5 = 100."""

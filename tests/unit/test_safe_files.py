@@ -68,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
 
 def ports(folder: Path) -> None:
     address = TcpAddress.parse("/ip4/127.0.0.1/tcp/0")
-    OwnPorts(folder / "ports.json").keep("listen", [address], [TcpAddress.parse("/ip4/127.0.0.1/tcp/4001")])
+    OwnPorts(folder / "ports.json").store("listen", [address], [TcpAddress.parse("/ip4/127.0.0.1/tcp/4001")])
 
 
 def reputation(folder: Path) -> None:

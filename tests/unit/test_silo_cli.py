@@ -18,9 +18,8 @@ from swarm.manifest.files import read_manifest
 from swarm.manifest.joining import check_base_at_hand, compose
 from swarm.network.index_entry import UNSIGNED
 from swarm.records.identity import create, load, peer_name
-from swarm.silo.open_silo import node_transport, open_membership
 from swarm.silo.silo_files import SiloFiles
-from swarm.silo.silo_transport import SiloTransport
+from swarm.silo.silo_transport import SiloTransport, node_transport, open_membership
 from tests.unit.silo_factory import swarm
 
 TASKS = '[{name = "lcm"}]'

@@ -86,9 +86,9 @@ def test_truncated_roll_is_the_one_error(end: int) -> None:
 
 def test_roll_of_somebody_else_or_of_another_silo_is_refused() -> None:
     forged = encode_roll(replace(found(ANN).roll, version=99), EVE)
-    assert fault_of(lambda: membership_of(ANN, DATA).take_roll(forged)) == "forged"
+    assert fault_of(lambda: membership_of(ANN, DATA).accept_roll(forged)) == "forged"
     other = Owner.found(OWNER, "ab" * 16, NOW).data
-    assert fault_of(lambda: membership_of(ANN, DATA).take_roll(other)) == "malformed"
+    assert fault_of(lambda: membership_of(ANN, DATA).accept_roll(other)) == "malformed"
 
 
 def test_older_roll_changes_nothing() -> None:
@@ -96,8 +96,8 @@ def test_older_roll_changes_nothing() -> None:
     old = owner.data
     owner.revoke(BEN.peer_id, NOW)
     ann = membership_of(ANN, owner.data)
-    assert fault_of(lambda: ann.take_roll(old)) == "old"
-    assert not ann.take_roll(owner.data)
+    assert fault_of(lambda: ann.accept_roll(old)) == "old"
+    assert not ann.accept_roll(owner.data)
     assert not ann.is_member(BEN.peer_id) and ann.keys.epoch == 2
 
 
@@ -107,14 +107,14 @@ def test_newer_roll_is_told_once_with_who_went_and_who_came(caplog: pytest.LogCa
     ann = membership_of(ANN, owner.data)
     assert not caplog.records, "at a start nothing has changed"
     invite(owner, CAT)
-    ann.take_roll(owner.data)
-    assert not ann.take_roll(owner.data)
+    ann.accept_roll(owner.data)
+    assert not ann.accept_roll(owner.data)
     owner.revoke(BEN.peer_id, NOW)
-    ann.take_roll(owner.data)
+    ann.accept_roll(owner.data)
     cat, ben = (f"{one.peer_name} ({one.peer_id})" for one in (CAT, BEN))
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [
-        f"a newer roll of the silo: epoch 1; put out: nobody; came in: {cat}; 3 on it",
-        f"a newer roll of the silo: epoch 2 after 1; put out: {ben}; came in: nobody; 2 on it",
+        f"a newer roll of the silo: epoch 1; removed: nobody; added: {cat}; 3 members",
+        f"a newer roll of the silo: epoch 2 after 1; removed: {ben}; added: nobody; 2 members",
     ]
 
 
@@ -127,7 +127,7 @@ def test_a_higher_version_of_an_earlier_epoch_is_refused() -> None:
     for number in range(5):
         invite(stale, identity_of(20 + number))
     assert stale.roll.version > owner.roll.version
-    assert fault_of(lambda: ann.take_roll(stale.data)) == "old"
+    assert fault_of(lambda: ann.accept_roll(stale.data)) == "old"
 
 
 def test_a_second_roll_of_one_version_is_refused_and_named() -> None:
@@ -138,8 +138,8 @@ def test_a_second_roll_of_one_version_is_refused_and_named() -> None:
     other.rotate(NOW)
     assert other.roll.version == owner.roll.version
     ann = membership_of(ANN, owner.data)
-    assert fault_of(lambda: ann.take_roll(other.data)) == "two_rolls"
-    assert not ann.is_member(BEN.peer_id) and not ann.take_roll(owner.data)
+    assert fault_of(lambda: ann.accept_roll(other.data)) == "two_rolls"
+    assert not ann.is_member(BEN.peer_id) and not ann.accept_roll(owner.data)
 
 
 def test_a_second_key_of_one_epoch_is_refused_with_its_roll() -> None:
@@ -149,10 +149,10 @@ def test_a_second_key_of_one_epoch_is_refused_with_its_roll() -> None:
     other.rotate(NOW)
     invite(other, CAT)
     ann = membership_of(ANN, owner.data)
-    assert fault_of(lambda: ann.take_roll(other.data)) == "two_rolls"
+    assert fault_of(lambda: ann.accept_roll(other.data)) == "two_rolls"
     assert ann.roll_data == owner.data and not ann.is_member(CAT.peer_id)
     other.rotate(NOW)
-    assert ann.take_roll(other.data) and ann.keys.epoch == 3, "a later epoch mends it"
+    assert ann.accept_roll(other.data) and ann.keys.epoch == 3, "a later epoch mends it"
 
 
 def test_a_roll_whose_key_does_not_open_changes_nothing() -> None:
@@ -161,9 +161,9 @@ def test_a_roll_whose_key_does_not_open_changes_nothing() -> None:
     owner.revoke(BEN.peer_id, NOW)
     spoiled = replace(owner.roll.members[0], wrapped=bytes(80))
     roll = encode_roll(replace(owner.roll, members=(spoiled,)), OWNER)
-    assert fault_of(lambda: ann.take_roll(roll)) in ("forged", "malformed")
+    assert fault_of(lambda: ann.accept_roll(roll)) in ("forged", "malformed")
     assert ann.version == owner.roll.version - 1 and ann.is_member(BEN.peer_id) and ann.keys.epoch == 1
-    assert ann.take_roll(owner.data) and not ann.is_member(BEN.peer_id)
+    assert ann.accept_roll(owner.data) and not ann.is_member(BEN.peer_id)
 
 
 def test_newcomer_takes_no_roll_older_than_its_identity_has_seen() -> None:
@@ -172,10 +172,10 @@ def test_newcomer_takes_no_roll_older_than_its_identity_has_seen() -> None:
     before = owner.data
     owner.revoke(BEN.peer_id, NOW)
     seen = SeenRolls(SILO_ID)
-    seen.take(owner.roll, owner.data)
+    seen.note(owner.roll, owner.data)
     ann = Membership(SILO_ID, OWNER.peer_id, ANN, lambda: NOW, seen=seen)
-    assert fault_of(lambda: ann.take_roll(before)) == "old"
-    assert ann.take_roll(owner.data) and not ann.is_member(BEN.peer_id)
+    assert fault_of(lambda: ann.accept_roll(before)) == "old"
+    assert ann.accept_roll(owner.data) and not ann.is_member(BEN.peer_id)
 
 
 def test_a_clock_that_is_behind_makes_no_members() -> None:
@@ -185,7 +185,7 @@ def test_a_clock_that_is_behind_makes_no_members() -> None:
     owner.roll = replace(owner.roll, issued_at=NOW + 20)
     ann = membership_of(ANN, owner.data, now=0.0)
     assert ann.is_member(ANN.peer_id) and not ann.is_member(BEN.peer_id)
-    assert fault_of(lambda: ann.take_grant(token.grant.data)) == "old"
+    assert fault_of(lambda: ann.accept_grant(token.grant.data)) == "old"
 
 
 def test_revoked_member_gets_no_key_and_the_others_a_new_one() -> None:
@@ -193,7 +193,7 @@ def test_revoked_member_gets_no_key_and_the_others_a_new_one() -> None:
     ann, ben = membership_of(ANN, owner.data), membership_of(BEN, owner.data)
     owner.revoke(BEN.peer_id, NOW)
     for one in (ann, ben):
-        one.take_roll(owner.data)
+        one.accept_roll(owner.data)
     assert ben.keys.epoch == 1 and ann.keys.epoch == 2
     sealed = ann.keys.current.seal("gossip", b"text", b"")
     assert fault_of(lambda: ben.keys.key_for(sealed)) == "unknown_epoch"
@@ -218,13 +218,13 @@ def test_newcomer_with_a_token_has_the_key_and_is_taken_by_its_grant() -> None:
     ann = membership_of(ANN, owner.data)
     token = decode_token(invite(owner, BEN))
     ben = membership_of(BEN)
-    ben.take_own_grant(token.grant.data, token.wrapped)
+    ben.accept_own_grant(token.grant.data, token.wrapped)
     assert not ann.is_member(BEN.peer_id), "its roll is from before the invitation"
-    ann.take_grant(token.grant.data)
+    ann.accept_grant(token.grant.data)
     assert ann.is_member(BEN.peer_id) and ann.grants[0].peer_id == BEN.peer_id
     sealed = ben.keys.current.seal("gossip", b"text", b"")
     assert ann.keys.current.open("gossip", sealed, b"") == b"text"
-    ann.take_roll(owner.data)
+    ann.accept_roll(owner.data)
     assert ann.is_member(BEN.peer_id) and ann.grants == ()
 
 
@@ -233,7 +233,7 @@ def test_grant_is_worth_nothing_after_a_revocation() -> None:
     token = decode_token(invite(owner, BEN))
     owner.revoke(BEN.peer_id, NOW)
     ann = membership_of(ANN, owner.data)
-    assert fault_of(lambda: ann.take_grant(token.grant.data)) == "old"
+    assert fault_of(lambda: ann.accept_grant(token.grant.data)) == "old"
     assert not ann.is_member(BEN.peer_id)
 
 
@@ -243,16 +243,16 @@ def test_newcomer_takes_no_roll_from_before_its_invitation_epoch() -> None:
     owner.revoke(EVE.peer_id, NOW)
     token = decode_token(invite(owner, BEN))
     ben = membership_of(BEN)
-    ben.take_own_grant(token.grant.data, token.wrapped)
-    assert fault_of(lambda: ben.take_roll(before)) == "old"
+    ben.accept_own_grant(token.grant.data, token.wrapped)
+    assert fault_of(lambda: ben.accept_roll(before)) == "old"
 
 
 def test_expired_and_forged_grants_are_refused() -> None:
     ann = membership_of(ANN, found(ANN).data, now=NOW + 2 * DAY_S)
-    assert fault_of(lambda: ann.take_grant(GRANT)) == "old"
+    assert fault_of(lambda: ann.accept_grant(GRANT)) == "old"
     request = MembershipRequest(EVE.peer_id, box_key(EVE).public_key().public_bytes_raw())
     forged = encode_grant(EVE, SILO_ID, request, NOW + DAY_S, 1)
-    assert fault_of(lambda: membership_of(ANN, DATA).take_grant(forged)) == "forged"
+    assert fault_of(lambda: membership_of(ANN, DATA).accept_grant(forged)) == "forged"
 
 
 def test_many_grants_are_remembered_within_bounds() -> None:
@@ -261,16 +261,16 @@ def test_many_grants_are_remembered_within_bounds() -> None:
     for number in range(100):
         newcomer = Identity((1000 + number).to_bytes(32, "big"))
         request = MembershipRequest(newcomer.peer_id, box_key(newcomer).public_key().public_bytes_raw())
-        ann.take_grant(encode_grant(OWNER, SILO_ID, request, NOW + DAY_S, 1))
+        ann.accept_grant(encode_grant(OWNER, SILO_ID, request, NOW + DAY_S, 1))
     assert len(ann.grants) == 64
 
 
 def test_token_of_another_is_refused_and_its_key_does_not_open() -> None:
     token = decode_token(TOKEN)
-    assert fault_of(lambda: membership_of(EVE).take_own_grant(token.grant.data, token.wrapped)) == "stranger"
+    assert fault_of(lambda: membership_of(EVE).accept_own_grant(token.grant.data, token.wrapped)) == "stranger"
     request = MembershipRequest(EVE.peer_id, box_key(EVE).public_key().public_bytes_raw())
     own = encode_grant(OWNER, SILO_ID, request, NOW + DAY_S, 1)
-    assert fault_of(lambda: membership_of(EVE).take_own_grant(own, token.wrapped)) == "forged"
+    assert fault_of(lambda: membership_of(EVE).accept_own_grant(own, token.wrapped)) == "forged"
 
 
 def test_token_brings_the_manifest_and_survives_mail() -> None:
@@ -308,10 +308,10 @@ def test_inviting_again_renews_and_never_shortens() -> None:
 def test_renewed_grant_counts_before_the_roll_has_come() -> None:
     owner = found(ANN, BEN, until=NOW + 10)
     ann = membership_of(ANN, owner.data, now=NOW + 5)
-    ann.take_grant(decode_token(invite(owner, BEN)).grant.data)
+    ann.accept_grant(decode_token(invite(owner, BEN)).grant.data)
     late = membership_of(ANN, found(ANN, BEN, until=NOW + 10).data, now=NOW + 11)
     assert not late.is_member(BEN.peer_id)
-    late.take_grant(decode_token(invite(owner, BEN)).grant.data)
+    late.accept_grant(decode_token(invite(owner, BEN)).grant.data)
     assert late.is_member(BEN.peer_id)
 
 

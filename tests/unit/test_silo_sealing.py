@@ -134,10 +134,10 @@ def test_key_before_opens_for_the_time_of_grace_and_never_seals() -> None:
     now = [100.0]
     ring = KeyRing(lambda: now[0], grace_s=60.0)
     assert fault_of(lambda: ring.current) == "missing"
-    assert ring.take(EpochKey(b"1" * 32, 1)) and ring.take(EpochKey(b"2" * 32, 2))
+    assert ring.accept(EpochKey(b"1" * 32, 1)) and ring.accept(EpochKey(b"2" * 32, 2))
     old = EpochKey(b"1" * 32, 1).seal("gossip", b"text", b"")
     assert ring.current.epoch == 2 and ring.key_for(old).epoch == 1
-    assert not ring.take(EpochKey(b"x" * 32, 2)) and not ring.take(EpochKey(b"1" * 32, 1))
+    assert not ring.accept(EpochKey(b"x" * 32, 2)) and not ring.accept(EpochKey(b"1" * 32, 1))
     now[0] += 60.0
     assert fault_of(lambda: ring.key_for(old)) == "unknown_epoch"
     assert [key.epoch for key in ring.accepted()] == [2]
@@ -146,5 +146,5 @@ def test_key_before_opens_for_the_time_of_grace_and_never_seals() -> None:
 def test_two_rotations_in_the_time_of_grace_leave_one_key_before() -> None:
     ring = KeyRing(lambda: 100.0)
     for epoch in (1, 2, 3):
-        ring.take(EpochKey(bytes([epoch]) * 32, epoch))
+        ring.accept(EpochKey(bytes([epoch]) * 32, epoch))
     assert [key.epoch for key in ring.accepted()] == [3, 2]

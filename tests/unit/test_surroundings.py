@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarm.network.hivemind.daemon import OWNER_FILE, RuntimeFolder, remove_abandoned
-from swarm.network.peers.surroundings import Change, Surroundings, local_addresses, told_to_others
+from swarm.network.peers.surroundings import Change, Surroundings, announced_addresses, local_addresses
 
 
 class World:
@@ -50,9 +50,9 @@ def test_loopback_and_link_local_addresses_do_not_count() -> None:
 
 def test_wildcards_are_told_as_what_they_stand_for_the_public_address_first() -> None:
     hosts = frozenset({"10.0.0.7", "11.0.0.7", "2001:4860::7"})
-    told = told_to_others(["/ip4/0.0.0.0/tcp/5", "/ip6/::/tcp/6", "/ip4/127.0.0.1/tcp/7"], lambda: hosts)
+    told = announced_addresses(["/ip4/0.0.0.0/tcp/5", "/ip6/::/tcp/6", "/ip4/127.0.0.1/tcp/7"], lambda: hosts)
     assert told == ("/ip4/11.0.0.7/tcp/5", "/ip4/10.0.0.7/tcp/5", "/ip6/2001:4860::7/tcp/6", "/ip4/127.0.0.1/tcp/7")
-    assert told_to_others(["/ip4/0.0.0.0/tcp/5"], frozenset) == ("/ip4/127.0.0.1/tcp/5",)
+    assert announced_addresses(["/ip4/0.0.0.0/tcp/5"], frozenset) == ("/ip4/127.0.0.1/tcp/5",)
 
 
 def test_folder_of_a_killed_owner_is_removed_and_no_other(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ async def _serve(
     from swarm.observability.status_file import NodeStatus
     from swarm.sharing.header_relay import HeaderRelay
     from swarm.sharing.index import EntryValidator
-    from swarm.silo.open_silo import node_transport
+    from swarm.silo.silo_transport import node_transport
 
     stop, metrics = asyncio.Event(), Metrics()
     obey_stop_signals(stop.set)

@@ -181,7 +181,7 @@ def check_silo(config: "Config", files: "NodeFolder") -> None:
     if config.swarm.silo_owner:
         from swarm.cli.swarm.passphrase import unlock
         from swarm.records.identity import load
-        from swarm.silo.open_silo import check_folder, open_membership
+        from swarm.silo.silo_transport import check_folder, open_membership
 
         check_folder(files)
         identity = load(files.identity, unlock)

@@ -123,7 +123,7 @@ def _quantization(policy: PolicySection, hardware: Hardware) -> Iterator[CheckRe
 
 
 def _network(network: NetworkSection) -> Iterator[CheckResult]:
-    from swarm.network.hivemind.daemon import check_port_is_free
+    from swarm.network.own_ports import check_port_is_free
     from swarm.network.tcp_address import parse_setting
 
     for package in dict.fromkeys((network.backend, network.gossip)):

@@ -71,7 +71,7 @@ def found(
     write_text(files.manifest, text)
     silo_files.write_roll(owner.data)
     seen = SeenRolls(manifest.id, key)
-    seen.take(owner.roll, owner.data)
+    seen.note(owner.roll, owner.data)
     seen.save()
     return manifest
 
@@ -230,7 +230,7 @@ def join(
     identity = load(files.identity, unlock)
     seen = SeenRolls(manifest.id, files.identity)
     membership = Membership(manifest.id, manifest.founder, identity, time.time, seen=seen)
-    membership.take_own_grant(opened.grant.data, opened.wrapped)
+    membership.accept_own_grant(opened.grant.data, opened.wrapped)
     if opened.grant.epoch < seen.newest.epoch:
         raise SiloError(
             f"an invitation must be of epoch {seen.newest.epoch}, which this node has seen, got one of {opened.grant.epoch}; "
@@ -363,7 +363,7 @@ def _publish(owner: "Owner", files: "NodeFolder", seen: "SeenRolls") -> None:
     from swarm.silo.silo_files import SiloFiles
 
     SiloFiles(files.path).write_roll(owner.data)
-    seen.take(owner.roll, owner.data)
+    seen.note(owner.roll, owner.data)
     seen.save()
 
 

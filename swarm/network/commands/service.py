@@ -124,7 +124,7 @@ class CommandService:
         if not head.is_inline:
             wanted = Download(head.payload_digest, head.payload_bytes, PAYLOAD_PROTOCOL)
             try:
-                payload = await fetch(self._transport, [head.author], wanted, self._rng)
+                payload = await fetch(self._transport, [head.author], wanted, rng=self._rng)
             except RequestError as error:
                 raise RequestRefused(f"payload: {error}") from None
         # A command reaches the thread only when that is free. What waits here can be cancelled, so a driver that begins

@@ -1,17 +1,11 @@
-"""The libp2p daemon (a Go program) as a child process.
+"""The libp2p daemon (a Go program) as a child process, the folder of its sockets, and its start as a relay.
 
-It ends by itself when its last control connection closes, so it never outlives its node, not even one that is killed;
-until the first connection its idle timeout does the same.
-
-The folder of a session's sockets in /tmp, removed by the next session where its owner was killed.
-
-The owner holds a lock on the file `owner` in it. The kernel drops that with the process, however it dies, whatever new
-process gets its number, and across containers that share /tmp.
+The daemon ends by itself when its last control connection closes, or after an idle timeout without any. So it never
+outlives its node, not even one that is killed. Only `session` may import this module, since it imports hivemind.
 """
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -20,14 +14,18 @@ import stat
 import tempfile
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from swarm.errors import NetworkError
-from swarm.network.own_ports import try_port
-from swarm.network.reach.role import Role
+from swarm.network.hivemind.daemon_control import DaemonControl
+from swarm.network.own_ports import check_port_is_free
+from swarm.network.reach.role import RELAY_MAX_BYTES, Role
 from swarm.network.tcp_address import TcpAddress
 
 logger = logging.getLogger(__name__)
@@ -38,12 +36,17 @@ OWNER_FILE = "owner"
 
 
 class RuntimeFolder:
-    """A new folder that is closed to others. To be removed by `remove`."""
+    """A new folder in /tmp that only its owner can enter. End it with `remove`.
+
+    The owner holds a lock on the file `owner` in it. The kernel releases the lock with the process, however it dies, so
+    the next session can remove the folder. This also works when process ids are reused, and across containers that
+    share /tmp.
+    """
 
     def __init__(self, parent: Path = Path("/tmp")) -> None:  # noqa: S108 - a socket's path has at most 107 bytes  # nosec B108
         """Raises OSError."""
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        # Renamed when it is locked: nobody finds the file of a live owner unlocked.
+        # Renamed once it is locked, so nobody finds the file of a live owner unlocked.
         unlocked = self.path / f".{OWNER_FILE}"
         self._descriptor = os.open(unlocked, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
@@ -59,7 +62,7 @@ class RuntimeFolder:
 
 
 def remove_abandoned(parent: Path = Path("/tmp")) -> int:  # noqa: S108  # nosec B108
-    """Remove this user's folders whose owner is dead; how many. Others, and those without an owner file, are left."""
+    """Remove this user's folders whose owner is dead, and return their number. Folders without an owner file stay."""
     return sum(_remove_if_abandoned(folder) for folder in parent.glob(f"{PREFIX}*"))
 
 
@@ -69,7 +72,7 @@ def _remove_if_abandoned(folder: Path) -> bool:
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             return False
         descriptor = os.open(folder / OWNER_FILE, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # gone in the meantime, or never owned
+    except OSError:  # it has just disappeared, or never had an owner
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,9 +90,9 @@ _CRASH = ("panic:", "fatal error:")
 _IDLE_TIMEOUT_S = 30
 _MAX_CONNECTIONS = 512
 _KEPT_CONNECTIONS = 256
-"""Above the one, connections are closed down to the other ..."""
+"""Above this many connections, some are closed until _KEPT_CONNECTIONS are left."""
 _NEW_CONNECTION_S = 20
-"""... but none that is younger. The daemon's own two minutes are enough to fill the memory with connections."""
+"""Younger connections are not closed. With the daemon's own two minutes, new connections could fill the memory."""
 _STOP_GRACE_S = 1.0
 _NUM_LAST_LINES = 5
 _INHERITED = (
@@ -103,18 +106,19 @@ _INHERITED = (
     "PATH",
     "TMPDIR",
 )
-"""What the daemon gets of the node's environment: how a Go program runs and logs, and nothing that an operator keeps secret."""
+"""Environment variables that the daemon inherits: how a Go program runs and logs, and no secrets of the operator."""
 _MEMORY_SETTINGS = {"GOGC": "50", "GOMEMLIMIT": "256MiB"}
-"""Garbage is collected at half as much again of what is in use, not at twice: some MB less under load. Beyond the limit
-it is collected more often, at the cost of up to half of the daemon's processor time."""
+"""Garbage is collected when memory has grown by half, not when it has doubled, which saves some MB under load.
+
+Above the limit it is collected more often, at the cost of up to half of the daemon's processor time."""
 MAX_DAEMON_BYTES = 512 << 20
-"""Of memory in use. In normal work the daemon takes 40 to 100 MB; what is beyond this is what others make it keep."""
+"""Largest memory use. In normal work the daemon takes 40 to 100 MB; the rest is what others make it keep."""
 _LOOK_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonSettings:
-    """Where a daemon listens, and which part it takes in the network."""
+    """Where a daemon listens, and its role in the network."""
 
     role: Role
     listen: Sequence[TcpAddress]
@@ -123,7 +127,7 @@ class DaemonSettings:
 
 
 class Daemon:
-    """One process of the daemon, from `start` to its exit; when it has stopped, it may be started again."""
+    """One process of the daemon, from `start` to its exit. After it has stopped, it may be started again."""
 
     def __init__(
         self,
@@ -163,7 +167,7 @@ class Daemon:
         self._last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
 
     async def start(self, timeout_s: float) -> None:
-        """Returns when the control socket takes connections. Raises NetworkError with the daemon's own words."""
+        """Return when the control socket accepts connections. Raises NetworkError with the daemon's output."""
         self._ready.clear()
         for address in self._listen:
             check_port_is_free(address)
@@ -174,7 +178,7 @@ class Daemon:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env=_inherited_environment() | self._environment,
-                start_new_session=True,  # Ctrl-C is for the node, which then ends the daemon in good order
+                start_new_session=True,  # Ctrl-C is for the node, which then stops the daemon
             )
         except OSError as error:
             raise NetworkError(
@@ -190,27 +194,27 @@ class Daemon:
             if not self._ready.is_set():
                 await self.stop()
         if not self._ready.is_set():
-            raise NetworkError(f"the libp2p daemon must start within {timeout_s:.0f} s, got: {self.last_words}")
+            raise NetworkError(f"the libp2p daemon must start within {timeout_s:.0f} s, got: {self.last_output}")
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
     @property
-    def last_words(self) -> str:
-        """What it printed last, in one line: the cause of its death or of its not starting."""
+    def last_output(self) -> str:
+        """The last lines that it printed, joined: the cause of its death or failed start."""
         return " / ".join(self._last_lines) or "no output"
 
     async def wait(self) -> int:
-        """Wait for the end of the process; its exit code, negative for a signal."""
+        """Wait for the end of the process. Returns its exit code, negative for a signal."""
         assert self._process is not None, "not started"
         return await self._process.wait()
 
     async def outgrown(self, max_bytes: int = MAX_DAEMON_BYTES) -> int:
-        """Wait until the process uses more than `max_bytes` of memory; how many bytes it uses then."""
+        """Wait until the process uses more than `max_bytes` of memory, and return how many bytes it uses."""
         assert self._process is not None, "not started"
         while True:
-            with contextlib.suppress(psutil.NoSuchProcess):  # `wait` tells
+            with contextlib.suppress(psutil.NoSuchProcess):  # `wait` reports the exit
                 if (num_bytes := psutil.Process(self._process.pid).memory_info().rss) > max_bytes:
                     return num_bytes
             await asyncio.sleep(_LOOK_INTERVAL_S)
@@ -240,7 +244,7 @@ class Daemon:
             elif text and not text.startswith(_GREETING):
                 logger.debug("libp2p daemon: %s", text)
                 has_crashed = has_crashed or text.startswith(_CRASH)
-                if not has_crashed or text.startswith(_CRASH):  # a crash ends in hundreds of lines of stack traces
+                if not has_crashed or text.startswith(_CRASH):  # a crash prints hundreds of lines of stack traces
                     self._last_lines.append(text)
 
 
@@ -252,22 +256,108 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
     while True:
         try:
             return await stream.readline()
-        except ValueError:  # a line longer than the stream's limit is dropped, the pipe must not fill up
+        except ValueError:  # a line longer than the stream's limit is dropped; the pipe must not fill up
             continue
 
 
-def check_port_is_free(address: TcpAddress) -> None:
-    """Raises NetworkError where something listens on the address already.
+_MAX_STARTS = 10
+"""Each start gives the relay our limits three times in five, or more often."""
+_ASKING_TIMEOUT_S = 5.0
+_HOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
+_RESERVE = b"\x02\x08\x00"
+"""A HopMessage of type RESERVE, preceded by its length."""
+_LIMIT_FIELD, _DATA_FIELD, _STATUS_FIELD = 4, 2, 5
+_STATUS_OK = 100
+_MAX_ANSWER_BYTES = 4096
+"""libp2p's own limit for a message of this protocol."""
+_ASKER_LISTENS = TcpAddress.parse("/ip4/127.0.0.1/tcp/0")
 
-    The daemon would share the port with another daemon without a word, and each then get half the callers.
+
+async def start_relay(daemon: Daemon, folder: Path, listen: Sequence[TcpAddress], timeout_s: float) -> None:
+    """Restart the started `daemon` until it relays with our limits.
+
+    When it is told to be public, the daemon starts two relays that replace each other: ours from its background work,
+    and one with libp2p's limits of 128 KiB and 2 minutes per circuit, which end every transfer. The later one stays.
+    Only a peer that asks for a reservation is told which one that is. So a second daemon asks, and the first is
+    restarted until ours has stayed: https://github.com/libp2p/specs/blob/master/relay/circuit-v2.md#reservation.
+
+    `folder` holds the socket of the second daemon. A relay that cannot be asked, or never gets our limits, is logged
+    and left as it is. Raises NetworkError where the daemon does not start again.
     """
-    if address.port == 0:
-        return
+    control = DaemonControl(daemon.control_socket)
+    for num_starts in range(1, _MAX_STARTS + 1):
+        try:
+            peer_id, addresses = await control.identity()
+            nearby = [str(_nearby(one)) for one in listen if one.port]  # an announced address may be beyond a router
+            granted = await granted_bytes(daemon.binary, folder, peer_id, addresses=[*nearby, *addresses])
+        except NetworkError as error:
+            logger.info("could not find out what this relay grants: %s", error)
+            return
+        if granted is None or granted >= RELAY_MAX_BYTES:
+            logger.debug("relay with our limits at start %d", num_starts)
+            return
+        if num_starts < _MAX_STARTS:
+            await daemon.stop()
+            await daemon.start(timeout_s)
+    logger.warning("this relay ends circuits after %d bytes, too few for bodies; restart it", granted)
+
+
+async def granted_bytes(binary: Path, folder: Path, peer_id: str, addresses: Sequence[str]) -> int | None:
+    """Return how many bytes a circuit through a relay may carry each way; None for no limit.
+
+    `binary` is the program of the daemon that asks, `folder` holds its socket. Raises NetworkError: no answer within
+    five seconds, or a refusal.
+    """
+    control_socket = folder / "asking.sock"
+    asker = Daemon(binary, control_socket, DaemonSettings(Role(is_full=False, is_local=True), [_ASKER_LISTENS]))
     try:
-        try_port(address)
-    except OSError as error:
-        fix = "set network.listen to an address of this machine, such as /ip4/0.0.0.0/tcp/PORT"
-        if error.errno == errno.EADDRINUSE:
-            fix = "stop the other program, or set another port in network.listen"
-        reason = error.strerror or str(error)
-        raise NetworkError(f"network.listen must be free, got {address}: {reason.lower()}; {fix}") from None
+        async with asyncio.timeout(_ASKING_TIMEOUT_S):
+            await asker.start(_ASKING_TIMEOUT_S)
+            control = DaemonControl(control_socket)
+            await control.connect(peer_id, addresses)
+            reader, writer = await control.open_stream(peer_id, _HOP_PROTOCOL)
+            try:
+                writer.write(_RESERVE)
+                return data_limit(await _read_message(reader))
+            finally:
+                writer.transport.abort()
+    except TimeoutError:
+        raise NetworkError(f"a relay must answer within {_ASKING_TIMEOUT_S:.0f} s") from None
+    except (OSError, EOFError, DecodeError, ValueError) as error:
+        raise NetworkError(f"a relay must grant a reservation, got {error or type(error).__name__}") from None
+    finally:
+        await asker.stop()
+
+
+def _nearby(address: TcpAddress) -> TcpAddress:
+    """Return the address at which this machine itself reaches the listener."""
+    if not address.is_wildcard:
+        return address
+    return replace(address, host="::1" if address.kind == "ip6" else "127.0.0.1")
+
+
+def data_limit(answer: bytes) -> int | None:
+    """Return the bytes that a HopMessage grants a circuit each way; None for no limit. Raises ValueError for a refusal."""
+    fields = _fields(answer)
+    if (status := fields.get(_STATUS_FIELD)) != _STATUS_OK:
+        raise ValueError(f"status {status}")
+    limit = fields.get(_LIMIT_FIELD)
+    granted = _fields(limit).get(_DATA_FIELD) if isinstance(limit, bytes) else None
+    return granted if isinstance(granted, int) and granted else None
+
+
+async def _read_message(reader: asyncio.StreamReader) -> bytes:
+    length, shift = 0, 0
+    while True:
+        (byte,) = await reader.readexactly(1)
+        length |= (byte & 0x7F) << shift
+        shift += 7
+        if length > _MAX_ANSWER_BYTES:
+            raise ValueError(f"a message of more than {_MAX_ANSWER_BYTES} bytes")
+        if not byte & 0x80:
+            return await reader.readexactly(length)
+
+
+def _fields(message: bytes) -> dict[int, int | bytes]:
+    """Return {field number: value} of a protobuf message that has no class here. Raises DecodeError."""
+    return {field.field_number: field.data for field in UnknownFieldSet(Empty.FromString(message))}

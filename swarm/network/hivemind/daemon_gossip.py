@@ -1,7 +1,7 @@
 """Gossip through the Go daemon's own pubsub: a tenth of the CPU, for swarms whose members trust each other.
 
-The daemon passes a message on before this node has looked at it, so what is invalid travels as far as what is valid;
-each node still judges for itself what it takes. A message counts as passed here by the peer that signed it.
+The daemon forwards a message before this node has validated it, so invalid messages travel as far as valid ones. Each
+node still validates what it accepts. The peer that signed a message counts as its forwarder.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _RETRY_PAUSE_S = 1.0
 
 
 class DaemonGossip:
-    """See `gossip.Gossip`. It has no address of its own: where the daemon is connected, it is."""
+    """See `gossip.Gossip`. It has no address of its own, since it uses the daemon's connections."""
 
     addresses: Addresses = ()
 
@@ -54,7 +54,7 @@ class DaemonGossip:
         return ()
 
     def meet(self, peer_id: str, addresses: Addresses) -> None:
-        """Nothing to do: the daemon's connections serve for both."""
+        """Do nothing: the daemon's connections serve both."""
 
     def subscribe(self, topic: str, handler: GossipHandler) -> None:
         self._handlers[topic] = handler
@@ -79,9 +79,9 @@ class DaemonGossip:
                 self._traffic.bytes_sent += len(message)
 
     def _listen(self, topic: str) -> None:
-        self._listeners[topic] = asyncio.create_task(self._keep_listening(topic), name=f"gossip {topic}")
+        self._listeners[topic] = asyncio.create_task(self._listen_until_stopped(topic), name=f"gossip {topic}")
 
-    async def _keep_listening(self, topic: str) -> None:
+    async def _listen_until_stopped(self, topic: str) -> None:
         while True:
             session = self._sessions.current
             if session is not None:

@@ -1,12 +1,13 @@
-"""Finds the peers of the DHT that are nearest to a key, and what they hold under it, whatever some of them say.
+"""Finds the peers of the DHT nearest to a key, and the entries they hold under it, even if some of them lie.
 
     own routing table ─▶ ask the nearest ─▶ they name others ─▶ ask those ─▶ ... ─▶ the nearest that have answered
 
-hivemind's own search counts a peer as found once anybody has named it. One peer that named twenty made-up ones near a key
-so ended every search for it, or held it up until its time was over, and what honest peers had answered was lost.
-Here a peer counts once it has answered; the names of a peer that has named others in vain come last; and what was found
-until the deadline counts.
-Imports hivemind: only `session` may import this module.
+hivemind's own search counts a peer as found once anybody has named it. So one peer that names twenty made-up peers near
+a key ends every search for that key, or delays it until its time is over, and the answers of honest peers are lost.
+Here a peer counts once it has answered, peers named by a peer whose names led nowhere are asked last, and everything
+found before the deadline counts.
+
+Only `session` may import this module, since it imports hivemind.
 """
 
 import asyncio
@@ -20,13 +21,13 @@ from swarm.network.hivemind.parts import DHTID, DHTNode, DictionaryDHTValue, Pee
 
 SEARCH_TIMEOUT_S = 6.0
 NUM_NEAREST = 20
-"""A search ends when so many peers have answered and no other is known that is nearer."""
+"""A search ends when this many peers have answered and no nearer one is known."""
 MAX_ASKED = 200
 _NUM_AT_ONCE = 8
 
 
 class IndexSearch:
-    """One search from the node of this process. Made for one `run`."""
+    """One search from the node of this process. Each object makes one `run`."""
 
     def __init__(self, node: DHTNode, target: DHTID) -> None:
         self._node = node
@@ -36,13 +37,13 @@ class IndexSearch:
             node_id: (peer_id, None)
             for node_id, peer_id in table.get_nearest_neighbors(target, NUM_NEAREST, exclude=node.node_id)
         }
-        """{peer to ask: its peer id, and who has named it}"""
+        """{peer to ask: its peer id, and the peer that named it}"""
         self._known = {node.node_id, *self._waiting}
         self._named_in_vain: Counter[DHTID | None] = Counter()
         self._num_asked = 0
         self._answered: list[tuple[int, DHTID, PeerID]] = []  # (distance, node id, peer id), nearest first
         self.entries = IndexEntries()
-        """The newest entry of each subkey under `target`, of all answers and of what this node holds itself."""
+        """The newest entry of each subkey under `target`, from all answers and from this node's own storage."""
 
     @property
     def nearest(self) -> list[tuple[DHTID, PeerID]]:
@@ -50,8 +51,8 @@ class IndexSearch:
         return [(node_id, peer_id) for _, node_id, peer_id in self._answered[:NUM_NEAREST]]
 
     async def run(self) -> None:
-        """Ends by itself, after SEARCH_TIMEOUT_S at the latest. Raises nothing."""
-        self._take(self._node.protocol.storage.get(self._target))
+        """Search, for at most SEARCH_TIMEOUT_S. Raises nothing."""
+        self._add(self._node.protocol.storage.get(self._target))
         asking: set[asyncio.Task[None]] = set()
         try:
             with contextlib.suppress(TimeoutError):
@@ -70,7 +71,9 @@ class IndexSearch:
             await asyncio.gather(*asking, return_exceptions=True)
 
     def _next(self) -> DHTID | None:
-        """Whom to ask next: of those nearer than the peers found so far, whose namer has named fewest others in vain."""
+        """Choose the peer to ask next: nearer than those found, and named by the peer with fewest names that led
+        nowhere.
+        """
         bound = self._answered[NUM_NEAREST - 1][0] if len(self._answered) >= NUM_NEAREST else None
         near = [one for one in self._waiting if bound is None or self._distance(one) < bound]
         if not near or self._num_asked >= MAX_ASKED:
@@ -85,7 +88,7 @@ class IndexSearch:
             return
         bisect.insort(self._answered, (self._distance(node_id), node_id, peer_id))
         found, neighbors = reply[self._target]
-        self._take(found)
+        self._add(found)
         for other, other_peer in neighbors.items():
             if other not in self._known:
                 self._known.add(other)
@@ -94,8 +97,8 @@ class IndexSearch:
     def _distance(self, node_id: DHTID) -> int:
         return self._target ^ node_id
 
-    def _take(self, found: Any) -> None:
-        """Add entries that were judged: `found` is a ValueWithExpiration, or None."""
+    def _add(self, found: Any) -> None:
+        """Add validated entries. `found` is a ValueWithExpiration, or None."""
         if found is not None and isinstance(found.value, DictionaryDHTValue):
             for subkey, item in found.value.data.items():
                 self.entries.store(subkey, item.value, item.expiration_time)

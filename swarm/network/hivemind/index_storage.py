@@ -1,26 +1,32 @@
-"""This node's share of the index, bounded in memory, however many keys and names an attacker makes up.
+"""This node's share of the index, bounded in memory however many keys and identities an attacker makes up.
 
-Imports hivemind: only `index_guard` and `index_calls` may import this module.
+An author (the part of the subkey before the slash) may hold a limited number of bytes. Beyond that its oldest entry
+makes room for a newer one; otherwise strangers could fill its share with copies of what it signed earlier. When all
+memory is used, the author that holds most gives up its oldest entry for one that holds less. So nobody can displace an
+author that holds less than they do, and an attacker needs as many identities as honest shares fit in here, all of them
+full.
 
-An author (the part of the subkey before the slash) may hold so many bytes. Beyond that its oldest entry makes room for a
-newer one; otherwise strangers could fill its share with copies of what it signed earlier. Where all is full, the author
-that holds most gives up its oldest entry for one that holds less. So nobody can push out an author that holds less than
-themselves, and an attacker needs as many names as honest shares fit in here, all of them full.
-Also fixed here, each without cost for an attacker in hivemind 1.1.12:
+It also fixes these attacks on hivemind 1.1.12, which cost an attacker nothing:
+
 - of two entries under one subkey the one with the later claimed expiration stayed, and anybody may store any signed
-  entry with any claim: the order is that of the entries' `Validity`;
-- a copy of an entry with an earlier expiration made the entry disappear at that earlier time: refuse it;
-- every repeated store left a mark in the heaps of expirations for up to an hour: compact them;
-- a search of this node merged what strangers answered into the stored dictionary itself: hand out copies.
+  entry with any claim: `Validity` decides which one stays;
+- a copy of an entry with an earlier expiration made the entry disappear at that earlier time: it is refused;
+- every repeated store left a mark in the heaps of expirations for up to an hour: the heaps are compacted;
+- a search of this node merged what strangers answered into the stored dictionary: it gets a copy.
+
+Only modules of this package may import this one, since it imports hivemind.
 """
 
 import bisect
 import heapq
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+
+import msgpack
 
 from swarm.network.hivemind.parts import (
     DHTID,
@@ -35,11 +41,11 @@ from swarm.network.hivemind.parts import (
 from swarm.network.index_entry import MAX_ENTRIES_PER_KEY, UNSIGNED, Validity, age_rank
 
 MAX_INDEX_BYTES = 64 << 20
-"""All entries of this node's share of the index, with what Python needs around them."""
+"""All entries of this node's share of the index, including the Python objects around them."""
 MAX_AUTHOR_BYTES = 3 << 20
-"""The entries of one author; those of an hour, at 8 per window and shard, need 2.7 MiB."""
+"""The entries of one author. Those of an hour, at 8 per window and shard, need 2.7 MiB."""
 ENTRY_OVERHEAD_BYTES = 2048
-"""Objects around an entry's bytes (measured: 900 beside others under a key, 2,100 alone)."""
+"""Python objects around an entry's bytes (measured: 900 beside others under a key, 2,100 alone)."""
 _HEAP_SLACK = 64
 
 
@@ -47,16 +53,16 @@ _Name = tuple[DHTID, str]
 _Ranked = tuple[tuple[bool, tuple[float, int, bytes]], _Name]
 
 Judge = Callable[[DHTRecord], Validity | None]
-"""What a record says of its validity, with the end that is claimed for it; None for one that does not count now."""
+"""Returns the validity of a record, ending as its sender claims; None for one that is not valid now."""
 
 
 def as_claimed(record: DHTRecord) -> Validity:
-    """The judge of an index without signatures."""
+    """Judge records in an index without signatures."""
     return replace(UNSIGNED, expires_at=record.expiration_time)
 
 
 class ValidatedValue(bytes):
-    """The bytes of an entry together with their validity, which so travels through hivemind's own functions."""
+    """The bytes of an entry with their validity, which travels through hivemind's own functions this way."""
 
     validity: Validity
 
@@ -68,10 +74,10 @@ class ValidatedValue(bytes):
 
 
 class IndexEntries(DictionaryDHTValue):
-    """The entries under one key. Of two under one subkey the newer one stays, whatever expirations were claimed."""
+    """The entries under one key. Of two under one subkey the newer one stays, whatever expirations are claimed."""
 
     def store(self, key: str, value: bytes, expiration_time: float) -> bool:
-        """Whether the entry is newer than the one that it replaces."""
+        """Store an entry, and return whether it is newer than the one it replaces."""
         known = self.data.get(key)
         if known is not None and not _validity(value, expiration_time).supersedes(_validity(*known)):
             return False
@@ -105,33 +111,33 @@ class IndexStorage(DHTLocalStorage):
         max_author_bytes: int = MAX_AUTHOR_BYTES,
         judge: Judge = as_claimed,
     ) -> None:
-        """`now` gives swarm time. `judge` is asked about every entry that was not judged before."""
+        """`now` gives swarm time. `judge` is called for every entry without a validity."""
         super().__init__()
         self._now = now
         self._judge = judge
         self._max_bytes = max_bytes
         self._max_author_bytes = max_author_bytes
         self._entries: dict[_Name, _Entry] = {}
-        self._ends: list[tuple[float, DHTID, str]] = []  # heap; an entry that was renewed is in it twice for a while
+        self._ends: list[tuple[float, DHTID, str]] = []  # heap; a renewed entry is in it twice for a while
         self._authors: dict[str, list[_Ranked]] = {}  # oldest first
         self._author_bytes: Counter[str] = Counter()
-        self._largest: list[tuple[int, str]] = []  # heap of (-bytes, author), outdated ones among them
+        self._largest: list[tuple[int, str]] = []  # heap of (-bytes, author), with outdated ones among them
         self.num_bytes = 0
-        """Estimate of the memory in use."""
+        """Estimated memory use."""
         self.refused: Counter[str] = Counter()
-        """Entries that were not taken, and those `evicted`, by reason: invalid, not_newer, key_full, author_full, full,
+        """Entries that were refused, and those `evicted`, by reason: invalid, not_newer, key_full, author_full, full,
         plain."""
 
     def store(self, key: DHTID, value: object, expiration_time: float, subkey: object | None = None) -> bool:
-        """Values without a subkey are refused: one of them would replace all subkeys of its key."""
+        """Refuse values without a subkey: one of them would replace all subkeys of its key."""
         if not isinstance(subkey, str) or not isinstance(value, bytes):
             return self._refuse("plain")
-        return self.store_subkey(key, subkey, value, expiration_time)
+        return self.store_subkey(key, subkey, value, expiration_time=expiration_time)
 
     def store_subkey(self, key: DHTID, subkey: str, value: bytes, expiration_time: float) -> bool:
-        """Whether the entry was taken: it is valid, newer than the one it replaces, and there is room."""
+        """Store an entry, and return whether it was valid, newer than the one it replaces, and there was room."""
         self._remove_expired()
-        judged = self._judged(key, subkey, value, expiration_time)
+        judged = self._judged(key, subkey, value, expires_at=expiration_time)
         if judged is None:
             return self._refuse("invalid")
         earlier = self._entries.get((key, subkey))
@@ -143,11 +149,11 @@ class IndexStorage(DHTLocalStorage):
         author = subkey.partition("/")[0]
         num_bytes = ENTRY_OVERHEAD_BYTES + len(value) + len(subkey)
         growth = num_bytes - (earlier.num_bytes if earlier is not None else 0)
-        if not self._make_room_in_share(author, growth, (key, subkey), judged.validity):
+        if not self._make_room_in_share(author, growth, (key, subkey), validity=judged.validity):
             return self._refuse("author_full")
         if not self._make_room(author, growth):
             return self._refuse("full")
-        if not self._put(key, subkey, judged, expiration_time):
+        if not self._put(key, subkey, judged, expires_at=expiration_time):
             return self._refuse("not_newer")
         if earlier is not None:
             self._authors[author].remove(_ranked((key, subkey), earlier.validity))
@@ -159,13 +165,13 @@ class IndexStorage(DHTLocalStorage):
         return True
 
     def get(self, key: DHTID) -> Any:
-        """A ValueWithExpiration of a DictionaryDHTValue of the caller's own, or None."""
+        """Return a ValueWithExpiration with a copy of the DictionaryDHTValue, or None."""
         self._remove_expired()
         known = self._dictionary(key)
         return None if known is None else ValueWithExpiration(_copy(known), self.data[key].expiration_time)
 
     def _dictionary(self, key: DHTID) -> Any:
-        """The DictionaryDHTValue under `key` itself, or None."""
+        """Return the DictionaryDHTValue under `key` itself, or None."""
         found = self.data.get(key)
         if found is None:
             return None
@@ -183,11 +189,11 @@ class IndexStorage(DHTLocalStorage):
         if known is None or expires_at > self.data[key].expiration_time:
             known = IndexEntries() if known is None else known
             if not TimedStorage.store(self, key, known, expires_at):
-                return False  # the clock passed its end meanwhile
+                return False  # the entry has just expired
         return known.store(subkey, value, expires_at)
 
     def _make_room_in_share(self, author: str, growth: int, name: _Name, validity: Validity) -> bool:
-        """Whether there is room in the share of an author, at the expense of entries of its own that are older."""
+        """Make room in the share of an author by dropping its own older entries. Returns whether there is room."""
         rank = age_rank(name[1], validity)
         while self._author_bytes[author] + growth > min(self._max_author_bytes, self._max_bytes):
             oldest = next((ranked for ranked in self._authors.get(author, []) if ranked[1] != name), None)
@@ -201,7 +207,7 @@ class IndexStorage(DHTLocalStorage):
         self.refused["evicted"] += 1
 
     def _make_room(self, author: str, growth: int) -> bool:
-        """Whether there is room, at the expense of authors that hold more."""
+        """Make room by dropping entries of authors that hold more. Returns whether there is room."""
         while self.num_bytes + growth > self._max_bytes:
             while self._author_bytes[self._largest[0][1]] != -self._largest[0][0]:
                 heapq.heappop(self._largest)
@@ -224,7 +230,7 @@ class IndexStorage(DHTLocalStorage):
         self._authors[entry.author].remove(_ranked((key, subkey), entry.validity))
         self._account(entry.author, -entry.num_bytes)
         known = self._dictionary(key)
-        if known is not None:  # else hivemind came by first
+        if known is not None:  # otherwise hivemind has dropped it already
             del known[subkey]
             if not known.data:
                 del self[key]
@@ -264,3 +270,55 @@ def _copy(entries: DictionaryDHTValue) -> IndexEntries:
     copy.expiration_heap = list(entries.expiration_heap)
     copy.latest_expiration_time = entries.latest_expiration_time
     return copy
+
+
+_DICTIONARY_CODE = 0x50
+
+
+class FlatSerializer:
+    """The part of hivemind's serializer that the index needs, safe for bytes of strangers: no nested lists."""
+
+    @staticmethod
+    def dumps(value: Any) -> bytes:
+        """Encode a value. hivemind's own serializer refuses subclasses, such as `IndexEntries` and the values in it."""
+        if not isinstance(value, DictionaryDHTValue):
+            return DHTProtocol.serializer.dumps(value)
+        rows = [[subkey, item.value, item.expiration_time] for subkey, item in value.items()]
+        packed: Any = msgpack.packb([value.maxsize, value.latest_expiration_time, rows])
+        whole: Any = msgpack.packb(msgpack.ExtType(_DICTIONARY_CODE, packed))
+        return whole
+
+    @staticmethod
+    def loads(data: bytes) -> object:
+        """Return a scalar or IndexEntries, not validated yet. Raises ValueError (as msgpack does) for anything else."""
+        value = msgpack.unpackb(data, raw=False, max_array_len=0, max_map_len=0)
+        if not isinstance(value, msgpack.ExtType):
+            return value
+        if value.code != _DICTIONARY_CODE:
+            raise ValueError(f"an index value must be a dictionary or a scalar, got type {value.code}")
+        return _dictionary(value.data)
+
+
+def _dictionary(data: bytes) -> IndexEntries:
+    """Decode [size limit, latest expiration, [[subkey, value, expiration], ...]]. The first two are ignored."""
+    unpacker = msgpack.Unpacker(raw=False, max_array_len=0, max_map_len=0, max_buffer_size=len(data) or 1)
+    unpacker.feed(data)
+    try:
+        if unpacker.read_array_header() != 3:
+            raise ValueError("a dictionary must have 3 parts")
+        unpacker.skip()
+        unpacker.skip()
+        num_entries = unpacker.read_array_header()
+        if num_entries > MAX_ENTRIES_PER_KEY:
+            raise ValueError(f"a key must have at most {MAX_ENTRIES_PER_KEY} entries, got {num_entries}")
+        with IndexEntries().freeze() as entries:
+            for _ in range(num_entries):
+                if unpacker.read_array_header() != 3:
+                    raise ValueError("an entry must have 3 parts")
+                subkey, value, expires_at = unpacker.unpack(), unpacker.unpack(), unpacker.unpack()
+                is_valid = isinstance(subkey, str) and isinstance(value, bytes) and isinstance(expires_at, float)
+                if is_valid and math.isfinite(expires_at):
+                    entries.store(subkey, value, expires_at)
+            return entries
+    except msgpack.UnpackException as error:  # OutOfData: it ended early
+        raise ValueError(f"a dictionary must be complete msgpack, got {type(error).__name__}") from None

@@ -1,11 +1,11 @@
-"""The parts of hivemind that the network needs, imported without torch.
+"""Imports the parts of hivemind that the network needs, without torch.
 
-`import hivemind` runs the package's `__init__`, which brings its trainers and so torch along: 3 s and 280 MB that a
-bootstrap peer on a small server has no use for. The DHT and the daemon's client need none of it. So the three packages
-on the way to them are entered here without their `__init__`, under the names that hivemind's own modules import them
-by. Where something else has imported hivemind already, that one is used.
+`import hivemind` runs the package's `__init__`, which imports its trainers and so torch: 3 s and 280 MB that a
+bootstrap peer on a small server does not need. The DHT and the daemon's client need none of it. So the three packages
+on the way to them are created here without running their `__init__`, under the names by which hivemind's own modules
+import them. If something else has imported hivemind already, that one is used.
 
-Every other module takes hivemind from here: from swarm.network.hivemind.parts import DHTNode.
+Every other module imports hivemind from here: from swarm.network.hivemind.parts import DHTNode.
 """
 
 import importlib
@@ -39,7 +39,7 @@ def _shell(name: str, folder: str) -> ModuleType:
     module = ModuleType(name)
     module.__path__ = [folder]
     module.__package__ = name
-    module.__spec__ = ModuleSpec(name, None, is_package=True)  # others look for it, to see where hivemind is
+    module.__spec__ = ModuleSpec(name, None, is_package=True)  # others look for it to find hivemind
     module.__spec__.submodule_search_locations = [folder]
     sys.modules[name] = module
     return module
@@ -62,7 +62,7 @@ from hivemind.utils.logging import use_hivemind_log_handler  # noqa: E402
 from hivemind.utils.multiaddr import Multiaddr  # noqa: E402
 from hivemind.utils.timed_storage import HeapEntry, TimedStorage, ValueWithExpiration  # noqa: E402
 
-logging.addLevelName(logging.WARNING, "WARNING")  # which the import has renamed to WARN, for the whole process
+logging.addLevelName(logging.WARNING, "WARNING")  # the import has renamed it to WARN for the whole process
 
 __all__ = [
     "DHTID",

@@ -1,7 +1,7 @@
-"""One life of the libp2p daemon with a node of hivemind's DHT on it.
+"""One run of the libp2p daemon with a node of hivemind's DHT on it.
 
-A session that broke is closed and replaced by a new one (`hivemind_transport`), never mended.
-Imports hivemind: `hivemind_transport` imports this module when it starts, not before.
+A broken session is closed and replaced by a new one (`supervisor`), never repaired. `supervisor` imports this module
+when it opens the first session, since it imports hivemind.
 """
 
 import asyncio
@@ -13,7 +13,14 @@ from typing import Any
 
 from swarm.errors import NetworkError
 from swarm.network.hivemind import daemon_control as call_repairs
-from swarm.network.hivemind.daemon import MAX_DAEMON_BYTES, Daemon, DaemonSettings, RuntimeFolder, remove_abandoned
+from swarm.network.hivemind.daemon import (
+    MAX_DAEMON_BYTES,
+    Daemon,
+    DaemonSettings,
+    RuntimeFolder,
+    remove_abandoned,
+    start_relay,
+)
 from swarm.network.hivemind.daemon_control import DaemonControl, ShortCalls, answered_instead
 from swarm.network.hivemind.index_guard import IndexGuard, unwrap, wrap
 from swarm.network.hivemind.index_search import IndexSearch
@@ -30,34 +37,33 @@ from swarm.network.hivemind.parts import (
     hivemind_cli,
     use_hivemind_log_handler,
 )
-from swarm.network.hivemind.relay_start import start_relay
-from swarm.network.reach.role import Role, told_by_daemon
+from swarm.network.reach.role import Role, addresses_from_daemon
 from swarm.network.requests.server import RequestServer
 
 logger = logging.getLogger(__name__)
 
 StreamHandler = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""(peer id, protocol, reader, writer); closes the stream, raises nothing."""
+"""(peer id, protocol, reader, writer); it closes the stream and raises nothing."""
 OnOtherPeer = Callable[[str, tuple[str, ...]], None]
 """(peer id, addresses) of a peer that answered in place of the peer that was dialled. Whoever listens there can lie."""
 
 NUM_REPLICAS = 5
 _RPC_TIMEOUT_S = 3.0
-"""One question to one peer. A peer that is silent for so long holds up every search that meets it."""
+"""Timeout of one question to one peer. A peer that stays silent delays every search that meets it."""
 _CONNECT_TIMEOUT_S = 5.0
 _BAN_S = 2.0
 _BAN_GROWTH = 1.5
-"""A peer that did not answer is left alone for 2, 3, 4.5, ... seconds; hivemind's own growth soon reaches minutes."""
+"""A peer that did not answer is not asked for 2, 3, 4.5, ... seconds. hivemind's own pauses soon reach minutes."""
 _CONTROL_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 0.5
 MAX_PREFERRED = 128
 """Connections that are kept before others: half of those that the daemon leaves when there are too many."""
 _NOBODY = PeerID(b"\x00")
-"""Not a peer id."""
+"""An invalid peer id, to which no call can be sent."""
 
 
 class HivemindSession:
-    """Daemon, control connection and DHT node, made by `open`. Not to be used after `close`."""
+    """Daemon, control connection and DHT node, made by `open`. It cannot be used after `close`."""
 
     def __init__(
         self, daemon: Daemon, folder: RuntimeFolder, p2p: P2P, node: DHTNode, role: Role, on_other_peer: OnOtherPeer
@@ -85,12 +91,12 @@ class HivemindSession:
         on_other_peer: OnOtherPeer,
         timeout_s: float,
     ) -> "HivemindSession":
-        """Start a daemon and a DHT node that knows no peer yet. Raises NetworkError, leaving nothing behind.
+        """Start a daemon and a DHT node that knows no peer yet. Raises NetworkError and leaves nothing behind.
 
-        `write_key` writes the daemon's key to a file, which is there only until the daemon has read it.
+        `write_key` writes the daemon's key to a file, which exists only until the daemon has read it.
         """
         quiet_hivemind()
-        # Paths of sockets have at most 107 bytes, so they lie in /tmp; in a folder that is closed to others.
+        # Socket paths have at most 107 bytes, so they lie in /tmp, in a folder that only this user can enter.
         await asyncio.to_thread(remove_abandoned)
         folder = RuntimeFolder()
         binary, role = Path(hivemind_cli.__path__[0]) / "p2pd", settings.role
@@ -115,16 +121,16 @@ class HivemindSession:
                 return session
         except (P2PDaemonError, OSError, EOFError) as error:
             cause = str(error) or f"no answer within {timeout_s:.0f} s"
-            raise NetworkError(f"the libp2p daemon must answer, got {cause}; it said: {daemon.last_words}") from None
+            raise NetworkError(f"the libp2p daemon must answer, got {cause}; it said: {daemon.last_output}") from None
 
     async def broke_down(self) -> tuple[str, str]:
-        """Wait until the daemon is gone or takes too much memory: ("exit" or "memory", the cause in words)."""
+        """Wait until the daemon has ended or takes too much memory: ("exit" or "memory", the cause in words)."""
         exited = asyncio.create_task(self._daemon.wait())
         outgrown = asyncio.create_task(self._daemon.outgrown())
         try:
             await asyncio.wait({exited, outgrown}, return_when=asyncio.FIRST_COMPLETED)
             if exited.done():
-                return "exit", f"exit code {exited.result()}, last output: {self._daemon.last_words}"
+                return "exit", f"exit code {exited.result()}, last output: {self._daemon.last_output}"
             return "memory", f"it uses {outgrown.result() >> 20} MiB of memory, and may use {MAX_DAEMON_BYTES >> 20}"
         finally:
             exited.cancel()
@@ -145,27 +151,27 @@ class HivemindSession:
         return frozenset(peer_id.to_base58() for peer_id in self._node.protocol.routing_table.peer_id_to_uid)
 
     async def greet(self, peers: Mapping[str, Sequence[str]]) -> int:
-        """Connect to peers {peer id: addresses} and enter each other's routing tables; how many answered."""
+        """Connect to peers {peer id: addresses} and join each other's routing tables. Returns how many answered."""
         answers = await asyncio.gather(*(self._greet(peer_id, addresses) for peer_id, addresses in peers.items()))
         return sum(answers)
 
     async def refresh(self) -> None:
-        """Look for the own neighbours: fills the routing table, and removes from it who does not answer."""
+        """Search for the nearest peers, which fills the routing table and removes peers that do not answer."""
         await IndexSearch(self._node, self._node.node_id).run()
 
     async def check(self) -> None:
-        """A round trip on the connection that carries the DHT. Raises NetworkError where nothing comes back."""
+        """Make a round trip on the connection that carries the DHT. Raises NetworkError where nothing comes back."""
         client: Any = self._p2p._client
         try:
             async with asyncio.timeout(_CONTROL_TIMEOUT_S):
                 await client.call_unary_handler(_NOBODY, "round-trip", b"")
         except (P2PDaemonError, P2PHandlerError):
-            return  # refused by the daemon itself, without asking any peer: that is the answer
+            return  # the daemon itself refused, without asking any peer, so it works
         except TimeoutError:
             raise NetworkError(f"the libp2p daemon must answer within {_CONTROL_TIMEOUT_S:.0f} s") from None
 
     async def peers(self) -> dict[str, tuple[str, ...]]:
-        """Connected peers with the addresses they were seen at. Raises NetworkError where the daemon hangs."""
+        """Return connected peers with the addresses at which they are seen. Raises NetworkError where the daemon hangs."""
         try:
             async with asyncio.timeout(_CONTROL_TIMEOUT_S):
                 return await self.control.peers()
@@ -173,7 +179,7 @@ class HivemindSession:
             raise NetworkError(f"the libp2p daemon must answer within {_CONTROL_TIMEOUT_S:.0f} s") from None
 
     async def listening_addresses(self, peer_ids: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Where connected peers listen, {peer id: addresses}; a peer of which that is not known is left out."""
+        """Return where connected peers listen, {peer id: addresses}; peers for which that is not known are left out."""
         found: dict[str, tuple[str, ...]] = {}
         with contextlib.suppress(TimeoutError, NetworkError):
             async with asyncio.timeout(_CONTROL_TIMEOUT_S):
@@ -181,11 +187,11 @@ class HivemindSession:
                     found[peer_id] = await self.control.listening_addresses(peer_id)
         return found
 
-    async def keep(self, connected: Iterable[str]) -> None:
-        """Keep the connections to these peers where strangers take so many that the daemon closes some.
+    async def prefer(self, connected: Iterable[str]) -> None:
+        """Keep the connections to these peers when strangers open so many that the daemon closes some.
 
-        Else it would close the oldest ones, and whoever goes on connecting under new names would soon be all that is left.
-        At most MAX_PREFERRED of them count, and who has counted the time before does so again.
+        Otherwise it would close the oldest ones, and soon only peers that keep connecting under new identities would be
+        left. At most MAX_PREFERRED count; those that were preferred before come first.
         """
         wanted = dict.fromkeys(connected)
         known = [peer_id for peer_id in self._preferred if peer_id in wanted]
@@ -198,21 +204,21 @@ class HivemindSession:
                     await self.control.prefer(peer_id)
 
     async def drop_connections(self) -> None:
-        """Close every connection: after a sleep or in another network they are dead, which TCP finds out late."""
+        """Close every connection: after a sleep or in another network they are dead, which TCP notices late."""
         with contextlib.suppress(TimeoutError, NetworkError):
             async with asyncio.timeout(_CONTROL_TIMEOUT_S):
                 for peer_id in await self.control.peers():
                     await self.control.disconnect(peer_id)
 
     async def observed(self, peer_id: str) -> tuple[str, ...]:
-        """The addresses at which a connected peer is seen; none where there is no answer."""
+        """Return the addresses at which a connected peer is seen; empty where there is no answer."""
         with contextlib.suppress(TimeoutError, NetworkError):
             async with asyncio.timeout(_CONTROL_TIMEOUT_S):
                 return await self.control.seen_at(peer_id)
         return ()
 
     async def refresh_addresses(self) -> None:
-        """Relays' reservations come and go, and so do the machine's networks. Raises NetworkError where it hangs."""
+        """Read the addresses again, since relay reservations and networks change. Raises NetworkError where it hangs."""
         try:
             async with asyncio.timeout(_CONTROL_TIMEOUT_S):
                 self.addresses = await self._own_addresses()
@@ -220,23 +226,23 @@ class HivemindSession:
             raise NetworkError(f"the libp2p daemon must answer within {_CONTROL_TIMEOUT_S:.0f} s") from None
 
     async def _own_addresses(self) -> tuple[str, ...]:
-        told = await self.control.addresses()
+        reported = await self.control.addresses()
         connected = await self.control.peers() if self._role.relays else {}
-        return told_by_daemon(told, self._role.relays, connected)
+        return addresses_from_daemon(reported, self._role.relays, connected)
 
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
-        """Whether any of the nodes nearest to `key` took the entry.
+        """Store an entry. Returns whether any of the nodes nearest to `key` accepted it.
 
-        hivemind's own `store` returns what the slowest replica said, so that a hostile one could deny every success.
+        hivemind's own `store` returns what the slowest replica said, so a hostile one could deny every success.
         """
         key_id, entry = DHTID.generate(source=key), DHTProtocol.serializer.dumps(wrap(key, value))
-        # Asked for the key itself, each node would send all that lies under it. The nodes nearest to the id beside it
-        # are the same ones, in the same order.
+        # Asked for the key itself, each node would send all entries under it. The nodes nearest to the adjacent id are
+        # the same ones in the same order.
         search = IndexSearch(self._node, DHTID(key_id ^ 1))
         await search.run()
         own = [(self._node.node_id, self._node.peer_id)] if self._role.is_full else []
         candidates = sorted([*search.nearest, *own], key=lambda one: one[0] ^ key_id)[: 2 * NUM_REPLICAS]
-        num_answers, is_taken = 0, False
+        num_answers, is_stored = 0, False
         while candidates and num_answers < NUM_REPLICAS:
             num_missing = NUM_REPLICAS - num_answers
             chosen, candidates = candidates[:num_missing], candidates[num_missing:]
@@ -244,11 +250,11 @@ class HivemindSession:
                 *(self._store_at(node_id, peer_id, key_id, subkey, entry, expires_at) for node_id, peer_id in chosen)
             )
             num_answers += sum(answer is not None for answer in answers)
-            is_taken = is_taken or any(answers)
-        return is_taken
+            is_stored = is_stored or any(answers)
+        return is_stored
 
     async def load(self, key: str) -> dict[str, tuple[bytes, float]]:
-        """{subkey: (value, expires_at)}"""
+        """Return {subkey: (value, expires_at)}."""
         search = IndexSearch(self._node, DHTID.generate(source=key))
         await search.run()
         found: dict[str, tuple[bytes, float]] = {}
@@ -263,7 +269,7 @@ class HivemindSession:
         return await self.control.open_stream(peer_id, protocol)
 
     async def close(self) -> None:
-        """Take leave of the DHT and end the daemon. Never raises, never takes more than two seconds."""
+        """Leave the DHT and end the daemon. Raises nothing and takes at most two seconds."""
         self._node.is_alive = False
         with contextlib.suppress(TimeoutError, P2PDaemonError):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):  # a dead daemon never answers
@@ -274,7 +280,7 @@ class HivemindSession:
     async def _store_at(
         self, node_id: DHTID, peer_id: PeerID, key_id: DHTID, subkey: str, entry: bytes, expires_at: float
     ) -> bool | None:
-        """None where there is no answer."""
+        """Return whether the node accepted the entry; None where it does not answer."""
         protocol = self._node.protocol
         if node_id != self._node.node_id:
             answers = await protocol.call_store(peer_id, [key_id], [entry], [expires_at], [subkey])
@@ -285,7 +291,7 @@ class HivemindSession:
         )
 
     async def connect(self, peer_id: str, addresses: Sequence[str]) -> bool:
-        """Whether there is a connection to the peer now."""
+        """Connect to a peer. Returns whether there is a connection now."""
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await self.control.connect(peer_id, addresses)
@@ -300,32 +306,33 @@ class HivemindSession:
     async def _greet(self, peer_id: str, addresses: Sequence[str]) -> bool:
         if not await self.connect(peer_id, addresses):
             return False
-        # It pings back before it lists this node, and hivemind warns if it cannot, or if the clocks differ by 3 s.
+        # The peer pings back before it lists this node. hivemind warns if it cannot, or if the clocks differ by 3 s.
         node_id = await self._node.protocol.call_ping(PeerID.from_base58(peer_id), validate=True, strict=False)
         return node_id is not None
 
 
 async def _attach(folder: RuntimeFolder, guard: IndexGuard, role: Role) -> tuple[P2P, DHTNode]:
     """Connect to the daemon and start a DHT node on it, protected by `guard`."""
-    # A class of its own per session is the way to tell hivemind where its client socket goes.
+    # A subclass per session is the only way to tell hivemind where its client socket goes.
     private_p2p: type[P2P] = type("PrivateP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder.path}/"})
     p2p = await private_p2p.replicate(Multiaddr(f"/unix{folder.path}/control.sock"))
     assert p2p.peer_id is not None, "replicate has asked for it"
     client: Any = p2p._client  # hivemind declares it as None
     call_repairs.install(client.control)
     for task in (client.control._read_task, client.control._write_task):
-        # They end with an error when the daemon dies, which is noticed elsewhere, and nobody would look at it.
+        # They end with an error when the daemon dies, which is noticed elsewhere. The error is read so that asyncio
+        # does not log it.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
     node = await DHTNode.create(
         p2p=p2p,
-        node_id=DHTID.generate(source=p2p.peer_id.to_bytes()),  # one place in the DHT over restarts
+        node_id=DHTID.generate(source=p2p.peer_id.to_bytes()),  # the same place in the DHT after a restart
         num_replicas=NUM_REPLICAS,
         wait_timeout=_RPC_TIMEOUT_S,
         blacklist_time=_BAN_S,
         backoff_rate=_BAN_GROWTH,
         record_validator=guard,
         client_mode=not role.is_full,
-        # Entries change by the second and every reader wants the latest: each kind of cache only costs traffic.
+        # Entries change every second and every reader wants the latest, so caches would only cost traffic.
         cache_locally=False,
         cache_nearest=0,
         cache_on_store=False,
@@ -349,7 +356,7 @@ async def _remove(daemon: Daemon, folder: RuntimeFolder) -> None:
 
 
 def quiet_hivemind() -> None:
-    """Undo what importing hivemind does to logging: a handler of its own."""
+    """Remove the log handler that importing hivemind installs."""
     use_hivemind_log_handler("nowhere")
     is_debugging = logging.getLogger().isEnabledFor(logging.DEBUG)
     logging.getLogger("hivemind").setLevel(logging.DEBUG if is_debugging else logging.WARNING)

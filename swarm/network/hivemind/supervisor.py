@@ -1,10 +1,11 @@
-"""Keeps the session of a transport alive: opens it, watches its health, replaces it, and asks peers how it looks from outside.
+"""Keeps the session of a transport alive: opens it, checks it, replaces it, and asks peers whether they can dial this
+node.
 
     open ─→ [session] ─→ look from outside ─→ wait, check ─→ join or stay ─┐
                ↑                │ role has changed   │ broken       ↑      │
                └──── reopen ────┴────────────────────┘              └──────┘
 
-hivemind is imported when the first session opens, never before: a command that opens no socket starts without it.
+hivemind is imported when the first session opens, so a command that opens no socket starts without it.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from swarm.network.network_context import NetworkContext
 from swarm.network.peers.known_peers import Joining, KnownPeers
 from swarm.network.peers.peer_routing import PeerRouting, SessionSlot
 from swarm.network.peers.surroundings import Surroundings
-from swarm.network.reach.reachability import Ask, ReachabilityWatch, in_turn_by_network
+from swarm.network.reach.reachability import Ask, ReachabilityWatch, interleaved_by_network
 from swarm.network.reach.role import role_of
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import TcpAddress, parse_setting, with_actual_ports
@@ -34,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 15.0
 _CHECKS_IN_A_ROW = 3
-"""That must fail: a new daemon costs all connections, and on a machine that has no time for a moment would be slow as well."""
+"""Checks in a row that must fail. A new daemon costs all connections, and would be slow, too, on a busy machine."""
 _START_ATTEMPTS = 3
 _RETRY_PAUSE_S = 0.5
 _MAX_RETRY_PAUSE_S = 15.0
 
 
 class SessionSupervisor:
-    """Life: `open`, `join`, `begin`, then on its own, until `end` and `close`."""
+    """Runs sessions: call `open`, `join` and `begin`; it then works on its own until `end` and `close`."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class SessionSupervisor:
     ) -> None:
         """`server` answers the requests that arrive over a session. Raises ConfigError for a malformed address."""
         self.guard: IndexGuard | None = None
-        """Of the session."""
+        """Guard of the session."""
         self.broken: Counter[str] = Counter()
         """How often the daemon was replaced, by reason: `exit`, `memory` (it took too much), `hang`."""
         config = context.config
@@ -79,7 +80,7 @@ class SessionSupervisor:
             is_local=all(address.is_loopback for address in self._listen),
             has_known_peers=bool(peers.configured()),
         )
-        self._own_addresses: tuple[TcpAddress, ...] = ()  # as the system gave them, at the last look from outside
+        self._own_addresses: tuple[TcpAddress, ...] = ()  # as the system assigned them, at the last look from outside
 
     @property
     def is_reachable(self) -> bool:
@@ -89,22 +90,22 @@ class SessionSupervisor:
     async def open(self) -> None:
         """Raises NetworkError."""
         self._sessions.current = await self._open_first()
-        if not self._announce:  # then the addresses told are those listened on
+        if not self._announce:  # then the announced addresses are those listened on
             self._listen = with_actual_ports(self._listen, self._sessions.current.addresses)
-            self._context.ports.keep("listen", self._wanted, self._listen)
+            self._context.ports.store("listen", self._wanted, self._listen)
 
     async def join(self) -> None:
-        """Initial peers that do not answer are no error: from `begin` on they are tried again."""
+        """Join the swarm. Initial peers that do not answer are no error: from `begin` on they are tried again."""
         assert self._sessions.current is not None, "open comes first"
         await self._joining.join(self._sessions.current)
 
     def begin(self) -> None:
-        """Watch the session from now on."""
+        """Supervise the session from now on."""
         self._task = asyncio.create_task(self._supervise(), name="network-supervisor")
         self._task.add_done_callback(_report_end)
 
     async def end(self) -> None:
-        """Stop watching; the session stays."""
+        """Stop supervising; the session stays open."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -118,16 +119,16 @@ class SessionSupervisor:
             await session.close()
 
     async def _open_first(self) -> "HivemindSession":
-        """A few attempts in the first half of the start-up time. Raises NetworkError with the cause of the last one."""
+        """Make a few attempts in the first half of the start-up time. Raises NetworkError with the last cause."""
         start, timeout_s = time.monotonic(), self._context.config.startup_timeout_s
         for attempt in range(1, _START_ATTEMPTS + 1):
-            # Anew each time: somebody may have taken the port of the last start a moment ago.
-            self._listen = self._context.ports.again("listen", self._wanted)
+            # Checked each time: another program may have taken the port of the last start a moment ago.
+            self._listen = self._context.ports.reuse("listen", self._wanted)
             try:
                 return await self._open(start + timeout_s - time.monotonic())
             except NetworkError as error:
                 pause_s = self._pause_s(attempt)
-                # A hurried attempt would end in a timeout, and hide the cause that this one found.
+                # A hurried attempt would end in a timeout and hide the cause that this one found.
                 if attempt == _START_ATTEMPTS or time.monotonic() - start + pause_s > timeout_s / 2:
                     raise
                 logger.warning("network did not start, trying again in %.1f s: %s", pause_s, error)
@@ -156,28 +157,30 @@ class SessionSupervisor:
 
     async def _supervise(self) -> None:
         """Keep a working session with at least one peer, for as long as the node runs."""
-        # Whom nobody answered at the start asks again soon: a peer may have been about to learn who this is.
-        num_lonely = 0 if self._sessions.current is not None and self._sessions.current.neighbors else 1
+        # A node that nobody answered at the start soon asks again: a peer may not have known it yet.
+        num_attempts_alone = 0 if self._sessions.current is not None and self._sessions.current.neighbors else 1
         while True:
             await self._look_from_outside()
             session = self._sessions.current
             assert session is not None
-            pause_s = self._pause_s(num_lonely) if num_lonely else self._health_interval_s
+            pause_s = self._pause_s(num_attempts_alone) if num_attempts_alone else self._health_interval_s
             cause = await self._cause_of_failure(session, min(pause_s, self._health_interval_s))
             if cause is not None:
                 await self._replace(session, *cause)
                 continue
             await self._joining.resume(session)
             if not session.neighbors:
-                num_lonely = 0 if await self._joining.join(session, num_lonely) else num_lonely + 1
+                num_attempts_alone = (
+                    0 if await self._joining.join(session, num_attempts_alone) else num_attempts_alone + 1
+                )
             else:
-                num_lonely = 0
+                num_attempts_alone = 0
                 await self._joining.stay(session)
 
     async def _cause_of_failure(self, session: "HivemindSession", after_s: float) -> tuple[str, str] | None:
-        """Wait, then look whether the session works; a daemon that exits or outgrows its bound cuts the wait short.
+        """Wait, then check the session. A daemon that ends or takes too much memory ends the wait early.
 
-        Returns (reason, cause in words).
+        Returns (reason, cause in words), or None where the session works.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(after_s):
@@ -194,12 +197,12 @@ class SessionSupervisor:
 
     async def _replace(self, session: "HivemindSession", reason: str, cause: str) -> None:
         self.broken[reason] += 1
-        logger.warning("the libp2p daemon broke down and is restarted (%d so far): %s", self.broken.total(), cause)
+        logger.warning("the libp2p daemon failed and is being restarted (%d so far): %s", self.broken.total(), cause)
         await self._reopen(session)
 
     async def _reopen(self, session: "HivemindSession") -> None:
         await session.close()
-        self._sessions.current = None  # not before: `stop` closes what is here if it comes in between
+        self._sessions.current = None  # not earlier: `stop` closes what is here if it comes in between
         attempt = 0
         while self._sessions.current is None:
             try:
@@ -212,39 +215,41 @@ class SessionSupervisor:
         await self._joining.join(self._sessions.current)
 
     async def _look_from_outside(self) -> None:
-        """Ask peers whether they can dial this node, where that is due, and change its role by the answer."""
+        """Ask peers, where that is due, whether they can dial this node, and change its role by the answer."""
         session = self._sessions.current
         assert session is not None
         try:
             await session.refresh_addresses()
             if not self._watch.is_due(session.addresses):
                 return
-            peers = in_turn_by_network(await session.peers(), self._rng)
+            peers = interleaved_by_network(await session.peers(), self._rng)
         except NetworkError:
-            return  # the next look at the daemon's health says more
-        if not self._announce and self._watch.proven is None:  # else they tell what was announced, not what is there
+            return  # the next check of the daemon says more
+        if (
+            not self._announce and self._watch.proven is None
+        ):  # otherwise these are the announced addresses, not the real ones
             own = (TcpAddress.parse(text) for text in session.addresses)
             self._own_addresses = tuple(one for one in own if one.relay_id is None and not one.is_loopback)
-        # Not the daemon's addresses: one that is told to be private keeps its public ones to itself.
+        # Not the daemon's addresses: one in the private role does not report its public addresses.
         ports = tuple(dict.fromkeys(one.port for one in self._announce or self._listen if not one.is_loopback))
         if await self._watch.look(self._ask_about_reach, peers, ports):
             now = f"can be dialled at {self._watch.proven}" if self._watch.is_reachable else "cannot be dialled"
-            logger.info("%d peers asked: this node %s; its part in the network changes", len(peers), now)
+            logger.info("asked %d peers: this node %s; its role in the network changes", len(peers), now)
             await self._reopen(session)
 
     def _announced(self) -> tuple[TcpAddress, ...]:
-        """What others are told: the configured addresses, or those listened on and the proven one behind a router."""
+        """Return the addresses to announce: configured ones, or the listening ones and the proven one behind a router."""
         proven, own = self._watch.proven, self._own_addresses
         if self._announce or proven is None or proven in own:
             return self._announce
         return (proven, *own)
 
     def _pause_s(self, attempt: int) -> float:
-        """Grows by half each time, with jitter: 0.5 to 1 times the pause."""
+        """Return a pause that grows by half with each attempt, times a random factor from 0.5 to 1."""
         pause_s = min(_RETRY_PAUSE_S * 1.5**attempt, _MAX_RETRY_PAUSE_S)
         return pause_s * self._rng.uniform(0.5, 1.0)
 
 
 def _report_end(supervisor: asyncio.Task[None]) -> None:
     if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
-        logger.error("the network is no longer supervised", exc_info=error)
+        logger.error("the supervision of the network has ended", exc_info=error)

@@ -1,4 +1,4 @@
-"""The transport over libp2p: hivemind's DHT for the index, raw streams for requests.
+"""The transport over the libp2p daemon: hivemind's DHT for the index, raw streams for requests.
 
 node → HivemindTransport → HivemindSession: daemon (Go) + DHT node → peers
               └ SessionSupervisor replaces a broken session and joins again when no peer is left
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 _NO_ADDRESS = "failed to find any peer in table"
-"""So the daemon says it: it has no address of a peer, and knows nobody to ask."""
+"""The daemon's message where it has no address of a peer and knows nobody to ask."""
 _OLD_KEY_FILE = "libp2p.key"
-"""Where earlier releases kept the daemon's copy of the key."""
+"""Where earlier releases stored the daemon's copy of the key."""
 
 
 class HivemindTransport:
@@ -68,9 +68,8 @@ class HivemindTransport:
         *,
         health_interval_s: float = HEALTH_INTERVAL_S,
     ) -> None:
-        """`state_dir`: the node's folder, which keeps the peers met and the ports taken.
-
-        Raises ConfigError for a malformed address.
+        """`state_dir` is the node's folder, which stores known peers and ports. Raises ConfigError for a malformed
+        address.
         """
         self.peer_id = identity.peer_id
         self._context = context = NetworkContext.of(config, identity, state_dir, validator=validator, admits=admits)
@@ -83,7 +82,7 @@ class HivemindTransport:
         self._heap = HeapTrimmer()
         self._requests = StreamRequests(self._open_stream, self.traffic, self._call)
         if config.gossip == "libp2p":
-            # Before there are other threads: the import has stand-ins that these must not meet.
+            # Before there are other threads, since the import uses stand-ins that these must not meet.
             importlib.import_module("swarm.network.libp2p.gossip")
         self.gossip = GossipSlot(None if config.gossip == "off" else self._make_gossip)
         index, reach = IndexGateway(self, IndexRule(validator, self.now)), ReachService(self._observed, self.now)
@@ -106,7 +105,7 @@ class HivemindTransport:
         )
 
     async def start(self) -> None:
-        """Raises NetworkError. Initial peers that do not answer are no error: the supervisor goes on trying."""
+        """Start. Raises NetworkError. Initial peers that do not answer are no error: they are tried again."""
         assert self._session is None, "started twice"
         self._old_key_file.unlink(missing_ok=True)
         async with contextlib.AsyncExitStack() as undo:
@@ -125,7 +124,7 @@ class HivemindTransport:
 
     @property
     def num_restarts(self) -> int:
-        """Of the daemon, that the supervisor had to make."""
+        """How often the supervisor had to restart the daemon."""
         return self._supervisor.broken.total()
 
     @property
@@ -153,7 +152,7 @@ class HivemindTransport:
     def meet(self, contact: Contact) -> None:
         self.gossip.meet(contact.peer_id, contact.gossip_addresses)
         self._routing.learn(contact.peer_id, contact.addresses)
-        if contact.addresses and contact.hosts_index:  # those that only ask others are of no help in joining
+        if contact.addresses and contact.hosts_index:  # peers that host no index do not help in joining
             self._peers.learn(contact.peer_id, contact.addresses)
 
     def seen_at(self, peer_id: str) -> tuple[str, ...]:
@@ -170,7 +169,7 @@ class HivemindTransport:
         return ()
 
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
-        """See `transport.Transport`. An expiration more than an hour ahead is cut to that."""
+        """See `transport.Transport`. An expiration more than an hour ahead is cut to an hour."""
         check_entry(key, subkey, value)
         session = self._session
         if session is None:
@@ -179,7 +178,7 @@ class HivemindTransport:
         expires_at = min(expires_at, self.now() + MAX_LIFETIME_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.request_timeout_s):
-                return await session.store(key, subkey, value, float(expires_at))
+                return await session.store(key, subkey, value, expires_at=float(expires_at))
         return False
 
     async def load(self, key: str) -> dict[str, bytes]:
@@ -241,7 +240,7 @@ class HivemindTransport:
         return await self._reaching(peer_id, lambda: session.open_stream(peer_id, protocol))
 
     async def _reaching(self, peer_id: str, call: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Calls again where the peer could not be reached until other peers have said where it is. Raises NetworkError."""
+        """Call. Where the peer could not be reached, ask others for its addresses and call again. Raises NetworkError."""
         try:
             return await call()
         except NetworkError as error:

@@ -1,1 +1,1 @@
-"""Host, gossip and transport on py-libp2p, with trio kept inside: the only place that knows py-libp2p."""
+"""Host, gossip and transport on py-libp2p. This is the only package that imports py-libp2p and trio."""

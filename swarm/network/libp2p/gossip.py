@@ -1,10 +1,10 @@
-"""Gossip over py-libp2p's GossipSub: a message is judged before it is passed on, so garbage dies at the first honest hop.
+"""Gossip over py-libp2p's GossipSub. A message is validated before it is forwarded, so garbage stops at the first
+honest hop.
 
-    peer → stream → pubsub (forwarder still listened to? handler's verdict) → mesh of the topic
+    peer → stream → pubsub (forwarder banned? handler's decision) → mesh of the topic
 
-It needs no inbound port: a node behind a router dials others. Messages carry no signature of pubsub's own, the record
-inside is signed by its author. The plane may end by whatever a peer found to break py-libp2p with: it is then opened
-again, and the index carries the headers meanwhile.
+It needs no inbound port: a node behind a router dials others. pubsub adds no signature; the author signs the record
+inside. If a peer manages to break py-libp2p, the service is opened again, and the index carries the headers meanwhile.
 """
 
 import asyncio
@@ -23,22 +23,22 @@ from swarm.network.libp2p.parts import IHost, background_trio_service
 from swarm.network.libp2p.pubsub import GuardedPubsub
 from swarm.network.libp2p.router import HUB_DEGREE, NODE_DEGREE, BoundedGossipSub
 from swarm.network.network_context import NetworkContext
-from swarm.network.peers.surroundings import told_to_others
+from swarm.network.peers.surroundings import announced_addresses
 from swarm.network.tcp_address import parse_setting, with_actual_ports
 from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler
 
 logger = logging.getLogger(__name__)
 
 NUM_NEIGHBORS = 8
-"""Connections a node sees to; others may connect to it beyond that."""
+"""Connections that a node keeps up. Others may connect to it beyond that."""
 NUM_CHOSEN = 4
-"""Neighbours that a node chose itself, however many have chosen it: strangers cannot be all that it hears."""
+"""Neighbours that a node chose itself, however many chose it, so that strangers cannot surround it."""
 MAINTENANCE_INTERVAL_S = 2.0
 _SILENCE_S = 5.0
-"""So long a peer may be in no topic, in which it was before."""
+"""How long a peer may be in no topic after it was in one."""
 _MAX_RESTART_PAUSE_S = 30.0
 _MAX_REPORTED = 256
-"""Peers of which it is remembered that the log has named them."""
+"""Banned peers whose ban was already logged."""
 
 
 class Libp2pGossip:
@@ -57,9 +57,9 @@ class Libp2pGossip:
         self._handlers: dict[str, GossipHandler] = {}
         self._guard = ForwarderGuard(time.monotonic, context.admits)
         self._rng = context.rng("gossip")
-        self._book = GossipAddressBook(context.identity.peer_id, self._rng, context.dialling)
+        self._address_book = GossipAddressBook(context.identity.peer_id, self._rng, context.dialling)
         self._host: Libp2pHost | None = None
-        self._refused: Counter[str] = Counter()  # by the host: connections and streams
+        self._refused: Counter[str] = Counter()  # connections and streams that the host refused
         self._pubsub: GuardedPubsub | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -78,20 +78,20 @@ class Libp2pGossip:
     def addresses(self) -> Addresses:
         if self._announce:
             return tuple(map(str, self._announce))
-        return () if self._host is None else told_to_others(self._host.addresses)
+        return () if self._host is None else announced_addresses(self._host.addresses)
 
     async def start(self) -> None:
         """Raises NetworkError."""
         wanted = self._listen
-        self._listen = self._context.ports.again("gossip", wanted)
+        self._listen = self._context.ports.reuse("gossip", wanted)
         try:
             await self._open()
         except NetworkError:
             if self._listen == wanted:
                 raise
-            self._listen = wanted  # somebody took the port of the last start a moment ago
+            self._listen = wanted  # another program took the port of the last start a moment ago
             await self._open()
-        self._context.ports.keep("gossip", wanted, self._listen)
+        self._context.ports.store("gossip", wanted, self._listen)
         self._supervisor = asyncio.create_task(self._supervise(), name="gossip-supervisor")
 
     async def stop(self) -> None:
@@ -107,9 +107,9 @@ class Libp2pGossip:
         return () if self._host is None else self._host.peers()
 
     def meet(self, peer_id: str, addresses: Addresses) -> None:
-        num_known = len(self._book)
-        self._book.meet(peer_id, addresses)
-        if len(self._book) > num_known and len(self.peers()) < NUM_NEIGHBORS:
+        num_known = len(self._address_book)
+        self._address_book.meet(peer_id, addresses)
+        if len(self._address_book) > num_known and len(self.peers()) < NUM_NEIGHBORS:
             self._wake.set()
 
     def subscribe(self, topic: str, handler: GossipHandler) -> None:
@@ -145,7 +145,7 @@ class Libp2pGossip:
 
     @contextlib.asynccontextmanager
     async def _services(self, host: IHost) -> AsyncIterator[None]:
-        """In trio: pubsub on a new host, for as long as that lives."""
+        """Run pubsub on a new host for as long as the host lives. In trio."""
         router = BoundedGossipSub(self._degree)
         pubsub = GuardedPubsub(host, router, guard=self._guard, handlers=self._handlers, traffic=self._context.traffic)
         async with background_trio_service(pubsub), background_trio_service(router):
@@ -154,7 +154,7 @@ class Libp2pGossip:
             yield
 
     async def _supervise(self) -> None:
-        """Keep an open host with enough neighbours, for as long as the node runs."""
+        """Keep a host open that has enough neighbours, for as long as the node runs."""
         num_failures = 0
         while True:
             if self._host is None:
@@ -163,15 +163,15 @@ class Libp2pGossip:
                 continue
             cause = await self._pause(self._host)
             if cause is not None:
-                logger.warning("the gossip plane broke down and is opened again: %s", cause)
+                logger.warning("the gossip service failed and is being restarted: %s", cause)
                 host, self._host, self._pubsub = self._host, None, None
                 await host.close()
             else:
                 self._wake.clear()
-                await self._tend(self._host)
+                await self._maintain(self._host)
 
     async def _pause(self, host: Libp2pHost) -> str | None:
-        """Until there is something to do; why the host ended, if it did."""
+        """Wait until there is something to do. Returns why the host ended, if it did."""
         exited, woken = asyncio.create_task(host.exited()), asyncio.create_task(self._wake.wait())
         try:
             await asyncio.wait({exited, woken}, timeout=MAINTENANCE_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -185,40 +185,40 @@ class Libp2pGossip:
         try:
             await self._open()
         except NetworkError as error:
-            logger.warning("the gossip plane did not open: %s", error)
+            logger.warning("the gossip service did not start: %s", error)
             return False
         return True
 
-    async def _tend(self, host: Libp2pHost) -> None:
-        """Drop peers that are shut out, and connect to others where there are too few."""
+    async def _maintain(self, host: Libp2pHost) -> None:
+        """Disconnect banned peers, and connect to others where there are too few."""
         for peer_id in host.peers():
-            if self._guard.is_shut_out(peer_id):
-                self._tell_shut_out(peer_id)
-                self._book.forget(peer_id)
+            if self._guard.is_banned(peer_id):
+                self._log_ban(peer_id)
+                self._address_book.forget(peer_id)
                 with contextlib.suppress(NetworkError):
                     await host.disconnect(peer_id)
         connected = host.peers()
         for peer_id in connected:
-            self._book.met(peer_id)
+            self._address_book.met(peer_id)
         self._chosen &= set(connected)
         num_missing = max(NUM_NEIGHBORS - len(connected), NUM_CHOSEN - len(self._chosen))
-        shut_out = filter(self._guard.is_shut_out, self._book)
-        chosen = self._book.choose(num_missing, {*connected, *shut_out})
+        shut_out = filter(self._guard.is_banned, self._address_book)
+        chosen = self._address_book.choose(num_missing, {*connected, *shut_out})
         await asyncio.gather(*(self._connect(host, peer_id, at) for peer_id, at in chosen.items()))
         await self._hang_up_on_forgotten(host)
 
-    def _tell_shut_out(self, peer_id: str) -> None:
-        """Once per peer: it may dial again every few seconds."""
+    def _log_ban(self, peer_id: str) -> None:
+        """Log a ban once per peer, which may dial again every few seconds."""
         is_news = peer_id not in self._reported
         level = logging.INFO if is_news else logging.DEBUG
-        logger.log(level, "gossip peer %s is shut out: no member, or too many invalid messages", peer_id)
+        logger.log(level, "gossip peer %s is banned: not a member, or too many invalid messages", peer_id)
         self._reported[peer_id] = None
 
     async def _hang_up_on_forgotten(self, host: Libp2pHost) -> None:
-        """Start anew with connected peers whose subscriptions pubsub has lost.
+        """Disconnect peers whose subscriptions pubsub has lost, so that they connect again.
 
-        With any connection that ends, py-libp2p forgets what its peer has subscribed to. Over another connection that is
-        still open, as after a change of address, the peer would never say it again, and hear nothing any more.
+        When a connection ends, py-libp2p forgets the subscriptions of its peer. Where another connection to that peer
+        is still open, as after a change of address, the peer would never repeat them and receive nothing any more.
         """
         connected, now = set(host.peers()), time.monotonic()
         topics = self._pubsub.peer_topics.values() if self._pubsub is not None else ()
@@ -228,7 +228,7 @@ class Libp2pGossip:
         self._subscribers = subscribed | silent
         for peer_id, since in self._silent_since.items():
             if now - since >= _SILENCE_S:
-                self._subscribers.discard(peer_id)  # one that has left all topics is hung up on only once
+                self._subscribers.discard(peer_id)  # a peer that has left all topics is disconnected only once
                 with contextlib.suppress(NetworkError):
                     await host.disconnect(peer_id)
 

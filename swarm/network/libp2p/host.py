@@ -1,9 +1,9 @@
-"""A libp2p host in Python (py-libp2p): what the daemon does, for machines that have no daemon, and for gossip.
+"""A libp2p host in Python (py-libp2p), for machines without the daemon and for gossip.
 
     asyncio: StreamReader/StreamWriter ══ socket pair ══ pump (trio) ══ libp2p stream ══ peer
 
-It speaks to the Go daemon of other nodes and to its own kind. py-libp2p ends a whole host with whatever exception a
-handler lets out, so every handler is wrapped here, and a host that ended all the same says so through `exited`.
+It speaks to the Go daemon and to other py-libp2p hosts. py-libp2p ends a whole host when a handler raises anything, so
+every handler is wrapped here. `exited` reports a host that ended all the same.
 """
 
 import asyncio
@@ -16,7 +16,16 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from swarm.errors import NetworkError
-from swarm.network.libp2p.inbound_door import HANDSHAKE_TIMEOUT_S, MAX_CONNECTIONS, ConnectionGater, security_of
+from swarm.network.libp2p.host_hardening import (
+    CLOSE_TIMEOUT_S,
+    DeadLines,
+    OnSeen,
+    Sightings,
+    check_free,
+    close_network,
+    restrain,
+)
+from swarm.network.libp2p.inbound_limits import HANDSHAKE_TIMEOUT_S, MAX_CONNECTIONS, ConnectionGater, security_of
 from swarm.network.libp2p.parts import (
     ID,
     ConnectionConfig,
@@ -31,15 +40,6 @@ from swarm.network.libp2p.parts import (
     new_host,
     trio,
 )
-from swarm.network.libp2p.restraint import (
-    CLOSE_TIMEOUT_S,
-    DeadLines,
-    OnSeen,
-    Sightings,
-    check_free,
-    restrain,
-    take_leave,
-)
 from swarm.network.libp2p.trio_guest import TrioGuest
 from swarm.network.requests.framing import PIECE_BYTES
 from swarm.network.tcp_address import TcpAddress
@@ -48,9 +48,9 @@ from swarm.records.identity import Identity
 logger = logging.getLogger(__name__)
 
 StreamHandler = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""(peer id, protocol, reader, writer); closes the stream, raises nothing. Runs on asyncio."""
+"""(peer id, protocol, reader, writer); it closes the stream and raises nothing. It runs on asyncio."""
 HostServices = Callable[[IHost], AbstractAsyncContextManager[None]]
-"""What runs on a host as long as it lives, such as pubsub (a trio context)."""
+"""Returns a trio context that runs on the host for as long as the host lives, such as pubsub."""
 
 _DIAL_TIMEOUT_S = 5.0
 _NEGOTIATION_TIMEOUT_S = 5.0
@@ -64,7 +64,7 @@ async def _no_services(host: IHost):
 
 
 class Libp2pHost:
-    """One host, from `open` to `close`. Not to be used after `close`."""
+    """One host, from `open` to `close`. It cannot be used after `close`."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Libp2pHost:
         refused: Counter[str],
         on_seen: OnSeen | None,
     ) -> None:
-        """`refused` counts what was turned away: handshake, connections, streams, overrun, broken."""
+        """`refused` counts what was refused: handshake, connections, streams, overrun, broken."""
         self._guest = guest
         self._listen = [Multiaddr(str(address)) for address in listen]
         self._services = services
@@ -107,7 +107,7 @@ class Libp2pHost:
         on_seen: OnSeen | None = None,
         timeout_s: float,
     ) -> "Libp2pHost":
-        """A host that listens. `on_seen` is told where each peer that connects is seen. Raises NetworkError with the cause."""
+        """Open a host that listens. `on_seen` receives the address of each peer that connects. Raises NetworkError."""
         for address in listen:
             check_free(address)
         quiet_libp2p()
@@ -147,29 +147,29 @@ class Libp2pHost:
         await self._guest.leave()
 
     async def exited(self) -> str:
-        """Wait until the host has ended by itself; why."""
+        """Wait until the host has ended by itself, and return the cause."""
         assert self._life is not None, "closed"
         await asyncio.wait([self._life])
         return self._cause
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Listening multiaddresses, without /p2p."""
+        """Multiaddresses that the host listens on, without /p2p."""
         return tuple(str(address).rpartition("/p2p/")[0] or str(address) for address in self._host.get_addrs())
 
     def peers(self) -> tuple[str, ...]:
-        """Peer ids with an open connection."""
+        """Return the peer ids with an open connection."""
         return tuple(str(peer_id) for peer_id in self._host.get_connected_peers())
 
     async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """Open a connection, at once if there is one already. Raises NetworkError."""
+        """Open a connection, or use the one that is open. Raises NetworkError."""
         try:
             info = PeerInfo(ID.from_base58(peer_id), [Multiaddr(address) for address in addresses])
         except ValueError as error:  # a stranger announced them
             raise NetworkError(f"connect to {peer_id}: {error}") from None
         network: Any = self._host.get_network()
-        network.unblock_peer(info.peer_id)  # who could not be reached is tried again when its owner thinks fit
-        self._forget_unless_connected(info.peer_id)  # else addresses of earlier calls would be dialled, too
+        network.unblock_peer(info.peer_id)  # the caller decides when an unreachable peer is tried again
+        self._forget_unless_connected(info.peer_id)  # otherwise addresses of earlier calls would be dialled, too
         try:
             with self._gate.open_for(info.addrs):
                 await self._ask(f"connect to {peer_id}", self._host.connect, info)
@@ -181,7 +181,7 @@ class Libp2pHost:
         await self._ask(f"disconnect {peer_id}", self._host.disconnect, ID.from_base58(peer_id))
 
     async def open_stream(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A raw stream to a connected peer, to be closed by the caller. Raises NetworkError."""
+        """Open a raw stream to a connected peer, which the caller closes. Raises NetworkError."""
         stream = await self._ask(
             f"open {protocol} to {peer_id}", self._host.new_stream, ID.from_base58(peer_id), [TProtocol(protocol)]
         )
@@ -190,12 +190,12 @@ class Libp2pHost:
         return await asyncio.open_connection(sock=near)
 
     async def run(self, function: Callable, *arguments):
-        """Await a trio coroutine of a service that lives on this host. Raises NetworkError, or what it raises."""
+        """Await a trio coroutine of a service on this host. Raises what the coroutine raises, and NetworkError."""
         return await self._guest.run(function, *arguments)
 
     def _forget_unless_connected(self, peer_id: ID) -> None:
         if peer_id != self._host.get_id() and peer_id not in self._host.get_connected_peers():
-            with contextlib.suppress(PeerStoreError):  # nothing known
+            with contextlib.suppress(PeerStoreError):  # nothing is known of it
                 self._host.get_peerstore().clear_peerdata(peer_id)
 
     async def _ask(self, what: str, function: Callable, *arguments):
@@ -212,11 +212,11 @@ class Libp2pHost:
     async def _live(self, ready: "asyncio.Future[None]") -> None:
         try:
             await self._guest.run(self._serve, ready)
-        except Exception as error:  # the host's edge: the supervisor asks for the cause and opens another one
+        except Exception as error:  # the supervisor asks for the cause and opens another host
             self._cause = _innermost(error)
 
     async def _serve(self, ready: "asyncio.Future[None]") -> None:
-        """The life of the host, in trio."""
+        """Run the host until it is closed. In trio."""
         async with self._host.run(listen_addrs=self._listen):
             try:
                 async with self._services(self._host):
@@ -224,7 +224,7 @@ class Libp2pHost:
                         ready.set_result(None)
                     await self._closing.wait()
             finally:
-                await take_leave(self._host)
+                await close_network(self._host)
 
     def _inbound(self, protocol: str, handler: StreamHandler) -> Callable[[INetStream], Awaitable[None]]:
         async def on_stream(stream: INetStream) -> None:
@@ -249,14 +249,14 @@ class Libp2pHost:
 
 
 async def pump(stream: INetStream, far: socket.socket) -> None:
-    """Carry bytes between a libp2p stream and a socket until both directions end. In trio; raises nothing."""
+    """Copy bytes between a libp2p stream and a socket until both directions end. In trio; raises nothing."""
     side = trio.SocketStream(trio.socket.from_stdlib_socket(far))
     try:
         async with side, trio.open_nursery() as nursery:
             nursery.start_soon(_carry_in, stream, side)
             await _carry_out(side, stream)
             nursery.cancel_scope.cancel()
-    except Exception as error:  # a peer must not end the host by the way in which it breaks a stream
+    except Exception as error:  # a peer must not end the host by breaking a stream
         logger.debug("a stream broke: %s", _innermost(error))
     for end in (_close, _reset):
         with trio.move_on_after(CLOSE_TIMEOUT_S) as scope:
@@ -265,7 +265,7 @@ async def pump(stream: INetStream, far: socket.socket) -> None:
 
 
 async def _carry_in(stream: INetStream, side: "trio.SocketStream") -> None:
-    with contextlib.suppress(StreamError):  # also how a plain end is told
+    with contextlib.suppress(StreamError):  # py-libp2p raises it at a normal end, too
         while data := await stream.read(PIECE_BYTES):
             await side.send_all(data)
     await side.send_eof()
@@ -273,12 +273,12 @@ async def _carry_in(stream: INetStream, side: "trio.SocketStream") -> None:
 
 async def _carry_out(side: "trio.SocketStream", stream: INetStream) -> None:
     while data := await side.receive_some(PIECE_BYTES):
-        with trio.fail_after(_STALL_TIMEOUT_S):  # a peer may take it byte by byte
+        with trio.fail_after(_STALL_TIMEOUT_S):  # a peer may read byte by byte
             await stream.write(data)
 
 
 async def _close(stream: INetStream) -> None:
-    """Say goodbye, and wait for the other side to do so."""
+    """Close the own side, and wait for the other side to close."""
     with contextlib.suppress(Exception):
         await stream.close()
         while await stream.read(PIECE_BYTES):
@@ -286,7 +286,7 @@ async def _close(stream: INetStream) -> None:
 
 
 async def _reset(stream: INetStream) -> None:
-    """Half closed, a stream would stay for as long as the connection; closed by both, it takes no notice."""
+    """Reset the stream: half closed, it would stay for as long as the connection. A stream that both closed ignores it."""
     with contextlib.suppress(Exception):
         await stream.reset()
 
@@ -313,6 +313,6 @@ def _innermost(error: BaseException) -> str:
 
 
 def quiet_libp2p() -> None:
-    """py-libp2p warns of what peers do wrong, once per message: only with debug logging."""
+    """Silence py-libp2p, which warns of every message of a misbehaving peer, unless debug logging is on."""
     is_debugging = logging.getLogger().isEnabledFor(logging.DEBUG)
     logging.getLogger("libp2p").setLevel(logging.DEBUG if is_debugging else logging.CRITICAL)

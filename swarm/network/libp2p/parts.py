@@ -1,12 +1,13 @@
-"""The parts of py-libp2p that the network needs, beside hivemind in one process.
+"""Imports the parts of py-libp2p that the network needs, in one process with hivemind.
 
-hivemind and py-libp2p both register a protobuf file that defines `crypto.pb.KeyType`; in one descriptor pool the second
-import fails. py-libp2p's generated modules therefore get a pool of their own. Every other module takes py-libp2p from
-here. Importing takes half a second and 50 MB, so only modules that are imported at start may import this one.
+hivemind and py-libp2p both register a protobuf file that defines `crypto.pb.KeyType`, and in one descriptor pool the
+second import fails. So py-libp2p's generated modules get a pool of their own, and every other module imports py-libp2p
+from here. The import takes half a second and 50 MB, so only modules that are imported at start may import this one.
 
-py-libp2p imports more than is used here: requests and httpx for certificates from the Web, zeroconf for discovery in a
-local network, fastecdsa (which has no binary for many machines) for keys of its old secio security, certificates and
-websockets for transports that are not opened, cbor2 for IPNS. Stand-ins let these imports pass, and spare 17 MB.
+py-libp2p imports packages that are not used here: requests and httpx for certificates from the Web, zeroconf for
+discovery in a local network, fastecdsa (without a binary for many machines) for keys of its old secio security,
+certificates and websockets for transports that are not opened, cbor2 for IPNS. Stand-ins let these imports pass and
+save 17 MB.
 """
 
 import os
@@ -19,7 +20,7 @@ from types import ModuleType
 
 from google.protobuf import descriptor_pool
 
-os.environ.setdefault("PY_YAMUX_RELEASE_ON_READ", "0")  # read at every call; otherwise large transfers crawl
+os.environ.setdefault("PY_YAMUX_RELEASE_ON_READ", "0")  # read at every call; otherwise large transfers are very slow
 
 
 @contextmanager
@@ -36,7 +37,9 @@ _UNUSED = ("OpenSSL", "cbor2", "fastecdsa", "httpx", "requests", "service_identi
 
 
 class _StandIn(ModuleType):
-    """A module with every name: classes are `object`, all else more modules. Enough for annotations, of no use for work."""
+    """A module that has every name: classes are `object`, everything else is another such module. Enough for
+    annotations.
+    """
 
     __path__: Sequence[str] = ()
 
@@ -55,8 +58,8 @@ class _StandIns(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        is_mine = fullname.partition(".")[0] in self._packages
-        return ModuleSpec(fullname, self, is_package=True) if is_mine else None
+        is_stand_in = fullname.partition(".")[0] in self._packages
+        return ModuleSpec(fullname, self, is_package=True) if is_stand_in else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _StandIn(spec.name)
@@ -66,10 +69,10 @@ class _StandIns(MetaPathFinder, Loader):
 
 @contextmanager
 def _without(*packages: str) -> Iterator[None]:
-    """Packages that are imported already stay as they are; later imports find the real ones."""
+    """Use stand-ins for packages that are not imported yet. Later imports find the real ones."""
     finder = _StandIns(frozenset(packages) - sys.modules.keys())
-    # A new list each time: another thread that is looking through the old one would pass over a finder in it, and not find
-    # a module that is there.
+    # A new list each time: a thread that is iterating over the old one would skip a finder in it, and miss a module
+    # that exists.
     sys.meta_path = [finder, *sys.meta_path]
     try:
         yield

@@ -1,14 +1,13 @@
-"""py-libp2p's Pubsub with a door: every message is judged before it is passed on, and every call costs its sender.
+"""py-libp2p's Pubsub, hardened: every message is validated before it is forwarded, and every call uses up its sender's
+rate.
 
-    stream ─ frames ─ call ─┬ messages ─ seen? ─ guard (still listened to?) ─ handler's verdict ─ router ─ queues ─ streams
+    stream ─ frames ─ call ─┬ messages ─ seen? ─ guard (banned?) ─ handler's decision ─ router ─ queues ─ streams
                             ├ subscriptions, bounded
                             └ control ─ router
 
-py-libp2p ends a whole host with any exception that a handler lets out; none leaves `stream_handler`.
-
-GossipSub's framing: each remote procedure call is a length (unsigned varint) and so many bytes of protobuf.
-
-Read in large pieces: py-libp2p reads the length byte by byte, which costs more than the message.
+py-libp2p ends a whole host when a handler raises anything, so nothing leaves `stream_handler`. In GossipSub's framing
+each remote procedure call is a length (unsigned varint) followed by that many bytes of protobuf. It is read in large
+pieces here: py-libp2p reads the length byte by byte, which costs more than the message.
 """
 
 import contextlib
@@ -26,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class OversizeFrame(ValueError):
-    """A peer announces a frame longer than it may be, or a length that is none."""
+    """A peer announces a frame longer than allowed, or a malformed length."""
 
 
 def encode_frame(payload: bytes) -> bytes:
-    """The length of `payload`, then `payload`."""
+    """Return the length of `payload`, then `payload`."""
     length, prefix = len(payload), bytearray()
     while length > 0x7F:
         prefix.append(length & 0x7F | 0x80)
@@ -40,14 +39,14 @@ def encode_frame(payload: bytes) -> bytes:
 
 
 class FrameReader:
-    """Bytes as they arrive in, whole frames out; never holds more than one frame and one piece."""
+    """Turns the bytes that arrive into whole frames. It never holds more than one frame and one piece."""
 
     def __init__(self, max_frame_bytes: int) -> None:
         self._max_frame_bytes = max_frame_bytes
         self._buffer = bytearray()
 
     def feed(self, piece: bytes) -> Iterator[bytes]:
-        """The frames that `piece` completes; to be exhausted. Raises OversizeFrame as soon as a length says so."""
+        """Yield the frames that `piece` completes; exhaust it. Raises OversizeFrame as soon as a length is too large."""
         self._buffer += piece
         position = 0
         while (head := self._read_length(position)) is not None:
@@ -59,7 +58,7 @@ class FrameReader:
         del self._buffer[:position]
 
     def _read_length(self, position: int) -> tuple[int, int] | None:
-        """(length, where the frame begins), None while the length is incomplete."""
+        """Return (length, start of the frame), or None while the length is incomplete."""
         length = 0
         for shift in range(0, 35, 7):
             if position >= len(self._buffer):
@@ -78,7 +77,7 @@ MAX_CALL_BYTES = 64 * 1024
 MAX_TOPIC_CHARS = 128
 MAX_TOPICS_PER_PEER = 64
 MAX_QUEUED_CALLS = 256
-"""To one peer; what a slower peer cannot take is dropped, and it asks for it later."""
+"""Calls queued for one peer. What a slow peer cannot take is dropped, and it asks for it later."""
 _MAX_STREAMS_PER_PEER = 4
 _READ_BYTES = 16 * 1024
 _WRITE_BYTES = 16 * 1024
@@ -88,7 +87,7 @@ _MESSAGES_AT_ONCE = 16
 
 
 class GuardedPubsub(Pubsub):
-    """One per host. `handlers` by topic may change at any time."""
+    """The pubsub of one host. `handlers` by topic may change at any time."""
 
     router: BoundedGossipSub
 
@@ -115,19 +114,19 @@ class GuardedPubsub(Pubsub):
         self._traffic = traffic
         self._num_streams: Counter[str] = Counter()
 
-    # ---- in
+    # ---- inbound
 
     async def stream_handler(self, stream: INetStream) -> None:
-        """One inbound stream, for as long as its peer behaves. Raises nothing."""
+        """Read one inbound stream for as long as its peer behaves. Raises nothing."""
         peer_id = stream.muxed_conn.peer_id
         name = str(peer_id)
         self._num_streams[name] += 1
         try:
-            if self._num_streams[name] <= _MAX_STREAMS_PER_PEER and not self._guard.is_shut_out(name):
+            if self._num_streams[name] <= _MAX_STREAMS_PER_PEER and not self._guard.is_banned(name):
                 await self._read(stream, peer_id)
-        except StreamError as error:  # also how a plain end is told
+        except StreamError as error:  # py-libp2p raises it at a normal end, too
             logger.debug("a gossip stream of %s ended: %s", name, error)
-        except Exception as error:  # no frame, no protobuf, a field that py-libp2p did not expect, ...
+        except Exception as error:  # a malformed frame, malformed protobuf, a field that py-libp2p did not expect, ...
             logger.debug("a gossip stream of %s broke: %s: %s", name, type(error).__name__, error)
             self._guard.blame(name)
         finally:
@@ -144,15 +143,15 @@ class GuardedPubsub(Pubsub):
             self._traffic.bytes_received += len(piece)
             self._traffic.gossip_bytes_received += len(piece)
             for frame in frames.feed(piece):
-                await self._take(rpc_pb2.RPC.FromString(frame), peer_id, name)
-                if self._guard.is_shut_out(name):
+                await self._process(rpc_pb2.RPC.FromString(frame), peer_id, name)
+                if self._guard.is_banned(name):
                     return
 
-    async def _take(self, call: rpc_pb2.RPC, peer_id: ID, name: str) -> None:
+    async def _process(self, call: rpc_pb2.RPC, peer_id: ID, name: str) -> None:
         control = call.control
-        num_words = len(control.graft) + len(control.prune) + len(control.ihave) + len(control.iwant)
-        cost = len(call.subscriptions) + num_words
-        # Messages are counted one by one; a call with nothing in it is not free either: 16,384 of them fit into one read.
+        num_controls = len(control.graft) + len(control.prune) + len(control.ihave) + len(control.iwant)
+        cost = len(call.subscriptions) + num_controls
+        # Messages are counted one by one. An empty call is not free either: 16,384 of them fit into one read.
         charge = cost if call.publish else max(cost, 1)
         if charge and not self._guard.admit(name, charge):
             return
@@ -164,7 +163,7 @@ class GuardedPubsub(Pubsub):
             self._judge(peer_id, name, message)
             if number % _MESSAGES_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
-        if num_words:
+        if num_controls:
             await self.router.handle_rpc(call, peer_id)
 
     def _judge(self, forwarder: ID, name: str, message: rpc_pb2.Message) -> None:
@@ -174,7 +173,7 @@ class GuardedPubsub(Pubsub):
         topic, data = message.topicIDs[0], message.data
         handler, known_as = self._handlers.get(topic), message_id(topic, data)
         if self.seen_messages.has(known_as):
-            self._guard.admit(name, 1)  # one of each message is usual; the same again and again costs time here
+            self._guard.admit(name, 1)  # one copy per neighbour is normal; many copies cost time
             return
 
         def remember() -> None:
@@ -185,11 +184,14 @@ class GuardedPubsub(Pubsub):
             remember()
             return handler(peer, data)
 
-        if self._guard.judge(name, data, judge if handler is not None else None, remember) is ValidationResult.ACCEPT:
-            # anew, since unknown fields of a stranger's message would travel on
-            self.router.forward(forwarder, topic, known_as, rpc_pb2.Message(data=data, topicIDs=[topic]))
+        if (
+            self._guard.judge(name, data, judge if handler is not None else None, mark_seen=remember)
+            is ValidationResult.ACCEPT
+        ):
+            # a new message, since unknown fields of a stranger's message would be forwarded
+            self.router.forward(forwarder, topic, known_as, message=rpc_pb2.Message(data=data, topicIDs=[topic]))
 
-    # ---- out
+    # ---- outbound
 
     async def publish(self, topic_id: str | list[str], data: bytes) -> None:
         assert isinstance(topic_id, str), "one topic per message"
@@ -197,12 +199,12 @@ class GuardedPubsub(Pubsub):
         if not self.seen_messages.has(known_as):
             self.seen_messages.add(known_as)
             message = rpc_pb2.Message(data=data, topicIDs=[topic_id])
-            self.router.forward(self.my_id, topic_id, known_as, message)
+            self.router.forward(self.my_id, topic_id, known_as, message=message)
 
     async def handle_sending_messages(self, peer_id: ID, stream: INetStream, queue: RpcQueue) -> None:
-        """Write what is queued for a peer, as much at once as there is. Ends with the queue or the stream."""
+        """Write what is queued for a peer, as much as possible at once. Ends with the queue or the stream."""
         queue.max_message_size = MAX_CALL_BYTES
-        waiting = queue._queue  # no public way to take without waiting
+        waiting = queue._queue  # there is no public way to take without waiting
         waiting.max_size = MAX_QUEUED_CALLS
         try:
             while (call := await queue.pop()) is not None:
@@ -212,7 +214,7 @@ class GuardedPubsub(Pubsub):
                 with trio.fail_after(_SEND_TIMEOUT_S):
                     await stream.write(data)
                 self._count_out(len(data))
-        except Exception as error:  # slow, or gone
+        except Exception as error:  # slow or gone
             logger.debug("gossip to %s ended: %s: %s", peer_id, type(error).__name__, error)
             with contextlib.suppress(Exception):
                 await stream.reset()
@@ -220,8 +222,8 @@ class GuardedPubsub(Pubsub):
 
     def _encode(self, call: rpc_pb2.RPC) -> bytes:
         control = call.control
-        num_words = len(control.graft) + len(control.prune) + len(control.ihave) + len(control.iwant)
-        self._traffic.gossip_messages_sent += len(call.publish) + len(call.subscriptions) + num_words
+        num_controls = len(control.graft) + len(control.prune) + len(control.ihave) + len(control.iwant)
+        self._traffic.gossip_messages_sent += len(call.publish) + len(call.subscriptions) + num_controls
         return encode_frame(call.SerializeToString())
 
     def _count_out(self, num_bytes: int) -> None:
@@ -233,7 +235,7 @@ class GuardedPubsub(Pubsub):
     def get_hello_packet(self) -> rpc_pb2.RPC:
         topics = [rpc_pb2.RPC.SubOpts(subscribe=True, topicid=topic) for topic in self.topic_ids]
         hello = rpc_pb2.RPC(subscriptions=topics)
-        self._count_out(len(self._encode(hello)))  # py-libp2p writes it at once, and by itself
+        self._count_out(len(self._encode(hello)))  # py-libp2p writes it directly
         return hello
 
     def _build_announce_rpc(self, topic_id: str, subscribe: bool) -> tuple[rpc_pb2.RPC, rpc_pb2.RPC.SubOpts]:
@@ -245,15 +247,15 @@ class GuardedPubsub(Pubsub):
             await super()._replay_recent_messages(peer_id, topic)
 
     def _forget_subscription(self, peer_id: ID, topic: str) -> None:
-        # A peer that leaves and joins a topic again and again is not told all of it each time.
-        told = self._replayed_recent_topics.get(peer_id, set()) & self._handlers.keys()
+        # A peer that leaves and joins a topic again and again is not sent all of it each time.
+        replayed = self._replayed_recent_topics.get(peer_id, set()) & self._handlers.keys()
         super()._forget_subscription(peer_id, topic)
-        if told:
-            self._replayed_recent_topics[peer_id] = told
+        if replayed:
+            self._replayed_recent_topics[peer_id] = replayed
 
 
 def _grant_credit_in_bulk(stream: INetStream) -> None:
-    """Tell the sender what it may send once per _CREDIT_BYTES; py-libp2p does after every read, in a frame of its own."""
+    """Grant window to the sender once per _CREDIT_BYTES. py-libp2p does so after every read, in a frame of its own."""
     muxed: Any = getattr(stream, "muxed_stream", None)
     grant = getattr(muxed, "_auto_tune_and_send_window_update", None)
     if grant is None:  # another multiplexer

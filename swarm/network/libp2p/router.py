@@ -1,12 +1,10 @@
-"""py-libp2p's GossipSub router with bounds: it tends the meshes, and what a stranger can make it do or remember is limited.
+"""py-libp2p's GossipSub router with limits: it manages the meshes, and bounds what a stranger can make it do or
+remember.
 
-Differences from py-libp2p's own: messages are known by their wire id; no signed address record rides on every message
-(each would be verified by each receiver); no dialing of whom a stranger recommends; no scores, the ForwarderGuard judges.
-
-What a node remembers of gossiped messages: which it has seen, and those of the last seconds in full.
-
-py-libp2p's own tables have no bounds, keep a thread each, and know messages by author and number, which are anybody's
-claim; here a message is known by the hash that is its id on the wire.
+It differs from py-libp2p's own: messages are known by the hash that is their id on the wire, not by author and number,
+which anybody can claim; messages carry no signed address record, which each receiver would verify; peers recommended by
+strangers are not dialled; and there are no scores, since ForwarderGuard decides. Its tables of seen and recent messages
+are bounded and need no threads.
 """
 
 import hashlib
@@ -21,11 +19,12 @@ MAX_SEEN = 65_536
 SEEN_S = 120.0
 MAX_RECENT = 4096
 HISTORY_HEARTBEATS = 5
-"""So long a message can be asked for."""
+"""How long a message can be asked for."""
 WINDOW_HEARTBEATS = 3
-"""So long its id is told."""
+"""How long its id is announced."""
 MAX_WINDOW_IDS = 200
-"""Of a topic. Who joins is sent all of them at once, and in two topics must not take that for a flood."""
+"""Ids of one topic that are announced. A peer that joins is sent all of them at once, which must not look like a flood.
+"""
 
 
 def message_id(topic: str, data: bytes) -> bytes:
@@ -34,7 +33,7 @@ def message_id(topic: str, data: bytes) -> bytes:
 
 
 class SeenMessages:
-    """Ids of the last SEEN_S, at most MAX_SEEN."""
+    """Ids of the messages of the last SEEN_S, at most MAX_SEEN."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -54,7 +53,7 @@ class SeenMessages:
 
 
 class RecentMessages:
-    """Messages of the last HISTORY_HEARTBEATS; stands in for py-libp2p's MessageCache."""
+    """The messages of the last HISTORY_HEARTBEATS. It replaces py-libp2p's MessageCache."""
 
     def __init__(self) -> None:
         self._messages: OrderedDict[bytes, Any] = OrderedDict()
@@ -70,16 +69,16 @@ class RecentMessages:
         self._history[0].append((topic, message_id))
 
     def get(self, mid: bytes) -> Any:
-        """None for a message that is not there (any more)."""
+        """Return a message, or None where it is not stored."""
         return self._messages.get(mid)
 
     def window(self, topic: str) -> list[bytes]:
-        """Ids of the last WINDOW_HEARTBEATS in a topic, newest heartbeat first, at most MAX_WINDOW_IDS."""
+        """Return the ids of the last WINDOW_HEARTBEATS in a topic, newest heartbeat first, at most MAX_WINDOW_IDS."""
         recent = (entry for entries in self._history[:WINDOW_HEARTBEATS] for entry in entries)
         return [name for place, name in recent if place == topic][:MAX_WINDOW_IDS]
 
     def shift(self) -> None:
-        """A heartbeat has passed."""
+        """Begin the next heartbeat."""
         self._history.insert(0, [])
         for entries in self._history[HISTORY_HEARTBEATS:]:
             for _, name in entries:
@@ -88,7 +87,7 @@ class RecentMessages:
 
 
 class Degree(NamedTuple):
-    """Neighbours in the mesh of a topic: as many are added below `low`, or taken away above `high`, as `wanted` says."""
+    """Number of neighbours in the mesh of a topic. Below `low` or above `high` it is changed to `wanted`."""
 
     low: int
     wanted: int
@@ -97,16 +96,16 @@ class Degree(NamedTuple):
 
 NODE_DEGREE = Degree(3, 4, 8)
 HUB_DEGREE = Degree(8, 12, 128)
-"""Of one that others rely on: nobody who asks for a place in the mesh is sent away again."""
+"""For a node that others rely on: no peer that asks for a place in the mesh is sent away."""
 HEARTBEAT_S = 1
 MAX_IDS = 500
-"""Message ids of one call that are looked at."""
+"""Message ids of one call that are processed."""
 _PRUNE_BACK_OFF_S = 10
 _MAX_BACK_OFF_S = 60
 
 
 class BoundedGossipSub(GossipSub):
-    """To be attached to a Pubsub, whose `seen_messages` it reads."""
+    """The router of a Pubsub, whose `seen_messages` it reads."""
 
     def __init__(self, degree: Degree = NODE_DEGREE) -> None:
         super().__init__(
@@ -114,20 +113,20 @@ class BoundedGossipSub(GossipSub):
             degree=degree.wanted,
             degree_low=degree.low,
             degree_high=degree.high,
-            heartbeat_interval=HEARTBEAT_S,  # py-libp2p's own is 120 s: that long until a mesh exists
+            heartbeat_interval=HEARTBEAT_S,  # with the default of 120 s a mesh would take that long
             heartbeat_initial_delay=0.1,
             prune_back_off=_PRUNE_BACK_OFF_S,
-            spam_protection_enabled=False,  # drops honest messages above 10 per second without a word; see the guard
-            eclipse_protection_enabled=False,  # counts addresses, and all of a testbed's nodes have one
+            spam_protection_enabled=False,  # it drops honest messages above 10 per second; see ForwarderGuard
+            eclipse_protection_enabled=False,  # it counts addresses, and all nodes of a testbed have the same one
             adaptive_gossip_enabled=False,
         )
         self.mcache = self._recent = RecentMessages()  # pyright: ignore[reportAttributeAccessIssue]
         self.scorer = None
         self.num_dropped = 0
-        """Messages that a full queue to a slow peer did not take."""
+        """Messages dropped because the queue of a slow peer was full."""
 
     def forward(self, forwarder: ID, topic: str, message_id: bytes, message: rpc_pb2.Message) -> None:
-        """Pass on a message that was judged, to the mesh of its topic."""
+        """Forward an accepted message to the mesh of its topic."""
         pubsub = self._pubsub
         self._recent.put(topic, message_id, message)
         self.time_since_last_publish[topic] = int(time.time())
@@ -138,11 +137,11 @@ class BoundedGossipSub(GossipSub):
                 self.num_dropped += 1
 
     async def send_recent_messages(self, peer_id: ID, topic: str) -> None:
-        """What a peer that has just joined a topic missed."""
+        """Send a peer that has just joined a topic what it missed."""
         self._send_messages(peer_id, self._recent.window(topic))
 
     async def handle_rpc(self, rpc: rpc_pb2.RPC, sender_peer_id: ID) -> None:
-        """The control part of a call; words about topics that this node is not in are passed over."""
+        """Handle the control part of a call. Topics that this node is not in are ignored."""
         control = rpc.control
         for prune in control.prune:
             if prune.topicID in self.mesh:
@@ -175,7 +174,7 @@ class BoundedGossipSub(GossipSub):
         self._add_back_off(peer_id, topic, False, min(back_off_s or _PRUNE_BACK_OFF_S, _MAX_BACK_OFF_S))
 
     def _periodic_security_cleanup(self) -> None:
-        """At every heartbeat: also what py-libp2p would keep for good."""
+        """Also drop, at every heartbeat, what py-libp2p would keep for good."""
         super()._periodic_security_cleanup()
         now = int(time.time())
         for topic, until_by_peer in list(self.back_off.items()):

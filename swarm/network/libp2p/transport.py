@@ -1,10 +1,11 @@
-"""The transport of a node without the daemon, which ships for Linux on x86-64 only: all of it in Python.
+"""The transport of a node without the daemon, which exists for Linux on x86-64 only. It is all in Python.
 
     index    → `swarm/index/1` of full peers (configured ones, and those whose presence says that they host the index)
-    requests → streams of a py-libp2p host, to daemons and to its own kind
+    requests → streams of a py-libp2p host, to daemons and to other light nodes
     gossip   → a second host, as on every node
 
-It hosts no part of the index, and others reach it only over connections that it made or where its address is open.
+It hosts no part of the index. Others reach it only over connections that it opened, or where its address can be
+dialled.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from swarm.network.index_gateway import (
 )
 from swarm.network.libp2p.host import Libp2pHost
 from swarm.network.network_context import NetworkContext
-from swarm.network.peers.surroundings import told_to_others
+from swarm.network.peers.surroundings import announced_addresses
 from swarm.network.requests.framing import Stream, StreamRequests
 from swarm.network.requests.server import RequestServer
 from swarm.network.tcp_address import parse_setting, with_actual_ports
@@ -47,7 +48,7 @@ from swarm.records.identity import Identity
 logger = logging.getLogger(__name__)
 
 NUM_INDEX_PEERS = 3
-"""Full peers that a node keeps a connection to, and asks: one alone could withhold entries."""
+"""Full peers that a node stays connected to and asks. A single one could withhold entries."""
 _TEND_INTERVAL_S = 5.0
 _MAX_CONTACTS = 512
 _INDEX_TIMEOUT_S = 5.0
@@ -66,7 +67,7 @@ class LightTransport:
         validator: IndexValidator | None = None,
         admits: Admits = everybody,
     ) -> None:
-        """`state_dir`: the node's folder, which keeps the ports taken. Raises ConfigError for a malformed address."""
+        """`state_dir` is the node's folder, which stores the ports. Raises ConfigError for a malformed address."""
         self.peer_id = identity.peer_id
         self._context = NetworkContext.of(config, identity, state_dir, validator=validator, admits=admits)
         self.traffic = self._context.traffic
@@ -87,25 +88,25 @@ class LightTransport:
                 self._configured[address.peer_id] = Contact(address.peer_id, addresses, (), hosts_index=True)
         self._host: Libp2pHost | None = None
         self._host_refused: Counter[str] = Counter()
-        self._tender: asyncio.Task[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Raises NetworkError. Full peers that do not answer are no error: they are tried again."""
+        """Raises NetworkError. Full peers that do not answer are no error; they are tried again."""
         assert self._host is None, "started twice"
         try:
             self._host = await self._open_first()
             await self.gossip.start()
-            await self._tend(self._host)
+            await self._maintain(self._host)
         except BaseException:
             await self.stop()
             raise
-        self._tender = asyncio.create_task(self._keep_tending(), name="network-supervisor")
+        self._supervisor = asyncio.create_task(self._supervise(), name="network-supervisor")
 
     async def stop(self) -> None:
-        if self._tender is not None:
-            self._tender.cancel()
-            await asyncio.gather(self._tender, return_exceptions=True)
-            self._tender = None
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+            self._supervisor = None
         await self._server.close()
         await self.gossip.stop()
         host, self._host = self._host, None
@@ -127,7 +128,7 @@ class LightTransport:
     def addresses(self) -> tuple[str, ...]:
         if self._host is None:
             return ()
-        addresses = tuple(map(str, self._announce)) or told_to_others(self._host.addresses)
+        addresses = tuple(map(str, self._announce)) or announced_addresses(self._host.addresses)
         return tuple(f"{address}/p2p/{self.peer_id}" for address in addresses)
 
     def gossip_addresses(self) -> tuple[str, ...]:
@@ -138,7 +139,9 @@ class LightTransport:
         addresses = self._dialling.believed(contact.peer_id, contact.addresses)
         if addresses and contact.peer_id != self.peer_id and contact.peer_id not in self._configured:
             self._contacts.put(contact.peer_id, replace(contact, addresses=addresses))
-            if self._host is not None and contact.peer_id in self._host.peers():  # it called before it was heard of
+            if (
+                self._host is not None and contact.peer_id in self._host.peers()
+            ):  # it connected before its record arrived
                 self._contacts.met(contact.peer_id, self._dialling.network_of(contact.peer_id))
 
     def _on_seen(self, peer_id: str, addresses: tuple[str, ...]) -> None:
@@ -154,12 +157,12 @@ class LightTransport:
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         check_entry(key, subkey, value)
         expires_at = min(expires_at, self.now() + MAX_LIFETIME_S)
-        request = store_request(key, subkey, value, expires_at)
-        is_taken = False
+        request = store_request(key, subkey, value, expires_at=expires_at)
+        is_stored = False
         for answer in (await self._ask_index(request)).values():
             with contextlib.suppress(RequestError):  # this peer is broken; the others count
-                is_taken = read_stored(answer) or is_taken
-        return is_taken
+                is_stored = read_stored(answer) or is_stored
+        return is_stored
 
     async def load(self, key: str) -> dict[str, bytes]:
         copies: list[tuple[str, str, bytes, None]] = []
@@ -198,15 +201,15 @@ class LightTransport:
 
     async def _open_first(self) -> Libp2pHost:
         wanted = self._listen
-        self._listen = self._context.ports.again("listen", wanted)
+        self._listen = self._context.ports.reuse("listen", wanted)
         try:
             host = await self._open()
         except NetworkError:
             if self._listen == wanted:
                 raise
-            self._listen = wanted  # somebody took the port of the last start a moment ago
+            self._listen = wanted  # another program took the port of the last start a moment ago
             host = await self._open()
-        self._context.ports.keep("listen", wanted, self._listen)
+        self._context.ports.store("listen", wanted, self._listen)
         return host
 
     async def _open(self) -> Libp2pHost:
@@ -232,12 +235,12 @@ class LightTransport:
                 raise NetworkError("no address of this peer is known")
             addresses = self._dialling.take(peer_id, contact.addresses)
             if not addresses:
-                raise NetworkError("its addresses did not answer a moment ago")
+                raise NetworkError("its addresses did not answer recently")
             await host.connect(peer_id, addresses)
         return await host.open_stream(peer_id, protocol)
 
     async def _ask_index(self, request: bytes) -> dict[str, bytes]:
-        """{full peer that was asked: its answer}, as many as come."""
+        """Ask full peers and return {peer id: answer} of those that answer."""
         host = self._host
         connected = set(host.peers()) if host is not None else set()
         full = [contact.peer_id for contact in self._full_peers()]
@@ -259,29 +262,29 @@ class LightTransport:
             logger.debug("index peer %s: %s", peer_id, error)
             return None
 
-    async def _keep_tending(self) -> None:
-        """Keep an open host with connections to full peers, for as long as the node runs."""
+    async def _supervise(self) -> None:
+        """Keep a host open that is connected to full peers, for as long as the node runs."""
         while True:
             if self._host is None:
                 try:
                     self._host = await self._open()
                 except NetworkError as error:
-                    logger.warning("network did not restart, it is tried again: %s", error)
+                    logger.warning("the network did not restart, trying again: %s", error)
                     await asyncio.sleep(_TEND_INTERVAL_S)
                     continue
             exited = asyncio.create_task(self._host.exited())
             try:
                 await asyncio.wait({exited}, timeout=_TEND_INTERVAL_S)
             finally:
-                exited.cancel()  # does nothing to one that is done
+                exited.cancel()  # has no effect where it is done
             if exited.done():
-                logger.warning("the network broke down and is restarted: %s", exited.result())
+                logger.warning("the network failed and is being restarted: %s", exited.result())
                 host, self._host = self._host, None
                 await host.close()
             else:
-                await self._tend(self._host)
+                await self._maintain(self._host)
 
-    async def _tend(self, host: Libp2pHost) -> None:
+    async def _maintain(self, host: Libp2pHost) -> None:
         connected = set(host.peers())
         full = self._full_peers()
         absent = [contact for contact in full if contact.peer_id not in connected]
@@ -295,7 +298,9 @@ class LightTransport:
         await asyncio.gather(*(self._connect(host, peer_id, addresses) for peer_id, addresses in chosen.items()))
 
     def _full_peers(self) -> list[Contact]:
-        """Contacts that host the index, in random order: first the configured ones, then peers met, then strangers."""
+        """Contacts that host the index, in random order: configured ones first, then peers that were connected, then
+        strangers.
+        """
         others = [contact for one in self._contacts if (contact := self._contacts.get(one)) and contact.hosts_index]
         self._rng.shuffle(others)
         others.sort(key=lambda contact: not self._contacts.is_met(contact.peer_id))

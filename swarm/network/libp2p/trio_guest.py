@@ -1,10 +1,10 @@
-"""trio inside the node's asyncio loop (trio's guest mode), for py-libp2p, which knows no other loop.
+"""Runs trio inside the node's asyncio loop (trio's guest mode), since py-libp2p works only on trio.
 
     asyncio coroutine ── await guest.run(async_fn, ...) ──> trio task ── result or exception ──> asyncio
 
 Both loops share one thread, so trio code may call plain functions of asyncio objects and the other way round; only
-`await` has to cross through `run`. A thread can hold one trio run: all users of one asyncio loop share one guest, which
-starts with the first of them and ends with the last.
+`await` has to go through `run`. A thread can hold one run of trio, so all users of one asyncio loop share one guest,
+which starts with the first user and ends with the last.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _STOP_GRACE_S = 3.0
 
 
 class TrioGuest:
-    """One run of trio. Use `enter` and `leave`; every `enter` needs its `leave`."""
+    """One run of trio. Every `enter` needs its `leave`."""
 
     _by_loop: ClassVar["dict[asyncio.AbstractEventLoop, TrioGuest]"] = {}
 
@@ -34,7 +34,7 @@ class TrioGuest:
 
     @classmethod
     async def enter(cls) -> "TrioGuest":
-        """The guest of the running loop. Raises NetworkError where trio cannot start."""
+        """Return the guest of the running loop. Raises NetworkError where trio cannot start."""
         loop = asyncio.get_running_loop()
         guest = cls._by_loop.get(loop)
         if guest is None or guest._ended.done():
@@ -51,7 +51,7 @@ class TrioGuest:
         return guest
 
     async def leave(self) -> None:
-        """The last user ends the run; returns when it has ended, or after a grace time."""
+        """Leave the guest; the last user ends the run. Returns when it has ended, or after a grace time."""
         self._num_users -= 1
         if self._num_users > 0:
             return
@@ -63,9 +63,9 @@ class TrioGuest:
         await asyncio.wait([self._ended], timeout=_STOP_GRACE_S)
 
     async def run(self, function: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:
-        """Await a trio coroutine from asyncio; cancelling the one cancels the other. Raises what it raises.
+        """Await a trio coroutine from asyncio. Cancelling one cancels the other. Raises what the coroutine raises.
 
-        Raises NetworkError where the run of trio ends meanwhile.
+        Raises NetworkError where the run of trio ends before the coroutine.
         """
         future: asyncio.Future[Result] = self._loop.create_future()
         scope = trio.CancelScope()  # pyright: ignore[reportCallIssue]
@@ -129,17 +129,17 @@ class TrioGuest:
         with contextlib.suppress(trio.Cancelled):
             try:
                 outcome.unwrap()
-            except Exception as error:  # whatever broke inside py-libp2p: told to those who ask next
+            except Exception as error:  # whatever broke inside py-libp2p; later callers are given the cause
                 self._cause = f"{type(error).__name__}: {error}"
         if not self._ended.done():
             self._ended.set_result(None)
 
 
 def _settle(future: "asyncio.Future[Any]", settle: Callable[[], None]) -> None:
-    """The first outcome counts; nobody listens to a caller that was cancelled."""
+    """Set the first outcome only; a cancelled caller does not wait for one."""
     if not future.done():
         settle()
 
 
 def _discard(handle: asyncio.Handle) -> None:
-    """trio wants callbacks that return nothing."""
+    """Return nothing, as trio expects of callbacks."""

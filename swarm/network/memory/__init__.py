@@ -1,1 +1,1 @@
-"""The same contract inside one process, on a virtual clock, with faults from a seed."""
+"""The same contract within one process, on a virtual clock, with seeded faults."""

@@ -1,13 +1,13 @@
-"""GossipSub in small (libp2p's pubsub v1.1), for the in-memory network.
+"""A small model of GossipSub (libp2p's pubsub v1.1) for the in-memory network.
 
-    publish ─→ mesh of D peers per topic ─→ each: seen before? → handler's verdict → its own mesh
+    publish ─→ mesh of D peers per topic ─→ each: seen before? → handler's decision → its own mesh
     every heartbeat: mesh kept between D_LOW and D_HIGH · ids of recent messages (IHAVE) to peers outside the mesh,
-                     who ask for what they lack (IWANT): so a message that was lost on the way still comes
+                     which ask for those they lack (IWANT): so a lost message still arrives
 
-As in the original: validation before forwarding, a seen-cache, grafts and prunes with back-off, fan-out to a topic that the
-node is not in, a score that invalid messages lower until the forwarder is pruned and then ignored, and a bound on what one
-peer may send between two heartbeats. Idealised: whom to find in a topic comes from the network object (its cost is charged as
-one index lookup), control messages that tend the mesh are never lost, and scores count invalid messages only.
+As in the original: validation before forwarding, a cache of seen messages, grafts and prunes with back-off, fan-out to
+a topic that the node is not in, a score that invalid messages lower until the forwarder is pruned and then ignored, and
+a limit on what one peer may send between two heartbeats. Simplified: the network object names the peers in a topic (at
+the cost of one index lookup), control messages of the mesh are never lost, and scores count invalid messages only.
 """
 
 import functools
@@ -24,25 +24,25 @@ from swarm.network.transport import MAX_GOSSIP_BYTES, GossipHandler, TrafficCoun
 logger = logging.getLogger(__name__)
 
 D_LAZY = 6
-"""Peers outside the mesh that are told the ids of recent messages at each heartbeat."""
+"""Peers outside the mesh that are sent the ids of recent messages at each heartbeat."""
 HEARTBEAT_S = 1.0
 HISTORY_HEARTBEATS = 5
-"""So long a message can be asked for."""
+"""How long a message can be asked for."""
 GOSSIP_HEARTBEATS = 3
-"""So long its id is told."""
+"""How long its id is announced."""
 SEEN_S = 120.0
 MAX_SEEN = 65_536
 MAX_CACHED = 4_096
 MAX_FANOUT_TOPICS = 64
 FANOUT_S = 60.0
 MAX_IDS = 500
-"""Ids in one IHAVE or IWANT; more are cut off."""
+"""Ids in one IHAVE or IWANT; the rest is cut off."""
 MAX_NEW_PER_HEARTBEAT = 500
-"""New messages of one peer that are looked at between two heartbeats; more are dropped unseen."""
+"""New messages of one peer that are processed between two heartbeats; the rest is dropped."""
 INVALID_PENALTY, PRUNE_SCORE, IGNORE_SCORE, SCORE_DECAY = -1.0, -2.5, -9.5, 0.97
-"""Three invalid messages within some seconds cost a place in the mesh, ten the hearing."""
+"""Three invalid messages within seconds cost a peer its place in the mesh; after ten it is ignored."""
 OnAccept = Callable[[str, GossipMessage, int], None]
-"""(peer id, message, links that it crossed), for every node that takes a message; 0 links at its author."""
+"""(peer id, message, links that it crossed), for every node that accepts a message; 0 links at its author."""
 
 
 @dataclass(slots=True)
@@ -53,11 +53,11 @@ class _Topic:
 
 
 class GossipRouter:
-    """Gossip of one node. Handlers run in it, on the loop; what they raise costs the message, never the node."""
+    """The gossip of one node. Handlers run on the event loop; an exception in one costs the message, never the node."""
 
     def __init__(self, network: MemoryNetwork, peer_id: str, traffic: TrafficCounter) -> None:
         self.num_dropped = 0
-        """Messages beyond what one peer may send."""
+        """Messages above the rate of one peer."""
         self.num_rejected = 0
         self.on_accept: OnAccept | None = None
         self._network = network
@@ -74,7 +74,7 @@ class GossipRouter:
         self._num_new: dict[str, int] = {}  # by peer, since the last heartbeat
         self._asked: set[bytes] = set()
 
-    # ---- the node's side
+    # ---- for the node
 
     def start(self) -> None:
         self._is_running = True
@@ -94,11 +94,11 @@ class GossipRouter:
         return tuple(self._topics[topic].mesh.members)
 
     def score(self, peer_id: str) -> float:
-        """0 for a peer without fault, negative otherwise."""
+        """Return the score of a peer: 0 without faults, else negative."""
         return self._scores.get(peer_id, 0.0)
 
     def num_remembered(self) -> int:
-        """Items in all that is remembered of peers and messages: bounded, whatever peers do."""
+        """Return the number of items remembered of peers and messages. It is bounded, whatever peers do."""
         in_topics = sum(len(topic.mesh) + sum(map(len, topic.recent)) for topic in self._topics.values())
         stores = (self._seen, self._cache, self._fanout, self._scores, self._num_new, self._asked)
         return in_topics + sum(map(len, stores))
@@ -108,7 +108,12 @@ class GossipRouter:
             self._topics[name].handler = handler
             return
         mesh = TopicMesh(
-            self._network, self._peer_id, name, self._traffic, functools.partial(self._tell, name), self._is_trusted
+            self._network,
+            self._peer_id,
+            name,
+            traffic=self._traffic,
+            send_control=functools.partial(self._send_control, name),
+            is_trusted=self._is_trusted,
         )
         self._topics[name] = _Topic(handler, mesh)
         if self._is_running:
@@ -130,7 +135,7 @@ class GossipRouter:
         for peer_id in self._audience(name):
             self._send(peer_id, message, 1)
 
-    # ---- what arrives from peers; also the way in for a hostile one
+    # ---- what arrives from peers, hostile ones included
 
     def on_message(self, sender: str, message: GossipMessage, hops: int) -> None:
         self._count_in(message.num_bytes)
@@ -141,16 +146,16 @@ class GossipRouter:
         if num_new > MAX_NEW_PER_HEARTBEAT:
             self.num_dropped += 1
             return
-        verdict = self._verdict(topic.handler, sender, message.data)
-        if verdict is ValidationResult.ACCEPT:
+        decision = self._decide(topic.handler, sender, message.data)
+        if decision is ValidationResult.ACCEPT:
             self._accept(message, hops)
             for peer_id in topic.mesh.members:
                 if peer_id != sender:
                     self._send(peer_id, message, hops + 1)
             return
         self._remember(message.id)
-        if verdict is ValidationResult.REJECT:
-            self._hold_against(sender)
+        if decision is ValidationResult.REJECT:
+            self._add_fault(sender)
 
     def on_have(self, sender: str, name: str, ids: tuple[bytes, ...]) -> None:
         self._count_in(FRAME_BYTES + len(name) + ID_BYTES * len(ids))
@@ -168,15 +173,15 @@ class GossipRouter:
                 message, hops, _ = self._cache[message_id]
                 self._send(sender, message, hops + 1)
 
-    def on_control(self, sender: str, name: str, word: Control) -> None:
+    def on_control(self, sender: str, name: str, control: Control) -> None:
         self._count_in(FRAME_BYTES + len(name))
         topic = self._topics.get(name)
         if topic is not None:
-            topic.mesh.hear(sender, word)
-        elif word is Control.GRAFT:
-            self._tell(name, sender, Control.LEAVE)
+            topic.mesh.handle(sender, control)
+        elif control is Control.GRAFT:
+            self._send_control(name, sender, Control.LEAVE)
 
-    # ---- once a second
+    # ---- once per second
 
     def _heartbeat(self) -> None:
         if not self._is_running:
@@ -189,11 +194,11 @@ class GossipRouter:
         _forget(self._cache, lambda entry: entry[2] < now)
         _forget(self._fanout, lambda entry: entry[1] < now)
         for name, topic in self._topics.items():
-            topic.mesh.tend()
-            self._tell_ids(name, topic)
+            topic.mesh.run_heartbeat()
+            self._announce_ids(name, topic)
         self._network.calendar.schedule(HEARTBEAT_S, self._heartbeat)
 
-    def _tell_ids(self, name: str, topic: _Topic) -> None:
+    def _announce_ids(self, name: str, topic: _Topic) -> None:
         ids = tuple(itertools.chain.from_iterable(topic.recent[:GOSSIP_HEARTBEATS]))[:MAX_IDS]
         topic.recent = [[], *topic.recent[: HISTORY_HEARTBEATS - 1]]
         if not ids:
@@ -205,18 +210,18 @@ class GossipRouter:
     # ---- parts
 
     def _audience(self, name: str) -> Iterable[str]:
-        """Whom an own message goes to first."""
+        """Return the peers to which an own message is sent first."""
         topic = self._topics.get(name)
         if topic is not None:
             return topic.mesh.audience()
         peers, _ = self._fanout.pop(name, ([], 0.0))
         peers = [p for p in peers if self._network.connected(self._peer_id, p)]
         if len(peers) < D_LOW:
-            peers = find_in_topic(self._network, name, self._peer_id, self._traffic)[:D]
+            peers = find_in_topic(self._network, name, self._peer_id, traffic=self._traffic)[:D]
         self._fanout[name] = peers, self._network.clock() + FANOUT_S
         return peers
 
-    def _hold_against(self, sender: str) -> None:
+    def _add_fault(self, sender: str) -> None:
         self.num_rejected += 1
         self._scores[sender] = self.score(sender) + INVALID_PENALTY
         if not self._is_trusted(sender):
@@ -239,13 +244,13 @@ class GossipRouter:
     def _remember(self, message_id: bytes) -> None:
         self._seen[message_id] = self._network.clock()
 
-    def _verdict(self, handler: GossipHandler, sender: str, data: bytes) -> ValidationResult:
+    def _decide(self, handler: GossipHandler, sender: str, data: bytes) -> ValidationResult:
         if len(data) > MAX_GOSSIP_BYTES:
             return ValidationResult.REJECT
         try:
             return handler(sender, data)
-        except Exception:  # a broken handler costs its message, never the node
-            logger.warning("a gossip handler broke on a message of %s", sender, exc_info=True)
+        except Exception:  # a failing handler costs its message, never the node
+            logger.warning("a gossip handler failed on a message of %s", sender, exc_info=True)
             return ValidationResult.IGNORE
 
     def _send(self, recipient: str, message: GossipMessage, hops: int) -> None:
@@ -254,10 +259,12 @@ class GossipRouter:
             message = GossipMessage.of(message.topic, damaged)
         self._post(recipient, message.num_bytes, GossipRouter.on_message, message, hops)
 
-    def _tell(self, name: str, recipient: str, word: Control) -> None:
-        """A control message that the mesh depends on: a real connection repeats it until it arrives or breaks."""
+    def _send_control(self, name: str, recipient: str, control: Control) -> None:
+        """Send a control message of the mesh. It is never lost: a real connection repeats it until it arrives or
+        breaks.
+        """
         num_bytes = FRAME_BYTES + len(name)
-        self._post(recipient, num_bytes, GossipRouter.on_control, name, word, is_lossless=True)
+        self._post(recipient, num_bytes, GossipRouter.on_control, name, control, is_lossless=True)
 
     def _post(
         self,
@@ -280,6 +287,6 @@ class GossipRouter:
 
 
 def _forget(stored: BoundedMap, is_old: Callable[..., bool]) -> None:
-    """Drop from the front while it is old."""
+    """Drop items from the front while they are old."""
     while stored and is_old(next(iter(stored.values()))):
         stored.popitem(last=False)

@@ -1,7 +1,4 @@
-"""The peers of one node in one gossip topic: whom it knows there, and the few of them it passes messages on to.
-
-A message of the in-memory gossip, and what it weighs on the way.
-"""
+"""The peers of one node in one gossip topic: those that it knows there, and the few to which it forwards messages."""
 
 import hashlib
 from collections.abc import Callable
@@ -13,7 +10,7 @@ from swarm.network.transport import TrafficCounter
 
 ID_BYTES = 20
 FRAME_BYTES = 8
-"""Around every message and control message, about as in libp2p's protobuf."""
+"""Bytes around every message and control message, about as many as in libp2p's protobuf."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,29 +30,29 @@ class GossipMessage:
 
 
 D, D_LOW, D_HIGH = 6, 4, 12
-"""Peers in a mesh: wanted, least, most."""
+"""Number of peers in a mesh: wanted, least, most."""
 MAX_TOPIC_PEERS = 64
 BACKOFF_S = 10.0
-"""After a prune neither side grafts the other for so long."""
+"""How long after a prune neither side grafts the other."""
 NUM_DISCOVERED = 16
 DISCOVERY_INTERVAL_S = 5.0
 
 
 class Control(Enum):
-    """What peers tell each other of a topic."""
+    """The control messages of a topic."""
 
     JOIN = "join"
-    """I am in it."""
+    """The sender is in the topic."""
     LEAVE = "leave"
-    """I am not, or no longer."""
+    """The sender is not in the topic any more."""
     GRAFT = "graft"
-    """Let us pass all messages on to each other."""
+    """The sender wants both sides to forward all messages to each other."""
     PRUNE = "prune"
-    """Let us not."""
+    """The sender ends that."""
 
 
 class TopicMesh:
-    """All of it in dicts, as sets of text have no order that is the same in every process."""
+    """The mesh of one topic. It uses dicts as sets, since sets of text have another order in every process."""
 
     def __init__(
         self,
@@ -63,24 +60,24 @@ class TopicMesh:
         peer_id: str,
         topic: str,
         traffic: TrafficCounter,
-        tell: Callable[[str, Control], None],
+        send_control: Callable[[str, Control], None],
         is_trusted: Callable[[str], bool],
     ) -> None:
-        """`tell` sends a word of control to a peer; `is_trusted` says whether a peer may be in the mesh."""
+        """`send_control` sends a control message to a peer; `is_trusted` returns whether a peer may be in the mesh."""
         self.members: dict[str, None] = {}
         self.peers: dict[str, None] = {}
-        """Known to be in the topic, the mesh's members among them."""
+        """Peers known to be in the topic, including the members of the mesh."""
         self._network = network
         self._peer_id = peer_id
         self._topic = topic
         self._traffic = traffic
-        self._tell = tell
+        self._send_control = send_control
         self._is_trusted = is_trusted
         self._backoff_until: dict[str, float] = {}
         self._discovered_at = -DISCOVERY_INTERVAL_S
 
     def __len__(self) -> int:
-        """Items remembered."""
+        """Return the number of items remembered."""
         return len(self.members) + len(self.peers) + len(self._backoff_until)
 
     def join(self) -> None:
@@ -92,7 +89,7 @@ class TopicMesh:
     def leave(self) -> None:
         self._network.leave_topic(self._topic, self._peer_id)
         for peer_id in self.peers:
-            self._tell(peer_id, Control.LEAVE)
+            self._send_control(peer_id, Control.LEAVE)
         self.forget_all()
 
     def forget_all(self) -> None:
@@ -100,19 +97,19 @@ class TopicMesh:
         self.peers.clear()
         self._backoff_until.clear()
 
-    def hear(self, sender: str, word: Control) -> None:
-        if word is Control.JOIN:
+    def handle(self, sender: str, control: Control) -> None:
+        if control is Control.JOIN:
             self._meet(sender)
-        elif word is Control.LEAVE:
+        elif control is Control.LEAVE:
             self.peers.pop(sender, None)
             self.members.pop(sender, None)
-        elif word is Control.PRUNE and sender in self.members:
+        elif control is Control.PRUNE and sender in self.members:
             self._drop(sender)
-        elif word is Control.GRAFT:
-            self._take(sender)
+        elif control is Control.GRAFT:
+            self._accept_graft(sender)
 
     def audience(self) -> list[str]:
-        """Whom an own message goes to first: the mesh, and others while the mesh is small."""
+        """Return the peers to which an own message is sent first: the mesh, and others while it is small."""
         spare = self.outsiders()[: D - len(self.members)] if len(self.members) < D_LOW else []
         return [*self.members, *spare]
 
@@ -120,13 +117,13 @@ class TopicMesh:
         return [peer_id for peer_id in self.peers if peer_id not in self.members]
 
     def expel(self, peer_id: str) -> None:
-        """Part with a peer, for some time at least."""
+        """Remove a peer from the mesh, with a back-off."""
         if peer_id in self.members:
             self._drop(peer_id)
-            self._tell(peer_id, Control.PRUNE)
+            self._send_control(peer_id, Control.PRUNE)
 
-    def tend(self) -> None:
-        """Heartbeat: forget members whose connection broke, find new ones where few are left, part with some of many."""
+    def run_heartbeat(self) -> None:
+        """Run a heartbeat: drop members whose connection broke, add members where few are left, remove some of many."""
         now, rng = self._network.clock(), self._network.rng
         for peer_id in [p for p in self.members if not self._network.connected(self._peer_id, p)]:
             del self.members[peer_id]
@@ -146,12 +143,12 @@ class TopicMesh:
 
     def _discover(self, now: float) -> None:
         self._discovered_at = now
-        for peer_id in find_in_topic(self._network, self._topic, self._peer_id, self._traffic):
+        for peer_id in find_in_topic(self._network, self._topic, self._peer_id, traffic=self._traffic):
             if peer_id not in self.peers and self._meet(peer_id):
-                self._tell(peer_id, Control.JOIN)
+                self._send_control(peer_id, Control.JOIN)
 
     def _meet(self, peer_id: str) -> bool:
-        """Whether there was room for one more, which there is once those that are gone are forgotten."""
+        """Add a peer, where there is room after forgetting peers that left. Returns whether it is known now."""
         if len(self.peers) >= MAX_TOPIC_PEERS:
             self.peers = {other: None for other in self.peers if other in self._network}
         if len(self.peers) >= MAX_TOPIC_PEERS:
@@ -171,15 +168,15 @@ class TopicMesh:
 
     def _graft(self, peer_id: str) -> None:
         self.members[peer_id] = None
-        self._tell(peer_id, Control.GRAFT)
+        self._send_control(peer_id, Control.GRAFT)
 
-    def _take(self, sender: str) -> None:
+    def _accept_graft(self, sender: str) -> None:
         is_welcome = self._is_trusted(sender) and sender not in self._backoff_until
         is_room = sender in self.members or len(self.members) < D_HIGH
         if is_welcome and is_room and self._meet(sender):
             self.members[sender] = None
         else:
-            self._tell(sender, Control.PRUNE)
+            self._send_control(sender, Control.PRUNE)
 
     def _drop(self, peer_id: str) -> None:
         self.members.pop(peer_id, None)
@@ -187,7 +184,7 @@ class TopicMesh:
 
 
 def find_in_topic(network: MemoryNetwork, topic: str, peer_id: str, traffic: TrafficCounter) -> list[str]:
-    """Some members of a topic, for the price of one lookup in the index, which all that take part in it pay."""
+    """Return some members of a topic, at the cost of one lookup in the index for all nodes on the way."""
     for member in network.lookup_path(peer_id):
         member.traffic.bytes_received += LOOKUP_REQUEST_BYTES
         member.traffic.bytes_sent += LOOKUP_RESPONSE_BYTES

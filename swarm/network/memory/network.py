@@ -1,14 +1,11 @@
-"""The air between the nodes of one process: who is there, who knows whom, and what happens to messages on the way.
+"""The network between the nodes of one process: who is there, who knows whom, and what happens to messages on the way.
 
     MemoryTransport ── post / carry ──> MemoryNetwork (loss, delay, duplication, partition, freeze) ──> MemoryTransport
 
-What one node knows of the others is bounded, as in a real swarm: a sample of MAX_KNOWN_PEERS of them, and of a topic
-those that its gossip router found. Nothing here costs more than O(log N) per message.
-
-What is going to happen on an in-memory network, in order of time.
-
-One timer of the loop stands for all of it: a swarm of thousands has a hundred thousand messages under way, and a heap of
-tuples takes a tenth of the time of that many asyncio timers.
+What one node knows of others is bounded, as in a real swarm: a sample of MAX_KNOWN_PEERS, and those that its gossip
+router found in a topic. Nothing here costs more than O(log N) per message. One timer of the event loop serves all
+events: with thousands of nodes a hundred thousand messages are on their way, and a heap of tuples takes a tenth of the
+time of that many asyncio timers.
 """
 
 import asyncio
@@ -29,13 +26,13 @@ if TYPE_CHECKING:
 
 
 _TICK_S = 1e-3
-"""Events happen at multiples of it: in a large swarm many at once, for one turn of the loop."""
+"""Events happen at multiples of this time, so in a large swarm many happen in one turn of the loop."""
 _MAX_EVENTS_AT_ONCE = 1000
-"""Then the loop's tasks have a turn, though the clock may not move."""
+"""After this many events the loop's tasks get a turn, even if the clock may not move."""
 
 
 class Calendar:
-    """Actions at their time. Events of one time happen in the order in which they were scheduled."""
+    """Runs actions at their time. Events of one time happen in the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -47,7 +44,7 @@ class Calendar:
         return len(self._events)
 
     def schedule(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
-        """`action` must not raise. What is scheduled on one loop is forgotten when another one schedules."""
+        """Schedule `action`, which must not raise. Events of one loop are dropped when another loop schedules."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._loop, self._timer = loop, None
@@ -58,7 +55,7 @@ class Calendar:
             self._set_timer(loop)
 
     async def sleep(self, duration_s: float) -> None:
-        """As `asyncio.sleep`, at the cost of an event."""
+        """Sleep like `asyncio.sleep`, at the cost of one event."""
         future = asyncio.get_running_loop().create_future()
         self.schedule(duration_s, _wake, future)
         await future
@@ -80,7 +77,7 @@ class Calendar:
 
 
 def _wake(future: "asyncio.Future[None]") -> None:
-    if not future.done():  # else whoever slept was cancelled
+    if not future.done():  # otherwise the sleeper was cancelled
         future.set_result(None)
 
 
@@ -88,36 +85,39 @@ NUM_REPLICAS = 5
 MAX_KNOWN_PEERS = 64
 """A node of a larger swarm knows a random sample of it, as with routing tables and connection limits."""
 BUCKET_SIZE = 20
-"""Peers in one answer of a lookup, as in hivemind's DHT: what is nearer than that needs no further hop."""
+"""Peers in one answer of a lookup, as in hivemind's DHT: among so few no further hop is needed."""
 LOOKUP_REQUEST_BYTES = 60
 LOOKUP_RESPONSE_BYTES = BUCKET_SIZE * 60
 
 Observer = Callable[[str, str, str, int], None]
-"""(what, sender, recipient, bytes), for every message that arrives."""
+"""(what, sender, recipient, bytes) of every message that arrives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What happens to messages between two nodes. A request is two messages, as is a question to a replica."""
+    """Faults of messages between two nodes. A request is two messages, as is a question to a replica."""
 
     loss: float = 0.0
-    """Probability that a message disappears; a lost request or response ends in RequestError at the deadline."""
+    """Probability that a message disappears. A lost request or response ends in RequestError at the deadline."""
     duplication: float = 0.0
     """Probability that a request, a stored entry or a gossip message arrives twice."""
     corruption: float = 0.0
     """Probability that a byte of a response, a returned index value or a gossip message is changed."""
     delay_s: tuple[float, float] = (0.0, 0.0)
-    """Range of the time a message takes, uniform."""
+    """Range of the time that a message takes, uniform."""
+
+
+NO_FAULTS = Faults()
 
 
 class MemoryNetwork:
-    """Deterministic for one seed, one loop and one order of calls."""
+    """The network of all nodes. It is deterministic for one seed, one loop and one order of calls."""
 
-    def __init__(self, rng: random.Random, clock: Callable[[], float], faults: Faults | None = None) -> None:
+    def __init__(self, rng: random.Random, clock: Callable[[], float], faults: Faults = NO_FAULTS) -> None:
         """`clock` gives swarm time in seconds since the epoch."""
         self.clock = clock
         self.rng = rng
-        self.faults = faults or Faults()
+        self.faults = faults
         """May be replaced at any time."""
         self.observer: Observer | None = None
         self.calendar = Calendar()
@@ -131,33 +131,33 @@ class MemoryNetwork:
         self._uplink_bytes_per_s: dict[str, float] = {}
         self._uplink_free_at: dict[str, float] = {}
 
-    # ---- faults that a test or a simulation causes
+    # ---- faults caused by a test or a simulation
 
     def partition(self, *sides: Iterable[str]) -> None:
-        """Let peers reach only those of their own side; peers that are on no side form one more."""
+        """Let peers reach only those of their own side. Peers on no side form one more side."""
         self._partition = {peer_id: number for number, side in enumerate(sides) for peer_id in side}
 
     def heal(self) -> None:
         self._partition = {}
 
     def crash(self, peer_id: str) -> None:
-        """End a peer as `kill -9` does: no goodbye, its connections break. Its own calls reach nobody from now on."""
+        """End a peer as `kill -9` does: its connections break without a message. Its own calls reach nobody."""
         if peer_id in self._members:
             self.leave(self._members[peer_id])
 
     def freeze(self, peer_id: str) -> None:
-        """Make a peer silent while it still looks connected: what goes to it or comes from it is lost until `thaw`."""
+        """Make a peer silent while it still looks connected. Its messages, in and out, are lost until `thaw`."""
         self._frozen.add(peer_id)
 
     def thaw(self, peer_id: str) -> None:
         self._frozen.discard(peer_id)
 
     def skew_clock(self, peer_id: str, offset_s: float) -> None:
-        """Set a peer's clock ahead (or, negative, behind)."""
+        """Set a peer's clock ahead, or behind where `offset_s` is negative."""
         self._clock_offset_s[peer_id] = offset_s
 
     def limit_uplink(self, peer_id: str, bytes_per_s: float) -> None:
-        """Let a peer send no faster than this; messages queue up."""
+        """Let a peer send no faster than this; its messages queue up."""
         self._uplink_bytes_per_s[peer_id] = bytes_per_s
 
     # ---- membership
@@ -188,21 +188,21 @@ class MemoryNetwork:
         return len(self._members)
 
     def address_of(self, peer_id: str) -> tuple[str, ...]:
-        """Where others see a member; each has an address of its own."""
+        """Return where others see a member. Each member has an address of its own."""
         member = self._members.get(peer_id)
         return () if member is None else (f"/memory/{member.position}",)
 
     def now_of(self, peer_id: str) -> float:
-        """The swarm's time as this peer's clock has it."""
+        """Return the swarm time by this peer's clock."""
         return self.clock() + self._clock_offset_s.get(peer_id, 0.0)
 
     def connected(self, one: str, other: str) -> bool:
-        """Whether both are up and no partition is between them."""
+        """Return whether both peers are up and on one side of a partition."""
         both_up = one in self._members and other in self._members
         return both_up and (not self._partition or self._partition.get(one, -1) == self._partition.get(other, -1))
 
     def known_peers(self, peer_id: str) -> list[str]:
-        """Peers that this one has heard of: all of a small swarm, else a sample that is renewed as they leave."""
+        """Return the peers that this one knows: all of a small swarm, else a sample that is renewed as they leave."""
         if len(self._members) <= MAX_KNOWN_PEERS + 1:
             return [other for other in self._members if other != peer_id]
         known = [other for other in self._known.get(peer_id, ()) if other in self._members]
@@ -212,16 +212,18 @@ class MemoryNetwork:
             self._known[peer_id] = known
         return known
 
-    # ---- the index: where keys lie, and what finding them costs
+    # ---- the index: where keys are stored, and what finding them costs
 
     def replicas(self, key: str, seen_by: str) -> "list[MemoryTransport]":
-        """The nodes that hold `key`, nearest first, as far as `seen_by` can reach them."""
+        """Return the nodes that hold `key` and that `seen_by` can reach, nearest first."""
         nearest = self._by_distance(position_of(key), 0, len(self._ring), 0, 160)
         reachable = (self._members[peer_id] for peer_id in nearest if self.connected(seen_by, peer_id))
         return list(itertools.islice(reachable, NUM_REPLICAS))
 
     def _by_distance(self, target: int, start: int, end: int, prefix: int, num_bits: int) -> Iterator[str]:
-        """Members of ring[start:end], which share all but `num_bits` bits with `prefix`, by XOR distance to `target`."""
+        """Yield members of ring[start:end], which share all but `num_bits` bits with `prefix`, by XOR distance to
+        `target`.
+        """
         if end - start <= 1:
             yield from (peer_id for _, peer_id in self._ring[start:end])
             return
@@ -232,9 +234,9 @@ class MemoryNetwork:
         yield from itertools.chain(ones, zeros) if target & bit else itertools.chain(zeros, ones)
 
     def lookup_path(self, peer_id: str) -> "list[MemoryTransport]":
-        """Nodes that are asked one after the other until the replicas of a key are known: about log2(N / bucket size).
+        """Return the nodes that a lookup asks one after the other: about log2(N / bucket size).
 
-        Kademlia would ask those that lie on the way; which ones makes no difference to the cost, so any are taken.
+        Kademlia would ask the nodes on the way. The cost is the same for any nodes, so these are random.
         """
         num_hops = max(0, math.ceil(math.log2(max(1, len(self._ring)) / BUCKET_SIZE)))
         drawn = (self._members[self.rng.choice(self._ring)[1]] for _ in range(num_hops))
@@ -255,7 +257,7 @@ class MemoryNetwork:
         return len(self._topics.get(topic, ()))
 
     def find_in_topic(self, topic: str, seen_by: str, count: int) -> list[str]:
-        """A random sample of a topic's members that `seen_by` can reach, at most `count`."""
+        """Return a random sample, of at most `count`, of a topic's members that `seen_by` can reach."""
         members = list(self._topics.get(topic, ()))
         sample = self.rng.sample(members, min(len(members), count + 1))
         return [peer_id for peer_id in sample if peer_id != seen_by and self.connected(seen_by, peer_id)][:count]
@@ -263,7 +265,7 @@ class MemoryNetwork:
     # ---- messages
 
     async def carry(self, sender: str, recipient: str, num_bytes: int = 0) -> "MemoryTransport | None":
-        """One message on its way: the recipient after the delay, or None where it does not arrive."""
+        """Carry one message. Returns the recipient after the delay, or None where the message does not arrive."""
         if sender == recipient:
             return self._members.get(recipient)
         is_lost = self.rng.random() < self.faults.loss
@@ -285,7 +287,9 @@ class MemoryNetwork:
         *arguments: Any,
         is_lossless: bool = False,
     ) -> None:
-        """Send without waiting: `action(recipient's gossip router, sender, *arguments)` where and when it arrives."""
+        """Send without waiting: calls `action(recipient's gossip router, sender, *arguments)` where and when it
+        arrives.
+        """
         if not is_lossless and self.faults.loss and self.rng.random() < self.faults.loss:
             return
         for _ in range(1 if is_lossless else self.num_copies()):
@@ -315,11 +319,11 @@ class MemoryNetwork:
         return delay_s + self._uplink_free_at[sender] - now
 
     def num_copies(self) -> int:
-        """How often the next message arrives, if it does."""
+        """Draw how often the next message arrives, if it does."""
         return 2 if self.faults.duplication and self.rng.random() < self.faults.duplication else 1
 
     def damage(self, data: bytes) -> bytes:
-        """`data`, or with the probability of corruption the same with one byte changed."""
+        """Return `data`, with one byte changed at the probability of corruption."""
         if not data or not self.faults.corruption or self.rng.random() >= self.faults.corruption:
             return data
         position = self.rng.randrange(len(data))
@@ -327,5 +331,5 @@ class MemoryNetwork:
 
 
 def position_of(name: str) -> int:
-    """Where a peer or a key lies in the 160-bit space of the index."""
+    """Return the place of a peer or a key in the 160-bit space of the index."""
     return int.from_bytes(hashlib.sha1(name.encode(), usedforsecurity=False).digest(), "big")

@@ -1,16 +1,14 @@
-"""The transport inside one process, for tests and simulations: same contract, faults from a seed instead of from life.
+"""The transport within one process, for tests and simulations: the same contract, with seeded faults.
 
     MemoryTransport ── message ──> MemoryNetwork (loss, delay, duplication, partition) ──> MemoryTransport
 
-Every node keeps a share of the index, as in the real one: an entry goes to the nodes nearest to its key, each of which
-runs its own validator, and a reader merges what those answer. Finding those nodes costs the hops that Kademlia would
-take. Waiting is done by the running loop, so that a loop with virtual time makes all of it virtual.
+Every node holds a share of the index, as in the real one: an entry goes to the nodes nearest to its key, each of which
+runs its own validator, and a reader merges their answers. Finding those nodes costs the hops of Kademlia. All waiting
+uses the running loop, so a loop with virtual time makes all of it virtual.
 
-One node's share of the in-memory index: entries by key and subkey, until they expire, bounded by author and in all.
-
-The bounds are those of the real index (`hivemind/index_storage`) in entries instead of bytes. As there, an author's oldest
-entry makes room for its newer one; where all is full, this one refuses new entries instead of taking room from the author
-that holds most.
+A share has the limits of the real index (`hivemind/index_storage`), in entries instead of bytes. An author's oldest
+entry makes room for its newer one. When the share is full, it refuses new entries; the real one takes room from the
+author that holds most.
 """
 
 import asyncio
@@ -32,6 +30,7 @@ from swarm.network.memory.gossip import GossipRouter
 from swarm.network.memory.network import (
     LOOKUP_REQUEST_BYTES,
     LOOKUP_RESPONSE_BYTES,
+    NO_FAULTS,
     Faults,
     MemoryNetwork,
     position_of,
@@ -41,21 +40,21 @@ from swarm.network.requests.server import RequestServer
 from swarm.network.transport import Contact, GossipHandler, RequestHandler, TrafficCounter, by_place
 
 MAX_ENTRIES_PER_AUTHOR = 1024
-"""The author is the part of the subkey before the slash; an hour's entries, at 8 per window and shard, are 960."""
+"""The author is the part of the subkey before the slash. An hour's entries, at 8 per window and shard, are 960."""
 MAX_ENTRIES = 24_576
 _SWEEP_INTERVAL_S = 30.0
 
 Entry = tuple[bytes, Validity]
-"""(value, its validity with the end that was claimed)."""
+"""(value, its validity with the claimed end)."""
 _Ranked = tuple[tuple[bool, tuple[float, int, bytes]], str, str]
 
 
 class IndexShare:
-    """What arrives here has been validated."""
+    """One node's share of the index: entries by key and subkey, until they expire. They are already validated."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.refused: Counter[str] = Counter()
-        """Entries that were not taken, and those `evicted`, by reason: not_newer, key_full, author_full, full."""
+        """Entries that were refused, and those `evicted`, by reason: not_newer, key_full, author_full, full."""
         self._clock = clock
         self._entries: dict[str, dict[str, Entry]] = {}
         self._authors: dict[str, list[_Ranked]] = {}  # oldest first
@@ -63,15 +62,15 @@ class IndexShare:
         self._swept_at = 0.0
 
     def __len__(self) -> int:
-        """Entries held, those among them that have expired but were not swept away yet."""
+        """Return the number of entries, including expired ones that were not removed yet."""
         return self._num_entries
 
     def get(self, key: str) -> dict[str, Entry]:
-        """A copy of what lies under `key`; may have expired."""
+        """Return a copy of the entries under `key`, which may have expired."""
         return dict(self._entries.get(key, {}))
 
     def take(self, key: str, subkey: str, value: bytes, validity: Validity) -> bool:
-        """Whether the entry is newer than what is there, and there is room."""
+        """Store an entry. Returns whether it is newer than the one it replaces, and there was room."""
         self._sweep()
         entries, author = self._entries.get(key, {}), subkey.partition("/")[0]
         if subkey in entries:
@@ -93,7 +92,7 @@ class IndexShare:
         return True
 
     def _drop_older(self, subkey: str, validity: Validity) -> bool:
-        """Drop the oldest entry of an author; False where the new one is not newer than that."""
+        """Drop the oldest entry of an author. Returns False where the new one is not newer than that."""
         rank, key, oldest = self._authors[subkey.partition("/")[0]][0]
         if age_rank(subkey, validity) <= rank:
             return False
@@ -103,7 +102,7 @@ class IndexShare:
         return True
 
     def _sweep(self) -> None:
-        """Forget what has expired, now and then: a stranger must not decide how often."""
+        """Remove expired entries at fixed intervals, which a stranger cannot influence."""
         now = self._clock()
         if now - self._swept_at < _SWEEP_INTERVAL_S:
             return
@@ -122,7 +121,7 @@ class IndexShare:
         return False
 
 
-__all__ = ["Faults", "MemoryNetwork", "MemoryTransport"]
+__all__ = ["NO_FAULTS", "Faults", "MemoryNetwork", "MemoryTransport"]
 
 
 class MemoryTransport:
@@ -177,7 +176,7 @@ class MemoryTransport:
         return True
 
     def meet(self, contact: Contact) -> None:
-        """Nothing to learn: in one process a peer id is all that it takes to reach its owner."""
+        """Do nothing: within one process a peer id is enough to reach a peer."""
 
     def seen_at(self, peer_id: str) -> tuple[str, ...]:
         return self._network.address_of(peer_id)
@@ -191,7 +190,7 @@ class MemoryTransport:
         expires_at = min(expires_at, self.now() + MAX_LIFETIME_S)
         replicas = await self._find_replicas(key)
         return any(
-            await asyncio.gather(*(self._store_at(replica, key, subkey, value, expires_at) for replica in replicas))
+            await asyncio.gather(*(self._store_at(replica, (key, subkey, value), expires_at) for replica in replicas))
         )
 
     async def load(self, key: str) -> dict[str, bytes]:
@@ -200,11 +199,11 @@ class MemoryTransport:
         return self._rule.newest(key, ((None, sub, *copy) for copies in answers for sub, copy in copies.items()))
 
     async def _find_replicas(self, key: str) -> "list[MemoryTransport]":
-        """The nodes that hold a key, after as many hops, each there and back, as a lookup takes."""
+        """Return the nodes that hold a key, after as many hops, there and back, as a lookup takes."""
         for member in self._network.lookup_path(self.peer_id):
             self.traffic.bytes_sent += LOOKUP_REQUEST_BYTES
             if await self._network.carry(self.peer_id, member.peer_id, LOOKUP_REQUEST_BYTES) is None:
-                continue  # the search goes on with another peer
+                continue  # the search continues with another peer
             member.traffic.bytes_received += LOOKUP_REQUEST_BYTES
             member.traffic.bytes_sent += LOOKUP_RESPONSE_BYTES
             if await self._network.carry(member.peer_id, self.peer_id, LOOKUP_RESPONSE_BYTES) is not None:
@@ -217,28 +216,29 @@ class MemoryTransport:
     async def request(
         self, peer_id: str, protocol: str, request: bytes, *, max_response_bytes: int, deadline_s: float
     ) -> bytes:
+        target = f"{protocol} to {peer_id}"
         try:
             async with asyncio.timeout(deadline_s):
                 response = await self._exchange(peer_id, protocol, request)
         except TimeoutError:
-            raise self._failure(peer_id, protocol, "deadline", f"no answer within {deadline_s:g} s") from None
+            raise self._failure(target, "deadline", f"no answer within {deadline_s:g} s") from None
         body = self._network.damage(response.body)
         self.traffic.bytes_sent += len(request)
         if response.status != Status.OK:
             what = f"{response.status.name.lower()}: {response.reason}"
-            raise self._failure(peer_id, protocol, response.failure, what)
+            raise self._failure(target, response.failure, what)
         if len(body) > max_response_bytes:
             what = f"a response must be <= {max_response_bytes} bytes, got {len(body)}"
-            raise self._failure(peer_id, protocol, "oversize", what)
+            raise self._failure(target, "oversize", what)
         self.traffic.bytes_received += len(body)
         if body != response.body:
             what = f"a response of {len(body)} bytes was damaged: its hash differs"
-            raise self._failure(peer_id, protocol, "damaged", what)
+            raise self._failure(target, "damaged", what)
         return body
 
     async def _exchange(self, peer_id: str, protocol: str, request: bytes) -> Response:
         if not self._network.connected(self.peer_id, peer_id):
-            raise self._failure(peer_id, protocol, "unreachable", "not reachable")
+            raise self._failure(f"{protocol} to {peer_id}", "unreachable", "not reachable")
         num_copies = self._network.num_copies()
         server = await self._network.carry(self.peer_id, peer_id, len(request))
         if server is not None:
@@ -247,27 +247,25 @@ class MemoryTransport:
             response = await server.answer(self.peer_id, protocol, request)
             if await self._network.carry(peer_id, self.peer_id, len(response.body)) is not None:
                 return response
-        return await asyncio.get_running_loop().create_future()  # lost: silence until the deadline
+        return await asyncio.get_running_loop().create_future()  # lost: nothing comes until the deadline
 
     async def answer(self, caller: str, protocol: str, request: bytes) -> Response:
-        """A request that arrived."""
+        """Answer a request that has arrived."""
         return await self._server.answer(caller, protocol, request)
 
     def answer_in_background(self, caller: str, protocol: str, request: bytes) -> None:
-        """The second copy of a request, whose response nobody waits for."""
+        """Answer the second copy of a request, whose response nobody waits for."""
         task = asyncio.create_task(self.answer(caller, protocol, request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def take(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
-        """An entry that arrived for the own share of the index: whether it is valid and was taken."""
-        validity = self._rule.judge(key, subkey, value, expires_at)
-        return validity is not None and self.index_share.take(key, subkey, value, validity)
+        """Store an entry that has arrived. Returns whether it was valid and accepted."""
+        validity = self._rule.judge(key, subkey, value, claimed_end=expires_at)
+        return validity is not None and self.index_share.take(key, subkey, value, validity=validity)
 
-    async def _store_at(
-        self, replica: "MemoryTransport", key: str, subkey: str, value: bytes, expires_at: float
-    ) -> bool:
-        num_copies = self._network.num_copies()
+    async def _store_at(self, replica: "MemoryTransport", entry: tuple[str, str, bytes], expires_at: float) -> bool:
+        (key, subkey, value), num_copies = entry, self._network.num_copies()
         if replica is not self:
             self.traffic.bytes_sent += len(value)
         arrived = await self._network.carry(self.peer_id, replica.peer_id, len(value))
@@ -275,7 +273,7 @@ class MemoryTransport:
             return False
         if arrived is not self:
             arrived.traffic.bytes_received += len(value)
-        outcomes = [arrived.take(key, subkey, value, expires_at) for _ in range(num_copies)]
+        outcomes = [arrived.take(key, subkey, value, expires_at=expires_at) for _ in range(num_copies)]
         return any(outcomes)
 
     async def _load_from(self, replica: "MemoryTransport", key: str) -> dict[str, tuple[bytes, float]]:
@@ -301,6 +299,6 @@ class MemoryTransport:
     async def publish(self, topic: str, message: bytes) -> None:
         self.gossip.publish(topic, message)
 
-    def _failure(self, peer_id: str, protocol: str, reason: RequestFailure, detail: str) -> RequestError:
+    def _failure(self, target: str, reason: RequestFailure, detail: str) -> RequestError:
         self.traffic.requests_failed += 1
-        return RequestError(f"request {protocol} to {peer_id} failed: {detail}", reason)
+        return RequestError(f"request {target} failed: {detail}", reason)

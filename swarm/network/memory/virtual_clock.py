@@ -3,8 +3,8 @@
     run(main()) → VirtualLoop → `loop.time()` starts at 0 and moves only between callbacks
 
 Everything that waits through asyncio (sleep, timeout, call_later) becomes virtual and, with seeded randomness, the same
-in every run. What a thread would do (`to_thread`, `run_in_executor`) is done on the spot: it takes no virtual time, and
-no thread can finish earlier or later than in the run before. Sockets and child processes have no place here.
+in every run. Work for threads (`to_thread`, `run_in_executor`) is done at once: it takes no virtual time, and the order
+in which it ends is always the same. Sockets and child processes do not work on this loop.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ EPOCH_S = 1_800_000_000.0
 
 
 class Stalled(RuntimeError):
-    """Every task waits for something that nobody is going to do: on a real loop the program would hang."""
+    """All tasks wait and nothing is scheduled. On a real loop the program would hang."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """See the module's docstring."""
+    """An event loop with virtual time, see the docstring of the module."""
 
     def __init__(self) -> None:
         self._elapsed_s = 0.0
         super().__init__(_JumpingSelector(self._advance))
 
     def time(self) -> float:
-        """Seconds since the loop was made."""
+        """Return the seconds since the loop was made."""
         return self._elapsed_s
 
     def _advance(self, duration_s: float) -> None:
@@ -48,7 +48,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Never looks at a file: told to wait, it moves the clock."""
+    """Never polls a file: where it should wait, it moves the clock."""
 
     def __init__(self, advance: Callable[[float], None]) -> None:
         super().__init__()
@@ -63,11 +63,11 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, in virtual time. Raises Stalled where the program would hang."""
+    """Run a coroutine like `asyncio.run`, in virtual time. Raises Stalled where the program would hang."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
 
 
 def virtual_now() -> float:
-    """Swarm time of the running loop: EPOCH_S plus what has elapsed. The `clock` of a virtual network."""
+    """Return the swarm time of the running loop, EPOCH_S plus what has elapsed: the `clock` of a virtual network."""
     return EPOCH_S + asyncio.get_running_loop().time()

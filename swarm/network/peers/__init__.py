@@ -1,1 +1,1 @@
-"""Whom a node knows, and how it finds the swarm again."""
+"""The peers that a node knows, and how it finds the swarm again."""

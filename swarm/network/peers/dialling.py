@@ -1,10 +1,10 @@
-"""Decides where a node dials. Strangers write the addresses, and a stranger can write the address of anybody.
+"""Decides which addresses a node dials, since a stranger can announce anybody's address, and stores the known peers.
 
-presence, identify ── claimed ──▶ believed ──▶ contacts ──▶ take ──▶ one dial
-open connections ──── seen ──────────┘                       │
-                        └── clears the failures of a dial ───┘
+    presence, identify ── claimed ──▶ believed ──▶ contacts ──▶ take ──▶ one dial
+    open connections ──── seen ──────────┘                       │
+                            └── clears the failures of a dial ───┘
 
-The file in which a node keeps the peers it has met, to find the swarm again when every configured peer is gone.
+The file of known peers lets a node find the swarm again when every configured peer is gone.
 """
 
 import functools
@@ -36,7 +36,7 @@ PEERS_FILE = "peers.json"
 MAX_PEERS = 64
 MAX_ADDRESSES_PER_PEER = 4
 MAX_AGE_S = 7 * 24 * 3600.0
-"""A peer that was not seen for so long is forgotten."""
+"""A peer that was not seen for this long is forgotten."""
 MAX_FILE_BYTES = 1 << 17
 
 Addresses = tuple[str, ...]
@@ -44,7 +44,7 @@ Addresses = tuple[str, ...]
 
 
 class StoredPeer(BaseModel):
-    """One peer as the file holds it."""
+    """One peer in the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,61 +60,62 @@ class _PeerFile(BaseModel):
 
 
 def dialable(peer_id: str, addresses: Iterable[str]) -> Addresses:
-    """Those of `addresses` at which to dial a peer, in order, without its id, at most MAX_ADDRESSES_PER_PEER."""
-    kept: dict[str, None] = {}
+    """Return the addresses at which a peer can be dialled, in order, without its id, at most MAX_ADDRESSES_PER_PEER."""
+    chosen: dict[str, None] = {}
     for address in parsed(addresses):
         if address.port != 0 and not address.is_wildcard and address.peer_id in (None, peer_id):
-            kept[address.transport] = None
-    return tuple(kept)[:MAX_ADDRESSES_PER_PEER]
+            chosen[address.transport] = None
+    return tuple(chosen)[:MAX_ADDRESSES_PER_PEER]
 
 
 def read_peers(path: Path, now: float) -> dict[str, StoredPeer]:
-    """{peer id: peer} of those seen in the last week; empty, with a warning, where the file is damaged."""
+    """Return {peer id: peer} of those seen in the last week; empty, with a warning, where the file is damaged."""
     try:
         peers = _PeerFile.model_validate_json(read_file(path, MAX_FILE_BYTES)).peers
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         cause = f"{error.error_count()} errors in it" if isinstance(error, ValidationError) else error
-        logger.warning("the stored peers cannot be read, starting without: %s: %s", path, cause)
+        logger.warning("cannot read the stored peers, starting without them: %s: %s", path, cause)
         return {}
     found: dict[str, StoredPeer] = {}
     for peer in peers:
         addresses = dialable(peer.peer_id, peer.addresses)
-        last_seen = min(peer.last_seen, now)  # a clock that was wrong must not keep a peer for ever
+        last_seen = min(peer.last_seen, now)  # a clock that was wrong must not keep a peer forever
         if addresses and is_peer_id(peer.peer_id) and now - last_seen < MAX_AGE_S:
             found[peer.peer_id] = StoredPeer(peer_id=peer.peer_id, addresses=addresses, last_seen=last_seen)
     return found
 
 
 def write_peers(path: Path, peers: Mapping[str, StoredPeer]) -> None:
-    """All of it or nothing; a disk that takes nothing costs a warning."""
+    """Write the whole file or nothing. A failure is only logged."""
     try:
         replace_file(path, _PeerFile(peers=tuple(peers.values())).model_dump_json(indent=1))
     except OSError as error:
-        logger.warning("the peers met cannot be stored: %s", error)
+        logger.warning("cannot store the known peers: %s", error)
 
 
 MAX_CLAIMED = 64
-"""Addresses of one peer that are looked at; the rest is ignored."""
+"""Addresses of one peer that are processed; the rest is ignored."""
 FIRST_PAUSE_S = 5.0
 PAUSE_GROWTH = 4.0
 MAX_PAUSE_S = 600.0
-"""A host and port that did not answer is left alone for 5 s, 20 s, 80 s, 320 s and then 600 s, whoever names it."""
+"""A host and port that did not answer is not dialled for 5 s, 20 s, 80 s, 320 s and then 600 s, whoever announces it.
+"""
 FIRST_PROVEN_PAUSE_S = 2.0
 MAX_PROVEN_PAUSE_S = 60.0
 """Where this node has reached a peer before, it tries that peer again after 2 s, 8 s, 32 s and then 60 s."""
 WINDOW_S = 600.0
 MAX_FAILURES_PER_HOST = 8
-"""Dials to one public IP address that may fail within WINDOW_S, whatever the ports ..."""
+"""Dials to one public IP address that may fail within WINDOW_S, at all ports together."""
 MAX_FAILURES_PER_GROUP = 24
-"""... and to one /24 (IPv6: /48)."""
+"""Dials to one /24 (IPv6: /48) that may fail within WINDOW_S."""
 MAX_FAILURES = 64
 """Dials to all addresses together that may fail within FAILURES_WINDOW_S."""
 FAILURES_WINDOW_S = 60.0
 _MIN_PORT = 1024
 _HTTPS_PORT = 443
-"""The one lower port that a stranger may name: some networks let nothing else through."""
+"""The one lower port that a stranger may announce: some networks let nothing else through."""
 _MAX_REMEMBERED = 4096
 _MAX_SEEN_PER_PEER = 8
 _PRIVATE = tuple(
@@ -132,14 +133,14 @@ class Reach(IntEnum):
 
 
 def reach_of(host: str) -> Reach | None:
-    """The reach of an IP address; None for one at which no node can be, such as multicast, link-local or documentation."""
+    """Return the reach of an IP address; None where no node can be, such as multicast, link-local or documentation."""
     ip = ipaddress.ip_address(host)
     if ip.is_loopback:
         return Reach.MACHINE
     if any(ip in network for network in _PRIVATE):
         return Reach.PRIVATE
     is_public = ip.is_global and not (ip.is_multicast or ip.is_reserved)
-    if isinstance(ip, ipaddress.IPv6Address):  # some of its ranges contain IPv4 addresses, also private ones
+    if isinstance(ip, ipaddress.IPv6Address):  # some of its ranges contain IPv4 addresses, private ones among them
         is_public = is_public and ip in _PUBLIC_IPV6 and ip.sixtofour is None and ip.teredo is None
     return Reach.PUBLIC if is_public else None
 
@@ -152,12 +153,12 @@ def network_at(address: TcpAddress) -> str:
 
 
 def group_of(host: str) -> str:
-    """The /24 or /48 of an IP address."""
+    """Return the /24 or /48 of an IP address."""
     return str(ipaddress.ip_network(f"{host}/{48 if ':' in host else 24}", strict=False))
 
 
 class Dialling:
-    """The one place that decides which addresses a node dials, and how often. It belongs to one node and its loop."""
+    """Decides which addresses a node dials, and how often. It belongs to one node and its event loop."""
 
     def __init__(
         self,
@@ -168,22 +169,23 @@ class Dialling:
         clock: Callable[[], float] = time.monotonic,
         own_hosts: Callable[[], Iterable[str]] = local_addresses,
     ) -> None:
-        """`configured`: addresses of the user's own settings, which each name a peer. They are always dialled.
+        """`configured` are addresses in the user's settings, each of which names a peer. They are always dialled.
 
-        `own_hosts`: the IP addresses of this machine.
+        `own_hosts` returns the IP addresses of this machine.
         """
         self._configured = tuple(configured)
         self._clock = clock
         self._own_hosts = own_hosts
-        self.reach = _reach_of_swarm(listen, announce, configured, own_hosts)
+        self.reach = _reach_of_swarm(listen, announce, configured, own_hosts=own_hosts)
         """How far the swarm extends, as far as this node can tell. It grows when a peer is seen farther away."""
         self._seen: FairMap[str, BoundedMap[TcpAddress, None]] = FairMap(_MAX_REMEMBERED)
-        """{peer id: addresses with port 0, the latest last}, of the network at which it was seen last."""
+        """{peer id: addresses with port 0, the latest last}; the owner is the network at which the peer was seen last.
+        """
         self._failures = _Failures(clock)
 
     @classmethod
     def of(cls, config: NetworkSection, own_hosts: Callable[[], Iterable[str]] = local_addresses) -> Self:
-        """Made from the settings. Raises ConfigError for a malformed address."""
+        """Make it from the settings. Raises ConfigError for a malformed address."""
         configured = (*parse_setting("initial_peers", config.initial_peers), *parse_setting("relays", config.relays))
         announce = (
             *parse_setting("announce", config.announce),
@@ -205,35 +207,40 @@ class Dialling:
                 self.reach = Reach.PUBLIC
 
     def answered(self, peer_id: str, addresses: Iterable[str]) -> None:
-        """Note that somebody else than the peer that was dialled is said to have answered there: no dial failed.
+        """Note that a peer other than the one that was dialled is said to have answered there, so the dial did not
+        fail.
 
-        That this was `peer_id` may be a lie of whoever listens there, so the peer does not count as seen.
+        Whoever listens there may lie about being `peer_id`, so that peer does not count as seen.
         """
         for address in _parsed(addresses):
             self._failures.answered(peer_id, address)
 
     def seen_at(self, peer_id: str) -> Addresses:
-        """Multiaddresses with port 0 at which a peer was seen on connections; empty for a peer that was never connected."""
+        """Return multiaddresses with port 0 at which a peer was seen on connections; empty for a peer never connected."""
         return tuple(address.transport for address in self._seen.get(peer_id) or ())
 
     def network_of(self, peer_id: str) -> str:
-        """The public /24 or /48, the private host or the relay at which a peer was seen last; empty for one never connected."""
+        """Return the public /24 or /48, the private host or the relay at which a peer was seen last; empty if never
+        connected.
+        """
         places = self._seen.get(peer_id)
         return network_at(next(reversed(places))) if places else ""
 
     def believed(self, peer_id: str, claimed: Iterable[str]) -> Addresses:
-        """Those of the claimed addresses that may be dialled, the most trustworthy first.
+        """Return those of the claimed addresses that may be dialled, the most trustworthy first.
 
-        Of public addresses those of one /24 (IPv6: /48) are kept; private ones only in a private swarm, or where the
-        peer was seen at that very address. Host names are kept only for the peer that the settings name so.
+        Public addresses must be of one /24 (IPv6: /48). Private ones are believed only in a private swarm, or where the
+        peer was seen at that very address. Host names are believed only for the peer that the settings name with them.
         """
         addresses = [address for address in _parsed(claimed) if self._is_believed(peer_id, address)]
-        if self.reach is Reach.PRIVATE and len(addresses) > 1:  # bridges of containers have one address on all machines
+        if (
+            self.reach is Reach.PRIVATE and len(addresses) > 1
+        ):  # container bridges have the same address on all machines
             own_hosts = frozenset(self._own_hosts())
             addresses.sort(key=lambda address: address.host in own_hosts)
         addresses.sort(key=lambda address: not self._is_configured(peer_id, address))
         addresses.sort(key=lambda address: not self._was_seen(peer_id, address))
-        kept: dict[str, None] = {}
+        chosen: dict[str, None] = {}
         groups: dict[str, str] = {}
         for address in addresses:
             is_claim = not (self._is_configured(peer_id, address) or self._was_seen(peer_id, address))
@@ -241,11 +248,11 @@ class Dialling:
                 group = group_of(address.host)
                 if groups.setdefault(address.kind, group) != group:
                     continue
-            kept[address.transport] = None
-        return tuple(kept)[:MAX_ADDRESSES_PER_PEER]
+            chosen[address.transport] = None
+        return tuple(chosen)[:MAX_ADDRESSES_PER_PEER]
 
     def take(self, peer_id: str, claimed: Iterable[str]) -> Addresses:
-        """The addresses to dial now: configured ones, and of the others the first whose turn it is; maybe none.
+        """Return the addresses to dial now: the configured ones, and the first of the others that may be tried again.
 
         A dial counts as failed until the peer is seen at that address.
         """
@@ -258,8 +265,8 @@ class Dialling:
             configured.append(due)
         return tuple(address.transport for address in configured)
 
-    def forgive(self) -> None:
-        """Forget what failed: this machine has slept or is in another network."""
+    def forget_failures(self) -> None:
+        """Forget all failures: this machine has slept or is in another network."""
         self._failures = _Failures(self._clock)
 
     def _is_believed(self, peer_id: str, address: TcpAddress) -> bool:
@@ -275,20 +282,20 @@ class Dialling:
         return reach >= self.reach or (reach is Reach.PRIVATE and self._was_seen(peer_id, address))
 
     def _is_configured(self, peer_id: str, address: TcpAddress) -> bool:
-        if address.relay_id is not None:  # at another port of that host there may be something else than the relay
-            relay = TcpAddress(address.kind, address.host, address.port, address.relay_id)
+        if address.relay_id is not None:  # another port of that host may lead to something other than the relay
+            relay = TcpAddress(address.kind, address.host, address.port, peer_id=address.relay_id)
             return relay in self._configured
         named = (peer_id, address.kind, address.host)
         return any((one.peer_id, one.kind, one.host) == named for one in self._configured)
 
     def _was_seen(self, peer_id: str, address: TcpAddress) -> bool:
-        """Whether this node had a connection to or from that host, on which the peer (or its relay) proved its identity."""
+        """Whether this node had a connection to or from that host on which the peer (or its relay) proved its identity."""
         places = self._seen.get(address.relay_id or peer_id)
         return places is not None and TcpAddress(address.kind, address.host, 0) in places
 
 
 def may_be_named(port: int) -> bool:
-    """Whether a stranger may have this port dialled. Below 1024 are the services of others, such as SSH and mail."""
+    """Whether a stranger may have this port dialled. Ports below 1024 belong to other services, such as SSH and mail."""
     return port >= _MIN_PORT or port == _HTTPS_PORT
 
 
@@ -299,17 +306,17 @@ class _Pause:
 
 
 class _Failures:
-    """What is remembered of dials that nobody has answered, by host and port, by host, by address group and in sum.
+    """Remembers dials that nobody answered: by host and port, by host, by address group, and in total.
 
-    A circuit counts for its relay, which is at the other end of the TCP connection.
+    A circuit counts for its relay, which is the other end of the TCP connection.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._pauses: BoundedMap[tuple[str, str], _Pause] = BoundedMap(_MAX_REMEMBERED)
-        """{(peer id that was reached there, or empty; host and port): pause}, the one used last is last."""
+        """{(peer id that was reached there, or empty; host and port): pause}."""
         self._recent: BoundedMap[str, deque[float]] = BoundedMap(_MAX_REMEMBERED)
-        """{host or group, or "" for all: times of dials that failed}."""
+        """{host or group, or "" for all: times of failed dials}."""
 
     def admit(self, peer_id: str, address: TcpAddress) -> bool:
         now, key = self._clock(), self._key(peer_id, address)
@@ -347,7 +354,7 @@ class _Failures:
 
 
 def _bounds(address: TcpAddress) -> list[tuple[str, int, float]]:
-    """(name, failures, seconds) of each bound that a dial counts for. Many nodes of a testbed have one address."""
+    """Return (name, failures, seconds) of each limit that a dial counts against. Nodes of a testbed share one address."""
     bounds = [("", MAX_FAILURES, FAILURES_WINDOW_S)]
     if address.kind in ("ip4", "ip6") and reach_of(address.host) is Reach.PUBLIC:
         bounds.append((address.host, MAX_FAILURES_PER_HOST, WINDOW_S))
@@ -356,7 +363,7 @@ def _bounds(address: TcpAddress) -> list[tuple[str, int, float]]:
 
 
 def _parsed(addresses: Iterable[str]) -> list[TcpAddress]:
-    """At most MAX_CLAIMED of them; those of another kind or with an error are left out."""
+    """Parse at most MAX_CLAIMED addresses; malformed ones are skipped."""
     return parsed(islice(addresses, MAX_CLAIMED))
 
 
@@ -366,14 +373,14 @@ def _reach_of_swarm(
     configured: Sequence[TcpAddress],
     own_hosts: Callable[[], Iterable[str]],
 ) -> Reach:
-    """What the settings say: where the peers are through which this node joins, and where it says that it is itself.
+    """Return what the settings say of the swarm: where its bootstrap peers are, and where this node announces itself.
 
-    Where they name no such address: a node on loopback is for its machine alone; any other is judged by the addresses of
-    its machine. Host names say nothing; the addresses that are seen behind them will.
+    Where they name no such address, a node on loopback is for its machine alone; any other is judged by the addresses
+    of its machine. Host names say nothing; the addresses that are seen behind them will.
     """
-    told = [address for address in (*announce, *configured) if address.kind in ("ip4", "ip6")]
-    if told:
-        return max((reach for one in told if (reach := reach_of(one.host)) is not None), default=Reach.PUBLIC)
+    named = [address for address in (*announce, *configured) if address.kind in ("ip4", "ip6")]
+    if named:
+        return max((reach for one in named if (reach := reach_of(one.host)) is not None), default=Reach.PUBLIC)
     if not configured and listen and all(address.is_loopback for address in listen):
         return Reach.MACHINE
     found = [reach for host in own_hosts() if (reach := reach_of(host)) is not None]

@@ -1,16 +1,14 @@
-"""The peers through which a node joins, and joins again when it has lost everyone.
+"""The peers through which a node joins the swarm, stays in it, and joins again when it has lost everyone.
 
     configured (initial_peers) ─┐
-    connected  ── see ──────────┼─→ KnownPeers ──> greeted at start, when lonely, and now and then
+    connected  ── see ──────────┼─→ KnownPeers ──> greeted at start, when no peer is left, and now and then
     announced  ── learn ────────┘        └─ peers.json, read at the next start
 
-A connected peer is often seen at a port that only its own outgoing connection has. What it announces can be dialled, so
-announced addresses replace those seen.
+    start, no peer left, machine woke up ──> greet configured peers ──none answers──> greet the stored ones
+    every health check                   ──> greet missing peers, remember the connected ones
 
-How a node gets into the swarm, stays in it, and finds it again.
-
-start, no peer left, machine woke up ──> greet configured peers ──none answers──> greet the stored ones
-every health check                   ──> greet who is missing, remember who is there
+A connected peer is often seen at a port that only its outgoing connection has. The addresses that it announces can be
+dialled, so they replace those at which it was seen.
 """
 
 import asyncio
@@ -48,9 +46,9 @@ logger = logging.getLogger(__name__)
 
 SAVE_INTERVAL_S = 30.0
 _TOUCH_INTERVAL_S = 3600.0
-"""The file is written so often even when only the times in it have changed."""
+"""The file is written this often even when only the times in it have changed."""
 _ANNOUNCEMENT_AGE_S = 300.0
-"""Announced addresses of a connected peer are asked for again after this time."""
+"""The announced addresses of a connected peer are asked for again after this time."""
 _NEVER = float("-inf")
 
 
@@ -58,19 +56,19 @@ _NEVER = float("-inf")
 class _Peer:
     addresses: Addresses
     seen_at: float
-    """When it was last connected, or told of."""
+    """When the peer was last connected or announced."""
     announced_at: float = _NEVER
-    """When `addresses` were announced; never for addresses that it was seen at."""
+    """When `addresses` were announced; never for addresses at which it was only seen."""
     is_elsewhere: bool = False
     """Whether it was last seen at a host that it had not announced: it has moved, or is behind a router."""
     is_met: bool = False
     """Whether this node was connected to it, now or before."""
     network: str = ""
-    """At which it was seen last, whatever it announces."""
+    """Network at which it was seen last, whatever it announces."""
 
 
 class KnownPeers:
-    """Configured peers, which are never forgotten, and at most MAX_PEERS others."""
+    """The configured peers, which are never forgotten, and at most MAX_PEERS others."""
 
     def __init__(
         self,
@@ -80,9 +78,9 @@ class KnownPeers:
         clock: Callable[[], float] = time.time,
         dialling: Dialling | None = None,
     ) -> None:
-        """`initial`: addresses that each name a peer; those of this node itself are left out. `path`: the stored list.
+        """`initial` holds addresses that each name a peer; those of this node are skipped. `path` is the stored list.
 
-        `dialling`: decides what is believed of announced addresses and which are dialled now; None: all of them.
+        `dialling` decides which announced addresses are believed and which are dialled now; None accepts all of them.
         """
         self._own_peer_id = own_peer_id
         self._path = path
@@ -100,17 +98,17 @@ class KnownPeers:
             for peer_id, peer in sorted(stored.items(), key=lambda item: item[1].last_seen)
             if peer_id != own_peer_id
         }
-        """The one seen last is last."""
+        """Ordered by time: the peer seen last is last."""
         self._has_changed = False
         self._saved_at = _NEVER
 
     def see(self, connected: Mapping[str, Addresses]) -> None:
-        """Remember peers with an open connection, {peer id: addresses they were seen at}."""
+        """Remember peers with an open connection, {peer id: addresses at which they were seen}."""
         now = self._clock()
         if self._dialling is not None:
             for peer_id, addresses in connected.items():
                 self._dialling.see(peer_id, addresses)
-        # Those known come first and keep their place when there is no room.
+        # Known peers come first, so they keep their place when there is no room.
         for peer_id in sorted(connected, key=lambda peer_id: peer_id not in self._peers):
             known = self._peers.get(peer_id)
             seen_at = dialable(peer_id, connected[peer_id])
@@ -122,12 +120,12 @@ class KnownPeers:
             self._remember(peer_id, replace(peer, network=_network(seen_at)))
 
     def answered(self, peer_id: str, addresses: Iterable[str]) -> None:
-        """Note that a peer was found where another one was looked for: its address must not count as one that is dead."""
+        """Note that a peer was found where another one was dialled: its address does not count as dead."""
         if self._dialling is not None:
             self._dialling.answered(peer_id, addresses)
 
     def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
-        """Remember the addresses that a peer announces for itself. A stranger never displaces a peer that was met."""
+        """Remember the addresses that a peer announces for itself. A stranger never replaces a peer that was connected."""
         believed = addresses if self._dialling is None else self._dialling.believed(peer_id, addresses)
         now, announced = self._clock(), dialable(peer_id, believed)
         known = self._peers.get(peer_id)
@@ -138,17 +136,17 @@ class KnownPeers:
             )
 
     def unannounced(self, connected: Iterable[str]) -> list[str]:
-        """Those of `connected` that are remembered, and whose announced addresses are not known, old or doubtful."""
+        """Return those of `connected` whose announced addresses are not known, old or doubtful."""
         since = self._clock() - _ANNOUNCEMENT_AGE_S
         known = ((peer_id, self._peers[peer_id]) for peer_id in connected if peer_id in self._peers)
         return [peer_id for peer_id, peer in known if peer.announced_at < since or peer.is_elsewhere]
 
     def configured(self) -> dict[str, Addresses]:
-        """{peer id: addresses} of the configured peers, with where else they were seen."""
+        """Return {peer id: addresses} of the configured peers, with the other addresses at which they were seen."""
         return {peer_id: self._addresses(peer_id) for peer_id in self._initial}
 
     def stored(self) -> dict[str, Addresses]:
-        """{peer id: addresses} of the others, the one seen last first."""
+        """Return {peer id: addresses} of the other peers, the one seen last first."""
         return {
             peer_id: self._addresses(peer_id)
             for peer_id, peer in reversed(self._peers.items())
@@ -156,10 +154,10 @@ class KnownPeers:
         }
 
     def absent(self, neighbors: Collection[str], rng: random.Random) -> dict[str, Addresses]:
-        """The configured peers that are not among `neighbors`, and one of the others, by chance.
+        """Return the configured peers that are not among `neighbors`, and one of the others by chance.
 
-        A bootstrap peer that starts anew knows nobody, and after a partition neither half knows the other: unless
-        somebody greets them, there are two swarms from then on.
+        A bootstrap peer that restarts knows nobody, and after a partition neither half knows the other. Unless somebody
+        greets them, there are two swarms from then on.
         """
         others = [peer_id for peer_id in self.stored() if peer_id not in neighbors]
         chosen = [rng.choice(others)] if others else []
@@ -167,21 +165,21 @@ class KnownPeers:
         return {peer_id: self._addresses(peer_id) for peer_id in (*missing, *chosen)}
 
     def due(self, peers: Mapping[str, Addresses]) -> dict[str, Addresses]:
-        """Those of `peers` that may be dialled now, each with the addresses whose turn it is. It counts as a dial."""
+        """Return those of `peers` that may be dialled now, each with the addresses to try. It counts as a dial."""
         if self._dialling is None:
             return dict(peers)
-        taken = {peer_id: self._dialling.take(peer_id, addresses) for peer_id, addresses in peers.items()}
-        return {peer_id: addresses for peer_id, addresses in taken.items() if addresses}
+        chosen = {peer_id: self._dialling.take(peer_id, addresses) for peer_id, addresses in peers.items()}
+        return {peer_id: addresses for peer_id, addresses in chosen.items() if addresses}
 
-    def forgive(self) -> None:
-        """Dial again whoever did not answer: this machine has slept, or is in another network."""
+    def forget_failures(self) -> None:
+        """Forget failed dials: this machine has slept, or is in another network."""
         if self._dialling is not None:
-            self._dialling.forgive()
+            self._dialling.forget_failures()
 
     def save(self, *, at_once: bool = False) -> None:
         """Write the list if it has changed, at most every SAVE_INTERVAL_S unless `at_once`."""
         now = self._clock()
-        age_s = abs(now - self._saved_at)  # clocks are set back, too
+        age_s = abs(now - self._saved_at)  # clocks may be set back, too
         is_due = age_s >= (SAVE_INTERVAL_S if self._has_changed else _TOUCH_INTERVAL_S)
         if self._path is None or not self._peers or not (is_due or at_once):
             return
@@ -200,7 +198,7 @@ class KnownPeers:
         return tuple(dict.fromkeys((*self._initial.get(peer_id, ()), *(peer.addresses if peer else ()))))
 
     def _remember(self, peer_id: str, peer: _Peer) -> None:
-        """Enter it as the one seen last, where there is room for it."""
+        """Store it as the peer seen last, where there is room for it."""
         if peer_id == self._own_peer_id:
             return
         known = self._peers.pop(peer_id, None)
@@ -210,7 +208,7 @@ class KnownPeers:
         self._peers[peer_id] = replace(peer, is_met=peer.is_met or (known is not None and known.is_met))
 
     def _make_room(self, newcomer: _Peer) -> bool:
-        """Drop who was not seen for a week; else a stranger; else, for a peer that is connected, another that was met."""
+        """Drop peers not seen for a week; else a stranger; else, for a connected peer, another peer that was connected."""
         oldest = newcomer.seen_at - MAX_AGE_S
         for peer_id in [peer_id for peer_id, peer in self._peers.items() if peer.seen_at < oldest]:
             del self._peers[peer_id]
@@ -218,23 +216,25 @@ class KnownPeers:
             return True
         leaving = next((peer_id for peer_id, peer in self._peers.items() if not peer.is_met), None)
         if leaving is None and newcomer.is_met:
-            leaving = self._longest_gone(newcomer)
+            leaving = self._longest_absent(newcomer)
         if leaving is None:
             return False
         del self._peers[leaving]
         return True
 
-    def _longest_gone(self, newcomer: _Peer) -> str | None:
-        """Of the network of the newcomer, where no other has more peers here; else of those that have most.
+    def _longest_absent(self, newcomer: _Peer) -> str | None:
+        """Choose a peer of the newcomer's network where that has most peers here; else of the networks that have most.
 
-        Names cost nothing: else those of one machine would replace all others. Peers that are connected at this moment stay,
-        as they have proven themselves longer.
+        New identities cost nothing, so otherwise those of one machine would replace all others. Peers that are
+        connected now stay, as they have proven themselves longer.
         """
         sizes = Counter(peer.network for peer in self._peers.values())
         most = max(sizes.values())
         shares = {newcomer.network} if sizes[newcomer.network] == most else {one for one in sizes if sizes[one] == most}
-        gone = (one for one, peer in self._peers.items() if peer.network in shares and peer.seen_at < newcomer.seen_at)
-        return next(gone, None)
+        absent = (
+            one for one, peer in self._peers.items() if peer.network in shares and peer.seen_at < newcomer.seen_at
+        )
+        return next(absent, None)
 
 
 def _network(addresses: Addresses) -> str:
@@ -247,27 +247,28 @@ def _hosts(addresses: Addresses) -> set[str]:
 
 _LEAVE_TIMEOUT_S = 0.5
 _MAX_QUESTIONS = 16
-"""Peers whose listening addresses are asked for at one health check."""
+"""Peers that are asked for their listening addresses at one health check."""
 
 
 class Joining:
-    """What the supervisor of a transport does with a session that works. Raises nothing."""
+    """Joins the swarm with the session of a transport, and keeps it joined. Raises nothing."""
 
     def __init__(self, peers: KnownPeers, rng: random.Random, surroundings: Surroundings) -> None:
         self._peers = peers
         self._rng = rng
         self._surroundings = surroundings
         self._was_connected: bool | None = None
-        """At the last attempt to which nobody answered; None where somebody did, or none was made."""
+        """Whether other peers were connected at the last attempt that nobody answered; None where there was no such
+        attempt."""
 
     async def join(self, session: "HivemindSession", num_failures: int = 0) -> bool:
-        """Whether any peer answered of those configured and those seen before; True in a swarm of one."""
+        """Return whether any configured or stored peer answered; True in a swarm of one."""
         configured, stored = self._peers.configured(), self._peers.stored()
         if not (configured or stored):
             return True
         num_answers = await self._greet(session, configured) or await self._greet(session, stored)
         if num_answers == 0:
-            await self._tell_unanswered(session, len(configured) + len(stored), is_first=num_failures == 0)
+            await self._log_unanswered(session, len(configured) + len(stored), is_first=num_failures == 0)
             return False
         self._was_connected = None
         await session.refresh()
@@ -276,18 +277,18 @@ class Joining:
         return True
 
     async def stay(self, session: "HivemindSession") -> None:
-        """For a session that has peers: greet those that are missing, and the nearest ones."""
+        """Greet missing peers and the nearest ones, with a session that has peers."""
         await self._greet(session, self._peers.absent(session.neighbors, self._rng))
         await session.refresh()
         await self.remember(session)
 
     async def resume(self, session: "HivemindSession") -> None:
-        """Join anew if the machine slept or moved, over new connections where the old ones must be dead."""
+        """Join again if the machine slept or moved, over new connections where the old ones must be dead."""
         change = self._surroundings.look()
         if change is Change.NONE:
             return
         logger.info("joining again: %s", change.value)
-        self._peers.forgive()
+        self._peers.forget_failures()
         if change is not Change.ADDRESS_ADDED:
             await session.drop_connections()
         await self.join(session)
@@ -295,36 +296,36 @@ class Joining:
     async def _greet(self, session: "HivemindSession", peers: Mapping[str, Addresses]) -> int:
         return await session.greet(self._peers.due(peers))
 
-    async def _tell_unanswered(self, session: "HivemindSession", num_known: int, *, is_first: bool) -> None:
-        """Once, not at every attempt; again where others have come that host none of the index, or have gone."""
+    async def _log_unanswered(self, session: "HivemindSession", num_known: int, *, is_first: bool) -> None:
+        """Log it once, not at every attempt; again where peers that host no index have come or gone."""
         num_others = 0
-        with contextlib.suppress(NetworkError):  # the next health check tells
+        with contextlib.suppress(NetworkError):  # the next health check reports it
             num_others = len(await session.peers())
         is_news = is_first or self._was_connected is not bool(num_others)
         self._was_connected = bool(num_others)
         if not num_others:
             level = logging.WARNING if is_news else logging.DEBUG
-            logger.log(level, "none of %d known peers answers; this node goes on alone and keeps trying", num_known)
+            logger.log(level, "none of %d known peers answers; this node continues alone and keeps trying", num_known)
             return
-        # Who hosts the index itself has one, and lacks nothing that the others could ask for.
+        # A node that hosts the index has one, and others have nothing to add to it.
         level = (logging.INFO if session.hosts_index else logging.WARNING) if is_news else logging.DEBUG
         text = "no other peer that hosts the index answers; connected to %s, keeps trying"
         logger.log(level, text, "1 other" if num_others == 1 else f"{num_others} others")
 
     async def leave(self, session: "HivemindSession") -> None:
         """Store the peers of the last moment."""
-        with contextlib.suppress(TimeoutError):  # a daemon that hangs must not hold up the end
+        with contextlib.suppress(TimeoutError):  # a daemon that hangs must not delay the end
             async with asyncio.timeout(_LEAVE_TIMEOUT_S):
                 await self.remember(session)
         self._peers.save(at_once=True)
 
     async def remember(self, session: "HivemindSession") -> None:
-        """Keep the list of peers through which a later start, or a node that lost everyone, joins."""
-        with contextlib.suppress(NetworkError):  # the next health check tells
+        """Update the list of peers through which a later start, or a node that lost everyone, joins."""
+        with contextlib.suppress(NetworkError):  # the next health check reports it
             connected = await session.peers()
             self._peers.see(connected)
-            kept = (*self._peers.configured(), *sorted(session.neighbors))
-            await session.keep(peer_id for peer_id in kept if peer_id in connected)
+            wanted = (*self._peers.configured(), *sorted(session.neighbors))
+            await session.prefer(peer_id for peer_id in wanted if peer_id in connected)
             asked = self._peers.unannounced(connected)[:_MAX_QUESTIONS]
             for peer_id, addresses in (await session.listening_addresses(asked)).items():
                 self._peers.learn(peer_id, addresses)

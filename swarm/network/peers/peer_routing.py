@@ -1,9 +1,9 @@
-"""Finds where a peer can be reached of which this node knows the id alone: it asks peers that it is connected to.
+"""Finds the addresses of a peer that is known only by its id, by asking connected peers.
 
     DHT reply of P names X ─ a call to X fails ─→ ask P, then others (`swarm/addresses/1`) ─→ connect to X ─→ call again
 
-The daemon has a DHT of its own that would answer the same question. Its service also takes provider records from anybody,
-without a bound on their number, so no node offers it: the daemon runs as a client of it, which answers nobody.
+The daemon has a DHT of its own that could answer the same question. But its service also accepts an unlimited number of
+provider records from anybody. So no node offers it: the daemon runs as a client, which answers nobody.
 """
 
 import asyncio
@@ -36,17 +36,17 @@ ASK_TIMEOUT_S = 2.0
 _NUM_OTHERS_ASKED = 2
 """Connected peers that are asked besides the one that named the peer."""
 _PAUSE_S = 10.0
-"""A peer that could not be found is not looked for again within this time."""
+"""A peer that could not be found is not searched again within this time."""
 MAX_IN_VAIN = 8
-"""So often a peer may say nothing, or addresses that lead nowhere ..."""
+"""Number of questions to one peer that may lead nowhere,"""
 _IN_VAIN_PER_S = 1 / 30
-"""... and once more in so long: dials that fail are few, and are shared by all that this node looks for."""
+"""and the rate at which more are allowed. Failing dials are few, and shared by all that this node searches."""
 _LIST_AGE_S = 0.25
-"""For so long the list of connected peers answers questions; to decode it takes 15 ms where there are 400."""
+"""How long the list of connected peers is reused. Decoding it takes 15 ms for 400 peers."""
 _LISTENING_AGE_S = 30.0
-"""For so long it is remembered where a connected peer says that it listens."""
+"""How long the listening addresses of a connected peer are reused."""
 _LOOKUPS_PER_S, _MAX_LOOKUPS = 40.0, 80.0
-"""How often the daemon is asked for that, over time and at once, whoever wants to know."""
+"""Rate and burst at which the daemon is asked for them, whoever wants to know."""
 _MAX_REMEMBERED = 4096
 
 Ask = Callable[[str, bytes], Awaitable[bytes]]
@@ -64,7 +64,7 @@ class SessionSlot:
 
 
 class PeerRouting:
-    """The addresses of peers, as far as one node knows or can ask. It runs on the node's loop."""
+    """The addresses of peers that one node knows or can ask for. It runs on the node's event loop."""
 
     def __init__(
         self,
@@ -88,20 +88,20 @@ class PeerRouting:
         self._listening: BoundedMap[str, tuple[float, Addresses]] = BoundedMap(_MAX_REMEMBERED)
         self._lookups = TokenBucket(_LOOKUPS_PER_S, _MAX_LOOKUPS, now=0.0)
         self._in_vain: BoundedMap[str, TokenBucket] = BoundedMap(_MAX_REMEMBERED)
-        """{peer that was asked: how often that may still be in vain}"""
+        """{peer that was asked: how many more questions may lead nowhere}"""
 
     def learn(self, peer_id: str, addresses: Iterable[str]) -> None:
-        """Remember what a peer has announced, signed, of itself."""
+        """Remember the addresses that a peer has announced in a signed record."""
         if announced := dialable(peer_id, addresses):
             self._announced[peer_id] = announced
 
     def named(self, by: str, peer_ids: Iterable[str]) -> None:
-        """Remember that one peer has named others: it is the first to be asked where they are."""
+        """Remember that one peer has named others, so that it is asked first where they are."""
         for peer_id in peer_ids:
             self._named_by[peer_id] = by
 
     async def answer(self, caller: str, request: bytes) -> bytes:
-        """A request handler: where the peers are that are connected to this node, or have announced it themselves."""
+        """Answer a request for addresses: of peers that are connected to this node, or have announced them."""
         wanted = _peer_ids(request)
         found: dict[str, list[str]] = {}
         session = self._sessions.current
@@ -116,7 +116,7 @@ class PeerRouting:
         return packed
 
     async def _list(self, session: "HivemindSession") -> frozenset[str]:
-        """The connected peers, a moment ago. Raises NetworkError."""
+        """Return the peers that were connected a moment ago. Raises NetworkError."""
         loop = asyncio.get_running_loop()
         async with self._listing:
             if loop.time() - self._listed_at > _LIST_AGE_S:
@@ -125,7 +125,7 @@ class PeerRouting:
             return self._connected
 
     async def _look_up(self, session: "HivemindSession", connected: Iterable[str]) -> dict[str, Addresses]:
-        """Where these peers listen, as far as that is known or the daemon may be asked now."""
+        """Return the listening addresses of these peers that are known, or that the daemon may be asked for now."""
         now, found, unknown = asyncio.get_running_loop().time(), dict[str, Addresses](), list[str]()
         for peer_id in connected:
             known_at, addresses = self._listening.get(peer_id, (-math.inf, ()))
@@ -134,15 +134,15 @@ class PeerRouting:
             elif self._lookups.try_take(1, now):
                 unknown.append(peer_id)
         for peer_id, listening in (await session.listening_addresses(unknown)).items() if unknown else ():
-            if addresses := dialable(peer_id, listening):  # else it may tell in a moment
+            if addresses := dialable(peer_id, listening):  # else the peer may still tell the daemon
                 found[peer_id] = addresses
                 self._listening[peer_id] = now, addresses
         return found
 
     async def reach(self, peer_id: str) -> bool:
-        """Connect to a peer that a call did not reach; whether there is a connection now that was not there before.
+        """Connect to a peer that a call did not reach. Returns whether there is a new connection.
 
-        Raises nothing. Callers that look for the same peer at the same time share one search.
+        Raises nothing. Callers that search for the same peer at the same time share one search.
         """
         search = self._searches.get(peer_id)
         if search is None:
@@ -162,7 +162,7 @@ class PeerRouting:
         except NetworkError:
             return False
         if peer_id in connected:
-            return False  # it is not an address that was missing
+            return False  # then a missing address is not the cause
         is_found = await self._connect(session, peer_id, self._announced.get(peer_id, ()))
         for source in self._sources(peer_id, connected, session.neighbors):
             if is_found:
@@ -176,14 +176,16 @@ class PeerRouting:
         return is_found
 
     def _sources(self, peer_id: str, connected: Collection[str], neighbors: Collection[str]) -> list[str]:
-        """Whom to ask: the peer that named it, and others by chance that host the index, as they know many."""
+        """Return the peers to ask: the one that named it, and random ones that host the index, as those know many."""
         others = sorted((set(connected) & set(neighbors)) - {peer_id})
         chosen = self._rng.sample(others, min(_NUM_OTHERS_ASKED, len(others)))
         namer = self._named_by.get(peer_id)
         return list(dict.fromkeys([namer, *chosen] if namer is not None and namer in connected else chosen))
 
     async def _follow(self, session: "HivemindSession", source: str, peer_id: str) -> bool:
-        """Ask one peer and go where it says, unless that was in vain too often; whether the peer was there."""
+        """Ask one peer and dial what it says, unless its answers led nowhere too often. Returns whether the peer was
+        there.
+        """
         loop = asyncio.get_running_loop()
         allowed = self._in_vain.get(source) or TokenBucket(_IN_VAIN_PER_S, MAX_IN_VAIN - 1, loop.time())
         if allowed.wait_s(loop.time()) > 0:
@@ -191,18 +193,18 @@ class PeerRouting:
         self._in_vain[source] = allowed
         addresses = await self._ask_for(source, peer_id)
         is_found = addresses is not None and await self._connect(session, peer_id, addresses)
-        if not is_found and addresses != ():  # to know nothing of a peer harms nobody
+        if not is_found and addresses != ():  # an honest peer may know nothing of another
             allowed.take(1, loop.time())
         return is_found
 
     async def _ask_for(self, source: str, peer_id: str) -> Addresses | None:
-        """The addresses that a peer names; None where it does not answer, or not with addresses."""
+        """Return the addresses that a peer names; None where it does not answer, or not with addresses."""
         request = msgpack.packb([peer_id])
         assert request is not None, "packb returns bytes"
         try:
             return _read_addresses(await self._ask(source, request), peer_id)
         except RequestError as error:
-            logger.debug("%s does not say where %s is: %s", source, peer_id, error)
+            logger.debug("%s does not know the address of %s: %s", source, peer_id, error)
             return None
 
     async def _connect(self, session: "HivemindSession", peer_id: str, claimed: Iterable[str]) -> bool:
@@ -222,7 +224,7 @@ def _peer_ids(request: bytes) -> set[str]:
 
 
 def _read_addresses(response: bytes, peer_id: str) -> Addresses:
-    """What an answer says of one peer. Raises RequestError for a malformed one."""
+    """Return the addresses of one peer in an answer. Raises RequestError for a malformed one."""
     try:
         found = msgpack.unpackb(response, max_array_len=MAX_ADDRESSES_PER_PEER, max_map_len=MAX_ASKED_PEERS)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException):

@@ -1,4 +1,4 @@
-"""Notices what a program is not told: that the machine slept, or that it is in another network now."""
+"""Notices that the machine slept, or that it is in another network now."""
 
 import ipaddress
 import time
@@ -12,7 +12,7 @@ from swarm.network.tcp_address import TcpAddress
 
 MAX_GAP_S = 30.0
 MAX_SILENCE_S = 60.0
-"""Longest time between two looks of a node that runs: two searches that end in time-outs."""
+"""Longest time between two looks of a running node: two searches that time out."""
 
 
 class Change(Enum):
@@ -25,7 +25,7 @@ class Change(Enum):
 
 
 def local_addresses() -> frozenset[str]:
-    """IP addresses of this machine that mean something to others: no loopback, no link-local ones."""
+    """Return the IP addresses of this machine that others can use: no loopback, no link-local ones."""
     found = set()
     for interface in psutil.net_if_addrs().values():
         for entry in interface:
@@ -38,22 +38,24 @@ def local_addresses() -> frozenset[str]:
     return frozenset(found)
 
 
-def told_to_others(listening: Iterable[str], hosts: Callable[[], frozenset[str]] = local_addresses) -> tuple[str, ...]:
-    """Multiaddresses that are listened on, without /p2p, with 0.0.0.0 and :: replaced by what they stand for here.
+def announced_addresses(
+    listening: Iterable[str], hosts: Callable[[], frozenset[str]] = local_addresses
+) -> tuple[str, ...]:
+    """Return the multiaddresses to announce, without /p2p, with 0.0.0.0 and :: replaced by the machine's addresses.
 
-    Those that anybody can dial come first, for whoever keeps only a few.
+    Public addresses come first, for peers that store only a few.
     """
     own = sorted(hosts() or ("127.0.0.1",), key=lambda host: (not ipaddress.ip_address(host).is_global, host))
-    told: dict[str, None] = {}
+    announced: dict[str, None] = {}
     for address in map(TcpAddress.parse, listening):
         same_kind = [host for host in own if (":" in host) == (address.kind == "ip6")]
         for host in same_kind if address.is_wildcard else [address.host]:
-            told[replace(address, host=host).transport] = None
-    return tuple(told)
+            announced[replace(address, host=host).transport] = None
+    return tuple(announced)
 
 
 class Surroundings:
-    """Compares the clocks and interfaces at one look with those of the look before."""
+    """Compares the clocks and interfaces with those at the last look."""
 
     def __init__(
         self,
@@ -67,11 +69,12 @@ class Surroundings:
         self._last = (wall_clock(), monotonic_clock(), addresses())
 
     def look(self) -> Change:
-        """To be called at every health check. The gravest change wins."""
+        """Return what has changed; the most serious change wins. Call it at every health check."""
         before, self._last = self._last, (self._wall_clock(), self._monotonic_clock(), self._addresses())
         wall_s, monotonic_s = self._last[0] - before[0], self._last[1] - before[1]
         lost, added = before[2] - self._last[2], self._last[2] - before[2]
-        # In suspend the wall clock goes on and the monotonic one of Linux stands still; a stopped process misses both.
+        # During suspend the wall clock goes on while Linux's monotonic clock stands still. A stopped process misses
+        # both.
         if abs(wall_s - monotonic_s) > MAX_GAP_S or monotonic_s > MAX_SILENCE_S:
             return Change.GAP
         if lost:

@@ -1,1 +1,1 @@
-"""Whether others can dial this node, and the part it takes accordingly."""
+"""Whether other nodes can dial this node, and the role that follows from it."""

@@ -1,10 +1,10 @@
-"""Does a peer listen at an address? Proven by a fresh connection and the peer's own signature, not by its word.
+"""Checks whether a peer listens at an address, by a new connection and the peer's own signature.
 
     TCP connect → multistream: /tls/1.0.0 → TLS 1.3 handshake → the certificate carries the peer's signature
 
-libp2p's TLS (specs/tls/tls.md of libp2p): the certificate is self-signed with a throw-away key, and an extension holds
-the peer's public key with a signature over that key. Whoever else listens there cannot show one of this peer. Nothing
-but the name of the protocol is ever sent to the address, so nobody gains by having another node dial it.
+In libp2p's TLS (specs/tls/tls.md of libp2p) the certificate is self-signed with a temporary key, and an extension holds
+the peer's public key with a signature over that temporary key. Another listener cannot show such a certificate of this
+peer. Only the name of the protocol is ever sent to the address, so nobody gains by having another node dial it.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _SIGNATURE_HEAD = bytes.fromhex("0440")
 
 
 async def answers_as(peer_id: str, host: str, port: int, *, timeout_s: float) -> bool:
-    """Whether the peer itself answers at this address within the time."""
+    """Return whether the peer itself answers at this address in time."""
     try:
         async with asyncio.timeout(timeout_s):
             return is_signed_by(peer_id, await _certificate_at(host, port))
@@ -44,7 +44,7 @@ async def answers_as(peer_id: str, host: str, port: int, *, timeout_s: float) ->
 
 
 async def _certificate_at(host: str, port: int) -> bytes:
-    """What the listener there shows, in DER. Raises OSError, EOFError or ValueError."""
+    """Return the listener's certificate in DER. Raises OSError, EOFError or ValueError."""
     reader, writer = await asyncio.open_connection(host, port, limit=_MAX_LINE_BYTES)
     try:
         for line in (_MULTISTREAM, _TLS):
@@ -62,7 +62,7 @@ async def _certificate_at(host: str, port: int) -> bytes:
 
 
 def is_signed_by(peer_id: str, certificate_der: bytes) -> bool:
-    """Whether this is a libp2p TLS certificate that the peer signed."""
+    """Return whether this is a libp2p TLS certificate that the peer signed."""
     try:
         certificate = x509.load_der_x509_certificate(certificate_der)
         extension = certificate.extensions.get_extension_for_oid(_EXTENSION).value
@@ -71,7 +71,7 @@ def is_signed_by(peer_id: str, certificate_der: bytes) -> bool:
         return False
     signed_key = extension.value if isinstance(extension, x509.UnrecognizedExtension) else b""
     head, signature = signed_key[-_SIGNATURE_BYTES - 2 : -_SIGNATURE_BYTES], signed_key[-_SIGNATURE_BYTES:]
-    # The peer's public key in the extension is not read: the key inside its id is the one that counts.
+    # The public key in the extension is not used; the one in the peer id counts.
     return head == _SIGNATURE_HEAD and verify(peer_id, _SIGNED_PREFIX + session_key, signature)
 
 

@@ -1,12 +1,11 @@
-"""Can others dial this node? Asked of peers before it hosts a part of the index, and answered to them.
+"""Finds out whether other nodes can dial this node, which decides whether it hosts a part of the index.
 
-    asker: hello → (swarm time, address that I seem to have)      dial PORT → dialled back, yes or no
+    asker: hello → (swarm time, address at which I am seen)       dial PORT → dialled back, yes or no
     peer:  the address comes from its own list of connections, never from the request: nobody can have a third party
            dialled; `dial_back` accepts only the asker's own signature at that address
 
-Protocol `swarm/reach/1`; docs/protocol.md has the bytes. `swarm doctor` measures clocks and bandwidth with it as well.
-
-When to ask whether this node can be dialled, and what to believe between two answers.
+The protocol is `swarm/reach/1`; docs/protocol.md has the bytes. `swarm doctor` also measures clocks and bandwidth with
+it.
 """
 
 import asyncio
@@ -33,30 +32,30 @@ MAX_TEST_BYTES = 1 << 20
 DIAL_TIMEOUT_S = 4.0
 ASK_TIMEOUT_S = 8.0
 NUM_WITNESSES = 5
-"""Peers asked at a time; two of them must have dialled back where two answer."""
+"""Number of peers asked at a time. Two of them must have dialled back where two answer."""
 
 _HELLO, _DIAL, _BYTES = 0, 1, 2
 _WINDOW_S = 60.0
 _PER_PEER = {_HELLO: 20, _DIAL: 4, _BYTES: 4}
 _PER_PLACE = {_HELLO: 150, _DIAL: 4, _BYTES: 8}
-"""For the names at one host (of IPv6: in one /48) together: else those of one machine would use up what there is for all."""
+"""Limit for all identities at one host (of IPv6: in one /48), which otherwise could use up the answers for all."""
 _GLOBAL = {_HELLO: 600, _DIAL: 30, _BYTES: 20}
 """Answers per minute by kind of request."""
 
 ObservedAddresses = Callable[[str], Awaitable[Sequence[str]]]
-"""peer id -> multiaddresses at which this node sees it."""
+"""peer id -> multiaddresses at which this node sees the peer."""
 Ask = Callable[[str, bytes], Awaitable[bytes]]
 """(peer id, request) -> response of `swarm/reach/1`; raises RequestError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What a peer says to `hello`."""
+    """A peer's answer to `hello`."""
 
     time_s: float
-    """Its swarm time."""
+    """The peer's swarm time."""
     host: str
-    """The IP address that it sees this node at; empty where they are connected through a relay."""
+    """The IP address at which it sees this node; empty where they are connected through a relay."""
 
 
 def hello_request() -> bytes:
@@ -97,7 +96,7 @@ class _Answered(NamedTuple):
 
 
 class ReachService:
-    """Answers `swarm/reach/1`, within strict limits per peer and over all peers."""
+    """Answers `swarm/reach/1`, within strict limits per peer and for all peers."""
 
     def __init__(
         self,
@@ -106,9 +105,9 @@ class ReachService:
         monotonic: Callable[[], float] = time.monotonic,
         dial: Callable[[str, str, int], Awaitable[bool]] = _dial_back,
     ) -> None:
-        """`clock`: swarm time, which may jump; `monotonic` does not.
+        """`clock` gives swarm time, which may jump; `monotonic` does not.
 
-        `dial`: whether the peer (peer id) itself answers at a host and port.
+        `dial` returns whether the peer (peer id) itself answers at a host and port.
         """
         self._observed = observed
         self._clock = clock
@@ -117,7 +116,7 @@ class ReachService:
         self._answered: deque[_Answered] = deque()  # within the last minute
 
     async def answer(self, peer_id: str, request: bytes) -> bytes:
-        """The request handler. Raises RequestRefused."""
+        """Answer a request. Raises RequestRefused."""
         kind, argument = _parsed(request)
         self._check(kind, peer_id)
         host = _direct_host(await self._observed(peer_id))
@@ -135,7 +134,7 @@ class ReachService:
         return bytes([await self._dial(peer_id, host, argument)])
 
     def _check(self, kind: int, peer_id: str, place: str | None = None) -> None:
-        """Raises RequestRefused where a peer, those at its place, or all have had their answers of this kind."""
+        """Raise RequestRefused where a peer, its host, or all peers have used up the answers of this kind."""
         now = self._monotonic()
         while self._answered and self._answered[0].at <= now - _WINDOW_S:
             self._answered.popleft()
@@ -148,7 +147,7 @@ class ReachService:
 
 
 def _parsed(request: bytes) -> tuple[int, int]:
-    """(kind, argument). Raises RequestRefused."""
+    """Return (kind, argument). Raises RequestRefused."""
     if request == hello_request():
         return _HELLO, 0
     if len(request) == 3 and request[0] == _DIAL and (port := int.from_bytes(request[1:], "big")):
@@ -159,7 +158,7 @@ def _parsed(request: bytes) -> tuple[int, int]:
 
 
 def _direct_host(addresses: Sequence[str]) -> str:
-    """The IP address of the first direct connection; empty where all go through relays."""
+    """Return the IP address of the first direct connection; empty where all connections use relays."""
     for address in parsed(addresses):
         if address.relay_id is None and address.kind in ("ip4", "ip6"):
             return address.host
@@ -167,7 +166,9 @@ def _direct_host(addresses: Sequence[str]) -> str:
 
 
 def _may_be_dialled(host: str) -> bool:
-    """Not addresses that mean something else here than there: a proxy or tunnel in front of this node has them too."""
+    """Return whether the address means the same here and there. A proxy or tunnel in front of this node may share
+    others.
+    """
     return reach_of(host) in (Reach.PRIVATE, Reach.PUBLIC)
 
 
@@ -176,9 +177,9 @@ class Sighting:
     """What one peer found out about this node."""
 
     host: str
-    """The IP address that it sees this node at."""
+    """The IP address at which it sees this node."""
     port: int | None
-    """Where it dialled back with success; None where it could not."""
+    """The port at which it dialled back successfully; None where it could not."""
 
     @property
     def is_public(self) -> bool:
@@ -193,9 +194,11 @@ class ReachabilityResult:
     address: TcpAddress | None = None
 
 
-def in_turn_by_network(connected: Mapping[str, Sequence[str]], rng: random.Random) -> list[str]:
-    """Connected peers, {peer id: addresses they are seen at}, in the order in which to ask them: by chance, one of each
-    network first. Names cost nothing, and those of one machine shall not be all witnesses."""
+def interleaved_by_network(connected: Mapping[str, Sequence[str]], rng: random.Random) -> list[str]:
+    """Return connected peers, {peer id: addresses at which they are seen}, in the order in which to ask them.
+
+    The order is random, with one peer of each network first: identities of one machine must not be all witnesses.
+    """
     num_before: Counter[str] = Counter()
     ranks: dict[str, int] = {}
     for peer_id in rng.sample(sorted(connected), len(connected)):
@@ -207,23 +210,23 @@ def in_turn_by_network(connected: Mapping[str, Sequence[str]], rng: random.Rando
 
 
 async def look_from_outside(ask: Ask, peer_ids: Sequence[str], ports: Sequence[int]) -> ReachabilityResult:
-    """Have peers dial the ports of this node. Raises nothing: a peer that fails to answer is no witness."""
+    """Let peers dial the ports of this node. Raises nothing: a peer that does not answer is no witness."""
     answers = await asyncio.gather(*(_ask_one(ask, peer_id, ports) for peer_id in peer_ids[:NUM_WITNESSES]))
     return conclude([answer for answer in answers if answer is not None])
 
 
 def conclude(sightings: Sequence[Sighting]) -> ReachabilityResult:
-    """Reachable if two peers dialled back where two answer, and no majority could not.
+    """Return reachable if two peers dialled back where two answer, and no majority failed to.
 
     If any of them sees this node at a public address, only those count: a neighbour in the same home proves nothing
     about the world outside.
     """
-    told = [one for one in sightings if one.is_public] or sightings
-    if not told:
+    counted = [one for one in sightings if one.is_public] or sightings
+    if not counted:
         return ReachabilityResult(None)
-    proofs = Counter((one.host, one.port) for one in told if one.port is not None)
+    proofs = Counter((one.host, one.port) for one in counted if one.port is not None)
     num_proofs = proofs.total()
-    if num_proofs < min(2, len(told)) or num_proofs < len(told) - num_proofs:
+    if num_proofs < min(2, len(counted)) or num_proofs < len(counted) - num_proofs:
         return ReachabilityResult(False)
     ((host, port), _) = proofs.most_common(1)[0]
     assert port is not None
@@ -248,11 +251,11 @@ _FIRST_RETRY_S = 15.0
 _RETRY_GROWTH = 2.0
 _CONFIRM_AFTER_S = 60.0
 _NUM_FAILURES_TO_DEMOTE = 2
-"""A node that was reachable loses its part of the index only when a second look agrees."""
+"""A reachable node loses its part of the index only after this many failed checks."""
 
 
 class ReachabilityWatch:
-    """What this node knows of its reachability. `look` changes it, and says so."""
+    """What this node knows of its reachability, which `look` updates."""
 
     def __init__(
         self,
@@ -262,10 +265,10 @@ class ReachabilityWatch:
         has_known_peers: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`is_local`: listens on loopback only, so that everyone who matters can reach it."""
+        """`is_local`: the node listens on loopback only, so every node of its swarm can reach it."""
         self.is_reachable = setting == "public" or is_local or (setting == "auto" and not has_known_peers)
         self.proven: TcpAddress | None = None
-        """Where peers reached this node last."""
+        """The address at which peers reached this node last."""
         self._is_open = setting == "auto" and not is_local
         self._clock = clock
         self._addresses: frozenset[str] = frozenset()
@@ -274,7 +277,7 @@ class ReachabilityWatch:
         self._num_failures = 0
 
     def is_due(self, addresses: Sequence[str]) -> bool:
-        """Whether to look now; `addresses` are those of this node at present, and a change of them makes it due."""
+        """Return whether to look now. A change of `addresses`, those of this node at present, makes it due."""
         if not self._is_open:
             return False
         own = frozenset(address for address in addresses if "/p2p-circuit" not in address)
@@ -283,7 +286,7 @@ class ReachabilityWatch:
         return self._clock() >= self._due_at
 
     async def look(self, ask: Ask, peer_ids: Sequence[str], ports: Sequence[int]) -> bool:
-        """Ask peers; whether the node is reachable when it was not, the other way round, or at another address."""
+        """Ask peers. Returns whether the reachability or the address of this node has changed."""
         finding = await look_from_outside(ask, peer_ids, ports)
         if finding.is_reachable:
             self._num_failures, self._retry_s = 0, _FIRST_RETRY_S

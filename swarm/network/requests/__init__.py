@@ -1,1 +1,1 @@
-"""Requests to one peer: framing, both sides of it, limits, and the transfer of large bodies in pieces."""
+"""Requests to one peer: wire format, both sides, limits, and the transfer of large blobs in pieces."""

@@ -1,9 +1,7 @@
-"""How a piece of a blob is asked for and handed out; `transfer` is the asking side.
+"""How a peer asks for a piece of a blob and how it is served; `transfer` is the asking side.
 
-    request   SHA-256 of the blob (32 bytes) · offset (u64) · length (u32), big-endian
-    response  that range of the blob; for length 0 its manifest: the SHA-256 of each piece of 1 MiB, one after the other
-
-It travels over `framing`, or any other transport of requests.
+request   SHA-256 of the blob (32 bytes) · offset (u64) · length (u32), big-endian
+response  that range of the blob; for length 0 its manifest: the SHA-256 of each piece of 1 MiB, one after the other
 """
 
 import asyncio
@@ -21,19 +19,19 @@ PIECE_BYTES = 1 << 20
 DIGEST_BYTES = 32
 MAX_BLOB_BYTES = 4 << 30
 BLOB_REQUEST_BYTES = DIGEST_BYTES + 12
-"""Length of every request: the `max_request_bytes` to serve blobs with."""
+"""Length of every request: the `max_request_bytes` with which blobs are served."""
 MAX_INLINE_HASH_BYTES = 256 * 1024
-"""So much is hashed on the loop, in a fraction of a millisecond; more goes to a thread."""
+"""This much is hashed on the event loop, in a fraction of a millisecond. More is hashed in a thread."""
 _MAX_MANIFESTS = 64
 _REQUEST = struct.Struct(f">{DIGEST_BYTES}sQI")
 
 BlobLookup = Callable[[bytes], bytes | None]
-"""SHA-256 -> the blob of that address, if it is here."""
+"""SHA-256 -> the blob, or None where this node does not have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlobRequest:
-    """A range of a blob; of length 0 for its manifest."""
+    """A range of a blob, or its manifest where the length is 0."""
 
     digest: bytes
     offset: int = 0
@@ -44,7 +42,7 @@ class BlobRequest:
 
     @classmethod
     def decode(cls, request: bytes) -> Self:
-        """Raises RequestRefused for anything that is no request."""
+        """Raises RequestRefused for malformed bytes."""
         if len(request) != BLOB_REQUEST_BYTES:
             raise RequestRefused(f"a request must have {BLOB_REQUEST_BYTES} bytes, got {len(request)}")
         return cls(*_REQUEST.unpack(request))
@@ -59,28 +57,28 @@ def num_pieces(num_bytes: int) -> int:
 
 
 def piece_length(index: int, num_bytes: int) -> int:
-    """All pieces are of PIECE_BYTES, the last one of what remains."""
+    """Return PIECE_BYTES, or what remains for the last piece."""
     return min(PIECE_BYTES, num_bytes - index * PIECE_BYTES)
 
 
 def manifest_of(blob: bytes) -> bytes:
-    """[num_pieces x 32 bytes]"""
+    """Return the SHA-256 of each piece. [num_pieces x 32 bytes]"""
     view = memoryview(blob)
     starts = range(0, len(blob), PIECE_BYTES)
     return b"".join(hashlib.sha256(view[start : start + PIECE_BYTES]).digest() for start in starts)
 
 
 async def sha256(data: bytes) -> bytes:
-    """Without holding up the loop."""
+    """Hash without blocking the event loop."""
     if len(data) <= MAX_INLINE_HASH_BYTES:
         return hashlib.sha256(data).digest()
     return await asyncio.to_thread(lambda: hashlib.sha256(data).digest())
 
 
 def serve_blobs(lookup: BlobLookup) -> RequestHandler:
-    """A request handler that hands out the blobs that `lookup` finds, piece by piece.
+    """Return a request handler that serves the blobs that `lookup` finds, piece by piece.
 
-    Refuses unknown blobs and ranges that are longer than a piece or reach over the end.
+    It refuses unknown blobs, and ranges that are longer than a piece or reach past the end.
     """
     return _BlobServer(lookup).answer
 
@@ -89,7 +87,7 @@ class _BlobServer:
     def __init__(self, lookup: BlobLookup) -> None:
         self._lookup = lookup
         self._manifests: BoundedMap[bytes, bytes] = BoundedMap(_MAX_MANIFESTS)
-        self._hashing = asyncio.Lock()  # one at a time: a stranger asks in a few bytes for the hash of all that is here
+        self._hashing = asyncio.Lock()  # one at a time: a small request can ask for the hash of every blob
 
     async def answer(self, peer_id: str, request: bytes) -> bytes:
         wanted = BlobRequest.decode(request)

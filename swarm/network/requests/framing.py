@@ -1,16 +1,14 @@
-"""How one request and its response look on a byte stream.
+"""The wire format of one request and its response on a byte stream, and the asking side.
 
     caller → server   request length (u32) · request
     server → caller   status (u8) · body length (u64) · SHA-256 of the body (32 bytes) · body in pieces of 256 KiB
     caller → server   acknowledgement (1 byte); then both close
 
-Length, hash and acknowledgement are on every transfer because a libp2p stream may lose its last piece without an error
-(seen over QUIC). Nothing is read before its announced length is checked. Deadlines are the callers' business: every
+Every transfer has a length, a hash and an acknowledgement, because a libp2p stream may lose its last piece without an
+error (seen over QUIC). Nothing is read before its announced length is checked. Callers set the deadlines: every
 coroutine here may wait for as long as the other side is silent. Integers are big-endian.
 
-Requests, the asking side: one stream per request, whatever opens it (daemon or Python host), or one message each way.
-
-A short request goes as a message first, where that is possible. Where the peer does not take it, a stream has the last word.
+A short request is sent as a single message where both sides can do that. If that fails, it is sent on a stream.
 """
 
 import asyncio
@@ -29,9 +27,9 @@ from swarm.records.identity import is_peer_id
 PIECE_BYTES = 256 * 1024
 """One message of 64 MB runs at 41 MB/s, pieces of this size at 290 MB/s."""
 MAX_CALL_BYTES = 64 * 1024
-"""A request and a response up to this size travel as one message each, where both sides can (`ShortCalls`)."""
+"""A request and a response up to this size are sent as one message each, where both sides can (`ShortCalls`)."""
 MAX_REASON_BYTES = 200
-"""Longest reason of a refusal or failure; the rest is cut."""
+"""Longest reason of a refusal or failure; the rest is cut off."""
 
 _REQUEST_HEADER = struct.Struct(">I")
 _RESPONSE_HEADER = struct.Struct(">BQ32s")
@@ -39,7 +37,7 @@ _ACKNOWLEDGEMENT = b"\x06"
 
 
 BUSY_REASONS = ("busy", "rate")
-"""Reasons of a refusal that say: ask later, or another peer."""
+"""Reasons of a refusal that mean: ask later, or ask another peer."""
 
 
 class FrameError(Exception):
@@ -54,9 +52,9 @@ class Status(IntEnum):
     OK = 0
     """The body answers the request."""
     REFUSED = 1
-    """The handler declined; the body is its reason."""
+    """The handler refused; the body is its reason."""
     FAILED = 2
-    """The handler broke; the body is a short text."""
+    """The handler failed; the body is a short text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +68,17 @@ class Response:
 
     @property
     def reason(self) -> str:
-        """The body of a refusal or failure as one printable line, whatever a hostile server put there."""
+        """The body of a refusal or failure as one printable line, whatever a hostile server sent."""
         return "".join(chr(code) if 32 <= code < 127 else "?" for code in self.body)
 
     @property
     def failure(self) -> RequestFailure:
-        """What a caller makes of a response that is not OK."""
+        """The reason that a caller gives its RequestError for a response that is not OK."""
         return "busy" if self.reason in BUSY_REASONS else "refused"
 
 
 def write_request(writer: asyncio.StreamWriter, request: bytes) -> None:
-    """Queue a request without waiting for it to leave (it is in memory anyway): so an early refusal is heard."""
+    """Queue a request without waiting until it is sent, so that an early refusal is read. It is in memory anyway."""
     writer.write(_REQUEST_HEADER.pack(len(request)))
     writer.write(request)
 
@@ -91,7 +89,7 @@ async def read_request(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
 
 
 async def read_request_length(reader: asyncio.StreamReader, max_bytes: int) -> int:
-    """The first half of `read_request`: for a server whose patience depends on the length."""
+    """Read the length of a request, for a server whose deadline depends on it. Raises as `read_request` does."""
     (length,) = _REQUEST_HEADER.unpack(await _read_exactly(reader, _REQUEST_HEADER.size))
     if length > max_bytes:
         raise RequestRefused(f"a request must be <= {max_bytes} bytes, got {length}")
@@ -99,19 +97,19 @@ async def read_request_length(reader: asyncio.StreamReader, max_bytes: int) -> i
 
 
 async def read_request_body(reader: asyncio.StreamReader, length: int) -> bytes:
-    """The second half. Raises FrameError for a stream that ends early."""
+    """Read the rest of a request. Raises FrameError for a stream that ends early."""
     return await _read_exactly(reader, length)
 
 
 async def write_response(
     writer: asyncio.StreamWriter, response: Response, before_piece: Callable[[int], Awaitable[None]] | None = None
 ) -> None:
-    """Send a response, waiting for a reader that is slower than the own memory.
+    """Send a response, and wait for a reader that is slower than the own memory.
 
-    `before_piece` is told the bytes of every piece before it leaves, and may hold it back.
+    `before_piece` is given the length of every piece before it is sent, and may delay it.
     """
     body = response.body
-    # Up to one piece takes less than a millisecond to hash; more would hold up the loop.
+    # Hashing one piece takes less than a millisecond; more would block the event loop.
     digest = _sha256(body) if len(body) <= PIECE_BYTES else await asyncio.to_thread(_sha256, body)
     writer.write(_RESPONSE_HEADER.pack(response.status, len(body), digest))
     view = memoryview(body)
@@ -125,13 +123,15 @@ async def write_response(
 
 
 def response_frame(response: Response) -> bytes:
-    """All of a response at once; the header alone where the body is over MAX_CALL_BYTES, more than its caller asked for."""
+    """Return a whole response, or only its header where the body exceeds MAX_CALL_BYTES, which is more than was asked
+    for.
+    """
     header = _RESPONSE_HEADER.pack(response.status, len(response.body), _sha256(response.body))
     return header + response.body if len(response.body) <= MAX_CALL_BYTES else header
 
 
 def parse_response(frame: bytes, max_bytes: int) -> Response:
-    """What `response_frame` made. Raises FrameError as `read_response` does."""
+    """Parse what `response_frame` made. Raises FrameError as `read_response` does."""
     if len(frame) < _RESPONSE_HEADER.size:
         raise FrameError(f"a response must have a header, got {len(frame)} bytes")
     length, digest = _check_header(frame[: _RESPONSE_HEADER.size], max_bytes)
@@ -151,7 +151,7 @@ async def read_response(reader: asyncio.StreamReader, max_bytes: int) -> Respons
 
 
 def _check_header(header: bytes, max_bytes: int) -> tuple[int, bytes]:
-    """Length and digest of the body."""
+    """Return the length and digest of the body."""
     status, length, digest = _RESPONSE_HEADER.unpack(header)
     if status not in (Status.OK, Status.REFUSED, Status.FAILED):
         raise FrameError(f"a response status must be 0, 1 or 2, got {status}", "damaged")
@@ -162,18 +162,19 @@ def _check_header(header: bytes, max_bytes: int) -> tuple[int, bytes]:
 
 
 def write_acknowledgement(writer: asyncio.StreamWriter) -> None:
-    """Tell the server that the response arrived whole, so that it may close."""
+    """Tell the server that the whole response has arrived, so that it may close."""
     writer.write(_ACKNOWLEDGEMENT)
 
 
 async def read_acknowledgement(reader: asyncio.StreamReader) -> None:
-    """Raises FrameError where the caller went away without acknowledging."""
+    """Raises FrameError where the caller left without an acknowledgement."""
     if await _read_exactly(reader, len(_ACKNOWLEDGEMENT)) != _ACKNOWLEDGEMENT:
         raise FrameError("a response must be acknowledged, got another byte")
 
 
 async def _read_body(reader: asyncio.StreamReader, length: int, digest: bytes) -> bytes:
-    # Grows with what arrives, not with what is announced; hashed on the way, so that no piece holds up the loop.
+    # Memory grows with what arrives, not with what is announced. Each piece is hashed as it comes, so none blocks the
+    # event loop for long.
     body, sha256 = bytearray(), hashlib.sha256()
     while len(body) < length:
         piece = await reader.read(min(PIECE_BYTES, length - len(body)))
@@ -199,13 +200,14 @@ def _sha256(data: bytes) -> bytes:
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 StreamOpener = Callable[[str, str], Awaitable[Stream]]
-"""(peer id, protocol) -> stream, to be closed by the caller. Raises NetworkError where there is none to be had."""
+"""(peer id, protocol) -> stream, which the caller closes. Raises NetworkError where none can be opened."""
 ShortCall = Callable[[str, str, bytes], Awaitable[bytes]]
-"""(peer id, protocol, request) -> frame of the response. Raises NetworkError where the peer cannot be asked like that."""
+"""(peer id, protocol, request) -> frame of the response. Raises NetworkError where the peer cannot be asked this way.
+"""
 
 
 class StreamRequests:
-    """Sends requests and checks responses; every failure is a RequestError and counted."""
+    """Sends requests and checks responses. Every failure is counted and raised as RequestError."""
 
     def __init__(self, open_stream: StreamOpener, traffic: TrafficCounter, call: ShortCall | None = None) -> None:
         self._open_stream = open_stream
@@ -216,26 +218,25 @@ class StreamRequests:
         self, peer_id: str, protocol: str, request: bytes, *, max_response_bytes: int, deadline_s: float
     ) -> bytes:
         """See `transport.Transport.request`."""
+        target = f"{protocol} to {peer_id}"
         try:
             async with asyncio.timeout(deadline_s):
-                response = await self._ask(peer_id, protocol, request, max_response_bytes)
+                response = await self._ask(peer_id, protocol, request, max_response_bytes=max_response_bytes)
         except TimeoutError:
-            raise self._failure(peer_id, protocol, "deadline", f"no answer within {deadline_s:g} s") from None
+            raise self._failure(target, "deadline", f"no answer within {deadline_s:g} s") from None
         except FrameError as error:
-            raise self._failure(peer_id, protocol, error.reason, str(error)) from None
+            raise self._failure(target, error.reason, str(error)) from None
         except (NetworkError, OSError) as error:
-            raise self._failure(peer_id, protocol, "unreachable", str(error) or type(error).__name__) from None
+            raise self._failure(target, "unreachable", str(error) or type(error).__name__) from None
         self._traffic.bytes_sent += len(request)
         self._traffic.bytes_received += len(response.body)
         if response.status != Status.OK:
-            raise self._failure(
-                peer_id, protocol, response.failure, f"{response.status.name.lower()}: {response.reason}"
-            )
+            raise self._failure(target, response.failure, f"{response.status.name.lower()}: {response.reason}")
         return response.body
 
-    async def _ask(self, peer_id: str, protocol: str, request: bytes, max_response_bytes: int) -> Response:
+    async def _ask(self, peer_id: str, protocol: str, request: bytes, *, max_response_bytes: int) -> Response:
         if not is_peer_id(peer_id):
-            raise NetworkError("this is no peer id")
+            raise NetworkError("not a peer id")
         if self._call is not None and max(len(request), max_response_bytes) <= MAX_CALL_BYTES:
             with contextlib.suppress(NetworkError):
                 return parse_response(await self._call(peer_id, protocol, request), max_response_bytes)
@@ -244,7 +245,7 @@ class StreamRequests:
                 write_request(writer, request)
                 response = await read_response(reader, max_response_bytes)
                 write_acknowledgement(writer)
-            except (NetworkError, OSError) as error:  # a stream may end with a reset as well as with an end
+            except (NetworkError, OSError) as error:  # a stream may end with a reset, too
                 raise FrameError(str(error) or type(error).__name__) from None
             return response
 
@@ -256,8 +257,8 @@ class StreamRequests:
             writer.close()
         finally:
             if not writer.is_closing():
-                writer.transport.abort()  # what is still buffered is of no use to anyone
+                writer.transport.abort()  # nobody needs what is still buffered
 
-    def _failure(self, peer_id: str, protocol: str, reason: RequestFailure, detail: str) -> RequestError:
+    def _failure(self, target: str, reason: RequestFailure, detail: str) -> RequestError:
         self._traffic.requests_failed += 1
-        return RequestError(f"request {protocol} to {peer_id} failed: {detail}", reason)
+        return RequestError(f"request {target} failed: {detail}", reason)

@@ -1,4 +1,4 @@
-"""What one peer, and all peers together, may take of this node's places, requests and bytes.
+"""Limits on the requests and bytes that one peer, and all peers together, may take of this node.
 
 admit ── place ── charge (per peer, per node) ── leave
 """
@@ -15,19 +15,19 @@ from swarm.limits.token_bucket import TokenBucket
 from swarm.network.transport import RequestRefused
 
 PEER_SHARE = 4
-"""A peer holds at most one place in so many ..."""
+"""A peer may hold one in this many of the places,"""
 MIN_PLACES_PER_PEER = 2
-"""... but so many in any case."""
+"""but at least this many."""
 BURST_S = 2.0
-"""What a peer may take at once: its rate over this time."""
+"""Seconds of its rate that a peer may use at once."""
 MAX_WAIT_S = 5.0
-"""A response that would wait longer for its turn on the line is refused instead: its reader would give up."""
+"""A response that would wait longer for upload is refused, since its reader would give up."""
 MAX_REMEMBERED_PEERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Rates of the network section; 0 is no limit. The rates per peer do not hold for `unlimited_peers`."""
+    """Rates of the network section; 0 is no limit. The rates per peer do not apply to `unlimited_peers`."""
 
     requests_per_peer_per_s: float = 0.0
     upload_bytes_per_peer_per_s: float = 0.0
@@ -63,13 +63,14 @@ class _Peer:
 
 
 NetworkOf = Callable[[str], str]
-"""peer id -> the network at which it is seen; empty where that is not known."""
+"""peer id -> the network at which it was seen; empty where that is not known."""
 
 
 class CallerTable:
-    """Places, rates and bytes of the callers of one node. Raises RequestRefused ("busy", "rate") for what is too much.
+    """Places, rates and bytes of the callers of one node. Raises RequestRefused ("busy", "rate") above the limits.
 
-    Names cost nothing, so where all places are taken, the network of which most callers are gives one up for another network.
+    New identities cost nothing. So when all places are in use, the network with most callers gives one up for another
+    network.
     """
 
     def __init__(self, limits: RequestLimits, max_concurrent: int, network_of: NetworkOf = lambda peer_id: "") -> None:
@@ -88,9 +89,11 @@ class CallerTable:
 
     @contextmanager
     def conversation(self, peer_id: str, now: float, leave: Callable[[], None]) -> Iterator[bool]:
-        """A conversation, and whether it is worth a word: beyond twice the places even refusals cost too much.
+        """Open a conversation, and yield whether the caller is answered: above twice the places even refusals cost too
+        much.
 
-        `leave` is called where it has to give way to another, and must end it soon; so in `place`.
+        `leave` is called when the conversation has to make room for another, and must end it soon. The same holds for
+        `place`.
         """
         peer = self._peer(peer_id, now)
         peer.num_conversations += 1
@@ -108,7 +111,7 @@ class CallerTable:
 
     @contextmanager
     def place(self, peer_id: str, now: float, leave: Callable[[], None]) -> Iterator[None]:
-        """A place for one request. Raises RequestRefused."""
+        """Hold a place for one request. Raises RequestRefused."""
         peer = self._peer(peer_id, now)
         if peer.num_places >= self._max_places_per_peer:
             raise RequestRefused("busy")
@@ -126,7 +129,7 @@ class CallerTable:
                 peer.num_places -= 1
 
     def begin_response(self, peer_id: str, num_bytes: int, now: float) -> None:
-        """Room in memory and on the line for a response; to be ended by `end_response`."""
+        """Reserve memory and upload for a response, until `end_response`. Raises RequestRefused."""
         is_full = self._bytes_in_flight + num_bytes > self._limits.response_bytes_in_flight
         if (is_full and self._bytes_in_flight > 0) or self._upload.wait_s(now) > MAX_WAIT_S:
             raise RequestRefused("busy")
@@ -138,7 +141,7 @@ class CallerTable:
         self._bytes_in_flight -= num_bytes
 
     def charge(self, peer_id: str, num_bytes: int, now: float) -> float:
-        """Account for bytes about to be sent; seconds to wait before that."""
+        """Count bytes that are about to be sent. Returns the seconds to wait first."""
         return max(self._peers[peer_id].upload.take(num_bytes, now), self._upload.take(num_bytes, now))
 
     def _peer(self, peer_id: str, now: float) -> _Peer:
@@ -151,7 +154,7 @@ class CallerTable:
         return peer
 
     def _forget_the_idle(self) -> None:
-        """The longest unheard first. Callers in a conversation stay: they are bounded by the places."""
+        """Drop the caller that was idle longest. Callers in a conversation stay; the places bound their number."""
         if len(self._peers) < MAX_REMEMBERED_PEERS:
             return
         for peer_id, peer in self._peers.items():

@@ -1,8 +1,9 @@
-"""Answers to requests of peers, and the limits that keep a peer from doing harm with them.
+"""Answers the requests of peers, within limits that keep a peer from doing harm.
 
-    stream → (place free?) → request read → handler → (line free?) → response sent → acknowledged
+    stream → place → request read → handler → upload → response sent → acknowledged
 
-The one place where handlers are registered and where what they raise is caught. `request_limits` holds the counts.
+This is the one place where handlers are registered and where their exceptions are caught. `requests.limits` holds the
+limits.
 """
 
 import asyncio
@@ -30,21 +31,21 @@ from swarm.network.transport import Admits, RequestHandler, RequestRefused, Traf
 logger = logging.getLogger(__name__)
 
 MIN_BYTES_PER_S = 64 * 1024
-"""A reader slower than this (half a megabit) loses its response: its place is for others."""
+"""A slower reader (half a megabit) loses its response, so that its place is free for others."""
 REFUSAL_TIMEOUT_S = 2.0
-"""A refused caller has this long to take note ..."""
+"""A refused caller has this long to read the refusal,"""
 MAX_DRAINED_BYTES = 4 << 20
-"""... and may go on sending so much."""
+"""and may go on sending this much."""
 STALL_TIMEOUT_S = 5.0
-"""Longest silence of a caller where its next bytes are due."""
+"""Longest silence of a caller whose next bytes are due."""
 STRANGER = "not a member"
-"""What a peer hears that this node does not answer at all."""
+"""The refusal of a peer that this node does not answer at all."""
 MAX_BUFFERED_BYTES = 16 << 20
-"""So much of a response may have left and not arrived: in buffers of the system, of libp2p and of the line."""
+"""Bytes of a response that may be in buffers of the system, of libp2p and of the network when all is sent."""
 
 
 def transfer_timeout_s(base_s: float, num_bytes: int) -> float:
-    """Longest wait for a transfer of known size."""
+    """Return the longest wait for a transfer of known size."""
     return base_s + num_bytes / MIN_BYTES_PER_S
 
 
@@ -60,7 +61,7 @@ class _GaveWay(Exception):
 
 @asynccontextmanager
 async def _giving_way() -> AsyncIterator[Callable[[], None]]:
-    """What happens here is cut off, with _GaveWay, when the function is called that is yielded."""
+    """Yield a function that ends the context with _GaveWay."""
     scope = asyncio.timeout(None)
     try:
         async with scope:
@@ -72,7 +73,7 @@ async def _giving_way() -> AsyncIterator[Callable[[], None]]:
 
 
 class RequestServer:
-    """Handlers of one node by protocol name, with bounds on what callers may take."""
+    """The request handlers of one node by protocol, with limits on what callers may use."""
 
     def __init__(
         self,
@@ -84,9 +85,9 @@ class RequestServer:
         admits: Admits = everybody,
         network_of: NetworkOf = lambda peer_id: "",
     ) -> None:
-        """`timeout_s` bounds each of: reading a request, running its handler, sending a response of no size.
+        """`timeout_s` limits each of: reading a request, running its handler, sending an empty response.
 
-        `network_of`: networks share the places, where all are taken.
+        `network_of` names the network of a caller. Networks share the places when all are in use.
         """
         self._admits = admits
         self._timeout_s = timeout_s
@@ -97,7 +98,8 @@ class RequestServer:
         self._conversations: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self.refused: Counter[str] = Counter()
-        """Requests without an answer, by reason: busy, rate, flood, oversize, slow, cut, unknown_protocol, handler, stranger."""
+        """Requests without an answer, by reason: busy, rate, flood, oversize, slow, cut, unknown_protocol, handler,
+        stranger."""
 
     @classmethod
     def of(cls, context: NetworkContext) -> Self:
@@ -116,15 +118,15 @@ class RequestServer:
         return tuple(self._services)
 
     def serve(self, protocol: str, handler: RequestHandler, *, max_request_bytes: int) -> None:
-        """Register the handler of a protocol. Raises ValueError for a name that has one."""
+        """Register the handler of a protocol. Raises ValueError for a protocol that has one."""
         if protocol in self._services:
             raise ValueError(f"a protocol must have one handler, got a second for {protocol!r}")
         self._services[protocol] = _Service(handler, max_request_bytes)
 
     async def answer(self, peer_id: str, protocol: str, request: bytes, *, waits: bool = False) -> Response:
-        """The response to a request that is in memory already. Raises nothing that a peer or a handler can cause.
+        """Answer a request that is in memory already. Nothing that a peer or a handler does raises here.
 
-        Rates and places count as on a stream. `waits`: for its turn on the line too, where there is one.
+        Rates and places count as on a stream. With `waits` the response also waits for its share of the upload.
         """
         service = self._services.get(protocol)
         if service is None:
@@ -144,12 +146,12 @@ class RequestServer:
         except _GaveWay:
             return self._refusal("busy", "busy")
         except RequestRefused as refusal:
-            return self._refusal(str(refusal), _word(refusal))
+            return self._refusal(str(refusal), _reason_of(refusal))
         self._count(request, response)
         return response
 
     async def answer_call(self, peer_id: str, protocol: str, request: bytes) -> Response:
-        """`answer` for a request that came over a line, as one message: it waits for its turn there."""
+        """Answer a request that arrived as a single message. The response waits for its share of the upload."""
         task = asyncio.current_task()
         assert task is not None
         self._conversations.add(task)
@@ -166,7 +168,7 @@ class RequestServer:
     async def answer_stream(
         self, peer_id: str, protocol: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Hold one conversation as in `framing`, and close it. Whatever the peer does, it ends in bounded time."""
+        """Hold one conversation as in `framing`, and close it. It ends in bounded time, whatever the peer does."""
         task = asyncio.current_task()
         assert task is not None
         self._conversations.add(task)
@@ -175,24 +177,26 @@ class RequestServer:
                 if is_welcome:
                     await self._converse_or_refuse(peer_id, protocol, reader, writer)
                     writer.close()
-                else:  # too many even to refuse them all
+                else:  # too many even to refuse them
                     self.refused["flood"] += 1
-        except _GaveWay:  # a word of refusal might come in the middle of a response
+        except _GaveWay:  # a refusal could end up in the middle of a response
             self.refused["busy"] += 1
-        except (FrameError, OSError) as error:  # OSError includes TimeoutError and a connection that was reset
+        except (FrameError, OSError) as error:  # OSError includes TimeoutError and a reset connection
             self._traffic.requests_failed += 1
             self.refused["slow" if isinstance(error, TimeoutError) else "cut"] += 1
             logger.debug("request %s of %s failed: %s", protocol, peer_id, error or type(error).__name__)
         except asyncio.CancelledError:
-            if not self._is_closing:  # else it is over anyway, and asyncio's stream server complains of cancelled tasks
+            if (
+                not self._is_closing
+            ):  # else this is the end anyway, and asyncio's stream server warns of cancelled tasks
                 raise
         finally:
             self._conversations.discard(task)
             if not writer.is_closing():
-                writer.transport.abort()  # no waiting for a peer to take what is buffered
+                writer.transport.abort()  # do not wait for a peer to read what is buffered
 
     async def close(self) -> None:
-        """Cut off the requests that are being served. The server can be used again afterwards."""
+        """Cut off the requests in progress. The server can be used again afterwards."""
         self._is_closing = True
         conversations = tuple(self._conversations)
         for task in conversations:
@@ -209,7 +213,7 @@ class RequestServer:
             async with self._place(peer_id):
                 await self._converse(self._services[protocol], peer_id, protocol, reader, writer)
         except RequestRefused as refusal:
-            response = self._refusal(str(refusal), _word(refusal))
+            response = self._refusal(str(refusal), _reason_of(refusal))
             async with asyncio.timeout(REFUSAL_TIMEOUT_S):
                 await write_response(writer, response)
                 await _drain(reader)
@@ -234,7 +238,9 @@ class RequestServer:
     async def _send(
         self, peer_id: str, response: Response, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Piece by piece, as fast as the limits allow and the reader takes it, if that is fast enough."""
+        """Send piece by piece, as fast as the limits and the reader allow. Raises TimeoutError for a reader that is too
+        slow.
+        """
         async with asyncio.timeout(self._stall_timeout_s) as deadline:
 
             async def before_piece(num_bytes: int) -> None:
@@ -244,7 +250,7 @@ class RequestServer:
                     await asyncio.sleep(wait_s)
 
             await write_response(writer, response, before_piece)
-            # Much of it may still be on its way, in buffers of the system and of libp2p.
+            # Much of it may still be in buffers of the system and of libp2p.
             deadline.reschedule(
                 _now() + transfer_timeout_s(self._timeout_s, min(len(response.body), MAX_BUFFERED_BYTES))
             )
@@ -257,12 +263,12 @@ class RequestServer:
         except RequestRefused as refusal:
             self.refused["handler"] += 1
             return Response.because(Status.REFUSED, str(refusal))
-        except Exception:  # a broken handler costs its request, never the node
-            logger.warning("the handler of %s broke on a request of %s", protocol, peer_id, exc_info=True)
+        except Exception:  # a failing handler costs its request, never the node
+            logger.warning("the handler of %s failed on a request of %s", protocol, peer_id, exc_info=True)
             return Response.because(Status.FAILED, "the handler broke")
 
-    def _refusal(self, reason: str, word: str) -> Response:
-        self.refused[word] += 1
+    def _refusal(self, reason: str, counted_as: str) -> Response:
+        self.refused[counted_as] += 1
         return Response.because(Status.REFUSED, reason)
 
     def _count(self, request: bytes, response: Response) -> None:
@@ -295,14 +301,14 @@ class RequestServer:
 
 
 async def _drain(reader: asyncio.StreamReader) -> None:
-    """Closing on unread bytes resets the stream, and a refusal is lost."""
+    """Read on after a refusal, because closing on unread bytes resets the stream and the refusal is lost."""
     num_bytes = 0
     while num_bytes < MAX_DRAINED_BYTES and (data := await reader.read(65_536)):
         num_bytes += len(data)
 
 
-def _word(refusal: RequestRefused) -> str:
-    """Under what to count a refusal that is not a handler's: the only one left names a size."""
+def _reason_of(refusal: RequestRefused) -> str:
+    """Return the reason under which a refusal is counted that was not the handler's. The only other one names a size."""
     reason = str(refusal)
     if reason == STRANGER:
         return "stranger"

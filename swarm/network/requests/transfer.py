@@ -1,14 +1,15 @@
-"""Content-addressed download: a blob of any size from any of several strangers, in pieces.
+"""Content-addressed download: a blob of any size, in pieces, from any of several untrusted peers.
 
-    holders ─ manifest ─> missing pieces ─ window of requests ─> kept pieces ─ SHA-256 of the whole ─> blob
+    holders ─ manifest ─> missing pieces ─ window of requests ─> stored pieces ─ SHA-256 of the whole ─> blob
 
-The address of a blob is the SHA-256 of its bytes. One of a single piece needs no more. For a longer one the first
-holder also sends a manifest, the SHA-256 of every piece, so that a bad piece is noticed when it arrives and only that
-piece is fetched again. A manifest may itself be a lie; then the whole does not match although every piece did, its
-giver is dropped, and of the next holder's manifest only those pieces are missing that differ. So a liar costs at most
-the pieces it lied about, an interrupted transfer goes on where it stopped, and who sent wrong bytes is known in the end.
+The address of a blob is the SHA-256 of its bytes, which is enough for a blob of a single piece. For a longer one the
+first holder also sends a manifest, the SHA-256 of every piece. So a bad piece is noticed when it arrives, and only that
+piece is fetched again. A manifest may itself be false: then the whole does not match although every piece did. Its
+sender is dropped, and only the pieces that differ in the next holder's manifest are fetched. So a liar costs at most
+the pieces it lied about, an interrupted transfer continues where it stopped, and in the end it is known who sent wrong
+bytes.
 
-Where the pieces of a download wait for each other: in memory, or in a file where the blob is large.
+Pieces are stored in memory, or in a file where the blob is large.
 """
 
 import asyncio
@@ -37,17 +38,17 @@ from swarm.network.transport import Transport
 
 
 class PieceStore(Protocol):
-    """Keeps pieces by index, in any order; a later piece replaces an earlier one of the same index."""
+    """Stores pieces by index, in any order. A later piece replaces an earlier one of the same index."""
 
     async def put(self, index: int, piece: bytes) -> None: ...
 
     def sha256(self, num_bytes: int) -> bytes:
-        """Over all pieces in order. Slow: for a thread."""
+        """Hash all pieces in order. Slow: call it in a thread."""
         ...
 
 
 class MemoryPieces:
-    """Grows with what arrives, not with what is announced."""
+    """Stores pieces in memory, which grows with what arrives, not with what is announced."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, bytes] = {}
@@ -62,20 +63,20 @@ class MemoryPieces:
         return digest.digest()
 
     def blob(self) -> bytes:
-        """All pieces, joined; in memory twice for a moment."""
+        """Return all pieces joined. They are in memory twice for a moment."""
         if len(self._pieces) == 1:
             return self._pieces[0]
         return b"".join(self._pieces[index] for index in sorted(self._pieces))
 
 
 class FilePieces:
-    """A new file, readable by the owner alone, that grows as pieces arrive."""
+    """Stores pieces in a new file that only its owner can read and that grows as pieces arrive."""
 
     def __init__(self, path: Path) -> None:
-        """What is there is replaced. Raises OSError."""
+        """Replace what is at `path`. Raises OSError."""
         path.unlink(missing_ok=True)
         self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w+b")
-        self._lock = threading.Lock()  # a cancelled download leaves a thread behind for a moment
+        self._lock = threading.Lock()  # the thread of a cancelled download ends a moment later
 
     async def put(self, index: int, piece: bytes) -> None:
         await asyncio.to_thread(self._write, index * PIECE_BYTES, piece)
@@ -92,7 +93,7 @@ class FilePieces:
         return digest.digest()
 
     def close(self) -> None:
-        """Raises OSError where what is left cannot be written."""
+        """Raises OSError where the rest cannot be written."""
         with self._lock:
             self._file.close()
 
@@ -104,42 +105,47 @@ class FilePieces:
 
 
 Blame = Callable[[str], None]
-"""Told each peer, once per download, that certainly sent bytes that are not of the blob."""
+"""Receives each peer that certainly sent wrong bytes, once per download."""
+
+
+def _blame_nobody(peer_id: str) -> None:
+    """Ignore which peer sent wrong bytes."""
+
 
 MAX_STRIKES = 6
-"""A holder that failed so often in a row is given up ..."""
+"""A holder with this many strikes in a row is dropped."""
 _STRIKES = {"busy": 1, "cut": 1, "damaged": 2, "deadline": 3}
-"""... and at once for any other reason than these, each of which counts as so many."""
+"""Strikes by reason of the failure. Any other reason drops the holder at once."""
 _PAUSE_S = 0.1
 _MAX_PAUSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """What to fetch, and how patiently."""
+    """What to fetch, and how long to wait."""
 
     digest: bytes
     """SHA-256 of the blob: 32 bytes."""
     num_bytes: int
     protocol: str
-    """Name under which the holders `serve_blobs`."""
+    """Protocol under which the holders `serve_blobs`."""
     base_timeout_s: float = 20.0
-    """Longest wait for a piece of no size; pieces and the whole get more by size."""
+    """Longest wait for an empty piece. Pieces and the whole get more time by size."""
     window: int = 2
-    """Pieces asked for at the same time."""
+    """Number of pieces that are requested at the same time."""
     manifest_digest: bytes | None = None
-    """SHA-256 of the manifest, where whoever announced the blob signed it too: then no manifest can be a lie."""
+    """SHA-256 of the manifest, where the author of the blob has signed it, too. Then no manifest can be false."""
 
 
 async def fetch(
-    transport: Transport, holders: Sequence[str], download: Download, rng: random.Random, blame: Blame | None = None
+    transport: Transport, holders: Sequence[str], download: Download, rng: random.Random, blame: Blame = _blame_nobody
 ) -> bytes:
-    """The blob, from `holders` in this order of preference. Memory: twice its size at the end, for a moment.
+    """Return the blob, from `holders` in this order of preference. Memory: twice its size for a moment at the end.
 
-    Raises RequestError with the reason of the last failure; "damaged" where only wrong bytes were to be had.
+    Raises RequestError with the reason of the last failure; "damaged" where only wrong bytes were received.
     """
     pieces = MemoryPieces()
-    await _Transfer(transport, holders, download, rng, pieces, blame).run()
+    await _Transfer(transport, holders, download, rng=rng, pieces=pieces, blame=blame).run()
     return pieces.blob()
 
 
@@ -149,15 +155,15 @@ async def fetch_to_file(
     download: Download,
     rng: random.Random,
     path: Path,
-    blame: Blame | None = None,
+    blame: Blame = _blame_nobody,
 ) -> None:
-    """As `fetch`, into a new file, with no more in memory than the window. The file is removed where it fails.
+    """Fetch into a new file, as `fetch`, with no more than the window in memory. The file is removed on failure.
 
     Raises RequestError, and OSError where the file cannot be written.
     """
     pieces = FilePieces(path)
     try:
-        await _Transfer(transport, holders, download, rng, pieces, blame).run()
+        await _Transfer(transport, holders, download, rng=rng, pieces=pieces, blame=blame).run()
     except BaseException:
         path.unlink(missing_ok=True)
         raise
@@ -166,20 +172,21 @@ async def fetch_to_file(
 
 
 class _Contradiction(Exception):
-    """No holder is left that agrees with the manifest, but some that do not."""
+    """All holders that agree with the manifest are gone, and some that contradict it are left."""
 
 
 class _Transfer:
-    """One download. `_holders`: who may still be asked; the first one is asked next."""
+    """One download. `_holders` are the peers that may still be asked; the first one is asked next."""
 
     def __init__(
         self,
         transport: Transport,
         holders: Sequence[str],
         download: Download,
+        *,
         rng: random.Random,
         pieces: PieceStore,
-        blame: Blame | None,
+        blame: Blame,
     ) -> None:
         if len(download.digest) != DIGEST_BYTES or not 0 < download.num_bytes <= MAX_BLOB_BYTES:
             raise ValueError(f"a blob must have a SHA-256 and 1 to {MAX_BLOB_BYTES} bytes, got {download}")
@@ -188,18 +195,18 @@ class _Transfer:
         self._rng = rng
         self._pieces = pieces
         self._holders = deque(dict.fromkeys(holders))
-        self._blame = blame or (lambda peer_id: None)
+        self._blame = blame
         self._blamed: set[str] = set()
         self._num_pieces = num_pieces(download.num_bytes)
         self._is_bound = self._num_pieces == 1 or download.manifest_digest is not None
-        self._giver = ""
+        self._manifest_sender = ""
         self._manifest: list[bytes] = []  # [num_pieces]
-        self._claims: list[tuple[str, list[bytes]]] = []  # all manifests so far, with their givers
-        self._arrived: dict[int, tuple[bytes, str]] = {}  # pieces kept: index -> digest, sender
-        self._evidence: list[tuple[str, int, bytes]] = []  # pieces not kept: sender, index, digest
-        self._suspects: list[str] = []  # they contradict the manifest, rightly or not
+        self._claims: list[tuple[str, list[bytes]]] = []  # all manifests so far, with their senders
+        self._arrived: dict[int, tuple[bytes, str]] = {}  # stored pieces: index -> digest, sender
+        self._evidence: list[tuple[str, int, bytes]] = []  # discarded pieces: sender, index, digest
+        self._suspects: list[str] = []  # peers that contradict the manifest, rightly or not
         self._strikes: dict[str, int] = {}
-        self._num_failures: Counter[str] = Counter()  # that counted, by holder
+        self._num_failures: Counter[str] = Counter()  # counted failures by holder
         self._last_error = RequestError("a download needs a holder, got none")
 
     async def run(self) -> None:
@@ -226,24 +233,24 @@ class _Transfer:
                 return
             if self._is_bound:
                 raise self._error("its manifest is not that of its address: the announcement is false", "damaged")
-            self._condemn(self._giver, "its manifest is false")
+            self._condemn(self._manifest_sender, "its manifest is false")
             self._holders.extend(self._suspects)
             self._suspects = []
 
     async def _learn_manifest(self) -> None:
-        """A manifest, and of the pieces at hand those that fit it."""
+        """Fetch a manifest, and keep those of the stored pieces that match it."""
         if self._num_pieces == 1:
             self._manifest = [self._download.digest]
             return
         length = self._num_pieces * DIGEST_BYTES
         while True:
-            self._giver, manifest = await self._ask(BlobRequest(self._download.digest), length)
+            self._manifest_sender, manifest = await self._ask(BlobRequest(self._download.digest), length)
             expected = self._download.manifest_digest
             if len(manifest) == length and (expected is None or await sha256(manifest) == expected):
                 break
-            self._condemn(self._giver, "its manifest is not the announced one")
+            self._condemn(self._manifest_sender, "its manifest is not the announced one")
         self._manifest = [manifest[start : start + DIGEST_BYTES] for start in range(0, length, DIGEST_BYTES)]
-        self._claims.append((self._giver, self._manifest))
+        self._claims.append((self._manifest_sender, self._manifest))
         for index, (digest, sender) in list(self._arrived.items()):
             if digest != self._manifest[index]:
                 self._evidence.append((sender, index, digest))
@@ -270,7 +277,7 @@ class _Transfer:
                 if digest == self._manifest[index]:
                     await self._pieces.put(index, piece)
                     self._arrived[index] = digest, sender
-                elif self._is_bound or sender == self._giver or len(piece) != length:
+                elif self._is_bound or sender == self._manifest_sender or len(piece) != length:
                     self._condemn(sender, f"piece {index} is not the one of the manifest")
                 else:
                     self._evidence.append((sender, index, digest))
@@ -278,7 +285,7 @@ class _Transfer:
                     self._suspects.append(sender)
 
     async def _ask(self, request: BlobRequest, max_bytes: int) -> tuple[str, bytes]:
-        """(who answered, answer); asks one holder after the other until one does."""
+        """Ask one holder after the other until one answers. Returns (holder, answer)."""
         while self._holders:
             holder = self._holders[0]
             num_failures = self._num_failures[holder]
@@ -291,7 +298,7 @@ class _Transfer:
                     deadline_s=transfer_timeout_s(self._download.base_timeout_s, max_bytes),
                 )
             except RequestError as error:
-                # A lost connection cuts all that was under way on it: that is one failure.
+                # A lost connection cuts all requests on it, which counts as one failure.
                 is_news = error.reason != "cut" or num_failures == self._num_failures[holder]
                 await self._strike(holder, error, is_news=is_news)
                 continue
@@ -302,7 +309,7 @@ class _Transfer:
         raise self._last_error
 
     async def _strike(self, holder: str, error: RequestError, *, is_news: bool) -> None:
-        """Give the holder up, or ask the next one first; a pause where there is no other."""
+        """Drop the holder, or ask the next one first. Pause where there is no other."""
         self._last_error = error
         if is_news:
             self._num_failures[holder] += 1
@@ -316,7 +323,7 @@ class _Transfer:
                 await asyncio.sleep(min(_MAX_PAUSE_S, _PAUSE_S * 2**strikes) * self._rng.uniform(0.5, 1.0))
 
     def _condemn(self, peer_id: str, what: str) -> None:
-        """A peer that certainly sent wrong bytes."""
+        """Drop and report a peer that certainly sent wrong bytes."""
         self._last_error = self._error(f"{peer_id} sent wrong bytes: {what}", "damaged")
         self._drop(peer_id)
         if peer_id not in self._blamed:
@@ -328,9 +335,9 @@ class _Transfer:
             self._holders.remove(holder)
 
     def _settle(self) -> None:
-        """The manifest has proved true: who contradicted it lied."""
+        """The manifest is proven true, so every peer that contradicted it lied."""
         liars = {sender for sender, index, digest in self._evidence if digest != self._manifest[index]}
-        liars |= {giver for giver, manifest in self._claims if manifest != self._manifest}
+        liars |= {sender for sender, manifest in self._claims if manifest != self._manifest}
         for peer_id in sorted(liars):
             self._condemn(peer_id, "the whole proves it")
 

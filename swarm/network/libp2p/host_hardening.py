@@ -1,13 +1,10 @@
-"""Takes two habits from a py-libp2p host: to dial whom it likes, and to remember everybody it has ever met.
+"""Hardens a py-libp2p host: it dials only what its owner asks for, forgets peers that left, and notices dead
+connections.
 
-Has the system close TCP connections on which nothing comes back any more.
-
-After a sleep, a change of network, or in a router that forgot it, a connection is dead and neither end is told: Linux
-tries for a quarter of an hour. A gossip plane would take its neighbours for present all that time and look for no others.
-
-The ports of a host: free before it opens them, closed after it has ended. py-libp2p itself sees to neither.
-
-Tells where peers of a py-libp2p host are seen: the remote address of a connection, which nobody can invent.
+After a sleep or a change of network, or when a router forgets it, a connection is dead and neither end is told; Linux
+keeps trying for a quarter of an hour. So the system is asked to close connections on which nothing comes back. The
+ports of a host are checked before it opens them and closed after it has ended, since py-libp2p does neither. And the
+remote address of each connection, which nobody can forge, is reported.
 """
 
 import contextlib
@@ -38,29 +35,30 @@ logger = logging.getLogger(__name__)
 
 
 SILENCE_S = 30
-"""Longest time without an answer of the other end's system to data or to the question whether it is there."""
+"""Longest time in which the other system may leave data or a keep-alive question unanswered."""
 _FIRST_QUESTION_S = 10
 _QUESTION_INTERVAL_S = 5
 _INNER = ("conn", "stream", "socket")
-"""Under these names py-libp2p's layers hold the next one: security, framing, raw connection, trio's stream, socket."""
+"""The attributes under which py-libp2p's layers hold the next one: security, framing, raw connection, trio's stream,
+socket."""
 _MAX_LAYERS = 8
 
 
 class DeadLines(INotifee):
-    """To be registered with a host's network."""
+    """Sets keep-alive options on new connections. It is registered with a host's network."""
 
     async def connected(self, network: INetwork, conn: INetConn) -> None:
-        secured: Any = conn.muxed_conn  # the interface does not tell what is beneath
+        secured: Any = conn.muxed_conn  # the interface does not show what is beneath
         line = _socket_of(secured.secured_conn)
         if line is None:
-            logger.warning("a connection has no socket that is known: it is noticed late when it dies")
+            logger.warning("cannot find the socket of a connection; its end will be noticed late")
             return
         try:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _options():
                 line.setsockopt(socket.IPPROTO_TCP, option, value)
         except OSError as error:  # it is closed already, or this system does not know the option
-            logger.debug("a connection keeps the system's own patience: %s", error)
+            logger.debug("a connection keeps the system's own timeouts: %s", error)
 
     async def disconnected(self, network: INetwork, conn: INetConn) -> None: ...
 
@@ -74,7 +72,7 @@ class DeadLines(INotifee):
 
 
 def _options() -> list[tuple[int, int]]:
-    """(TCP option, value) of those that this system has: Linux all, others some."""
+    """Return (TCP option, value) of the options that this system has. Linux has all, others some."""
     num_questions = (SILENCE_S - _FIRST_QUESTION_S) // _QUESTION_INTERVAL_S
     wanted = {
         "TCP_KEEPIDLE": _FIRST_QUESTION_S,
@@ -86,7 +84,7 @@ def _options() -> list[tuple[int, int]]:
 
 
 def _socket_of(layer: Any) -> Any:
-    """What has `setsockopt`, beneath the layers of a connection; None where py-libp2p is built otherwise."""
+    """Return the socket beneath the layers of a connection; None where py-libp2p is built differently."""
     for _ in range(_MAX_LAYERS):
         if layer is None or hasattr(layer, "setsockopt"):
             return layer
@@ -98,7 +96,7 @@ CLOSE_TIMEOUT_S = 1.0
 
 
 def check_free(address: TcpAddress) -> None:
-    """Raises NetworkError for a port that another program has: py-libp2p would share it, and lose connections to it."""
+    """Raise NetworkError for a port that another program has. py-libp2p would share it and lose connections to it."""
     try:
         try_port(address)
     except OSError as error:
@@ -106,9 +104,9 @@ def check_free(address: TcpAddress) -> None:
         raise NetworkError(f"py-libp2p must start on {address}, got {reason}; choose another port") from None
 
 
-async def take_leave(host: IHost) -> None:
-    """Close ports and connections. In trio; py-libp2p, when cancelled, leaves its ports open and accepting for good."""
-    network: Any = host.get_network()  # a Swarm; the interface does not tell of its parts
+async def close_network(host: IHost) -> None:
+    """Close ports and connections. In trio. When py-libp2p is cancelled, it leaves its ports open for good."""
+    network: Any = host.get_network()  # a Swarm, whose parts the interface does not show
     with trio.move_on_after(CLOSE_TIMEOUT_S) as scope:
         scope.shield = True
         async with trio.open_nursery() as nursery:
@@ -119,7 +117,7 @@ async def take_leave(host: IHost) -> None:
 async def _close(part: Any) -> None:
     connection = getattr(part, "muxed_conn", None)
     try:
-        await part.close()  # of a connection that was cancelled, this does not reach the socket
+        await part.close()  # this does not reach the socket of a connection that was cancelled
         if connection is not None:
             await connection.secured_conn.close()
     except Exception as error:  # it is broken already
@@ -131,9 +129,11 @@ OnSeen = Callable[[str, tuple[str, ...]], None]
 
 
 class Sightings(INotifee):
-    """Reports the peers of inbound and outbound connections, and whoever answers in place of the peer that was dialled.
+    """Reports the peers of inbound and outbound connections, and peers that answer in place of the one that was
+    dialled.
 
-    A stranger that names the address of an honest peer would otherwise make this node believe that nobody answers there.
+    Otherwise a stranger that announces the address of an honest peer could make this node believe that nobody answers
+    there.
     """
 
     def __init__(self, host: IHost, on_seen: OnSeen) -> None:
@@ -147,23 +147,25 @@ class Sightings(INotifee):
         self._network.upgrader.security_multistream.secure_outbound = self._secure_outbound
 
     async def _secure_outbound(self, raw: Any, peer_id: ID) -> Any:
-        """The handshake of a dial. It is completed with anybody, and then refused to all but the peer that was dialled."""
+        """Make the handshake of a dial. It is completed with any peer, and then refused unless it is the peer that was
+        dialled.
+        """
         session = await self._secure(raw, None)
         actual = session.get_remote_peer()
-        self._tell(actual, session.get_remote_address())
+        self._report(actual, session.get_remote_address())
         if actual != peer_id:
-            raise PeerIDMismatchesPubkey(f"dialled {peer_id}, and {actual} is there")
+            raise PeerIDMismatchesPubkey(f"dialled {peer_id}, but {actual} answered")
         return session
 
     async def connected(self, network: INetwork, conn: INetConn) -> None:
-        secured: Any = conn.muxed_conn  # the interface does not tell what is beneath
-        self._tell(secured.peer_id, secured.secured_conn.get_remote_address())
+        secured: Any = conn.muxed_conn  # the interface does not show what is beneath
+        self._report(secured.peer_id, secured.secured_conn.get_remote_address())
 
-    def _tell(self, peer_id: ID, remote: tuple[str, int] | None) -> None:
+    def _report(self, peer_id: ID, remote: tuple[str, int] | None) -> None:
         if remote is None:
             return
         ip = ipaddress.ip_address(remote[0].partition("%")[0])
-        ip = getattr(ip, "ipv4_mapped", None) or ip  # a socket for both families shows IPv4 peers so
+        ip = getattr(ip, "ipv4_mapped", None) or ip  # a socket for both families shows IPv4 peers in this form
         self._on_seen(str(peer_id), (TcpAddress(f"ip{ip.version}", str(ip), remote[1]).transport,))
 
     async def disconnected(self, network: INetwork, conn: INetConn) -> None: ...
@@ -178,7 +180,7 @@ class Sightings(INotifee):
 
 
 class DialGate:
-    """Takes the place of py-libp2p's connection gate: it lets the host dial an address only while its owner asks for it.
+    """Replaces py-libp2p's connection gate. The host can dial an address only while its owner asks for it.
 
     Otherwise a new stream to a peer whose connection has just ended would dial any address that the peer has named in
     an identify message or in a signed address record.
@@ -189,7 +191,7 @@ class DialGate:
 
     @contextlib.contextmanager
     def open_for(self, addresses: Iterable[object]) -> Iterator[None]:
-        """Let these addresses be dialled within the context."""
+        """Allow these addresses to be dialled within the context."""
         texts = Counter(map(str, addresses))
         self._allowed += texts
         try:
@@ -202,15 +204,15 @@ class DialGate:
         return str(address) in self._allowed
 
     def is_in_allow_list(self, address: object) -> bool:
-        """py-libp2p asks this before it closes a connection of too many; no peer is exempt."""
+        """py-libp2p asks this before it closes a surplus connection. No peer is exempt."""
         return False
 
 
 def restrain(host: IHost) -> DialGate:
-    """Limit a host that does not run yet: it dials only where the returned gate lets it, and forgets who has left."""
-    network: Any = host.get_network()  # a Swarm; the interface does not tell of its parts
+    """Restrict a host that does not run yet: it dials only what the returned gate allows, and forgets peers that left."""
+    network: Any = host.get_network()  # a Swarm, whose parts the interface does not show
     network.connection_gate = gate = DialGate()
-    network.retry_config = RetryConfig(max_retries=0)  # whoever dials decides when to try again
+    network.retry_config = RetryConfig(max_retries=0)  # the caller decides when to try again
     network.auto_connector = _NeverDials(network)
     network.register_notifee(_Forgetter(host))
     return gate
@@ -218,13 +220,13 @@ def restrain(host: IHost) -> DialGate:
 
 class _NeverDials(AutoConnector):
     async def run_background_task(self, nursery) -> None:
-        """py-libp2p's own looks every few seconds for peers to dial."""
+        """Do nothing. py-libp2p's own looks every few seconds for peers to dial."""
 
     async def maybe_connect(self) -> None:
-        """Called when a connection ends."""
+        """Do nothing when a connection ends."""
 
     def record_disconnect(self, peer_id: ID) -> None:
-        """A table of all peers that ever left."""
+        """Do nothing. py-libp2p's own keeps a table of all peers that ever left."""
 
 
 class _Forgetter(INotifee):
@@ -235,8 +237,8 @@ class _Forgetter(INotifee):
 
     async def disconnected(self, network: INetwork, conn: INetConn) -> None:
         peer_id = conn.muxed_conn.peer_id
-        if not network.get_connections(peer_id) and peer_id != self._host.get_id():  # which holds the host's own key
-            with contextlib.suppress(PeerStoreError):  # nothing known
+        if not network.get_connections(peer_id) and peer_id != self._host.get_id():  # it holds the host's own key
+            with contextlib.suppress(PeerStoreError):  # nothing is known of it
                 network.peerstore.clear_peerdata(peer_id)
 
     async def connected(self, network: INetwork, conn: INetConn) -> None: ...

@@ -1,16 +1,13 @@
-"""Who may connect to a py-libp2p host, and how much of it a connection may use.
+"""Limits on inbound connections to a py-libp2p host, and on what one connection may use.
 
     TCP ─ handshake (place for a moment) ─ Noise ─ BoundedYamux ─ connection (place while it lasts) ─ streams
 
-py-libp2p itself gives every connection that was ever accepted a place for as long as the host lives, lets silent
-connections hold all places, and also speaks plaintext, in which anybody can claim anybody's peer id.
+py-libp2p itself counts every connection it ever accepted for as long as the host lives, lets silent connections hold
+all places, and also speaks plaintext, in which anybody can claim any peer id.
 
-Yamux of py-libp2p with the bounds that its own leaves to the good will of the peer.
-
-py-libp2p 0.8.1 only logs when a peer sends more than its window, takes frames of 16 MiB and any number of streams, and
-lets windows grow to 16 MiB each. So one connection could fill the memory.
-
-It also reads its socket twice per frame, for two bytes and for the rest; here as much at once as there is.
+Its Yamux (0.8.1) only logs when a peer sends more than its window, accepts frames of 16 MiB and any number of streams,
+and lets each window grow to 16 MiB. So one connection could fill the memory. It also reads its socket twice per frame;
+here as much is read at once as there is.
 """
 
 import contextlib
@@ -44,17 +41,17 @@ logger = logging.getLogger(__name__)
 
 
 MAX_UNREAD_BYTES = 2 << 20
-"""Of all streams of a connection together: eight full windows."""
+"""Unread bytes of all streams of a connection together: eight full windows."""
 MAX_STREAMS = 128
-"""Open at a time on one connection, own ones included; the peer's next one is reset."""
+"""Open streams of one connection, including those that this node opened. The peer's next one is reset."""
 _READ_BYTES = 16 * 1024
 
 
 class YamuxOnly(MuxerMultistream):
-    """Offers and accepts no other multiplexer; py-libp2p's own takes its own Yamux, whichever class it is given."""
+    """Offers and accepts only BoundedYamux. py-libp2p's own class uses its own Yamux, whichever class it is given."""
 
     def __init__(self, refused: Counter[str]) -> None:
-        """`refused` is told what was turned away: streams, overrun."""
+        """`refused` counts what was refused: streams, overrun."""
         super().__init__({TProtocol(YAMUX_PROTOCOL_ID): Yamux})
         self._refused = refused
 
@@ -66,7 +63,7 @@ class YamuxOnly(MuxerMultistream):
 
 
 class BoundedYamux(Yamux):
-    """Resets streams beyond the bound, and closes a connection that sends more than it may."""
+    """Resets streams above the limit, and closes a connection that sends more than it may."""
 
     def __init__(self, secured_conn: ISecureConn, peer_id: ID, refused: Counter[str]) -> None:
         super().__init__(secured_conn, peer_id)
@@ -93,7 +90,7 @@ class BoundedYamux(Yamux):
 
 
 class _Overrun(trio.TooSlowError):
-    """The one kind of error in a frame's body upon which py-libp2p closes the connection, whatever the frame."""
+    """The one error in a frame's body at which py-libp2p closes the connection, whatever the frame."""
 
 
 def _with_fixed_window(stream: IMuxedStream) -> YamuxStream:
@@ -103,7 +100,7 @@ def _with_fixed_window(stream: IMuxedStream) -> YamuxStream:
 
 
 class _ReadAhead:
-    """A connection that is read in large pieces, and handed out in small ones without asking the scheduler."""
+    """Reads a connection in large pieces and hands out small ones without a switch of tasks."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -115,35 +112,35 @@ class _ReadAhead:
     async def read(self, n: int | None = None) -> bytes:
         if not self._piece:
             self._piece = memoryview(await self._connection.read(_READ_BYTES))
-        taken, self._piece = self._piece[:n], self._piece[n:] if n is not None else memoryview(b"")
-        return bytes(taken)
+        piece, self._piece = self._piece[:n], self._piece[n:] if n is not None else memoryview(b"")
+        return bytes(piece)
 
 
 def _read_ahead(secured_conn: Any) -> None:
-    """Between handshake and first frame, when nothing has been read that is not used."""
+    """Install `_ReadAhead` between handshake and first frame, when no byte is buffered elsewhere."""
     packets = getattr(getattr(secured_conn, "conn", None), "read_writer", None)
-    if packets is not None:  # else no Noise: a connection of a test
+    if packets is not None:  # else there is no Noise, as in tests
         packets.read_write_closer = _ReadAhead(packets.read_write_closer)
 
 
 MAX_CONNECTIONS = 128
 MAX_INBOUND_CONNECTIONS = 96
-"""The rest is for peers that this node chose itself, so that strangers cannot fill all."""
+"""The other places are for peers that this node chose itself, so that strangers cannot use up all."""
 MAX_HANDSHAKES = 64
 HANDSHAKE_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 1.0
 
 
 def security_of(key_pair: KeyPair) -> dict[TProtocol, Any]:
-    """Noise alone: it proves who is there, and the daemon speaks it too."""
+    """Allow Noise only: it proves who the peer is, and the daemon speaks it, too."""
     return {NOISE_PROTOCOL_ID: NoiseTransport(key_pair, create_new_x25519_key_pair().private_key)}
 
 
 class ConnectionGater:
-    """Takes the place of py-libp2p's own handling of inbound connections."""
+    """Replaces py-libp2p's own handling of inbound connections."""
 
     def __init__(self, host: IHost, refused: Counter[str]) -> None:
-        """`refused` counts what was turned away: handshake, connections, streams, overrun, broken."""
+        """`refused` counts what was refused: handshake, connections, streams, overrun, broken."""
         self._network: Any = host.get_network()  # a Swarm, whose parts the interface does not show
         self._refused = refused
         self._handshakes = ConnectionSlots(MAX_HANDSHAKES, newest_wins=True)
@@ -151,12 +148,12 @@ class ConnectionGater:
 
     def install(self) -> None:
         """Take over the host's inbound connections. The host must not run yet."""
-        self._network._handle_inbound_connection = self._take
+        self._network._handle_inbound_connection = self._handle
         self._network.upgrader.muxer_multistream = YamuxOnly(self._refused)
         self._network.set_stream_handler(self._guarded(self._network.common_stream_handler))
 
     def _guarded(self, handler: Callable[[INetStream], Awaitable[None]]) -> Callable[[INetStream], Awaitable[None]]:
-        """py-libp2p's own handlers, such as identify, would end the host with what they raise."""
+        """Wrap py-libp2p's own handlers, such as identify. What they raise would end the host."""
 
         async def answer(stream: INetStream) -> None:
             try:
@@ -169,15 +166,15 @@ class ConnectionGater:
 
         return answer
 
-    async def _take(self, stream: Any, listen_address: Any) -> None:
-        """From the first byte of a connection to its last. Raises nothing."""
+    async def _handle(self, stream: Any, listen_address: Any) -> None:
+        """Handle a connection from its first byte to its last. Raises nothing."""
         remote = stream.get_remote_address()
         address = remote[0] if remote else ""
         raw = RawConnection(stream, False)
         try:
             connection = await self._shake_hands(address, raw, listen_address)
             if connection is not None:
-                await self._keep(address, connection)
+                await self._hold(address, connection)
         except NoPlace:
             self._refused["connections"] += 1
         except Exception:  # py-libp2p has dozens of types for "this handshake failed"
@@ -188,13 +185,13 @@ class ConnectionGater:
                 await raw.close()
 
     async def _shake_hands(self, address: str, raw: RawConnection, listen_address: Any) -> Any:
-        """The connection; None where it had to give way to another or was too slow."""
+        """Return the connection; None where it had to make room for another or was too slow."""
         with trio.move_on_after(HANDSHAKE_TIMEOUT_S) as scope, self._handshakes.hold(address, scope.cancel):
             return await self._network.upgrade_inbound_raw_conn(raw, listen_address)
         self._refused["handshake"] += 1
         return None
 
-    async def _keep(self, address: str, connection: Any) -> None:
+    async def _hold(self, address: str, connection: Any) -> None:
         with trio.move_on_at(math.inf) as scope, self._connections.hold(address, scope.cancel):
             await connection.event_closed.wait()
             return
