@@ -41,14 +41,14 @@ class Config(Section):
         """Also in a configuration that was written when there was no fence yet."""
         swarm, tasks = (data.get(name) for name in ("swarm", "tasks")) if isinstance(data, Mapping) else (None, None)
         if isinstance(swarm, Mapping) and swarm.get("id") and (tasks is None or isinstance(tasks, Mapping)):
-            return {**data, "tasks": {"fenced": True, **(tasks or {})}}
+            return {**data, "tasks": {"sandboxed": True, **(tasks or {})}}
         return data
 
     @model_validator(mode="after")
     def _no_manifest_reads_files(self) -> "Config":
-        if self.swarm.id and not self.tasks.fenced:
+        if self.swarm.id and not self.tasks.sandboxed:
             raise ValueError(
-                "tasks.fenced must be true in a swarm with a manifest (swarm.id), got false: its founder chose the tasks; "
+                "tasks.sandboxed must be true in a swarm with a manifest (swarm.id), got false: its founder chose the tasks; "
                 "remove your setting"
             )
         return self

@@ -10,6 +10,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from swarm.config.config import Config
+from swarm.config.section import RENAMED, with_present_names
 from swarm.errors import ConfigError
 
 _MAX_FILE_BYTES = 1 << 20
@@ -54,15 +55,13 @@ def read(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None =
     merged: dict[str, Any] = {}
     for path in paths:
         merged = merge(merged, _read_toml(Path(path)))
-    for key, text in (overrides or {}).items():
-        merged = merge(merged, _nest(key, _literal(text)))
-    return merged
+    return merge(merged, _nested(overrides or {}))
 
 
 def parse(data: Mapping[str, Any], origin: Origin = lambda location: None) -> Config:
     """Validate plain data. Raises ConfigError."""
     try:
-        return Config.model_validate(data)
+        return Config.model_validate(with_present_names(data))
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(item, origin) for item in error.errors())) from None
 
@@ -70,10 +69,11 @@ def parse(data: Mapping[str, Any], origin: Origin = lambda location: None) -> Co
 def origin_in(paths: Iterable[Path | str], overrides: Mapping[str, str] | None = None) -> Origin:
     """The last file that says something at a location; None where an override does, which stands on the command line."""
     last_first = [Path(path) for path in paths][::-1]
+    on_command_line = [RENAMED.get(key, key) for key in overrides or {}]
 
     def find(location: Sequence[str | int]) -> Path | None:
         key = ".".join(str(part) for part in location)
-        if any(f"{key}.".startswith(f"{override}.") for override in overrides or {}):
+        if any(f"{key}.".startswith(f"{override}.") for override in on_command_line):
             return None
         return next((path for path in last_first if _says(_read_toml(path), location)), None)
 
@@ -122,7 +122,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"a config must be valid TOML, got {path}: {error}; mend that line") from None
     _resolve_paths(data, path.parent)
-    return data
+    return with_present_names(data, str(path))
 
 
 def _resolve_paths(data: dict[str, Any], folder: Path) -> None:
@@ -140,6 +140,14 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
         old = merged.get(key)
         merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
+
+
+def _nested(overrides: Mapping[str, str]) -> dict[str, Any]:
+    """What the command line says, in the shape of a file."""
+    nested: dict[str, Any] = {}
+    for key, text in overrides.items():
+        nested = merge(nested, _nest(key, _literal(text)))
+    return with_present_names(nested, "the command line")
 
 
 def _nest(dotted: str, value: Any) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class MergingSection(Section):
     drift_threshold: PositiveFloat = 1.0
     """Layers whose factors average to more than this error, relative to their products, are merged as products instead. Up to .6
     averaging was no worse where measured."""
-    search_s: PositiveFloat = 30.0
+    search_timeout_s: PositiveFloat = 30.0
     """Longest search for a partner. About as long as an outer round nearly all find one; training goes on meanwhile."""
     request_timeout_s: PositiveFloat = 10.0
     """For one small request to a partner; a piece of an adapter gets more, by its size."""

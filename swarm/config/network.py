@@ -38,7 +38,7 @@ class NetworkSection(Section):
     """Longest wait for one small request; transfers get more by size."""
     poll_interval_s: PositiveFloat = 1.0
     """Pause between two reads of the header index."""
-    max_connections_inbound: PositiveInt = 64
+    max_concurrent_requests: PositiveInt = 64
     """Requests from peers served at the same time; more are refused. One peer gets at most a quarter of the places."""
     requests_per_peer_per_s: PositiveFloat = 100.0
     """Requests of one peer that are served per second, over time; twice as many at once."""

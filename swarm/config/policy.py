@@ -1,4 +1,4 @@
-"""The base model, its adapter, and the crew of machines that may hold it together."""
+"""The base model, its adapter, and the machines that may hold it together."""
 
 from typing import Annotated, Literal
 
@@ -29,13 +29,13 @@ class PipelineSection(Section):
     """Tells crews of one swarm apart."""
     driver: str = ""
     """Peer id of the node that runs `swarm run`: the only one whose orders the stages take."""
-    crew: tuple[str, ...] = ()
+    machines: tuple[str, ...] = ()
     """Peer ids, or multiaddresses that end in /p2p/PEER_ID, of the machines that run `swarm stage`. Empty: no pipeline."""
     spares: NonNegativeInt = 0
     """Machines of the crew that are left without layers until one is lost."""
     driver_layers: PositiveInt | None = None
     """Last layers of the model, which the driver holds with norm and head. Unset: by speed and memory, like the others'."""
-    by_hand: tuple[str, ...] = ()
+    self_assigned: tuple[str, ...] = ()
     """Peer ids of machines that may say themselves, with `swarm stage --layers`, which layers they hold."""
     max_layers: PositiveInt | None = None
     """Most layers that the driver gives to one machine of the crew, whatever speed it claims. Unset: as its memory allows."""
@@ -56,31 +56,32 @@ class PipelineSection(Section):
 
     @property
     def is_on(self) -> bool:
-        return bool(self.crew)
+        return bool(self.machines)
 
     @property
     def members(self) -> tuple[str, ...]:
         """Peer ids of the crew, the driver excluded."""
-        return tuple(member.rpartition("/")[2] for member in self.crew)
+        return tuple(member.rpartition("/")[2] for member in self.machines)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where members can be reached, as far as the settings say."""
-        return tuple(member for member in self.crew if "/p2p/" in member)
+        return tuple(member for member in self.machines if "/p2p/" in member)
 
     @model_validator(mode="after")
     def _crew_is_whole(self) -> "PipelineSection":
-        if len(set(self.members)) < len(self.crew) or self.driver in self.members:
-            raise ValueError("policy.pipeline.crew must name every machine once and not the driver; remove doubles")
-        if self.crew and not self.driver:
+        if len(set(self.members)) < len(self.machines) or self.driver in self.members:
+            raise ValueError("policy.pipeline.machines must name every machine once and not the driver; remove doubles")
+        if self.machines and not self.driver:
             raise ValueError("policy.pipeline.driver must be the driver's peer id, got none; see `swarm identity show`")
-        if others := sorted(set(self.by_hand) - set(self.members)):
+        if others := sorted(set(self.self_assigned) - set(self.members)):
             raise ValueError(
-                f"policy.pipeline.by_hand must name peer ids of machines in policy.pipeline.crew, got {others[0]}; correct it"
+                f"policy.pipeline.self_assigned must name machines of policy.pipeline.machines by peer id, got {others[0]}; "
+                "correct it"
             )
-        if self.crew and self.spares >= len(self.crew):
+        if self.machines and self.spares >= len(self.machines):
             raise ValueError(
-                f"policy.pipeline.spares must leave a machine that works, got {self.spares} of {len(self.crew)}; lower it"
+                f"policy.pipeline.spares must leave a machine that works, got {self.spares} of {len(self.machines)}; lower it"
             )
         return self
 

@@ -20,7 +20,7 @@ class RolloutsSection(Section):
     """What one group of a source leaves of what was known of its difficulty before."""
     group_sizes: Literal["equal", "variance"] = "equal"
     """equal: group_size each. variance: more for sources whose reward varies and whose answers are short, at equal tokens."""
-    second_round: Literal["off", "hard", "equal"] = "off"
+    extra_rollouts: Literal["off", "hard", "equal"] = "off"
     """More answers to tasks whose first ones earned less than half (DARS, 2508.13755), up to largest_group."""
     smallest_group: Annotated[int, Field(ge=2)] = 4
     """Where sizes differ, no group is smaller (but where group_size is)."""
@@ -32,7 +32,7 @@ class RolloutsSection(Section):
     """Begin so many times groups_per_round groups, stop when that many are complete, continue the rest later (APRIL)."""
     prune: bool = False
     """Drop answers early whose end is foreseeable, so that groups are rather half right, half wrong (ARRoL, 2603.24840)."""
-    prune_after: PositiveInt = 4
+    prune_interval_tokens: PositiveInt = 4
     """Tokens between two looks at an answer, of which there are 16 at most."""
     prune_certainty: Annotated[float, Field(gt=0.5, lt=1)] = 0.8
     """An answer may be dropped once it is so sure to end like most of its group."""
@@ -66,7 +66,7 @@ class RolloutsSection(Section):
     @model_validator(mode="after")
     def _pruning_misleads_nobody(self) -> "RolloutsSection":
         """Rewards of what is left of a group say little of how hard its task is; and a look needs the whole group."""
-        plain = {"task_choice": "weighted", "group_sizes": "equal", "second_round": "off", "over_provision": 1.0}
+        plain = {"task_choice": "weighted", "group_sizes": "equal", "extra_rollouts": "off", "over_provision": 1.0}
         for name, value in plain.items():
             if self.prune and getattr(self, name) != value:
                 raise ValueError(
@@ -78,7 +78,7 @@ class RolloutsSection(Section):
     @property
     def sizes_differ(self) -> bool:
         """Whether groups may have more or fewer answers than group_size."""
-        return self.group_sizes != "equal" or self.second_round != "off"
+        return self.group_sizes != "equal" or self.extra_rollouts != "off"
 
     @property
     def cache_bytes(self) -> int | None:

@@ -1,5 +1,6 @@
 """What others may see of a configuration: for reports, crash reports, model cards and tools that watch a run elsewhere."""
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import PurePath
 from types import UnionType
@@ -8,6 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from swarm.config.config import Config
+from swarm.config.section import with_present_names
+from swarm.errors import ConfigError
 
 HIDDEN = "…"
 _TEXTS = frozenset(
@@ -27,6 +30,8 @@ def shareable(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     A list of what is allowed, as a list of what is secret would miss the next setting.
     """
+    with contextlib.suppress(ConfigError):  # one under both names: its present name alone is a setting below
+        settings = with_present_names(settings)
     return _section(settings, Config, "")
 
 

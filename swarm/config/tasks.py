@@ -90,13 +90,13 @@ class TasksSection(Section):
 
     sources: Annotated[tuple[TaskSourceSection, ...], Field(min_length=1)] = DEMO_TASKS
     """Weighted mixture of task sources. All nodes of a swarm use the same list."""
-    fenced: bool = False
+    sandboxed: bool = False
     """Build and score tasks of reasoning-gym in a process that opens no file but those of installed packages, within bounds of
     time and memory, and let parameters be numbers and known words only. Always true in a swarm with a manifest."""
-    run_code_unfenced: bool = False
+    run_code_unsandboxed: bool = False
     """Run code of strangers even where no sandbox can be set up: it may then read your files, and outside Linux do more."""
 
-    unfenced_rewards: tuple[str, ...] = ()
+    unsandboxed_rewards: tuple[str, ...] = ()
     """Reward functions of packages, by name, that may read your files, start programs and use the network; see rewards.md."""
     reward_memory_mib: Annotated[int, Field(ge=64)] = 2048
     """Address space of one reward function of a package."""

@@ -1,7 +1,7 @@
 """Dropping answers early whose end is foreseeable, so that what is left of a group is rather half right, half wrong.
 
     prompt computed ─▶ chance of the group π ─▶ how many of it are safe: G · min(π, 1 − π) / max(π, 1 − π), or more
-    every `prune_after` tokens of an answer ─▶ its own chance p ─▶ sure to end like most of its group? doomed
+    every `prune_interval_tokens` tokens of an answer ─▶ its own chance p ─▶ sure to end like most of its group? doomed
     doomed and not safe ─▶ dropped                        doomed and safe ─▶ goes on, standing for those dropped
 
 After ARRoL (2603.24840), but with no look at siblings: a decision depends on prompt, own tokens, seed and head alone, so it
@@ -202,7 +202,7 @@ class PruneCall:
 
     def is_due(self, num_tokens: int) -> bool:
         """Whether to look at an answer of so many tokens."""
-        after = self._config.prune_after
+        after = self._config.prune_interval_tokens
         return num_tokens % after == 0 and num_tokens <= _MAX_LOOKS * after
 
     def saw_prompts(self, prompts: Sequence[int], states: Tensor) -> None:

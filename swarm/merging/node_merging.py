@@ -64,7 +64,7 @@ class NodeMerging:
         what is known of other peers.
         """
         merging, swarm_id = config.merging, config.swarm_id
-        patience = MergeTimeouts(merging.search_s, merging.request_timeout_s, merging.min_bytes_per_s)
+        patience = MergeTimeouts(merging.search_timeout_s, merging.request_timeout_s, merging.min_bytes_per_s)
         rng = random.Random(f"merging/{identity.peer_id}")
         self._precision = merging.precision
         self._patience = patience

@@ -265,7 +265,7 @@ class Learner:
             "train/swarm_groups_total": self._totals["swarm_groups"],
             "train/replayed_groups": sum(group.is_replay for group in batch),
             "train/answers_below_floor_total": self._translator.num_answers_below_floor,
-            "train/answers_misspelt_total": self._translator.num_answers_misspelt,
+            "train/answers_text_mismatch_total": self._translator.num_answers_text_mismatch,
             "train/dropped_groups": dict(self._batches.dropped),
             "pool/groups": self._pool.num_fresh(),
         }

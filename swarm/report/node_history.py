@@ -8,7 +8,8 @@ from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
-from swarm.machine.safe_files import open_to_read, parse_json
+from swarm.machine.safe_files import open_to_read
+from swarm.observability.metrics import parse_row
 
 MetricsRow = dict[str, Any]
 MAX_BYTES = 64 << 20
@@ -92,7 +93,7 @@ class NodeHistory:
                 line = b""
             self._offset += num_bytes
             try:
-                self._add(parse_json(line))
+                self._add(parse_row(line))
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 continue  # damaged, too long, or not written by a node: that row is lost
 

@@ -90,7 +90,7 @@ class Sandbox:
         except SandboxError as error:
             if not may_be_unfenced:
                 raise
-            logger.warning("code of strangers runs without a fence, as run_code_unfenced allows: %s", error)
+            logger.warning("code of strangers runs without a fence, as run_code_unsandboxed allows: %s", error)
             sandbox = cls(limits, is_fenced=False)
             sandbox.check()
         return sandbox

@@ -299,7 +299,7 @@ def _sandbox(limits: RunLimits, name: str, may_be_unfenced: bool) -> Sandbox:
     except SandboxError as error:
         raise TaskError(
             f"code tasks must run in a sandbox (Linux with user namespaces), got {error}; allow user namespaces, remove "
-            f"source {name!r}, or set tasks.run_code_unfenced = true and let code of strangers read your files"
+            f"source {name!r}, or set tasks.run_code_unsandboxed = true and let code of strangers read your files"
         ) from None
 
 

@@ -59,7 +59,7 @@ class SandboxedVerifier:
         self._memory_bytes = memory_bytes
         self._opening_s = 0.0
         tasks = config.model_copy(update={"sources": tuple(sections)})
-        readable = () if config.fenced else tuple(_named_files(sections))
+        readable = () if config.sandboxed else tuple(_named_files(sections))
         confinement = Confinement(memory_bytes, FILE_BYTES, "if possible", readable)
         self._process = LineProcess("swarm.tasks.verifier_process", tasks.model_dump_json(), confinement)
 

@@ -160,7 +160,7 @@ def _is_fenced(section: TaskSourceSection, config: TasksSection) -> bool:
     So it is with sources of a manifest, and with those beside reward functions of packages: these have processes of their
     own, which may not be started from inside of the fence.
     """
-    return not is_bounded(section) and (config.fenced or bool(package_signals(section)))
+    return not is_bounded(section) and (config.sandboxed or bool(package_signals(section)))
 
 
 def _without_signals(config: TasksSection, sections: Sequence[TaskSourceSection]) -> TasksSection:
@@ -171,11 +171,11 @@ def _without_signals(config: TasksSection, sections: Sequence[TaskSourceSection]
 def _build(section: TaskSourceSection, config: TasksSection, fence: SandboxedVerifier | None) -> TaskSource:
     source: TaskSource
     if section.kind == "code":
-        source = CodeSource(section, may_be_unfenced=config.run_code_unfenced)
+        source = CodeSource(section, may_be_unfenced=config.run_code_unsandboxed)
     elif section.kind == "jsonl":
         source = JsonlSource(section)
     elif fence is not None and fence.holds(section.source_name):
         source = SandboxedSource(section, fence)
     else:
-        source = ReasoningGymSource(section, takes_anything=not config.fenced)
+        source = ReasoningGymSource(section, takes_anything=not config.sandboxed)
     return MultiRewardSource(source, section, config) if section.signals else source

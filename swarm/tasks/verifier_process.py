@@ -41,10 +41,10 @@ class _Bench:
     """The sources, each built when it is first asked for."""
 
     def __init__(self, config: TasksSection) -> None:
-        """With `config.fenced` this process can open no file of the operator's from here on."""
+        """With `config.sandboxed` this process can open no file of the operator's from here on."""
         import reasoning_gym  # noqa: F401  what it loads from the system's folders is loaded before they are closed
 
-        self.files = close_files() if config.fenced else _ALL_FILES
+        self.files = close_files() if config.sandboxed else _ALL_FILES
         self._config = config
         self._sections = {section.source_name: section for section in config.sources}
         self._mixture = cache(self._build)

@@ -53,7 +53,7 @@ PROFILES = (
 MERGING: Mapping[str, str] = {
     "merging.enabled": "true",
     "merging.inner_steps": "8",
-    "merging.search_s": "8.0",
+    "merging.search_timeout_s": "8.0",
     "merging.final": "true",
     "merging.final_interval_s": "30.0",
     "merging.final_tries": "3",

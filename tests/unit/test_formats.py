@@ -10,6 +10,7 @@ import pytest
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import SharingSection, load
 from swarm.config.node_folder import NodeFolder
+from swarm.config.section import RENAMED, with_present_names
 from swarm.manifest.files import read_manifest
 from swarm.node.policy_backend import local_backend
 from swarm.node.process import run_node
@@ -49,13 +50,23 @@ def test_identity_is_the_same_one(left: NodeFolder) -> None:
 
 
 def test_every_setting_of_the_old_configuration_keeps_its_value(left: NodeFolder) -> None:
-    told = tomllib.loads(left.config.read_text())
+    told = with_present_names(tomllib.loads(left.config.read_text()))
     read = load([left.config]).model_dump(mode="json", exclude_none=True)
     for section, settings in told.items():
         for name, value in settings.items():
             if not isinstance(value, dict | list):
                 assert read[section][name] == value, f"{section}.{name}"
     assert load([left.config]).policy.lora.rank == 1
+
+
+def test_the_first_release_has_settings_under_names_of_then() -> None:
+    """So the test above reads renamed settings too, and not only ones that still have their name."""
+    told = tomllib.loads((FORMATS / "0.1.0" / "config.toml").read_text())
+    old = {f"{section}.{name}" for section, settings in told.items() for name in settings}
+    assert len(old & RENAMED.keys()) >= 5
+    config = load([FORMATS / "0.1.0" / "config.toml"])
+    assert config.rollouts.prune_interval_tokens == told["rollouts"]["prune_after"]
+    assert list(config.policy.pipeline.machines) == told["policy"]["pipeline"]["crew"]
 
 
 def test_pool_gives_the_group_that_was_stored(left: NodeFolder) -> None:

@@ -124,18 +124,18 @@ def test_other_kinds_of_tasks_and_signals_are_bounded_too(task: dict[str, Any], 
 
 
 def test_tasks_of_a_manifest_are_fenced_whoever_writes_the_configuration() -> None:
-    assert compose(make(), {}, {}, {}).tasks.fenced
-    with pytest.raises(ConfigError, match=r"tasks\.fenced is decided by the manifest"):
-        compose(make(), {}, {"tasks": {"fenced": False}}, {})
+    assert compose(make(), {}, {}, {}).tasks.sandboxed
+    with pytest.raises(ConfigError, match=r"tasks\.sandboxed is decided by the manifest"):
+        compose(make(), {}, {"tasks": {"sandboxed": False}}, {})
     old = {"swarm": {"name": "friends", "id": make().id}, "tasks": {"sources": [SPELLING]}}
-    assert parse(old).tasks.fenced, "one that an earlier version wrote"
+    assert parse(old).tasks.sandboxed, "one that an earlier version wrote"
     with pytest.raises(ConfigError, match="must be true in a swarm with a manifest"):
-        parse(old | {"tasks": {"fenced": False}})
-    assert not parse({}).tasks.fenced
+        parse(old | {"tasks": {"sandboxed": False}})
+    assert not parse({}).tasks.sandboxed
 
 
 def fenced(*sources: dict[str, Any]) -> TasksSection:
-    return TasksSection.model_validate({"sources": sources, "fenced": True})
+    return TasksSection.model_validate({"sources": sources, "sandboxed": True})
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,7 @@ class RequestServer:
     ) -> Self:
         """With the limits of the settings."""
         return cls(
-            max_concurrent=config.max_connections_inbound,
+            max_concurrent=config.max_concurrent_requests,
             timeout_s=config.request_timeout_s,
             traffic=traffic,
             limits=RequestLimits.of(config),

@@ -35,7 +35,7 @@ class Member:
     ranges: tuple[tuple[int, int], ...]
     """Layers [start, stop) that it holds."""
     is_fixed: bool
-    """Whether a person said which; only of members in `policy.pipeline.by_hand`."""
+    """Whether a person said which; only of members in `policy.pipeline.self_assigned`."""
 
 
 class StageMachines:
@@ -141,9 +141,9 @@ class StageMachines:
                 f"a crew must have one base, adapter shape and dtype, got others at {peer_id}; give all machines the same "
                 "policy table"
             )
-        if member.is_fixed and peer_id not in self._config.by_hand:
+        if member.is_fixed and peer_id not in self._config.self_assigned:
             raise PipelineError(
-                f"a machine must be named in policy.pipeline.by_hand to say which layers it holds, got --layers at {peer_id}; "
+                f"a machine must be named in policy.pipeline.self_assigned to choose its layers, got --layers at {peer_id}; "
                 "name it there on the driver, or start `swarm stage` without --layers"
             )
         if measure and not member.is_fixed and not member.machine.layers_per_s:
