@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Sequence
 
 from swarm.config import Config
-from swarm.diagnostics.machine import CheckResult, ok, problem, warning
+from swarm.diagnostics.check_result import CheckResult, ok, problem, warning
 from swarm.machine.child_python import module_command, pip_install
 from swarm.machine.hardware import detect
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from statistics import median
 
 from swarm.config import NetworkSection
-from swarm.diagnostics.machine import CheckResult, Level, check_ports, ok, problem, warning
+from swarm.diagnostics.check_result import CheckResult, Level, ok, problem, warning
+from swarm.diagnostics.machine import check_ports
 from swarm.errors import ConfigError, NetworkError, RequestError
 from swarm.network.own_ports import PORTS_FILE, OwnPorts
 from swarm.network.peers.dialling import PEERS_FILE, read_peers

@@ -13,7 +13,7 @@ from swarm.errors import DoctorError
 from swarm.observability.plain_text import plain
 
 if TYPE_CHECKING:
-    from swarm.diagnostics.machine import CheckResult
+    from swarm.diagnostics.check_result import CheckResult
 
 _SIGNS = {"ok": "ok     ", "warning": "warning", "problem": "problem"}
 
@@ -38,7 +38,8 @@ def doctor(
     import asyncio  # here, as `swarm --help` is to be quick
 
     from swarm.diagnostics.accelerator import check_accelerator
-    from swarm.diagnostics.machine import Level, check_machine, check_membership
+    from swarm.diagnostics.check_result import Level
+    from swarm.diagnostics.machine import check_machine, check_membership
     from swarm.diagnostics.swarm_view import check_swarm
 
     resolved = load_config(config or [], ("--json", "--network", "--no-network"))

@@ -2,7 +2,7 @@
 
     every unit of time: those whose turn it is take an inner step ─▶ Merger.after ─▶ offers are matched ─▶ Merger.after, once more
 
-What merges in pairs is `swarm.merging.Merger`, as a node runs it. DiLoCo is the same outer step on the mean of all.
+What merges in pairs is `swarm.merging.merger.Merger`, as a node runs it. DiLoCo is the same outer step on the mean of all.
 """
 
 import math
