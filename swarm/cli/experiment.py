@@ -274,7 +274,7 @@ def merging(
     """
     from swarm.experiments.merging.arms import DILOCO, NOLOCO
     from swarm.experiments.merging.figures import figures, write_all
-    from swarm.experiments.merging.plan import KNOWN, MergingPlan, chosen_parts
+    from swarm.experiments.merging.merging_plan import KNOWN, MergingPlan, chosen_parts
 
     chosen = chosen_parts(f"{parts},attacks" if attacks else parts)
     plan = MergingPlan(chosen, tuple(seed_list(seeds)), num_steps=steps, num_rounds=rounds)

@@ -24,7 +24,7 @@ from swarm.experiments.merging.arms import (
     Part,
     attack_name,
 )  # fmt: skip
-from swarm.experiments.merging.plan import COMPANIES, STAGES
+from swarm.experiments.merging.merging_plan import COMPANIES, STAGES
 from swarm.machine.safe_files import SHARED, replace_file
 from swarm.report.tables import Curves, Spread, Table, plot, smooth, write_report
 

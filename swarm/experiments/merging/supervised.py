@@ -15,7 +15,7 @@ from torch import Tensor
 from swarm.adapters.adapter_state import read_adapter, write_adapter
 from swarm.config import LoraSection, PolicySection, TasksSection, parse
 from swarm.experiments.bare_learner import BareLearner
-from swarm.experiments.merging.arms import NUM_REPLICAS, Arm
+from swarm.experiments.merging.arms import NUM_REPLICAS, MergingArm
 from swarm.experiments.merging.replicas import Adapter, Example, Replicas
 from swarm.policy.policy import Policy, load_policy
 from swarm.tasks.task_mixture import TaskMixture, training_seed
@@ -26,7 +26,9 @@ from swarm.types import Task
 class LearnerReplicas:
     """A `Population`; what it measures is the mean reward of a sampled answer, at temperature 1."""
 
-    def __init__(self, arm: Arm, *, seed: int, groups_per_round: int, group_size: int, held_out_tasks: int) -> None:
+    def __init__(
+        self, arm: MergingArm, *, seed: int, groups_per_round: int, group_size: int, held_out_tasks: int
+    ) -> None:
         config = parse({"rollouts": {"groups_per_round": groups_per_round, "group_size": group_size}})
         self._mixture = TaskMixture(config.tasks)
         self._learners = [BareLearner(config, f"replica {i}", seed, self._mixture) for i in range(NUM_REPLICAS)]
@@ -149,7 +151,7 @@ class SupervisedReplicas:
         return [{name: losses[i] for name, losses in by_task.items()} for i in range(len(adapters))]
 
 
-def supervised(arm: Arm, *, seed: int, batch: int, num_examples: int, held_out_tasks: int) -> SupervisedReplicas:
+def supervised(arm: MergingArm, *, seed: int, batch: int, num_examples: int, held_out_tasks: int) -> SupervisedReplicas:
     """A population for `arm`; of equal seed all have the same data in the same order, but for those that poison."""
     policy = load_policy(PolicySection(lora=LORA), device="cpu")
     mixture = TaskMixture(TasksSection())

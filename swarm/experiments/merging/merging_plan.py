@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 
 from swarm.errors import ConfigError
 from swarm.experiments.cells import Cell
-from swarm.experiments.merging.arms import PARTS, Arm, Part
+from swarm.experiments.merging.arms import PARTS, MergingArm, Part
 
 Stage = Literal["live", "final", "newcomers"]
 """Merging while nodes train, the final merge, and nodes that join."""
@@ -107,7 +107,7 @@ class MergingPlan:
             if not self.arms or company in self.arms
         ]
 
-    def _supervised(self, name: str, arm: Arm, seed: int) -> Cell:
+    def _supervised(self, name: str, arm: MergingArm, seed: int) -> Cell:
         return _cell(
             name,
             arm,
@@ -123,7 +123,7 @@ class MergingPlan:
             },
         )
 
-    def _rl(self, name: str, arm: Arm, seed: int) -> Cell:
+    def _rl(self, name: str, arm: MergingArm, seed: int) -> Cell:
         return _cell(
             name,
             arm,
@@ -140,7 +140,7 @@ class MergingPlan:
         )
 
 
-def _cell(name: str, arm: Arm, seed: int, rest: Mapping[str, Any]) -> Cell:
+def _cell(name: str, arm: MergingArm, seed: int, rest: Mapping[str, Any]) -> Cell:
     how = {**asdict(arm), "speeds": list(arm.speeds)}
     prefix = "RL, " if rest["learning"] == "rl" else ""
     return Cell("merging", f"{prefix}{name}, seed {seed}", {"arm": name, "seed": seed, "how": how, **rest})
