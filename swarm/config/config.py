@@ -1,4 +1,4 @@
-"""All sections together, and the rules that hold between them."""
+"""`Config` holds all sections and checks the rules between them."""
 
 import hashlib
 from collections.abc import Mapping

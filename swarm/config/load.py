@@ -1,4 +1,4 @@
-"""TOML files and overrides to one validated `Config`, and back. Every mistake is told with rule, value and fix."""
+"""Reads TOML files and overrides into one validated `Config`, and writes it back. Errors name rule, value and fix."""
 
 import difflib
 import tomllib
@@ -16,7 +16,7 @@ from swarm.errors import ConfigError
 _MAX_FILE_BYTES = 1 << 20
 READY = "node_configs"
 Origin = Callable[[Sequence[str | int]], Path | None]
-"""The file that says what is at a location, for what is told of mistakes."""
+"""Finds the file that sets a location, for error messages."""
 _BOUNDS = {"gt": "more than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
 _KINDS = {"int": " to a whole number", "float": " to a number", "bool": " to true or false", "string": " to text"}
 """By the first word of an error's type, such as int_parsing."""
@@ -36,13 +36,13 @@ _ALIASES = {
     "max_steps": "node.max_rounds",
     "num_rounds": "node.max_rounds",
 }
-"""What other trainers call a setting, where its name here does not look like that."""
+"""{name in other trainers: setting here}, for names that do not resemble each other."""
 
 
 def load(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None = None) -> Config:
     """Merge TOML files left to right (tables merge, other values replace), apply overrides, validate.
 
-    `overrides` maps dotted keys to TOML literals; text that is no TOML literal is taken as a string.
+    `overrides` maps dotted keys to TOML literals; text that is not a TOML literal is a string.
     Relative `tasks.sources.path` entries are resolved against the file that names them.
     Raises ConfigError, one line per mistake, each with rule, value, the file that has it, and fix.
     """
@@ -120,7 +120,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"a config must be nested less deep, got {path}; name another file") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"a config must be valid TOML, got {path}: {error}; mend that line") from None
+        raise ConfigError(f"a config must be valid TOML, got {path}: {error}; correct that line") from None
     _resolve_paths(data, path.parent)
     return with_present_names(data, str(path))
 

@@ -1,4 +1,4 @@
-"""Every setting as rows and as a page, generated from the pydantic sections so that it cannot go stale."""
+"""Lists every setting as rows and as a page, generated from the pydantic sections."""
 
 import json
 from types import UnionType

@@ -1,4 +1,4 @@
-"""What all sections share: frozen, no unknown keys, each knob documented beneath it; the types of values; renamed settings."""
+"""The base class of all sections, common types of values, and the old names of renamed settings."""
 
 import functools
 import logging

@@ -1,4 +1,4 @@
-"""What others may see of a configuration: for reports, crash reports, model cards and tools that watch a run elsewhere."""
+"""Selects what others may see of a configuration, for reports, crash reports, model cards and external tools."""
 
 import contextlib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The page of one node: what it shows, who may see it, and what it may ask for.
+"""The page of one node: its data, its events and its controls over HTTP.
 
 NodeReport ─ rows, status ─┐                 ┌─ GET api/state, api/summary      all there is, once
 Reader, Learner ─ groups ──┼─▶ [NodePage] ───┼─ GET api/events                  what changes

@@ -1,4 +1,4 @@
-"""torch, the device and bitsandbytes, asked in a child process: this one stays quick and alive whatever they do."""
+"""Checks torch, the device and bitsandbytes in a child process, as a broken driver can hang or crash its process."""
 
 import json
 import subprocess

@@ -1,6 +1,6 @@
-"""What one node did so far, read from its metrics.jsonl while it grows, over restarts of the node.
+"""The history of one node, read from its metrics.jsonl while the file grows, over restarts of the node.
 
-The file may be somebody else's: time and memory are linear in its bytes, whatever it holds, and these are bounded.
+The file may come from somebody else, so time and memory are linear in its bytes, and these are bounded.
 """
 
 import os

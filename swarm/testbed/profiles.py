@@ -1,4 +1,4 @@
-"""Configurations of the nodes of a testbed: deliberately unlike, as nodes of a real swarm are."""
+"""The configurations of the nodes of a testbed, which differ as nodes of a real swarm do."""
 
 import json
 import math

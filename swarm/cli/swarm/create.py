@@ -1,4 +1,4 @@
-"""`swarm create`: the manifest of a new swarm, signed by its founder."""
+"""`swarm create`: writes the manifest of a new swarm, signed by its founder."""
 
 import time
 from pathlib import Path

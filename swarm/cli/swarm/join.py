@@ -1,4 +1,4 @@
-"""`swarm join`: take part in the swarm of a manifest, or find out whether this machine can."""
+"""`swarm join`: takes part in the swarm of a manifest, or checks whether this machine can."""
 
 import sys
 from collections.abc import Iterator
@@ -28,20 +28,22 @@ def join(
         metavar="MANIFEST [CONFIG|--section.key VALUE]",
         help="The swarm's manifest, a file or an http(s) address; then settings as `swarm run` takes them.",
     ),
-    founder: str = typer.Option(None, metavar="PEER_ID", help="Take only a manifest that this founder has signed."),
+    founder: str = typer.Option(None, metavar="PEER_ID", help="Accept only a manifest that this founder has signed."),
     task_file: list[str] = typer.Option([], metavar="NAME=PATH", help="Your copy of the file of a jsonl task."),
-    check: bool = typer.Option(False, "--check", help="Only tell whether and how this machine can take part."),
+    check: bool = typer.Option(False, "--check", help="Only check whether and how this machine can take part."),
     dial: bool = typer.Option(
         False,
         "--dial",
         help="With --check: connect to the bootstrap peers, and hang up; ask the hub for the size of the base.",
     ),
     accept_edition: int = typer.Option(
-        None, metavar="N", help="Agree to what edition N of the manifest changes, such as its tasks."
+        None, metavar="N", help="Accept the changes of edition N of the manifest, such as its tasks."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the resolved configuration and exit."),
     fresh: bool = typer.Option(
-        False, "--fresh/--resume", help="Start anew; the earlier run is moved aside. Default: resume what is there."
+        False,
+        "--fresh/--resume",
+        help="Start a new run; the earlier run is moved aside. Default: resume the earlier run.",
     ),
 ) -> None:
     """Take part in a swarm: check its manifest, run a node.

@@ -1,4 +1,4 @@
-"""How replicas merge, and what goes wrong, by arm; and which arms each part of the experiment has."""
+"""The arms of the merging experiment: how replicas merge, which faults they meet, and which part has which arms."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
 """One run of several replicas under one way of merging, with partners that fail, are slow, or lie.
 
-    every unit of time: those whose turn it is take an inner step ─▶ Merger.after ─▶ offers are matched ─▶ Merger.after, once more
+    every unit of time: replicas that are due take an inner step ─▶ Merger.after ─▶ offers are matched ─▶ Merger.after, once more
 
-What merges in pairs is `swarm.merging.merger.Merger`, as a node runs it. DiLoCo is the same outer step on the mean of all.
+Pairs are merged by `swarm.merging.merger.Merger`, as in a node. DiLoCo is the same outer step on the mean of all.
 """
 
 import math

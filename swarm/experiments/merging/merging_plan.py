@@ -1,7 +1,4 @@
-"""Which cells the merging experiment has.
-
-What is known of names of which half are hostile, and where they meet honest nodes: arms of the part `hostile`.
-"""
+"""The cells of the merging experiment, with the companies and stages of its part `hostile`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -1,8 +1,7 @@
-"""Replicas that learn from right answers, each from a shard of its own, in a wording that the policy does not know.
+"""Replicas that learn from correct answers, each from its own shard, in a wording that is new to the policy; and under RL.
 
-It is the cheap half of the experiment: eight replicas share every matrix product, so an arm takes seconds.
-
-Replicas under RL: each samples, scores and trains on answers of its own, to a stream of tasks of its own.
+Supervised replicas are cheap: eight share every matrix product, so an arm takes seconds. Replicas under RL sample, score and
+train on their own answers to their own stream of tasks.
 """
 
 import random

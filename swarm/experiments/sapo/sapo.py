@@ -4,8 +4,6 @@
 
 Every arm samples the same number of answers a round, so its sum of rewards compares at equal sampling, as the paper does. The
 second view compares at equal numbers of answers trained on, of which sharing arms have more per round.
-
-Where the groups of a training batch come from, by arm of the sharing experiment.
 """
 
 import json
