@@ -14,6 +14,8 @@ from swarm.config.section import RENAMED, with_present_names
 from swarm.manifest.files import read_manifest
 from swarm.node.policy_backend import local_backend
 from swarm.node.process import run_node
+from swarm.observability.metrics import RENAMED as RENAMED_METRICS
+from swarm.observability.metrics import read_rows
 from swarm.observability.status_file import read_status
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
@@ -81,6 +83,13 @@ def test_status_reputation_and_manifest_are_read(left: NodeFolder) -> None:
     assert (status.peer_id, status.round, status.phase) == (READER.peer_id, 2, "ended")
     assert Reputation(3600.0, lambda: NOW, left.reputation).weight(ALICE.peer_id) > 0.5
     assert read_manifest(str(left.manifest)).name == "friends"
+
+
+def test_rows_of_metrics_are_read_under_the_present_names(left: NodeFolder) -> None:
+    rounds = [row for row in read_rows(left.metrics) if row["kind"] == "round"]
+    assert [row["round"] for row in rounds] == [1, 2]
+    assert all("train/answers_text_mismatch_total" in row for row in rounds)
+    assert not any(RENAMED_METRICS.keys() & row.keys() for row in rounds)
 
 
 def test_node_goes_on_after_the_last_round_of_the_old_version(left: NodeFolder) -> None:
