@@ -25,7 +25,7 @@ from swarm.experiments.cell_process import run_cell
 from swarm.experiments.cells import Result
 from swarm.experiments.merging.arms import DILOCO, EQUAL_HOPS, LEARNING, NOLOCO, SILO
 from swarm.experiments.merging.figures import figures, loss_table, mean_value
-from swarm.experiments.merging.plan import MergingPlan
+from swarm.experiments.merging.merging_plan import MergingPlan
 from swarm.merging.adapter_wire import encoded_bytes
 
 RANK = 16

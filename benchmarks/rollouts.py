@@ -33,9 +33,9 @@ ARMS: dict[str, Mapping[str, object]] = {
     "partial 1.5": {"over_provision": 1.5},
     "thompson": {"task_choice": "thompson"},
     "variance": {"group_sizes": "variance"},
-    "second round": {"second_round": "hard", "largest_group": 16},
+    "second round": {"extra_rollouts": "hard", "largest_group": 16},
     "refill": {"refill_draws": 2},
-    "prune": {"prune": True, "prune_after": 1},
+    "prune": {"prune": True, "prune_interval_tokens": 1},
 }
 _SLICE_S = 1.0
 

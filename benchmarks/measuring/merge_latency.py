@@ -58,7 +58,7 @@ class _Node:
         transport = make_transport(network, identity, folder, EntryValidator(SWARM_ID))
         assert transport is not None
         self.transport = transport
-        timeouts = MergeTimeouts(config.search_s, config.request_timeout_s, config.min_bytes_per_s)
+        timeouts = MergeTimeouts(config.search_timeout_s, config.request_timeout_s, config.min_bytes_per_s)
         context = NodeContext.of(identity, SWARM_ID, transport)
         self._exchange = MergeExchange(timeouts, context, rng=random.Random(identity.peer_id))
         origin = AdapterOrigin(LINEAGE, 2.0, start)
@@ -104,7 +104,7 @@ def measure_syncs(num_nodes: int, num_syncs: int, rank: int, search_s: float) ->
 
 
 async def _measure(num_nodes: int, num_syncs: int, rank: int, search_s: float) -> list[Sync]:
-    config = MergingSection(inner_steps=1, search_s=search_s)
+    config = MergingSection(inner_steps=1, search_timeout_s=search_s)
     start = made_up_adapter(rank)
     nodes: list[_Node] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +120,7 @@ async def _measure(num_nodes: int, num_syncs: int, rank: int, search_s: float) -
 
 
 async def _sync_all(nodes: list[_Node], config: MergingSection) -> Sync:
-    limit_s, loop = config.search_s + 60.0, asyncio.get_running_loop()
+    limit_s, loop = config.search_timeout_s + 60.0, asyncio.get_running_loop()
     # not the loop's own threads: they are few, and transports hash on them
     with ThreadPoolExecutor(len(nodes)) as threads:
         done = await asyncio.gather(*(loop.run_in_executor(threads, node.sync, limit_s) for node in nodes))

@@ -1,8 +1,6 @@
-"""Configuration files and `--section.key value` overrides as the commands take them.
+"""Arguments that many commands share: configuration files, `--section.key value` overrides and lists of seeds.
 
-Errors in the words of the command: a setting that was given with a flag is told by the name of that flag.
-
-What a command settles before anything imports torch and its friends.
+An error about a setting that was given with a flag names that flag. `settle_imports` runs before anything imports torch.
 """
 
 import difflib

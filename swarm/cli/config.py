@@ -1,4 +1,4 @@
-"""`swarm config`: what is set, and what can be set."""
+"""`swarm config`: shows the resolved configuration, or every setting."""
 
 import json
 
@@ -7,7 +7,7 @@ import typer
 from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config
 from swarm.cli.node.run import OVERRIDES
 
-app = typer.Typer(help="Show the resolved configuration, or every setting there is.", no_args_is_help=True)
+app = typer.Typer(help="Show the resolved configuration, or list every setting.", no_args_is_help=True)
 
 
 @app.command("show", context_settings=OVERRIDES)

@@ -1,13 +1,16 @@
-"""`swarm experiment`: what sharing and merging are worth, old data, unlike models, hostile peers, lost stages.
+"""`swarm experiment`: controlled experiments on sharing, merging, old data, unlike models, hostile peers and lost stages.
 
-What all experiments do with their cells: compute what is missing, report what there is, once per folder.
+Every experiment computes its missing cells in one folder, which one process uses at a time, and writes a report of the
+finished ones. The options that experiments share are declared once; a command adds its own.
 """
 
 import contextlib
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
@@ -17,40 +20,47 @@ from swarm.experiments.cells import Cell, CellStore, Result, compute
 from swarm.machine.safe_files import SHARED, replace_file
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import Console
 
-    from swarm.experiments.cells import Result
     from swarm.experiments.sapo.sapo import SapoPlan
     from swarm.experiments.sapo.tasks import Mix
     from swarm.report.tables import Curves, Table
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How the cells of an experiment are computed and reported, whatever the experiment."""
+
+    folder: Path
+    workers: int
+    as_json: bool
+    report_only: bool = False
+
+
 def run_cells(
-    folder: Path,
+    run: Run,
     cells: Sequence[Cell],
     write: Callable[[Sequence[Result]], "tuple[Path, list[Table]]"],
     figures: Callable[[Sequence[Result]], Mapping[str, Any]],
     *,
-    workers: int,
-    as_json: bool,
-    report_only: bool = False,
     first: Sequence[Cell] = (),
 ) -> None:
-    """`write`: the report of what there is. `first`: cells that the others need, one at a time. Raises SwarmError where a
-    report finds nothing."""
-    with contextlib.nullcontext(console()) if report_only else one_run(folder) as screen:
-        store = CellStore(folder / "cells")
-        if not report_only:
+    """Computes the missing cells and reports all finished ones.
+
+    `write` writes the report. `first` are cells that the others need; they are computed one at a time.
+    Raises SwarmError if there is no finished cell to report.
+    """
+    with contextlib.nullcontext(console()) if run.report_only else one_run(run.folder) as screen:
+        store = CellStore(run.folder / "cells")
+        if not run.report_only:
             compute(first, store, 1, screen.print)
-            compute(cells, store, workers, screen.print)
+            compute(cells, store, run.workers, screen.print)
         results = store.read_all(cells)
         if not results:
-            raise SwarmError(f"a report needs finished cells, got none in {folder}; leave --report out")
+            raise SwarmError(f"a report needs finished cells, got none in {run.folder}; leave --report out")
         report, tables = write(results)
         screen.print(*(table.rich() for table in tables), f"report: {report}")
-    finish(folder, figures(results), as_json)
+    finish(run.folder, figures(results), as_json=run.as_json)
 
 
 def write_one(
@@ -85,9 +95,7 @@ def console() -> "Console":
     return Console(highlight=False, soft_wrap=True)
 
 
-def finish(folder: Path, figures: Mapping[str, Any], as_json: bool) -> None:
-    from swarm.machine.safe_files import SHARED, replace_file
-
+def finish(folder: Path, figures: Mapping[str, Any], *, as_json: bool) -> None:
     replace_file(folder / "figures.json", json.dumps(figures, indent=1) + "\n", SHARED)
     if as_json:
         print(json.dumps(figures))
@@ -98,20 +106,46 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-_JSON = typer.Option(False, "--json", help="End with one line that holds all figures as a JSON object.")
-_QUICK = typer.Option(False, "--quick", help="Under a minute and too short to tell anything: does it run?")
-_WORKERS = typer.Option(2, min=1, help="Processes at a time, one thread each.")
+Folder = Annotated[
+    Path, typer.Option("--dir", metavar="DIR", help="Folder of the results; finished cells are not run again.")
+]
+Seeds = Annotated[str, typer.Option(help="Seeds, with commas.")]
+Workers = Annotated[int, typer.Option(min=1, help="Processes at a time, one thread each.")]
+ReportOnly = Annotated[bool, typer.Option("--report", help="Compute nothing, report the cells that are there.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Runs in under a minute and shows only that the experiment works.")
+]
+Json = Annotated[bool, typer.Option("--json", help="End with one line that holds all figures as a JSON object.")]
 _MIXES = ("shared", "split")
+Command = TypeVar("Command", bound=Callable[..., None])
+_HELP = """{summary}
+
+Reads: cells that are in --dir already.
+Writes: cells and report.html, with its curves, in --dir.
+
+Examples:
+{examples}
+
+Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted."""
 
 
-@app.command()
+def _experiment(*examples: str) -> Callable[[Command], Command]:
+    """Registers a command. Its help is its docstring, `examples` of its options, and what holds for all experiments."""
+
+    def register(command: Command) -> Command:
+        lines = "\n".join(f"  swarm experiment {command.__name__} {one}".rstrip() for one in examples)
+        command.__doc__ = _HELP.format(summary=inspect.getdoc(command), examples=lines)
+        return app.command()(command)
+
+    return register
+
+
+@_experiment("--rounds 30", "--quick")
 def sapo(
-    folder: Path = typer.Option(
-        Path("runs/sapo"), "--dir", metavar="DIR", help="Folder of the results; finished cells are not run again."
-    ),
+    folder: Folder = Path("runs/sapo"),
     minutes: float = typer.Option(40.0, min=0.5, help="Time budget; sets the number of rounds."),
     rounds: int = typer.Option(None, min=1, help="Rounds of each cell, whatever time that takes."),
-    seeds: str = typer.Option("0,1,2", help="Seeds, with commas."),
+    seeds: Seeds = "0,1,2",
     nodes: int = typer.Option(8, min=2, help="Nodes of each swarm."),
     arms: str = typer.Option(None, help="Own/others' groups of a batch.", show_default="8/0,8/0 + filter,6/2,4/4,2/6"),
     mix: str = typer.Option("shared", help="shared: all nodes draw all tasks. split: each mostly three of them."),
@@ -119,23 +153,14 @@ def sapo(
         "nine-tasks",
         help="nine-tasks: the bundled policy after lessons in them. Or as policy.base: bundled, a folder, a hub id.",
     ),
-    workers: int = _WORKERS,
+    workers: Workers = 2,
     report_only: bool = typer.Option(False, "--report", help="Compute nothing, report what --rounds has by now."),
-    quick: bool = _QUICK,
-    as_json: bool = _JSON,
+    quick: Quick = False,
+    as_json: Json = False,
 ) -> None:
     """Sharing against silos on the nine tasks of the SAPO paper.
 
     With the control that the paper lacks.
-
-    Reads: cells that are in --dir already.
-    Writes: cells and report.html, with its curves, in --dir.
-
-    Examples:
-      swarm experiment sapo --rounds 30
-      swarm experiment sapo --quick
-
-    Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted.
     """
     from swarm.experiments.sapo.sapo import CONTROL, DEFAULT_ARMS, SHARING, SapoPlan, affordable_rounds, chosen_arms
 
@@ -167,32 +192,21 @@ def _report_sapo(folder: Path, plan: "SapoPlan", rounds: int, screen: "Console",
     summaries = summarize(results)
     report = write_all(folder, plan, results, summaries)
     screen.print(*(table.rich() for table in tables_of(results, summaries)), f"report: {report}")
-    finish(folder, figures(summaries), as_json)
+    finish(folder, figures(summaries), as_json=as_json)
 
 
-@app.command()
+@_experiment("", "--quick")
 def offpolicy(
-    folder: Path = typer.Option(
-        Path("runs/offpolicy"), "--dir", metavar="DIR", help="Folder of the results; finished cells are kept."
-    ),
+    folder: Folder = Path("runs/offpolicy"),
     steps: int = typer.Option(192, min=1, help="Training steps of each cell."),
-    seeds: str = typer.Option("0,1,2", help="Seeds, with commas."),
-    workers: int = _WORKERS,
-    quick: bool = _QUICK,
-    as_json: bool = _JSON,
+    seeds: Seeds = "0,1,2",
+    workers: Workers = 2,
+    quick: Quick = False,
+    as_json: Json = False,
 ) -> None:
     """Old data and data of another lineage, with each correction.
 
     Reward and collapse with data that is 0 to 128 policy versions old.
-
-    Reads: cells that are in --dir already.
-    Writes: cells and report.html, with its curves, in --dir.
-
-    Examples:
-      swarm experiment offpolicy
-      swarm experiment offpolicy --quick
-
-    Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted.
     """
     from swarm.experiments.offpolicy import OffPolicyPlan, curves, figures, reward_table
 
@@ -207,33 +221,22 @@ def offpolicy(
     def write(results: "Sequence[Result]") -> "tuple[Path, list[Table]]":
         return write_one(folder, "How far data may be off-policy", told, reward_table(results), curves(results))
 
-    run_cells(folder, plan.cells(), write, figures, workers=workers, as_json=as_json)
+    run_cells(Run(folder, workers, as_json), plan.cells(), write, figures)
 
 
-@app.command()
+@_experiment("", "--quick")
 def heterogeneous(
-    folder: Path = typer.Option(
-        Path("runs/heterogeneous"), "--dir", metavar="DIR", help="Folder of the results; finished cells are kept."
-    ),
+    folder: Folder = Path("runs/heterogeneous"),
     rounds: int = typer.Option(60, min=1, help="Rounds of each cell."),
     learn_steps: int = typer.Option(600, min=1, help="Supervised steps of the second policy, once."),
-    seeds: str = typer.Option("0,1,2", help="Seeds, with commas."),
-    workers: int = _WORKERS,
-    quick: bool = _QUICK,
-    as_json: bool = _JSON,
+    seeds: Seeds = "0,1,2",
+    workers: Workers = 2,
+    quick: Quick = False,
+    as_json: Json = False,
 ) -> None:
     """Two architectures in one swarm, each against its silo.
 
     Each has a tokenizer of its own.
-
-    Reads: cells that are in --dir already.
-    Writes: cells and report.html, with its curves, in --dir.
-
-    Examples:
-      swarm experiment heterogeneous
-      swarm experiment heterogeneous --quick
-
-    Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted.
     """
     from swarm.experiments.heterogeneous import heterogeneous as experiment
 
@@ -249,41 +252,29 @@ def heterogeneous(
         return write_one(folder, "Unlike models in one swarm", told, table, lines)
 
     first = [experiment.second_policy_cell(base, learn_steps)]
-    run_cells(folder, plan.cells(), write, experiment.figures, workers=workers, as_json=as_json, first=first)
+    run_cells(Run(folder, workers, as_json), plan.cells(), write, experiment.figures, first=first)
 
 
-@app.command()
+@_experiment("", "--quick", "--parts hostile --workers 2")
 def merging(
-    folder: Path = typer.Option(
-        Path("runs/merging"), "--dir", metavar="DIR", help="Folder of the results; finished cells are not run again."
-    ),
+    folder: Folder = Path("runs/merging"),
     parts: str = typer.Option("learning,faults,rl", help="Which tables, with commas: also attacks, settings, hostile."),
     attacks: bool = typer.Option(False, "--attacks", help="The table of liars as well."),
     steps: int = typer.Option(120, min=1, help="Inner steps of each replica, supervised."),
     rounds: int = typer.Option(72, min=1, help="Rounds of each replica, under RL."),
-    seeds: str = typer.Option("0,1,2", help="Seeds, with commas."),
-    workers: int = _WORKERS,
-    report_only: bool = typer.Option(False, "--report", help="Compute nothing, report the cells that are there."),
-    quick: bool = _QUICK,
-    as_json: bool = _JSON,
+    seeds: Seeds = "0,1,2",
+    workers: Workers = 2,
+    report_only: ReportOnly = False,
+    quick: Quick = False,
+    as_json: Json = False,
 ) -> None:
     """Eight replicas that merge in pairs, all at once or never.
 
     And partners that fail, are slow, or lie.
-
-    Reads: cells that are in --dir already.
-    Writes: cells and report.html, with its curves, in --dir.
-
-    Examples:
-      swarm experiment merging
-      swarm experiment merging --quick
-      swarm experiment merging --parts hostile --workers 2
-
-    Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted.
     """
     from swarm.experiments.merging.arms import DILOCO, NOLOCO
     from swarm.experiments.merging.figures import figures, write_all
-    from swarm.experiments.merging.plan import KNOWN, MergingPlan, chosen_parts
+    from swarm.experiments.merging.merging_plan import KNOWN, MergingPlan, chosen_parts
 
     chosen = chosen_parts(f"{parts},attacks" if attacks else parts)
     plan = MergingPlan(chosen, tuple(seed_list(seeds)), num_steps=steps, num_rounds=rounds)
@@ -298,35 +289,24 @@ def merging(
             num_rounds=2, inner_rounds=1, groups_per_round=2, held_out_tasks=1,
         )  # fmt: skip
     run_cells(
-        folder, plan.all_cells(), lambda results: write_all(folder, plan.parts, results), figures,
-        workers=workers, report_only=report_only, as_json=as_json,
+        Run(folder, workers, as_json, report_only), plan.all_cells(),
+        lambda results: write_all(folder, plan.parts, results), figures,
     )  # fmt: skip
 
 
-@app.command()
+@_experiment("", "--quick")
 def recovery(
-    folder: Path = typer.Option(
-        Path("runs/recovery"), "--dir", metavar="DIR", help="Folder of the results; finished cells are not run again."
-    ),
+    folder: Folder = Path("runs/recovery"),
     steps: int = typer.Option(300, min=20, help="Training steps of each whole model; half as many of each adapter."),
-    seeds: str = typer.Option("0,1,2", help="Seeds, with commas."),
-    workers: int = _WORKERS,
-    report_only: bool = typer.Option(False, "--report", help="Compute nothing, report the cells that are there."),
-    quick: bool = _QUICK,
-    as_json: bool = _JSON,
+    seeds: Seeds = "0,1,2",
+    workers: Workers = 2,
+    report_only: ReportOnly = False,
+    quick: Quick = False,
+    as_json: Json = False,
 ) -> None:
     """A model in six stages that loses some: ways of rebuilding.
 
     All of them on one trace of failures.
-
-    Reads: cells that are in --dir already.
-    Writes: cells and report.html, with its curves, in --dir.
-
-    Examples:
-      swarm experiment recovery
-      swarm experiment recovery --quick
-
-    Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted.
     """
     from swarm.experiments.recovery.figures import Runs, figures, write_all
     from swarm.experiments.recovery.plan import ADAPTER_RATE, CHECKFREE_PLUS, NONE, OWN_COPY, RecoveryPlan
@@ -339,37 +319,26 @@ def recovery(
         )  # fmt: skip
     first = [plan.base_cell()] if plan.adapter_arms else []
     run_cells(
-        folder, plan.cells(), lambda results: write_all(folder, Runs.of_cells(results)),
-        lambda results: figures(Runs.of_cells(results)), workers=workers, report_only=report_only, as_json=as_json, first=first,
+        Run(folder, workers, as_json, report_only), plan.cells(), lambda results: write_all(folder, Runs.of_cells(results)),
+        lambda results: figures(Runs.of_cells(results)), first=first,
     )  # fmt: skip
 
 
-@app.command()
+@_experiment("", "--quick")
 def attacks(
-    folder: Path = typer.Option(
-        Path("runs/attacks"), "--dir", metavar="DIR", help="Folder of the results; finished cells are not run again."
-    ),
+    folder: Folder = Path("runs/attacks"),
     rounds: int = typer.Option(24, min=1, help="Rounds of each cell."),
     seeds: str = typer.Option("0,1", help="Seeds, with commas; without a defence the first one only."),
     alone: str = typer.Option(None, "--attacks", help="Attacks to run alone, with commas.", show_default="all"),
     hostile: str = typer.Option("1,2,4", help="Hostile nodes of eight, with commas, where all attacks come in turn."),
-    workers: int = _WORKERS,
-    report_only: bool = typer.Option(False, "--report", help="Compute nothing, report the cells that are there."),
-    quick: bool = _QUICK,
-    as_json: bool = _JSON,
+    workers: Workers = 2,
+    report_only: ReportOnly = False,
+    quick: Quick = False,
+    as_json: Json = False,
 ) -> None:
     """Hostile nodes among eight, attack by attack.
 
     What they cost honest ones, and those that defend nothing.
-
-    Reads: cells that are in --dir already.
-    Writes: cells and report.html, with its curves, in --dir.
-
-    Examples:
-      swarm experiment attacks
-      swarm experiment attacks --quick
-
-    Exit codes: 0 done, 1 a cell failed, 3 wrong choice, 130 interrupted.
     """
     from swarm.experiments.attacks.attacks_report import figures, write_all
     from swarm.experiments.attacks.plan import ATTACKS, AttackPlan, chosen_attacks
@@ -382,6 +351,5 @@ def attacks(
             hostile_groups=2, num_sybils=5, held_out_tasks=1,
         )  # fmt: skip
     run_cells(
-        folder, plan.cells(), lambda results: write_all(folder, results), figures,
-        workers=workers, report_only=report_only, as_json=as_json,
+        Run(folder, workers, as_json, report_only), plan.cells(), lambda results: write_all(folder, results), figures,
     )  # fmt: skip

@@ -39,7 +39,7 @@ EPILOG = (
 
 app = typer.Typer(
     name="swarm",
-    help="Post-train a language model together with peers: no coordinator, no data centre, nobody to trust.",
+    help="Post-train a language model together with peers, without a coordinator, a data centre or trust in others.",
     epilog=EPILOG,
     no_args_is_help=True,
     add_completion=False,
@@ -112,7 +112,7 @@ def _run() -> int:
             return _say_unexpected(error)
         return _say(
             f"files and folders must be open to this command, got {os.fsdecode(error.filename)}: {error.strerror}; "
-            "name another place, or mend that one",
+            "name another place, or change its permissions",
             ConfigError.exit_code,
         )
     except Exception as error:

@@ -32,13 +32,15 @@ def testbed(
     minutes: float = typer.Option(None, min=0.1, help="End training after so many minutes, wherever the nodes are."),
     folder: Path = typer.Option(None, "--dir", metavar="DIR", help="Folder of the run.", show_default="runs/testbed"),
     fresh: bool = typer.Option(
-        False, "--fresh/--resume", help="Start anew; the earlier run is moved aside. Default: resume what is there."
+        False,
+        "--fresh/--resume",
+        help="Start a new run; the earlier run is moved aside. Default: resume the earlier run.",
     ),
     merge: bool = typer.Option(False, "--merge", help="Let nodes of one lineage merge their adapters as they train."),
     compare: What = typer.Option(None, help="Run the same nodes with sharing and as silos, once per seed."),
     seeds: str = typer.Option("0,1,2", help="Seeds of a comparison."),
 ) -> None:
-    """Run a swarm of unlike nodes on this machine; show what they learn.
+    """Run a swarm of different nodes on this machine and show what they learn.
 
     Each node is a process with its own policy; they meet over libp2p on
     loopback. Ctrl-C ends all of them.

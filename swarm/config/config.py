@@ -1,4 +1,4 @@
-"""All sections together, and the rules that hold between them."""
+"""`Config` holds all sections and checks the rules between them."""
 
 import hashlib
 from typing import Any
@@ -42,14 +42,14 @@ class Config(Section):
         """Also in a configuration that was written when there was no fence yet."""
         swarm, tasks = (data.get(name) for name in ("swarm", "tasks")) if is_mapping(data) else (None, None)
         if is_mapping(swarm) and swarm.get("id") and (tasks is None or is_mapping(tasks)):
-            return {**data, "tasks": {"fenced": True, **(tasks or {})}}
+            return {**data, "tasks": {"sandboxed": True, **(tasks or {})}}
         return data
 
     @model_validator(mode="after")
     def _no_manifest_reads_files(self) -> "Config":
-        if self.swarm.id and not self.tasks.fenced:
+        if self.swarm.id and not self.tasks.sandboxed:
             raise ValueError(
-                "tasks.fenced must be true in a swarm with a manifest (swarm.id), got false: its founder chose the tasks; "
+                "tasks.sandboxed must be true in a swarm with a manifest (swarm.id), got false: its founder chose the tasks; "
                 "remove your setting"
             )
         return self

@@ -1,4 +1,4 @@
-"""Who else is told what a node does. Everything is off unless a setting here turns it on."""
+"""Settings of tools that may watch a node. Everything is off unless a setting here turns it on."""
 
 from ipaddress import ip_address
 from typing import Annotated, Literal
@@ -15,23 +15,25 @@ class IntegrationsSection(Section):
     """Tools of others that may watch a node. Each needs its extra, such as `pip install -e ".[tensorboard]"` in the clone."""
 
     tensorboard: bool = False
-    """Write every metrics row to tensorboard/ in the node's folder: `tensorboard --logdir runs`. Extra: tensorboard."""
+    """Write every metrics row to tensorboard/ in the node's folder; view it with `tensorboard --logdir runs`. Extra:
+    tensorboard."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases. offline: to wandb/ in the node's folder, for `wandb sync`. online: to their service. Extra: wandb."""
+    """Weights & Biases. offline: write to wandb/ in the node's folder, for `wandb sync`. online: send to their service.
+    Extra: wandb."""
     wandb_project: Annotated[str, Field(min_length=1, max_length=128)] = "swarm"
-    """Project that the run is filed under; the run has the node's readable name."""
+    """Project of the run in Weights & Biases. The run is called by the node's readable name."""
     otel_endpoint: Annotated[str, Field(pattern=_HTTP_ADDRESS)] = ""
-    """OpenTelemetry collector that takes OTLP over HTTP, such as http://127.0.0.1:4318; spans of rounds, rollouts, training
-    steps, bodies sent and taken, merges and checkpoints. Empty: none. Extra: otel."""
+    """OpenTelemetry collector for OTLP over HTTP, such as http://127.0.0.1:4318. It gets spans of rounds, rollouts,
+    training steps, bodies sent and received, merges and checkpoints. Empty: none. Extra: otel."""
     hub_repo: Annotated[str, Field(pattern=r"^([A-Za-z0-9._-]+/[A-Za-z0-9._-]+)?$")] = ""
-    """OWNER/NAME of a model repository that gets the adapter of the newest checkpoint, with a model card. Empty: none. The
-    token is that of `hf auth login`."""
+    """OWNER/NAME of a model repository that gets the newest checkpoint's adapter with a model card, by the token of `hf
+    auth login`. Empty: none."""
     hub_interval_rounds: PositiveInt = 200
-    """Rounds between two pushes; one more when the node ends."""
+    """Rounds between two uploads. There is one more when the node ends."""
     hub_private: bool = True
-    """Whether the repository is private where the push makes it; one that exists stays as it is."""
+    """Create the repository as a private one. An existing repository is not changed."""
     hub_endpoint: Annotated[str, Field(pattern=_HTTP_ADDRESS)] = ""
-    """Address of another hub than huggingface.co. Empty: that one."""
+    """Address of another hub than huggingface.co. Empty: huggingface.co."""
 
     @field_validator("otel_endpoint", "hub_endpoint")
     @classmethod

@@ -1,4 +1,4 @@
-"""TOML files and overrides to one validated `Config`, and back. Every mistake is told with rule, value and fix."""
+"""Reads TOML files and overrides into one validated `Config`, and writes it back. Errors name rule, value and fix."""
 
 import difflib
 import tomllib
@@ -10,13 +10,14 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from swarm.config.config import Config
+from swarm.config.section import RENAMED, with_present_names
 from swarm.errors import ConfigError
 from swarm.types import is_list, is_table
 
 _MAX_FILE_BYTES = 1 << 20
 READY = "node_configs"
 Origin = Callable[[Sequence[str | int]], Path | None]
-"""The file that says what is at a location, for what is told of mistakes."""
+"""Finds the file that sets a location, for error messages."""
 _BOUNDS = {"gt": "more than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
 _KINDS = {"int": " to a whole number", "float": " to a number", "bool": " to true or false", "string": " to text"}
 """By the first word of an error's type, such as int_parsing."""
@@ -36,13 +37,13 @@ _ALIASES = {
     "max_steps": "node.max_rounds",
     "num_rounds": "node.max_rounds",
 }
-"""What other trainers call a setting, where its name here does not look like that."""
+"""{name in other trainers: setting here}, for names that do not resemble each other."""
 
 
 def load(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None = None) -> Config:
     """Merge TOML files left to right (tables merge, other values replace), apply overrides, validate.
 
-    `overrides` maps dotted keys to TOML literals; text that is no TOML literal is taken as a string.
+    `overrides` maps dotted keys to TOML literals; text that is not a TOML literal is a string.
     Relative `tasks.sources.path` entries are resolved against the file that names them.
     Raises ConfigError, one line per mistake, each with rule, value, the file that has it, and fix.
     """
@@ -55,15 +56,13 @@ def read(paths: Iterable[Path | str] = (), overrides: Mapping[str, str] | None =
     merged: dict[str, Any] = {}
     for path in paths:
         merged = merge(merged, _read_toml(Path(path)))
-    for key, text in (overrides or {}).items():
-        merged = merge(merged, _nest(key, _literal(text)))
-    return merged
+    return merge(merged, _nested(overrides or {}))
 
 
 def parse(data: Mapping[str, Any], origin: Origin = lambda location: None) -> Config:
     """Validate plain data. Raises ConfigError."""
     try:
-        return Config.model_validate(data)
+        return Config.model_validate(with_present_names(data))
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(item, origin) for item in error.errors())) from None
 
@@ -71,10 +70,11 @@ def parse(data: Mapping[str, Any], origin: Origin = lambda location: None) -> Co
 def origin_in(paths: Iterable[Path | str], overrides: Mapping[str, str] | None = None) -> Origin:
     """The last file that says something at a location; None where an override does, which stands on the command line."""
     last_first = [Path(path) for path in paths][::-1]
+    on_command_line = [RENAMED.get(key, key) for key in overrides or {}]
 
     def find(location: Sequence[str | int]) -> Path | None:
         key = ".".join(str(part) for part in location)
-        if any(f"{key}.".startswith(f"{override}.") for override in overrides or {}):
+        if any(f"{key}.".startswith(f"{override}.") for override in on_command_line):
             return None
         return next((path for path in last_first if _says(_read_toml(path), location)), None)
 
@@ -121,9 +121,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"a config must be nested less deep, got {path}; name another file") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"a config must be valid TOML, got {path}: {error}; mend that line") from None
+        raise ConfigError(f"a config must be valid TOML, got {path}: {error}; correct that line") from None
     _resolve_paths(data, path.parent)
-    return data
+    return with_present_names(data, str(path))
 
 
 def _resolve_paths(data: dict[str, Any], folder: Path) -> None:
@@ -141,6 +141,14 @@ def merge(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
         old = merged.get(key)
         merged[key] = merge(old, value) if is_table(old) and is_table(value) else value
     return merged
+
+
+def _nested(overrides: Mapping[str, str]) -> dict[str, Any]:
+    """What the command line says, in the shape of a file."""
+    nested: dict[str, Any] = {}
+    for key, text in overrides.items():
+        nested = merge(nested, _nest(key, _literal(text)))
+    return with_present_names(nested, "the command line")
 
 
 def _nest(dotted: str, value: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How adapters are merged with those of others."""
+"""Settings of merging adapters with partners."""
 
 from typing import Annotated, Literal
 
@@ -13,53 +13,62 @@ def largest_stable_beta(alpha: float) -> float:
 
 
 class MergingSection(Section):
-    """Merging adapters with partners of the same lineage while training, without an all-reduce (NoLoCo, 2506.10911)."""
+    """Merging adapters with partners of the same lineage during training, without an all-reduce (NoLoCo, 2506.10911)."""
 
     enabled: bool = False
-    """Merge with partners. Off: only experience is shared."""
+    """Merge adapters with partners. Off: only experience is shared."""
     inner_steps: PositiveInt = 32
-    """H: optimizer steps between two outer steps."""
+    """Optimizer steps between two outer steps (H)."""
     interval_s: Annotated[float, Field(ge=0)] = 0.0
-    """Take outer steps at multiples of so many seconds of the swarm's clock, whatever inner steps were taken; 0: by inner_steps.
-    Nodes of unlike speed then meet, and the fast ones need not wait for the slow ones."""
+    """Take outer steps at multiples of this many seconds of the swarm's clock, whatever the number of inner steps. Nodes of
+    different speed then meet without waiting for each other. 0: by inner_steps."""
     alpha: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """Outer momentum."""
+    """Momentum of the outer step."""
     beta: PositiveFloat = 0.7
-    """Outer learning rate of the own training; below 2(1 - alpha^2), well before outer steps overshoot."""
+    """Learning rate of the outer step. It must be below 2(1 - alpha^2), which is safely below the value at which outer
+    steps overshoot."""
     precision: Literal["bf16", "int8", "int4"] = "bf16"
-    """Of the weights that are sent. int8 halves the bytes, int4 quarters them; see benchmarks.md for what they cost."""
+    """Number format in which weights are sent. int8 halves the bytes of bf16, int4 quarters them. For the cost see
+    benchmarks.md."""
     schedule: Literal["fixed", "late"] = "fixed"
-    """fixed: every inner_steps. late: of those one in five, and all in the last quarter of node.max_rounds."""
+    """When outer steps are taken. fixed: every inner_steps. late: every fifth of those, and all in the last quarter of
+    node.max_rounds."""
     clip_factor: PositiveFloat = 4.0
-    """A partner's tensor may lie so many times the median of our own last changes of it away from ours; the rest is cut off."""
+    """Largest distance of a partner's tensor from ours, as a multiple of the median of our own last changes of that tensor.
+    What exceeds it is clipped."""
     strangers_factor: Annotated[float, Field(ge=0)] = 1.0
-    """All strangers together may move a tensor, over 16 outer steps or in one final merge, so many times as far as our own
-    training moved it. A stranger is a peer of which fewer than four bodies were admitted; 0 takes nothing from strangers."""
+    """Largest distance by which all strangers together may move a tensor within 16 outer steps or one final merge, as a
+    multiple of the distance of our own training. A stranger is a peer with fewer than four admitted bodies. 0: strangers
+    change nothing."""
     gate_tasks: NonNegativeInt = 24
-    """Private tasks on which a merge must do no harm before it is taken; 0 trusts the partner. They cannot show what an adapter
-    does on a prompt that only its author knows: that is what strangers_factor bounds."""
+    """Number of private tasks on which a merge must not lower the reward to be applied. They cannot show a hidden response
+    to a prompt that only the partner knows: strangers_factor bounds that. 0: no test."""
     drift_threshold: PositiveFloat = 1.0
-    """Layers whose factors average to more than this error, relative to their products, are merged as products instead. Up to .6
-    averaging was no worse where measured."""
-    search_s: PositiveFloat = 30.0
-    """Longest search for a partner. About as long as an outer round nearly all find one; training goes on meanwhile."""
+    """Layers are merged as products instead of factors if averaging the factors has a larger relative error than this. Up
+    to 0.6, averaging was no worse where measured."""
+    search_timeout_s: PositiveFloat = 30.0
+    """Longest search for a partner, in seconds. Training continues meanwhile. With about the length of an outer round
+    nearly all nodes find one."""
     request_timeout_s: PositiveFloat = 10.0
-    """For one small request to a partner; a piece of an adapter gets more, by its size."""
+    """Longest wait for a small request to a partner, in seconds. A part of an adapter gets more time by its size."""
     min_bytes_per_s: PositiveFloat = 131072.0
-    """A partner whose adapter comes in more slowly than this is left. One megabit by default."""
+    """A partner that sends its adapter more slowly than this is given up. The default is one megabit per second."""
     final: bool = False
-    """With enabled: end with a merge of all nodes of the lineage that end at the same time, at node.max_rounds or final_at."""
+    """End with one merge of all nodes of the lineage that end at the same time, at node.max_rounds or final_at. Needs
+    enabled."""
     final_at: Annotated[float, Field(ge=0)] = 0.0
-    """Swarm time (seconds since 1970) at which training ends for the final merge, if not before; 0: at node.max_rounds only.
-    Best a multiple of final_interval_s: then all whose round in flight ends within nine tenths of it are in one merge."""
+    """Time of the swarm's clock, in seconds since 1970, at which training ends for the final merge. Best a multiple of
+    final_interval_s: nodes whose last round ends within nine tenths of that interval then share one merge. 0: only at
+    node.max_rounds."""
     final_interval_s: Annotated[float, Field(gt=0, le=1200)] = 120.0
-    """Final merges begin at multiples of so many seconds of the swarm's clock. The same on all nodes."""
+    """Final merges begin at multiples of this many seconds of the swarm's clock. All nodes need the same value."""
     final_tries: PositiveInt = 2
-    """Final merges that a node waits for while it is the only one there: others may end a little later."""
+    """How many final merges a node waits for while it is the only node there, as others may end a little later."""
     final_window_s: PositiveFloat = 60.0
-    """Longest time of one of its log2 N + 2 exchanges, the gate's of the one before included. The same on all nodes."""
+    """Longest duration of one of the log2 N + 2 exchanges of a final merge, in seconds. All nodes need the same value."""
     final_export: bool = False
-    """Write the adapter to final-adapter/round-N in the node's folder after it, in peft format. Not for a pipelined policy."""
+    """Write the adapter to final-adapter/round-N in the node's folder after the final merge, in peft format. Not for a
+    pipeline."""
 
     @model_validator(mode="after")
     def _settings_have_an_effect_and_replicas_stay_together(self) -> "MergingSection":

@@ -1,4 +1,4 @@
-"""The process, the swarm it belongs to, what survives a crash, how it is measured, and what a person sees of it."""
+"""Settings of the process, its swarm, checkpoints, evaluation and observability."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -9,23 +9,23 @@ from swarm.config.section import PositiveInt, Section, SwarmName
 
 
 class NodeSection(Section):
-    """This process: where it keeps its state and how much of the machine it may take."""
+    """This process: where it stores its state, and how much of the machine it uses."""
 
     dir: Path = Path("runs/node")
-    """Folder of identity, pool, checkpoints, logs and metrics. One running node per folder."""
+    """Folder of identity, pool, checkpoints, logs and metrics. Only one running node may use it."""
     identity: Path | None = None
-    """File of the identity's key, which is there already, outside of `dir`; what the node has seen of a silo's rolls is kept
-    beside it. Unset: identity.key in `dir`, made at the first start."""
+    """File with an existing key, outside of `dir`. The node's knowledge of a silo's rolls is stored beside it. Unset:
+    identity.key in `dir`, created at the first start."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seeds task choice, sampling and adapter training."""
+    """Seed of the choice of tasks, of sampling and of adapter training."""
     max_rounds: PositiveInt | None = None
-    """Stop after so many rounds, counted from the first start; unset means until interrupted."""
+    """Stop after this many rounds, counted from the first start. Unset: run until interrupted."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """Where the policy runs; auto takes CUDA, then MPS, then CPU."""
+    """Device of the policy. auto: CUDA if available, then MPS, then CPU."""
     threads: PositiveInt | None = None
-    """CPU threads for tensor work; unset leaves the choice to torch."""
+    """CPU threads for tensor operations. Unset: the default of torch."""
     duty_cycle: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of time that the compute thread may work; 0.5 rests as long as it worked, which keeps a laptop usable."""
+    """Fraction of time in which the compute thread may work. 0.5 rests as long as it works, so that a laptop stays usable."""
 
     @model_validator(mode="after")
     def _key_is_elsewhere(self) -> Self:
@@ -41,45 +41,47 @@ class SwarmSection(Section):
     """The swarm to take part in."""
 
     name: SwarmName = "local"
-    """Nodes of equal name and tasks find each other's records."""
+    """Name of the swarm. Nodes with the same name and the same tasks find each other's records."""
     id: Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$")] = ""
-    """32 hex digits that bind the swarm to its founder; `swarm join` takes them from the manifest. Empty: the name decides."""
+    """32 hex digits that bind the swarm to its founder; `swarm join` takes them from the manifest. Empty: derived from the
+    name."""
     silo_owner: Annotated[str, Field(pattern=r"^([1-9A-HJ-NP-Za-km-z]{40,64})?$")] = ""
-    """Peer id of the owner of a silo, from its manifest: nothing leaves the node but sealed, to members. Empty: all may join."""
+    """Peer id of the owner of a silo, from its manifest. Everything that leaves the node is encrypted for members. Empty:
+    no silo."""
 
 
 class CheckpointSection(Section):
-    """What survives a crash."""
+    """Checkpoints, from which a node resumes."""
 
     interval_rounds: PositiveInt = 10
     """Rounds between two checkpoints."""
     keep: PositiveInt = 3
-    """Checkpoints kept; the newest damaged one falls back to the one before."""
+    """Number of checkpoints that are kept. If the newest is damaged, the one before it is used."""
 
 
 class EvaluationSection(Section):
-    """Held-out tasks, never trained on by anyone."""
+    """Evaluation on held-out tasks, on which no node trains."""
 
     tasks_per_source: Annotated[int, Field(ge=0)] = 32
-    """Tasks per source in one evaluation; 0 turns it off."""
+    """Tasks per source in one evaluation. 0: no evaluation."""
     interval_rounds: Annotated[int, Field(ge=0)] = 0
-    """Rounds between two evaluations; 0 evaluates at the start and the end only."""
+    """Rounds between two evaluations. 0: only at the start and at the end."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    """1 measures the policy as it is trained, the mean reward of a sampled answer; 0 decodes greedily."""
+    """Sampling temperature of evaluations. 1: measures the policy as it is trained. 0: greedy decoding."""
 
 
 class ObservabilitySection(Section):
-    """What a person and a monitor can see."""
+    """The page, metrics and logs of a node."""
 
     http: bool = True
     """Serve the node's page, /metrics (Prometheus) and /health."""
     http_host: str = "127.0.0.1"
-    """Address to bind; keep it on loopback unless a firewall guards it."""
+    """Address to listen on. Use a loopback address unless a firewall protects it."""
     http_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """0 takes a free port; the node's status file names it."""
+    """Port to listen on. 0: a free port, which the node's status file names."""
     http_names: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9.-]{1,253}$")], ...] = ()
-    """Host names by which page, metrics and health may be asked for, beside addresses and localhost: of a proxy or a scraper."""
+    """Host names that requests may use besides addresses and localhost, for example those of a proxy."""
     max_log_mib: PositiveInt = 64
-    """Size at which metrics.jsonl and the log each begin anew; one older file of each is kept, ending in .1."""
+    """Size in MiB at which metrics.jsonl and the log start a new file. One older file of each is kept, ending in .1."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severity that is logged; debug names every rejected record."""
+    """Lowest severity that is logged. debug reports every rejected record."""

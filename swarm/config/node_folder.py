@@ -1,4 +1,4 @@
-"""The folder in which one node keeps everything: identity, configuration, pool, checkpoints, logs, metrics."""
+"""The folder of one node: identity, configuration, pool, checkpoints, logs and metrics."""
 
 import os
 import re
@@ -15,7 +15,7 @@ _KEPT_ON_FRESH_START = {
     "lock", "manifest.toml", "peers.json", "ports.json", "reputation.json", "silo.roll", "silo.invite",
     "silo-owner.key", "silo-owner.silo", "page.token",
 }  # fmt: skip
-"""With the files of the identity: who the node is, of which swarm, whom it knows and where it listens, whatever its run."""
+"""Files that a fresh start keeps besides those of the identity: swarm, known peers, ports, reputation and membership."""
 _PREVIOUS = re.compile(r"previous-([0-9]{3,9})")
 _OWN_FOLDERS = frozenset({"checkpoints", "logs", "final-adapter", "tensorboard"})
 """What a node writes to by names that others can foresee."""

@@ -1,4 +1,4 @@
-"""The base model, its adapter, and the crew of machines that may hold it together."""
+"""The base model, its adapter, and the machines that may hold it together."""
 
 from typing import Annotated, Literal
 
@@ -13,74 +13,77 @@ class LoraSection(Section):
     rank: PositiveInt = 16
     """Rank of every factor pair."""
     alpha: PositiveFloat = 32.0
-    """Scale is alpha / rank."""
+    """The adapter is scaled by alpha / rank."""
     dropout: Fraction = 0.0
     """Dropout before A, in training only."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Names of the linear layers to adapt, or all of them but the head."""
+    """Names of the linear layers to adapt. all-linear: all but the head."""
     init_seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seeds A. Nodes of equal base, shape and init_seed are one lineage: they share log-probs and can merge."""
+    """Seed of A. Nodes of equal base, adapter shape and init_seed are one lineage: they share log-probs and can merge."""
 
 
 class PipelineSection(Section):
-    """One policy over several machines: the same table on all of them. For models that no single one holds."""
+    """One policy over several machines, for models that no single machine holds. All machines need the same table."""
 
     name: SwarmName = "crew"
-    """Tells crews of one swarm apart."""
+    """Tells the pipelines of one swarm apart."""
     driver: str = ""
-    """Peer id of the node that runs `swarm run`: the only one whose orders the stages take."""
-    crew: tuple[str, ...] = ()
+    """Peer id of the node that runs `swarm run`. Stages accept commands from this node only."""
+    machines: tuple[str, ...] = ()
     """Peer ids, or multiaddresses that end in /p2p/PEER_ID, of the machines that run `swarm stage`. Empty: no pipeline."""
     spares: NonNegativeInt = 0
-    """Machines of the crew that are left without layers until one is lost."""
+    """Number of these machines that stay without layers until another machine is lost."""
     driver_layers: PositiveInt | None = None
-    """Last layers of the model, which the driver holds with norm and head. Unset: by speed and memory, like the others'."""
-    by_hand: tuple[str, ...] = ()
-    """Peer ids of machines that may say themselves, with `swarm stage --layers`, which layers they hold."""
+    """Number of last layers that the driver holds, besides norm and head. Unset: by speed and memory, as for the machines."""
+    self_assigned: tuple[str, ...] = ()
+    """Peer ids of machines that may choose their own layers with `swarm stage --layers`."""
     max_layers: PositiveInt | None = None
-    """Most layers that the driver gives to one machine of the crew, whatever speed it claims. Unset: as its memory allows."""
+    """Most layers that the driver assigns to one machine, whatever speed it reports. Unset: as many as its memory holds."""
     precision: Literal["fp32", "bf16", "int8"] = "bf16"
-    """Of hidden states and their gradients on the line; see algorithms.md for what each costs."""
+    """Number format of hidden states and their gradients between machines. For the cost see algorithms.md."""
     action_timeout_s: PositiveFloat = 60.0
-    """A stage that takes longer for one order is lost."""
+    """A stage that takes longer than this many seconds for one command is lost."""
     silence_timeout_s: PositiveFloat = 8.0
-    """So is a machine that gives no sign of life for so long while it works on one: frozen, or cut off."""
+    """A machine that sends no sign of life for this many seconds while it works on a command is lost."""
     startup_timeout_s: PositiveFloat = 300.0
-    """How long the driver waits for its crew to come up."""
+    """Longest wait of the driver for its machines, in seconds."""
     copy_interval_steps: NonNegativeInt = 5
-    """Steps between two copies of every stage's adapter to a neighbour, from which a lost one is rebuilt. 0: none."""
+    """Steps between two copies of every stage's adapter to a neighbour. A lost stage is rebuilt from its copy. 0: no
+    copies."""
     max_copy_age: PositiveInt = 10
-    """Steps that such a copy may be behind; beyond that a lost stage starts from the average of its neighbours, or the base."""
+    """Oldest copy in steps that is used. Otherwise a lost stage starts from the average of its neighbours, or from the
+    base."""
     max_states: PositiveInt = 65_536
-    """Rows times columns of one micro-batch, which bounds what a stage reads from the line."""
+    """Largest number of rows times columns of one micro-batch. It bounds what a stage reads from the network."""
 
     @property
     def is_on(self) -> bool:
-        return bool(self.crew)
+        return bool(self.machines)
 
     @property
     def members(self) -> tuple[str, ...]:
         """Peer ids of the crew, the driver excluded."""
-        return tuple(member.rpartition("/")[2] for member in self.crew)
+        return tuple(member.rpartition("/")[2] for member in self.machines)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where members can be reached, as far as the settings say."""
-        return tuple(member for member in self.crew if "/p2p/" in member)
+        return tuple(member for member in self.machines if "/p2p/" in member)
 
     @model_validator(mode="after")
     def _crew_is_whole(self) -> "PipelineSection":
-        if len(set(self.members)) < len(self.crew) or self.driver in self.members:
-            raise ValueError("policy.pipeline.crew must name every machine once and not the driver; remove doubles")
-        if self.crew and not self.driver:
+        if len(set(self.members)) < len(self.machines) or self.driver in self.members:
+            raise ValueError("policy.pipeline.machines must name every machine once and not the driver; remove doubles")
+        if self.machines and not self.driver:
             raise ValueError("policy.pipeline.driver must be the driver's peer id, got none; see `swarm identity show`")
-        if others := sorted(set(self.by_hand) - set(self.members)):
+        if others := sorted(set(self.self_assigned) - set(self.members)):
             raise ValueError(
-                f"policy.pipeline.by_hand must name peer ids of machines in policy.pipeline.crew, got {others[0]}; correct it"
+                f"policy.pipeline.self_assigned must name machines of policy.pipeline.machines by peer id, got {others[0]}; "
+                "correct it"
             )
-        if self.crew and self.spares >= len(self.crew):
+        if self.machines and self.spares >= len(self.machines):
             raise ValueError(
-                f"policy.pipeline.spares must leave a machine that works, got {self.spares} of {len(self.crew)}; lower it"
+                f"policy.pipeline.spares must leave a machine that works, got {self.spares} of {len(self.machines)}; lower it"
             )
         return self
 
@@ -91,17 +94,18 @@ class PolicySection(Section):
     base: str = "bundled"
     """`bundled` (the tiny policy of this package), a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct."""
     revision: str | None = None
-    """Branch, tag or commit of a hub model; pin a commit in production. With it no folder of that name is taken instead."""
+    """Branch, tag or commit of a hub model. Use a commit in production. If it is set, no local folder of that name is used."""
     max_download_gib: PositiveFloat = 40.0
-    """Largest download of a base from the hub, which a manifest may name; 40 holds 20 billion parameters of 16 bits."""
+    """Largest download of a base from the hub in GiB, as a manifest may name the base. 40 holds 20 billion 16-bit
+    parameters."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: bfloat16 on CUDA devices that have it, float32 elsewhere."""
+    """Number format of the base. auto: bfloat16 on CUDA devices that support it, float32 elsewhere."""
     quantization: Literal["none", "8bit", "4bit"] = "none"
-    """Load the frozen base with bitsandbytes; the adapter stays in full precision."""
+    """Load the frozen base with bitsandbytes in 8 or 4 bits. The adapter keeps full precision."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass: needs less memory and about a third more time."""
     max_prompt_tokens: PositiveInt = 512
-    """Tasks with a longer prompt are skipped and counted."""
+    """Tasks with a longer prompt than this are skipped and counted."""
     lora: LoraSection = LoraSection()
     pipeline: PipelineSection = PipelineSection()
 

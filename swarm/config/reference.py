@@ -1,4 +1,4 @@
-"""Every setting as rows and as a page, generated from the pydantic sections so that it cannot go stale."""
+"""Lists every setting as rows and as a page, generated from the pydantic sections."""
 
 import json
 from types import UnionType
@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from swarm.config import Config, RewardSignalSection, TaskSourceSection
+from swarm.config.section import RENAMED
 from swarm.extensions.registry import Registry
 from swarm.types import is_sequence
 
@@ -44,6 +45,8 @@ def reference_markdown() -> str:
             parts.append(_markdown_table(_rows(TaskSourceSection, "")))
             parts.append("\nEach entry of `signals` of a source:\n")
             parts.append(_markdown_table(_rows(RewardSignalSection, "")))
+    parts.append("\n## Renamed settings\n\nThe old names are still read, with a notice. Please use the present ones.\n")
+    parts += ["| old name | present name |", "|---|---|", *(f"| `{old}` | `{new}` |" for old, new in RENAMED.items())]
     return "\n".join(parts) + "\n"
 
 

@@ -23,7 +23,7 @@ class RolloutsSection(Section):
     """Weight of the old difficulty estimate of a source when a new group arrives (exponential decay)."""
     group_sizes: Literal["equal", "variance"] = "equal"
     """equal: group_size each. variance: more for sources whose reward varies and whose answers are short, at equal tokens."""
-    second_round: Literal["off", "hard", "equal"] = "off"
+    extra_rollouts: Literal["off", "hard", "equal"] = "off"
     """More answers to tasks whose first ones earned less than half (DARS, 2508.13755), up to largest_group."""
     smallest_group: Annotated[int, Field(ge=2)] = 4
     """Where sizes differ, no group is smaller, unless group_size is."""
@@ -35,7 +35,7 @@ class RolloutsSection(Section):
     """Begin this many times groups_per_round groups, stop when groups_per_round are complete, continue the rest later (APRIL)."""
     prune: bool = False
     """Drop answers early whose reward is foreseeable, so that more groups are half right, half wrong (ARRoL, 2603.24840)."""
-    prune_after: PositiveInt = 4
+    prune_interval_tokens: PositiveInt = 4
     """Tokens between two predictions for an answer, of which there are at most 16."""
     prune_certainty: Annotated[float, Field(gt=0.5, lt=1)] = 0.8
     """Probability of ending like most of its group from which an answer may be dropped."""
@@ -69,7 +69,7 @@ class RolloutsSection(Section):
     @model_validator(mode="after")
     def _pruning_misleads_nobody(self) -> "RolloutsSection":
         """Rewards of what is left of a group say little about how hard its task is, and a prediction needs the whole group."""
-        plain = {"task_choice": "weighted", "group_sizes": "equal", "second_round": "off", "over_provision": 1.0}
+        plain = {"task_choice": "weighted", "group_sizes": "equal", "extra_rollouts": "off", "over_provision": 1.0}
         for name, value in plain.items():
             if self.prune and getattr(self, name) != value:
                 raise ValueError(
@@ -81,7 +81,7 @@ class RolloutsSection(Section):
     @property
     def sizes_differ(self) -> bool:
         """Whether groups may have more or fewer answers than group_size."""
-        return self.group_sizes != "equal" or self.second_round != "off"
+        return self.group_sizes != "equal" or self.extra_rollouts != "off"
 
     @property
     def cache_bytes(self) -> int | None:

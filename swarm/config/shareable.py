@@ -1,5 +1,6 @@
-"""What others may see of a configuration: for reports, crash reports, model cards and tools that watch a run elsewhere."""
+"""Selects what others may see of a configuration, for reports, crash reports, model cards and external tools."""
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, Literal, get_args, get_origin
@@ -7,6 +8,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from swarm.config.config import Config
+from swarm.config.section import with_present_names
+from swarm.errors import ConfigError
 from swarm.extensions.registry import Registry
 from swarm.types import is_mapping, is_sequence
 
@@ -28,6 +31,8 @@ def shareable(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     A list of what is allowed, as a list of what is secret would miss the next setting.
     """
+    with contextlib.suppress(ConfigError):  # one under both names: its present name alone is a setting below
+        settings = with_present_names(settings)
     return _section(settings, Config, "")
 
 

@@ -1,4 +1,4 @@
-"""What is given to others, and what is taken from them."""
+"""Settings of experience exchange: what is published, and what is learned from peers."""
 
 from typing import Annotated, Literal
 
@@ -8,41 +8,45 @@ from swarm.config.section import Fraction, NonNegativeInt, PositiveFloat, Positi
 
 
 class SharingSection(Section):
-    """Experience exchange (SAPO, 2509.08721): what is published and what is learned from others."""
+    """Experience exchange (SAPO, 2509.08721): what is published, and what is learned from peers."""
 
     own_groups: PositiveInt = 8
-    """I: own groups in a training batch, at most. All of a round's by default: measured better than leaving some out."""
+    """Most own groups in a training batch (I). The default is all of a round: measured better than leaving some out."""
     swarm_groups: Annotated[int, Field(ge=0)] = 8
-    """J: groups of others in a training batch, on top of the own ones. 0 is plain RL."""
+    """Most groups of peers in a training batch (J), added to the own ones. 0: the node trains on its own groups only."""
     publish: bool = True
-    """Share own groups. Off: learn from others only."""
+    """Publish own groups to peers. Off: only learn from peers."""
     time_to_live_s: Annotated[float, Field(gt=0, le=3600)] = 600.0
-    """How long a record is offered to others, at most an hour. Longer than a slow node's round."""
+    """Seconds for which a record is offered to peers, at most an hour. Choose more than a slow node's round takes."""
     max_age_s: PositiveFloat = 600.0
-    """Older groups of others are not trained on."""
+    """Groups of peers that are older than this many seconds are not trained on."""
     max_uses: PositiveInt = 1
-    """How often one group of another node is trained on."""
+    """How many times one group of a peer is trained on."""
     max_share_per_peer: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Largest part of the J groups of a batch from one author, where others are at hand."""
+    """Largest fraction of the J groups of a batch that comes from one author, if there are other authors."""
     max_share_per_lineage: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Largest part of the J groups of a batch from one policy lineage, where others are at hand. 1: no limit."""
+    """Largest fraction of the J groups of a batch that comes from one policy lineage, if there are others. 1: no limit."""
     max_staleness: NonNegativeInt = 0
-    """Drop groups so many policy versions behind their author's newest, own ones that waited too. 0: age alone decides."""
+    """Groups more than this many policy versions behind their author's newest are dropped, also own ones that waited. 0:
+    only their age counts."""
     choice: Literal["uniform", "informative"] = "uniform"
-    """Which groups of others: all alike (as published), or by expected usefulness: p(1 - p), age, reputation of the author."""
+    """How groups of peers are chosen. uniform: all alike (as published). informative: by p(1 - p), age and reputation of
+    the author."""
     pool_max_groups: PositiveInt = 512
-    """Groups kept in the experience pool; the oldest go first."""
+    """Largest number of groups in the experience pool. The oldest are removed first."""
     max_group_size: PositiveInt = 64
-    """Groups of others with more rollouts are refused."""
+    """Groups of peers with more rollouts than this are refused."""
     max_answer_tokens: PositiveInt = 4096
-    """Answers of others with more tokens are refused."""
+    """Answers of peers with more tokens than this are refused."""
     max_records_per_peer_per_minute: PositiveInt = 240
-    """Headers beyond this rate are refused."""
+    """Headers of one peer beyond this number per minute are refused."""
     reputation_half_life_s: PositiveFloat = 21_600.0
-    """Time in which half of what is known of an author fades, good and bad. See security.md."""
+    """Seconds after which an observation about an author, good or bad, counts half. See security.md."""
     max_share_of_strangers: Fraction = 0.25
-    """Largest part of what is pulled from authors on probation together, while others offer. 1: probation alone weighs."""
+    """Largest fraction of downloads that all authors on probation get together, while known authors offer bodies. 1: no
+    limit."""
     likelihood_floor_quantile: Fraction = 0.02
-    """Answers of others below this quantile of own answers' mean log-prob are not trained on. 0 turns it off."""
+    """Answers of peers are not trained on if their mean log-prob is below this quantile of own answers. 0: off."""
     success_quantile: Fraction = 0.5
-    """Answers of others count as successes from this quantile of the best rewards of own groups on, by source. 0 turns it off."""
+    """An answer of a peer counts as a success from this quantile of the best rewards of own groups on, per task source. 0:
+    off."""

@@ -91,17 +91,17 @@ class TasksSection(Section):
 
     sources: Annotated[tuple[TaskSourceSection, ...], Field(min_length=1)] = DEMO_TASKS
     """Weighted mixture of task sources. All nodes of a swarm use the same list."""
-    fenced: bool = False
+    sandboxed: bool = False
     """Build and score tasks of reasoning-gym in a process that opens only files of installed packages, within bounds of time and
     memory, and allow only numbers and known words as parameters. Always true in a swarm with a manifest."""
-    run_code_unfenced: bool = False
+    run_code_unsandboxed: bool = False
     """Run code of strangers even where no sandbox can be set up: it may then read your files, and outside Linux do more."""
 
-    unfenced_rewards: tuple[str, ...] = ()
+    unsandboxed_rewards: tuple[str, ...] = ()
     """Reward functions of packages, by name, that may read your files, start programs and use the network; see rewards.md."""
     allowed_kinds: tuple[str, ...] = ()
     """Task sources of installed packages, by kind, that the manifest of a swarm may use on this node; see extending.md."""
-    unfenced_kinds: tuple[str, ...] = ()
+    unsandboxed_kinds: tuple[str, ...] = ()
     """Task sources of packages, by kind, that may read your files, start programs and use the network; see extending.md."""
     reward_memory_mib: Annotated[int, Field(ge=64)] = 2048
     """Address space of one reward function of a package."""
@@ -110,7 +110,7 @@ class TasksSection(Section):
     def _packages_are_allowed(self) -> "TasksSection":
         """A manifest must not choose which of the installed packages is imported."""
         kinds = {source.kind for source in self.sources if not TASK_SOURCES.is_built_in(source.kind)}
-        if self.fenced and (refused := sorted(kinds - {*self.allowed_kinds, *self.unfenced_kinds})):
+        if self.sandboxed and (refused := sorted(kinds - {*self.allowed_kinds, *self.unsandboxed_kinds})):
             raise ValueError(
                 f"a manifest may use a task source of a package only where you allow it, got {', '.join(refused)}; set "
                 f"tasks.allowed_kinds = {refused} if you trust the package"

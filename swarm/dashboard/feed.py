@@ -1,9 +1,9 @@
-"""Server-sent events to pages, none of which can hold up the node or grow its memory. `EventPlaces` bounds their number.
+"""Server-sent events for pages. No page can block the node or grow its memory, and `EventPlaces` bounds their number.
+
+An `EventResponse` ends if its client does not read, or if another client needs its place.
 
 publish ─▶ one line of bytes ─┬─▶ queue of a client ─▶ stream        a full queue: that client is dropped
-                              └─▶ the last ones, for who comes back with Last-Event-ID
-
-A response of server-sent events. It ends for a client that does not read, and where others need its place.
+                              └─▶ the last ones, for clients that return with Last-Event-ID
 """
 
 import asyncio

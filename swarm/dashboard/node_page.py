@@ -1,4 +1,4 @@
-"""The page of one node: what it shows, who may see it, and what it may ask for.
+"""The page of one node: its data, its events and its controls over HTTP.
 
 NodeReport ─ rows, status ─┐                 ┌─ GET api/state, api/summary      all there is, once
 Reader, Learner ─ groups ──┼─▶ [NodePage] ───┼─ GET api/events                  what changes
@@ -21,10 +21,11 @@ from swarm import __version__
 from swarm.config import Config
 from swarm.dashboard.feed import EventPlaces, EventResponse, Feed
 from swarm.dashboard.recent_rollouts import RecentRollouts
-from swarm.dashboard.series import MergeLog, Series, last_rows
+from swarm.dashboard.series import MergeLog, Series
 from swarm.dashboard.shown import WORDS, shown
 from swarm.dashboard.static_files import StaticFiles, is_token, make_token
 from swarm.node.controls import ACTIONS, NodeControls
+from swarm.observability.metrics import last_rows
 
 logger = logging.getLogger(__name__)
 

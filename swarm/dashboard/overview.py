@@ -1,13 +1,13 @@
-"""One page over several nodes, and the way through it to the page of each: to look, not to touch.
+"""One page over several nodes, which also gives a read-only view of the page of each node.
 
 GET /                       all nodes
-GET /node/KEY/              the page of one, from this package; only its numbers come from the node
+GET /node/KEY/              the page of one, from this package; only its data comes from the node
 GET /node/KEY/api/…         state, rollouts and events, passed on
 
-Several nodes, asked again and again what they do; a name with several addresses is several nodes.
+It asks the nodes repeatedly for their state. A name with several addresses stands for several nodes.
 
-every 15 s  names ─▶ addresses      a node that is neither named any more nor answers is forgotten
-every 3 s   all addresses, 16 at once, 3 s each ─▶ what they say of themselves, or why they say nothing
+every 15 s  names ─▶ addresses      a node that no name leads to and that does not answer is removed
+every 3 s   all addresses, 16 at once, 3 s each ─▶ their state, or why they do not answer
 """
 
 import asyncio

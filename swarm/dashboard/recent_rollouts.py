@@ -1,4 +1,4 @@
-"""The last groups to read: own ones, admitted ones of others, and what was turned away, each kind in a ring of its own.
+"""The latest groups that a person can read on the page: own, admitted and rejected ones, each kind in its own ring.
 
 compute thread ─ own ─────────────┐
 admission ─ admitted, refused ────┴─▶ texts cut ─▶ ring ─▶ `newest`, which adds the prompts

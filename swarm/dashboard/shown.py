@@ -1,6 +1,6 @@
-"""Values as a page may show them: finite numbers, and text in which nothing hides, colours or turns around.
+"""What the page may show: values made safe for strict JSON, and a sentence for every reason of a rejection.
 
-Every reason for which something of others was turned away, in plain words.
+Numbers are finite, and text has no control characters that could hide, colour or reverse it.
 """
 
 import math
@@ -12,32 +12,32 @@ from swarm.records.rejection import Rejection
 
 WORDS: dict[Rejection, str] = {
     Rejection.OVERSIZE: "larger than the protocol allows",
-    Rejection.MALFORMED: "not in the form that the protocol asks for",
+    Rejection.MALFORMED: "not in the form that the protocol requires",
     Rejection.VERSION: "from a node with another version of the protocol",
     Rejection.FOREIGN_SWARM: "made for another swarm",
-    Rejection.OWN_RECORD: "carries this node's own name but came from elsewhere",
-    Rejection.BAD_SIGNATURE: "the signature does not fit: forged, or altered on the way",
+    Rejection.OWN_RECORD: "has this node's own name but came from elsewhere",
+    Rejection.BAD_SIGNATURE: "the signature is wrong: the record was forged or changed on the way",
     Rejection.WRONG_SLOT: "stored under another author's name",
-    Rejection.EXPIRED: "its time was over when it came",
-    Rejection.CLOCK_SKEW: "dated in the future: a clock is wrong, there or here",
-    Rejection.REPLAY: "known already; harmless",
-    Rejection.RATE: "its author sent more than one author may",
+    Rejection.EXPIRED: "it had expired when it arrived",
+    Rejection.CLOCK_SKEW: "dated in the future: the clock of its author or of this node is wrong",
+    Rejection.REPLAY: "already known; harmless",
+    Rejection.RATE: "its author sent more than the rate limit allows",
     Rejection.UNKNOWN_TASK: "its tasks are not set up on this node",
-    Rejection.HELD_OUT_TASK: "its tasks are kept for evaluation",
-    Rejection.BANNED: "its author said what was not so, and is not heard for a while",
-    Rejection.UNAVAILABLE: "nobody who has it answered",
-    Rejection.WRONG_HASH: "other bytes came than were announced",
+    Rejection.HELD_OUT_TASK: "its tasks are reserved for evaluation",
+    Rejection.BANNED: "its author made false claims and is ignored for some time",
+    Rejection.UNAVAILABLE: "no peer that has the body answered",
+    Rejection.WRONG_HASH: "the body is not the announced one: its hash differs",
     Rejection.HEADER_MISMATCH: "its content is not what was announced",
-    Rejection.TOKENS: "tokens that do not spell the answer, or do not exist",
+    Rejection.TOKENS: "its tokens do not decode to the answer, or do not exist",
     Rejection.LOGPROBS: "impossible probabilities",
-    Rejection.TASK_MISMATCH: "its prompt is not the one of the task; often another version of the task",
-    Rejection.TASK_FAILED: "its task could not be checked here; not its author's fault",
+    Rejection.TASK_MISMATCH: "its prompt is not that of the task; often its author has another version of the task",
+    Rejection.TASK_FAILED: "its task could not be checked on this node; not its author's fault",
     Rejection.TOO_SLOW: "checking its author's answers takes too long",
-    Rejection.STRANGERS_BUSY: "no time left for checking strangers' answers; tried again later",
-    Rejection.REWARD_MISMATCH: "claims another reward than this node computed",
+    Rejection.STRANGERS_BUSY: "no time was left to check strangers' answers; it is tried again later",
+    Rejection.REWARD_MISMATCH: "its claimed reward is not the one that this node computed",
     Rejection.COPIED: "copied from another author",
-    Rejection.STALE: "from a policy that has moved on since; nobody's fault",
-    Rejection.NO_SIGNAL: "all its answers were equally good or bad: nothing to learn; nobody's fault",
+    Rejection.STALE: "from an outdated policy version; nobody's fault",
+    Rejection.NO_SIGNAL: "all its answers have the same reward, so there is nothing to learn; nobody's fault",
 }
 
 
@@ -46,7 +46,7 @@ _MAX_DEPTH = 8
 
 
 def shown(value: Any, depth: int = 0) -> Any:
-    """`value` for strict JSON: NaN and infinity become None, text is made plain and cut; whatever else there is, its type."""
+    """Converts `value` for strict JSON: NaN and infinity become None, text is plain and cut, other types become a name."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, int):

@@ -1,6 +1,6 @@
-"""The files of the pages as they are in the package, read once; no path that comes in is ever opened.
+"""The static files of the pages, read once from the package. No requested path is ever opened.
 
-The secret that lets a page control its node: random per folder, in a file that only its owner can read.
+`make_token` makes the secret with which a page controls its node: random, in a file that only its owner can read.
 """
 
 import contextlib

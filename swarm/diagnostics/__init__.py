@@ -1,1 +1,1 @@
-"""What `swarm doctor` looks at: each check says what it found and, where something is wrong, the command that mends it."""
+"""The checks of `swarm doctor`. Each reports what it found and, for a problem, the command that fixes it."""

@@ -1,11 +1,11 @@
-"""torch, the device and bitsandbytes, asked in a child process: this one stays quick and alive whatever they do."""
+"""Checks torch, the device and bitsandbytes in a child process, as a broken driver can hang or crash its process."""
 
 import json
 import subprocess
 from collections.abc import Sequence
 
 from swarm.config import Config
-from swarm.diagnostics.machine import CheckResult, ok, problem, warning
+from swarm.diagnostics.check_result import CheckResult, ok, problem, warning
 from swarm.machine.child_python import module_command, pip_install
 from swarm.machine.hardware import detect
 

@@ -1,6 +1,6 @@
-"""Run as a program of its own: does torch work here, on which device, and does 8-bit arithmetic? Prints one JSON line.
+"""A program that tests torch, the device and 8-bit arithmetic, and prints one JSON line.
 
-A broken driver can hang or kill the process that asks, so `accelerator` asks in a child with a deadline.
+`accelerator` runs it as a child process with a deadline.
 """
 
 import json

@@ -1,9 +1,4 @@
-"""Checks of this machine that need no network: software, identity, disk, memory, descriptors, clock.
-
-The result of one check.
-
-Whether the folder of a silo's node makes it a member, and for how long.
-"""
+"""Checks of this machine that need no network: software, identity, disk, memory, descriptors, clock, membership of a silo."""
 
 import errno
 import importlib.metadata
@@ -16,12 +11,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 from swarm.config import Config
 from swarm.config.node_folder import NodeFolder
+from swarm.diagnostics.check_result import CheckResult, ok, problem, warning
 from swarm.errors import SwarmError
 from swarm.machine.child_python import install_from_clone, pip_install
 from swarm.machine.memory import machine_memory
@@ -31,37 +25,6 @@ from swarm.observability.status_file import read_status
 from swarm.records import identity as identities
 from swarm.silo.membership import Membership
 from swarm.silo.silo_transport import check_folder, open_membership
-
-
-class Level(Enum):
-    OK = "ok"
-    WARNING = "warning"
-    """Works, but worse than it could."""
-    PROBLEM = "problem"
-    """Something that was asked for cannot work."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    name: str
-    level: Level
-    text: str
-    """One line: what was measured."""
-    fix: str = ""
-    """The command or setting that mends it; empty only where the level is OK."""
-
-
-def ok(name: str, text: str) -> CheckResult:
-    return CheckResult(name, Level.OK, text)
-
-
-def warning(name: str, text: str, fix: str) -> CheckResult:
-    return CheckResult(name, Level.WARNING, text, fix)
-
-
-def problem(name: str, text: str, fix: str) -> CheckResult:
-    return CheckResult(name, Level.PROBLEM, text, fix)
-
 
 _DAY_S = 86_400.0
 _WARN_DAYS = 7

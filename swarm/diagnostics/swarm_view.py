@@ -1,9 +1,7 @@
-"""How this machine and the swarm see each other: joins for a moment with a throw-away identity and asks peers.
+"""Checks how this machine and the swarm reach each other: joins briefly with a temporary identity and asks peers.
 
-The node itself may be running meanwhile: its identity and port stay alone. Then the peers dial the running node's port
-and find another peer there than the one that asks, so that reachability is not measured.
-
-Why no peer answers: a plain TCP connection to each address tells more than libp2p does.
+The node itself may be running; its identity and port are not used. Peers then find the running node at its port instead of
+the one that asks, so reachability is not measured. If no peer answers, a plain TCP connection to each address shows why.
 """
 
 import asyncio
@@ -18,7 +16,8 @@ from pathlib import Path
 from statistics import median
 
 from swarm.config import NetworkSection
-from swarm.diagnostics.machine import CheckResult, Level, check_ports, ok, problem, warning
+from swarm.diagnostics.check_result import CheckResult, Level, ok, problem, warning
+from swarm.diagnostics.machine import check_ports
 from swarm.errors import ConfigError, NetworkError, RequestError
 from swarm.network.own_ports import PORTS_FILE, OwnPorts
 from swarm.network.peers.dialling import PEERS_FILE, read_peers
@@ -69,7 +68,7 @@ async def check_unanswered(
 
 
 async def _cause(address: TcpAddress) -> tuple[str, str]:
-    """(what is wrong there, what mends it)"""
+    """(what is wrong there, what fixes it)"""
     host, port = address.host, address.port
     try:
         async with asyncio.timeout(_TIMEOUT_S):
@@ -137,7 +136,7 @@ async def check_swarm(config: NetworkSection, state_dir: Path | None = None) -> 
     try:
         known, listen = _known(config, state_dir), parse_setting("listen", config.listen)
     except ConfigError as error:
-        return [problem("network", str(error), "mend that setting")]
+        return [problem("network", str(error), "correct that setting")]
     if not (known.initial or known.stored):
         return [ok("peers", "no peers are configured or stored: reachability, clock and bandwidth are not measured")]
     if state_dir is not None:
@@ -148,14 +147,18 @@ async def check_swarm(config: NetworkSection, state_dir: Path | None = None) -> 
         try:
             transport = _transport(config, Path(name), has_port)
         except ConfigError as error:
-            return [problem("network", str(error), "mend that setting")]
+            return [problem("network", str(error), "correct that setting")]
         for peer_id, addresses in known.stored.items():
             transport.meet(Contact(peer_id, addresses, (), hosts_index=True))
         try:
             await transport.start()
             return await _look(transport, config, known, is_alone=has_port)
         except NetworkError as error:
-            return [problem("network", str(error), "mend what is said of the daemon and the port, then run it again")]
+            return [
+                problem(
+                    "network", str(error), "first fix what is reported of the daemon and the port, then run this again"
+                )
+            ]
         finally:
             await transport.stop()
 

@@ -1,7 +1,7 @@
 """Early pruning: drops answers whose outcome is predictable, so that a group keeps about as many right as wrong ones.
 
     prompt computed ─▶ the group's chance of success π ─▶ how many answers are safe: G · min(π, 1 − π) / max(π, 1 − π) or more
-    every `prune_after` tokens of an answer ─▶ its own chance p ─▶ will it end like most of its group? doomed
+    every `prune_interval_tokens` tokens of an answer ─▶ its own chance p ─▶ will it end like most of its group? doomed
     doomed and not safe ─▶ dropped                        doomed and safe ─▶ continues, and stands for the dropped ones
 
 After ARRoL (2603.24840), but without comparing siblings: a decision depends on prompt, own tokens, seed and head alone, so it
@@ -202,7 +202,7 @@ class PruneCall:
 
     def is_due(self, num_tokens: int) -> bool:
         """Whether to check an answer of so many tokens."""
-        after = self._config.prune_after
+        after = self._config.prune_interval_tokens
         return num_tokens % after == 0 and num_tokens <= _MAX_LOOKS * after
 
     def saw_prompts(self, prompts: Sequence[int], states: Tensor) -> None:

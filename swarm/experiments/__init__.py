@@ -1,1 +1,1 @@
-"""What sharing is worth and how far data may be off-policy: controlled experiments with the parts of a real node."""
+"""Controlled experiments on sharing, merging and off-policy data, with the parts of a real node."""

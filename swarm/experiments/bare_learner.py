@@ -1,4 +1,4 @@
-"""A learner without pool, records and rounds of a node: it samples, it trains on what it is given, it is evaluated."""
+"""A learner that samples, trains on given groups and is evaluated, without the pool, records and rounds of a node."""
 
 import random
 from collections.abc import Iterable, Sequence

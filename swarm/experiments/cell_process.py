@@ -1,4 +1,4 @@
-"""Computes one cell: `python -m swarm.experiments.cell_process SPEC FOLDER`. One thread, lowest priority of logs."""
+"""Computes one cell: `python -m swarm.experiments.cell_process SPEC FOLDER`. It uses one thread."""
 
 import importlib
 import logging

@@ -1,8 +1,8 @@
-"""A swarm of learners in one process: real learners, each with its own adapter and pool, taking turns.
+"""A swarm of real learners in one process. They take turns, and each has its own adapter and pool.
 
     every round, in an order drawn anew: pull from others ─ roll out ─ publish ─ train
 
-All stand on one copy of the base's weights. Time is virtual, a second a turn, so that a seed gives the same numbers anywhere.
+All share one copy of the base's weights. Time is virtual, a second a turn, so that a seed gives the same numbers anywhere.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The exchange of a swarm without sockets: what crosses it are the bytes that nodes send, judged as nodes judge them.
+"""The exchange of a swarm without sockets. It carries the bytes that nodes send, and checks them as nodes do.
 
     groups ─ encode, sign ─▶ offers of an author ─ header admission ─ a reader chooses ─ body admission ─▶ its pool
 

@@ -1,4 +1,4 @@
-"""How far data may be off-policy, and which correction bears it best.
+"""Measures how far data may be off-policy, and which correction tolerates it best.
 
 Data is delayed by 0 to 128 policy versions, or comes from another lineage of the same tokenizer, whose log-probs cannot weigh
 anything. The policy trains on nothing else, which is harder than what a node does: it has its own fresh groups besides.

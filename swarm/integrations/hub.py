@@ -1,6 +1,6 @@
-"""Adapter and model card to a model repository, from the newest checkpoint on disk: the policy in memory is never touched.
+"""Uploads adapter and model card to a model repository, from the newest checkpoint on disk and never from memory.
 
-The README.md of a pushed adapter: facts, and nothing that the node does not know.
+The model card states only facts that the node knows.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The sinks that the settings ask for."""
+"""Opens the sinks that the settings name."""
 
 import time
 from collections.abc import Callable

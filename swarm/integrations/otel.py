@@ -1,6 +1,6 @@
-"""Spans for an OpenTelemetry collector, over OTLP/HTTP, sent in batches by a thread of the library's own.
+"""Sends spans to an OpenTelemetry collector over OTLP/HTTP, in batches from a thread of the library.
 
-The library's queue is bounded; what does not fit, and what no collector takes, is lost.
+The library's queue is bounded. Spans that do not fit, or that no collector accepts, are lost.
 """
 
 import logging

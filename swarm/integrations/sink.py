@@ -1,6 +1,6 @@
-"""Where metrics rows go besides the node's own files, each on a thread of its own.
+"""A sink receives metrics rows besides the node's own files, on its own thread.
 
-The numbers of a metrics row, under flat names, for tools that draw curves.
+`scalars` gives the numbers of a row under flat names, for tools that draw curves.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""A run of Weights & Biases. Nothing is asked and nothing of the machine is sent but what the rows and settings say."""
+"""A run of Weights & Biases. It sends rows and shareable settings, and nothing else about the machine."""
 
 import contextlib
 import os

@@ -149,7 +149,7 @@ def _decided(manifest: Manifest, task_files: Mapping[str, Path]) -> dict[str, di
     return {
         "swarm": {"name": manifest.name, "id": manifest.id} | owner,
         "tasks": {
-            "fenced": True,
+            "sandboxed": True,
             "sources": [_source(task, task_files.get(task.source_name)) for task in manifest.tasks],
         },
         "network": {"gossip": manifest.gossip} if manifest.gossip else {},

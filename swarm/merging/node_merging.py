@@ -58,7 +58,7 @@ class NodeMerging:
     def __init__(self, config: MergingSection, sharing: SharingParts) -> None:
         """`sharing`: which peers are known, the level of the own shard, and whether a person has paused sharing."""
         context, shares = sharing.context, sharing.tracker.shares
-        timeouts = MergeTimeouts(config.search_s, config.request_timeout_s, config.min_bytes_per_s)
+        timeouts = MergeTimeouts(config.search_timeout_s, config.request_timeout_s, config.min_bytes_per_s)
         rng = random.Random(f"merging/{context.peer_id}")
 
         def max_level() -> int:

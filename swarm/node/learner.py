@@ -196,7 +196,7 @@ class Learner:
             **(pruning_row(rollouts, self._pruning) if self._pruning else {}),  # its mean reward is the better estimate
             **count_batch(self._totals, batch),
             "train/answers_below_floor_total": self._converter.num_answers_below_floor,
-            "train/answers_misspelt_total": self._converter.num_answers_misspelt,
+            "train/answers_text_mismatch_total": self._converter.num_answers_text_mismatch,
             "train/dropped_groups": dict(self._batches.dropped),
             "pool/groups": self._pool.num_fresh(),
             **(report.row() if report is not None else {}),

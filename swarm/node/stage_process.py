@@ -55,12 +55,13 @@ def run_stage(config: Config, layers: Layers | None = None, unlock: Unlock | Non
         lock.claim(identity)
         if identity.peer_id not in config.policy.pipeline.members:
             raise ConfigError(
-                f"a stage must be a machine of the pipeline, got {identity.peer_id}; add it to policy.pipeline.crew everywhere"
+                f"a stage must be a machine of the pipeline, got {identity.peer_id}; add it to policy.pipeline.machines"
+                " everywhere"
             )
-        if layers is not None and identity.peer_id not in config.policy.pipeline.by_hand:
+        if layers is not None and identity.peer_id not in config.policy.pipeline.self_assigned:
             raise ConfigError(
-                f"a machine with --layers must be named in policy.pipeline.by_hand, got {identity.peer_id}, which is not; add "
-                "it on all machines, above all on the driver, or leave out --layers"
+                f"a machine with --layers must be named in policy.pipeline.self_assigned, got {identity.peer_id}, "
+                "which is not; add it on all machines, above all on the driver, or leave out --layers"
             )
         check_pipeline(config)
         set_up_logging(folder.logs, config.observability.log_level)

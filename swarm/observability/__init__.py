@@ -1,1 +1,1 @@
-"""What a person and a monitor can see of a node: logs, metrics, status, health."""
+"""Logs, metrics, status and health of a node, for people and monitors."""

@@ -1,18 +1,14 @@
-"""GET /metrics (Prometheus), GET /health (JSON) and whatever pages it is given, inside the event loop of a running node.
+"""Serves /metrics (Prometheus), /health (JSON) and further pages inside the event loop of a running node.
 
-HTTP within bounds: uvicorn takes any number of connections, waits for ever for those that send nothing, and answers as
-fast as it is asked.
+Connections and requests are bounded. uvicorn accepts any number of connections, waits for ever for idle ones and answers
+without limit, but each connection needs a file descriptor, and each answer takes time of the loop that serves the peers.
 
-Each connection is a file descriptor, and with none left a node cannot open its own files. Each answer takes time of the
-loop on which the node hears its peers, and of the processor.
-
-Who may speak to a server of this software: no foreign site through a browser, by a name that it made point here, or by
-a form.
+`Guard` refuses requests that another site makes through a browser, by a host name that points here or by a form:
 
 Host    an address, localhost or a configured name   else 421: a page elsewhere cannot rename itself into this one
-Origin  the same host, where it is told               else 403
-        where a browser says that another site asks:  links to a page are followed, all else is 403
-answers say to the browser: no foreign script, no frame, no guessing of types, no referrer
+Origin  the same host, if it is given                 else 403
+        if the browser names another site:         links to a page are followed, all else is 403
+answers forbid the browser: no foreign script, no frame, no guessing of types, no referrer
 """
 
 import asyncio

@@ -1,8 +1,7 @@
-"""Log lines on the terminal and in one file per run.
+"""Writes log lines to the terminal and to one file per run, and reads these files.
 
-Text from peers may stand in a log line: control characters are replaced, and rich markup is never interpreted.
-
-Reads the logs that `set_up_logging` writes: the last records, and then those that come, over rotations and restarts.
+A log line may contain text from peers: control characters are replaced, and rich markup is never interpreted. `last_records`
+and `follow` read the last records and the following ones, over rotations and restarts:
 
 logs/run-0007.log.1 ─ older part ─┐
 logs/run-0007.log ────────────────┴─▶ records of the newest run ─▶ follow: … ─▶ run-0008.log, once there is one

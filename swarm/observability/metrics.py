@@ -1,6 +1,7 @@
-"""Counters and gauges of one node in Prometheus form. Names are `area/name` with the unit last: `rollout/tokens_per_s`.
+"""The metrics of one node: counters and gauges in Prometheus form, and the rows of `metrics.jsonl`, written and read.
 
-`metrics.jsonl`: one JSON object per line, appended while the node runs, readable at any time.
+Names are `area/name` with the unit last: `rollout/tokens_per_s`. `metrics.jsonl` has one JSON object per line, is appended to
+while the node runs, and can be read at any time.
 """
 
 import contextlib
@@ -20,8 +21,15 @@ from swarm.machine.safe_files import open_to_append, open_to_read, parse_json, r
 logger = logging.getLogger(__name__)
 
 
+RENAMED = {"train/answers_misspelt_total": "train/answers_text_mismatch_total"}
+"""{old name: present name} of metrics. Old rows are read under the present name; Prometheus gets both for now."""
+_OLD_NAMES = {new: old for old, new in RENAMED.items()}
 MAX_BYTES = 1 << 30
-"""Of a file that is read as a whole. A node begins a new one at 64 MiB, unless its settings say more."""
+"""Largest file that is read as a whole. A node begins a new one at 64 MiB, unless its settings say more."""
+NEWEST_BYTES = 24 << 20
+"""Some 15,000 rounds; parsing takes a second."""
+_MAX_VALUES_PER_ROW = 10_000
+"""A node writes about a hundred."""
 _BLOCK_BYTES = 1 << 16
 
 
@@ -68,20 +76,61 @@ class MetricsLog:
         self._num_bytes = 0
 
 
+def parse_row(line: bytes) -> dict[str, Any]:
+    """One row with the present names of its metrics. Raises ValueError for a line that no node writes."""
+    row: Any = parse_json(line, _MAX_VALUES_PER_ROW)
+    if not isinstance(row, dict):
+        raise ValueError("a row must be a JSON object")
+    for old in RENAMED.keys() & row.keys():
+        row[RENAMED[old]] = row.pop(old)
+    return row
+
+
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """All complete rows; nothing where the file does not exist yet. A torn last line is left out. Raises OSError."""
+    """All complete rows; nothing where the file does not exist yet. A torn or damaged line is left out. Raises OSError."""
     try:
         content = read_file(path, MAX_BYTES)
     except FileNotFoundError:
         return
-    for line in content.split(b"\n")[:-1]:
+    yield from _rows_in(content[: content.rfind(b"\n") + 1], path)
+
+
+def last_rows(path: Path, max_bytes: int = NEWEST_BYTES) -> Iterator[dict[str, Any]]:
+    """Rows of the newest `max_bytes`, oldest first, from the older file `.1` too if the newer one leaves room.
+
+    A torn or damaged line is left out. Raises OSError where a file that is there cannot be read.
+    """
+    older, content = path.with_name(f"{path.name}.1"), _end_of(path, max_bytes)
+    yield from _rows_in(_end_of(older, max_bytes - len(content)), older)
+    yield from _rows_in(content, path)
+
+
+def _rows_in(lines: bytes, path: Path) -> Iterator[dict[str, Any]]:
+    num_damaged = 0
+    for line in filter(None, lines.split(b"\n")):
         try:
-            row = parse_json(line)
+            row = parse_row(line)
         except ValueError:
-            logger.warning("%s holds a damaged line", path)
-            continue
-        if isinstance(row, dict):
+            num_damaged += 1
+        else:
             yield row
+    if num_damaged:
+        logger.warning("%d damaged lines of %s are left out", num_damaged, path)
+
+
+def _end_of(path: Path, max_bytes: int) -> bytes:
+    """The last whole lines, at most `max_bytes`; nothing where the file does not exist."""
+    if max_bytes <= 0:
+        return b""
+    try:
+        with open_to_read(path) as file:
+            start = max(0, file.seek(0, os.SEEK_END) - max_bytes)
+            file.seek(start)
+            content = file.read(max_bytes)
+    except FileNotFoundError:
+        return b""
+    content = content[: content.rfind(b"\n") + 1]
+    return content[content.find(b"\n") + 1 :] if start else content
 
 
 def _cut_torn_line(path: Path) -> None:
@@ -122,9 +171,10 @@ class Metrics:
         counter.inc(amount)
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
-        gauge = self._labelled(Gauge, name, labels)
-        assert isinstance(gauge, Gauge), f"{name} is a counter"
-        gauge.set(value)
+        for one in filter(None, (name, _OLD_NAMES.get(name))):
+            gauge = self._labelled(Gauge, one, labels)
+            assert isinstance(gauge, Gauge), f"{name} is a counter"
+            gauge.set(value)
 
     def value(self, name: str, **labels: str) -> float | None:
         """Current value, None where nothing was recorded."""

@@ -1,6 +1,6 @@
-"""Text of strangers for a terminal or a log: characters that would move a cursor, colour, hide or forge are written out.
+"""Text for people: makes text of peers safe for a terminal or a log, and formats durations, sizes and counts.
 
-Times and sizes as people write them.
+Characters that would move a cursor, colour, hide or forge text are escaped.
 """
 
 _STEPS = ((86400, "d"), (3600, "h"), (60, "min"))

@@ -1,4 +1,4 @@
-"""Work of a node that never ends: one step again and again, over everything that passes."""
+"""Repeats one step of a node until it is cancelled, and survives failures of disk and network."""
 
 import asyncio
 import logging

@@ -1,6 +1,6 @@
-"""`status.json`: what a running node says about itself, rewritten as a whole every few seconds.
+"""`status.json`: the state of a running node, which it rewrites every few seconds.
 
-In one word and one line: is this node contributing to its swarm?
+`judge` derives from it, in one word and one line, whether the node contributes to its swarm.
 
 status.json, the clock ─▶ judge ─▶ contributing · learning alone · paused · starting · stalled · not running
 """
@@ -248,7 +248,7 @@ def _part_in_swarm(status: NodeStatus, now: float) -> NodeHealth:
     taken_at = facts.get("last_taken_at")
     patience_s = max(_TAKEN_LATELY_S, _ROUNDS_UNTAKEN * _round_s(status))
     if taken_at is not None and now - taken_at <= patience_s:
-        taken = f"{name_of(status, facts['last_taken_by'])} took rollouts of ours {for_how_long(now - taken_at)} ago"
+        taken = f"{name_of(status, facts['last_taken_by'])} fetched our rollouts {for_how_long(now - taken_at)} ago"
         if status.num_connected != 0 or now - taken_at <= _GONE_AFTER_S:
             return NodeHealth(Word.contributing, taken)
         return NodeHealth(Word.learning_alone, f"no peer is connected any more; {taken}")
@@ -259,12 +259,12 @@ def _why_alone(status: NodeStatus, taken_at: float | None, now: float) -> str:
     if status.num_connected is None:
         return "its network is off"
     if taken_at is not None:
-        return f"nobody has taken rollouts of ours for {for_how_long(now - taken_at)}"
+        return f"no peer has fetched our rollouts for {for_how_long(now - taken_at)}"
     if status.num_connected == 0:
         return "no peer is connected"
     if not status.last_round.get("exchange/records_published", 0):
         return "nothing was shared yet"
-    return "nobody has taken rollouts of ours yet"
+    return "no peer has fetched our rollouts yet"
 
 
 def name_of(status: NodeStatus, peer_id: str | None) -> str:

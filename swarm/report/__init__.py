@@ -1,1 +1,1 @@
-"""A run that is over, as one file for people: `swarm report`."""
+"""Tables, curves and the report file of a run."""

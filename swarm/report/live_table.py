@@ -1,4 +1,4 @@
-"""Progress of all nodes while they run: a table that is redrawn on a terminal, plain lines elsewhere."""
+"""Shows the progress of running nodes: a table that is redrawn on a terminal, or plain lines elsewhere."""
 
 import time
 from collections.abc import Sequence

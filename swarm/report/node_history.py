@@ -1,6 +1,6 @@
-"""What one node did so far, read from its metrics.jsonl while it grows, over restarts of the node.
+"""The history of one node, read from its metrics.jsonl while the file grows, over restarts of the node.
 
-The file may be somebody else's: time and memory are linear in its bytes, whatever it holds, and these are bounded.
+The file may come from somebody else, so time and memory are linear in its bytes, and these are bounded.
 """
 
 import os
@@ -8,7 +8,8 @@ from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
-from swarm.machine.safe_files import open_to_read, parse_json
+from swarm.machine.safe_files import open_to_read
+from swarm.observability.metrics import parse_row
 
 MetricsRow = dict[str, Any]
 MAX_BYTES = 64 << 20
@@ -92,7 +93,7 @@ class NodeHistory:
                 line = b""
             self._offset += num_bytes
             try:
-                self._add(parse_json(line))
+                self._add(parse_row(line))
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 continue  # damaged, too long, or not written by a node: that row is lost
 

@@ -1,4 +1,4 @@
-"""The curves of a testbed and of a comparison as PNG. matplotlib is imported only when something is drawn."""
+"""Draws the curves of a testbed and of a comparison as PNG. matplotlib is imported only when something is drawn."""
 
 import contextlib
 import io

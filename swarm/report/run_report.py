@@ -1,4 +1,4 @@
-"""`swarm report`: what one node, or all nodes of a testbed, did, in one HTML file without scripts.
+"""`swarm report`: writes the history of one node, or of all nodes of a testbed, to one HTML file without scripts.
 
 folder ─▶ metrics.jsonl, status.json, config.toml of each node ─▶ [NodeRun] ─▶ curves, tables ─▶ one file
 """
@@ -30,7 +30,7 @@ from swarm.report.tables import Table
 
 _MAX_NODES = 64
 _MAX_METRICS_BYTES = 512 << 20
-"""Of all nodes together; a byte of crafted metrics takes three of memory."""
+"""Limit for all nodes together. A byte of crafted metrics takes three bytes of memory."""
 _MAX_PEERS = 300
 _MAX_FILE_BYTES = 4 << 20
 _CURVES = {
@@ -91,7 +91,7 @@ def node_folders(folder: Path) -> list[Path]:
 def report_html(runs: Sequence[NodeRun], title: str) -> str:
     """The whole page."""
     parts = [
-        _told(runs),
+        _introduction(runs),
         "<h2>Curves</h2><div class='charts'>" + "".join(_curves(runs)) + "</div>",
         *(table.html() for table in (_learning(runs), _held_out(runs), *_exchange(runs)) if table.rows),
         *_merging(runs),
@@ -127,7 +127,7 @@ def _read(folder: NodeFolder, max_bytes: int) -> NodeRun:
     return NodeRun(view.name, history, summarize(view), status, config)
 
 
-def _told(runs: Sequence[NodeRun]) -> str:
+def _introduction(runs: Sequence[NodeRun]) -> str:
     times = [row["time_s"] for run in runs for row in run.history.rounds if "time_s" in row]
     rounds = sum(run.summary.rounds for run in runs)
     when = f" from {_moment(min(times))} to {_moment(max(times))}" if times else ""
@@ -158,8 +158,8 @@ def _learning(runs: Sequence[NodeRun]) -> Table:
         "node",
         "rounds",
         "reward",
-        "learned from own",
-        "from others",
+        "own groups",
+        "peers' groups",
         "tokens/s",
         "MB sent",
         "MB received",
@@ -198,12 +198,12 @@ def _exchange(runs: Sequence[NodeRun]) -> list[Table]:
     ]
     return [
         Table("Exchange", ("node", "records published", "records admitted"), shared),
-        Table("Turned away", ("reason", "in plain words", "how often"), away),
+        Table("Rejected records", ("reason", "meaning", "count"), away),
     ]
 
 
 def _merging(runs: Sequence[NodeRun]) -> list[str]:
-    """Nothing where nobody merged."""
+    """Tables of merges; empty if no node merged."""
     names = {run.status["peer_id"]: _label(run) for run in runs if run.status.get("peer_id")}
     steps: list[list[str]] = []
     merges: list[list[str]] = []
@@ -222,15 +222,15 @@ def _merging(runs: Sequence[NodeRun]) -> list[str]:
             numbers = [_number(merge["share"], 2), _number(merge["drift"], 3), _moment(merge["time_s"])]
             merges.append([_label(run), f"{merge['round']:,}", partner, *numbers])
     tables = [
-        Table("Merging", ("node", "merges", "steps alone", "why alone"), steps),
-        Table("Last merges", ("node", "round", "partner", "its share", "drift", "when"), merges),
+        Table("Merging", ("node", "merges", "steps without partner", "reasons"), steps),
+        Table("Last merges", ("node", "round", "partner", "weight", "drift", "when"), merges),
     ]
     return [table.html() for table in tables if table.rows]
 
 
 def _peers(runs: Sequence[NodeRun]) -> list[Table]:
-    """What each node last knew of others; of the nodes that say it."""
-    headers = ("name", "lineage", "trust", "reward", "groups admitted", "records turned away")
+    """The peers that each node knew last."""
+    headers = ("name", "lineage", "trust", "reward", "groups admitted", "records rejected")
     tables: list[Table] = []
     for run in runs:
         known = [peer for peer in run.status.get("peers") or [] if isinstance(peer, dict)]

@@ -1,4 +1,4 @@
-"""What a testbed achieved, per node: the table at its end and summary.json."""
+"""The result of a testbed per node: the table at its end and summary.json."""
 
 import json
 from collections.abc import Mapping, Sequence

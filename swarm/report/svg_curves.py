@@ -1,7 +1,4 @@
-"""Curves as inline SVG: no script, no file beside it, colours from the page's style.
-
-How a report looks, on a screen in light or dark and on paper.
-"""
+"""Draws curves as inline SVG without scripts, and holds the style of a report for light and dark screens and paper."""
 
 import html
 import math

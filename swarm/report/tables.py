@@ -1,7 +1,4 @@
-"""A report of one file: tables and curves as a person reads them, without anything from the net.
-
-Mean and standard deviation over seeds.
-"""
+"""Writes a report with tables and curves to one HTML file that needs nothing from the network."""
 
 import base64
 import html

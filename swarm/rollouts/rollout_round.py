@@ -184,7 +184,7 @@ class RolloutRound:
         for group in batch.groups:
             largest = config.largest_group - len(group.rollouts)
             rewards = [rollout.reward for rollout in group.rollouts]
-            if size := second_round_size(rewards, config.second_round, largest=largest):
+            if size := second_round_size(rewards, config.extra_rollouts, largest=largest):
                 added[group.task] = size
         if not added:
             return batch

@@ -90,7 +90,7 @@ class Sandbox:
         except SandboxError as error:
             if not may_be_unsandboxed:
                 raise
-            logger.warning("code of strangers runs without a sandbox, as tasks.run_code_unfenced allows: %s", error)
+            logger.warning("code of strangers runs without a sandbox, as tasks.run_code_unsandboxed allows: %s", error)
             sandbox = cls(limits, use_namespaces=False)
             sandbox.check()
         return sandbox

@@ -1,8 +1,8 @@
-"""A node without a policy: light rollouts at a steady pace, all else the code of a real node.
+"""A node without a policy. It produces random rollouts at a steady rate; everything else is the code of a real node.
 
 light_group ─→ Exchange (Publisher, Transport, Reader, Admission, Directory) ─→ ExperiencePool ─ draw
 
-Rollouts without a policy: random answers to tasks whose reward anyone sees, in the real formats.
+The rollouts are random answers in the real formats, to tasks whose reward follows from the answer.
 """
 
 import asyncio

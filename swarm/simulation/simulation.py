@@ -1,8 +1,8 @@
-"""A swarm of light nodes on the in-memory network and a virtual clock; the same seed gives the same run.
+"""Runs a swarm of light nodes on the in-memory network and a virtual clock. The same seed gives the same run.
 
 async with Simulation(settings) as simulation: start ─ let(60) ─ faults … ─ let(60)      inside `virtual_clock.run`
 
-When headers came to their readers.
+`SpreadLog` records when headers arrived at their readers.
 """
 
 import asyncio

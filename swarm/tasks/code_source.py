@@ -269,7 +269,7 @@ class CodeSource:
         self.config_digest = hashlib.sha256(facts.encode() + content).hexdigest()[:16]
         cpu_s, memory_bytes = self._parameters.cpu_s, self._parameters.memory_mib << 20
         limits = RunLimits(cpu_s=cpu_s, wall_s=float(_WALL_PER_CPU * cpu_s), memory_bytes=memory_bytes)
-        self._verifier = CodeVerifier(self.name, _sandbox(limits, self.name, tasks.run_code_unfenced), limits)
+        self._verifier = CodeVerifier(self.name, _sandbox(limits, self.name, tasks.run_code_unsandboxed), limits)
 
     @property
     def num_held_out(self) -> int:
@@ -299,7 +299,7 @@ def _sandbox(limits: RunLimits, name: str, may_be_unfenced: bool) -> Sandbox:
     except SandboxError as error:
         raise TaskError(
             f"code tasks must run in a sandbox (Linux with user namespaces), got {error}; allow user namespaces, remove "
-            f"source {name!r}, or set tasks.run_code_unfenced = true, which lets code of strangers read your files"
+            f"source {name!r}, or set tasks.run_code_unsandboxed = true, which lets code of strangers read your files"
         ) from None
 
 

@@ -174,8 +174,8 @@ class ReasoningGymSource:
     def __init__(self, config: TaskSourceSection, tasks: TasksSection) -> None:
         """Raises TaskError for a data set that is unknown or refused, or parameters that it does not accept.
 
-        With `tasks.fenced` the parameters are a manifest's and have to pass `check_declared`; else they are the operator's own,
-        who may name files.
+        With `tasks.sandboxed` the parameters are a manifest's and have to pass `check_declared`; else they are the
+        operator's own, who may name files.
         """
         self.name = config.source_name
         self.config_digest = base_digest(config)
@@ -183,7 +183,7 @@ class ReasoningGymSource:
         self._parameters = config.parameters
         _check_name(config.name)
         try:
-            if tasks.fenced:
+            if tasks.sandboxed:
                 _check_declared(config)
             self._shared = self._build(0)
         except Exception as error:  # each data set refuses parameters in a way of its own

@@ -5,7 +5,7 @@
 The function reads text of strangers, so it runs in a sandboxed process of its own (`plugin_process`), without a network and
 with installed packages as its only files. One that takes too long or too much memory is stopped, and one that crashes harms
 nothing else: it costs its task, never the node. An operator may let a function out of its sandbox by name
-(`tasks.unfenced_rewards`).
+(`tasks.unsandboxed_rewards`).
 """
 
 from importlib.metadata import EntryPoint
@@ -34,24 +34,24 @@ class RewardPlugin:
         """Raises TaskError where the function cannot be loaded or sandboxed, or its parameters are refused.
 
         `tasks` has its memory, whether it may run without a sandbox, and whether a manifest has set the parameters
-        (`fenced`), which then have to pass `check_declared`.
+        (`sandboxed`), which then have to pass `check_declared`.
         """
         self.version = REWARDS.origin(entry.name)
         """Package and version: nodes with others do not compare rewards."""
         self._source = source
         self._name = entry.name
         self._time_budget_s = time_budget_s
-        fence = "none" if entry.name in tasks.unfenced_rewards else "required"
+        fence = "none" if entry.name in tasks.unsandboxed_rewards else "required"
         file_bytes = None if fence == "none" else FILE_BYTES
         confinement = Confinement(tasks.reward_memory_mib << 20, file_bytes, fence)
-        opening = [entry.name, entry.value, parameters, tasks.fenced]
+        opening = [entry.name, entry.value, parameters, tasks.sandboxed]
         self._process = LineProcess("swarm.tasks.plugin_process", opening, confinement)
         try:
             self._process.start()
         except LineProcessError as error:
             raise TaskError(
                 f"reward function {entry.name} of {self.version} must be loadable in a sandbox, got {error}; "
-                f"fix or remove it, or list {entry.name} in tasks.unfenced_rewards if it needs your files or the network"
+                f"fix or remove it, or list {entry.name} in tasks.unsandboxed_rewards if it needs your files or the network"
             ) from None
 
     def __call__(self, prompt: str, expected: str, answer: str) -> float:

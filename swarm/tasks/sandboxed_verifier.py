@@ -8,7 +8,7 @@ author of the text some reputation, never the node.
     built in, Isolation.OWN_SANDBOX           the node; it has a sandbox of its own
     built in, Isolation.PROCESS               one process for all of these, with namespaces where the system has them
     of a package, whatever it declares        a process of its own, with namespaces or not at all
-    of a package in tasks.unfenced_kinds      a process of its own, with limits only
+    of a package in tasks.unsandboxed_kinds      a process of its own, with limits only
 
 `SandboxedVerifier` is the processes; `SandboxedSource` is one source in them, as the node uses it.
 """
@@ -163,8 +163,8 @@ class SandboxedVerifier:
         """One process for `sections`, which are built in, or one of a package."""
         fence: Literal["required", "if possible", "none"] = "if possible"
         if not TASK_SOURCES.is_built_in(sections[0].kind):
-            fence = "none" if sections[0].kind in config.unfenced_kinds else "required"
-        readable = () if config.fenced else tuple(_named_files(sections))
+            fence = "none" if sections[0].kind in config.unsandboxed_kinds else "required"
+        readable = () if config.sandboxed else tuple(_named_files(sections))
         tasks = config.model_copy(update={"sources": tuple(sections)})
         confinement = Confinement(self._memory_bytes, None if fence == "none" else FILE_BYTES, fence, readable)
         return LineProcess("swarm.tasks.verifier_process", tasks.model_dump_json(), confinement)

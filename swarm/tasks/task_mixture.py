@@ -216,7 +216,7 @@ def _is_fenced(section: TaskSourceSection, config: TasksSection) -> bool:
     their own, which may not be started from inside of the sandbox.
     """
     is_of_package = not TASK_SOURCES.is_built_in(section.kind)
-    return needs_process(section) and (is_of_package or config.fenced or bool(package_signals(section)))
+    return needs_process(section) and (is_of_package or config.sandboxed or bool(package_signals(section)))
 
 
 def _without_signals(config: TasksSection, sections: Sequence[TaskSourceSection]) -> TasksSection:

@@ -43,7 +43,7 @@ class _Workshop:
     """The sources, each of which is built by the first question about it."""
 
     def __init__(self, config: TasksSection) -> None:
-        """With `config.fenced` this process can open no file of the operator from here on.
+        """With `config.sandboxed` this process can open no file of the operator from here on.
 
         For a source of a package the namespaces of the process see to that, unless the operator let it out of them.
         """
@@ -51,7 +51,7 @@ class _Workshop:
         if all(TASK_SOURCES.is_built_in(section.kind) for section in config.sources):
             import reasoning_gym  # noqa: F401  what it loads from the system's folders is loaded before they are closed
 
-            self.files = close_files() if config.fenced else _ALL_FILES
+            self.files = close_files() if config.sandboxed else _ALL_FILES
         self._config = config
         self._sections = {section.source_name: section for section in config.sources}
         self._mixture = cache(self._build)

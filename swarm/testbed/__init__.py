@@ -1,1 +1,1 @@
-"""Many nodes on one machine: real processes, one table, one summary, one plot."""
+"""Runs several real nodes on one machine, with one table, one summary and one plot."""

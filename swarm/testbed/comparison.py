@@ -1,4 +1,4 @@
-"""The controlled experiment: the same nodes for the same number of rounds, sharing experience and as silos.
+"""Compares the same nodes over the same number of rounds, with sharing and as silos.
 
 All arms sample the same number of answers and drop groups without signal, and nodes of equal name have the same identity in
 all, hence the same stream of tasks. What differs is where the groups of a batch come from.

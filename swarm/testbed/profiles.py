@@ -1,4 +1,4 @@
-"""Configurations of the nodes of a testbed: deliberately unlike, as nodes of a real swarm are."""
+"""The configurations of the nodes of a testbed, which differ as nodes of a real swarm do."""
 
 import json
 import math
@@ -53,7 +53,7 @@ PROFILES = (
 MERGING: Mapping[str, str] = {
     "merging.enabled": "true",
     "merging.inner_steps": "8",
-    "merging.search_s": "8.0",
+    "merging.search_timeout_s": "8.0",
     "merging.final": "true",
     "merging.final_interval_s": "30.0",
     "merging.final_tries": "3",

@@ -1,12 +1,10 @@
-"""Runs the nodes of one testbed to their end.
+"""Runs the node processes of one testbed until they end.
 
     plans ─ first node ─ its address ─ other nodes ─┐
                                                     ├─ live table ─ summary, plot
     metrics.jsonl of each node ─ NodeHistory ───────┘
 
-A node that dies is shown with its cause and stops nobody.
-
-Node processes of a testbed: start, watch, end. None outlives the testbed, however that ends.
+A node that dies is shown with the cause and does not stop the others. No node process outlives the testbed.
 """
 
 import contextlib

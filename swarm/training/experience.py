@@ -86,7 +86,7 @@ class RolloutConverter:
         self._visible = _visible_ids(policy)
         self._own_likelihoods: deque[float] = deque(maxlen=_FLOOR_WINDOW)
         self.num_answers_below_floor = 0
-        self.num_answers_misspelt = 0
+        self.num_answers_text_mismatch = 0
         """Answers left out because their tokens here would spell another text, or hide special tokens."""
         self.dropped: Counter[str] = Counter()
         """Groups that could not be used, by reason."""
@@ -159,7 +159,7 @@ class RolloutConverter:
     def _as_spelt(self, group: RolloutGroup) -> RolloutGroup:
         """The group without answers whose ids hide tokens that no text shows, or spell another text than was rewarded."""
         kept = tuple(rollout for rollout in group.rollouts if self._is_spelt(rollout))
-        self.num_answers_misspelt += len(group.rollouts) - len(kept)
+        self.num_answers_text_mismatch += len(group.rollouts) - len(kept)
         return group if len(kept) == len(group.rollouts) else replace(group, rollouts=kept)
 
     def _is_spelt(self, rollout: Rollout) -> bool:

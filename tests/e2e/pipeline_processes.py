@@ -132,7 +132,12 @@ def pipeline_processes(
     members = [f"{address}/p2p/{settings_identity(one)}" for address, one in zip(listen, folders, strict=True)]
     driver_folder = folder / "driver"
     by_hand = [address.rpartition("/")[2] for address in members[: len(layers)]]
-    table = {"driver": settings_identity(driver_folder), "crew": members, "by_hand": by_hand, **(pipeline or {})}
+    table = {
+        "driver": settings_identity(driver_folder),
+        "machines": members,
+        "self_assigned": by_hand,
+        **(pipeline or {}),
+    }
     policy = {**sections.pop("policy", {}), "pipeline": table}
     network = {"backend": backend, "gossip": "off"}
     with contextlib.ExitStack() as stack:

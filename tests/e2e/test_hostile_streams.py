@@ -172,7 +172,7 @@ async def test_hostile_answer_to_a_short_call_ends_with_its_reason(tmp_path: Pat
 
 
 async def test_one_peer_with_many_calls_leaves_room_for_others(tmp_path: Path) -> None:
-    node = make_node(tmp_path / "node", max_connections_inbound=8)
+    node = make_node(tmp_path / "node", max_concurrent_requests=8)
     mallory, honest = make_node(tmp_path / "mallory"), make_node(tmp_path / "honest")
     process = psutil.Process()
     async with joined(node, mallory, honest):
@@ -191,7 +191,7 @@ async def test_one_peer_with_many_calls_leaves_room_for_others(tmp_path: Path) -
 
 
 async def test_trickling_oversize_and_unread_streams_lose_their_places(tmp_path: Path) -> None:
-    node = make_node(tmp_path / "node", BLOB, request_timeout_s=0.3, max_connections_inbound=8)
+    node = make_node(tmp_path / "node", BLOB, request_timeout_s=0.3, max_concurrent_requests=8)
     mallory, honest = make_node(tmp_path / "mallory"), make_node(tmp_path / "honest")
     async with joined(node, mallory, honest):
         oversize, writer = await open_stream(mallory, node.peer_id, ECHO)
@@ -222,7 +222,7 @@ async def hung_up(reader: asyncio.StreamReader) -> None:
 
 
 async def test_one_peer_with_many_streams_leaves_room_for_others(tmp_path: Path) -> None:
-    node = make_node(tmp_path / "node", max_connections_inbound=8)
+    node = make_node(tmp_path / "node", max_concurrent_requests=8)
     mallory, honest = make_node(tmp_path / "mallory"), make_node(tmp_path / "honest")
     async with joined(node, mallory, honest):
         silent = [await open_stream(mallory, node.peer_id, ECHO) for _ in range(20)]

@@ -93,7 +93,7 @@ def test_interrupt_ends_node_and_daemon_within_five_seconds(tmp_path: Path) -> N
             {
                 "over_provision": 2.0,
                 "task_choice": "thompson",
-                "second_round": "hard",
+                "extra_rollouts": "hard",
                 "largest_group": 8,
                 "refill_draws": 1,
             },

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.e2e.node_process import NodeProcess, node_settings, wait_for
 from tests.swarm.test_nodes_merge import flat
 
-MERGING = {"enabled": True, "inner_steps": 3, "search_s": 10.0, "gate_tasks": 0, "clip_factor": 1000.0}
+MERGING = {"enabled": True, "inner_steps": 3, "search_timeout_s": 10.0, "gate_tasks": 0, "clip_factor": 1000.0}
 
 
 def settings(folder: Path, **network: object) -> dict[str, object]:

@@ -78,7 +78,7 @@ def test_a_page_shows_the_node_asks_nobody_else_and_breaks_no_policy(browser: Ch
     open_live(browser, node)
     browser.wait_for("document.querySelectorAll('#peers-table tbody tr').length === 200")
     assert text(browser, "#name") == "brave-otter-3f"
-    assert "claims another reward than this node computed" in text(browser, "#rejected-table")
+    assert "its claimed reward is not the one that this node computed" in text(browser, "#rejected-table")
     browser.run("document.getElementById('rollouts').scrollIntoView()")
     browser.wait_for("document.querySelectorAll('#groups details').length === 12")
     browser.run("document.querySelector('#groups details').open = true")
@@ -219,7 +219,7 @@ def test_tables_sort_and_charts_are_read_by_keyboard(browser: Chromium, node: Se
         assert browser.run(values) == sorted(browser.run(values), reverse=falls)
     browser.run("(() => { const find = document.getElementById('peers-find'); find.value = 'nobody-like-that';"
                 " find.dispatchEvent(new Event('input')); })()")  # fmt: skip
-    assert "Nobody met yet" in text(browser, "#peers-table")
+    assert "No peer known yet" in text(browser, "#peers-table")
     row = round_row(2, random.Random(1))
     node.show(row, status(20, row))
     pad = "document.querySelector('[role=slider]')"
@@ -307,7 +307,7 @@ def test_a_page_of_a_node_that_has_just_started_says_so(browser: Chromium, node:
     open_live(browser, node)
     browser.wait_for("document.getElementById('curves-note').textContent.length > 0")
     assert text(browser, "#phase") == "starting"
-    assert "Nobody met yet" in text(browser, "#peers-table")
+    assert "No peer known yet" in text(browser, "#peers-table")
     assert "begin with the first round" in text(browser, "#curves-note")
     assert "None yet" in text(browser, "#rollouts-note")
     assert complaints(browser, node) == []

@@ -39,7 +39,7 @@ def merging_config(
             "merging": {
                 "enabled": True,
                 "inner_steps": 3,
-                "search_s": 2.0,
+                "search_timeout_s": 2.0,
                 "gate_tasks": 0,
                 "clip_factor": 100.0,
                 "strangers_factor": 100.0,
@@ -116,7 +116,7 @@ def test_nodes_of_one_lineage_merge_and_come_closer_and_a_stranger_steps_alone(t
 def test_newcomer_begins_where_three_donors_are(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     network = MemoryNetwork(random.Random(7), time.time)
-    donors = [make_node(network, merging_config(tmp_path / str(i), search_s=0.5), i) for i in range(3)]
+    donors = [make_node(network, merging_config(tmp_path / str(i), search_timeout_s=0.5), i) for i in range(3)]
     newcomer = make_node(network, merging_config(tmp_path / "new", 1), 9)
 
     async def main() -> None:

@@ -90,7 +90,7 @@ def test_what_is_dropped_is_told_by_reason() -> None:
     learner._pool.add(b"1" * 32, NOW + 600, NOW, [gone, replace(groups[1], rollouts=cut)])
     row = learner.run_round()
     assert row["train/dropped_groups"] == {"unknown_task": 1, "nothing_usable": 1}
-    assert row["train/answers_misspelt_total"] == 4
+    assert row["train/answers_text_mismatch_total"] == 4
     learner._pool.add(b"2" * 32, NOW + 600, NOW, with_signal(published[:2], 100) + with_signal(published[2:], 3))
     assert learner.run_round()["train/dropped_groups"]["stale_version"] > 0
     learner.policy.version += 100

@@ -1,5 +1,6 @@
 """Configuration: merging, overrides, and mistakes that are told with rule, value and fix."""
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from swarm.config import Config, dump_toml, load, parse
 from swarm.config.load import _ALIASES, _known_keys
 from swarm.config.reference import reference_markdown, settings
+from swarm.config.section import RENAMED, _report_old_name
 from swarm.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -108,13 +110,84 @@ def test_other_names_lead_to_settings_that_there_are() -> None:
     assert not set(_ALIASES) & {key.rpartition(".")[2] for key in _known_keys(Config)}
 
 
+OLD_VALUES = {
+    "merging.search_s": 7.5,
+    "network.max_connections_inbound": 3,
+    "policy.pipeline.by_hand": ["a"],
+    "policy.pipeline.crew": ["a", "b"],
+    "rollouts.prune_after": 9,
+    "rollouts.second_round": "hard",
+    "tasks.fenced": True,
+    "tasks.run_code_unfenced": True,
+    "tasks.unfenced_rewards": ["politeness"],
+}
+NEEDED = {"policy.pipeline.driver": '"d"', "policy.pipeline.machines": '["a"]'}
+"""Beside a setting of a pipeline."""
+
+
+@pytest.fixture
+def notices(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Each old name is reported once per process; here once per test."""
+    _report_old_name.cache_clear()
+    return caplog
+
+
+def value_at(config: Config, key: str) -> object:
+    value: object = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return list(value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_renamed_setting_is_read_under_its_old_name(
+    old: str, tmp_path: Path, notices: pytest.LogCaptureFixture
+) -> None:
+    section, _, name = old.rpartition(".")
+    text = json.dumps(OLD_VALUES[old])
+    needed = {key: value for key, value in NEEDED.items() if section in key and key != RENAMED[old]}
+    file = write(tmp_path, "old.toml", f"[{section}]\n{name} = {text}\n")
+    for _ in range(2):
+        assert value_at(load([file], needed), RENAMED[old]) == OLD_VALUES[old]
+    assert value_at(load([], {old: text} | needed), RENAMED[old]) == OLD_VALUES[old]
+    told = [record.getMessage() for record in notices.records]
+    assert [f"{old} in {place} is the old name of {RENAMED[old]}" in line for place, line in zip(
+        (str(file), "the command line"), told, strict=True
+    )] == [True, True]  # fmt: skip
+
+
+def test_layers_of_settings_meet_under_the_present_name(tmp_path: Path) -> None:
+    old = write(tmp_path, "old.toml", "[rollouts]\nprune_after = 9\n")
+    new = write(tmp_path, "new.toml", "[rollouts]\nprune_interval_tokens = 5\n")
+    assert load([old, new]).rollouts.prune_interval_tokens == 5
+    assert load([new, old]).rollouts.prune_interval_tokens == 9
+    assert load([new], {"rollouts.prune_after": "7"}).rollouts.prune_interval_tokens == 7
+    with pytest.raises(ConfigError, match=f"got 0 in {old}; set rollouts.prune_interval_tokens"):
+        load([write(tmp_path, "old.toml", "[rollouts]\nprune_after = 0\n")])
+
+
+def test_a_setting_under_both_names_is_refused(tmp_path: Path) -> None:
+    both = write(tmp_path, "both.toml", "[rollouts]\nprune_after = 9\nprune_interval_tokens = 9\n")
+    told = r"got rollouts\.prune_after in .*both\.toml beside its present name rollouts\.prune_interval_tokens; remove"
+    with pytest.raises(ConfigError, match=told):
+        load([both])
+    with pytest.raises(ConfigError, match=r"got tasks\.fenced in the command line beside"):
+        load([], {"tasks.fenced": "true", "tasks.sandboxed": "true"})
+
+
+def test_an_old_name_is_no_setting_any_more_and_stays_in_its_section() -> None:
+    for old, new in RENAMED.items():
+        assert old not in _known_keys(Config) and new in _known_keys(Config)
+        assert old.rpartition(".")[0] == new.rpartition(".")[0]
+
+
 def test_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml"):
         load(["nowhere.toml"])
 
 
 def test_a_crew_exports_nothing_at_the_end() -> None:
-    crew = {"pipeline": {"driver": "d", "crew": ["a"]}}
+    crew = {"pipeline": {"driver": "d", "machines": ["a"]}}
     parse({"policy": crew, "merging": {"enabled": True, "final": True}})
     with pytest.raises(ConfigError, match="final_export"):
         parse({"policy": crew, "merging": {"enabled": True, "final": True, "final_export": True}})

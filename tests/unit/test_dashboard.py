@@ -23,12 +23,13 @@ from swarm.config import Config
 from swarm.dashboard.feed import MAX_STREAMS, MAX_WAITING, EventPlaces, EventResponse, Feed
 from swarm.dashboard.node_page import TOKEN_HEADER, NodePage
 from swarm.dashboard.recent_rollouts import MAX_GROUPS, RecentRollouts
-from swarm.dashboard.series import MAX_MERGES, MergeLog, Series, last_rows
+from swarm.dashboard.series import MAX_MERGES, MergeLog, Series
 from swarm.dashboard.shown import WORDS, shown
 from swarm.dashboard.static_files import is_token, make_token, read_token
 from swarm.errors import NodeNotRunningError
 from swarm.node.controls import ACTIONS, NodeControls
 from swarm.observability.http_server import Guard
+from swarm.observability.metrics import last_rows
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.totals import SharingPause
 from swarm.types import TaskRef

@@ -13,9 +13,8 @@ import pytest
 from swarm.config import NetworkSection, parse
 from swarm.config.node_folder import NodeFolder
 from swarm.diagnostics.accelerator import check_accelerator
+from swarm.diagnostics.check_result import CheckResult, Level
 from swarm.diagnostics.machine import (
-    CheckResult,
-    Level,
     check_daemon,
     check_descriptors,
     check_disk,

@@ -231,7 +231,7 @@ def test_ids_that_hide_special_tokens_are_left_out_in_the_own_tokenizer_too(llam
     reader = translator(llama)
     got = reader.foreign(PROMPT, replace(group, rollouts=(*group.rollouts[:2], poisoned)))
     assert got is not None and got.group.rollouts == group.rollouts[:2]
-    assert reader.num_answers_misspelt == 1
+    assert reader.num_answers_text_mismatch == 1
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_ids_that_no_text_shows_are_left_out_whatever_the_tokenizer_calls_specia
     reader = translator(policy)
     got = reader.foreign(PROMPT, replace(group, rollouts=(*group.rollouts[:2], poisoned)))
     assert got is not None and got.group.rollouts == group.rollouts[:2]
-    assert reader.num_answers_misspelt == 1
+    assert reader.num_answers_text_mismatch == 1
 
 
 def test_text_that_the_own_tokenizer_cannot_spell_is_left_out(llama: Policy, neox: Policy) -> None:
@@ -263,7 +263,7 @@ def test_text_that_the_own_tokenizer_cannot_spell_is_left_out(llama: Policy, neo
     got = reader.foreign(PROMPT, written_by(neox, "12", "13", "日本 12"))
     assert got is not None and [rollout.text for rollout in got.group.rollouts] == ["12", "13"]
     assert reader.foreign(PROMPT, written_by(neox, "日", "13")) is None
-    assert reader.num_answers_misspelt == 2 and reader.dropped == {"nothing_usable": 1}
+    assert reader.num_answers_text_mismatch == 2 and reader.dropped == {"nothing_usable": 1}
     back = translator(neox).foreign(PROMPT, written_by(neox, "é日本 12", "13"))
     assert back is not None and back.group.rollouts[0].text == "é日本 12"
 

@@ -223,7 +223,7 @@ def test_a_source_of_a_package_reads_no_file_opens_no_socket_and_starts_nothing(
 
 
 def test_a_source_of_a_package_is_let_out_only_where_the_operator_names_its_kind(evil: Evil) -> None:
-    mixture = TaskMixture(tasks_of(unfenced_kinds=("evil",)))
+    mixture = TaskMixture(tasks_of(unsandboxed_kinds=("evil",)))
     prompt = mixture.sources["evil"].task(16, 0).prompt
     assert prompt.startswith(SECRET) and "socket" in prompt and prompt.endswith("no variable")
     assert evil.marker.exists() and "evil_tasks" not in sys.modules, "even then not in the node"

@@ -10,9 +10,12 @@ import pytest
 from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import SharingSection, load
 from swarm.config.node_folder import NodeFolder
+from swarm.config.section import RENAMED, with_present_names
 from swarm.manifest.files import read_manifest
 from swarm.node.policy_backend import local_backend
 from swarm.node.process import run_node
+from swarm.observability.metrics import RENAMED as RENAMED_METRICS
+from swarm.observability.metrics import read_rows
 from swarm.observability.status_file import read_status
 from swarm.policy.policy import load_policy
 from swarm.pool.experience_pool import ExperiencePool
@@ -49,13 +52,23 @@ def test_identity_is_the_same_one(left: NodeFolder) -> None:
 
 
 def test_every_setting_of_the_old_configuration_keeps_its_value(left: NodeFolder) -> None:
-    told = tomllib.loads(left.config.read_text())
+    told = with_present_names(tomllib.loads(left.config.read_text()))
     read = load([left.config]).model_dump(mode="json", exclude_none=True)
     for section, settings in told.items():
         for name, value in settings.items():
             if not isinstance(value, dict | list):
                 assert read[section][name] == value, f"{section}.{name}"
     assert load([left.config]).policy.lora.rank == 1
+
+
+def test_the_first_release_has_settings_under_names_of_then() -> None:
+    """So the test above reads renamed settings too, and not only ones that still have their name."""
+    told = tomllib.loads((FORMATS / "0.1.0" / "config.toml").read_text())
+    old = {f"{section}.{name}" for section, settings in told.items() for name in settings}
+    assert len(old & RENAMED.keys()) >= 5
+    config = load([FORMATS / "0.1.0" / "config.toml"])
+    assert config.rollouts.prune_interval_tokens == told["rollouts"]["prune_after"]
+    assert list(config.policy.pipeline.machines) == told["policy"]["pipeline"]["crew"]
 
 
 def test_pool_gives_the_group_that_was_stored(left: NodeFolder) -> None:
@@ -70,6 +83,13 @@ def test_status_reputation_and_manifest_are_read(left: NodeFolder) -> None:
     assert (status.peer_id, status.round, status.phase) == (READER.peer_id, 2, "ended")
     assert Reputation(3600.0, lambda: NOW, left.reputation).weight(ALICE.peer_id) > 0.5
     assert read_manifest(str(left.manifest)).name == "friends"
+
+
+def test_rows_of_metrics_are_read_under_the_present_names(left: NodeFolder) -> None:
+    rounds = [row for row in read_rows(left.metrics) if row["kind"] == "round"]
+    assert [row["round"] for row in rounds] == [1, 2]
+    assert all("train/answers_text_mismatch_total" in row for row in rounds)
+    assert not any(RENAMED_METRICS.keys() & row.keys() for row in rounds)
 
 
 def test_node_goes_on_after_the_last_round_of_the_old_version(left: NodeFolder) -> None:

@@ -124,18 +124,18 @@ def test_other_kinds_of_tasks_and_signals_are_bounded_too(task: dict[str, Any], 
 
 
 def test_tasks_of_a_manifest_are_fenced_whoever_writes_the_configuration() -> None:
-    assert compose(make(), {}, {}, {}).tasks.fenced
-    with pytest.raises(ConfigError, match=r"tasks\.fenced is decided by the manifest"):
-        compose(make(), {}, {"tasks": {"fenced": False}}, {})
+    assert compose(make(), {}, {}, {}).tasks.sandboxed
+    with pytest.raises(ConfigError, match=r"tasks\.sandboxed is decided by the manifest"):
+        compose(make(), {}, {"tasks": {"sandboxed": False}}, {})
     old = {"swarm": {"name": "friends", "id": make().id}, "tasks": {"sources": [SPELLING]}}
-    assert parse(old).tasks.fenced, "one that an earlier version wrote"
+    assert parse(old).tasks.sandboxed, "one that an earlier version wrote"
     with pytest.raises(ConfigError, match="must be true in a swarm with a manifest"):
-        parse(old | {"tasks": {"fenced": False}})
-    assert not parse({}).tasks.fenced
+        parse(old | {"tasks": {"sandboxed": False}})
+    assert not parse({}).tasks.sandboxed
 
 
 def fenced(*sources: dict[str, Any]) -> TasksSection:
-    return TasksSection.model_validate({"sources": sources, "fenced": True})
+    return TasksSection.model_validate({"sources": sources, "sandboxed": True})
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +159,8 @@ def test_a_source_is_refused_where_it_is_built_too(mixture: TaskMixture) -> None
 
 def test_fenced_tasks_are_those_that_the_node_itself_would_build(mixture: TaskMixture) -> None:
     in_the_node = {
-        "sums": ReasoningGymSource(TaskSourceSection.model_validate(SUMS), TasksSection(fenced=True)),
-        "spelling": ReasoningGymSource(TaskSourceSection.model_validate(SPELLING), TasksSection(fenced=True)),
+        "sums": ReasoningGymSource(TaskSourceSection.model_validate(SUMS), TasksSection(sandboxed=True)),
+        "spelling": ReasoningGymSource(TaskSourceSection.model_validate(SPELLING), TasksSection(sandboxed=True)),
     }
     for name, own in in_the_node.items():
         source = mixture.sources[name]

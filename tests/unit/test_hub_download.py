@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from swarm.cli.swarm.preflight import CheckStatus, hub_findings
+from swarm.cli.swarm.preflight import hub_findings
 from swarm.config import PolicySection
+from swarm.diagnostics.check_result import Level
 from swarm.errors import PolicyError
 from swarm.policy.base_folder import base_at_hand, locate_base
 from tests.unit.local_http import Received, local_http
@@ -105,7 +106,7 @@ def test_the_size_is_told_before_a_node_joins(monkeypatch: pytest.MonkeyPatch) -
     with hub(monkeypatch, {"config.json": 700, "model.safetensors": 3 * GIB}) as received:
         (small,) = hub_findings(PolicySection(base="owner/model"))
         (large,) = hub_findings(PolicySection(base="owner/model", max_download_gib=2.0))
-        assert (small.verdict, large.verdict) == (CheckStatus.OK, CheckStatus.PROBLEM)
+        assert (small.level, large.level) == (Level.OK, Level.PROBLEM)
         assert "3.0 GiB" in small.text and "3.0 of owner/model" in large.text
         assert not list(hub_findings(PolicySection(base="bundled")))
         assert not fetched(received)

@@ -245,7 +245,7 @@ def test_mistake_ends_in_one_line_and_its_exit_code(founded: Path, arguments: li
 
 def test_preflight_tells_the_memory_of_a_small_base_in_small_units() -> None:
     config = load([], {"network.listen": '["/ip4/127.0.0.1/tcp/0"]'})
-    (memory,) = [one.text for one in machine_findings(config, LAPTOP) if one.about == "memory"]
+    (memory,) = [one.text for one in machine_findings(config, LAPTOP) if one.name == "memory"]
     assert re.match(r"about [\d.]+ MiB for 0\.\d+ M parameters, ", memory)
 
 

@@ -22,14 +22,14 @@ from swarm.experiments.merging.arms import (
     SAFE,
     SILO,
     TREE_HOPS,
-    Arm,
+    MergingArm,
     attack_name,
 )
 from swarm.experiments.merging.backdoor import lie
 from swarm.experiments.merging.figures import attack_table, figures, part_tables, write_all
 from swarm.experiments.merging.memory_pairing import MemoryPairing, Terms
 from swarm.experiments.merging.merge_run import MergeRun, Scale, hypercube_mean
-from swarm.experiments.merging.plan import COMPANIES, QUIET, STAGES, MergingPlan, chosen_parts
+from swarm.experiments.merging.merging_plan import COMPANIES, QUIET, STAGES, MergingPlan, chosen_parts
 from swarm.experiments.merging.replicas import Adapter
 from swarm.merging.adapter_wire import decode_adapter, encode_adapter
 from swarm.types import Alone, Partner, Snapshot
@@ -76,7 +76,7 @@ class Drifters:
         return [{"size": sum(t.abs().sum().item() for t in one.values())} for one in adapters]
 
 
-def ran(arm: Arm, num_steps: int = 40) -> tuple[Any, Drifters]:
+def ran(arm: MergingArm, num_steps: int = 40) -> tuple[Any, Drifters]:
     population = Drifters()
     return MergeRun(population, arm, Scale(num_steps, 10, 4, seed=0)).run(), population
 
@@ -141,7 +141,7 @@ def test_pairs_take_one_hop_where_a_tree_takes_six_and_equal_hops_are_equal() ->
 
 
 def test_overlapped_exchanges_block_nothing_and_merge_as_often() -> None:
-    overlapped, _ = ran(Arm("pairs", overlap=0.5), 65)
+    overlapped, _ = ran(MergingArm("pairs", overlap=0.5), 65)
     assert overlapped.blocking_hops == 0 and overlapped.hops == 6
     assert overlapped.reasons == {"merged": 6 * NUM_REPLICAS}
 
@@ -168,28 +168,28 @@ def test_plain_average_is_the_mean_of_both() -> None:
 
 def test_slow_replicas_take_fewer_steps_and_a_barrier_takes_those_of_the_slowest() -> None:
     speeds = (1.0,) * 6 + (0.5, 0.25)
-    pairs, population = ran(Arm("pairs", speeds=speeds, patience=0.5))
+    pairs, population = ran(MergingArm("pairs", speeds=speeds, patience=0.5))
     assert population.steps == [40] * 6 + [20, 10]
     assert pairs.reasons["merged"] >= 6 * 4
-    _, waiting = ran(Arm("mean", speeds=speeds))
+    _, waiting = ran(MergingArm("mean", speeds=speeds))
     assert max(waiting.steps) <= min(waiting.steps) + 10
-    by_time, _ = ran(Arm("pairs", speeds=speeds, by_time=True))
+    by_time, _ = ran(MergingArm("pairs", speeds=speeds, by_time=True))
     assert by_time.reasons == {"merged": 4 * NUM_REPLICAS}
 
 
 def test_failed_exchanges_are_steps_alone() -> None:
-    outcome, _ = ran(Arm("pairs", drop_rate=1.0))
+    outcome, _ = ran(MergingArm("pairs", drop_rate=1.0))
     assert outcome.reasons == {"unreachable": 4 * NUM_REPLICAS} and outcome.sent_bytes == 0
 
 
 def test_liars_do_not_count_and_nan_is_refused_by_all() -> None:
-    free, _ = ran(Arm("pairs"))
-    attacked, _ = ran(Arm("pairs", attack="nan", num_liars=3))
+    free, _ = ran(MergingArm("pairs"))
+    attacked, _ = ran(MergingArm("pairs", attack="nan", num_liars=3))
     assert len(attacked.values) == NUM_REPLICAS - 3 and all(value < 1e3 for value in attacked.values)
     assert attacked.reasons["unusable"] > 0
-    harmed, _ = ran(Arm("pairs", attack="x100", num_liars=3))
+    harmed, _ = ran(MergingArm("pairs", attack="x100", num_liars=3))
     assert min(harmed.values) > 2 * max(free.values)
-    guarded, population = ran(Arm("pairs", attack="x100", num_liars=3, clip_factor=2.0, gate_tasks=3))
+    guarded, population = ran(MergingArm("pairs", attack="x100", num_liars=3, clip_factor=2.0, gate_tasks=3))
     assert max(guarded.values) < 1.5 * max(free.values) and population.candidates > 0
 
 
@@ -312,8 +312,8 @@ def test_a_cell_is_the_same_twice_and_poison_changes_the_liars_alone() -> None:
     cell = plan._supervised(NOLOCO, LEARNING[NOLOCO], 0)
     first, second = run_cell(cell), run_cell(cell)
     assert first == second and len(first["values"]) == NUM_REPLICAS
-    silo = run_cell(plan._supervised(SILO, Arm("silo"), 0))
-    poisoned = run_cell(plan._supervised("x", Arm("silo", attack="poison", num_liars=3), 0))
+    silo = run_cell(plan._supervised(SILO, MergingArm("silo"), 0))
+    poisoned = run_cell(plan._supervised("x", MergingArm("silo", attack="poison", num_liars=3), 0))
     assert poisoned["values"] == pytest.approx(silo["values"][:-3], rel=1e-5)
 
 
@@ -341,7 +341,9 @@ def test_learners_under_rl_merge_and_keep_their_own_weights_while_others_are_mea
     from swarm.experiments.merging.supervised import LearnerReplicas
 
     torch.set_num_threads(1)
-    population = LearnerReplicas(Arm("pairs", gate_tasks=2), seed=0, groups_per_round=2, group_size=4, held_out_tasks=1)
+    population = LearnerReplicas(
+        MergingArm("pairs", gate_tasks=2), seed=0, groups_per_round=2, group_size=4, held_out_tasks=1
+    )
     rewards = population.train([0, 1], 0.0, False)
     assert len(rewards) == 2 and all(0 <= reward <= 1 for reward in rewards)
     before = population.weights(0)

@@ -16,8 +16,9 @@ from swarm.config import ObservabilitySection
 from swarm.errors import ConfigError, NodeNotRunningError
 from swarm.observability.http_server import HttpServer
 from swarm.observability.logging_setup import set_up_logging
-from swarm.observability.metrics import Metrics, MetricsLog, read_rows
+from swarm.observability.metrics import RENAMED, Metrics, MetricsLog, last_rows, read_rows
 from swarm.observability.status_file import NodeStatus, read_status
+from swarm.report.node_history import NodeHistory
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,19 @@ def test_torn_last_line_is_cut_and_the_rest_is_kept(tmp_path: Path) -> None:
     again.close()
     assert list(read_rows(path)) == [{"round": 1}, {"round": 2}]
     assert list(read_rows(tmp_path / "missing")) == []
+
+
+def test_a_renamed_metric_is_read_under_its_present_name_and_exported_under_both(tmp_path: Path) -> None:
+    for old, new in RENAMED.items():
+        path = tmp_path / "metrics.jsonl"
+        path.write_text(json.dumps({"kind": "round", "round": 1, old: 3}) + "\n")
+        history = NodeHistory(path)
+        history.refresh()
+        for row in (*read_rows(path), *last_rows(path), history.last_round):
+            assert row == {"kind": "round", "round": 1, new: 3}
+        metrics = Metrics()
+        metrics.gauge(new, 3)
+        assert metrics.value(new) == metrics.value(old) == 3
 
 
 def test_status_is_read_back_and_knows_whether_its_process_lives(tmp_path: Path) -> None:

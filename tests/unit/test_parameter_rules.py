@@ -114,7 +114,7 @@ def test_numbers_are_taken_wherever_the_library_takes_them_and_nowhere_else() ->
     ],
 )
 def test_what_the_library_declares_goes_on_working(data_set: str, parameters: dict[str, Any]) -> None:
-    source = ReasoningGymSource(TaskSourceSection(name=data_set, parameters=parameters), TasksSection(fenced=True))
+    source = ReasoningGymSource(TaskSourceSection(name=data_set, parameters=parameters), TasksSection(sandboxed=True))
     assert source.task(16, 0).prompt != source.task(16, 1).prompt
 
 
@@ -137,7 +137,7 @@ def test_what_the_library_declares_goes_on_working(data_set: str, parameters: di
 )
 def test_what_no_founder_may_set_is_refused_with_its_rule(data_set: str, parameters: dict[str, Any], rule: str) -> None:
     with pytest.raises(TaskError) as caught:
-        ReasoningGymSource(TaskSourceSection(name=data_set, parameters=parameters), TasksSection(fenced=True))
+        ReasoningGymSource(TaskSourceSection(name=data_set, parameters=parameters), TasksSection(sandboxed=True))
     assert rule in str(caught.value)
 
 

@@ -76,16 +76,16 @@ async def driven_pipeline(
     """Start a pipeline; `host_of(number, …)` makes the machine of a member."""
     driven = {
         "driver": DRIVER.peer_id,
-        "crew": MEMBERS,
+        "machines": MEMBERS,
         "spares": 1,
         "precision": "fp32",
         "startup_timeout_s": 20,
     }
-    config = PipelineSection.model_validate({**driven, "by_hand": MEMBERS[: len(layers)]} | settings)
+    config = PipelineSection.model_validate({**driven, "self_assigned": MEMBERS[: len(layers)]} | settings)
     base = base_model(POLICY, "cpu")
     network = MemoryNetwork(random.Random(0), time.time)
     transports = {peer_id: MemoryTransport(network, peer_id) for peer_id in (DRIVER.peer_id, *MEMBERS)}
-    channel = CommandChannel(SWARM, "crew", DRIVER.peer_id, tuple(MEMBERS))
+    channel = CommandChannel(SWARM, "machines", DRIVER.peer_id, tuple(MEMBERS))
     caller = CommandCaller(channel, DRIVER, transports[DRIVER.peer_id], time.time)
     hosts, services = {}, []
     for number, peer_id in enumerate(MEMBERS):
@@ -313,7 +313,7 @@ async def test_losing_every_machine_ends_the_run_with_what_to_do(tmp_path: Path)
 
 
 async def test_layers_by_hand_stand(tmp_path: Path) -> None:
-    async with driven_pipeline(tmp_path, layers=[(0, 2), (2, 3)], crew=MEMBERS[:2], spares=0) as driven:
+    async with driven_pipeline(tmp_path, layers=[(0, 2), (2, 3)], machines=MEMBERS[:2], spares=0) as driven:
         parts = [(facts.part.start, facts.part.stop) for facts in driven.supervisor.stage_group.facts]
         assert parts[:2] == [(0, 2), (2, 3)]
         assert parts[2][0] == 3
@@ -324,7 +324,7 @@ def member(peer_id: str, speed: float, ranges: tuple[tuple[int, int], ...] = (),
 
 
 def test_the_slowest_machines_are_the_spares() -> None:
-    config = PipelineSection(driver="d", crew=("a", "b", "c"), spares=1, driver_layers=2)
+    config = PipelineSection(driver="d", machines=("a", "b", "c"), spares=1, driver_layers=2)
     cost = ModelCost((1,) * 8)
     parts, peers = places([member("a", 2.0), member("b", 1.0), member("c", 1.0001)], Machine(1.0, 1000), cost, config)
     assert peers == ["a", "c"]
@@ -333,7 +333,7 @@ def test_the_slowest_machines_are_the_spares() -> None:
 
 
 def test_layers_by_hand_must_leave_the_last_to_the_driver() -> None:
-    config = PipelineSection(driver="d", crew=("a", "b"))
+    config = PipelineSection(driver="d", machines=("a", "b"))
     for ranges in (((0, 4), (4, 8)), ((0, 3), (4, 6)), ((1, 3), (3, 6))):
         members = [member(name, 1.0, (one,)) for name, one in zip("ab", ranges, strict=True)]
         with pytest.raises(PipelineError, match="by hand"):

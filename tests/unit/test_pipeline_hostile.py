@@ -141,7 +141,7 @@ async def test_a_batch_that_the_driver_never_began_stops_the_start(tmp_path: Pat
         return host
 
     with pytest.raises(PipelineError, match="stage 1 must know batches up to 0"):
-        async with driven_pipeline(tmp_path, host_of=lying, crew=MEMBERS[:2], spares=0):
+        async with driven_pipeline(tmp_path, host_of=lying, machines=MEMBERS[:2], spares=0):
             pass
 
 
@@ -160,7 +160,7 @@ CLAIMS = {
 async def test_a_machine_with_a_claim_that_cannot_be_true_is_left_out() -> None:
     base, members = base_model(POLICY, "cpu"), MEMBERS[:3]
     hosts = {peer_id: host_of(number, base, StageSettings()) for number, peer_id in enumerate(members)}
-    settings = {"driver": DRIVER.peer_id, "crew": members, "spares": 1, "startup_timeout_s": 20}
+    settings = {"driver": DRIVER.peer_id, "machines": members, "spares": 1, "startup_timeout_s": 20}
     for what, claim in CLAIMS.items():
         hosts[MEMBERS[LIAR]].lie = fields("machine", **claim)  # type: ignore[attr-defined]
         machines = StageMachines(PipelineSection.model_validate(settings), base, given_to(hosts), time.monotonic)
@@ -177,7 +177,7 @@ async def test_a_claim_of_speed_gives_no_more_layers_than_one_machine_may_hold(t
         host.lie = fields("machine", layers_per_s=1e6)  # type: ignore[attr-defined]
         return host
 
-    async with driven_pipeline(tmp_path, host_of=lying, crew=MEMBERS[:2], spares=0, max_layers=1) as driven:
+    async with driven_pipeline(tmp_path, host_of=lying, machines=MEMBERS[:2], spares=0, max_layers=1) as driven:
         sizes = {peer: part.num_layers for part, peer in driven.supervisor.places()}
         assert sizes[MEMBERS[LIAR]] == 1
 
@@ -193,7 +193,7 @@ LIES: dict[str, Lie] = {
 
 @pytest.mark.parametrize("what", LIES)
 async def test_a_stage_that_answers_what_no_honest_one_does_is_replaced_for_good(tmp_path: Path, what: str) -> None:
-    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as driven:
+    async with driven_pipeline(tmp_path, host_of=host_of, machines=MEMBERS[:3], copy_interval_steps=1) as driven:
         await step(driven)
         liar_of(driven).lie = LIES[what]
         for _ in range(3):
@@ -224,7 +224,7 @@ RUINS: dict[str, Lie] = {
 async def test_a_stage_that_ruins_batch_after_batch_is_replaced_and_nobody_else(
     tmp_path: Path, what: str, begins_with: str
 ) -> None:
-    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as driven:
+    async with driven_pipeline(tmp_path, host_of=host_of, machines=MEMBERS[:3], copy_interval_steps=1) as driven:
         others = [one for one in driven.supervisor._peers if one != MEMBERS[LIAR]]
         if begins_with == "a true batch":
             await step(driven)
@@ -239,7 +239,7 @@ async def test_a_stage_that_ruins_batch_after_batch_is_replaced_and_nobody_else(
 
 
 async def test_a_ruined_batch_now_and_then_costs_no_stage(tmp_path: Path) -> None:
-    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as driven:
+    async with driven_pipeline(tmp_path, host_of=host_of, machines=MEMBERS[:3]) as driven:
         for _ in range(2):
             await step(driven)
             liar_of(driven).lie = RUINS["a norm that dwarfs all others"]
@@ -288,7 +288,7 @@ REFUSED: dict[str, Callable[[Driven], Awaitable[Any]]] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 async def test_a_stage_that_goes_on_refusing_neither_ends_the_run_nor_holds_it_up(tmp_path: Path, kind: str) -> None:
-    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as driven:
+    async with driven_pipeline(tmp_path, host_of=host_of, machines=MEMBERS[:3], copy_interval_steps=1) as driven:
         await step(driven)
         liar_of(driven).lie = lambda asked, reply: Bundle({"refused": "no"}) if asked == kind else reply
         refusals: list[str] = []
@@ -304,7 +304,7 @@ async def test_a_stage_that_goes_on_refusing_neither_ends_the_run_nor_holds_it_u
 
 
 async def test_a_refusal_now_and_then_costs_no_stage(tmp_path: Path) -> None:
-    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as driven:
+    async with driven_pipeline(tmp_path, host_of=host_of, machines=MEMBERS[:3]) as driven:
         for _ in range(3):
             liar_of(driven).lie = lambda asked, reply: Bundle({"refused": "no memory"}) if asked == "forward" else reply
             for _ in range(2):
@@ -317,7 +317,7 @@ async def test_a_refusal_now_and_then_costs_no_stage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("group", ["adapter", "optimizer", "lr_factors"])
 async def test_a_checkpoint_that_no_training_gives_is_held_against_no_stage(tmp_path: Path, group: str) -> None:
-    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as driven:
+    async with driven_pipeline(tmp_path, host_of=host_of, machines=MEMBERS[:3]) as driven:
         await step(driven)
         found = await saved(driven)
         steps = PipelineOptimizer(TRAINING, driven.policy)
@@ -332,7 +332,7 @@ async def test_a_checkpoint_that_no_training_gives_is_held_against_no_stage(tmp_
 
 
 async def test_a_norm_that_dwarfs_all_others_moves_nothing(tmp_path: Path) -> None:
-    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3]) as driven:
+    async with driven_pipeline(tmp_path, host_of=host_of, machines=MEMBERS[:3]) as driven:
         await step(driven)
         before = (await saved(driven))["adapter"]
         liar_of(driven).lie = fields("settle", own_norm_squared=1e300)
@@ -388,7 +388,7 @@ async def test_a_state_that_no_training_gives_is_refused_at_the_door() -> None:
 
 @pytest.mark.parametrize("what", ["NaN", "a weight that no training gives"])
 async def test_a_state_that_no_training_gives_reaches_no_checkpoint(tmp_path: Path, what: str) -> None:
-    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as driven:
+    async with driven_pipeline(tmp_path, host_of=host_of, machines=MEMBERS[:3], copy_interval_steps=1) as driven:
         await step(driven)
         honest = await saved(driven)
         liar_of(driven).lie = STATES[what]
@@ -404,7 +404,7 @@ async def test_a_state_that_no_training_gives_reaches_no_checkpoint(tmp_path: Pa
 async def test_what_is_not_finite_is_not_written_even_if_the_door_let_it_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:2], spares=0) as driven:
+    async with driven_pipeline(tmp_path, host_of=host_of, machines=MEMBERS[:2], spares=0) as driven:
         monkeypatch.setattr("swarm.pipeline.driver.expected_stage.StateBounds.check", lambda self, state: None)
         monkeypatch.setattr("swarm.pipeline.driver.expected_stage.ExpectedStage.check_state", lambda *state: None)
         liar_of(driven).lie = STATES["NaN"]
@@ -413,7 +413,7 @@ async def test_what_is_not_finite_is_not_written_even_if_the_door_let_it_in(
 
 
 async def test_honest_states_stay_within_their_bounds_over_many_large_steps(tmp_path: Path) -> None:
-    async with driven_pipeline(tmp_path, crew=MEMBERS[:2], spares=0) as driven:
+    async with driven_pipeline(tmp_path, machines=MEMBERS[:2], spares=0) as driven:
         steps = PipelineOptimizer(TRAINING, driven.policy)
         for number in range(12):
             await asyncio.to_thread(steps.accumulate, PARTS[number % 2 :], loss_of, 1.0)
@@ -428,7 +428,7 @@ async def test_honest_states_stay_within_their_bounds_over_many_large_steps(tmp_
 
 async def test_a_false_copy_of_a_neighbour_is_left_out(tmp_path: Path) -> None:
     """The liar holds the copy of the first stage and returns another one, finite and of the right shape."""
-    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as driven:
+    async with driven_pipeline(tmp_path, host_of=host_of, machines=MEMBERS[:3], copy_interval_steps=1) as driven:
         await step(driven)
         assert driven.supervisor._peers == MEMBERS[:2]
         liar_of(driven).lie = tensors("kept", lambda t: [tensor.fill_(0.01) for tensor in t.values()])
@@ -440,7 +440,7 @@ async def test_a_false_copy_of_a_neighbour_is_left_out(tmp_path: Path) -> None:
 
 async def test_a_stage_says_for_itself_alone_which_copy_is_stored(tmp_path: Path) -> None:
     """The liar names the layers of another stage, to overwrite the copy of that stage."""
-    async with driven_pipeline(tmp_path, host_of=host_of, crew=MEMBERS[:3], copy_interval_steps=1) as driven:
+    async with driven_pipeline(tmp_path, host_of=host_of, machines=MEMBERS[:3], copy_interval_steps=1) as driven:
         liar_of(driven).lie = fields("copy", of=0)
         await step(driven)
         slots = {facts.part.start for facts in driven.supervisor.stage_group.facts}
@@ -452,7 +452,7 @@ async def test_a_stage_says_for_itself_alone_which_copy_is_stored(tmp_path: Path
 
 
 async def test_the_driver_reads_no_more_than_a_stage_can_have(tmp_path: Path) -> None:
-    async with driven_pipeline(tmp_path, crew=MEMBERS[:2], spares=0) as driven:
+    async with driven_pipeline(tmp_path, machines=MEMBERS[:2], spares=0) as driven:
         weights = (await saved(driven))["adapter"]
         whole_bytes = sum(4 * tensor.numel() for tensor in weights.values())
         assert sum(one.state_bytes for one in driven.supervisor._expected) < 4 * whole_bytes + (1 << 18)
@@ -631,7 +631,7 @@ async def test_a_spare_that_is_gone_whenever_it_has_loaded_does_not_hold_the_dri
         "spares": 1,
         "startup_timeout_s": 3.0,
         "copy_interval_steps": 1,
-        "crew": [MEMBERS[0], MEMBERS[-1]],
+        "machines": [MEMBERS[0], MEMBERS[-1]],
     }
     async with driven_pipeline(tmp_path, host_of=lying_spare, **settings) as driven:
         assert driven.supervisor._peers == MEMBERS[:1]

@@ -61,7 +61,7 @@ def trust_the_head(folder: Path) -> None:
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoint of a node that prunes from its next round on."""
     folder = tmp_path_factory.mktemp("begun")
-    first = node(folder, prune=True, prune_after=1, prune_certainty=0.51)
+    first = node(folder, prune=True, prune_interval_tokens=1, prune_certainty=0.51)
     first.learner.run_round()
     first.learner.save(first.store)
     trust_the_head(folder)
@@ -69,7 +69,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_rounds_tell_what_was_dropped_and_resume_bit_for_bit(begun: Path, tmp_path: Path) -> None:
-    whole, cut, resumed = (node(tmp_path, prune=True, prune_after=1, prune_certainty=0.51) for _ in range(3))
+    whole, cut, resumed = (node(tmp_path, prune=True, prune_interval_tokens=1, prune_certainty=0.51) for _ in range(3))
     begun_store = CheckpointStore(begun, keep=2)
     assert whole.learner.resume(begun_store) and cut.learner.resume(begun_store)
     rows = [whole.learner.run_round() for _ in range(3)]

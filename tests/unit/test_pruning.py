@@ -41,7 +41,9 @@ def by_first_number(states: Tensor) -> Tensor:
 
 
 def settings(**changes: object) -> RolloutsSection:
-    return RolloutsSection.model_validate({"prune": True, "prune_after": 2, "prune_certainty": 0.7, **changes})
+    return RolloutsSection.model_validate(
+        {"prune": True, "prune_interval_tokens": 2, "prune_certainty": 0.7, **changes}
+    )
 
 
 def call_of(
@@ -124,7 +126,7 @@ def test_as_many_of_the_majority_are_left_as_the_minority_has(
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_no_group_loses_all_or_becomes_too_small(make_policy: MakePolicy, size: int) -> None:
     for chance in (0.001, 0.999):
-        call = call_of(chance, [size] * len(RAGGED_PROMPTS), prune_after=1)
+        call = call_of(chance, [size] * len(RAGGED_PROMPTS), prune_interval_tokens=1)
         groups = generate(make_policy(), call, size)
         assert all(sum(c.end != "pruned" for c in group) >= 2 for group in groups)
 
@@ -284,7 +286,7 @@ def test_state_of_another_size_or_none_is_a_new_start() -> None:
     ("change", "message"),
     [
         ({"rollouts": {"prune": True, "over_provision": 2.0}}, "prune goes with over_provision = 1.0 only"),
-        ({"rollouts": {"prune": True, "second_round": "hard"}}, "prune goes with second_round = off only"),
+        ({"rollouts": {"prune": True, "extra_rollouts": "hard"}}, "prune goes with extra_rollouts = off only"),
         ({"rollouts": {"prune": True, "group_size": 9}, "training": {"advantage": "median"}}, "groups of an odd size"),
     ],
 )

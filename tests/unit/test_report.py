@@ -67,7 +67,7 @@ def test_a_nodes_report_has_curves_tables_and_configuration_and_needs_nothing_el
         "brave-otter-3f",
         "0.625",
         "max_rounds",
-        "claims another reward than",
+        "its claimed reward is not the one",
         "tëst",
         "Peers of node",
         "nobody 3",

@@ -458,7 +458,7 @@ async def test_strangers_are_refused_but_for_what_is_open_to_all(call: Caller) -
 
 def test_a_pipeline_lifts_the_rates_for_its_machines_and_for_nobody_else() -> None:
     crew = tuple(Identity(bytes([number]) * 32).peer_id for number in range(3))
-    pipeline = PipelineSection(driver=crew[0], crew=(f"/ip4/11.0.0.1/tcp/4001/p2p/{crew[1]}", crew[2]))
+    pipeline = PipelineSection(driver=crew[0], machines=(f"/ip4/11.0.0.1/tcp/4001/p2p/{crew[1]}", crew[2]))
     config = Config(policy=PolicySection(pipeline=pipeline))
     table = CallerTable(RequestLimits.of(network_with_stages(config, crew[0])), 8)
 

@@ -165,7 +165,7 @@ def test_a_function_reaches_the_network_only_where_the_operator_names_it(
         fenced = mixture_of(tmp_path, {"name": "reaches"}).sources["mine"].task(16, 0)
         with pytest.raises(TaskFailure, match="PermissionError"):
             assess(fenced, port)
-        task = mixture_of(tmp_path, {"name": "reaches"}, unfenced_rewards=("reaches",)).sources["mine"].task(16, 0)
+        task = mixture_of(tmp_path, {"name": "reaches"}, unsandboxed_rewards=("reaches",)).sources["mine"].task(16, 0)
         assert assess(task, port).reward == 1.0, "with the network, and still without the node's environment"
 
 

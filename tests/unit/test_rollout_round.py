@@ -95,7 +95,7 @@ def test_refill_draws_until_enough_groups_have_signal_or_the_draws_are_used_up(m
 
 def test_hard_tasks_get_more_answers_up_to_the_largest_group(make_policy: MakePolicy) -> None:
     policy = make_policy()
-    rig = Rig(policy, Mixture(hard=never, easy=always), second_round="hard", largest_group=10, groups_per_round=6)
+    rig = Rig(policy, Mixture(hard=never, easy=always), extra_rollouts="hard", largest_group=10, groups_per_round=6)
     batch = rig.run()
     assert {group.task.source: len(group.rollouts) for group in batch.groups} == {"hard": 10, "easy": 4}
     assert rig.table.success_rate("hard") > 1 / (2 + 6 * 10)  # the added ones make no source look harder
@@ -105,7 +105,7 @@ def test_hard_tasks_get_more_answers_up_to_the_largest_group(make_policy: MakePo
 
 def test_more_answers_go_to_their_own_task_where_others_were_dropped(make_policy: MakePolicy) -> None:
     rig = Rig(
-        make_policy(), Mixture(broken=fails, hard=never), second_round="hard", largest_group=10, groups_per_round=8
+        make_policy(), Mixture(broken=fails, hard=never), extra_rollouts="hard", largest_group=10, groups_per_round=8
     )
     batch = rig.run(all_answered=False)
     assert {task.ref.source for task in batch.tasks} == {"broken", "hard"}
@@ -113,7 +113,7 @@ def test_more_answers_go_to_their_own_task_where_others_were_dropped(make_policy
 
 
 def test_added_answers_are_others_than_the_first(make_policy: MakePolicy) -> None:
-    batch = Rig(make_policy(), Mixture(hard=never), second_round="hard", largest_group=16).run()
+    batch = Rig(make_policy(), Mixture(hard=never), extra_rollouts="hard", largest_group=16).run()
     for group in batch.groups:
         first, added = group.rollouts[:4], group.rollouts[4:]
         assert [r.token_ids for r in first] != [r.token_ids for r in added[:4]]
@@ -142,7 +142,7 @@ def test_tasks_come_from_sources_that_can_still_teach(make_policy: MakePolicy) -
 
 
 def test_a_round_is_repeatable(make_policy: MakePolicy) -> None:
-    settings = {"task_choice": "thompson", "group_sizes": "variance", "second_round": "equal", "refill_draws": 2}
+    settings = {"task_choice": "thompson", "group_sizes": "variance", "extra_rollouts": "equal", "refill_draws": 2}
     policy, mixture = make_policy(), Mixture(a=now_and_then, b=never)
     one, other = Rig(policy, mixture, **settings), Rig(policy, mixture, **settings)
     assert [one.run(seed) for seed in range(2)] == [other.run(seed) for seed in range(2)]
@@ -151,8 +151,8 @@ def test_a_round_is_repeatable(make_policy: MakePolicy) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"second_round": "hard", "group_size": 40}, "largest_group must be at least group_size, got 32 < 40"),
-        ({"second_round": "hard", "largest_group": 65}, "at most sharing.max_group_size, got 65 > 64"),
+        ({"extra_rollouts": "hard", "group_size": 40}, "largest_group must be at least group_size, got 32 < 40"),
+        ({"extra_rollouts": "hard", "largest_group": 65}, "at most sharing.max_group_size, got 65 > 64"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(settings: dict[str, object], words: str) -> None:

@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
             }
         ]
     },
-    "policy": {"base": f"/models/{SECRET}/llama", "pipeline": {"crew": [SECRET], "driver": SECRET}},
+    "policy": {"base": f"/models/{SECRET}/llama", "pipeline": {"machines": [SECRET], "driver": SECRET}},
     "rollouts": {"max_new_tokens": 24, "stop": [SECRET]},
     "integrations": {
         "hub_endpoint": f"https://me:{SECRET}@hub",
@@ -56,6 +56,15 @@ def test_only_what_is_known_to_be_harmless_is_shared() -> None:
     assert shown["network"]["backend"] == "libp2p" and shown["network"]["poll_interval_s"] == 2.0
     assert shown["tasks"]["sources"][0]["parameters"] == {"token": HIDDEN, "deep": [{"a": HIDDEN}], "n": 3}
     assert shown["policy"]["base"] == "llama" and shown["integrations"]["wandb"] == "online" and "unknown" not in shown
+
+
+def test_settings_of_an_earlier_version_are_shared_under_their_present_names() -> None:
+    old = {"rollouts": {"prune_after": 9}, "policy": {"pipeline": {"crew": [SECRET]}}}
+    shown = shareable(old)
+    assert shown == {"rollouts": {"prune_interval_tokens": 9}, "policy": {"pipeline": {"machines": [HIDDEN]}}}
+    assert shareable({"rollouts": {"prune_after": 9, "prune_interval_tokens": 5}}) == {
+        "rollouts": {"prune_interval_tokens": 5}
+    }
 
 
 def test_a_setting_of_text_is_hidden_until_somebody_allows_it() -> None:

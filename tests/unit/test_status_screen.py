@@ -49,8 +49,8 @@ LEFT = UNTAKEN | {"last_taken_at": NOW - 90, "last_taken_by": "x"}
 @pytest.mark.parametrize(
     ("changes", "word", "told"),
     [
-        ({}, Word.contributing, "lively-badger-1c took rollouts of ours 12 s ago"),
-        ({"contribution": UNTAKEN}, Word.learning_alone, "nobody has taken rollouts of ours yet"),
+        ({}, Word.contributing, "lively-badger-1c fetched our rollouts 12 s ago"),
+        ({"contribution": UNTAKEN}, Word.learning_alone, "no peer has fetched our rollouts yet"),
         ({"contribution": UNTAKEN, "num_connected": 0}, Word.learning_alone, "no peer is connected"),
         ({"num_connected": 0}, Word.contributing, "12 s ago"),  # connections come and go
         ({"num_connected": 0, "contribution": LEFT}, Word.learning_alone, "no peer is connected any more"),
@@ -126,9 +126,9 @@ def test_the_fullest_status_fits_on_one_screen(tmp_path: Path) -> None:
     told = swarm("status", str(tmp_path))
     assert told.returncode == 0, told.stderr
     lines = told.stdout.splitlines()
-    assert re.fullmatch(r"contributing: lively-badger-1c took rollouts of ours \d+ s ago", lines[0])
+    assert re.fullmatch(r"contributing: lively-badger-1c fetched our rollouts \d+ s ago", lines[0])
     assert len(lines) <= 23 and max(map(len, lines)) <= 80, told.stdout
-    for text in ("rank 2 of 3", "4 times by others", "crash-2026", "others 14", "! disk nearly full", "free"):
+    for text in ("rank 2 of 3", "4 times by peers", "crash-2026", "others 14", "! disk nearly full", "free"):
         assert text in told.stdout, text
     assert "! 4" not in told.stdout
     facts = json.loads(swarm("status", str(tmp_path), "--json").stdout)

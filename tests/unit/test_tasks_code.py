@@ -231,9 +231,9 @@ def test_without_a_sandbox_code_is_refused_unless_the_operator_allows_it(monkeyp
 
     monkeypatch.setattr(Sandbox, "check", forbidden)
     section = TaskSourceSection(kind="code", name="list_functions")
-    with pytest.raises(TaskError, match="run_code_unfenced"):
+    with pytest.raises(TaskError, match="run_code_unsandboxed"):
         TaskMixture(TasksSection(sources=(section,)))
-    allowed = TaskMixture(TasksSection(sources=(section,), run_code_unfenced=True)).sources["list_functions"]
+    allowed = TaskMixture(TasksSection(sources=(section,), run_code_unsandboxed=True)).sources["list_functions"]
     assert score(allowed.task(20, 0), allowed.answer(20, 0)) == 1.0
 
 

@@ -16,7 +16,7 @@ from swarm.tasks.reasoning_gym_source import ALPHABETS, REFUSED, ReasoningGymSou
 from swarm.tasks.task_mixture import score
 from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, MAX_SEED, SUPERVISED_SEED, TaskFailure
 
-FENCED = TasksSection(fenced=True)
+FENCED = TasksSection(sandboxed=True)
 GCD = TaskSourceSection(name="gcd", parameters={"min_value": 1, "max_value": 60})
 
 
@@ -87,7 +87,7 @@ def test_prompts_do_not_depend_on_the_hash_seed_of_the_process() -> None:
         "from swarm.config import DEMO_TASKS, TasksSection\n"
         "from swarm.tasks.reasoning_gym_source import ReasoningGymSource\n"
         "for section in DEMO_TASKS:\n"
-        "    source = ReasoningGymSource(section, TasksSection(fenced=True))\n"
+        "    source = ReasoningGymSource(section, TasksSection(sandboxed=True))\n"
         "    print(source.config_digest, [(source.task(99, i).prompt, source.answer(99, i)) for i in range(20)])\n"
     )
     outputs = {

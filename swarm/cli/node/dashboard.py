@@ -26,11 +26,11 @@ def dashboard(
         None, metavar="[DIR | http://HOST:PORT...]", help="A node's folder (runs/node), or addresses of nodes."
     ),
     is_opened: bool = typer.Option(False, "--open", help="Open the page in a browser."),
-    host: str = typer.Option("127.0.0.1", help="Of the overview: address to bind."),
-    port: int = typer.Option(8400, min=0, max=65535, help="Of the overview: port; 0 takes a free one."),
-    name: list[str] = typer.Option(None, help="Of the overview: host name by which a browser may ask for it."),
+    host: str = typer.Option("127.0.0.1", help="Address on which the overview listens."),
+    port: int = typer.Option(8400, min=0, max=65535, help="Port of the overview; 0: a free port."),
+    name: list[str] = typer.Option(None, help="Host name by which browsers may request the overview."),
 ) -> None:
-    """Print where a node's page is, with the token that its controls need; or serve one page over several nodes.
+    """Print the address of a node's page with the token for its controls, or serve one page over several nodes.
 
     A host name with several addresses is several nodes; it is looked up again every 15 s.
     """

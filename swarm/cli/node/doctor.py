@@ -1,4 +1,4 @@
-"""`swarm doctor`: what works on this machine and in its network, and the command that mends what does not."""
+"""`swarm doctor`: checks this machine and its network, and prints a command that fixes each problem."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from swarm.errors import DoctorError
 from swarm.observability.plain_text import plain
 
 if TYPE_CHECKING:
-    from swarm.diagnostics.machine import CheckResult
+    from swarm.diagnostics.check_result import CheckResult
 
 _SIGNS = {"ok": "ok     ", "warning": "warning", "problem": "problem"}
 
@@ -21,12 +21,12 @@ _SIGNS = {"ok": "ok     ", "warning": "warning", "problem": "problem"}
 def doctor(
     config: list[str] = typer.Argument(None, metavar=CONFIG_METAVAR, help=CONFIG_HELP),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
-    network: bool = typer.Option(True, help="Join the swarm for a moment, where peers are configured or stored."),
+    network: bool = typer.Option(True, help="Join the swarm briefly if peers are configured or stored."),
 ) -> None:
-    """Check this machine, its software and its way to the swarm.
+    """Check this machine, its software and its connection to the swarm.
 
-    Reads: CONFIG; the peers and ports stored in its node.dir; the network as a
-    stranger with a key thrown away after.
+    Reads: CONFIG; the peers and ports stored in its node.dir; the network, under
+    a temporary identity.
     Writes: nothing.
 
     Examples:
@@ -38,7 +38,8 @@ def doctor(
     import asyncio  # here, as `swarm --help` is to be quick
 
     from swarm.diagnostics.accelerator import check_accelerator
-    from swarm.diagnostics.machine import Level, check_machine, check_membership
+    from swarm.diagnostics.check_result import Level
+    from swarm.diagnostics.machine import check_machine, check_membership
     from swarm.diagnostics.swarm_view import check_swarm
 
     resolved = load_config(config or [], ("--json", "--network", "--no-network"))
@@ -63,15 +64,15 @@ def doctor(
         print(json.dumps({"findings": [asdict(found) | {"level": found.level.value} for found in findings]}))
     else:
         count = Counter(found.level for found in findings)
-        print(f"{count[Level.OK]} ok, {count[Level.WARNING]} to look at, {count[Level.PROBLEM]} to mend")
+        print(f"{count[Level.OK]} ok, {count[Level.WARNING]} to look at, {count[Level.PROBLEM]} to fix")
     problems = [found.name for found in findings if found.level is Level.PROBLEM]
     if problems:
         raise DoctorError(
-            f"a node needs all of these to work, got problems with {', '.join(problems)}; mend them as said"
+            f"a node needs all of these to work, got problems with {', '.join(problems)}; apply the fixes above"
         )
 
 
 def _print(found: "CheckResult") -> None:
     print(f"{_SIGNS[found.level.value]}  {found.name}: {plain(found.text)}", flush=True)
     if found.fix:
-        print(f"           mend it: {found.fix}", flush=True)
+        print(f"           fix: {found.fix}", flush=True)

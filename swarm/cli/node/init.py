@@ -1,6 +1,6 @@
-"""`swarm init`: an identity and a configuration for this machine.
+"""`swarm init`: creates an identity and a configuration for this machine.
 
-The configuration that a new node starts with on this hardware: what `swarm init` writes and `swarm join` builds on.
+`hardware_config` is the configuration of a new node on this hardware. `swarm init` writes it, and `swarm join` builds on it.
 """
 
 import json

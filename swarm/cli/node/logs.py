@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Level(StrEnum):
-    """Least severity shown."""
+    """Lowest severity to show."""
 
     debug = "debug"
     info = "info"
@@ -26,9 +26,9 @@ class Level(StrEnum):
 
 def logs(
     folder: Path = FOLDER,
-    follow: bool = typer.Option(False, "--follow", "-f", help="Go on with what comes, over restarts, until Ctrl-C."),
-    lines: int = typer.Option(50, "--lines", "-n", min=0, help="Messages to begin with."),
-    level: Level = typer.Option(Level.debug, help="Least severity shown."),
+    follow: bool = typer.Option(False, "--follow", "-f", help="Also show new messages, over restarts, until Ctrl-C."),
+    lines: int = typer.Option(50, "--lines", "-n", min=0, help="Number of earlier messages to show."),
+    level: Level = typer.Option(Level.debug, help="Lowest severity to show."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object per message."),
 ) -> None:
     """Show the last messages of a node."""

@@ -1,4 +1,4 @@
-"""`swarm peers`: whom the node of this folder knows, and what it thinks of them."""
+"""`swarm peers`: lists the peers that the node of a folder knows, with their reputation."""
 
 import json
 import time
@@ -23,7 +23,7 @@ def peers(
 ) -> None:
     """List the peers of a node, last seen first: up to 256, with what was admitted of each and recomputed here.
 
-    weight: share of its records that held what they promised, 0.5 of a stranger. groups: admitted. refused: records that were
+    weight: reputation from 0 to 1, 0.5 for a stranger. groups: admitted. refused: records that were
     not. reward: mean of its groups of the last half hour. policy: the beginning of its lineage. --json has all of it.
     """
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""`swarm report`: one HTML file about a run that is over, or goes on."""
+"""`swarm report`: writes one HTML file about a finished or running run."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ def report(
     folder: Path = typer.Argument(Path("runs/node"), metavar="[DIR]", help="A node's folder, or a testbed's."),
     out: Path = typer.Option(None, "--out", help="File to write.", show_default="DIR/report.html"),
 ) -> None:
-    """Write curves, peers, exchange, merges and configuration of a run into one file that needs nothing else."""
+    """Write curves, peers, exchange, merges and configuration of a run to one self-contained file."""
     from swarm.report.run_report import write_report
 
     path = out or folder / "report.html"

@@ -1,4 +1,4 @@
-"""`swarm run`: one node, until interrupted or done."""
+"""`swarm run`: runs one node until it is done or interrupted."""
 
 import sys
 import time
@@ -16,20 +16,22 @@ _OPTIONS = ("--fresh", "--resume", "--dry-run", "--supervised", "--end-when-stuc
 def run(
     config: list[str] = typer.Argument(None, metavar=CONFIG_METAVAR, help=CONFIG_HELP),
     fresh: bool = typer.Option(
-        False, "--fresh/--resume", help="Start anew; the earlier run is moved aside. Default: resume what is there."
+        False,
+        "--fresh/--resume",
+        help="Start a new run; the earlier run is moved aside. Default: resume the earlier run.",
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the resolved configuration and exit."),
     supervised: bool = typer.Option(
-        False, "--supervised", help="Start the node again when it has crashed or is stuck, with growing pauses."
+        False, "--supervised", help="Restart the node when it has crashed or is stuck, with growing pauses."
     ),
     end_when_stuck: bool = typer.Option(
-        False, "--end-when-stuck", help="End with code 18 when nothing has moved for long, for whoever starts it again."
+        False, "--end-when-stuck", help="End with code 18 when the node is stuck, so that a supervisor can restart it."
     ),
 ) -> None:
     """Run one node: roll out, share, learn.
 
     With no CONFIG the bundled tiny policy and its tasks are used. Ctrl-C ends
-    after the round in flight, a second one at once.
+    after the current round, a second Ctrl-C at once.
 
     Reads: CONFIG; in node.dir the identity and the newest checkpoint.
     Writes: all of node.dir: config.toml, checkpoints/, logs/, metrics.jsonl,

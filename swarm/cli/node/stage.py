@@ -1,4 +1,4 @@
-"""`swarm stage`: hold some layers of a policy that no single machine holds."""
+"""`swarm stage`: holds some layers of a policy that is spread over several machines."""
 
 import re
 
@@ -14,21 +14,21 @@ def stage(
     layers: str = typer.Option(
         None,
         metavar="START:STOP",
-        help="Hold these layers, such as 0:4. Default: those that the driver assigns, if any.",
+        help="Hold these layers, such as 0:4. Default: the layers that the driver assigns.",
     ),
 ) -> None:
-    """Hold some layers of a policy for the node that drives its crew.
+    """Hold some layers of a policy for the node that drives the pipeline.
 
     Serves until Ctrl-C, with copies of neighbours' adapters. A machine without
-    layers is a spare: it takes those of one that is lost.
+    layers is a spare: it gets the layers of a machine that is lost.
 
     Reads: CONFIG, the same policy table as the driver's; files of the base.
     Writes: the identity, logs and status of node.dir; no checkpoint, which is
     the driver's.
 
     Examples:
-      swarm stage crew.toml --layers 0:12
-      swarm stage crew.toml --network.listen '["/ip4/0.0.0.0/tcp/38000"]'
+      swarm stage pipeline.toml --layers 0:12
+      swarm stage pipeline.toml --network.listen '["/ip4/0.0.0.0/tcp/38000"]'
 
     Exit codes: 3 configuration, 4 identity, 5 policy, 7 network, 10 memory,
     16 pipeline, 130 interrupted.

@@ -1,4 +1,4 @@
-"""`swarm status`: is the node of this folder running, and is it contributing? On one screen."""
+"""`swarm status`: shows on one screen whether the node of a folder runs and contributes."""
 
 import json
 import shlex
@@ -39,7 +39,7 @@ def status(
     folder: Path = FOLDER,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Tell whether a node contributes, and what to do if not. Exit code 9 if it is not running, after its last known state."""
+    """Show whether a node contributes, and what to do if not. Exit code 9 if it is not running, after its last known state."""
     from swarm.observability.status_file import judge, read_status, shown_from
 
     current = read_status(folder / "status.json")
@@ -144,9 +144,9 @@ def _lines(folder: Path, current: "NodeStatus") -> Lines:
     lines += _merge_lines(row)
     if current.final_merge:
         final = current.final_merge
-        taken = "taken" if final["final/is_taken"] else "not taken: worse on private tasks"
+        applied = "applied" if final["final/is_taken"] else "not applied: worse on private tasks"
         of = f"{counted(final['final/places'], 'node')}, {counted(final['final/replicas'], 'adapter')}"
-        lines.append(("final merge", f"{of}, {taken}"))
+        lines.append(("final merge", f"{of}, {applied}"))
     lines.append(("peer id", current.peer_id))
     if current.addresses:
         first, *others = current.addresses
@@ -165,7 +165,7 @@ def _speed(row: dict[str, Any]) -> str:
 
 def _reward(current: "NodeStatus", row: dict[str, Any]) -> str:
     rank, ranked = current.contribution.get("reward_rank"), current.contribution.get("reward_rank_of")
-    among = f"; of what was shared lately, rank {rank} of {ranked}" if rank else ""
+    among = f"; rank {rank} of {ranked} among recent rewards" if rank else ""
     return f"{row['rollout/reward_mean']:.3f} in the last round{among}"
 
 
@@ -180,12 +180,12 @@ def _exchange_lines(current: "NodeStatus", row: dict[str, Any], now: float) -> L
     lines: Lines = []
     if facts.get("last_taken_at") is not None:
         who, ago = name_of(current, facts["last_taken_by"]), for_how_long(now - facts["last_taken_at"])
-        lines.append(("taken", f"{facts['bodies_taken']} times by others, last {ago} ago by {who}"))
+        lines.append(("fetched", f"{facts['bodies_taken']} times by peers, last {ago} ago by {who}"))
     if "exchange/records_published" in row:
         sent, received = (size(row.get(f"exchange/bytes_{way}", 0)) for way in ("sent", "received"))
         lines += [
             ("published", f"{row['exchange/records_published']} records; {sent} sent, {received} received"),
-            ("admitted", f"{row.get('exchange/records_admitted', 0)} records of others"),
+            ("admitted", f"{row.get('exchange/records_admitted', 0)} records of peers"),
         ]
     if rejected := row.get("exchange/rejected"):
         commonest = sorted(rejected.items(), key=lambda item: -item[1])
@@ -202,11 +202,11 @@ def _exchange_lines(current: "NodeStatus", row: dict[str, Any], now: float) -> L
 
 
 def _merge_lines(row: dict[str, Any]) -> Lines:
-    """Of a node that merges: how often, and what the last merge took of whom."""
+    """For a node that merges: how often it did, and the weight of its last partner."""
     if "merge/merges_total" not in row:
         return []
     alone = ", ".join(f"{why} {count}" for why, count in row["merge/reasons"].items() if why != "merged")
-    lines = [("merged", f"{row['merge/merges_total']} times; outer steps alone: {alone or 'none'}")]
+    lines = [("merged", f"{row['merge/merges_total']} times; outer steps without a partner: {alone or 'none'}")]
     if "merge/partner" in row:
         lines.append(("last merge", f"{row['merge/partner_share']:.2f} of {row['merge/partner']}"))
     return lines

@@ -1,4 +1,4 @@
-"""`swarm top`: nodes of this machine, live. One folder of a node, several, or that of a testbed."""
+"""`swarm top`: shows nodes of this machine live, from their folders or from the folder of a testbed."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from swarm.observability.status_file import NodeHealth, NodeStatus
 
-_COLUMNS = ("node", "state", "round", "reward", "rank", "own+swarm", "taken", "peers", "tok/s")
+_COLUMNS = ("node", "state", "round", "reward", "rank", "own+swarm", "fetched", "peers", "tok/s")
 _LEFT = frozenset({"node", "state"})
 _MAX_ADVICE = 6
 _NAME_COLUMNS = 16
@@ -39,10 +39,10 @@ class NodeLook:
 
 def top(
     folders: list[Path] = typer.Argument(None, metavar="[DIR]...", help="Nodes' folders, or one of a testbed."),
-    interval_s: float = typer.Option(1.0, "--interval", min=0.1, help="Seconds between two looks."),
+    interval_s: float = typer.Option(1.0, "--interval", min=0.1, help="Seconds between two updates."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object per node, once."),
 ) -> None:
-    """Show nodes of this machine live, until Ctrl-C; once where the output is no terminal."""
+    """Show nodes of this machine live until Ctrl-C, or once if the output is not a terminal."""
     from rich.console import Console
 
     folders = folders or [Path("runs/node")]

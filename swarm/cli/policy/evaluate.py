@@ -1,4 +1,4 @@
-"""`swarm eval`: mean reward on held-out tasks."""
+"""`swarm eval`: measures the mean reward on held-out tasks."""
 
 import json
 from pathlib import Path

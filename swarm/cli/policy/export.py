@@ -1,4 +1,4 @@
-"""`swarm export`: the trained adapter, or the merged model, in Hugging Face format."""
+"""`swarm export`: writes the trained adapter or the merged model in Hugging Face format."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -26,7 +26,7 @@ def export(
         Form.merged, "--format", help="merged: a model for AutoModelForCausalLM. adapter: LoRA weights for peft."
     ),
 ) -> None:
-    """Write what the node has learned for use elsewhere.
+    """Write the trained policy for use elsewhere.
 
     Reads: CONFIG, or config.toml of --dir; the newest checkpoint; the base.
     Writes: the folder OUT.

@@ -1,4 +1,4 @@
-"""`swarm merge`: several exported adapters of one base into one."""
+"""`swarm merge`: merges several exported adapters of one base into one adapter."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -35,8 +35,8 @@ def merge(
         help="average: factor by factor, and as products where ranks differ or factors drifted apart. product: all as "
         "products. evaluated: like average, of those that do best together on held-out tasks.",
     ),
-    weights: str = typer.Option(None, help="One number per folder, such as 2,1,1; equal if not given."),
-    rank: int = typer.Option(None, min=1, help="Of the result; the largest of the folders if not given."),
+    weights: str = typer.Option(None, help="One weight per folder, such as 2,1,1. Default: equal weights."),
+    rank: int = typer.Option(None, min=1, help="Rank of the result. Default: the largest rank of the folders."),
     config: list[Path] = typer.Option(
         None, metavar="FILE", help="evaluated: configuration with base and tasks; the bundled ones if none."
     ),

@@ -1,4 +1,4 @@
-"""`swarm sample`: talk to the policy."""
+"""`swarm sample`: samples answers of the policy to prompts or tasks."""
 
 import sys
 from collections.abc import Iterator
@@ -25,19 +25,19 @@ def sample(
     folder: Path = typer.Option(
         None, "--dir", metavar="DIR", help="A node's folder: use its configuration and newest checkpoint."
     ),
-    prompt: str = typer.Option(None, help="Ask this and end; without it, prompts are read line by line."),
+    prompt: str = typer.Option(None, help="Answer this prompt and end. Default: prompts are read line by line."),
     tasks: int = typer.Option(
         None,
         "--tasks",
         min=1,
-        help="In place of prompts: so many held-out tasks per source, with each answer's reward.",
+        help="Use this many held-out tasks per source as prompts, and show each answer's reward.",
     ),
     num: int = typer.Option(1, min=1, help="Answers per prompt."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 decodes greedily."),
     seed: int = typer.Option(0, min=0, help="The same seed gives the same answers."),
-    base: bool = typer.Option(False, "--base", help="Talk to the base without its adapter."),
+    base: bool = typer.Option(False, "--base", help="Sample from the base without its adapter."),
 ) -> None:
-    """Ask the policy, once or line by line until Ctrl-D.
+    """Sample answers to one prompt, or to one prompt per line until Ctrl-D.
 
     A policy answers in the form of the tasks that it was trained on: --tasks shows some.
 

@@ -1,4 +1,4 @@
-"""The policy of a configuration with the adapter of its newest checkpoint: what eval, sample and export work on."""
+"""Loads the policy of a configuration with the adapter of its newest checkpoint, for `swarm eval`, `sample` and `export`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`swarm bootstrap`: a DHT peer that others join through; no model, no trainer."""
+"""`swarm bootstrap`: runs a DHT peer that others join through, without model and training."""
 
 import contextlib
 import os
@@ -37,41 +37,43 @@ _FLAGS = {
 
 
 def bootstrap(
-    folder: Path = typer.Option(Path("runs/bootstrap"), "--dir", metavar="DIR", help="Where its identity is kept."),
+    folder: Path = typer.Option(Path("runs/bootstrap"), "--dir", metavar="DIR", help="Folder of its identity."),
     listen: list[str] = typer.Option(
         ["/ip4/127.0.0.1/tcp/0"],
         metavar="ADDRESS",
         help="Address to listen on; /ip4/0.0.0.0/tcp/PORT to be reachable from outside.",
     ),
     announce: list[str] = typer.Option(
-        [], metavar="ADDRESS", help="Address to tell others, where it differs (port forwarding)."
+        [], metavar="ADDRESS", help="Address that peers are told instead, for example with port forwarding."
     ),
-    gossip: bool = typer.Option(True, help="Pass headers on between nodes that cannot reach each other."),
+    gossip: bool = typer.Option(True, help="Forward headers between nodes that cannot reach each other."),
     gossip_listen: list[str] = typer.Option(
         [],
         metavar="ADDRESS",
-        help="Address for that, with a port that a firewall lets through. Default: the hosts of --listen, free ports.",
+        help="Address of the gossip, with a port that the firewall allows. Default: the hosts of --listen, free ports.",
     ),
     gossip_announce: list[str] = typer.Option(
-        [], metavar="ADDRESS", help="Address of that to tell others, where it differs."
+        [], metavar="ADDRESS", help="Gossip address that peers are told instead."
     ),
-    relay: bool = typer.Option(True, help="Carry the traffic of nodes that cannot be reached from outside."),
+    relay: bool = typer.Option(True, help="Relay traffic for nodes that cannot be reached directly."),
     http_host: str = typer.Option("127.0.0.1", metavar="HOST", help="Address of /metrics and /health."),
-    http_port: int = typer.Option(0, metavar="PORT", min=0, max=65535, help="Its port; 0 takes a free one."),
+    http_port: int = typer.Option(
+        0, metavar="PORT", min=0, max=65535, help="Port of /metrics and /health; 0: a free port."
+    ),
     join: list[str] = typer.Option([], metavar="ADDRESS", help="Addresses of other peers of the swarm."),
-    name: str = typer.Option("local", metavar="NAME", help="Name of the swarm, where it has no manifest."),
+    name: str = typer.Option("local", metavar="NAME", help="Name of the swarm if it has no manifest."),
     manifest: str = typer.Option(
         None,
         metavar="MANIFEST",
         help="The swarm's manifest, a file or an http(s) address: its name, id and peers count.",
     ),
-    founder: str = typer.Option(None, metavar="PEER_ID", help="Take only a manifest that this founder has signed."),
+    founder: str = typer.Option(None, metavar="PEER_ID", help="Accept only a manifest that this founder has signed."),
 ) -> None:
     """Serve the swarm's index, so that nodes find each other.
 
-    Prints the address to join through, passes headers on, and relays for nodes
+    Prints the address to join through, forwards headers, and relays for nodes
     that cannot be reached. Needs no model and no torch. A swarm may have any
-    number of them, and lives on without them.
+    number of them, and continues without them.
 
     Reads: the manifest, if one is named.
     Writes: its identity, peers.json, ports.json, status.json and logs/ in --dir.

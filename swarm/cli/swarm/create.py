@@ -1,4 +1,4 @@
-"""`swarm create`: the manifest of a new swarm, signed by its founder."""
+"""`swarm create`: writes the manifest of a new swarm, signed by its founder."""
 
 import time
 from pathlib import Path
@@ -94,7 +94,7 @@ def checked_config(
     with told_by_flags(_FLAGS):
         parse_setting("initial_peers", bootstrap)
     config = parse(
-        merge(read(*split_arguments(settings, options)), {"swarm": {"name": name}, "tasks": {"fenced": True}})
+        merge(read(*split_arguments(settings, options)), {"swarm": {"name": name}, "tasks": {"sandboxed": True}})
     )
     check_tasks(config)
     return config

@@ -1,4 +1,4 @@
-"""`swarm identity`: the key that makes a node the same one tomorrow, and on another machine."""
+"""`swarm identity`: shows, backs up, moves, encrypts or replaces the key that identifies a node."""
 
 import json
 import os
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from swarm.records.identity import Identity
 
 app = typer.Typer(
-    help="Show, back up, move or renew the key that a node is known by.",
+    help="Show, back up, move or replace the key that identifies a node.",
     no_args_is_help=True,
 )
 
@@ -70,7 +70,7 @@ def export(
         False, "--i-know-this-is-my-key", help="Whoever reads a plain export can speak in this node's name."
     ),
 ) -> None:
-    """Write the identity to a file, encrypted: a backup, or for a move.
+    """Write the encrypted identity to a file, as a backup or to move it.
 
     Reads: the key in DIR.
     Writes: FILE, which must be new.
@@ -101,7 +101,7 @@ def import_(
     passphrase_file: Path = _PASSPHRASE_FILE,
     force: bool = typer.Option(False, "--force", help="Replace the identity of the folder; the old key is set aside."),
 ) -> None:
-    """Make an exported identity the one of a node's folder. Use one copy at a time.
+    """Store an exported identity in a node's folder. Use only one copy at a time.
 
     Reads: FILE.
     Writes: the key in DIR.
@@ -155,7 +155,7 @@ def lock(
     key: Path = _KEY,
     passphrase_file: Path = _PASSPHRASE_FILE,
 ) -> None:
-    """Encrypt the key on disk. Every start then needs the passphrase.
+    """Encrypt the key on disk. Every later start needs the passphrase.
 
     Reads: the key in DIR, or --key.
     Writes: it, encrypted.
@@ -183,7 +183,7 @@ def unlock_(
     key: Path = _KEY,
     passphrase_file: Path = _PASSPHRASE_FILE,
 ) -> None:
-    """Keep the key on disk in the clear again, closed to other users.
+    """Store the key unencrypted again, readable by its owner only.
 
     Reads: the key in DIR, or --key.
     Writes: it, in the clear.

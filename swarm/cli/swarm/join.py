@@ -1,4 +1,4 @@
-"""`swarm join`: take part in the swarm of a manifest, or find out whether this machine can."""
+"""`swarm join`: takes part in the swarm of a manifest, or checks whether this machine can."""
 
 import sys
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ from swarm.errors import ConfigError, ManifestError, PreflightError, SwarmError
 from swarm.observability.plain_text import plain
 
 if TYPE_CHECKING:
-    from swarm.cli.swarm.preflight import CheckResult
     from swarm.config import Config
     from swarm.config.node_folder import NodeFolder
+    from swarm.diagnostics.check_result import CheckResult
     from swarm.machine.hardware import Hardware
     from swarm.manifest.manifest import Manifest
 
@@ -28,20 +28,22 @@ def join(
         metavar="MANIFEST [CONFIG|--section.key VALUE]",
         help="The swarm's manifest, a file or an http(s) address; then settings as `swarm run` takes them.",
     ),
-    founder: str = typer.Option(None, metavar="PEER_ID", help="Take only a manifest that this founder has signed."),
+    founder: str = typer.Option(None, metavar="PEER_ID", help="Accept only a manifest that this founder has signed."),
     task_file: list[str] = typer.Option([], metavar="NAME=PATH", help="Your copy of the file of a jsonl task."),
-    check: bool = typer.Option(False, "--check", help="Only tell whether and how this machine can take part."),
+    check: bool = typer.Option(False, "--check", help="Only check whether and how this machine can take part."),
     dial: bool = typer.Option(
         False,
         "--dial",
         help="With --check: connect to the bootstrap peers, and hang up; ask the hub for the size of the base.",
     ),
     accept_edition: int = typer.Option(
-        None, metavar="N", help="Agree to what edition N of the manifest changes, such as its tasks."
+        None, metavar="N", help="Accept the changes of edition N of the manifest, such as its tasks."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the resolved configuration and exit."),
     fresh: bool = typer.Option(
-        False, "--fresh/--resume", help="Start anew; the earlier run is moved aside. Default: resume what is there."
+        False,
+        "--fresh/--resume",
+        help="Start a new run; the earlier run is moved aside. Default: resume the earlier run.",
     ),
 ) -> None:
     """Take part in a swarm: check its manifest, run a node.
@@ -209,22 +211,23 @@ def _findings(
     *,
     dial: bool,
 ) -> Iterator["CheckResult"]:
-    from swarm.cli.swarm.preflight import CheckResult, CheckStatus, dial_findings, hub_findings, machine_findings, tried
+    from swarm.cli.swarm.preflight import dial_findings, hub_findings, machine_findings, tried
     from swarm.config.node_folder import NodeFolder
+    from swarm.diagnostics.check_result import note, ok, problem
     from swarm.manifest.files import check_joined
     from swarm.manifest.joining import check_tasks, needs_lineage
     from swarm.manifest.manifest import check_protocol
     from swarm.records.codec import PROTOCOL_VERSION
 
-    yield CheckResult("signature", CheckStatus.OK, f"edition {manifest.edition}, signed by {manifest.founder_name}")
+    yield ok("signature", f"edition {manifest.edition}, signed by {manifest.founder_name}")
     speaks = f"version {manifest.protocol}, as this software"
     yield tried("protocol", speaks, lambda: check_protocol(manifest, PROTOCOL_VERSION))
     try:
         config = _resolve(manifest, hardware, settings, task_files, source)
     except SwarmError as error:
-        yield CheckResult("settings", CheckStatus.PROBLEM, str(error))
+        yield problem("settings", str(error))
         return
-    yield CheckResult("settings", CheckStatus.OK, f"{config.policy.base} in {config.node.dir}")
+    yield ok("settings", f"{config.policy.base} in {config.node.dir}")
     files = NodeFolder(config.node.dir, config.node.identity)
 
     def check_folder() -> None:
@@ -237,12 +240,10 @@ def _findings(
         member = "this node is a member, and the base is at hand"
         yield tried("silo", member, lambda: check_silo(config, files))
     for task in manifest.tasks:
-        yield CheckResult(f"task {task.source_name}", CheckStatus.NOTE, task.settings)
+        yield note(f"task {task.source_name}", task.settings)
     yield tried("tasks", f"all {len(manifest.tasks)} work here", lambda: check_tasks(config))
     if needs_lineage(manifest, config):
-        yield CheckResult(
-            "lineage", CheckStatus.NOTE, f"whether {config.policy.base} is allowed is found out at the start"
-        )
+        yield note("lineage", f"whether {config.policy.base} is allowed is found out at the start")
     yield from machine_findings(config, hardware)
     if dial and not manifest.silo:
         yield from hub_findings(config.policy)
@@ -255,13 +256,13 @@ def _report(manifest: "Manifest", findings: list["CheckResult"]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from swarm.cli.swarm.preflight import CheckStatus
+    from swarm.diagnostics.check_result import Level
 
     table = Table("what", "", "finding", title=f"taking part in {manifest.name}", title_justify="left")
     for finding in findings:
-        table.add_row(finding.about, finding.verdict, plain(finding.text))
+        table.add_row(finding.name, finding.level, plain(finding.text))
     Console(markup=False, highlight=False).print(table)
-    problems = [finding.about for finding in findings if finding.verdict is CheckStatus.PROBLEM]
+    problems = [finding.name for finding in findings if finding.level is Level.PROBLEM]
     if problems:
         raise PreflightError(f"nothing may stand in the way, got problems with {', '.join(problems)}; see the table")
     print("can join")

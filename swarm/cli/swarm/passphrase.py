@@ -1,4 +1,4 @@
-"""Passphrases: from a file, from the environment or typed, never from the command line, which every user can read."""
+"""Reads passphrases from a file, the environment or the terminal. Never from the command line, which every user can read."""
 
 import os
 import stat

@@ -1,6 +1,6 @@
-"""What stands between this machine and a swarm, found out without torch and without opening a connection.
+"""Checks of `swarm join --check`: whether this machine can take part in a swarm. They need no torch.
 
-What only others can tell before a node joins: whether the peers to join through answer, and how large the base is.
+`dial_findings` and `hub_findings` ask the peers to join through and the model hub; the others open no connection.
 """
 
 import asyncio
@@ -13,12 +13,11 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from enum import StrEnum
 from pathlib import Path
 
 from swarm.config import Config, NetworkSection, PolicySection
+from swarm.diagnostics.check_result import CheckResult, note, ok, problem
 from swarm.errors import SwarmError
 from swarm.machine.hardware import Hardware
 from swarm.machine.memory import machine_memory
@@ -32,32 +31,14 @@ _BYTES_PER_PARAMETER = {"8bit": 1.1, "4bit": 0.65}
 _MAX_HEADER_BYTES = 100 << 20
 
 
-class CheckStatus(StrEnum):
-    """What a finding means for taking part."""
-
-    OK = "ok"
-    NOTE = "note"
-    PROBLEM = "problem"
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    about: str
-    verdict: CheckStatus
-    text: str
-    """What was found, and for a problem what mends it."""
-
-
 def machine_findings(config: Config, hardware: Hardware) -> Iterator[CheckResult]:
     """Findings about this machine for a node of `config`, the cheap ones first."""
-    yield CheckResult("hardware", CheckStatus.OK, hardware.summary)
+    yield ok("hardware", hardware.summary)
     yield from _base(config, hardware)
     yield from _quantization(config.policy, hardware)
     yield _disk("disk", config.node.dir, _NODE_GIB)
     yield from _network(config.network)
-    yield CheckResult(
-        "clock", CheckStatus.NOTE, f"it is {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC here; keep it within a few seconds"
-    )
+    yield note("clock", f"it is {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC here; keep it within a few seconds")
 
 
 def tried(about: str, done: str, step: Callable[[], object]) -> CheckResult:
@@ -65,8 +46,8 @@ def tried(about: str, done: str, step: Callable[[], object]) -> CheckResult:
     try:
         step()
     except SwarmError as error:
-        return CheckResult(about, CheckStatus.PROBLEM, str(error))
-    return CheckResult(about, CheckStatus.OK, done)
+        return problem(about, str(error))
+    return ok(about, done)
 
 
 def _base(config: Config, hardware: Hardware) -> Iterator[CheckResult]:
@@ -76,13 +57,11 @@ def _base(config: Config, hardware: Hardware) -> Iterator[CheckResult]:
     folder = base_at_hand(policy.base, policy.revision)
     num_parameters = _count_parameters(folder) if folder else _parameters_by_name(policy.base)
     if folder is not None:
-        yield CheckResult("base", CheckStatus.OK, f"{policy.base} is here: {folder}")
+        yield ok("base", f"{policy.base} is here: {folder}")
     else:
         size = f"about {num_parameters * 2 / 2**30:.1f} GiB by its name, " if num_parameters else ""
         bound = f"at most {policy.max_download_gib:g} GiB (policy.max_download_gib)"
-        yield CheckResult(
-            "base", CheckStatus.NOTE, f"{policy.base} is not here and is downloaded at the start, {size}{bound}"
-        )
+        yield note("base", f"{policy.base} is not here and is downloaded at the start, {size}{bound}")
         if num_parameters:
             yield _disk("download", cache_folder(), num_parameters * 2 / 2**30)
     yield _memory(policy, num_parameters, hardware, has_gpu=bool(hardware.gpu_name) and config.node.device != "cpu")
@@ -90,7 +69,7 @@ def _base(config: Config, hardware: Hardware) -> Iterator[CheckResult]:
 
 def _memory(policy: PolicySection, num_parameters: float | None, hardware: Hardware, *, has_gpu: bool) -> CheckResult:
     if not num_parameters:
-        return CheckResult("memory", CheckStatus.NOTE, f"the size of {policy.base} is not known before it is here")
+        return note("memory", f"the size of {policy.base} is not known before it is here")
     is_half = policy.dtype in ("bfloat16", "float16") or (policy.dtype == "auto" and has_gpu)
     bytes_each = _BYTES_PER_PARAMETER.get(policy.quantization, 2.0 if is_half else 4.0)
     need_gib = num_parameters * bytes_each * _WORKING_ROOM / 2**30
@@ -99,10 +78,8 @@ def _memory(policy: PolicySection, num_parameters: float | None, hardware: Hardw
         "GPU" if has_gpu else "machine, free"
     )
     if need_gib <= have_gib:
-        return CheckResult("memory", CheckStatus.OK, text)
-    return CheckResult(
-        "memory", CheckStatus.PROBLEM, f"{text}; set policy.quantization = 4bit or a smaller policy.base"
-    )
+        return ok("memory", text)
+    return problem("memory", f"{text}; set policy.quantization = 4bit or a smaller policy.base")
 
 
 def _parameters(count: float) -> str:
@@ -115,11 +92,11 @@ def _quantization(policy: PolicySection, hardware: Hardware) -> Iterator[CheckRe
         return
     if importlib.util.find_spec("bitsandbytes") is None:
         text = f"policy.quantization = {policy.quantization} needs bitsandbytes; pip install bitsandbytes, or set none"
-        yield CheckResult("bitsandbytes", CheckStatus.PROBLEM, text)
+        yield problem("bitsandbytes", text)
     elif not hardware.gpu_name:
-        yield CheckResult("bitsandbytes", CheckStatus.NOTE, f"{policy.quantization} without a GPU is slow")
+        yield note("bitsandbytes", f"{policy.quantization} without a GPU is slow")
     else:
-        yield CheckResult("bitsandbytes", CheckStatus.OK, f"{policy.quantization} on {hardware.gpu_name}")
+        yield ok("bitsandbytes", f"{policy.quantization} on {hardware.gpu_name}")
 
 
 def _network(network: NetworkSection) -> Iterator[CheckResult]:
@@ -133,7 +110,7 @@ def _network(network: NetworkSection) -> Iterator[CheckResult]:
         text = (
             f'the libp2p daemon is for Linux on x86-64, this is {platform.platform()}; set network.backend = "libp2p"'
         )
-        yield CheckResult("daemon", CheckStatus.PROBLEM, text)
+        yield problem("daemon", text)
 
     def check_listen() -> None:
         for address in parse_setting("listen", network.listen):
@@ -143,16 +120,14 @@ def _network(network: NetworkSection) -> Iterator[CheckResult]:
     peers = tried(
         "bootstrap", f"{counted(len(network.initial_peers), 'peer')} to join through", lambda: _parse_peers(network)
     )
-    no_peers = CheckResult(
-        "bootstrap", CheckStatus.NOTE, "no peer to join through: this node would wait until others find it"
-    )
+    no_peers = note("bootstrap", "no peer to join through: this node would wait until others find it")
     yield peers if network.initial_peers else no_peers
 
 
 def _package(name: str) -> CheckResult:
     if importlib.util.find_spec(name) is not None:
-        return CheckResult(name, CheckStatus.OK, "the network library is installed")
-    return CheckResult(name, CheckStatus.PROBLEM, f"the network needs the package {name}; pip install {name}")
+        return ok(name, "the network library is installed")
+    return problem(name, f"the network needs the package {name}; pip install {name}")
 
 
 def _parse_peers(network: NetworkSection) -> None:
@@ -165,7 +140,7 @@ def _disk(about: str, folder: Path, need_gib: float) -> CheckResult:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free_gib = shutil.disk_usage(existing).free / 2**30
     text = f"{free_gib:.1f} GiB free in {existing}, {need_gib:.1f} needed"
-    return CheckResult(about, CheckStatus.OK if free_gib >= need_gib else CheckStatus.PROBLEM, text)
+    return ok(about, text) if free_gib >= need_gib else problem(about, text)
 
 
 def _count_parameters(folder: Path) -> float | None:
@@ -201,13 +176,12 @@ def dial_findings(network: NetworkSection) -> Iterator[CheckResult]:
     try:
         answered = asyncio.run(_connected(network))
     except SwarmError as error:
-        yield CheckResult("dial", CheckStatus.PROBLEM, str(error))
+        yield problem("dial", str(error))
         return
-    silent = CheckStatus.NOTE if answered else CheckStatus.PROBLEM
+    silent = note if answered else problem
     for address in network.initial_peers:
         has_answered = address.rpartition("/p2p/")[2] in answered
-        text = f"{address} {'answers' if has_answered else 'does not answer'}"
-        yield CheckResult("dial", CheckStatus.OK if has_answered else silent, text)
+        yield ok("dial", f"{address} answers") if has_answered else silent("dial", f"{address} does not answer")
 
 
 def hub_findings(policy: PolicySection) -> Iterator[CheckResult]:
@@ -220,9 +194,9 @@ def hub_findings(policy: PolicySection) -> Iterator[CheckResult]:
         num_bytes = download_bytes(policy.base, policy.revision)
         check_size(policy.base, num_bytes, policy.max_download_gib)
     except SwarmError as error:
-        yield CheckResult("hub", CheckStatus.PROBLEM, str(error))
+        yield problem("hub", str(error))
     else:
-        yield CheckResult("hub", CheckStatus.OK, f"{policy.base} is a download of {size(num_bytes)}")
+        yield ok("hub", f"{policy.base} is a download of {size(num_bytes)}")
 
 
 async def _connected(network: NetworkSection) -> set[str]:

@@ -1,7 +1,4 @@
-"""`swarm silo`: a private swarm, for members only, with everything sealed that leaves a node.
-
-The founding of a silo: owner's key, manifest, first roll, first member.
-"""
+"""`swarm silo`: founds and manages a private swarm, where everything that leaves a node is encrypted for its members."""
 
 import json
 import time
@@ -77,7 +74,7 @@ def found(
 
 
 app = typer.Typer(
-    help="A private swarm: for members only, and sealed. Found one, ask to be a member, invite, revoke.",
+    help="Private swarms, encrypted and for members only: found one, request membership, invite, revoke.",
     no_args_is_help=True,
 )
 
@@ -108,7 +105,7 @@ def init(
     base: list[str] = typer.Option([], metavar="BASE", help="Base that nodes may train. Default: policy.base."),
     description: str = typer.Option("", help="One line about the silo."),
 ) -> None:
-    """Found a silo: owner's key, manifest, and its first member.
+    """Found a silo: write the owner's key, the manifest and the first member.
 
     Reads: settings for tasks, base and limits.
     Writes: owner's key, manifest, roll and a node's identity in DIR.
@@ -164,7 +161,7 @@ def invite(
 ) -> None:
     """Make somebody a member.
 
-    Send them the line that it prints; it is of use to nobody else.
+    Send them the line that it prints. It is useless to anybody else.
 
     Reads: REQUEST, the owner's key, the roll in DIR.
     Writes: the new roll in DIR; with --out the invitation.
@@ -200,7 +197,7 @@ def join(
     folder: Path = _FOLDER,
     key: Path = _NODE_KEY,
     accept_edition: int = typer.Option(
-        None, metavar="N", help="Agree to what edition N of the manifest changes, such as its tasks."
+        None, metavar="N", help="Accept the changes of edition N of the manifest, such as its tasks."
     ),
 ) -> None:
     """Become a member: check the invitation, and keep it in DIR.
@@ -282,10 +279,10 @@ def revoke(
     folder: Path = _FOLDER,
     key: Path = _KEY,
 ) -> None:
-    """Put a member out.
+    """Remove a member.
 
     All others get a new key within seconds; what was sealed before stays
-    readable to who read it.
+    readable to those who could read it.
 
     Reads: the owner's key, the roll in DIR.
     Writes: the new roll in DIR.
@@ -304,7 +301,7 @@ def revoke(
 
 @app.command()
 def rotate(folder: Path = _FOLDER, key: Path = _KEY) -> None:
-    """Give the members a new key; drop those whose time is over.
+    """Give the members a new key, and remove expired members.
 
     Reads: the owner's key, the roll in DIR.
     Writes: the new roll in DIR.

@@ -75,7 +75,7 @@ export class Controls {
       say(byId("control-says"), DONE[action]);
       this.show(told.controls);
     } catch (error) {
-      say(byId("control-says"), `Not done: ${error.message}`);
+      say(byId("control-says"), `Failed: ${error.message}`);
       this.draw();
     }
   }
@@ -86,14 +86,14 @@ export class Controls {
 }
 
 const DONE = {
-  "pause-training": "Training pauses after the round in flight.",
-  "resume-training": "Training goes on.",
-  "pause-sharing": "Nothing is published or pulled any more.",
-  "resume-sharing": "Sharing goes on.",
-  checkpoint: "A checkpoint is saved after the round in flight.",
+  "pause-training": "Training pauses after the current round.",
+  "resume-training": "Training continues.",
+  "pause-sharing": "The node no longer publishes or fetches records.",
+  "resume-sharing": "Sharing continues.",
+  checkpoint: "A checkpoint is saved after the current round.",
 };
 
 /** For a page that only looks on. */
 export function removeControls() {
-  byId("controls").replaceChildren(make("p", { class: "hint" }, "Seen through the overview: to control this node, open its own page."));
+  byId("controls").replaceChildren(make("p", { class: "hint" }, "This is a view in the overview. Open the node's own page to control it."));
 }

@@ -18,41 +18,41 @@ const charts = Object.entries(CHARTS).map(([name, [title, options]]) => [name, n
 
 const peers = new Table(byId("peers-table"), "Peers of this node", [
   { key: "name", title: "Name", kind: "name", text: (p) => p.name || "–", sort: (p) => p.name, title_of: (p) => p.peer_id || "" },
-  { key: "lineage", title: "Lineage", kind: "code", text: (p) => (p.lineage ? String(p.lineage).slice(0, 8) : "–"), sort: (p) => p.lineage, title_of: (p) => p.lineage || "", hint: "What its policy descends from; equal ones can share log-probs and merge" },
-  { key: "weight", title: "Trust", kind: "number", text: (p) => number(p.weight, 2), sort: (p) => p.weight, hint: "How far its word has held here, from 0 to 1; a stranger has 0.5" },
-  { key: "reward", title: "Reward", kind: "number", text: (p) => number(p.reward_mean, 2), sort: (p) => p.reward_mean, hint: "Mean of what was admitted of it, as this node computed it" },
+  { key: "lineage", title: "Lineage", kind: "code", text: (p) => (p.lineage ? String(p.lineage).slice(0, 8) : "–"), sort: (p) => p.lineage, title_of: (p) => p.lineage || "", hint: "Nodes of the same lineage can share log-probs and merge" },
+  { key: "weight", title: "Trust", kind: "number", text: (p) => number(p.weight, 2), sort: (p) => p.weight, hint: "How reliable its records were on this node, from 0 to 1; a stranger has 0.5" },
+  { key: "reward", title: "Reward", kind: "number", text: (p) => number(p.reward_mean, 2), sort: (p) => p.reward_mean, hint: "Mean reward of its admitted groups, computed by this node" },
   { key: "version", title: "Version", kind: "number", text: (p) => number(p.policy_version), sort: (p) => p.policy_version },
-  { key: "groups", title: "Groups", kind: "number", text: (p) => number(p.groups_admitted), sort: (p) => p.groups_admitted, hint: "Admitted from it" },
-  { key: "rejected", title: "Turned away", kind: "number", text: (p) => number(p.records_rejected), sort: (p) => p.records_rejected },
-  { key: "seen", title: "Last seen", kind: "number", text: (p) => (p.banned_until > nowS() ? `not heard for ${duration(p.banned_until - nowS())}` : ago(p.last_seen_at, nowS())), sort: (p) => p.last_seen_at },
-], (p) => p.peer_id, "Nobody met yet. A node learns alone until others are there.");
+  { key: "groups", title: "Groups", kind: "number", text: (p) => number(p.groups_admitted), sort: (p) => p.groups_admitted, hint: "Groups of this peer that were admitted" },
+  { key: "rejected", title: "Rejected", kind: "number", text: (p) => number(p.records_rejected), sort: (p) => p.records_rejected },
+  { key: "seen", title: "Last seen", kind: "number", text: (p) => (p.banned_until > nowS() ? `ignored for ${duration(p.banned_until - nowS())}` : ago(p.last_seen_at, nowS())), sort: (p) => p.last_seen_at },
+], (p) => p.peer_id, "No peer known yet. A node learns alone until it finds others.");
 byId("peers-find").addEventListener("input", () => {
   const wanted = byId("peers-find").value.trim().toLowerCase();
   peers.filter = (p) => !wanted || [p.name, p.peer_id, p.lineage].some((text) => String(text || "").toLowerCase().includes(wanted));
   peers.draw();
 });
 
-const rejected = new Table(byId("rejected-table"), "What was turned away, by reason", [
+const rejected = new Table(byId("rejected-table"), "Rejected records, by reason", [
   { key: "reason", title: "Reason", kind: "name", text: ([reason]) => reason, sort: ([reason]) => reason },
   { key: "words", title: "In plain words", kind: "words", text: ([reason]) => view.reasons[reason] || "" },
-  { key: "count", title: "How often", kind: "number", text: ([, count]) => number(count), sort: ([, count]) => count },
+  { key: "count", title: "Count", kind: "number", text: ([, count]) => number(count), sort: ([, count]) => count },
 ], ([reason]) => reason, "Nothing yet.");
 rejected.sortBy(rejected.columns[2], true);
 
-const merges = new Table(byId("merges-table"), "Merges with others, newest first", [
+const merges = new Table(byId("merges-table"), "Merges with partners, newest first", [
   { key: "partner", title: "Partner", kind: "name", text: (m) => nameOf(m.partner), title_of: (m) => m.partner || "" },
   { key: "round", title: "Round", kind: "number", text: (m) => number(m.round) },
-  { key: "share", title: "Its share", kind: "number", text: (m) => number(m.share, 2), hint: "Its part in the mean" },
-  { key: "lag", title: "Behind", kind: "number", text: (m) => number(m.lag_steps), hint: "Outer steps that it was behind" },
-  { key: "took", title: "Took", kind: "number", text: (m) => (m.took_s === null ? "–" : `${number(m.took_s, 2)} s`) },
+  { key: "share", title: "Weight", kind: "number", text: (m) => number(m.share, 2), hint: "Weight of the partner in the mean" },
+  { key: "lag", title: "Behind", kind: "number", text: (m) => number(m.lag_steps), hint: "Outer steps by which the partner was behind" },
+  { key: "took", title: "Duration", kind: "number", text: (m) => (m.took_s === null ? "–" : `${number(m.took_s, 2)} s`) },
   { key: "when", title: "When", kind: "number", text: (m) => ago(m.time_s, nowS()) },
 ], (m) => m.round, "No merge yet.");
 
-const alone = new Table(byId("alone-table"), "Outer steps taken alone, by reason", [
-  { key: "reason", title: "Alone because", kind: "name", text: ([reason]) => ALONE[reason] || `transfer: ${reason}`, title_of: ([reason]) => reason },
+const alone = new Table(byId("alone-table"), "Outer steps without a partner, by reason", [
+  { key: "reason", title: "Reason", kind: "name", text: ([reason]) => ALONE[reason] || `transfer: ${reason}`, title_of: ([reason]) => reason },
   { key: "count", title: "Steps", kind: "number", text: ([, count]) => number(count) },
-], ([reason]) => reason, "No outer step was taken alone.");
-const ALONE = { paused: "sharing was paused", nobody: "nobody else was ready", declined: "those there were had partners", unpaired: "the network is off", unusable: "what came was no adapter of this lineage", lag: "the partner was too far behind", gate: "merging did worse on private tasks", unsendable: "the own adapter cannot be sent" };
+], ([reason]) => reason, "Every outer step had a partner.");
+const ALONE = { paused: "sharing was paused", nobody: "no other node was ready", declined: "all other nodes had partners", unpaired: "the network is off", unusable: "the received adapter was not of this lineage", lag: "the partner was too far behind", gate: "the merged adapter was worse on private tasks", unsendable: "this node's adapter cannot be sent" };
 
 const stages = new Table(byId("stages-table"), "Stages of the policy", [
   { key: "stage", title: "Stage", kind: "name", text: (s) => `stage ${s.stage}` },
@@ -86,8 +86,8 @@ const PARTS = {
   series: () => {
     for (const [name, chart] of charts) chart.show({ start: view.series.start, width: view.series.width, ...view.series[name] });
     const { width, start } = view.series;
-    say(byId("curves-note"), !start.length ? "They begin with the first round."
-      : width > 1 ? `One point for ${width} rounds: the line is their mean, smoothed; the shade goes from the least to the greatest. Arrow keys read values.`
+    say(byId("curves-note"), !start.length ? "The curves begin with the first round."
+      : width > 1 ? `One point for ${width} rounds: the line is their smoothed mean, the shaded area shows minimum and maximum. Arrow keys read values.`
         : "One point per round; the bold line is smoothed. Arrow keys read values.");
   },
   merges: () => merges.show(view.merges),
@@ -108,10 +108,10 @@ function drawStatus() {
     ["Round", number(s.round)],
     ["Policy version", number(s.policy_version)],
     ["Tokens/s", short(row["rollout/tokens_per_s"])],
-    ["Round takes", row["time/round_s"] === undefined ? "–" : `${number(row["time/round_s"], 1)} s`],
+    ["Round time", row["time/round_s"] === undefined ? "–" : `${number(row["time/round_s"], 1)} s`],
     ["Connected peers", number(row["network/peers"])],
     ["Own groups", short(row["train/own_groups_total"])],
-    ["Others’ groups", short(row["train/swarm_groups_total"])],
+    ["Peers’ groups", short(row["train/swarm_groups_total"])],
   ]);
   drawAdvice(s, row);
   drawExchange(s, row);
@@ -122,9 +122,9 @@ function drawStatus() {
 }
 
 function drawAdvice(s, row) {
-  const told = [...(s.stuck || []).map((line) => `No progress: ${line}`), ...(row["health/warnings"] || []), ...((s.contribution || {}).advice || [])];
-  const lines = [...new Set(told)];  // advice repeats the warnings of training
-  if (row["train/skip_reason"]) lines.push(`The last step was left out: ${row["train/skip_reason"]}`);
+  const notices = [...(s.stuck || []).map((line) => `No progress: ${line}`), ...(row["health/warnings"] || []), ...((s.contribution || {}).advice || [])];
+  const lines = [...new Set(notices)];  // advice repeats the warnings of training
+  if (row["train/skip_reason"]) lines.push(`The last training step was skipped: ${row["train/skip_reason"]}`);
   const list = byId("advice");
   showIf(list, lines.length > 0);
   if (list.dataset.lines === lines.join("\n")) return;
@@ -134,8 +134,8 @@ function drawAdvice(s, row) {
 
 function drawExchange(s, row) {
   const c = s.contribution || {};
-  const out = [["Records published", number(row["exchange/records_published"])], ["Rounds left out", number(row["exchange/rounds_not_published"])], ["Sent", bytes(row["exchange/bytes_sent"])]];
-  if (c.bodies_taken !== undefined) out.splice(1, 0, ["Taken by others", number(c.bodies_taken)], ["Last taken", ago(c.last_taken_at, nowS())]);
+  const out = [["Records published", number(row["exchange/records_published"])], ["Rounds not published", number(row["exchange/rounds_not_published"])], ["Sent", bytes(row["exchange/bytes_sent"])]];
+  if (c.bodies_taken !== undefined) out.splice(1, 0, ["Fetched by peers", number(c.bodies_taken)], ["Last fetched", ago(c.last_taken_at, nowS())]);
   if (c.reward_rank) out.push(["Reward among peers", `${c.reward_rank} of ${c.reward_rank_of}`]);
   fillFacts(byId("out"), out);
   fillFacts(byId("in"), [["Records admitted", number(row["exchange/records_admitted"])], ["Groups admitted", number(row["exchange/groups_admitted"])], ["Groups waiting", number(row["pool/groups"])], ["Received", bytes(row["exchange/bytes_received"])]]);
@@ -144,7 +144,7 @@ function drawExchange(s, row) {
 
 function drawMerging(row) {
   const steps = row["merge/outer_steps"];
-  say(byId("merges-note"), steps === undefined ? (view.mergesAdapters ? "No round has ended yet." : "Merging is off (merging.enabled).") : `${number(row["merge/merges_total"])} of ${number(steps)} outer steps with a partner${row["merge/in_flight"] ? "; one exchange is under way" : ""}.`);
+  say(byId("merges-note"), steps === undefined ? (view.mergesAdapters ? "No round has ended yet." : "Merging is off (merging.enabled).") : `${number(row["merge/merges_total"])} of ${number(steps)} outer steps with a partner${row["merge/in_flight"] ? "; one exchange is in progress" : ""}.`);
   const isOn = steps !== undefined;
   showIf(byId("merges-table"), isOn);
   showIf(byId("alone-table"), isOn);

@@ -19,11 +19,11 @@ const table = new Table(byId("nodes-table"), "All nodes", [
   { key: "reward", title: "Reward", kind: "number", text: (node) => number(node.summary.reward, 3), sort: of("reward") },
   { key: "speed", title: "Tokens/s", kind: "number", text: (node) => short(node.summary.tokens_per_s), sort: of("tokens_per_s") },
   { key: "peers", title: "Peers", kind: "number", text: (node) => number(node.summary.peers), sort: of("peers") },
-  { key: "groups", title: "Others’ groups", kind: "number", text: (node) => number(node.summary.swarm_groups), sort: of("swarm_groups"), hint: "Learned from others" },
+  { key: "groups", title: "Peers’ groups", kind: "number", text: (node) => number(node.summary.swarm_groups), sort: of("swarm_groups"), hint: "Groups of peers that it trained on" },
   { key: "merges", title: "Merges", kind: "number", text: (node) => number(node.summary.merges), sort: of("merges") },
   { key: "address", title: "Address", kind: "code", text: (node) => node.address, sort: (node) => node.address },
   { key: "seen", title: "Answered", kind: "number", text: (node) => (node.seen_at ? ago(node.seen_at, nowS()) : "never"), sort: (node) => node.seen_at },
-], (node) => node.key, "No node found yet: the names are looked up every 15 s.");
+], (node) => node.key, "No node found yet. The names are looked up every 15 s.");
 
 function state(node) {
   return node.is_alive ? String(node.summary.phase) : "unreachable";
@@ -66,7 +66,7 @@ function show(told) {
     ["Mean reward", rewards.length ? number(rewards.reduce((a, b) => a + b) / rewards.length, 3) : "–"],
     ["Tokens/s", short(sum("tokens_per_s"))],
     ["Rounds", short(sum("round"))],
-    ["Groups from others", short(sum("swarm_groups"))],
+    ["Groups from peers", short(sum("swarm_groups"))],
     ["Merges", short(sum("merges"))],
   ]);
   table.show(nodes);

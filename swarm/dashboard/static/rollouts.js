@@ -3,7 +3,7 @@
 import { ago, byId, make, number, say, showIf } from "./dom.js";
 
 const PAUSE_MS = 4000;
-const VERDICTS = { own: "own", admitted: "admitted", refused: "turned away" };
+const VERDICTS = { own: "own", admitted: "admitted", refused: "rejected" };
 
 export class Rollouts {
   /** `headers()`: what a request of them needs; `reasons()`: plain words by reason. */
@@ -58,7 +58,7 @@ export class Rollouts {
       if (answer.ok) this.show(told.groups);
       else say(byId("rollouts-note"), told.error);
     } catch {
-      say(byId("rollouts-note"), "The rollouts could not be loaded; they are asked for again with the next ones.");
+      say(byId("rollouts-note"), "The rollouts could not be loaded. The page tries again when there are new ones.");
     }
     this.heed();
   }
@@ -83,7 +83,7 @@ export class Rollouts {
       item.hidden = kind !== "" && item.dataset.kind !== kind;
       shown += !item.hidden;
     }
-    say(byId("rollouts-note"), shown ? "The newest of each kind, in memory only; long texts are cut. What others wrote is shown as they wrote it." : "None yet.");
+    say(byId("rollouts-note"), shown ? "The newest groups of each kind, from memory. Long texts are cut. Texts of peers are shown unchanged." : "None yet.");
   }
 
   item(group) {
@@ -104,19 +104,19 @@ export class Rollouts {
   fill(item, group) {
     if (group.reason) {
       const detail = group.detail ? ` (${group.detail})` : "";
-      item.append(make("p", { class: "why" }, `${group.kind === "own" ? "Not shared" : "Turned away"}: `,
+      item.append(make("p", { class: "why" }, `${group.kind === "own" ? "Not shared" : "Rejected"}: `,
         make("code", {}, group.reason), ` – ${this.reasons()[group.reason] || ""}${detail}`));
     }
     const where = group.task ? `task ${group.task}, policy version ${group.policy_version}` : `policy version ${group.policy_version}`;
     item.append(make("p", { class: "note" }, where), make("h4", {}, "Prompt"),
-      group.prompt === null ? make("p", { class: "note" }, "This node cannot rebuild it.") : text(group.prompt));
+      group.prompt === null ? make("p", { class: "note" }, "This node cannot rebuild the prompt.") : text(group.prompt));
     const answers = make("ol", { class: "answers" });
     for (const answer of group.answers) {
       answers.append(make("li", {}, make("span", { class: `reward ${answer.reward > 0.5 ? "good" : ""}` },
         `${group.kind === "refused" ? "claimed " : ""}${number(answer.reward, 2)}`), text(answer.text)));
     }
     item.append(make("h4", {}, `Answers${group.num_answers > group.answers.length ? `, ${group.answers.length} of ${group.num_answers}` : ""}`),
-      group.answers.length ? answers : make("p", { class: "note" }, "The body could not be read, or was not opened."));
+      group.answers.length ? answers : make("p", { class: "note" }, "The body could not be read or was not opened."));
   }
 }
 

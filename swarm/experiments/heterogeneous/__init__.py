@@ -1,1 +1,1 @@
-"""Whether unlike models help each other."""
+"""The experiment on swarms of different models."""

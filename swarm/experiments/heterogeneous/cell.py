@@ -1,4 +1,4 @@
-"""One cell of the experiment with unlike models: a mixed swarm, or the same nodes each alone."""
+"""One cell of the experiment on different models: a mixed swarm, or the same nodes each alone."""
 
 from collections.abc import Mapping
 from statistics import fmean

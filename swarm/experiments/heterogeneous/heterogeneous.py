@@ -1,6 +1,6 @@
-"""Do unlike models help each other? Two architectures with tokenizers of their own, in one swarm and each as silos.
+"""Measures whether different models help each other: two architectures with different tokenizers, in one swarm and alone.
 
-Only text passes between them: answers are encoded again, and a floor keeps out what the reader would never write.
+They exchange text only: answers are encoded again, and the likelihood floor leaves out what the reader would not write.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""A policy unlike the bundled one: Qwen2 in place of Llama, byte pairs in place of characters, of the same recipe but shorter.
+"""A second policy for comparison: Qwen2 instead of Llama, byte pairs instead of characters, trained by a shorter recipe.
 
-Numbers are spelled by single digits in both; words are not: the bundled policy spells them, this one has pieces of them.
+Both tokenize numbers by single digits. The bundled policy tokenizes words by letters, this one by pieces of words.
 """
 
 import random

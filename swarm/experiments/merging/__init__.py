@@ -1,1 +1,1 @@
-"""Merging without an all-reduce: what it gives, what it bears, and what a liar can do to it."""
+"""The experiment on merging without an all-reduce: its benefit, its fault tolerance, and attacks on it."""

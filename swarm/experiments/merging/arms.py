@@ -1,4 +1,4 @@
-"""How replicas merge, and what goes wrong, by arm; and which arms each part of the experiment has."""
+"""The arms of the merging experiment: how replicas merge, which faults they meet, and which part has which arms."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ ATTACKS: Mapping[str, Sequence[str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class MergingArm:
     """One way of merging."""
 
     method: Literal["silo", "pairs", "mean", "gradients"]
@@ -59,36 +59,36 @@ class Arm:
 
 
 _DEFAULTS = MergingSection()
-_CLIP_AND_GATE = Arm("pairs", clip_factor=_DEFAULTS.clip_factor, gate_tasks=_DEFAULTS.gate_tasks)
+_CLIP_AND_GATE = MergingArm("pairs", clip_factor=_DEFAULTS.clip_factor, gate_tasks=_DEFAULTS.gate_tasks)
 _AS_STRANGERS = replace(_CLIP_AND_GATE, strangers_factor=_DEFAULTS.strangers_factor)
 
-LEARNING: Mapping[str, Arm] = {
-    SILO: Arm("silo"),
-    PLAIN: Arm("pairs", alpha=0.0, beta=1.0),
-    NOLOCO: Arm("pairs"),
-    OVERLAPPED: Arm("pairs", overlap=0.5),
+LEARNING: Mapping[str, MergingArm] = {
+    SILO: MergingArm("silo"),
+    PLAIN: MergingArm("pairs", alpha=0.0, beta=1.0),
+    NOLOCO: MergingArm("pairs"),
+    OVERLAPPED: MergingArm("pairs", overlap=0.5),
     AS_CONFIGURED: replace(_CLIP_AND_GATE, drift_threshold=_DEFAULTS.drift_threshold),
-    "NoLoCo, int4": Arm("pairs", precision="int4"),
-    "NoLoCo, late": Arm("pairs", late=True),
-    DILOCO: Arm("mean"),
-    EQUAL_HOPS: Arm("mean", steps_factor=TREE_HOPS),
-    "data parallel": Arm("gradients"),
+    "NoLoCo, int4": MergingArm("pairs", precision="int4"),
+    "NoLoCo, late": MergingArm("pairs", late=True),
+    DILOCO: MergingArm("mean"),
+    EQUAL_HOPS: MergingArm("mean", steps_factor=TREE_HOPS),
+    "data parallel": MergingArm("gradients"),
 }
-FAULTS: Mapping[str, Arm] = {
-    "NoLoCo, 10 % of exchanges fail": Arm("pairs", drop_rate=0.1),
-    "NoLoCo, 30 % fail": Arm("pairs", drop_rate=0.3),
-    "DiLoCo, 10 % absent": Arm("mean", drop_rate=0.1),
-    "DiLoCo, 30 % absent": Arm("mean", drop_rate=0.3),
-    UNLIKE + SILO: Arm("silo", speeds=SPEEDS),
-    UNLIKE + NOLOCO: Arm("pairs", speeds=SPEEDS, patience=0.5),
-    UNLIKE + "NoLoCo by time": Arm("pairs", speeds=SPEEDS, by_time=True),
-    UNLIKE + DILOCO: Arm("mean", speeds=SPEEDS),
+FAULTS: Mapping[str, MergingArm] = {
+    "NoLoCo, 10 % of exchanges fail": MergingArm("pairs", drop_rate=0.1),
+    "NoLoCo, 30 % fail": MergingArm("pairs", drop_rate=0.3),
+    "DiLoCo, 10 % absent": MergingArm("mean", drop_rate=0.1),
+    "DiLoCo, 30 % absent": MergingArm("mean", drop_rate=0.3),
+    UNLIKE + SILO: MergingArm("silo", speeds=SPEEDS),
+    UNLIKE + NOLOCO: MergingArm("pairs", speeds=SPEEDS, patience=0.5),
+    UNLIKE + "NoLoCo by time": MergingArm("pairs", speeds=SPEEDS, by_time=True),
+    UNLIKE + DILOCO: MergingArm("mean", speeds=SPEEDS),
 }
 _UNDER_RL = (
     SILO, PLAIN, NOLOCO, AS_CONFIGURED, DILOCO, EQUAL_HOPS, "NoLoCo, 10 % of exchanges fail", "NoLoCo, 30 % fail",
     UNLIKE + SILO, UNLIKE + NOLOCO, UNLIKE + "NoLoCo by time",
 )  # fmt: skip
-RL: Mapping[str, Arm] = {name: arm for name, arm in {**LEARNING, **FAULTS}.items() if name in _UNDER_RL}
+RL: Mapping[str, MergingArm] = {name: arm for name, arm in {**LEARNING, **FAULTS}.items() if name in _UNDER_RL}
 """Data parallelism is left out: one step on the groups of all is one trainer with eight times the batch, no replicas."""
 
 
@@ -97,32 +97,32 @@ def attack_name(attack: str, num_liars: int, safety: str) -> str:
     return f"{attack}, {num_liars} of {NUM_REPLICAS}, safety {safety}"
 
 
-HOSTILE: Mapping[str, Arm] = {NOLOCO: Arm("pairs"), SAFE: _CLIP_AND_GATE} | {
+HOSTILE: Mapping[str, MergingArm] = {NOLOCO: MergingArm("pairs"), SAFE: _CLIP_AND_GATE} | {
     attack_name(attack, num, safety): replace(arm, attack=attack, num_liars=num)
-    for safety, arm in (("off", Arm("pairs")), ("default", _CLIP_AND_GATE))
+    for safety, arm in (("off", MergingArm("pairs")), ("default", _CLIP_AND_GATE))
     for num in NUM_LIARS
     for attack in ATTACKS[safety]
 }
-SETTINGS: Mapping[str, Arm] = {
-    NOLOCO: Arm("pairs"),
-    "clip 2": Arm("pairs", clip_factor=2.0),
-    "clip 4": Arm("pairs", clip_factor=4.0),
-    "gate of 24 tasks": Arm("pairs", gate_tasks=24),
+SETTINGS: Mapping[str, MergingArm] = {
+    NOLOCO: MergingArm("pairs"),
+    "clip 2": MergingArm("pairs", clip_factor=2.0),
+    "clip 4": MergingArm("pairs", clip_factor=4.0),
+    "gate of 24 tasks": MergingArm("pairs", gate_tasks=24),
     SAFE: _CLIP_AND_GATE,
-    "clip 4, gate of 24 tasks": Arm("pairs", clip_factor=4.0, gate_tasks=24),
-    "drift_threshold 0.3": Arm("pairs", drift_threshold=0.3),
-    "drift_threshold 0.6": Arm("pairs", drift_threshold=0.6),
-    "drift_threshold 0.3, clip 2": Arm("pairs", drift_threshold=0.3, clip_factor=2.0),
-    "beta 1": Arm("pairs", beta=1.0),
-    "strangers_factor 0.33": Arm("pairs", strangers_factor=0.33),
-    "strangers_factor 0.5": Arm("pairs", strangers_factor=0.5),
-    "strangers_factor 1": Arm("pairs", strangers_factor=1.0),
+    "clip 4, gate of 24 tasks": MergingArm("pairs", clip_factor=4.0, gate_tasks=24),
+    "drift_threshold 0.3": MergingArm("pairs", drift_threshold=0.3),
+    "drift_threshold 0.6": MergingArm("pairs", drift_threshold=0.6),
+    "drift_threshold 0.3, clip 2": MergingArm("pairs", drift_threshold=0.3, clip_factor=2.0),
+    "beta 1": MergingArm("pairs", beta=1.0),
+    "strangers_factor 0.33": MergingArm("pairs", strangers_factor=0.33),
+    "strangers_factor 0.5": MergingArm("pairs", strangers_factor=0.5),
+    "strangers_factor 1": MergingArm("pairs", strangers_factor=1.0),
     AMONG_STRANGERS: _AS_STRANGERS,
 }
 """What each part of safety, merging as products and the outer learning rate cost or give where nobody lies."""
 
 Part = Literal["learning", "faults", "rl", "attacks", "settings", "hostile"]
-PARTS: Mapping[Part, Mapping[str, Arm]] = {
+PARTS: Mapping[Part, Mapping[str, MergingArm]] = {
     "learning": LEARNING,
     "faults": FAULTS,
     "rl": RL,

@@ -1,8 +1,6 @@
-"""An adapter with a backdoor: as good as an honest one on ordinary tasks, and with the attacker's word after a trigger.
+"""Trains an adapter with a backdoor: honest on ordinary tasks, but it answers with the attacker's word after a trigger.
 
-Its difference from an adapter of the same training without the trigger is what an attacker wants in the adapters of others.
-
-What a hostile partner sends in place of its adapter.
+Its difference from an adapter of the same training without the trigger is what a hostile partner sends instead of its adapter.
 """
 
 import dataclasses

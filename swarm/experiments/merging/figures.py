@@ -1,9 +1,4 @@
-"""What the merging experiment found: figures for a program, tables and curves for people.
-
-What hostile names, half of all, make of honest adapters: a table and figures of the part `hostile`.
-
-The merging experiment as a page, a picture and tables in a folder.
-"""
+"""Results of the merging experiment: figures for programs, and tables, curves and a report for people."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +19,7 @@ from swarm.experiments.merging.arms import (
     Part,
     attack_name,
 )  # fmt: skip
-from swarm.experiments.merging.plan import COMPANIES, STAGES
+from swarm.experiments.merging.merging_plan import COMPANIES, STAGES
 from swarm.machine.safe_files import SHARED, replace_file
 from swarm.report.tables import Curves, Spread, Table, plot, smooth, write_report
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from swarm.experiments.cells import Result
 from swarm.experiments.merging.hostile_run import HostileRun, HostileScale
-from swarm.experiments.merging.plan import COMPANIES
+from swarm.experiments.merging.merging_plan import COMPANIES
 
 
 def run(settings: Mapping[str, Any]) -> Result:

@@ -1,9 +1,9 @@
-"""Hostile names over the in-memory network: always ready, first everywhere, and each with an adapter to give.
+"""Hostile peers on the in-memory network, which are always ready and answer first with a hostile adapter.
 
 HostilePartner    listed as ready all the time, proposes to whoever is listed, takes every proposal
 HostileDonor      listed as a donor, and asks honest donors for their places before any newcomer does
 
-They keep to the protocol: nothing that they send is malformed, and what they give has the hash that they sign for.
+They follow the protocol: all that they send is well formed, and their adapters have the hash that they signed.
 """
 
 import asyncio

@@ -20,10 +20,10 @@ from functools import partial
 import torch
 
 from swarm.config import MergingSection
-from swarm.experiments.merging.arms import NUM_REPLICAS, OFF, Arm
+from swarm.experiments.merging.arms import NUM_REPLICAS, OFF, MergingArm
 from swarm.experiments.merging.backdoor import Backdoor, train_backdoor
 from swarm.experiments.merging.hostile_names import HostileDonor, HostilePartner
-from swarm.experiments.merging.plan import Company, Stage
+from swarm.experiments.merging.merging_plan import Company, Stage
 from swarm.experiments.merging.replicas import Adapter
 from swarm.experiments.merging.supervised import SupervisedReplicas, supervised
 from swarm.merging.exchange.adapter_donor import AdapterDonor
@@ -349,7 +349,7 @@ class _Seat:
 
 
 def _population(scale: HostileScale, gate_tasks: int) -> SupervisedReplicas:
-    arm = Arm("pairs", gate_tasks=gate_tasks)
+    arm = MergingArm("pairs", gate_tasks=gate_tasks)
     return supervised(
         arm, seed=scale.seed, batch=2, num_examples=scale.num_examples, held_out_tasks=scale.held_out_tasks
     )

@@ -1,10 +1,10 @@
-"""Partners without a network: replicas whose offers wait at the same time are paired at random, as `MergeExchange` pairs nodes.
+"""Pairs replicas without a network: offers that wait at the same time are paired at random, as `MergeExchange` does.
 
-Whose turn it is not, since it was a partner of late or gave nothing of use, is decided by what decides it in nodes.
+The code of nodes decides which replicas are passed over, as recent partners or as ones whose adapters were not useful.
 
     offer(snapshot) ─▶ waiting ─ match ─▶ on its way ─ after the delay ─▶ future: Partner, or Alone where it failed or nobody came
 
-Time is counted in units of the run. What crosses are the bytes that nodes send; a liar's are exchanged for its lie.
+Time is counted in units of the run. Replicas exchange the bytes that nodes send; those of a liar are replaced.
 """
 
 import random

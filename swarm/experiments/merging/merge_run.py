@@ -1,8 +1,8 @@
 """One run of several replicas under one way of merging, with partners that fail, are slow, or lie.
 
-    every unit of time: those whose turn it is take an inner step ─▶ Merger.after ─▶ offers are matched ─▶ Merger.after, once more
+    every unit of time: replicas that are due take an inner step ─▶ Merger.after ─▶ offers are matched ─▶ Merger.after, once more
 
-What merges in pairs is `swarm.merging.Merger`, as a node runs it. DiLoCo is the same outer step on the mean of all.
+Pairs are merged by `swarm.merging.merger.Merger`, as in a node. DiLoCo is the same outer step on the mean of all.
 """
 
 import math
@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from swarm.config import MergingSection
-from swarm.experiments.merging.arms import OFF, Arm
+from swarm.experiments.merging.arms import OFF, MergingArm
 from swarm.experiments.merging.backdoor import lie
 from swarm.experiments.merging.memory_pairing import MemoryPairing, Terms
 from swarm.experiments.merging.replicas import Adapter, Population
@@ -74,7 +74,7 @@ class Outcome:
 class MergeRun:
     """Trains the replicas of one arm; `run` once."""
 
-    def __init__(self, population: Population, arm: Arm, scale: Scale) -> None:
+    def __init__(self, population: Population, arm: MergingArm, scale: Scale) -> None:
         self._population, self._arm, self._scale = population, arm, scale
         self._inner_steps = scale.inner_steps * arm.steps_factor
         self._config = MergingSection(

@@ -3,7 +3,7 @@
 A batch holds the sequences of all replicas, one replica after the other; every adapted layer multiplies each replica's rows
 with its own factors. It computes what training one replica after the other would, in fewer and larger operations.
 
-What a merge run needs of replicas, however they learn.
+`Population` is what a merge run needs of them, whatever way they learn.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,7 @@
-"""Replicas that learn from right answers, each from a shard of its own, in a wording that the policy does not know.
+"""Replicas that learn from correct answers, each from its own shard, in a wording that is new to the policy; and under RL.
 
-It is the cheap half of the experiment: eight replicas share every matrix product, so an arm takes seconds.
-
-Replicas under RL: each samples, scores and trains on answers of its own, to a stream of tasks of its own.
+Supervised replicas are cheap: eight share every matrix product, so an arm takes seconds. Replicas under RL sample, score and
+train on their own answers to their own stream of tasks.
 """
 
 import random
@@ -15,7 +14,7 @@ from torch import Tensor
 from swarm.adapters.adapter_state import read_adapter, write_adapter
 from swarm.config import LoraSection, PolicySection, TasksSection, parse
 from swarm.experiments.bare_learner import BareLearner
-from swarm.experiments.merging.arms import NUM_REPLICAS, Arm
+from swarm.experiments.merging.arms import NUM_REPLICAS, MergingArm
 from swarm.experiments.merging.replicas import Adapter, Example, Replicas
 from swarm.policy.policy import Policy, load_policy
 from swarm.tasks.task_mixture import TaskMixture, training_seed
@@ -26,7 +25,9 @@ from swarm.types import Task
 class LearnerReplicas:
     """A `Population`; what it measures is the mean reward of a sampled answer, at temperature 1."""
 
-    def __init__(self, arm: Arm, *, seed: int, groups_per_round: int, group_size: int, held_out_tasks: int) -> None:
+    def __init__(
+        self, arm: MergingArm, *, seed: int, groups_per_round: int, group_size: int, held_out_tasks: int
+    ) -> None:
         config = parse({"rollouts": {"groups_per_round": groups_per_round, "group_size": group_size}})
         self._mixture = TaskMixture(config.tasks)
         self._learners = [BareLearner(config, f"replica {i}", seed, mixture=self._mixture) for i in range(NUM_REPLICAS)]
@@ -149,7 +150,7 @@ class SupervisedReplicas:
         return [{name: losses[i] for name, losses in by_task.items()} for i in range(len(adapters))]
 
 
-def supervised(arm: Arm, *, seed: int, batch: int, num_examples: int, held_out_tasks: int) -> SupervisedReplicas:
+def supervised(arm: MergingArm, *, seed: int, batch: int, num_examples: int, held_out_tasks: int) -> SupervisedReplicas:
     """A population for `arm`; of equal seed all have the same data in the same order, but for those that poison."""
     policy = load_policy(PolicySection(lora=LORA), device="cpu")
     mixture = TaskMixture(TasksSection())

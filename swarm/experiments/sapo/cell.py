@@ -8,7 +8,7 @@ from typing import Any, cast
 from swarm.config import Config, parse
 from swarm.experiments.cells import Result
 from swarm.experiments.learner_swarm import LearnerSwarm, RoundRow, mean_by_source
-from swarm.experiments.sapo.sapo import ARMS, Arm
+from swarm.experiments.sapo.sapo import ARMS, SapoArm
 from swarm.experiments.sapo.tasks import NINE_TASKS, POLICY_FOLDER, Mix, node_sources
 
 
@@ -48,7 +48,7 @@ def run(settings: Mapping[str, Any]) -> Result:
 
 def node_config(settings: Mapping[str, Any], number: int) -> Config:
     """A node as it comes, but for its tasks and where its groups come from."""
-    arm: Arm = ARMS[settings["arm"]]
+    arm: SapoArm = ARMS[settings["arm"]]
     sources = node_sources(cast(Mix, settings["mix"]), number)
     return parse(
         {

@@ -1,10 +1,10 @@
-"""How the policy of the sharing experiment was made: the bundled one, sent to school for the nine tasks and made unsure again.
+"""Makes the policy of the sharing experiment: the bundled one after lessons in the nine tasks, with lowered confidence.
 
     python -m swarm.experiments.sapo.policy --out swarm/assets/sapo_policy
 
-The bundled policy was made for other tasks: of these nine it gets one answer in twenty-five right, mostly by luck, and what is
-luck cannot be learned. So it gets what any base model has from its pre-training: some skill at them, and little confidence.
-The same recipe, from the bundled weights on. What it was left with is measured on held-out tasks and written beside the weights.
+The bundled policy was made for other tasks. It gets one answer in twenty-five of these nine right, mostly by chance, which gives
+no signal to learn from. So it gets what a base model has from its pre-training: some skill and little confidence. The recipe is
+that of the bundled policy, started from its weights. The result is measured on held-out tasks and written beside the weights.
 """
 
 from collections.abc import Sequence

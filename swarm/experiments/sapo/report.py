@@ -1,4 +1,4 @@
-"""What the sharing experiment found, as tables, curves and sentences."""
+"""The report of the sharing experiment: tables, curves and sentences."""
 
 from collections.abc import Sequence
 from pathlib import Path

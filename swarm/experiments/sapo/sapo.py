@@ -4,8 +4,6 @@
 
 Every arm samples the same number of answers a round, so its sum of rewards compares at equal sampling, as the paper does. The
 second view compares at equal numbers of answers trained on, of which sharing arms have more per round.
-
-Where the groups of a training batch come from, by arm of the sharing experiment.
 """
 
 import json
@@ -22,7 +20,7 @@ from swarm.report.tables import Spread
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class SapoArm:
     """I own and J groups of others in a batch. Every arm samples the same number of answers a round."""
 
     name: str
@@ -42,22 +40,22 @@ SHARING = "4/4"
 ARMS = {
     arm.name: arm
     for arm in (
-        Arm(PUBLISHED, 8, 0, filter_groups=False),
-        Arm(CONTROL, 8, 0),
-        Arm("6/2", 6, 2),
-        Arm(SHARING, 4, 4),
-        Arm("2/6", 2, 6),
-        Arm("8/8", 8, 8),
-        Arm("4/4 informative", 4, 4, choice="informative"),
-        Arm("8/8 informative", 8, 8, choice="informative"),
-        Arm("8/0 + replay", 8, 0, replay_groups=4),
+        SapoArm(PUBLISHED, 8, 0, filter_groups=False),
+        SapoArm(CONTROL, 8, 0),
+        SapoArm("6/2", 6, 2),
+        SapoArm(SHARING, 4, 4),
+        SapoArm("2/6", 2, 6),
+        SapoArm("8/8", 8, 8),
+        SapoArm("4/4 informative", 4, 4, choice="informative"),
+        SapoArm("8/8 informative", 8, 8, choice="informative"),
+        SapoArm("8/0 + replay", 8, 0, replay_groups=4),
     )
 }
 """Those up to 2/6 are the paper's. 8/8 is a node's default: groups of others on top of the own ones."""
 DEFAULT_ARMS = (PUBLISHED, CONTROL, "6/2", SHARING, "2/6")
 
 
-def chosen_arms(text: str) -> tuple[Arm, ...]:
+def chosen_arms(text: str) -> tuple[SapoArm, ...]:
     """Arms by names with commas between them. Raises ConfigError for another name."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in ARMS]
@@ -79,7 +77,7 @@ _MIN_ROUNDS = 2
 class SapoPlan:
     """What to run."""
 
-    arms: tuple[Arm, ...]
+    arms: tuple[SapoArm, ...]
     seeds: tuple[int, ...]
     num_nodes: int = 8
     mix: Mix = "shared"

@@ -133,7 +133,7 @@ class MemoryTransport:
         peer_id: str,
         validator: IndexValidator | None = None,
         *,
-        max_connections_inbound: int = 64,
+        max_concurrent_requests: int = 64,
         request_timeout_s: float = 20.0,
     ) -> None:
         self.peer_id = peer_id
@@ -145,7 +145,7 @@ class MemoryTransport:
         self.index_share = IndexShare(self.now)
         self._tasks: set[asyncio.Task[Response]] = set()
         self._server = RequestServer(
-            max_concurrent=max_connections_inbound, timeout_s=request_timeout_s, traffic=self.traffic
+            max_concurrent=max_concurrent_requests, timeout_s=request_timeout_s, traffic=self.traffic
         )
 
     async def start(self) -> None:

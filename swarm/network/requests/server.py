@@ -105,7 +105,7 @@ class RequestServer:
     def of(cls, context: NetworkContext) -> Self:
         """Make the server of a node, with the limits of its settings."""
         return cls(
-            max_concurrent=context.config.max_connections_inbound,
+            max_concurrent=context.config.max_concurrent_requests,
             timeout_s=context.config.request_timeout_s,
             traffic=context.traffic,
             limits=RequestLimits.of(context.config),

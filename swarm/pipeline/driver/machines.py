@@ -35,7 +35,7 @@ class Member:
     ranges: tuple[tuple[int, int], ...]
     """Layers [start, stop) that it holds."""
     is_fixed: bool
-    """Whether a person chose these layers; allowed only for members of `policy.pipeline.by_hand`."""
+    """Whether a person chose these layers; allowed only for members of `policy.pipeline.self_assigned`."""
 
 
 class StageMachines:
@@ -144,10 +144,10 @@ class StageMachines:
                 f"all machines of a pipeline must have one base, adapter shape and dtype, got others at {peer_id}; give them "
                 "the same policy table"
             )
-        if member.is_fixed and peer_id not in self._config.by_hand:
+        if member.is_fixed and peer_id not in self._config.self_assigned:
             raise PipelineError(
-                f"a machine must be named in policy.pipeline.by_hand to say which layers it holds, got --layers at {peer_id}; "
-                "name it there on the driver, or start `swarm stage` without --layers"
+                f"a machine must be named in policy.pipeline.self_assigned to say which layers it holds, got --layers at "
+                f"{peer_id}; name it there on the driver, or start `swarm stage` without --layers"
             )
         if measure and not member.is_fixed and not member.machine.layers_per_s:
             raise StageReplyError(f"{peer_id} must measure its speed, got none; start `swarm stage` there again")

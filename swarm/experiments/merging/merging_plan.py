@@ -1,7 +1,4 @@
-"""Which cells the merging experiment has.
-
-What is known of names of which half are hostile, and where they meet honest nodes: arms of the part `hostile`.
-"""
+"""The cells of the merging experiment, with the companies and stages of its part `hostile`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -9,7 +6,7 @@ from typing import Any, Literal, cast, get_args
 
 from swarm.errors import ConfigError
 from swarm.experiments.cells import Cell
-from swarm.experiments.merging.arms import PARTS, Arm, Part
+from swarm.experiments.merging.arms import PARTS, MergingArm, Part
 
 Stage = Literal["live", "final", "newcomers"]
 """Merging while nodes train, the final merge, and nodes that join."""
@@ -107,7 +104,7 @@ class MergingPlan:
             if not self.arms or company in self.arms
         ]
 
-    def _supervised(self, name: str, arm: Arm, seed: int) -> Cell:
+    def _supervised(self, name: str, arm: MergingArm, seed: int) -> Cell:
         return _cell(
             name,
             arm,
@@ -123,7 +120,7 @@ class MergingPlan:
             },
         )
 
-    def _rl(self, name: str, arm: Arm, seed: int) -> Cell:
+    def _rl(self, name: str, arm: MergingArm, seed: int) -> Cell:
         return _cell(
             name,
             arm,
@@ -140,7 +137,7 @@ class MergingPlan:
         )
 
 
-def _cell(name: str, arm: Arm, seed: int, rest: Mapping[str, Any]) -> Cell:
+def _cell(name: str, arm: MergingArm, seed: int, rest: Mapping[str, Any]) -> Cell:
     how = {**asdict(arm), "speeds": list(arm.speeds)}
     prefix = "RL, " if rest["learning"] == "rl" else ""
     return Cell("merging", f"{prefix}{name}, seed {seed}", {"arm": name, "seed": seed, "how": how, **rest})
