@@ -47,9 +47,10 @@ class TappedTransport(MemoryTransport):
         self.ears.wire += [protocol.encode(), request, response.body]
         return response
 
-    async def _store_at(self, replica: MemoryTransport, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+    async def _store_at(self, replica: MemoryTransport, entry: tuple[str, str, bytes], expires_at: float) -> bool:
+        key, subkey, value = entry
         self.ears.wire += [key.encode(), subkey.encode(), value]
-        return await super()._store_at(replica, key, subkey, value, expires_at)
+        return await super()._store_at(replica, entry, expires_at)
 
     def subscribe(self, topic: str, handler: GossipHandler) -> None:
         self.ears.wire.append(topic.encode())
