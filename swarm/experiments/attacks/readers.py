@@ -1,6 +1,6 @@
 """Two readers of the same offers: one as in a node, and one without any defence.
 
-guarded   Inbox (standing of authors, bans, absences) ─ Admission with CopyWatch ─ Reputation
+guarded   Inbox (standing of authors, bans, backoff) ─ Admission with CopyWatch ─ Reputation
 open      whatever can be decoded, as it is claimed; every offer alike
 """
 
@@ -23,11 +23,11 @@ from swarm.tasks.task_mixture import owns_stream
 from swarm.types import Header
 
 _FAILURES_IN_A_ROW = 64
-"""Failed pulls after which a turn ends: a node has a round's time, not all the time."""
+"""Failed pulls after which a turn ends: a node has only the time of a round."""
 
 
 class OfferBook:
-    """New offers since the last look, and which body a reader is given."""
+    """Finds new offers for one reader, and the body that it is given."""
 
     def __init__(self, exchange: MemoryExchange, own_peer_id: str) -> None:
         self._exchange = exchange
@@ -58,7 +58,7 @@ def _own_network(peer_id: str) -> tuple[str, ...]:
 
 
 class GuardedReader:
-    """As a node reads, without a network."""
+    """Reads offers as a node does, without a network."""
 
     def __init__(self, parts: ReaderParts) -> None:
         sharing, context = parts.config.sharing, parts.context
@@ -74,16 +74,16 @@ class GuardedReader:
         )
         totals = SharingTotals(context.clock)
         self.rejected = totals.rejected
-        """Headers and bodies turned away, by reason."""
+        """Headers and bodies that were rejected, by reason."""
         self._inbox = Inbox(
             sharing, context, totals, admission=self._admission, pool=parts.pool, tracker=tracker, rng=parts.rng
         )
         self._offers: dict[tuple[str, bytes], Offer] = {}
         self.num_admitted: Counter[str] = Counter()
-        """Bodies, by author."""
+        """Admitted bodies, by author."""
 
     def pull(self, num_groups: int) -> None:
-        """Until the pool has `num_groups` fresh ones, nobody offers more, or nothing but failures comes."""
+        """Pull until the pool has `num_groups` fresh groups, nothing is on offer, or every pull fails."""
         self._look()
         failures = 0
         while self._pool.num_fresh() < num_groups and failures < _FAILURES_IN_A_ROW:
@@ -96,7 +96,7 @@ class GuardedReader:
         self.reputation.unlikely(author, part)
 
     def _note_own(self) -> None:
-        """A node notes its groups when it hands them out."""
+        """Note the own groups as a node does when it publishes them."""
         for offer in self._book.own():
             header = decode_header(decode_record(offer.record).payload, self._own_peer_id)
             self._copies.note(decode_body(offer.body or b"", self._own_peer_id, header.lineage, header.policy_version))
@@ -141,7 +141,7 @@ class GuardedReader:
 
 
 class OpenReader:
-    """Believes everything: no signature, hash, reward or author is checked, and every offer has the same chance."""
+    """Accepts everything: no signature, hash, reward or author is checked, and every offer has the same chance."""
 
     def __init__(self, parts: ReaderParts) -> None:
         self._pool: ExperiencePool = parts.pool
@@ -151,7 +151,7 @@ class OpenReader:
         self._offers: list[tuple[Header, Offer]] = []
         self.num_admitted: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
-        """What could not be decoded, or was not there."""
+        """Records that could not be decoded, and bodies that were missing, by reason."""
 
     def pull(self, num_groups: int) -> None:
         self._look()
@@ -161,7 +161,7 @@ class OpenReader:
             failures = 0 if self._take(header, offer) else failures + 1
 
     def report_peer(self, author: str, part: float) -> None:
-        """Nothing: all stand alike."""
+        """Do nothing: all authors are treated alike."""
 
     def _look(self) -> None:
         for offer in self._book.news():
