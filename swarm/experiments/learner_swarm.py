@@ -33,15 +33,15 @@ _TURN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """One round of all nodes together."""
+    """The results of one round of all nodes together."""
 
     rewards: tuple[float, ...]
     """Mean reward of each node's sampled answers."""
     answers_sampled: int
     answers_trained_on: int
-    """Own and others', as drawn for the batches."""
+    """Own answers and those of others, as drawn for the batches."""
     groups_with_signal: int
-    """Of those sampled."""
+    """Sampled groups with signal."""
     swarm_groups: int
     """Groups of others trained on."""
 
@@ -83,10 +83,10 @@ class _Node:
 
 
 class LearnerSwarm:
-    """Learners by config, one each; where `sharing.swarm_groups` is 0 a node reads nothing."""
+    """One learner per config. With `sharing.swarm_groups` = 0 a node reads nothing."""
 
     def __init__(self, configs: Sequence[Config], seed: int, make_reader: MakeReader | None = None) -> None:
-        """`make_reader`: of every node, in place of one that trusts in admission alone."""
+        """`make_reader`: makes the reader of every node; by default one that relies on admission alone."""
         self._make_reader = make_reader or _plain_reader
         self._seed = seed
         self._answers_below_floor = 0
@@ -124,22 +124,22 @@ class LearnerSwarm:
 
     @property
     def num_answers_below_floor(self) -> int:
-        """Of all nodes, since they began."""
+        """Answers below the likelihood floor of all nodes, since the start."""
         return self._answers_below_floor
 
     @property
     def readers(self) -> list[GroupReader]:
-        """In the order of nodes."""
+        """One per node, in the order of nodes."""
         return [node.reader for node in self._nodes]
 
     @property
     def identities(self) -> list[Identity]:
-        """In the order of nodes."""
+        """One per node, in the order of nodes."""
         return [node_identity(self._seed, number) for number in range(len(self._nodes))]
 
     @property
     def rejected(self) -> Counter[str]:
-        """Records and bodies turned away by any node, by reason."""
+        """Records and bodies that any node rejected, by reason."""
         return sum((node.reader.rejected for node in self._nodes), Counter[str]())
 
     @property
@@ -157,7 +157,7 @@ class LearnerSwarm:
             policy.lineage, policy.vocab_size, frozenset(policy.eos_token_ids), lambda ids: policy.decode(ids)
         )
         is_informative = config.sharing.choice == "informative"
-        # no author has a reputation here: nothing that comes is ever refused
+        # no author has a reputation here, so the weight of all is 1
         usefulness = Usefulness(config.sharing.max_age_s, self._clock, lambda author: 1.0) if is_informative else None
         rng = random.Random(f"{seed}/{number}")
         parts = ReaderParts(config, context, self.exchange, pool, mixture, vocabulary, rng)
@@ -172,7 +172,7 @@ class LearnerSwarm:
         return _Node(learner, reader, config)
 
     def _mixture(self, config: Config) -> TaskMixture:
-        """One for all nodes of equal tasks: it keeps no state of any of them, and takes a second to build."""
+        """One mixture for all nodes with the same tasks: it keeps no state of a node, and takes a second to build."""
         key = config.tasks.model_dump_json()
         if key not in self._mixtures:
             self._mixtures[key] = TaskMixture(config.tasks)
@@ -195,7 +195,7 @@ def _plain_reader(parts: ReaderParts, usefulness: Usefulness | None = None) -> M
 
 
 def node_identity(seed: int, number: int) -> Identity:
-    """Of equal number and seed in every arm, hence with the same stream of tasks."""
+    """The identity of one node. It is the same in every arm, hence with the same stream of tasks."""
     return Identity(hashlib.sha256(f"experiment/{seed}/{number}".encode()).digest())
 
 
@@ -206,7 +206,7 @@ def mean_by_source(accuracy: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _share_base(first: Policy, policy: Policy) -> None:
-    """Let the frozen weights of `policy` be those of `first`: one copy in memory for all nodes."""
+    """Let `policy` use the frozen weights of `first`, so that memory holds one copy for all nodes."""
     if first is policy:
         return
     frozen = {name: p for name, p in first.model.named_parameters() if not p.requires_grad}

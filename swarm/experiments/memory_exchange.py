@@ -39,13 +39,13 @@ class Offer:
     number: int
     record: bytes
     body: bytes | None
-    """None where nobody hands it out."""
+    """None where nobody gives it."""
     other_body: bytes | None = None
-    """What half of the readers get in its place."""
+    """The body that half of the readers get instead."""
 
 
 class MemoryExchange:
-    """Offers of all authors, the newest few of each."""
+    """The offers of all authors, the newest few of each."""
 
     def __init__(self, swarm_id: str, config: SharingSection, clock: Callable[[], float]) -> None:
         self._swarm_id = swarm_id
@@ -54,7 +54,7 @@ class MemoryExchange:
         self._offers: defaultdict[str, deque[Offer]] = defaultdict(lambda: deque(maxlen=_OFFERS_PER_AUTHOR))
         self._next_number = 0
         self.num_bytes = 0
-        """Offered so far, headers and bodies, each counted once."""
+        """Bytes offered so far, headers and bodies, each counted once."""
 
     def publish(self, identity: Identity, groups: Sequence[RolloutGroup]) -> None:
         """Offer the groups with signal, in as many records as they need."""
@@ -63,14 +63,14 @@ class MemoryExchange:
             self._announce(identity, useful[start : start + MAX_GROUPS_PER_BODY])
 
     def post(self, poster: str, record: bytes, body: bytes | None, other_body: bytes | None = None) -> None:
-        """Offer bytes as they are, whatever they say and whoever they name. For attackers."""
+        """Offer bytes as they are, without any check. For attackers."""
         posts = self._offers.setdefault(poster, deque(maxlen=_POSTS_PER_POSTER))
         posts.append(Offer(self._next_number, record, body, other_body))
         self._next_number += 1
         self.num_bytes += len(record) + len(body or b"")
 
     def offers_of(self, author: str) -> Sequence[Offer]:
-        """Oldest first."""
+        """The offers of an author, the oldest first."""
         return self._offers[author]
 
     def authors(self) -> list[str]:
@@ -105,7 +105,7 @@ class MemoryExchange:
 
 
 class MemoryReader:
-    """One node's side: fills its pool from the offers of others."""
+    """The reader of one node, which fills its pool from the offers of others."""
 
     def __init__(
         self,
@@ -124,10 +124,10 @@ class MemoryReader:
         self._seen_until = 0
         self._offered: dict[Header, Offer] = {}
         self.rejected: Counter[str] = Counter()
-        """Records and bodies turned away, by reason."""
+        """Records and bodies that were rejected, by reason."""
 
     def pull(self, num_groups: int) -> None:
-        """Until the pool has `num_groups` fresh ones, or there is nothing more worth having."""
+        """Pull until the pool has `num_groups` fresh groups, or nothing useful is on offer."""
         self._look()
         while self._offered and self._pool.num_fresh() < num_groups:
             header = self._choice.choose(list(self._offered), ())
@@ -142,10 +142,10 @@ class MemoryReader:
             self._pool.add(header.body_hash, header.expires_at, header.created_at, groups)
 
     def report_peer(self, author: str, part: float) -> None:
-        """Nothing: no author has a reputation here."""
+        """Do nothing: no author has a reputation here."""
 
     def _look(self) -> None:
-        """Admit the headers that are new, and forget those whose body is gone."""
+        """Admit new headers, and forget those whose body is no longer on offer."""
         offers = [o for a in self._exchange.authors() if a != self._own_peer_id for o in self._exchange.offers_of(a)]
         there = {offer.number for offer in offers}
         self._offered = {header: offer for header, offer in self._offered.items() if offer.number in there}

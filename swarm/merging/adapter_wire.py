@@ -1,4 +1,4 @@
-"""An adapter as bytes for a partner of the same lineage: nothing but numbers, in an order that both know.
+"""Encodes an adapter as bytes for a partner of the same lineage: only numbers, in an order that both know.
 
 Tensors follow each other by name. Both sides know names and shapes, so the length is known beforehand and nothing is
 parsed. All numbers are little-endian.
@@ -30,25 +30,25 @@ Precision = Literal["bf16", "int8", "int4"]
 Shapes = Mapping[str, Sequence[int]]
 
 LARGEST_WEIGHT = 1e4
-"""No adapter at work has larger factors; larger values are refused on both sides."""
+"""Adapters in use have no larger factors; larger values are refused on both sides."""
 
 _ROUNDING = 1 + 1e-5
 _LEVELS: dict[str, int] = {"int8": 127, "int4": 7}
 _SMALLEST_SCALE = 1.2e-38
 """Rows whose scale would be subnormal are sent as zeros."""
 _FOUR_BIT_ZERO = 8
-"""Four-bit values are stored as q + 8, so 1 … 15; 0 stands for nothing and is refused."""
+"""Four-bit values are stored as q + 8, which is 1 … 15; 0 is refused."""
 
 
 def encoded_bytes(shapes: Shapes, precision: Precision) -> int:
-    """Length of every adapter of these shapes."""
+    """Length in bytes of every adapter of these shapes."""
     return sum(_tensor_bytes(shape, precision) for shape in shapes.values())
 
 
 def encode_adapter(
     tensors: Mapping[str, Tensor], precision: Precision, origin: Mapping[str, Tensor] | None = None
 ) -> bytes:
-    """The adapter in `encoded_bytes` bytes. Raises MergeError for values that are not finite or beyond LARGEST_WEIGHT."""
+    """Encode an adapter in `encoded_bytes` bytes. Raises MergeError for values that are not finite or beyond LARGEST_WEIGHT."""
     parts: list[bytes] = []
     for name in sorted(tensors):
         tensor = tensors[name].detach().to("cpu", torch.float32)
@@ -66,7 +66,7 @@ def encode_adapter(
 def decode_adapter(
     data: bytes, shapes: Shapes, precision: Precision, origin: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """float32 tensors of `shapes` from what `encode_adapter` made, with the same origin.
+    """Decode the float32 tensors of `shapes` that `encode_adapter` encoded with the same origin.
 
     Raises MergeError, and nothing else, for a wrong length, NaN, infinity, values beyond LARGEST_WEIGHT, negative or
     absurd scales, and numbers that `encode_adapter` never writes.

@@ -1,19 +1,19 @@
-"""The final merge of one replica: the mean of all that take part, met one after the other; kept only if it does no harm.
+"""The final merge of one replica: the mean of all that take part, met one after the other, and kept only if it does no harm.
 
     own ─ gather ─▶ places ─▶ meet · check · clip · weighted mean · gate ─▶ … ─▶ clearly worse than the own? own : mean
 
-Every meeting is tried on private tasks before it is taken, as merges during training are: whoever hands in an adapter of no
-use is left out by the first that meets it, before it is in anybody's mean. A partner's part is at most a half, whatever it says.
-All strangers together have at most the share that they have of experience, and they move the own adapter no further than a
-multiple of its own way. Runs on the compute thread, which waits here: there is no training left to go on with.
+Every meeting is tried on private tasks first, as merges during training are: the first node that meets a harmful adapter leaves
+it out before it is in anybody's mean. A partner's part is at most a half, whatever it claims. All strangers together have at
+most the same share as of experience, and they move the own adapter no further than a multiple of its own way. It runs on the
+compute thread, which waits here, as there is no training left to go on with.
 
-Who meets whom in a final merge of N replicas: the mean of all in log₂N exchanges in pairs, nobody in the middle.
+`meetings_of` says who meets whom: the mean of N replicas takes log₂N exchanges in pairs, without a central node.
 
-    window 0          passengers, those beyond the largest power of two, hand their adapter to a core place
+    window 0          passengers, those beyond the largest power of two, give their adapter to a core place
     windows 1 … k     core place i meets i xor 2^(w−1); both take the weighted mean of both
     window k + 1      passengers get the result
 
-A weight travels with each adapter: the number of replicas in it, as the other side says. Nobody can check that number, so the
+A weight travels with each adapter: the number of replicas in it, as the other side claims. Nobody can check that number, so the
 other side never gets more than half. For a power of two all weights that meet are equal and everybody has the exact mean of all
 that answer. For other numbers of replicas, and where some are silent, a replica keeps more of its own adapter than others have.
 """
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 MAX_PLACES = 64
-"""Replicas of one final merge."""
+"""Largest number of replicas in one final merge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +49,21 @@ class Meeting:
     window: int
     """All meetings of a window happen at the same time."""
     place: int
-    """Of the other side."""
+    """Place of the other side."""
     gives: bool
     takes: bool
     max_weight: int
-    """Replicas in the other side's adapter, at most."""
+    """Largest number of replicas that can be in the other side's adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How much of the own adapter and of the other one is in the new one: not negative, 1 in sum, `other` at most a half."""
+    """The parts of the own and of the other adapter in the new one: not negative, 1 together, `other` at most a half."""
 
     own: float
     other: float
     weight: int
-    """Replicas in the new one."""
+    """Number of replicas in the new adapter."""
 
 
 def core_size(num_places: int) -> int:
@@ -72,12 +72,12 @@ def core_size(num_places: int) -> int:
 
 
 def num_windows(num_places: int) -> int:
-    """Those of passengers included, though there may be none."""
+    """The number of windows, including those of passengers, even where there are none."""
     return core_size(num_places).bit_length() + 1
 
 
 def meetings_of(place: int, num_places: int) -> list[Meeting]:
-    """In the order of their windows. Raises ValueError for a place that there is not."""
+    """The meetings of one place in the order of their windows. Raises ValueError for a place that does not exist."""
     if not 0 <= place < num_places <= MAX_PLACES:
         raise ValueError(f"a place must be within 1 to {MAX_PLACES} places, got {place} of {num_places}")
     core = core_size(num_places)
@@ -97,7 +97,7 @@ def meetings_of(place: int, num_places: int) -> list[Meeting]:
 
 
 def parts_of(own_weight: int, other_weight: int, max_other: float = 0.5) -> Parts:
-    """Of the adapter that comes out of a meeting. `max_other` bounds the part of the other one further than a half does."""
+    """The parts in the result of a meeting. `max_other` is a further bound on the part of the other adapter."""
     total = own_weight + other_weight
     other = min(0.5, max_other, other_weight / total)
     return Parts(1.0 - other, other, total)
@@ -110,30 +110,30 @@ def _num_carried(places: Iterable[int], num_places: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """An adapter as a snapshot and back; both raise MergeError."""
+    """Encodes an adapter as a snapshot, and decodes it. Both raise MergeError."""
 
     pack: Callable[[Adapter, int], Snapshot]
-    """Of (weights, policy version)."""
+    """Called with (weights, policy version)."""
     open: Callable[[Snapshot], Adapter]
 
 
 @dataclass(frozen=True, slots=True)
 class FinalResult:
-    """What a final merge has made of the own adapter."""
+    """The result of a final merge."""
 
     weights: Adapter
-    """float32 on the CPU; the own ones where the mean was clearly worse, or nobody came."""
+    """float32 on the CPU; the own weights where the mean was clearly worse, or nobody came."""
     reset_names: frozenset[str]
-    """Tensors whose basis turned."""
+    """Tensors with a new basis."""
     is_merged: bool
     num_places: int
-    """Nodes that took part, this one included."""
+    """Number of nodes that took part, this one included."""
     row: dict[str, Any]
     """Metrics."""
 
 
 class FinalMerge:
-    """Of one replica, for one `run`."""
+    """One final merge of one replica. It runs once, on the compute thread."""
 
     def __init__(
         self,
@@ -166,10 +166,10 @@ class FinalMerge:
         self._reasons: Counter[str] = Counter()
 
     def run(self, own: Adapter, policy_version: int) -> FinalResult:
-        """Waits for the others, at most as long as `FinalPairer` says. Never raises for what others do."""
+        """Merge with the others, and wait for them at most as long as `FinalPairer` does. Never raises for what others do."""
         started = time.monotonic()
         self._weights = own
-        # How far training has brought the own adapter, times the factor: where those may lie that set out with it.
+        # Adapters of the same lineage may lie as far from the origin as the own training went, times the factor.
         self._clip.observe(own, self._origin.weights)
         self._budget.observe(own, self._origin.weights)
         seats, own_scores = self._gather(own, policy_version)
@@ -202,7 +202,7 @@ class FinalMerge:
         }
 
     def _gather(self, own: Adapter, policy_version: int) -> tuple[Seats, Scores]:
-        """Who is there, and how well the own adapter does: that is found out while others gather."""
+        """Find out who takes part, and score the own adapter in the meantime."""
         try:
             snapshot = self._wire.pack(own, policy_version)
         except MergeError as error:
@@ -220,7 +220,7 @@ class FinalMerge:
         return seats, scores
 
     def _attend(self, meeting: Meeting, seats: Seats, policy_version: int) -> None:
-        """One meeting; whatever goes wrong there, the own mean stays as it was."""
+        """Attend one meeting. Whatever goes wrong there, the own mean stays as it was."""
         try:
             snapshot = self._wire.pack(self._weights, policy_version)
         except MergeError as error:
@@ -236,7 +236,7 @@ class FinalMerge:
         self._reasons[reason or ("merged" if meeting.takes else "given")] += 1
 
     def _take(self, meeting: Meeting, met: MeetResult, partner: Partner, is_stranger: bool) -> str:
-        """Why not; empty where the mean of both is the own one now."""
+        """Merge a partner's adapter into the own mean. Returns why not; empty where it was merged."""
         try:
             theirs = self._wire.open(partner.snapshot)
             if met.weight > meeting.max_weight:
@@ -257,7 +257,7 @@ class FinalMerge:
             return "gate"
         if is_stranger:
             self._budget.spend(theirs, self._weights, parts.other)
-        # What a known partner hands in may hold as much of strangers as the own adapter may.
+        # The adapter of a known partner may hold as large a part of strangers as the own one may.
         of_strangers = 1.0 if is_stranger else min(1.0, self._max_strangers_part)
         self._strangers_part = parts.own * self._strangers_part + parts.other * of_strangers
         self._weights, self._weight, self._scores = merged.tensors, parts.weight, scores
@@ -265,7 +265,7 @@ class FinalMerge:
         return ""
 
     def _part_left(self) -> float:
-        """Largest part of a stranger with which all strangers together stay within their share of the own adapter."""
+        """Largest part that one more stranger may have, so that all strangers together stay within their share."""
         share, part = self._max_strangers_part, self._strangers_part
         return 1.0 if share >= 1 else max(0.0, (share - part) / (1 - part))
 

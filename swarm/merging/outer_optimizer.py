@@ -1,4 +1,4 @@
-"""The outer step of merging without an all-reduce: NoLoCo (arXiv 2506.10911) with the momentum of the own training alone.
+"""The outer step of merging without an all-reduce: NoLoCo (arXiv 2506.10911) with momentum from the node's own training only.
 
     θ_i after H inner steps ──▶ δ ← α·δ + β·(θ_i − φ) ──▶ φ ← φ + δ + w·(θ_j − θ_i) ──▶ θ_i ← φ
                                                           no partner: w = 0
@@ -37,7 +37,7 @@ class AdapterOrigin:
 
 
 MAX_LAG = 4
-"""A partner further behind, in outer steps, has no weight."""
+"""A partner that is more outer steps behind has no weight."""
 
 
 class OuterOptimizer:
@@ -91,11 +91,11 @@ class OuterOptimizer:
         partner_lag: int = 0,
         share: float = 1.0,
     ) -> Adapter:
-        """The weights that `step` would return, without taking the step: for the gate to try."""
+        """Compute the weights that `step` would return, without taking the step, for the gate."""
         return self._stepped(fast, partner, partner_lag, share)[0]
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take some slow weights as they are, their momentum zero: after a product merge, which turns the factors."""
+        """Replace some slow weights and reset their momentum, as after a product merge, which changes the basis of factors."""
         for name, tensor in tensors.items():
             self._check(name, tensor)
             self._slow[name] = tensor.detach().to("cpu", torch.float32, copy=True)
@@ -152,12 +152,12 @@ class OuterOptimizer:
 
 
 def partner_weight(lag: int) -> float:
-    """½/√(1 + lag) for a partner `lag` outer steps behind, 0 above MAX_LAG; one that is ahead counts as level."""
+    """½/√(1 + lag) for a partner that is `lag` outer steps behind, 0 above MAX_LAG. A partner that is ahead counts as level."""
     return 0.0 if lag > MAX_LAG else 0.5 / math.sqrt(1 + max(lag, 0))
 
 
 def carry_over(new: Mapping[str, Tensor], snapshot: Mapping[str, Tensor], current: Mapping[str, Tensor]) -> Adapter:
-    """`new`, which was merged from `snapshot`, with the training since: new + (current − snapshot)."""
+    """Add the training since `snapshot` to the merged weights: new + (current − snapshot)."""
     return {name: tensor + (current[name].to(tensor) - snapshot[name].to(tensor)) for name, tensor in new.items()}
 
 

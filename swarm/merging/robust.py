@@ -1,19 +1,19 @@
-"""A partner may lie. Two replicas admit no median, so what a partner can do is bounded around oneself.
+"""Bounds what a lying partner can do. Two replicas have no median, so the bounds are around the node's own weights.
 
     u = θ_j − φ_i ;  u ← u · min(1, ρ/‖u‖) per tensor ;  ρ = 2 · median of the last own ‖θ_i − φ_i‖
 
-The median is over *own* changes between outer steps, not over what partners sent: whoever could write into that history
-would double ρ with every merge. What a partner can still do is to point u where it likes; the gate is for that.
+The median is over the node's *own* changes between outer steps: a partner that could write into that history would double ρ with
+every merge. A partner can still choose the direction of u; the gate is against that.
+
 Several partners may be one attacker under several names, and private tasks do not show what an adapter does on a prompt that only
-its author knows. So all strangers together move a node no further than a multiple of its own training: `StrangerBudget`.
-With five adapters or more there is a majority to ask: centered clipping and the trimmed mean. A newcomer has nothing of
-its own to clip around and asks three at least: the median.
+its author knows. Therefore all strangers together move a node no further than a multiple of its own training: `StrangerBudget`.
 
-Try a merge before it is taken: none, a quarter, half or all of the partner's part, on something private.
+With five adapters or more there is a majority: centered clipping and the trimmed mean. A newcomer has no own changes to clip
+around and takes the median of at least three.
 
-All of it is taken unless none of it is clearly better: by more than one standard error of the difference, task by task. On a
-few tasks the best of four is mostly the luckiest, and what a merge is for, less noise and replicas that stay together, does
-not show there. Only what is clearly harmful is tried in smaller parts.
+`choose_share` is the gate: it tries none, a quarter, half or all of the partner's part on private tasks. All of it is used unless
+none of it is clearly better: by more than one standard error of the difference, task by task. On a few tasks the best of four is
+mostly the luckiest, and the purpose of a merge, less noise and replicas that stay together, does not show there.
 """
 
 import math
@@ -33,18 +33,18 @@ SHARES = (1.0, 0.5, 0.25, 0.0)
 
 Candidate = TypeVar("Candidate")
 Scores = Sequence[float]
-"""One number for each private task, larger is better; for all candidates of a merge the same tasks with the same seed."""
+"""One number per private task, larger is better. All candidates of a merge get the same tasks with the same seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class GateResult(Generic[Candidate]):
-    """What the gate chose."""
+    """The choice of the gate."""
 
     share: float
-    """λ of the partner's weight; 0 is a step alone."""
+    """λ, the part of the partner's weight; 0 is a step alone."""
     candidate: Candidate
     scores: dict[float, float]
-    """Mean score by λ, of all that were tried."""
+    """Mean score by λ, for every λ that was tried."""
 
 
 def choose_share(
@@ -93,17 +93,17 @@ def _means(scores: dict[float, Scores]) -> dict[float, float]:
 
 
 HISTORY_LEN = 16
-"""Outer steps that the median goes over."""
+"""Number of outer steps that the median is over."""
 FEWEST_FOR_MAJORITY = 5
-"""Pulled adapters from which on a majority means something."""
+"""Fewest adapters that have a meaningful majority."""
 FEWEST_FOR_MEDIAN = 3
-"""Of two, nobody knows which one lies."""
+"""Fewest adapters that have a median: of two, nobody knows which one is false."""
 
 
 class NormClip:
     """Clips a partner's weights around the own slow ones, tensor by tensor, by how far the node itself moves.
 
-    Until the first `observe`, and for tensors that own training does not move, the radius is 0: nothing is taken.
+    Until the first `observe`, and for tensors that own training does not move, the radius is 0, and nothing of a partner is used.
     """
 
     def __init__(self, factor: float = 2.0) -> None:
@@ -127,12 +127,12 @@ class NormClip:
         return {name: phi + _clipped(partner[name].to(phi) - phi, self.radius(name)) for name, phi in slow.items()}
 
     def clipped_share(self, partner: Mapping[str, Tensor], slow: Mapping[str, Tensor]) -> float:
-        """Part of the tensors that `clip` would shorten; a partner of the same lineage that stays near 1 is odd."""
+        """Part of the tensors that `clip` would shorten; it should not stay near 1 for a partner of the same lineage."""
         beyond = sum((partner[name].to(phi) - phi).norm().item() > self.radius(name) for name, phi in slow.items())
         return beyond / len(slow) if slow else 0.0
 
     def state(self) -> dict[str, list[float]]:
-        """JSON-able, for the checkpoint."""
+        """The JSON-able state for a checkpoint."""
         return {name: list(history) for name, history in self._norms.items()}
 
     def restore(self, state: Mapping[str, Sequence[float]]) -> None:
@@ -178,7 +178,7 @@ class StrangerBudget:
             self._steps[name][-1] = (change, moved + weight * (stranger[name].to(own) - own).norm().item())
 
     def state(self) -> dict[str, list[list[float]]]:
-        """JSON-able, for the checkpoint."""
+        """The JSON-able state for a checkpoint."""
         return {name: [list(step) for step in steps] for name, steps in self._steps.items()}
 
     def restore(self, state: Mapping[str, Sequence[Sequence[float]]]) -> None:

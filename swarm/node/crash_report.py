@@ -1,4 +1,4 @@
-"""What is kept of an unexpected end: one text file in the node's folder, for whoever looks for the cause.
+"""Writes a report of an unexpected end: one text file in the node's folder that helps to find the cause.
 
 version · why · configuration without secrets · stacks of all threads · last log records · last metrics rows
 """
@@ -54,10 +54,10 @@ class RecentRecords(logging.Handler):
 
 
 class CrashReports:
-    """Of one node's folder, from the start of its process; the newest ten are kept."""
+    """The crash reports in one node's folder, of which the newest ten are kept."""
 
     def __init__(self, folder: NodeFolder) -> None:
-        """A fault of native code that ended the process before this one becomes a report."""
+        """Turn a fault of native code that ended the previous process into a report."""
         self._folder = folder
         self._recent = RecentRecords()
         logging.getLogger().addHandler(self._recent)
@@ -67,11 +67,11 @@ class CrashReports:
             logger.warning("an earlier process of this node was frozen, or ended by a fault: see %s", self._keep(fatal))
         fatal.unlink(missing_ok=True)
         self.stacks: IO[str] = TextIOWrapper(new_file(fatal), encoding="utf-8")
-        """Open for what faulthandler writes: segmentation faults and the like, and a process that is frozen."""
+        """The open file into which faulthandler writes: segmentation faults and the like, and the stacks of a frozen process."""
         faulthandler.enable(self.stacks)
 
     def write(self, why: str, error: BaseException | None = None) -> Path:
-        """One report. Returns its file; raises OSError where the disk does not take it."""
+        """Write one report and return its file. Raises OSError where it cannot be written."""
         path = self._path()
         text = "\n".join(plain(line, keep="\t") for line in self._lines(why, error))
         text = _PASSWORD_IN_ADDRESS.sub(r"\1…@", text)
@@ -81,7 +81,7 @@ class CrashReports:
         return path
 
     def end_stuck(self, why: str) -> None:
-        """A last word, and the end of the process, whatever its threads are at."""
+        """Write a last report and end the process, whatever its threads are doing."""
         logger.critical("%s: ending, so that the supervisor starts the node again", why)
         try:
             logger.critical("details in %s", self.write(why))
@@ -107,7 +107,7 @@ class CrashReports:
         yield from _section("configuration, without secrets", _settings(self._folder.config))
 
     def _path(self) -> Path:
-        """Names sort by time; two in one second are told apart."""
+        """A new file name. Names sort by time; two in the same second differ by a number."""
         stem = f"crash-{time.strftime('%Y%m%d-%H%M%S')}"
         paths = (self._folder.path / f"{stem}{suffix}.txt" for suffix in ("", *(f"-{n}" for n in range(2, 100))))
         return next(path for path in paths if not os.path.lexists(path))
@@ -126,19 +126,19 @@ class CrashReports:
 
 @contextlib.contextmanager
 def crash_reports(folder: NodeFolder) -> Iterator[CrashReports]:
-    """Of the process that runs within. What is not a SwarmError leaves it as an UnexpectedError that names the report."""
+    """Report errors of the code within. Anything but a SwarmError leaves it as an UnexpectedError that names the report."""
     reports = CrashReports(folder)
     try:
         yield reports
     except SwarmError:
         raise
-    except Exception as error:  # the process's edge: a person gets one line, the details go to the file
-        told = f"{type(error).__name__}: {error}"
+    except Exception as error:  # the outermost handler: the user sees one line, and the details go to the file
+        summary = f"{type(error).__name__}: {error}"
         try:
-            details = f"details in {reports.write(told, error)}"
+            details = f"details in {reports.write(summary, error)}"
         except OSError as refused:
             details = f"and no report of it was written: {refused}"
-        raise UnexpectedError(f"unexpected {told}; {details}") from error
+        raise UnexpectedError(f"unexpected {summary}; {details}") from error
     finally:
         reports.close()
 

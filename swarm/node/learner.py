@@ -72,7 +72,7 @@ class SwarmPorts:
     report_peer: Callable[[str, float], None] = _report_nobody
     """Reports an author and the part of a group's answers, in (0, 1], that this node finds too unlikely."""
     beacon: Callable[[], bytes] = _no_beacon
-    """What the next tasks follow from, see `sharing/beacons.py`; empty before anything was heard."""
+    """What the next tasks follow from, see `sharing/beacons.py`; empty before a header of another node was received."""
     observer: GroupObserver = field(default_factory=NoObserver)
     """Is shown the groups of every round, shared or not."""
 

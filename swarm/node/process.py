@@ -1,4 +1,4 @@
-"""One node as a process: a locked folder, an identity, logs, crash reports, a watchdog, and the node until it ends."""
+"""Runs one node as a process: with a locked folder, an identity, logs, crash reports and a watchdog."""
 
 import asyncio
 import time
@@ -20,7 +20,8 @@ def run_node(
 ) -> None:
     """Run one node until `max_rounds` or a signal. Blocks. Raises SwarmError for whatever the user can fix.
 
-    `unlock`: opens an identity that is encrypted on disk. `end_when_stuck`: end the process, as somebody will start it again.
+    `unlock`: opens an identity that is encrypted on disk. `end_when_stuck`: end the process when it makes no progress, as a
+    supervisor starts it again.
     """
     bound_arenas()
     close_to_others()

@@ -56,7 +56,7 @@ _REMEDIES = {
     Rejection.TASK_FAILED: "their tasks or verifiers fail here: see the log, and `swarm doctor`",
     Rejection.UNAVAILABLE: "their bodies cannot be fetched: `swarm doctor` tells how others reach this machine",
     Rejection.TOO_SLOW: "verifying their answers takes too long here: free the processor, or use quicker tasks",
-    Rejection.BANNED: "their authors are banned here, as they told what was not so: `swarm peers` names them",
+    Rejection.BANNED: "this node banned their authors for false claims: `swarm peers` names them",
     Rejection.REWARD_MISMATCH: "rewards come out otherwise here: use the same versions of the task packages",
 }
 

@@ -1,7 +1,7 @@
-"""Starts a node again when it has crashed: for a laptop or a container that has no systemd to do so.
+"""Starts a node again when it has crashed, for a laptop or a container without systemd.
 
-supervisor ─ starts ─▶ node ─ ends ─┬─ 0, 130: done, or somebody said so ─▶ ends with it
-   ▲                                ├─ a code that a person must mend ────▶ ends with it
+supervisor ─ starts ─▶ node ─ ends ─┬─ 0, 130: done, or asked to stop ───▶ ends with it
+   ▲                                ├─ a code that a person must fix ─────▶ ends with it
    └── a growing pause ◀────────────┴─ crash, signal, stuck ── too often in a row ─▶ gives up with its code
 """
 
@@ -30,14 +30,17 @@ class BackOff:
     first_s: float = 2.0
     longest_s: float = 300.0
     max_in_a_row: int = 10
-    """Crashes after which nothing is started again."""
+    """Crashes in a row after which the node is not started again."""
     sound_after_s: float = 900.0
-    """A node that ran for so long was sound: its crash counts as the first one."""
+    """The crash of a node that ran this long counts as a first one."""
 
 
 class Supervisor:
-    """Of one command. The node has a session of its own, so that a Ctrl-C reaches it once, through here; it dies with this
-    process, however that ends. To be run on the main thread, which signals go to."""
+    """Supervises one command. To be run on the main thread, which receives signals.
+
+    The node has its own session, so that Ctrl-C reaches it only once, through the supervisor. It dies with this process, however
+    that ends.
+    """
 
     def __init__(
         self, command: Sequence[str], back_off: BackOff, rng: random.Random, say: Callable[[str], None]
@@ -52,7 +55,7 @@ class Supervisor:
         self._wake_reader, self._wake_writer = os.pipe()
 
     def run(self, first_arguments: Sequence[str] = ()) -> int:
-        """Until the node ends for good. Returns the exit code to end with: the node's, 128 + n where signal n ended it.
+        """Run the node until it ends for good. Returns the exit code to end with: the node's, or 128 + n where signal n ended it.
 
         `first_arguments`: for the first start only.
         """
@@ -104,7 +107,7 @@ class Supervisor:
         return longest_s * self._rng.uniform(0.5, 1.0)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Pass it on. A terminal that was closed asks for an end as well."""
+        """Pass a signal on to the node. A closed terminal also asks for a stop."""
         self._is_stopping = True
         os.write(self._wake_writer, b".")
         if self._child is not None:

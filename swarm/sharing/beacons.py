@@ -1,6 +1,6 @@
-"""Tasks bound to a moment: a node's next tasks follow from its name and from a record of another node that it just heard.
+"""Tasks bound to a moment: a node's next tasks follow from its name and from a record of another node that it just received.
 
-    headers heard ─ note ─▶ one of them is the beacon for EPOCH_S ─▶ the cursor goes on at H(own name, beacon, source)
+    headers received ─ note ─▶ one is the beacon for EPOCH_S ─▶ the cursor goes on at H(own name, beacon, source)
     groups to publish ─ of ─▶ the beacon that they were drawn by, which goes into their header
     a header of another ─ judge ─▶ holds, does not, or says nothing
 
@@ -29,7 +29,7 @@ _AGE_MARGIN_S = 60.0
 """A reader may have received the beacon before this node did."""
 MAX_AHEAD = 4096
 """Tasks of one source that a node may draw by one beacon: an hour of rounds with dozens of tasks."""
-_MAX_HEARD = 8192
+_MAX_RECEIVED = 8192
 _MAX_USED = 16
 
 
@@ -46,7 +46,7 @@ class Evidence(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Heard:
+class _Received:
     author: str
     at: float
 
@@ -66,7 +66,7 @@ class Beacons:
         self._clock = context.clock
         self._is_known = is_known
         self._has_known = has_known
-        self._heard: FairMap[bytes, _Heard] = FairMap(_MAX_HEARD, is_known=is_known)
+        self._received: FairMap[bytes, _Received] = FairMap(_MAX_RECEIVED, is_known=is_known)
         self._used: deque[tuple[bytes, float]] = deque(maxlen=_MAX_USED)
         """(beacon, when it was received), the latest first."""
         self._current = b""
@@ -75,9 +75,9 @@ class Beacons:
     def note(self, header: Header) -> None:
         """Note a header that was admitted, or published by this node."""
         beacon, now = beacon_of(header), self._clock()
-        if beacon in self._heard:  # if it counted as new again, readers would find it too old
+        if beacon in self._received:  # if it counted as new again, readers would find it too old
             return
-        self._heard.add(header.author, beacon, _Heard(header.author, now))
+        self._received.add(header.author, beacon, _Received(header.author, now))
         is_over = now - self._since > EPOCH_S
         if is_over and header.author != self._own_peer_id and self._counts(header.author):
             self._current, self._since = beacon, now
@@ -101,10 +101,10 @@ class Beacons:
         """Check whether the tasks of another node's header follow from its beacon."""
         if not header.beacon:
             return Evidence.MISSING
-        heard = self._heard.get(header.beacon)
-        if heard is None or heard.author == header.author or not self._counts(heard.author):
+        received = self._received.get(header.beacon)
+        if received is None or received.author == header.author or not self._counts(received.author):
             return Evidence.UNKNOWN
-        is_recent = header.created_at - heard.at <= MAX_AGE_S
+        is_recent = header.created_at - received.at <= MAX_AGE_S
         tasks = [group.task for group in header.groups]
         return Evidence.HOLDS if is_recent and follow(header.author, header.beacon, tasks) else Evidence.BROKEN
 

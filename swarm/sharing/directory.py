@@ -55,7 +55,7 @@ class Directory:
         on_presence: Callable[[str], None] = lambda peer_id: None,
         stays_widest: bool = False,
     ) -> None:
-        """`totals`: what this node published, heard and admitted; a shard of which it hears nobody never splits.
+        """`totals`: what this node published, received and admitted. A shard of whose authors it receives nothing never splits.
 
         `on_presence`: called with the peer id of everybody who is listed. `stays_widest`: be listed where newcomers look,
         whatever level the others are at.

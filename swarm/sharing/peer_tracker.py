@@ -1,9 +1,9 @@
 """What one node knows of its peers: every observation comes in here once and is passed to all parts that need it.
 
 presence ────────────┐             ┌─ Reputation ──── bans, and with it
-header heard ────────┤             ├─ AuthorShares ── how much of what is read each author gets
+valid header ────────┤             ├─ AuthorShares ── how much of what is read each author gets
 body admitted ───────┼─▶ PeerTracker ─ Usefulness ─ which header, where `sharing.choice` is informative
-body turned away ────┘             ├─ Beacons ─────── what the own next tasks follow from
+body rejected ───────┘             ├─ Beacons ─────── what the own next tasks follow from
                                    ├─ CheckingTurns ─ whose body is checked next, by the time that earlier ones took
                                    └─ PeerStats ───── for people to look at
 

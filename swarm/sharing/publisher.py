@@ -1,7 +1,7 @@
 """Own groups → body and signed header → gossip → a moment later the index. The body stays here until a reader asks for it.
 
-The index is for nodes that gossip did not reach. An entry in it costs more than the gossip does, so it waits until those who
-heard of the record have pulled it.
+The index is for nodes that gossip did not reach. An entry in it costs more than the gossip does, so it waits until the nodes that
+gossip reached have pulled the record.
 """
 
 import asyncio

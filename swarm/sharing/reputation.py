@@ -1,27 +1,28 @@
-"""How far an author's word has held here: what this node recomputed, pulled and timed itself, and nobody's word about others.
+"""The reputation of authors, from what this node recomputed, pulled and timed itself, and never from what others say.
 
     body admitted ─────── good ─┐
     claim proven false ── bad ──┼─▶ Beta(1 + good, 1 + bad), fading with time ─▶ weight of the author
     late, withheld ─ a quarter ─┘        known after PROBATION_BODIES, else on probation
                                          a false claim that leaves little of it: banned, for longer each time
 
-A false claim is no accident: it counts several times and halves what was earned, so that a good name cannot be spent on lies.
-What the first bodies of strangers were is the prior of the next stranger: where fresh names lie one after the other, whoever has
-shown one true body is worth many of whom nothing is known.
+A false claim is no accident: it counts several times and halves what was earned, so that a good name cannot be used for lies. The
+first bodies of recent strangers are the prior of the next stranger: where new names send false bodies one after the other, an
+author with one true body is worth many unknown ones.
 
-Which part of what is pulled each author gets: by its standing here, and strangers within bounds.
+`AuthorShares` decides which part of what is pulled each author gets:
 
     known authors   by what speaks against them (`Reputation.trust`), all alike where nothing does
-    strangers       the same, times what strangers have been worth of late (`Reputation.promise`) and how far they have come on
+    strangers       the same, times what strangers have recently been worth (`Reputation.promise`) and how far they have come on
                     probation; those of one address group together as two of them, and all together at most
                     `max_share_of_strangers`, in a draw and over time
 
 A draw only weighs what is on offer at that moment. Known authors publish once per round and strangers at any time, so a draw
-alone would leave the moments between to strangers. Therefore groups are also counted over time: those of known authors earn
-strangers their part, and strangers wait while they have none left. The count ends where no known author is heard any more.
+alone would leave the moments between to strangers. Therefore groups are also counted over time: each group of a known author
+earns strangers their part, and strangers wait while none is left. The count ends when no known author is active any more.
 
-Names cost nothing, so what is bounded for one name is bounded for a group and for all of them, too. Whoever sends most is known
-first. So that it does not crowd out those who will be known next, the first known authors get a quarter each and no more.
+Names cost nothing, so what is bounded for one name is also bounded for an address group and for all strangers. Whoever sends most
+becomes known first. So that it does not crowd out those who become known next, the first known authors get at most a quarter
+each.
 """
 
 import functools
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 PROBATION_BODIES = 4.0
-"""Good bodies, as far as they have not faded, after which an author is no stranger any more."""
+"""Good bodies, older ones counting less, after which an author is known."""
 FIRST_BAN_S = 600.0
 MAX_BAN_S = 6 * 3600.0
 BAN_BELOW = 0.2
@@ -52,15 +53,15 @@ MAX_AUTHORS = 1024
 _MAX_FILE_BYTES = 4 << 20
 _MAX_NUMBER = 1e12
 _MAX_EVIDENCE = 100.0
-"""That counts of one author: what was long ago fades, for the better and for the worse."""
+"""Largest amount of evidence that counts for one author; older evidence counts less."""
 _NEWCOMERS_HALF_LIFE_S = 900.0
-"""What newcomers in general are like can change within minutes, with who attacks."""
+"""The quality of newcomers can change within minutes, when an attack begins."""
 _UNTRIED_BELOW = 0.1
 _SHARPNESS = 3
-"""Half of what an author sends is of no use: its share is an eighth, not a half, as long as others have better."""
+"""Exponent of an author's trust: an author of whose bodies half are bad gets an eighth of a share, not a half."""
 _FALSE_CLAIM = 4.0
 _UNLIKELY_GROUP = 2.0
-"""A body has several groups: where half of their answers are such, it is worth less than nothing."""
+"""Weight of a group of unlikely answers. A body has several groups: where half of their answers are such, it counts as bad."""
 _PROVEN = frozenset(
     {
         Rejection.OVERSIZE,
@@ -72,7 +73,7 @@ _PROVEN = frozenset(
         Rejection.COPIED,
     }
 )
-"""What the author signed for, and is not so."""
+"""Reasons that prove a false claim which the author signed."""
 _HINTS = {
     Rejection.WRONG_HASH: 1.0,  # two bodies for one header, or a line that spoils bytes
     Rejection.UNAVAILABLE: 0.25,
@@ -80,7 +81,7 @@ _HINTS = {
     Rejection.NO_SIGNAL: 0.25,
     Rejection.REPLAY: 0.25,  # a node that was killed samples its last rounds again
 }
-"""What may have befallen an honest author too: it lowers the weight and bans nobody. Other reasons say nothing."""
+"""Reasons that may also happen to an honest author: they lower the weight and ban nobody. Other reasons count nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +89,16 @@ class _Standing:
     good: float = 0.0
     bad: float = 0.0
     at: float = 0.0
-    """When the two were true; they halve with every half-life since."""
+    """When `good` and `bad` were counted; they halve with every half-life since."""
     banned_until: float = 0.0
     num_bans: int = 0
 
 
 class Reputation:
-    """Of at most MAX_AUTHORS authors, known ones last to be forgotten. Safe from any thread."""
+    """The reputation of at most MAX_AUTHORS authors; known ones are forgotten last. Safe from any thread."""
 
     def __init__(self, half_life_s: float, clock: Callable[[], float], path: Path | None = None) -> None:
-        """`clock`: swarm time. `path`: where `save` puts it, and where an earlier process left it."""
+        """`clock`: swarm time. `path`: the file that `save` writes and an earlier process left."""
         self._half_life_s = half_life_s
         self._clock = clock
         self._path = path
@@ -109,21 +110,21 @@ class Reputation:
         return len(self._standings)
 
     def admitted(self, author: str) -> None:
-        """A body of it held what its header promised."""
+        """Note that a body of this author held what its header promised."""
         self._count(author, good=1.0)
 
     def refused(self, author: str, reason: Rejection) -> bool:
-        """A body of it was turned away. Returns whether its author is banned now, for that."""
+        """Note that a body of this author was rejected. Returns whether the author is banned for it."""
         if reason in _HINTS:
             self._count(author, bad=_HINTS[reason])
         return reason in _PROVEN and self._prove(author)
 
     def hint(self, author: str, bad: float) -> None:
-        """Something about it that is no proof, such as tasks of another's stream; `bad` of 1 is as much as a good body."""
+        """Note weak evidence against an author, such as tasks of another's stream. `bad` = 1 counts as much as a good body."""
         self._count(author, bad=bad)
 
     def unlikely(self, author: str, part: float) -> None:
-        """A group of it holds answers that nobody here would write, beyond what honest ones have; `part` of them in (0, 1]."""
+        """Note a group of this author with more answers that are too unlikely here than honest groups have. `part` in (0, 1]."""
         self._count(author, bad=_UNLIKELY_GROUP * part)
 
     def weight(self, author: str) -> float:
@@ -131,30 +132,34 @@ class Reputation:
         return _mean(self._now(author))
 
     def trust(self, author: str) -> float:
-        """From Beta(1, 0) and to the third power: 1 where nothing speaks against it, however little is known. For shares, which
-        probation bounds for newcomers: with a weight that grows with evidence, whoever sends most would be read most."""
+        """The weight of an author in shares: from Beta(1, 0) to the third power, so 1 where nothing speaks against it.
+
+        It does not grow with evidence, or whoever sends most would be read most; newcomers are bounded by their probation.
+        """
         standing = self._now(author)
         return ((1 + standing.good) / (1 + standing.good + standing.bad)) ** _SHARPNESS
 
     def promise(self, author: str) -> float:
-        """What its first bodies are likely to be, by those of other strangers of late: 1 where these were good, and nearer to 1
-        with every good one of its own."""
+        """How good the author's next bodies are likely to be, by the first bodies of other recent strangers.
+
+        It is 1 where these were good, and comes nearer to 1 with every good body of its own.
+        """
         with self._lock:
             good, newcomers = self._faded(author).good, self._newcomers_now()
         prior = (1 + newcomers.good) / (1 + newcomers.good + newcomers.bad)
         return (prior + good) / (1 + good)
 
     def is_untried(self, author: str) -> bool:
-        """Whether nothing is known of it."""
+        """Whether nothing is known of this author."""
         standing = self._now(author)
         return standing.good + standing.bad < _UNTRIED_BELOW
 
     def maturity(self, author: str) -> float:
-        """How far it has come through its probation, from 1 / (1 + PROBATION_BODIES) to 1."""
+        """How far the author has come through its probation, from 1 / (1 + PROBATION_BODIES) to 1."""
         return min(1.0, (1 + self._now(author).good) / (1 + PROBATION_BODIES))
 
     def is_known(self, author: str) -> bool:
-        """Whether its probation is over."""
+        """Whether the author's probation is over."""
         standing = self._now(author)
         return standing.good >= PROBATION_BODIES and _mean(standing) >= 0.5
 
@@ -162,12 +167,12 @@ class Reputation:
         return self._now(author).banned_until > self._clock()
 
     def banned_until(self, author: str) -> float:
-        """Swarm time; 0 where it is not banned."""
+        """The end of the author's ban in swarm time; 0 where it is not banned."""
         until = self._now(author).banned_until
         return until if until > self._clock() else 0.0
 
     def last_evidence(self) -> dict[str, float]:
-        """{author: when it last counted for or against it}, in swarm time."""
+        """{author: swarm time of the last evidence for or against it}."""
         with self._lock:
             return {author: standing.at for author, standing in self._standings.items()}
 
@@ -192,7 +197,7 @@ class Reputation:
         return sum(map(self.is_known, authors))
 
     def save(self) -> None:
-        """All of it or nothing. Raises OSError; nothing to do without a path."""
+        """Write the table to its file, all of it or nothing. Raises OSError. Does nothing without a path."""
         if self._path is None:
             return
         with self._lock:
@@ -211,7 +216,7 @@ class Reputation:
         return _fade(self._newcomers, self._clock(), min(self._half_life_s, _NEWCOMERS_HALF_LIFE_S))
 
     def _learn_of_newcomers(self, author: _Standing, good: float, bad: float) -> None:
-        """`author`: before this evidence. Each counts as one bad body at most, however many bad groups it has sent."""
+        """Note evidence about newcomers in general. Each author counts as one bad body at most."""
         if author.good < 1:
             before, bad = self._newcomers_now(), min(bad, max(0.0, 1.0 - author.bad))
             self._newcomers = _bounded(replace(before, good=before.good + good, bad=before.bad + bad))
@@ -263,7 +268,7 @@ def _mean(standing: _Standing) -> float:
 
 
 def _load(path: Path) -> dict[str, _Standing]:
-    """What an earlier process knew; nothing where it left no file or a damaged one: strangers can earn it again."""
+    """Load what an earlier process saved. A missing or damaged file gives an empty table, since authors can earn it again."""
     try:
         stored = read_json(path, _MAX_FILE_BYTES)
         return {str(author): _standing(fields) for author, fields in stored.items()}
@@ -275,7 +280,7 @@ def _load(path: Path) -> dict[str, _Standing]:
 
 
 def _standing(fields: dict[str, Any]) -> _Standing:
-    """Raises ValueError or TypeError for what no process has written: it would fail wherever that author is judged."""
+    """Raise ValueError or TypeError for an entry that no process has written, as it would fail later."""
     standing = _Standing(**fields)
     numbers = astuple(standing)
     if not all(type(number) in (int, float) and 0 <= number <= _MAX_NUMBER for number in numbers):
@@ -285,11 +290,11 @@ def _standing(fields: dict[str, Any]) -> _Standing:
 
 _ENOUGH_KNOWN = 3
 _FIRST_KNOWN_SHARE = 0.25
-"""Of each known author, while there are fewer than enough: their number times that is kept from strangers."""
+"""Share kept for each known author: while there are few, their number times this is kept from strangers."""
 KNOWN_ARE_HEARD_FOR_S = 300.0
-"""After the last header of a known author; then strangers need not wait for known authors."""
+"""Time after the last header of a known author from which strangers need not wait for known authors."""
 BURST_GROUPS = 12.0
-"""Of strangers, beyond what was earned: one body of the largest number of groups."""
+"""Groups that strangers may have in advance: one body with the largest number of groups."""
 _AUTHORS_PER_GROUP = 2.0
 _UNKNOWN = frozenset({"unknown"})
 
@@ -298,7 +303,7 @@ SeenAt = Callable[[str], Iterable[str]]
 
 
 class AddressGroups:
-    """The /24 (IPv6: /48) or relay behind which this node has seen a peer on a connection.
+    """Tells the /24 (IPv6: /48) or relay behind which this node has seen a peer on a connection.
 
     What peers claim about their own addresses plays no part, since a claim costs nothing. A peer that was seen in several
     groups counts in the most crowded one, and all peers that were never connected are one group.
@@ -312,7 +317,7 @@ class AddressGroups:
 
 
 class AuthorShares:
-    """Of one node. Runs on its loop."""
+    """The shares of authors at one node. It runs on the node's loop."""
 
     def __init__(self, reputation: Reputation, max_share_of_strangers: float, addresses: AddressGroups) -> None:
         self.reputation = reputation
@@ -322,23 +327,23 @@ class AuthorShares:
         self._earned_groups = BURST_GROUPS  # of strangers; below 0 after a body with more groups than were left
 
     def heard(self, author: str) -> None:
-        """A valid header of `author` came in."""
+        """Note a valid header of `author`."""
         if self.reputation.is_known(author):
             self._known_heard_at = self.reputation.now()
 
     def within_share(self, offered: Sequence[Header]) -> Sequence[Header]:
-        """All of `offered`, or only the headers of known authors while strangers have had their part."""
+        """All of `offered`, or only the headers of known authors while strangers have used up their part."""
         is_alone = self.reputation.now() - self._known_heard_at > KNOWN_ARE_HEARD_FOR_S
         if is_alone or self._earned_groups > 0:
             return offered
         return [header for header in offered if self.reputation.is_known(header.author)]
 
     def pulled(self, header: Header) -> None:
-        """The body of `header` is going to be pulled."""
+        """Count the body of `header`, which is going to be pulled."""
         self._count(header, len(header.groups))
 
     def put_back(self, header: Header) -> None:
-        """The body of `header`, which was counted as pulled, is left for later."""
+        """Take back the count of `pulled`: the body is tried again later."""
         self._count(header, -len(header.groups))
 
     def standing(self, authors: Collection[str]) -> dict[str, float]:
@@ -368,7 +373,7 @@ class AuthorShares:
         return None if any(map(_is_private, groups)) else min(groups, default=None)
 
     def factors(self, authors: Collection[str]) -> dict[str, float]:
-        """{author: what probation and its neighbours leave of its weight}; 1 for known authors."""
+        """{author: the part of its weight that probation and its address group leave it}; 1 for known authors."""
         known = {author for author in authors if self.reputation.is_known(author)}
         factors = dict.fromkeys(sorted(authors), 1.0)
         strangers = [author for author in factors if author not in known]

@@ -38,7 +38,7 @@ VOCABULARY = Vocabulary(
 
 
 class LightVerifier:
-    """The TaskVerifier of admission: an answer is right if it begins with `a`."""
+    """The `TaskVerifier` of a light node: an answer is right if it begins with `a`."""
 
     def check_known(self, ref: TaskRef) -> None:
         if (ref.source, ref.config_digest) != (SOURCE, CONFIG_DIGEST):
@@ -54,7 +54,7 @@ class LightVerifier:
 
 
 def light_group(author: str, index: int, group_size: int, rng: random.Random) -> RolloutGroup:
-    """One group of `group_size` answers, the first of them right and the second wrong: it carries signal."""
+    """Make a group of `group_size` answers, of which the first is right and the second wrong, so that it has signal."""
     letters = ["a", "b", *rng.choices("ab", k=group_size - 2)]
     rollouts = tuple(_rollout(first + "".join(rng.choices("cdefgh", k=_ANSWER_LETTERS - 1))) for first in letters)
     task = TaskRef(SOURCE, CONFIG_DIGEST, FIRST_TRAINING_SEED, index % 2**20)
@@ -71,12 +71,12 @@ def _reward(text: str) -> float:
 
 
 OnHeader = Callable[["LightNode", Header], None]
-"""(reader, header), when it passed the reader's admission."""
+"""Called with (reader, header) when the reader admitted a header."""
 
 
 @dataclass(frozen=True, slots=True)
 class LightRounds:
-    """What every node does."""
+    """The pace and the size of every light node's rounds."""
 
     round_s: float = 20.0
     """Mean time of a round; each one takes 0.75 to 1.25 of it."""
@@ -87,7 +87,7 @@ class LightRounds:
 
 
 class LightNode:
-    """`transport` is not started yet: `start` does that, `stop` ends it."""
+    """One light node. `start` starts its transport, `stop` ends it. It runs on one loop."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class LightNode:
         self.transport = context.transport
         self.num_groups_trained = 0
         self.trained_authors: Counter[str] = Counter()
-        """Whose groups they were."""
+        """Groups trained on, by author."""
         self.num_failed_steps = 0
         self._rounds = rounds
         self._rng = rng
@@ -133,7 +133,7 @@ class LightNode:
         self.work()
 
     def work(self) -> None:
-        """Begin what the node does on its own, where the transport has been started already."""
+        """Begin the node's work, where the transport has been started already."""
         self._tasks = [
             asyncio.create_task(one) for one in (self._learn(), *self._exchange.work(self._count_failed_step))
         ]

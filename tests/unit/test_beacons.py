@@ -130,7 +130,7 @@ def test_a_flood_of_headers_is_forgotten_first_come_first() -> None:
     judge = beacons(Clock())
     for number in range(10_000):
         judge.note(from_other(number.to_bytes(4, "big")))
-    assert len(judge._heard) == 8192
+    assert len(judge._received) == 8192
 
 
 def test_the_cursor_goes_on_from_a_beacon_once_and_a_checkpoint_remembers_it() -> None:

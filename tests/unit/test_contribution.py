@@ -274,7 +274,7 @@ async def test_a_step_is_held_while_sharing_is_paused_by_another_thread_and_brok
 
     held = pause.held(step)
     pause.pause()
-    first = asyncio.create_task(held())
+    first = asyncio.ensure_future(held())
     await asyncio.sleep(0)
     assert num_steps == 0
     await asyncio.to_thread(pause.resume)

@@ -16,11 +16,13 @@ from swarm.network.transport import RequestRefused
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import body_hash, encode_body
 from swarm.records.identity import Identity
+from swarm.records.rejection import InvalidRecord
 from swarm.sharing.body_store import BODY_PROTOCOL
 from swarm.sharing.index import SLOTS_PER_WINDOW, WINDOW_S, EntryValidator, Shard, experience_key, subkey
+from swarm.sharing.parts import NoObserver
 from swarm.sharing.publisher import Publisher
 from swarm.sharing.reader import Reader
-from swarm.types import RolloutGroup
+from swarm.types import Header, RolloutGroup
 from tests.unit.experience_factory import (
     ALICE,
     MALLORY,
@@ -40,6 +42,19 @@ POLL_S = 0.05
 NETWORK = NetworkSection(request_timeout_s=5, poll_interval_s=POLL_S)
 
 
+class Watcher(NoObserver):
+    """Writes down what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[str, object]] = []
+
+    def admitted(self, groups: Sequence[RolloutGroup]) -> None:
+        self.shown.append(("admitted", tuple(groups)))
+
+    def refused(self, header: Header, error: InvalidRecord, body: bytes | None) -> None:
+        self.shown.append((error.reason.value, body))
+
+
 class Peer:
     """One member of an in-memory swarm: publisher and reader with their stores."""
 
@@ -49,7 +64,8 @@ class Peer:
         self.transport = MemoryTransport(network, identity.peer_id, self.validator, request_timeout_s=5)
         context = NodeContext.of(identity, SWARM_ID, self.transport)
         self.pool = ExperiencePool(":memory:", config, network.clock)
-        parts = sharing_parts(config, context)
+        self.watcher = Watcher()
+        parts = sharing_parts(config, context, observer=self.watcher)
         self.bodies, self.totals = parts.bodies, parts.totals
         self.publisher = Publisher(config, parts, self.pool, head_start_s=0.0)
         admits = admission(context, **settings)
@@ -80,6 +96,20 @@ async def test_published_groups_reach_the_pool_of_a_reader() -> None:
     drawn = reader.pool.draw(9, random.Random(0))
     assert sorted(drawn, key=lambda g: g.task.index) == sent
     assert reader.totals.num_groups_admitted == 3
+
+
+async def test_an_observer_is_shown_all_groups_of_admitted_bodies_and_the_bodies_that_were_refused() -> None:
+    _, (alice, mallory, reader) = await peers(ALICE, MALLORY, READER)
+    sent = [group(index=0)]
+    await alice.publish(sent)
+    body = encode_body([group()])
+    await store(
+        mallory,
+        signed(header_of([replace(group(), author=MALLORY.peer_id)], body, author=MALLORY.peer_id), MALLORY),
+        body,
+    )
+    await reader.reader.poll()
+    assert sorted(reader.watcher.shown, key=str) == [("admitted", tuple(sent)), ("header_mismatch", body)]
 
 
 async def test_a_round_counts_as_old_as_its_oldest_group() -> None:

@@ -74,7 +74,7 @@ class GuardedReader:
         )
         totals = SharingTotals(context.clock)
         self.rejected = totals.rejected
-        """Headers and bodies turned away, by reason."""
+        """Headers and bodies that were rejected, by reason."""
         self._inbox = Inbox(
             sharing, context, totals, admission=self._admission, pool=parts.pool, tracker=tracker, rng=parts.rng
         )
