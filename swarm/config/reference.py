@@ -10,6 +10,7 @@ from pydantic_core import PydanticUndefined
 
 from swarm.config import Config, RewardSignalSection, TaskSourceSection
 from swarm.config.section import RENAMED
+from swarm.extensions.points import REWARDS
 from swarm.extensions.registry import Registry
 from swarm.types import is_sequence
 
@@ -33,21 +34,43 @@ def settings() -> list[tuple[str, str, str, str]]:
 
 
 def reference_markdown() -> str:
-    """The page docs/configuration.md."""
+    """The page docs/configuration.md. It imports every built-in implementation, for its parameters."""
     parts = [_INTRODUCTION]
     for name, field in Config.model_fields.items():
         section = field.annotation
         assert isinstance(section, type) and issubclass(section, BaseModel)
         parts.append(f"\n## {name}\n\n{(section.__doc__ or '').strip()}\n")
         parts.append(_markdown_table(_rows(section, f"{name}.")))
+        parts += _parameter_tables(section)
         if name == "tasks":
             parts.append("\nEach entry of `tasks.sources`:\n")
             parts.append(_markdown_table(_rows(TaskSourceSection, "")))
+            parts += _parameter_tables(TaskSourceSection)
             parts.append("\nEach entry of `signals` of a source:\n")
             parts.append(_markdown_table(_rows(RewardSignalSection, "")))
+            parts += _parameter_tables_of("signal", REWARDS)
     parts.append("\n## Renamed settings\n\nThe old names are still read, with a notice. Please use the present ones.\n")
     parts += ["| old name | present name |", "|---|---|", *(f"| `{old}` | `{new}` |" for old, new in RENAMED.items())]
     return "\n".join(parts) + "\n"
+
+
+def _parameter_tables(section: type[BaseModel]) -> list[str]:
+    """What stands beside the implementations that the settings of a section choose."""
+    chosen = [(name, registry) for name, field in section.model_fields.items() if (registry := _registry(field))]
+    return [text for name, registry in chosen for text in _parameter_tables_of(name, registry)]
+
+
+def _parameter_tables_of(setting: str, registry: Registry) -> list[str]:
+    parts: list[str] = []
+    for name in registry.names:
+        section = getattr(registry.load(name), "Parameters", None)
+        if section is not None:
+            parts += [f"\nParameters of {setting} `{name}`:\n", _markdown_table(_rows(section, ""))]
+    return parts
+
+
+def _registry(field: FieldInfo) -> Registry | None:
+    return next((one for one in field.metadata if isinstance(one, Registry)), None)
 
 
 def _markdown_table(rows: list[tuple[str, str, str, str]]) -> str:
@@ -63,7 +86,7 @@ def _rows(section: type[BaseModel], prefix: str) -> list[tuple[str, str, str, st
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             rows += _rows(annotation, f"{prefix}{name}.")
         else:
-            registry = next((one for one in field.metadata if isinstance(one, Registry)), None)
+            registry = _registry(field)
             meaning = " ".join(f"{field.description or ''} {registry.summary if registry else ''}".split())
             kind = _names(registry) if registry else _type_name(annotation) + _bounds(field)
             rows.append((f"{prefix}{name}", kind, _default(field), meaning))

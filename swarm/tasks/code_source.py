@@ -245,6 +245,7 @@ class _Line(Section):
 class CodeSource:
     """A task source of made-up functions, or of the functions that one file describes."""
 
+    Parameters = CodeParameters
     isolation: ClassVar[Isolation] = Isolation.OWN_SANDBOX
     signal_names: ClassVar[tuple[str, ...]] = (CORRECT, "tests")
 

@@ -57,7 +57,7 @@ class FormatParameters(Section):
     pattern: str = ""
     """Regular expression (RE2) that the whole text must match, except for white space at both ends."""
     tags: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")], ...] = ()
-    """Names of tags: the text must be <a>...</a> <b>...</b> in this order, each once, and nothing else."""
+    """Names of tags: the text must be `<a>…</a> <b>…</b>` in this order, each once, and nothing else."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> "FormatParameters":

@@ -121,6 +121,12 @@ EVIL = """
         except OSError as error:
             return type(error).__name__
 
+    def fork():
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        return os.waitpid(child, 0)
+
     class Evil:
         isolation = Isolation.NONE_NEEDED   # it lies: that must not matter
         config_digest = "1"
@@ -137,7 +143,7 @@ EVIL = """
                 attempt(lambda: socket.create_connection(("127.0.0.1", {port}), 5)),
                 attempt(lambda: os.listdir({folder!r})),
                 attempt(lambda: os.kill({pid}, 0)),
-                attempt(os.fork),
+                attempt(fork),
                 os.environ.get("HF_TOKEN", "no variable"),
             ]
             return Task(TaskRef("chain_sum", "0" * 16, 1, 2), " | ".join(told), self.verify)

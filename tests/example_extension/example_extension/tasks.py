@@ -13,7 +13,7 @@ from swarm.tasks.task_source import INDEX_SPAN
 from swarm.types import Task, TaskRef
 
 
-class Parameters(Section):
+class NearSumsParameters(Section):
     """`parameters` of a source of this kind."""
 
     largest: Annotated[int, Field(ge=1, le=1000)] = 9
@@ -23,6 +23,7 @@ class Parameters(Section):
 class NearSums:
     """Task `index` of stream `seed` is drawn from those two numbers alone, so that every node builds the same."""
 
+    Parameters = NearSumsParameters
     isolation: ClassVar[Isolation] = Isolation.PROCESS
 
     def __init__(self, config: TaskSourceSection, tasks: TasksSection) -> None:
@@ -30,7 +31,7 @@ class NearSums:
         self.config_digest = "near-sums-1"  # swarm adds the package, its version and all settings
         self.num_held_out = INDEX_SPAN
         where = f"tasks.sources.parameters of {self.name!r}"
-        self._largest = valid_parameters(Parameters, config.parameters, config.kind, where, TaskError).largest
+        self._largest = valid_parameters(self.Parameters, config.parameters, config.kind, where, TaskError).largest
 
     def task(self, seed: int, index: int) -> Task:
         first, second = self._numbers(seed, index)
