@@ -42,7 +42,7 @@ REQUIRED_SHARE = 0.9
 TEST_TIMEOUT_S = 180
 MAX_TEST_FILES = 12
 """For each module."""
-_sound = set[str]()
+_sound = set[tuple[str, ...]]()
 """Tests that are known to pass without a change."""
 _PRELOADED = ["torch", "transformers", "peft", "pytest", "hypothesis", "cryptography", "pydantic", "msgpack"]
 _SWAPPED = [
@@ -199,11 +199,12 @@ def survives(mutant: Mutant, trees: "queue.Queue[Path]") -> bool:
             return True
         output = (tree / "output.txt").read_text()
         shutil.copy2(house.ROOT / mutant.path, tree / mutant.path)
-        failed = re.search(r"^FAILED (\S+?)(?:\[| - |$)", output, re.MULTILINE)
-        if failed and failed[1] not in _sound:  # without FAILED it was an import or the end of the process
-            if not _pass(tree, (failed[1],)):
-                raise RuntimeError(f"{failed[1]} fails without a change:\n{(tree / 'output.txt').read_text()[-2000:]}")
-            _sound.add(failed[1])
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+?)(?:\[| - |$)", output, re.MULTILINE)
+        suspect = (failed[1],) if failed else nearest_tests(mutant.path)
+        if suspect not in _sound:
+            if not _pass(tree, suspect):
+                raise RuntimeError(f"{suspect} fails without a change:\n{(tree / 'output.txt').read_text()[-2000:]}")
+            _sound.add(suspect)
         return False
     finally:
         shutil.copy2(house.ROOT / mutant.path, tree / mutant.path)

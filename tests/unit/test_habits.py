@@ -32,8 +32,8 @@ def test_hooks_call_tools_of_the_environment_and_targets_that_exist() -> None:
     assert entries and all(
         hook["language"] == "system" for repository in hooks["repos"] for hook in repository["hooks"]
     )
-    for program, argument, *_ in entries:
-        assert argument in TARGETS if program == "make" else (house.ROOT / program).exists()
+    for entry in entries:
+        assert entry[1] in TARGETS if entry[0] == "make" else (house.ROOT / entry[0]).exists()
 
 
 def test_workflow_runs_what_everyone_runs_with_no_right_to_write() -> None:
