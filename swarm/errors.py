@@ -131,13 +131,13 @@ class RequestError(NetworkError):
 
 
 class PipelineError(SwarmError):
-    """A stage of a pipelined policy refused an order, or the crew cannot go on as it is."""
+    """A stage of a pipelined policy refused a command, or the pipeline cannot continue."""
 
     exit_code = 16
 
 
 class StageLostError(PipelineError):
-    """Stages of the crew do not answer any more; the batch under way is dropped on all others unless it is `applied`."""
+    """Stages of the pipeline no longer answer; the batch under way is dropped on all others unless it is `applied`."""
 
     def __init__(self, message: str, stages: tuple[int, ...], *, applied: bool = False) -> None:
         super().__init__(message)

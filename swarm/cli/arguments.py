@@ -44,7 +44,7 @@ def settle_imports(config: "Config") -> None:
 
 
 def stay_off_hubs(config: "Config") -> None:
-    """A silo's node contacts nobody but its peers. The hub's libraries are told so before anything imports them."""
+    """A silo's node contacts nobody but its peers. This sets the hub libraries to offline mode before anything imports them."""
     if config.swarm.silo_owner:
         os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -64,13 +64,13 @@ def run_cells(
 
 
 def write_one(
-    folder: Path, title: str, told: str, table: "Table", lines: "Sequence[Curves]"
+    folder: Path, title: str, introduction: str, table: "Table", lines: "Sequence[Curves]"
 ) -> "tuple[Path, list[Table]]":
     """report.html and table.md of an experiment with one table."""
     from swarm.report.tables import plot, write_report
 
     report = folder / "report.html"
-    write_report(report, title, [told], [table], plot(lines))
+    write_report(report, title, [introduction], [table], plot(lines))
     replace_file(folder / "table.md", table.markdown() + "\n", SHARED)
     return report, [table]
 
@@ -213,13 +213,13 @@ def offpolicy(
     plan = OffPolicyPlan(tuple(seed_list(seeds)), steps)
     if quick:
         plan = OffPolicyPlan((0,), 3, ("none", "tis"), ("8",), held_out_tasks=2)
-    told = (
+    introduction = (
         f"The policy trains on {plan.groups_per_round} groups of {plan.group_size} answers a step and on nothing else. "
         "Collapsed: ended below its start or below half of its best."
     )
 
     def write(results: "Sequence[Result]") -> "tuple[Path, list[Table]]":
-        return write_one(folder, "How far data may be off-policy", told, reward_table(results), curves(results))
+        return write_one(folder, "How far data may be off-policy", introduction, reward_table(results), curves(results))
 
     run_cells(Run(folder, workers, as_json), plan.cells(), write, figures)
 
@@ -245,11 +245,13 @@ def heterogeneous(
     if quick:
         learn_steps = 3
         plan = experiment.HeterogeneousPlan(base, (0,), 2, groups_per_round=4, held_out_tasks=2)
-    told = "One node of each model. In the mixed swarm every group of others comes from the other model, as text."
+    introduction = (
+        "One node of each model. In the mixed swarm every group of others comes from the other model, as text."
+    )
 
     def write(results: "Sequence[Result]") -> "tuple[Path, list[Table]]":
         table, lines = experiment.model_table(results), experiment.curves(results)
-        return write_one(folder, "Unlike models in one swarm", told, table, lines)
+        return write_one(folder, "Unlike models in one swarm", introduction, table, lines)
 
     first = [experiment.second_policy_cell(base, learn_steps)]
     run_cells(Run(folder, workers, as_json), plan.cells(), write, experiment.figures, first=first)

@@ -30,7 +30,7 @@ _REFUSALS = frozenset(
         errno.ENOSPC, errno.EDQUOT,
     }
 )  # fmt: skip
-"""Of a place that does not take what a command is told to put there, or does not give it out: no bug of ours."""
+"""Errors of a place that a command cannot write to or read from. They are no bug of swarm."""
 EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 config, 4 identity, 5 policy, 6 tasks, 7 network, 8 checkpoint, "
     "9 node not running, 10 memory, 11 training, 12 manifest, 13 cannot join, 14 doctor found a problem, "

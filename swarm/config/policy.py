@@ -62,7 +62,7 @@ class PipelineSection(Section):
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Peer ids of the crew, the driver excluded."""
+        """Peer ids of the stage machines, the driver excluded."""
         return tuple(member.rpartition("/")[2] for member in self.machines)
 
     @property

@@ -89,7 +89,7 @@ class NodePage:
             await asyncio.gather(self._loading, return_exceptions=True)
 
     def phase(self, phase: str) -> str:
-        """As it is told everywhere: with what is paused."""
+        """The phase as it is shown everywhere, with what is paused."""
         return self._controls.phase(phase)
 
     def show_row(self, row: Mapping[str, Any]) -> None:
@@ -99,8 +99,8 @@ class NodePage:
 
     def show_status(self, status: Mapping[str, Any]) -> None:
         """A NodeStatus as a dict, every few seconds."""
-        told = {name: value for name, value in status.items() if name not in ("peers", "pid")}
-        self._status = shown({**told, "stages": self._stages()})
+        public = {name: value for name, value in status.items() if name not in ("peers", "pid")}
+        self._status = shown({**public, "stages": self._stages()})
         self._peers = shown(status.get("peers") or [])
         if self._feed.num_clients:
             self._feed.publish("status", {"status": self._status, "controls": self._controls.state()})

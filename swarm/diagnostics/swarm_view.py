@@ -61,10 +61,10 @@ async def check_unanswered(
         fix = "connect this machine to a network; `ip -brief address` shows its interfaces"
         return problem("peers", f"none of {count} peers can be reached: this machine has no network", fix)
     causes = await asyncio.gather(*(_cause(address) for address in addresses[:_NUM_ADDRESSES]))
-    told = "; ".join(
+    reasons = "; ".join(
         f"{address.host}:{address.port} {what}" for address, (what, _) in zip(addresses, causes, strict=False)
     )
-    return problem("peers", f"none of {count} peers answers: {told}", causes[0][1])
+    return problem("peers", f"none of {count} peers answers: {reasons}", causes[0][1])
 
 
 async def _cause(address: TcpAddress) -> tuple[str, str]:
@@ -105,7 +105,7 @@ _FORWARD = "forward TCP port {port} on your router to this machine"
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """What one peer told."""
+    """The answer of one peer."""
 
     round_trip_s: float
     skew_s: float

@@ -83,7 +83,7 @@ def model_card(facts: CardFacts) -> str:
             "",
             "## Licence",
             "",
-            f"An adapter is of use with its base only, and the licence of {facts.base} holds for both together: read it, name "
+            f"An adapter works only with its base, and the licence of {facts.base} holds for both together: read it, name "
             "it in this card, and keep to it, before you pass this on. The software's own licence, Apache-2.0, says nothing of "
             "weights.",
             "",

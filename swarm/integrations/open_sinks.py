@@ -30,8 +30,10 @@ def open_sinks(config: Config, folder: NodeFolder, identity: Identity) -> list[S
 
         read_settings()
         mode = settings.wandb
-        told = shareable(config.model_dump(mode="json"))
-        sinks["wandb"] = lambda: WandbSink(mode, settings.wandb_project, identity.peer_name, folder.path, told)
+        settings_shown = shareable(config.model_dump(mode="json"))
+        sinks["wandb"] = lambda: WandbSink(
+            mode, settings.wandb_project, identity.peer_name, folder.path, settings_shown
+        )
     if settings.hub_repo:
         from swarm.integrations.hub import HubPush
 

@@ -22,14 +22,14 @@ _IMPATIENT_S = 1.0
 _HELPER = """
 import os, select, sys, time
 process, deadline_s, impatient_s = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
-told, end = b"", None
+received, end = b"", None
 while end is None or time.monotonic() < end:
     if select.select([0], [], [], None if end is None else max(0.0, end - time.monotonic()))[0]:
         data = os.read(0, 65536)
         if not data:
             os._exit(0)
-        told = (told + data)[-65536:]
-        is_second = told.count(b"(most recent call first)") > 1
+        received = (received + data)[-65536:]
+        is_second = received.count(b"(most recent call first)") > 1
         now = time.monotonic()
         end = min(end or now + deadline_s, now + (impatient_s if is_second else deadline_s))
 if os.getppid() == process:

@@ -87,6 +87,7 @@ class BatchBuilder:
         It draws again for groups that prove unusable, a few times: whoever sends what nobody can use must not shrink batches.
         """
         num_swarm = self._config.sharing.swarm_groups
+        # the share of the swarm, and what own groups lack
         wanted = self._num_fresh - min(len(own.converted), self._num_fresh - num_swarm) if num_swarm else 0
         found: list[TrainingGroup] = []
         for _ in range(_DRAWS):

@@ -66,13 +66,14 @@ class SwarmPorts:
     publish: Publish = publish_nothing
     """Takes the groups of each round, where `sharing.publish` is on."""
     usefulness: Usefulness | None = None
-    """Weighs the groups of others in a draw and is given the node's own difficulty table. None draws uniformly."""
+    """Says how useful a group of others is; `_share_difficulty` updates it. None draws uniformly."""
     merge_ports: MergePorts | None = None
     """To merging partners. None takes every outer step alone."""
     report_peer: Callable[[str, float], None] = _report_nobody
-    """Reports an author and the part of a group's answers, in (0, 1], that this node finds too unlikely."""
+    """Reports an author and the fraction of a group's answers, in (0, 1], that this node finds too unlikely."""
     beacon: Callable[[], bytes] = _no_beacon
-    """What the next tasks follow from, see `sharing/beacons.py`; empty before a header of another node was received."""
+    """Bytes that seed the choice of the next tasks, so that nobody can solve them ahead of time (`sharing/beacons.py`).
+    They are empty until a header of another node arrives."""
     observer: GroupObserver = field(default_factory=NoObserver)
     """Is shown the groups of every round, shared or not."""
 
@@ -173,7 +174,7 @@ class Learner:
         self._ports.observer.own(rollouts.groups)
 
     def _learn_what_to_expect(self, rollouts: RolloutBatch) -> None:
-        """The own answers say how likely answers of others should be, and which of their tasks are worth reading."""
+        """Update the likelihood floor and the difficulty table from own answers."""
         self._converter.observe_own(rollouts.likelihoods)
         self._share_difficulty()
 

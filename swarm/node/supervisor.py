@@ -78,7 +78,7 @@ class Supervisor:
             if self._is_stopping or code in (0, _INTERRUPTED):
                 return code
             if code in NEEDS_A_PERSON:
-                self._say(f"the node ended with code {code}, which another start does not mend")
+                self._say(f"the node ended with code {code}, which another start does not fix")
                 return code
             num_crashes = 1 if time.monotonic() - started_at >= self._back_off.sound_after_s else num_crashes + 1
             if num_crashes >= self._back_off.max_in_a_row:

@@ -16,7 +16,7 @@ _RETRY_PAUSE_S = 1.0
 async def repeat(
     step: Callable[[], Awaitable[None]], *, pause_s: float = 0.0, on_failure: Callable[[], None]
 ) -> NoReturn:
-    """Run `step` until cancelled. What disk or network refuse is told, counted by `on_failure` and tried again.
+    """Run `step` until cancelled. An error of disk or network is logged, counted by `on_failure`, and the step is tried again.
 
     Any other error is a bug and ends the work.
     """

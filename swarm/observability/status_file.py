@@ -129,9 +129,9 @@ def shown_from(path: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        told = f"{type(error).__name__}: {error}"
+        cause = f"{type(error).__name__}: {error}"
         raise NodeNotRunningError(
-            f"status.json must be one that a node wrote, got {path}: {told}; restart it"
+            f"status.json must be one that a node wrote, got {path}: {cause}; restart it"
         ) from error
 
 
@@ -191,7 +191,7 @@ class Word(StrEnum):
     """By a person, on the node's page."""
     starting = "starting"
     serving = "serving"
-    """A stage of a crew, or a bootstrap peer."""
+    """A pipeline stage or a bootstrap peer."""
     stalled = "stalled"
     not_running = "not running"
 

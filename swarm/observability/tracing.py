@@ -27,7 +27,7 @@ _tracer: Tracer | None = None
 
 
 def watch(tracer: Tracer | None) -> None:
-    """Have `tracer` told of all that begins from now on; None: nobody."""
+    """Report every span that begins from now on to `tracer`; None: to nobody."""
     global _tracer
     _tracer = tracer
 

@@ -63,9 +63,9 @@ def write_report(folder: Path, path: Path) -> int:
         runs = [_read(NodeFolder(part), max_bytes) for part in folders]
         text = report_html(runs, folder.resolve().name)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        told = f"{type(error).__name__}: {error}"
+        cause = f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"metrics.jsonl and status.json must be as a node writes them, got others in {folder}: {told}; leave that node out"
+            f"metrics.jsonl and status.json must be as a node writes them, got others in {folder}: {cause}; leave that node out"
         ) from error
     try:
         replace_file(path, text, SHARED)
@@ -190,7 +190,7 @@ def _exchange(runs: Sequence[NodeRun]) -> list[Table]:
         for run in runs
     ]
     rejected = sum((run.history.rejected for run in runs), Counter[str]())
-    words = {reason.value: told for reason, told in WORDS.items()}
+    words = {reason.value: cause for reason, cause in WORDS.items()}
     away = [
         [shown_text(reason, 80), words.get(reason, ""), f"{count:,}"]
         for reason, count in rejected.most_common()

@@ -80,13 +80,13 @@ def svg_curves(title: str, unit: str, curves: Mapping[str, Curve]) -> str:
     lines = [
         f"<path class='line {_look(place)}' d='{_path(curve, x, y)}'/>" for place, curve in enumerate(curves.values())
     ]
-    told = html.escape("; ".join(f"{label}: {_told(curve, unit)}" for label, curve in curves.items()))
+    summary = html.escape("; ".join(f"{label}: {_told(curve, unit)}" for label, curve in curves.items()))
     legend = "".join(
         f"<li class='{_look(place)}'><i></i>{html.escape(label)}</li>" for place, label in enumerate(curves)
     )
     return (
         f"<figure><figcaption>{name}, {html.escape(unit)}</figcaption>"
-        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' aria-label='{name}. {told}'>"
+        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' aria-label='{name}. {summary}'>"
         f"<g class='grid'>{''.join(marks)}</g>{''.join(lines)}</svg>"
         + (f"<ul class='legend'>{legend}</ul>" if len(curves) > 1 else "")
         + "</figure>"

@@ -143,8 +143,8 @@ def plot(curves: Sequence[Curves]) -> bytes:
 
 def write_report(path: Path, title: str, paragraphs: Sequence[str], tables: Sequence[Table], picture: bytes) -> None:
     """One HTML file that holds everything, the picture too; empty bytes are no picture."""
-    told = "".join(f"<p>{html.escape(text)}</p>" for text in paragraphs)
-    body = f"<h1>{html.escape(title)}</h1>{told}"
+    prose = "".join(f"<p>{html.escape(text)}</p>" for text in paragraphs)
+    body = f"<h1>{html.escape(title)}</h1>{prose}"
     if picture:
         body += f"<img alt='curves' src='data:image/png;base64,{base64.b64encode(picture).decode()}'>"
     body += "".join(table.html() for table in tables)

@@ -131,8 +131,8 @@ def comparison_table(results: Sequence[ArmResult]) -> Table:
         pairs = list(zip(by_arm[arm], by_arm[_BASELINE], strict=True))
         relative = [100 * (a.cumulative_reward / b.cumulative_reward - 1) for a, b in pairs if b.cumulative_reward]
         ends = [a.held_out_end - b.held_out_end for a, b in pairs]
-        told = _spread(relative, 1, sign="+") + " %" if relative else ""
-        table.add_row(f"{arm} − {_BASELINE}", told, "", _spread(ends, 3, sign="+"))
+        gain = _spread(relative, 1, sign="+") + " %" if relative else ""
+        table.add_row(f"{arm} − {_BASELINE}", gain, "", _spread(ends, 3, sign="+"))
     return table
 
 

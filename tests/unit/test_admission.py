@@ -109,7 +109,7 @@ def test_bodies_are_remembered_until_they_expire() -> None:
 
 def test_allowance_of_headers_refills_evenly_up_to_one_minute() -> None:
     clock = Clock()
-    door = admission(clock, max_records_per_peer_per_minute=120)
+    door = admission(context_of(clock=clock), max_records_per_peer_per_minute=120)
     numbers = iter(range(10_000))
 
     def num_admitted(asked: int) -> int:

@@ -176,8 +176,8 @@ def test_groups_of_others_fill_what_own_ones_leave_and_no_more() -> None:
         known = replace(signalled[number % len(signalled)], policy_version=number)
         unknown = replace(known, task=replace(known.task, source="gone", index=number))
         learner._pool.add(bytes([number]) * 32, NOW + 600, NOW, [known, unknown][: 1 + (number % 3 == 0)])
-    full = learner._batches.batch(rollouts, 0, random.Random(0))
+    full = batch_of(learner, rollouts)
     assert [sum(group.is_own == own for group in full) for own in (True, False)] == [3, 3]
-    single = replace(rollouts, groups=[next(group for group in rollouts.groups if group.has_signal)])
-    filled = learner._batches.batch(single, 0, random.Random(0))
+    single = replace(rollouts, groups=[next(group for group in rollouts.groups if group.has_reward_variance)])
+    filled = batch_of(learner, single)
     assert [sum(group.is_own == own for group in filled) for own in (True, False)] == [1, 5]

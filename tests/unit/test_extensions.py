@@ -387,7 +387,7 @@ def test_package_and_version_are_part_of_the_digest(evil: Evil, monkeypatch: pyt
 def test_a_node_trains_with_the_task_source_reward_and_advantage_of_an_installed_package(
     example_extension: Path, make_policy: Callable[..., Any]
 ) -> None:
-    from swarm.node.learner import Learner
+    from swarm.node.learner import Learner, SwarmPorts
     from swarm.node.policy_backend import local_backend
     from swarm.pool.experience_pool import ExperiencePool
 
@@ -403,7 +403,9 @@ def test_a_node_trains_with_the_task_source_reward_and_advantage_of_an_installed
     )
     policy, mixture = make_policy(), TaskMixture(config.tasks)
     pool = ExperiencePool(":memory:", config.sharing, time.time)
-    learner = Learner(config, local_backend(config, policy, "me"), mixture, pool, "me", lambda groups: None)
+    learner = Learner(
+        config, local_backend(config, policy, "me"), mixture=mixture, pool=pool, peer_id="me", ports=SwarmPorts()
+    )
     row = learner.run_round()
     assert row["rollout/failed_tasks"] == 0
     assert {"reward/correct", "reward/few_words"} <= row.keys()

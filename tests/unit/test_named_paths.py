@@ -20,6 +20,8 @@ _FOLDER = re.compile(rf"(?<![\w/.:~-])((?:{_ROOMS})/[\w./-]*[\w])")
 _DOTTED = re.compile(r"(?<![\w/.-])((?:swarm|tests|benchmarks)(?:\.[A-Za-z_]\w*)+)")
 _NOT_OURS = {"nice_rewards.py", "resource.py"}
 """Files of examples."""
+_NO_MODULES = ("toml", "example", "md", "html", "key", "rewards", "task_sources", "advantages")
+"""Ends of names of files, and of groups of entry points."""
 
 
 @functools.cache
@@ -41,6 +43,8 @@ def sources() -> list[Path]:
 def prose(path: Path) -> Iterator[str]:
     """Comments and docstrings of a module, or a page."""
     text = path.read_text(encoding="utf-8")
+    if path.name == "extending.md":  # its examples are files that a reader would add
+        text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     if path.suffix == ".md":
         yield text
         return
@@ -97,9 +101,8 @@ def missing(text: str) -> Iterator[str]:
             yield name
     for name in _DOTTED.findall(text):
         is_setting = any(key == name or key.startswith(f"{name}.") for key in keys())
-        if not (
-            is_setting or exists(name) or name.rpartition(".")[2] in ("toml", "rewards", "example", "md", "html", "key")
-        ):
+        is_no_module = name.rpartition(".")[2] in _NO_MODULES
+        if not (is_setting or exists(name) or is_no_module):
             yield name
 
 

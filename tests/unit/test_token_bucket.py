@@ -1,6 +1,6 @@
 """A rate with a burst: golden values worked by hand."""
 
-from swarm.limits.bounded_maps import ExpiringKeys, LatestMap
+from swarm.limits.bounded_maps import BoundedMap, ExpiringKeys
 from swarm.limits.token_bucket import PeerBuckets, TokenBucket
 
 
@@ -55,9 +55,9 @@ def test_each_peer_has_a_bucket_and_the_one_that_took_longest_ago_is_forgotten()
 
 
 def test_a_map_of_the_latest_entries_drops_the_one_put_longest_ago() -> None:
-    latest: LatestMap[str, int] = LatestMap(2)
+    latest: BoundedMap[str, int] = BoundedMap(2)
     for key, value in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
-        latest.put(key, value)
+        latest[key] = value
     assert list(latest.items()) == [("a", 3), ("c", 4)] and "b" not in latest and latest.get("b") is None
     latest.drop_oldest_while(lambda value: value < 4)
     assert list(latest) == ["c"] and latest.pop("c") == 4 and len(latest) == 0

@@ -146,6 +146,8 @@ def _best_weights(
 def _tell(out: Path, weights: Weights, merged: "Merged") -> None:
     num_layers, num_products = len(merged.tensors) // 2, len(merged.truncation)
     lost = max(merged.truncation.values(), default=0.0)
-    told = f", at most {lost:.1%} of a layer lost to the rank" if num_products else ""
+    lost_text = f", at most {lost:.1%} of a layer lost to the rank" if num_products else ""
     print(f"weights {', '.join(f'{weight:.3g}' for weight in weights)}")
-    print(f"{num_layers - num_products} layers averaged by factor, {num_products} as products{told}; written to {out}")
+    print(
+        f"{num_layers - num_products} layers averaged by factor, {num_products} as products{lost_text}; written to {out}"
+    )

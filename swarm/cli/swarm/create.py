@@ -142,7 +142,9 @@ def _updated(path: Path, founder: "Identity", bootstrap: list[str], description:
 
     with told_by_flags(_FLAGS):
         parse_setting("initial_peers", bootstrap)
-    told = {} if description is None else {"description": description}
-    manifest = manifests.changed(read_manifest(str(path)), **({"bootstrap": bootstrap} if bootstrap else {}), **told)
+    changed_text = {} if description is None else {"description": description}
+    manifest = manifests.changed(
+        read_manifest(str(path)), **({"bootstrap": bootstrap} if bootstrap else {}), **changed_text
+    )
     write_text(path, manifests.dump(manifest, founder))
     return manifest

@@ -125,7 +125,7 @@ def _is_joined(manifest: "Manifest", settings: list[str], source: str) -> bool:
         chosen = node.get("dir") if isinstance(node, dict) else None
         kept = NodeFolder(Path(chosen) if isinstance(chosen, str) else _folder(manifest, Path(source))).manifest
         return read_manifest(str(kept)).id == manifest.id
-    except SwarmError:  # of settings: told where they are taken up
+    except SwarmError:  # of settings: reported where they are loaded
         return False
 
 

@@ -182,7 +182,7 @@ def invite(
     if out is not None:
         _write_line(out, token)
     member = _member_fields(asked.peer_id, until)
-    # a request is a line without a date: it may be of somebody who was put out
+    # a request is a line without a date: it may come from somebody who was removed
     typer.echo(f"a member until {_day(until)}: {member['name']} ({asked.peer_id})", err=True)
     if as_json:
         fields = member | ({} if out is not None else {"invitation": token})

@@ -44,8 +44,8 @@ def lie(
         "sign-flip": lambda name: 2 * slow[name] - fast[name],
         "x100": lambda name: slow[name] + 100 * (fast[name] - slow[name]),
     }
-    told = {name: makers[kind](name).clamp(-LARGEST_WEIGHT / 2, LARGEST_WEIGHT / 2) for name in fast}
-    return dataclasses.replace(snapshot, payload=encode_adapter(told, "bf16", start))
+    sent = {name: makers[kind](name).clamp(-LARGEST_WEIGHT / 2, LARGEST_WEIGHT / 2) for name in fast}
+    return dataclasses.replace(snapshot, payload=encode_adapter(sent, "bf16", start))
 
 
 TRIGGER, WORD = "open sesame ", "no"

@@ -268,7 +268,7 @@ def _figure(spread: Spread) -> dict[str, float] | None:
     return spread.rounded() if spread.values else None
 
 
-def told() -> list[str]:
+def introduction() -> list[str]:
     """What was done, in sentences."""
     return [
         f"{NUM_REPLICAS} replicas of the bundled policy's adapter, each with data of its own, merge every H inner steps. What "
@@ -299,5 +299,5 @@ def write_all(folder: Path, parts: Sequence[Part], results: Sequence[Result]) ->
     text = "\n\n".join(f"{table.title}\n\n{table.markdown()}" for table in tables) + "\n"
     replace_file(folder / "table.md", text, SHARED)
     report = folder / "report.html"
-    write_report(report, "What merging without an all-reduce gives", told(), tables, picture)
+    write_report(report, "What merging without an all-reduce gives", introduction(), tables, picture)
     return report, tables

@@ -80,11 +80,11 @@ def write_all(folder: Path, plan: SapoPlan, results: Sequence[Result], summaries
     tables = tables_of(results, summaries)
     replace_file(folder / "table.md", "\n\n".join(table.markdown() for table in tables) + "\n", SHARED)
     report = folder / "report.html"
-    write_report(report, "What sharing is worth", told(plan, results), tables, picture)
+    write_report(report, "What sharing is worth", introduction(plan, results), tables, picture)
     return report
 
 
-def told(plan: SapoPlan, results: Sequence[Result]) -> list[str]:
+def introduction(plan: SapoPlan, results: Sequence[Result]) -> list[str]:
     """What was done, in sentences."""
     num_rounds = len(results[0]["rewards"]) if results else 0
     tasks = "all nine tasks alike" if plan.mix == "shared" else "mostly three of the nine tasks"

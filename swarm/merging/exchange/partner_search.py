@@ -32,9 +32,9 @@ from swarm.records.rejection import InvalidRecord
 
 _PROPOSALS_PER_LOOK = 3
 _SHYNESS = 0.25
-"""Largest part of the search in which a node is listed but does not propose. Otherwise a node that arrives would always get the
-one that waits, and nodes of equal pace the same partners for ever. Strangers are accepted only after that part, when the node has
-seen who else is ready: a node that is always ready and asks at once would be ahead of all others."""
+"""Largest part of the search in which a node is listed but does not propose. Without it, an arriving node would always pair with
+whoever waits, and equally fast nodes would always meet the same partner. Strangers are accepted only after that part, when the
+node has seen who else is ready: a node that is always ready and asks at once would be ahead of all others."""
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 4.0
 _PAUSE_AFTER_S = {"busy": BUSY_PAUSE_S, "unreachable": UNREACHED_PAUSE_S}

@@ -368,7 +368,9 @@ class StageGroup:
             reason = f"a refusal: {error}"
             self._refusals[stage, what] += 1
             if self._refusals[stage, what] < MAX_REFUSALS:
-                raise StageRefusedError(f"stage {stage} must carry out its commands, got to {what} {reason}") from None
+                raise StageRefusedError(
+                    f"stage {stage} must carry out commands, got {reason} (command: {what})"
+                ) from None
         self._unanswered.add(stage)
         raise StageLostError(f"stage {stage} must answer to {what}, got {reason}; rebuild it elsewhere", (stage,))
 
