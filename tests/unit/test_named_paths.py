@@ -44,7 +44,7 @@ def prose(path: Path) -> Iterator[str]:
     """Comments and docstrings of a module, or a page."""
     text = path.read_text(encoding="utf-8")
     if path.name == "extending.md":  # its examples are files that a reader would add
-        text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+        text = re.sub(r"^```.*?^```|^    [^\n]*", "", text, flags=re.M | re.S)
     if path.suffix == ".md":
         yield text
         return
