@@ -308,7 +308,7 @@ async def test_a_refusal_now_and_then_costs_no_stage(tmp_path: Path) -> None:
         for _ in range(3):
             liar_of(driven).lie = lambda asked, reply: Bundle({"refused": "no memory"}) if asked == "forward" else reply
             for _ in range(2):
-                with pytest.raises(PipelineError, match="stage 1 must carry out its commands"):
+                with pytest.raises(PipelineError, match="stage 1 must carry out commands"):
                     await step(driven)
             liar_of(driven).lie = Liar.lie
             await step(driven)
