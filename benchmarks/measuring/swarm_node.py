@@ -21,7 +21,7 @@ from measuring.command_loop import reply, take_over_stdout
 from measuring.sized_groups import GROUPS_PER_BODY, SizedJudge, sized_groups, vocabulary
 from swarm.admission.admission import Admission
 from swarm.config import NetworkSection, SharingSection
-from swarm.machine.memory import bound_arenas
+from swarm.machine.memory import keep_heaps_small
 from swarm.network.context import NodeContext
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.network.transport import TrafficCounter
@@ -217,6 +217,6 @@ async def _serve(replies: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    bound_arenas()
+    keep_heaps_small()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     asyncio.run(_serve(take_over_stdout()))

@@ -23,8 +23,11 @@ class TrainingSection(Section):
     """Number of passes over one batch."""
     groups_per_step: NonNegativeInt = 4
     """Most groups of one optimizer step; a larger batch is split into several steps. 0: one step per batch."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Most tokens per forward and backward pass, padding included; gradients accumulate to the full batch. None: at the start the
+    node measures what fits into half of the free memory, up to 4,096 on the CPU and 32,768 elsewhere."""
     micro_batch_sequences: PositiveInt = 64
-    """Sequences per forward and backward pass; gradients accumulate to the full batch."""
+    """Most sequences per forward and backward pass."""
     advantage: Annotated[str, ADVANTAGES] = "grpo"
     """How much better an answer is than the others of its group."""
     advantage_parameters: dict[str, Any] = Field(default_factory=dict)

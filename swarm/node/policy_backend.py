@@ -36,7 +36,6 @@ def local_backend(config: Config, policy: Policy, peer_id: str) -> PolicyBackend
             policy,
             config.rollouts,
             config.training,
-            config.max_batch_groups,
             answer_bytes=engine.answer_bytes(num_tokens),
             held_bytes=engine.held_bytes,
         )

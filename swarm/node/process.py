@@ -5,7 +5,7 @@ import time
 
 from swarm.config import Config, dump_toml
 from swarm.config.node_folder import NodeFolder
-from swarm.machine.memory import bound_arenas
+from swarm.machine.memory import keep_heaps_small
 from swarm.machine.safe_files import close_to_others, replace_file
 from swarm.node.crash_report import crash_reports
 from swarm.node.node import Node
@@ -23,7 +23,7 @@ def run_node(
     `unlock`: opens an identity that is encrypted on disk. `end_when_stuck`: end the process when it makes no progress, as a
     supervisor starts it again.
     """
-    bound_arenas()
+    keep_heaps_small()
     close_to_others()
     folder = NodeFolder(config.node.dir, config.node.identity)
     folder.create()

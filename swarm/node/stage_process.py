@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from swarm.config import Config, NetworkSection
 from swarm.config.node_folder import NodeFolder
 from swarm.errors import ConfigError
-from swarm.machine.memory import bound_arenas
+from swarm.machine.memory import keep_heaps_small
 from swarm.machine.safe_files import close_to_others
 from swarm.machine.stop_signals import obey_stop_signals
 from swarm.network.commands.envelope import CommandChannel
@@ -46,7 +46,7 @@ def run_stage(config: Config, layers: Layers | None = None, unlock: Unlock | Non
 
     `unlock` opens an identity that is encrypted on disk.
     """
-    bound_arenas()
+    keep_heaps_small()
     close_to_others()
     folder = NodeFolder(config.node.dir, config.node.identity)
     folder.create()

@@ -11,6 +11,7 @@ from swarm.adapters.load_pretrained import load_pretrained
 from swarm.config import PolicySection
 from swarm.errors import MemoryBudgetError, PolicyError
 from swarm.policy.base_folder import read_base_json, weight_files
+from swarm.policy.recomputed_layers import checkpointed_layers
 
 _ID_SPAN = 2**31
 
@@ -49,8 +50,11 @@ def load_base(config: PolicySection, folder: Path, device: torch.device, dtype: 
     _use_one_weight_layout(model)
     model.requires_grad_(False)
     switch_dropout_off(model)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.gradient_checkpointing and not checkpointed_layers(model):
+        raise PolicyError(
+            f"policy.gradient_checkpointing needs a base whose layers can be computed again, got {type(model).__name__}; set "
+            "policy.gradient_checkpointing = false"
+        )
     return model.eval()
 
 

@@ -13,6 +13,7 @@ and positions count real tokens only.
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -20,14 +21,20 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
+from swarm.policy.answer_head import CHUNK_BYTES, Head, decode, score_tokens
+from swarm.policy.micro_batch_size import Extent, TokenSequence
+from swarm.policy.recomputed_layers import recomputed_layers
+
 
 class PromptCache:
     """Keys and values of prompts and of their continuations. Differentiable where grad is enabled."""
 
-    def __init__(self, model: Any, pad_token_id: int) -> None:
+    def __init__(self, model: Any, pad_token_id: int, compute: "Compute | None" = None) -> None:
+        """`compute` runs the model; by default it gives logits."""
         base = model.get_base_model()
         self._model = model
         self._pad_token_id = pad_token_id
+        self._compute = compute or logits_at
         self._takes_positions = "position_ids" in inspect.signature(base.forward).parameters
         self._cache = DynamicCache(config=base.config)
         self._mask = torch.empty(0, 0, dtype=torch.long)  # [B, tokens so far]
@@ -66,13 +73,18 @@ class PromptCache:
         self._next_position = self._next_position + num_new
         return self._forward(token_ids, positions, choose or (lambda hidden: hidden))
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every layer stores keys and values and no recurrent state."""
+        return all(is_plain_layer(layer) for layer in self._cache.layers)
+
     def num_bytes(self) -> int:
         """Memory of keys, values and recurrent states."""
         return sum(tensor.nbytes for layer in self._cache.layers for tensor in _states(layer))
 
     def _forward(self, token_ids: Tensor, positions: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
         inputs = {"position_ids": positions} if self._takes_positions else {}
-        return logits_at(
+        return self._compute(
             self._model,
             choose,
             input_ids=token_ids,
@@ -93,6 +105,10 @@ def _states(layer: Any) -> list[Tensor]:
     for name in ("conv_states", "recurrent_states"):
         found += getattr(layer, name, {}).values()
     return [tensor for tensor in found if isinstance(tensor, Tensor)]
+
+
+Compute = Callable[..., Tensor]
+"""`logits_at`, or a function with its arguments that gives hidden states."""
 
 
 def logits_at(model: Any, choose: Callable[[Tensor], Tensor], **inputs: Any) -> Tensor:
@@ -117,10 +133,6 @@ def logits_at(model: Any, choose: Callable[[Tensor], Tensor], **inputs: Any) -> 
     return logits if head_was_called else choose(logits)
 
 
-TokenSequence = tuple[Sequence[int], Sequence[int]]
-"""(prompt ids, answer ids), both at least one token long."""
-
-
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Results for B answers of at most T tokens, padded on the right."""
@@ -136,68 +148,89 @@ def token_logprobs(
     pad_id: int,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    *,
     share_prompts: bool = True,
+    recompute_layers: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> TokenLogprobs:
     """Compute log-probs of all answer tokens under softmax(logits / temperature), differentiable where grad is enabled.
 
-    With `share_prompts` the common prompt of several answers is computed once, forward and backward: 3 to 4 times faster
-    for groups of 8 with short answers. Switch it off under gradient checkpointing, which has no cache.
+    With `share_prompts` the common prompt of several answers is computed once, forward and backward, where that saves a
+    fifth of the tokens: 3 to 4 times faster for groups of 8 with short answers. With `recompute_layers` the backward pass
+    computes each layer again, which saves most of the memory for a third more time. `chunk_bytes` bounds the logits that
+    exist at a time.
     """
     device = next(model.parameters()).device
     answers = [list(answer) for _, answer in sequences]
     mask = _right_padded([[1.0] * len(answer) for answer in answers], 0.0, device)
     prompts = list(dict.fromkeys(tuple(prompt) for prompt, _ in sequences))
-    if share_prompts and len(prompts) < len(sequences):
-        logits = _shared_logits(model, prompts, sequences, mask=mask, pad_id=pad_id)
-    else:
-        logits = _separate_logits(model, sequences, mask, pad_id=pad_id)
+    recomputes = recompute_layers and torch.is_grad_enabled()
+    shares = share_prompts and Extent.of(sequences).shares_prompts
+    if shares and recomputes:
+        shares = PromptCache(model, pad_id).is_plain  # a recurrent state is changed in place, so it is not there again
+    with recomputed_layers(model) if recomputes else nullcontext():
+        if shares:
+            hidden, head = _shared(model, prompts, sequences, mask=mask, pad_id=pad_id)
+        else:
+            hidden, head = _separate(model, sequences, mask, pad_id=pad_id)
     targets = torch.tensor([token for answer in answers for token in answer], device=device)
-    return scored_answers(logits, targets, mask, temperature=temperature, with_entropy=with_entropy)
+    return scored_answers(
+        head, hidden, targets, mask, temperature=temperature, with_entropy=with_entropy, chunk_bytes=chunk_bytes
+    )
 
 
 def scored_answers(
-    logits: Tensor, targets: Tensor, mask: Tensor, temperature: float = 1.0, with_entropy: bool = False
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> TokenLogprobs:
-    """Compute log-probs of `targets` [N] from `logits` [N, V] of all answer tokens, row by row of `mask` [B, T]."""
-    scaled = logits.float() / temperature
-    normalizer = scaled.logsumexp(-1)  # [N], N = all answer tokens
-    flat = scaled.gather(-1, targets[:, None])[:, 0] - normalizer
-    entropy = _scatter(_entropy(scaled.detach(), normalizer.detach()), mask) if with_entropy else None
-    return TokenLogprobs(_scatter(flat, mask), mask, entropy)
+    """Compute log-probs of `targets` [N] from `hidden` [N, H] of all answer tokens, row by row of `mask` [B, T]."""
+    logprobs, entropy = score_tokens(
+        head, hidden, targets, temperature=temperature, with_entropy=with_entropy, chunk_bytes=chunk_bytes
+    )
+    return TokenLogprobs(_scatter(logprobs, mask), mask, None if entropy is None else _scatter(entropy, mask))
 
 
-def _separate_logits(model: Any, sequences: Sequence[TokenSequence], mask: Tensor, pad_id: int) -> Tensor:
-    """Logits [N, V] of all answer tokens from one right-padded batch; causal attention never sees the padding."""
+def _separate(model: Any, sequences: Sequence[TokenSequence], mask: Tensor, pad_id: int) -> tuple[Tensor, Head]:
+    """Hidden states [N, H] of all answer tokens from one right-padded batch; causal attention never sees the padding."""
     full = [[*prompt, *answer[:-1]] for prompt, answer in sequences]
     token_ids = _right_padded(full, pad_id, mask.device)
     rows, steps = mask.nonzero(as_tuple=True)
     columns = torch.tensor([len(prompt) - 1 for prompt, _ in sequences], device=mask.device)[rows] + steps
-    return logits_at(model, lambda hidden: hidden[rows, columns][None], input_ids=token_ids, use_cache=False)[0]
+    return decode(model, lambda hidden: hidden[rows, columns], input_ids=token_ids, use_cache=False)
 
 
-def _shared_logits(
+def _shared(
     model: Any, prompts: list[tuple[int, ...]], sequences: Sequence[TokenSequence], mask: Tensor, pad_id: int
-) -> Tensor:
-    """The same logits, with every distinct prompt computed once and its keys and values repeated for its answers."""
-    cache = PromptCache(model, pad_id)
+) -> tuple[Tensor, Head]:
+    """The same hidden states, with every distinct prompt computed once and its keys and values repeated for its answers."""
+    heads: list[Head] = []
+
+    def compute(model: Any, choose: Callable[[Tensor], Tensor], **inputs: Any) -> Tensor:
+        hidden, head = decode(model, choose, **inputs)
+        heads.append(head)
+        return hidden
+
+    cache = PromptCache(model, pad_id, compute)
     index = {prompt: i for i, prompt in enumerate(prompts)}
     prompt_of = torch.tensor([index[tuple(prompt)] for prompt, _ in sequences], device=mask.device)
-    first = cache.start(prompts, mask.device).index_select(0, prompt_of)  # [B, V]
+    first = cache.start(prompts, mask.device).index_select(0, prompt_of)  # [B, H]
     rows, steps = mask[:, 1:].nonzero(as_tuple=True)
     if len(rows) == 0:
-        return first
+        return first, heads[-1]
     cache.select(prompt_of)
     token_ids = _right_padded([list(answer[:-1]) for _, answer in sequences], pad_id, mask.device)
-    later = cache.extend(token_ids, lambda hidden: hidden[rows, steps][None])[0]  # [N - B, V]
+    later = cache.extend(token_ids, lambda hidden: hidden[rows, steps][None])[0]  # [N - B, H]
     is_first = mask.nonzero(as_tuple=True)[1] == 0
     order = torch.empty_like(is_first, dtype=torch.long)  # by answer: a_1 of row 0, its later tokens, a_1 of row 1, …
     order[is_first] = torch.arange(len(first), device=mask.device)
     order[~is_first] = torch.arange(len(first), len(order), device=mask.device)
-    return torch.cat([first, later])[order]
-
-
-def _entropy(scaled: Tensor, normalizer: Tensor) -> Tensor:
-    return normalizer - (scaled * (scaled - normalizer[:, None]).exp()).sum(-1)
+    return torch.cat([first, later])[order], heads[-1]
 
 
 def _scatter(flat: Tensor, mask: Tensor) -> Tensor:

@@ -22,8 +22,9 @@ from swarm.policy.base_model import check_is_causal, eos_token_ids, load_base, l
 from swarm.policy.chat_template import PromptFrame, prompt_frame
 from swarm.policy.device import resolve_device, resolve_dtype
 from swarm.policy.lineage import compute_lineage
-from swarm.policy.logprobs import TokenLogprobs, TokenSequence, token_logprobs
+from swarm.policy.logprobs import TokenLogprobs, token_logprobs
 from swarm.policy.lora import adapter_shape, attach_adapter
+from swarm.policy.micro_batch_size import DEFAULT_TOKENS, TokenSequence
 from swarm.policy.quiet import quiet_libraries
 from swarm.types import Lineage
 
@@ -65,6 +66,8 @@ class TextPolicy(ABC):
     """Token ids are below it."""
     version: int = 0
     """Number of optimizer steps taken."""
+    micro_batch_tokens: int = DEFAULT_TOKENS
+    """Most tokens of one forward and backward pass; the memory probe sets it."""
     pad_token_id: int = field(init=False)
     prompt_frame: PromptFrame | None = field(init=False)
     """The text that the base's chat template writes around a prompt; None without a template."""
@@ -134,7 +137,6 @@ class Policy(TextPolicy):
         without_adapter: bool = False,
     ) -> TokenLogprobs:
         """See `TextPolicy`. Differentiable where grad is enabled."""
-        shares = not self.config.gradient_checkpointing
         with self.model.disable_adapter() if without_adapter else nullcontext():
             return token_logprobs(
                 self.model,
@@ -142,7 +144,7 @@ class Policy(TextPolicy):
                 self.pad_token_id,
                 temperature=temperature,
                 with_entropy=with_entropy,
-                share_prompts=shares,
+                recompute_layers=self.config.gradient_checkpointing,
             )
 
 

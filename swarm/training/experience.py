@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from swarm.policy.micro_batch_size import cut
 from swarm.policy.policy import TextPolicy
 from swarm.types import Rollout, RolloutGroup
 
@@ -180,11 +181,14 @@ class RolloutConverter:
     @torch.no_grad()
     def _mean_logprobs(self, prompt_ids: tuple[int, ...], answers: Sequence[tuple[int, ...]]) -> list[float]:
         """[G] mean log-prob per token under the own policy."""
-        means: list[float] = []
-        size = self._micro_batch_sequences  # what fits into memory; a group of others may be many times larger
-        for start in range(0, len(answers), size):
-            scored = self._policy.token_logprobs([(prompt_ids, answer) for answer in answers[start : start + size]])
-            means += (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()
+        means = [0.0] * len(answers)
+        sequences = [(prompt_ids, answer) for answer in answers]
+        limits = {"max_sequences": self._micro_batch_sequences, "max_tokens": self._policy.micro_batch_tokens}
+        for part in cut(sequences, **limits):  # a group of others may be many times larger than what fits into memory
+            scored = self._policy.token_logprobs([sequences[index] for index in part])
+            means_of_part: list[float] = (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()
+            for index, mean in zip(part, means_of_part, strict=True):
+                means[index] = mean
         return means
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from swarm.config import TrainingSection
+from swarm.policy.micro_batch_size import cut
 from swarm.training.advantages import batch_advantages
 from swarm.training.experience import TrainingGroup
 from swarm.training.losses import sequence_scales
@@ -83,10 +84,13 @@ def training_sequences(
     ]
 
 
-def micro_batches(sequences: Sequence[TrainingSequence], size: int, device: torch.device) -> Iterator[MicroBatch]:
-    """Cut `sequences` into tensors of at most `size` sequences each, in order, so that siblings stay together."""
-    for start in range(0, len(sequences), size):
-        yield _collate(sequences[start : start + size], device)
+def micro_batches(
+    sequences: Sequence[TrainingSequence], device: torch.device, *, max_sequences: int, max_tokens: int
+) -> Iterator[MicroBatch]:
+    """Cut `sequences` into tensors that fit into memory (`swarm.policy.micro_batch_size.cut`)."""
+    pairs = [(sequence.prompt_ids, sequence.answer_ids) for sequence in sequences]
+    for part in cut(pairs, max_sequences=max_sequences, max_tokens=max_tokens):
+        yield _collate([sequences[index] for index in part], device)
 
 
 def _segments(group: TrainingGroup, rollout: Rollout) -> tuple[tuple[int, int], ...]:

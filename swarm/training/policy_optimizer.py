@@ -78,7 +78,7 @@ class LocalOptimizer:
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(), lr=config.lr, weight_decay=config.weight_decay, fused=policy.device.type != "mps"
         )
-        self._trains_in_train_mode = policy.config.lora.dropout > 0 or policy.config.gradient_checkpointing
+        self._has_dropout = policy.config.lora.dropout > 0
         policy.model.eval()
 
     def accumulate(self, parts: Sequence[Sequence[TokenSequence]], loss_of: LossOf, temperature: float) -> float:
@@ -152,8 +152,8 @@ class LocalOptimizer:
 
     @contextmanager
     def _training_mode(self) -> Generator[None, None, None]:
-        """Train mode where dropout or checkpointing needs it; dropout masks depend on the step, not on global state."""
-        if not self._trains_in_train_mode:
+        """Train mode where there is dropout, whose masks depend on the step and not on global state."""
+        if not self._has_dropout:
             yield
             return
         device = self._policy.device

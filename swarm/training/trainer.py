@@ -18,7 +18,8 @@ from torch import Tensor
 from swarm.config import TrainingSection
 from swarm.errors import CheckpointError, PipelineError
 from swarm.observability.tracing import Facts, traced
-from swarm.policy.logprobs import TokenLogprobs, TokenSequence
+from swarm.policy.logprobs import TokenLogprobs
+from swarm.policy.micro_batch_size import TokenSequence
 from swarm.policy.policy import TextPolicy
 from swarm.training.advantages import configured_advantage
 from swarm.training.corrections import configured_correction
@@ -92,8 +93,14 @@ class Trainer:
         if not sequences:
             self.num_skipped_steps += 1
             return StepReport.skip("no answer that takes part in the loss", lr=self._lr())
-        size = self._config.micro_batch_sequences
-        parts = list(micro_batches(sequences, size, self._policy.device))
+        parts = list(
+            micro_batches(
+                sequences,
+                self._policy.device,
+                max_sequences=self._config.micro_batch_sequences,
+                max_tokens=self._policy.micro_batch_tokens,
+            )
+        )
         frozen = [self._frozen_logprobs(part) for part in parts]
         staleness = token_staleness(sequences, self._policy.version)
         reports: list[StepReport] = []

@@ -30,7 +30,7 @@ def test_holes_in_the_heap_are_given_back() -> None:
     script = """
 import asyncio
 from swarm.machine import memory as heap
-heap.bound_arenas()
+heap.keep_heaps_small()
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 async def main():

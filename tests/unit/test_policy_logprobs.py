@@ -81,12 +81,46 @@ def test_the_first_token_and_eos_are_scored(make_policy: MakePolicy):
     assert result.logprobs.item() < 0
 
 
-def test_gradient_checkpointing_changes_no_gradient(make_policy: MakePolicy):
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "mistral", "gemma2"])
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_gradient_checkpointing_changes_no_gradient(make_policy: MakePolicy, name: str, share_prompts: bool):
     gradients = []
     for checkpointing in (False, True):
-        policy = make_policy(gradient_checkpointing=checkpointing)
-        policy.model.train()
-        sequences = ragged_sequences(policy)
-        token_logprobs(policy.model, sequences, policy.pad_token_id, share_prompts=False).logprobs.sum().backward()
+        policy = make_policy(name)
+        result = token_logprobs(
+            policy.model,
+            ragged_sequences(policy),
+            policy.pad_token_id,
+            share_prompts=share_prompts,
+            recompute_layers=checkpointing,
+        )
+        result.logprobs.sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]))
-    assert torch.allclose(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
+    assert gradients[0].norm() > 0
+    assert torch.allclose(gradients[0], gradients[1], rtol=1e-5, atol=1e-5)
+
+
+def test_answers_share_their_prompt_under_gradient_checkpointing(make_policy: MakePolicy):
+    """The prompt goes through the model once, and again in the backward pass."""
+    policy = make_policy()
+    token_logprobs(policy.model, [([5], [7])], policy.pad_token_id)  # the model's head is tried at the first call
+    layer = policy.model.get_base_model().model.layers[0].mlp
+    num_tokens: list[int] = []
+    layer.register_forward_pre_hook(lambda _module, inputs: num_tokens.append(inputs[0].shape[:2].numel()))
+    sequences = [([5] * 200, [7] * 20) for _ in range(16)]
+    result = token_logprobs(policy.model, sequences, policy.pad_token_id, recompute_layers=True)
+    assert num_tokens == [200, 16 * 19]
+    result.logprobs.sum().backward()
+    assert sorted(num_tokens) == [200, 200, 16 * 19, 16 * 19]
+
+
+def test_a_recurrent_state_is_not_shared_under_gradient_checkpointing(make_policy: MakePolicy):
+    policy = make_policy("falcon_h1", lora={"rank": 2, "targets": ["q_proj", "v_proj"]})
+    sequences = ragged_sequences(policy)
+    gradients = []
+    for checkpointing in (False, True):
+        policy.model.zero_grad()
+        result = token_logprobs(policy.model, sequences, policy.pad_token_id, recompute_layers=checkpointing)
+        result.logprobs.sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None]))
+    assert torch.allclose(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)

@@ -8,7 +8,7 @@ import torch
 from swarm.config import RolloutsSection, TrainingSection
 from swarm.engine.slot_engine import SlotEngine
 from swarm.errors import MemoryBudgetError
-from swarm.policy.memory_probe import MemoryNeed, probe_memory
+from swarm.policy.memory_probe import MemoryNeed, PeakBytes, measure_step, probe_memory
 from swarm.policy.policy import Policy
 
 MakePolicy = Callable[..., Policy]
@@ -17,16 +17,46 @@ MakePolicy = Callable[..., Policy]
 def need(
     policy: Policy,
     *,
-    micro_batch: int = 16,
+    tokens: int | None = None,
     batch: int = 16,
-    groups: int = 4,
     available: int | None = None,
     cache_mib: int | None = None,
+    max_new_tokens: int = 8,
+    micro_batch_sequences: int = 64,
 ) -> MemoryNeed:
-    rollouts = RolloutsSection(max_new_tokens=8, max_batch_sequences=batch, cache_mib=cache_mib)
-    training = TrainingSection(micro_batch_sequences=micro_batch)
-    answer_bytes = SlotEngine(policy, batch).answer_bytes(policy.config.max_prompt_tokens + 8)
-    return probe_memory(policy, rollouts, training, groups, answer_bytes=answer_bytes, available_bytes=available)
+    rollouts = RolloutsSection(max_new_tokens=max_new_tokens, max_batch_sequences=batch, cache_mib=cache_mib)
+    training = TrainingSection(micro_batch_tokens=tokens, micro_batch_sequences=micro_batch_sequences)
+    answer_bytes = SlotEngine(policy, batch).answer_bytes(policy.config.max_prompt_tokens + max_new_tokens)
+    return probe_memory(policy, rollouts, training, answer_bytes=answer_bytes, available_bytes=available)
+
+
+def tensors_of(policy: Policy) -> list[torch.Tensor]:
+    parameters = list(policy.model.parameters())
+    return [*parameters, *policy.model.buffers(), *(one.grad for one in parameters if one.grad is not None)]
+
+
+def peak_bytes(policy: Policy, num_sequences: int, prompt: int, answer: int) -> int:
+    """Bytes that a training step takes at its peak, besides weights and what the optimizer holds."""
+    sequences = [([index, *[5] * (prompt - 1)], [7] * answer) for index in range(num_sequences)]
+    policy.token_logprobs(sequences[:1]).logprobs.sum().backward()  # gradients exist from here on
+    with PeakBytes({tensor.untyped_storage().data_ptr() for tensor in tensors_of(policy)}) as peak:
+        policy.token_logprobs(sequences, with_entropy=True).logprobs.sum().backward()
+    policy.model.zero_grad()
+    return peak.most
+
+
+def test_the_peak_is_of_tensors_that_exist_at_once():
+    weight = torch.ones(1000)
+    with PeakBytes({weight.untyped_storage().data_ptr()}) as peak:
+        one = weight * 2
+        view = one[:500]
+        del one  # the view still needs its memory
+        other = weight + 1
+        assert peak.most == 8000
+        del view, other
+        torch.zeros(500)
+        weight.mul_(3)
+    assert peak.most == 8000
 
 
 def test_cache_bytes_are_exact(make_policy: MakePolicy):
@@ -37,44 +67,78 @@ def test_cache_bytes_are_exact(make_policy: MakePolicy):
     assert need(policy, cache_mib=1, batch=64).rollout_bytes == 2 * 2 * 2 * 8 * 108 * 4 * 37  # as many as 1 MiB holds
 
 
-def test_longer_prompts_and_larger_batches_need_more(make_policy: MakePolicy):
-    short, long = make_policy(max_prompt_tokens=50), make_policy(max_prompt_tokens=400)
-    assert need(long).training_bytes > 4 * need(short).training_bytes
-    assert need(short, micro_batch=64).training_bytes > need(short, micro_batch=16).training_bytes
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma2", "mistral"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_need_of_long_sequences_follows_from_short_ones(make_policy: MakePolicy, name: str, checkpointing: bool):
+    policy = make_policy(name, gradient_checkpointing=checkpointing)
+    step = measure_step(policy)
+    for case in ((1, 50, 350), (4, 250, 50), (16, 40, 80)):
+        assert step.of(*case) - step.adapter_bytes == pytest.approx(peak_bytes(policy, *case), rel=0.15), case
+
+
+def test_the_budget_of_tokens_is_chosen_by_the_free_memory(make_policy: MakePolicy):
+    policy = make_policy(max_prompt_tokens=92)  # the longest sequence has 100 tokens
+    step = measure_step(policy)
+    plenty = need(policy, available=10**11)
+    assert plenty.micro_batch_tokens == policy.micro_batch_tokens == 4096
+    scarce = need(policy, available=2 * step.of(5, 92, 8))
+    assert scarce.micro_batch_tokens == policy.micro_batch_tokens == 500
+    assert scarce.training_bytes <= scarce.available_bytes / 2
+    assert need(policy, available=step.of(1, 92, 8) + 1).micro_batch_tokens == 100
+
+
+def test_what_the_config_says_is_the_budget(make_policy: MakePolicy):
+    policy = make_policy(max_prompt_tokens=92)
+    assert need(policy, tokens=800, available=10**10).micro_batch_tokens == policy.micro_batch_tokens == 800
+    assert need(policy, tokens=800).training_bytes == measure_step(policy).of(8, 92, 8)
+    assert need(policy, tokens=800, micro_batch_sequences=3).training_bytes == measure_step(policy).of(3, 92, 8)
+
+
+def test_probing_takes_little_memory_whatever_the_vocabulary(make_policy: MakePolicy):
+    """What the probe itself allocates does not depend on the batch, or on how long sequences may be."""
+    policy = make_policy(max_prompt_tokens=5000)
+    with PeakBytes({tensor.untyped_storage().data_ptr() for tensor in tensors_of(policy)}) as peak:
+        whole = need(policy, tokens=10**6, available=10**12, max_new_tokens=5000)
+    assert peak.most < whole.training_bytes / 100
 
 
 def test_gradient_checkpointing_needs_less(make_policy: MakePolicy):
     plain, checkpointed = make_policy(), make_policy(gradient_checkpointing=True)
-    one_prompt_each = {"micro_batch": 4, "groups": 4}  # with nothing to share, activations are all that differs
-    assert need(checkpointed, **one_prompt_each).training_bytes < need(plain, **one_prompt_each).training_bytes / 3
+    assert measure_step(checkpointed).stored.linear < measure_step(plain).stored.linear / 3
 
 
-def test_what_does_not_fit_is_refused_with_the_number_that_would(make_policy: MakePolicy):
-    policy = make_policy()
-    whole = need(policy, micro_batch=16).training_bytes
+def test_a_step_that_does_not_fit_is_refused_with_the_budget_that_would(make_policy: MakePolicy):
+    policy = make_policy(max_prompt_tokens=92)
+    step = measure_step(policy)
     with pytest.raises(
-        MemoryBudgetError, match=r"at training\.micro_batch_sequences = 16; set training\.micro_batch_sequences = 8,"
+        MemoryBudgetError,
+        match=r"sequences of 100 tokens.* GB are free; set training\.micro_batch_tokens = 400, or lower",
     ):
-        need(policy, micro_batch=16, available=whole // 2 + 16)
+        need(policy, tokens=1600, available=step.of(4, 92, 8) + 1)
+    assert policy.micro_batch_tokens == 4096  # as before
+    with pytest.raises(
+        MemoryBudgetError, match=r"free; set policy\.gradient_checkpointing = true, policy\.quantization or"
+    ):
+        need(policy, available=step.of(1, 92, 8) - 1)
 
 
-def test_a_cache_that_does_not_fit_names_its_own_setting(make_policy: MakePolicy):
+def test_rollouts_that_do_not_fit_name_their_own_setting(make_policy: MakePolicy):
     policy = make_policy()
-    enough_for_training = need(policy, micro_batch=1, groups=1).training_bytes
+    enough_for_training = measure_step(policy).of(1, policy.config.max_prompt_tokens, 8)
     with pytest.raises(MemoryBudgetError, match=r"set rollouts\.max_batch_sequences = \d+"):
-        need(policy, micro_batch=1, groups=1, batch=4096, available=enough_for_training)
+        need(policy, batch=65536, available=enough_for_training)
 
 
 def test_a_cache_that_does_not_hold_one_answer_is_refused_with_the_size_that_would(make_policy: MakePolicy):
     policy = make_policy(max_prompt_tokens=5000)
     with pytest.raises(MemoryBudgetError, match=r"must fit into 1\.0 MiB, got 1\.2 MiB; set rollouts\.cache_mib = 2,"):
-        need(policy, cache_mib=1, batch=1, micro_batch=1, groups=1)
+        need(policy, cache_mib=1, batch=1)
 
 
 def test_what_the_engine_holds_is_not_free(make_policy: MakePolicy):
-    policy, training = make_policy(), TrainingSection(micro_batch_sequences=1)
+    policy, training = make_policy(), TrainingSection()
     rollouts = RolloutsSection(max_new_tokens=8, max_batch_sequences=1)
-    probe = probe_memory(policy, rollouts, training, 1, answer_bytes=1, held_bytes=300, available_bytes=10**9)
+    probe = probe_memory(policy, rollouts, training, answer_bytes=1, held_bytes=300, available_bytes=10**9)
     assert probe.available_bytes == 10**9 - 300
 
 

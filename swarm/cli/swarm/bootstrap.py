@@ -90,14 +90,14 @@ def bootstrap(
     from swarm.cli.swarm.passphrase import unlock
     from swarm.config import parse
     from swarm.config.node_folder import NodeFolder
-    from swarm.machine.memory import bound_arenas
+    from swarm.machine.memory import keep_heaps_small
     from swarm.machine.safe_files import close_to_others
     from swarm.manifest.joining import bootstrap_addresses
     from swarm.observability.logging_setup import set_up_logging
     from swarm.records import identity as identities
     from swarm.records.identity import IdentityLock
 
-    bound_arenas()
+    keep_heaps_small()
     close_to_others()
     swarm, limits, plane, known = {"name": name}, {}, "libp2p", None
     if manifest is not None:

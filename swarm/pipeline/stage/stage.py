@@ -352,8 +352,14 @@ class Stage:
         rows, steps = mask.nonzero(as_tuple=True)
         columns = torch.tensor(answers.starts, device=device)[rows] + steps
         targets = torch.tensor([token for row in answers.token_ids for token in row], device=device)
-        logits = self._model.logits(hidden[rows, columns])  # [N, V] of answer tokens alone
-        return scored_answers(logits, targets, mask, temperature=answers.temperature, with_entropy=answers.with_entropy)
+        return scored_answers(
+            self._model.head(),
+            hidden[rows, columns],
+            targets,
+            mask,
+            temperature=answers.temperature,
+            with_entropy=answers.with_entropy,
+        )
 
     def _check_states(self, states: Tensor) -> None:
         width, limit = self._model.width, self._settings.max_states

@@ -23,6 +23,7 @@ from swarm.adapters.adapter_state import adapter_parameters
 from swarm.config import LoraSection
 from swarm.errors import PipelineError
 from swarm.pipeline.model_shape import Layout, StagePart, adapter_targets, layout_of, on_meta, read_config
+from swarm.policy.answer_head import Head
 from swarm.policy.base_folder import weight_files
 from swarm.policy.base_model import switch_dropout_off
 from swarm.policy.lora import attach_adapter
@@ -182,6 +183,12 @@ class StageModel:
         if self._head is None or self._norm is None:
             raise PipelineError("logits must come from a stage with the head, got one without; fix the route")
         return self._head(self._norm(hidden))
+
+    def head(self) -> Head:
+        """The head, for log-probs that are computed a chunk of tokens at a time."""
+        modules = filter(None, (self._norm, self._head))
+        is_trained = any(parameter.requires_grad for module in modules for parameter in module.parameters())
+        return Head(self.logits, self.vocab_size, is_trained)
 
     def num_parameters(self) -> int:
         """Number of parameters, frozen ones included, each counted once."""
