@@ -148,7 +148,9 @@ def _separated(causal: Any, choose: Callable[[Tensor], Tensor], **inputs: Any) -
             return causal(input_ids=torch.zeros(1, 1, dtype=torch.long, device=chunk.device), use_cache=False).logits[0]
 
     in_decoder = {id(parameter) for parameter in decoder.parameters()}
-    is_trained = any(one.requires_grad and id(one) not in in_decoder for one in causal.parameters())
+    after_decoder = [one for one in causal.parameters() if id(one) not in in_decoder]
+    tied = causal.get_output_embeddings().parameters()  # may be those of the embedding, in the decoder
+    is_trained = any(one.requires_grad for one in (*after_decoder, *tied))
     return hidden, Head(logits, causal.config.get_text_config().vocab_size, is_trained)
 
 

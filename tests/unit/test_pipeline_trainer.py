@@ -27,7 +27,7 @@ async def test_a_training_step_is_that_of_the_trainer(
     policy = make_policy(name)
     groups = sampled_groups(policy)
     config = TrainingSection(lr=1e-3, warmup_steps=0, micro_batch_sequences=3, max_grad_norm=0.02, lr_by_ess=False)
-    parts = list(micro_batches(training_sequences(groups, config, 6), 3, policy.device))
+    parts = list(micro_batches(training_sequences(groups, config, 6), policy.device, max_sequences=3, max_tokens=4096))
     assert len(parts) > 3
 
     def loss_of(index: int, result: TokenLogprobs) -> Tensor:
