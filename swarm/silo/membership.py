@@ -218,7 +218,7 @@ class Membership:
         if own is None:
             return None
         key = open_epoch_key(self._box_key, roll.epoch, own.wrapped, context=self._context())
-        if key.epoch == self.keys.epoch and not key.equals(self.keys.current):
+        if key.epoch == self.keys.epoch and not key.has_same_secret(self.keys.current):
             raise SiloError(
                 f"a silo must have one key of epoch {key.epoch}, got a second one on roll {roll.version}; its owner must "
                 "rotate from the folder with the right roll",
