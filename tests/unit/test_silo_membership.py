@@ -120,7 +120,7 @@ def test_a_line_of_the_log_names_few_members(caplog: pytest.LogCaptureFixture, n
     assert caplog.messages[0].endswith(f"){more}") and caplog.messages[0].count("12D3") == 8
 
 
-def test_who_is_on_no_roll_of_a_later_epoch_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_who_is_not_on_the_roll_of_a_later_epoch_is_warned(caplog: pytest.LogCaptureFixture) -> None:
     owner = found(ANN)
     before = owner.data
     token = decode_token(invite(owner, BEN))
