@@ -381,6 +381,45 @@ def test_an_author_whose_groups_are_of_no_use_loses_its_share_whatever_lineage_i
         assert reputation.trust(group.author) < 0.25 and not reputation.is_banned(group.author)
 
 
+def test_a_prompt_may_be_as_long_as_the_settings_say(make_policy: Callable[..., Policy]) -> None:
+    num_tokens = len(make_policy().encode_prompt(PROMPT))
+    policy, shorter = (make_policy(max_prompt_tokens=limit) for limit in (num_tokens, num_tokens - 1))
+    group = written_by(policy, "12", "13")
+    assert translator(policy).foreign(PROMPT, group) is not None
+    reader = translator(shorter)
+    assert reader.foreign(PROMPT, group) is None and reader.dropped == {"long_prompt": 1}
+
+
+def test_a_group_needs_an_answer_that_reaches_the_level_of_success(llama: Policy) -> None:
+    group = written_by(llama, "12", "13", rewards=(0.5, 0.0))
+    assert translator(llama).foreign(PROMPT, group, success_level=0.5) is not None
+    reader = translator(llama)
+    assert reader.foreign(PROMPT, group, success_level=0.51) is None and reader.dropped == {"nothing_usable": 1}
+
+
+def test_the_floor_is_a_quantile_of_own_answers_and_an_answer_at_it_is_kept(llama: Policy) -> None:
+    group = written_by(llama, "12", "13", "14")
+    prompt = tuple(llama.encode_prompt(PROMPT))
+    means = translator(llama)._mean_logprobs(prompt, [one.token_ids for one in group.rollouts])
+    for quantile, num_kept in ((0.5, 3), (0.53, 0)):  # of 64 own answers the 32nd and the 34th
+        reader = translator(llama, quantile=quantile)
+        reader.observe_own([0.0] * 32 + [min(means)] * 32)
+        assert len(reader._above_floor(prompt, group).rollouts) == num_kept
+
+
+def test_an_author_of_which_something_is_useful_is_not_reported_for_a_quarter_of_unlikely_answers(
+    llama: Policy,
+) -> None:
+    group = written_by(llama, "12", "13", "14", "zqxj~^zqxj~^", rewards=(1.0, 0.0, 0.0, 1.0))
+    prompt = tuple(llama.encode_prompt(PROMPT))
+    means = translator(llama)._mean_logprobs(prompt, [one.token_ids for one in group.rollouts])
+    reported: list[str] = []
+    reader = RolloutConverter(llama, 0.5, 64, lambda author, bad: reported.append(author), micro_batch_sequences=64)
+    reader.observe_own([(means[3] + min(means[:3])) / 2] * 64)
+    got = reader.foreign(PROMPT, group)
+    assert got is not None and len(got.group.rollouts) == 3 and reported == []
+
+
 def test_a_prompt_too_long_for_the_own_template_is_counted(neox: Policy, llama: Policy) -> None:
     reader = translator(neox)
     assert reader.foreign("x" * 20_000, written_by(llama, "12", "13")) is None

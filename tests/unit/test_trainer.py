@@ -16,6 +16,7 @@ from swarm.engine.sampling import Sampling
 from swarm.engine.slot_engine import SlotEngine
 from swarm.errors import CheckpointError, TrainingError
 from swarm.extensions.points import ADVANTAGES, CORRECTIONS
+from swarm.policy.logprobs import TokenLogprobs
 from swarm.policy.policy import Policy, load_policy
 from swarm.training.experience import TrainingGroup
 from swarm.training.policy_optimizer import LocalOptimizer
@@ -498,6 +499,49 @@ def test_adaptive_clip_bounds_survive_a_restart(make_policy: MakePolicy):
     del state["adaptive_clip_notch"]  # a checkpoint of an older version
     resumed.restore(tensors, state)
     assert resumed.state()[1]["adaptive_clip_notch"] == 0
+
+
+def test_a_saved_state_does_not_change_with_later_steps(make_policy: MakePolicy):
+    policy = make_policy()
+    trainer, groups = trainer_of(policy), sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    trainer.step(groups)
+    saved, _ = trainer.state()
+    before = {(kind, name): value.clone() for kind, named in saved.items() for name, value in named.items()}
+    trainer.step(groups)
+    assert all(torch.equal(saved[kind][name], value) for (kind, name), value in before.items())
+
+
+@pytest.mark.parametrize(("settings", "is_needed"), [({}, False), ({"gradient_checkpointing": True}, True)])
+def test_the_model_is_in_train_mode_only_for_gradients_that_need_it(
+    make_policy: MakePolicy, settings: dict[str, Any], is_needed: bool
+):
+    policy, modes = make_policy(**settings), list[bool]()
+    steps = LocalOptimizer(TrainingSection(), policy)
+
+    def loss_of(index: int, result: TokenLogprobs) -> Tensor:
+        modes.append(policy.model.training)
+        return result.logprobs.sum()
+
+    steps.accumulate([[((5, 6), (7, 8))], [((5,), (7,))]], loss_of, 1.0)
+    assert modes == [is_needed] * 2 and not policy.model.training
+
+
+def test_a_gradient_of_one_tensor_alone_moves_it(make_policy: MakePolicy):
+    policy = make_policy()
+    steps = LocalOptimizer(TrainingSection(weight_decay=0.0), policy)
+    name, first = next(iter(adapter_parameters(policy.model)))
+    before = steps.read()
+    steps.accumulate([[((5, 6), (7, 8))]], lambda index, result: first.sum(), 1.0)
+    steps.apply(1e-3)
+    after = steps.read()
+    assert [one for one in before if not torch.equal(before[one], after[one])] == [name] and policy.version == 1
+
+
+def test_an_answer_may_be_as_long_as_the_limit(make_policy: MakePolicy):
+    policy = make_policy()
+    (group, *_) = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    longest = with_rollouts(group, lambda i, r: replace(r, token_ids=(5,) * 6, logprobs=(-1.0,) * 6))
+    assert trainer_of(policy).step([longest]).num_tokens == 6 * len(group.group.rollouts)
 
 
 def test_writing_turned_tensors_forgets_their_moments_and_no_others(make_policy: MakePolicy):
