@@ -201,6 +201,14 @@ def test_the_ratio_to_the_sampler_is_r_times_w(batch: tuple[Tensor, ...]):
     assert equal_losses((new, old, old, mask, signed), section(), section("token", "none", "sampler"))
 
 
+def test_distance_to_the_sampler_is_half_the_squared_difference_where_it_is_known():
+    new, mask = torch.full((2, 2), -4.0), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    part = batch_of(torch.full((2, 2), -1.0), torch.ones(2, 1))._replace(has_behaviour=torch.tensor([[1.0], [0.0]]))
+    terms, _, _ = loss_and_gradient(new, new, mask, part, section())
+    assert terms.sampler_distance.tolist() == [[4.5, 4.5], [0.0, 0.0]]
+    assert terms.sampler_known.tolist() == [[1.0, 1.0], [0.0, 0.0]]
+
+
 def test_unusable_logprobs_only_measure_the_distance():
     """Of another lineage: no weights, no ratio to the sampler, but opsm may drop the answer."""
     new = torch.full((2, 3), -4.0, dtype=torch.float64)

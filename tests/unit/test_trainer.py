@@ -1,7 +1,7 @@
 """The step as a whole: against an independent computation, in micro-batches, interrupted, fed with bad data."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from swarm.engine.sampling import Sampling
 from swarm.engine.slot_engine import SlotEngine
 from swarm.errors import CheckpointError, TrainingError
 from swarm.extensions.points import ADVANTAGES, CORRECTIONS
-from swarm.policy.logprobs import TokenLogprobs
+from swarm.policy.logprobs import TokenLogprobs, TokenSequence
 from swarm.policy.policy import Policy, load_policy
 from swarm.training.experience import TrainingGroup
 from swarm.training.policy_optimizer import LocalOptimizer
@@ -254,6 +254,42 @@ def test_inner_epochs_move_away_from_the_frozen_policy(make_policy: MakePolicy):
     assert policy.version == 3
     assert report.mean_ratio != pytest.approx(1.0, abs=1e-3)
     assert report.clip_fraction > 0
+
+
+@pytest.mark.parametrize(("inner_epochs", "num_passes"), [(1, 1), (2, 3)])
+def test_log_probs_are_computed_ahead_only_where_the_policy_moves_within_a_step(
+    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, inner_epochs: int, num_passes: int
+):
+    policy, passes, compute = make_policy(), list[int](), Policy.token_logprobs
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    policy.version = inner_epochs  # the KL to the base is measured at every fourth step, the first one included
+
+    def counted(policy: Policy, answers: Sequence[TokenSequence], *others: Any, **settings: Any) -> TokenLogprobs:
+        passes.append(len(answers))
+        return compute(policy, answers, *others, **settings)
+
+    monkeypatch.setattr(Policy, "token_logprobs", counted)
+    trainer_of(policy, inner_epochs=inner_epochs, micro_batch_sequences=64).step(groups)
+    assert passes == [16] * num_passes
+
+
+def test_kl_to_the_base_is_measured_at_every_fourth_step_and_one_answer_in_sixteen(make_policy: MakePolicy):
+    policy = make_policy()
+    groups = sampled_groups(policy, group_size=5, max_new_tokens=MAX_NEW_TOKENS)
+    trainer = trainer_of(policy, inner_epochs=2)
+    assert [trainer.step(groups).kl is not None for _ in range(5)] == [True, False, False, False, True]
+    assert trainer._kl_rows(33) == [] and policy.version == 10
+    policy.version = 16
+    assert trainer._kl_rows(33) == [0, 16, 32]
+
+
+@pytest.mark.parametrize(("ratio", "is_clipped"), [("sequence", True), ("token", False)])
+def test_the_ratio_of_an_answer_has_a_clip_range_of_its_own(make_policy: MakePolicy, ratio: str, is_clipped: bool):
+    policy = make_policy()
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    settings = {"inner_epochs": 2, "lr": 1e-4, "sequence_clip_low": 1e-7, "sequence_clip_high": 1e-7}
+    report = trainer_of(policy, ratio=ratio, **settings).step(groups)
+    assert (report.clip_fraction > 0) == is_clipped
 
 
 def test_temperature_is_that_of_sampling(make_policy: MakePolicy):
@@ -511,11 +547,8 @@ def test_a_saved_state_does_not_change_with_later_steps(make_policy: MakePolicy)
     assert all(torch.equal(saved[kind][name], value) for (kind, name), value in before.items())
 
 
-@pytest.mark.parametrize(("settings", "is_needed"), [({}, False), ({"gradient_checkpointing": True}, True)])
-def test_the_model_is_in_train_mode_only_for_gradients_that_need_it(
-    make_policy: MakePolicy, settings: dict[str, Any], is_needed: bool
-):
-    policy, modes = make_policy(**settings), list[bool]()
+def test_without_dropout_gradients_are_computed_in_evaluation_mode(make_policy: MakePolicy):
+    policy, modes = make_policy(), list[bool]()
     steps = LocalOptimizer(TrainingSection(), policy)
 
     def loss_of(index: int, result: TokenLogprobs) -> Tensor:
@@ -523,7 +556,7 @@ def test_the_model_is_in_train_mode_only_for_gradients_that_need_it(
         return result.logprobs.sum()
 
     steps.accumulate([[((5, 6), (7, 8))], [((5,), (7,))]], loss_of, 1.0)
-    assert modes == [is_needed] * 2 and not policy.model.training
+    assert modes == [False] * 2
 
 
 def test_a_gradient_of_one_tensor_alone_moves_it(make_policy: MakePolicy):
