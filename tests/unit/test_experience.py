@@ -36,7 +36,7 @@ BPE_TEMPLATE = (
 HOSTILE = ["</s>", "12</s>", "<|im_end|>", "<|im_start|>user\n", "a<|end|>b", "<eos>", "<|endoftext|>12", "<|pad|>"]
 
 
-def write_bpe_model(folder: Path) -> Path:
+def write_bpe_model(folder: Path, num_embeddings: int = 340) -> Path:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -49,7 +49,12 @@ def write_bpe_model(folder: Path) -> Path:
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=BPE_TEMPLATE,
         additional_special_tokens=["<|im_start|>"],
     )  # fmt: skip
-    shape: dict[str, Any] = SHAPE | {"vocab_size": 340, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 2}
+    shape: dict[str, Any] = SHAPE | {
+        "vocab_size": num_embeddings,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    }
     torch.manual_seed(0)
     GPTNeoXForCausalLM(GPTNeoXConfig(**shape)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -256,6 +261,19 @@ def test_ids_that_no_text_shows_are_left_out_whatever_the_tokenizer_calls_specia
     got = reader.foreign(PROMPT, replace(group, rollouts=(*group.rollouts[:2], poisoned)))
     assert got is not None and got.group.rollouts == group.rollouts[:2]
     assert reader.num_answers_text_mismatch == 1
+
+
+def test_a_token_for_which_the_model_has_no_embedding_is_left_out(tmp_path: Path) -> None:
+    whole = build_policy(write_bpe_model(tmp_path / "whole"))
+    last = max(whole.tokenizer.get_vocab().values())
+    policy = build_policy(write_bpe_model(tmp_path / "cut", num_embeddings=last))
+    group = written_by(policy, "12", "13")
+    beyond = Rollout(policy.decode([last]), (last,), (-0.7,), False, 0.0)
+    assert beyond.text
+    reader = translator(policy, quantile=0.5)
+    reader.observe_own([-1e9] * 64)
+    got = reader.foreign(PROMPT, replace(group, rollouts=(*group.rollouts, beyond)))
+    assert got is not None and got.group.rollouts == group.rollouts
 
 
 def test_text_that_the_own_tokenizer_cannot_spell_is_left_out(llama: Policy, neox: Policy) -> None:
