@@ -349,6 +349,13 @@ def test_strangers_together_get_their_share_and_no_more() -> None:
     standing = shares_of(known(made(), *honest)).standing([*honest, *sybils])
     of_sybils = sum(standing[sybil] for sybil in sybils) / sum(standing.values())
     assert of_sybils == pytest.approx(0.25)
+    reputation = known(made(), *honest)
+    for name in (*sybils, honest[0]):
+        reputation.admitted(name)
+    for name in (*sybils[:20], honest[0]):
+        reputation.hint(name, 1.0)  # less of what each weighs, and the same bound on all
+    standing = shares_of(reputation).standing([*honest, *sybils])
+    assert sum(standing[sybil] for sybil in sybils) / sum(standing.values()) == pytest.approx(0.25)
     alone = shares_of(known(made(), *honest), share=1.0).standing([*honest, sybils[0]])
     assert alone[sybils[0]] == pytest.approx(1 / (1 + PROBATION_BODIES))
 
