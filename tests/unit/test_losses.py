@@ -40,7 +40,8 @@ def test_clipped_loss_by_hand(ratio: float, advantage: float, loss: float, gradi
 
 @pytest.mark.parametrize(("ratio", "sign"), [(0.8, -1.0), (1.28, 1.0), (4.0, -1.0), (0.1, 0.0), (9.0, 0.0)])
 def test_a_token_at_a_bound_or_without_advantage_is_not_clipped(ratio: float, sign: float):
-    terms = clipped_loss(torch.tensor([[ratio]]).double(), torch.tensor([[sign]]).double(), **CLIP)
+    ratios, advantages = (torch.tensor([[value]], dtype=torch.float64) for value in (ratio, sign))
+    terms = clipped_loss(ratios, advantages, **CLIP)
     assert terms.loss.item() == pytest.approx(-ratio * sign) and not terms.is_clipped.item()
 
 
