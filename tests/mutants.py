@@ -175,7 +175,9 @@ def _run_tests(tree: Path, tests: tuple[str, ...]) -> None:
         os.dup2(file.fileno(), 2)
     import pytest
 
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not alone", "-o", f"timeout={TEST_TIMEOUT_S}"]
+    # by a thread that ends the process: an event loop that spins swallows the exception of a signal handler
+    limits = ["-o", f"timeout={TEST_TIMEOUT_S}", "-o", "timeout_method=thread"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not alone", *limits]
     os._exit(pytest.main([*options, f"--rootdir={tree}", *tests]))
 
 
