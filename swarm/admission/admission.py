@@ -19,7 +19,7 @@ from swarm.records.codec import body_hash, decode_body, decode_header, decode_re
 from swarm.records.context import SwarmContext
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.records.signing import signature_is_valid
-from swarm.types import Header, Lineage, RolloutGroup, TaskRef
+from swarm.types import GroupSummary, Header, Lineage, Rollout, RolloutGroup, TaskRef
 
 MAX_CLOCK_SKEW_S = 10.0
 """A header from further in the future is rejected. hivemind asks for clocks within 3 s anyway."""
@@ -95,6 +95,7 @@ class HeaderAdmission:
 
 
 REWARD_TOLERANCE = 1e-4
+MEAN_REWARD_TOLERANCE = 1e-3
 
 
 class TaskVerifier(Protocol):
@@ -157,21 +158,15 @@ class Admission(HeaderAdmission):
             raise InvalidRecord(Rejection.OVERSIZE, f"{len(group.rollouts)} rollouts > {self._config.max_group_size}")
         for rollout in group.rollouts:
             self._check_tokens(group.lineage, rollout.token_ids, rollout.text, rollout.finished)
-        rewards = self._verifier.rewards(group)
-        for rollout, reward in zip(group.rollouts, rewards, strict=True):
-            if abs(rollout.reward - reward) > REWARD_TOLERANCE:
-                raise InvalidRecord(Rejection.REWARD_MISMATCH, f"claims {rollout.reward:.4f}, is {reward:.4f}")
-        rollouts = tuple(replace(r, reward=reward) for r, reward in zip(group.rollouts, rewards, strict=True))
-        return replace(group, rollouts=rollouts)
+        rewarded = zip(group.rollouts, self._verifier.rewards(group), strict=True)
+        return replace(group, rollouts=tuple(_with_reward(rollout, reward) for rollout, reward in rewarded))
 
     @staticmethod
     def _check_matches_header(header: Header, groups: tuple[RolloutGroup, ...]) -> None:
         if len(groups) != len(header.groups):
             raise InvalidRecord(Rejection.HEADER_MISMATCH, f"{len(groups)} groups, announced {len(header.groups)}")
-        for summary, group in zip(header.groups, groups, strict=True):
-            announced = (summary.task, summary.num_rollouts)
-            if announced != (group.task, len(group.rollouts)) or abs(summary.mean_reward - group.mean_reward) > 1e-3:
-                raise InvalidRecord(Rejection.HEADER_MISMATCH, "task, count or mean reward differ")
+        if not all(map(_summarizes, header.groups, groups)):
+            raise InvalidRecord(Rejection.HEADER_MISMATCH, "task, count or mean reward differ")
 
     def _check_tokens(self, lineage: Lineage, ids: tuple[int, ...], text: str, finished: bool) -> None:
         """With the same tokenizer, the ids must spell the text, or else a right answer could carry poisoned tokens."""
@@ -187,3 +182,17 @@ class Admission(HeaderAdmission):
             raise InvalidRecord(Rejection.TOKENS, "EOS is not exactly where the answer ends")
         if own.decode(ids) != text:
             raise InvalidRecord(Rejection.TOKENS, "the ids do not spell the text")
+
+
+def _with_reward(rollout: Rollout, reward: float) -> Rollout:
+    """Return the rollout with its recomputed reward. Raises InvalidRecord where it claims another one."""
+    if abs(rollout.reward - reward) > REWARD_TOLERANCE:
+        raise InvalidRecord(Rejection.REWARD_MISMATCH, f"claims {rollout.reward:.4f}, is {reward:.4f}")
+    return replace(rollout, reward=reward)
+
+
+def _summarizes(summary: GroupSummary, group: RolloutGroup) -> bool:
+    """Return whether a header's summary is of this group."""
+    announced = (summary.task, summary.num_rollouts)
+    is_near = abs(summary.mean_reward - group.mean_reward) <= MEAN_REWARD_TOLERANCE
+    return announced == (group.task, len(group.rollouts)) and is_near

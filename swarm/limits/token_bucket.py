@@ -33,7 +33,7 @@ class TokenBucket:
 
     def take(self, amount: float, now: float) -> float:
         """Take `amount` in any case. Returns the seconds until it would have been available."""
-        self._tokens -= amount if self._per_s > 0 else 0.0
+        self._tokens -= amount
         return self.wait_s(now)
 
     def wait_s(self, now: float, amount: float = 0.0) -> float:

@@ -295,7 +295,7 @@ def _rollout(reader: BodyReader) -> Rollout:
         )
     reader.count_tokens(len(token_bytes) // 4)
     values = np.frombuffer(logprob_bytes, dtype="<f2").astype(np.float32)  # [T]
-    if values.size and not bool(np.all((values <= 1e-3) & (values > -np.inf))):  # NaN fails both
+    if not np.all((values <= 1e-3) & (values > -np.inf)):  # NaN fails both
         raise InvalidRecord(Rejection.LOGPROBS, "a log-prob is positive, infinite or not a number")
     return Rollout(
         text=text,

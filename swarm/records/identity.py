@@ -65,7 +65,9 @@ MAX_KEY_FILE_BYTES = 4096
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")
 # The protobuf PrivateKey {Type = 1, Data = 64 bytes: seed, public key}.
 _LIBP2P_KEY_PREFIX = bytes.fromhex("08011240")
-_MAX_PEER_ID_CHARACTERS = 64  # decoding base58 takes quadratic time, so the length is checked first
+# The base58 of prefix and key always has this length, and one spelling of it. Decoding takes quadratic time, so the
+# length is checked first.
+_PEER_ID_CHARACTERS = 52
 
 
 class Identity:
@@ -90,10 +92,8 @@ class Identity:
 
 def verify(peer_id: object, data: object, signature: object) -> bool:
     """Return whether the owner of `peer_id` signed `data`. Malformed arguments give False."""
-    if not (isinstance(peer_id, str) and isinstance(data, bytes) and isinstance(signature, bytes)):
-        return False
-    key = _public_key(peer_id) if len(peer_id) <= _MAX_PEER_ID_CHARACTERS else None
-    if key is None:
+    key = _public_key(peer_id)
+    if key is None or not isinstance(data, bytes) or not isinstance(signature, bytes):
         return False
     try:
         key.verify(signature, data)
@@ -104,17 +104,19 @@ def verify(peer_id: object, data: object, signature: object) -> bool:
 
 def is_peer_id(text: object) -> TypeGuard[str]:
     """Return whether `text` is the one canonical spelling of an Ed25519 peer id."""
-    return isinstance(text, str) and len(text) <= _MAX_PEER_ID_CHARACTERS and _public_key(text) is not None
+    return _public_key(text) is not None
+
+
+def _public_key(peer_id: object) -> Ed25519PublicKey | None:
+    return _decoded_key(peer_id) if isinstance(peer_id, str) and len(peer_id) == _PEER_ID_CHARACTERS else None
 
 
 @lru_cache(maxsize=4096)
-def _public_key(peer_id: str) -> Ed25519PublicKey | None:
+def _decoded_key(peer_id: str) -> Ed25519PublicKey | None:
     try:
         decoded = base58.b58decode(peer_id)
-        # The decoder ignores white space at the end, but one peer must have only one spelling.
-        if not decoded.startswith(_PEER_ID_PREFIX) or base58.b58encode(decoded).decode() != peer_id:
-            return None
-        return Ed25519PublicKey.from_public_bytes(decoded[len(_PEER_ID_PREFIX) :])
+        key = decoded.removeprefix(_PEER_ID_PREFIX)
+        return Ed25519PublicKey.from_public_bytes(key) if decoded.startswith(_PEER_ID_PREFIX) else None
     except ValueError:
         return None
 
@@ -166,9 +168,8 @@ def load(path: Path, unlock: Unlock | None = None) -> Identity:
             )
         return unlock(seed)
     if len(seed) != SEED_BYTES:
-        size = "more" if len(seed) > SEED_BYTES else len(seed)
         raise IdentityError(
-            f"an identity must hold {SEED_BYTES} bytes, got {size} in {path}; "
+            f"an identity must hold {SEED_BYTES} bytes, got {'more' if len(seed) > SEED_BYTES else len(seed)} in {path}; "
             "restore it from a copy, or move it away for a new one"
         )
     return Identity(seed)
@@ -195,7 +196,7 @@ def load_or_create(path: Path, unlock: Unlock | None = None) -> Identity:
 def write_libp2p_key(identity: Identity, path: Path) -> None:
     """Write the private key as the protobuf file that the libp2p daemon reads (mode 0600). Raises IdentityError."""
     try:
-        replace_file(path, _LIBP2P_KEY_PREFIX + identity.seed + identity.public_key, is_durable=True)
+        replace_file(path, _LIBP2P_KEY_PREFIX + identity.seed + identity.public_key)
     except OSError as error:
         raise IdentityError(f"the daemon's key must be writable, got {error}; check the folder {path.parent}") from None
 

@@ -409,7 +409,7 @@ class AuthorShares:
                 factors[author] *= scale
 
     def _bound_strangers(self, factors: dict[str, float], known: Collection[str], strangers: Collection[str]) -> None:
-        if not known or not strangers:
+        if not strangers:
             return
         trust = self.reputation.trust
         total_known = sum(trust(author) for author in known)

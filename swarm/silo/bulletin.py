@@ -27,22 +27,22 @@ from swarm.records.identity import Identity
 from swarm.records.signing import check_array, check_bytes, check_int, check_list, pack
 from swarm.silo.grant import MAX_GRANT_BYTES
 from swarm.silo.membership import MAX_GRANTS, Membership
-from swarm.silo.roll import FORMAT, MAX_MEMBERS, MAX_ROLL_BYTES, one_error, unpacked
-from swarm.silo.sealing import BOX_OVERHEAD_BYTES, box, box_key, open_box
+from swarm.silo.roll import FORMAT, MAX_MEMBERS, MAX_ROLL_BYTES, MAX_VERSION, one_error, unpacked
+from swarm.silo.sealing import box, box_key, open_box
 from swarm.silo.silo_files import SiloFiles
 
 logger = logging.getLogger(__name__)
 
 BULLETIN_PROTOCOL = "swarm/silo/1"
 MAX_BULLETIN_REQUEST_BYTES = MAX_GRANT_BYTES + 32
-MAX_BULLETIN_BYTES = MAX_ROLL_BYTES + MAX_GRANTS * MAX_GRANT_BYTES + BOX_OVERHEAD_BYTES + 1024
+MAX_BULLETIN_BYTES = MAX_ROLL_BYTES + MAX_GRANTS * MAX_GRANT_BYTES + 1024
+"""The last kilobyte is for the box and the lengths of its parts."""
 LOOK_INTERVAL_S = 1.0
 """Time between two checks of the roll on disk and of the peers to ask."""
 ASK_INTERVAL_S = 10.0
 """Time between two questions to a random member."""
 _DEADLINE_S = 10.0
 _MAX_ASKED_AT_ONCE = 32
-_MAX_HURRIED = 64
 _NUM_COMPARED = 8
 """Members whose roll of the same version is compared after a change."""
 _CONTEXT = b"bulletin"
@@ -60,7 +60,7 @@ def decode_question(request: bytes) -> tuple[int, bytes]:
     """Return (version, grant or empty). Raises SiloError."""
     format_number, version, grant = check_array(unpacked(request, 3), 3)
     check_int(format_number, FORMAT, FORMAT)
-    return check_int(version, 0, 2**53), check_bytes(grant)
+    return check_int(version, 0, MAX_VERSION), check_bytes(grant)
 
 
 def encode_bulletin(roll: bytes, grants: Sequence[bytes]) -> bytes:
@@ -95,7 +95,7 @@ class Bulletin:
         self._files = files
         self._entrances = [peer_id for peer_id in dict.fromkeys(entrances) if peer_id != identity.peer_id]
         self._rng = rng
-        self._urgent: dict[str, None] = {}
+        self._urgent: BoundedMap[str, None] = BoundedMap(_MAX_ASKED_AT_ONCE)
         self._next_ask_at = 0.0
         self._asked_version = membership.version
         self._num_compared = 0
@@ -120,7 +120,7 @@ class Bulletin:
     def ask_soon(self, peer_id: str) -> None:
         """Ask this peer soon, at most once a second: it may know a newer roll."""
         since_s = self._transport.now() - self._asked_at.get(peer_id, -math.inf)
-        if len(self._urgent) < _MAX_HURRIED and since_s >= LOOK_INTERVAL_S:
+        if since_s >= LOOK_INTERVAL_S:
             self._urgent[peer_id] = None
             self._wake.set()
 
@@ -239,13 +239,11 @@ class Bulletin:
             others = [*new, self._rng.choice(list(dict.fromkeys((*others, *self._entrances))))]
         self._asked_members &= set(here)
         self._asked_version = self._membership.version
-        has_roll = self._membership.version > 0 and bool(here)
-        self._next_ask_at = now + (ASK_INTERVAL_S if has_roll else LOOK_INTERVAL_S)
+        self._next_ask_at = now + (ASK_INTERVAL_S if here else LOOK_INTERVAL_S)
         self._rng.shuffle(others := list(others))
-        return list(dict.fromkeys((*urgent, *others)))[:_MAX_ASKED_AT_ONCE]
+        return list(dict.fromkeys((*urgent, *others)))
 
     def _own_grant(self) -> bytes:
         """Return the grant to show while others may not have the roll that lists this node."""
-        grant, roll = self._membership.own_grant, self._membership.roll
-        is_needed = grant is not None and (roll is None or grant.epoch >= roll.epoch)
-        return grant.data if grant is not None and is_needed else b""
+        grant = self._membership.own_grant
+        return b"" if grant is None else grant.data

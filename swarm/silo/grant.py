@@ -143,9 +143,8 @@ def decode_token(text: str) -> Token:
 
 def _unzipped(packed: bytes) -> bytes:
     try:
-        if (
-            not 0 < zstandard.frame_content_size(packed) <= MAX_MANIFEST_BYTES
-        ):  # zstandard would allocate whatever the frame claims
+        # zstandard would allocate whatever the frame claims
+        if zstandard.frame_content_size(packed) not in range(MAX_MANIFEST_BYTES + 1):
             raise SiloError(f"its manifest must have <= {MAX_MANIFEST_BYTES} bytes and say so", "malformed")
         return zstandard.ZstdDecompressor().decompress(packed)
     except zstandard.ZstdError:

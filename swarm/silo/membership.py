@@ -59,7 +59,7 @@ class KeyRing:
 
     def accepted(self) -> tuple[EpochKey, ...]:
         """Return the keys that are valid now, newest first."""
-        if self._before is not None and self._clock() >= self._before_until:
+        if self._clock() >= self._before_until:
             self._before = None
         return tuple(key for key in (self._current, self._before) if key is not None)
 
@@ -103,6 +103,7 @@ class Membership:
         self.roll_data = b""
         """The roll as it was signed, which is sent to others."""
         self.own_grant: Grant | None = None
+        """The grant in the token of this node, until a roll of a later epoch decides."""
         self.seen = seen
         self._watchers: list[Callable[[], None]] = []
         self._identity = identity
@@ -132,8 +133,6 @@ class Membership:
     def box_key_of(self, peer_id: str) -> bytes | None:
         """Return the key with which something is boxed for one member; None for others."""
         own = self.own_grant if peer_id == self._identity.peer_id else None
-        if own is not None and self.roll is not None and own.epoch < self.roll.epoch:
-            own = None  # the newer roll decides
         for entry in (self._members.get(peer_id), self._grants.get(peer_id), own):
             if entry is not None and self._now() < entry.until:
                 return entry.box_key
@@ -150,9 +149,8 @@ class Membership:
         is one that is older than what this identity has seen, and a second one of the same version or epoch.
         """
         roll = decode_roll(data, self.owner, self.swarm_id)
-        least_epoch = max(self.keys.epoch, self.own_grant.epoch if self.own_grant is not None else 0)
-        if roll.epoch < least_epoch:
-            raise SiloError(f"a silo's roll must be of epoch >= {least_epoch}, got {roll.epoch}", "old")
+        if roll.epoch < self.keys.epoch:
+            raise SiloError(f"a silo's roll must be of epoch >= {self.keys.epoch}, got {roll.epoch}", "old")
         if roll.version < self.version:
             return False
         self.seen.check(roll, data)
@@ -166,6 +164,8 @@ class Membership:
         # Grants of an earlier epoch are over: members removed since are not on this roll.
         for grant in [one for one in self._grants.values() if not self._counts(one)]:
             del self._grants[grant.peer_id]
+        if self.own_grant is not None and self.own_grant.epoch < roll.epoch:
+            self.own_grant = None
         self.seen.note(roll, data)
         if key is not None:
             self.keys.accept(key)
@@ -187,8 +187,9 @@ class Membership:
         return grant
 
     def accept_own_grant(self, data: bytes, wrapped: bytes) -> None:
-        """Accept the grant and key in the token of this node. Raises SiloError for another's, or a key that does not
-        open.
+        """Accept the grant and key in the token of this node, before any roll.
+
+        Raises SiloError for another's, or a key that does not open.
         """
         grant = decode_grant(data, self.owner, self.swarm_id)
         own = self._box_key.public_key().public_bytes_raw()
@@ -198,8 +199,8 @@ class Membership:
                 "give the owner the request of this node",
                 "stranger",
             )
-        self.own_grant = grant
         self.keys.accept(open_epoch_key(self._box_key, grant.epoch, wrapped, context=self._context()))
+        self.own_grant = grant
 
     def _counts(self, grant: Grant) -> bool:
         """Return whether a grant adds anything to the roll."""
@@ -217,7 +218,7 @@ class Membership:
         if own is None:
             return None
         key = open_epoch_key(self._box_key, roll.epoch, own.wrapped, context=self._context())
-        if key.epoch == self.keys.epoch and not key.equals(self.keys.current):
+        if key.epoch == self.keys.epoch and not key.has_same_secret(self.keys.current):
             raise SiloError(
                 f"a silo must have one key of epoch {key.epoch}, got a second one on roll {roll.version}; its owner must "
                 "rotate from the folder with the right roll",

@@ -81,7 +81,7 @@ MAX_MEMBERS = 1024
 MAX_ROLL_BYTES = 256 << 10
 WRAPPED_BYTES = BOX_OVERHEAD_BYTES + KEY_BYTES
 _DOMAIN = b"swarm/silo-roll/1\x00"
-_MAX_VERSION = 2**53
+MAX_VERSION = 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def decode_roll(data: bytes, owner: str, swarm_id: str) -> Roll:
         raise InvalidRecord(Rejection.MALFORMED, "a member twice")
     return Roll(
         swarm_id=swarm_id,
-        version=check_int(version, 1, _MAX_VERSION),
+        version=check_int(version, 1, MAX_VERSION),
         epoch=check_int(epoch, 1, MAX_EPOCH),
         issued_at=check_float(issued_at, 0.0, MAX_TIME_S),
         owner_wrapped=check_bytes(owner_wrapped, WRAPPED_BYTES),

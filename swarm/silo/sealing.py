@@ -67,9 +67,9 @@ class EpochKey:
         """Return 64 hex digits that stand for `name` to members and mean nothing to others."""
         return hmac.digest(self._names_key, name.encode(), "sha256").hex()
 
-    def equals(self, other: "EpochKey") -> bool:
-        """Return whether both hold the same secret of the same epoch."""
-        return self.epoch == other.epoch and hmac.compare_digest(self._secret, other._secret)
+    def has_same_secret(self, other: "EpochKey") -> bool:
+        """Return whether both hold the same secret, whatever their epochs are."""
+        return hmac.compare_digest(self._secret, other._secret)
 
     def _cipher(self, purpose: str) -> ChaCha20Poly1305:
         return self._ciphers.get_or_add(purpose, lambda: ChaCha20Poly1305(self._derived(purpose)))

@@ -22,7 +22,7 @@ the index uses them to limit what one author may hold.
 import asyncio
 import random
 import time
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Collection
 
 from swarm.config import Config
@@ -114,7 +114,7 @@ class SiloTransport:
         self._strangers: Counter[str] = Counter()
         self._index = SealedIndex(membership, validator, self._strangers)
         self._topics: dict[str, GossipHandler] = {}
-        self._joined: dict[str, int] = {}  # names of topics that the inner transport has joined: their epoch
+        self._joined: set[str] = set()  # names of topics that the inner transport has joined
         self._work: list[asyncio.Task[None]] = []
         membership.watch(self._update_topics)
 
@@ -169,12 +169,13 @@ class SiloTransport:
     async def load(self, key: str) -> dict[str, bytes]:
         """Load from the name of the newest key and, during the grace time, also from that of the previous one."""
         names = [epoch_key.hidden(key) for epoch_key in self._membership.keys.accepted()]
-        entries: dict[str, bytes] = {}
-        for name, found in zip(names, await asyncio.gather(*map(self._inner.load, names)), strict=True):
-            for subkey, sealed in found.items():
-                if subkey not in entries and (opened := self._index.opened(name, subkey, sealed)) is not None:
-                    entries[subkey] = opened[1]
-        return entries
+        return dict(ChainMap(*await asyncio.gather(*map(self._load_hidden, names))))
+
+    async def _load_hidden(self, name: str) -> dict[str, bytes]:
+        """Load what lies under a hidden name and opens."""
+        found = await self._inner.load(name)
+        opened = {subkey: self._index.opened(name, subkey, sealed) for subkey, sealed in found.items()}
+        return {subkey: entry[1] for subkey, entry in opened.items() if entry is not None}
 
     def serve(self, protocol: str, handler: RequestHandler, *, max_request_bytes: int) -> None:
         async def answer(caller: str, sealed: bytes) -> bytes:
@@ -227,14 +228,13 @@ class SiloTransport:
 
     def _update_topics(self) -> None:
         """Join the topics of all valid keys, and leave those of other keys."""
-        wanted = {key.hidden(topic): (topic, key) for topic in self._topics for key in self._membership.keys.accepted()}
-        for name in self._joined.keys() - wanted.keys():
-            del self._joined[name]
+        wanted = {key.hidden(topic): topic for topic in self._topics for key in self._membership.keys.accepted()}
+        for name in self._joined.difference(wanted):
             self._inner.unsubscribe(name)
-        for name, (topic, key) in wanted.items():
-            if self._joined.setdefault(name, 0) != key.epoch:
-                self._joined[name] = key.epoch
+        for name, topic in wanted.items():
+            if name not in self._joined:
                 self._inner.subscribe(name, self._gossip_handler(topic, name))
+        self._joined = set(wanted)
 
     def _gossip_handler(self, topic: str, name: str) -> GossipHandler:
         def judge(forwarder: str, sealed: bytes) -> ValidationResult:
@@ -317,13 +317,12 @@ def open_membership(
         try:
             membership.accept_roll(data)
         except SiloError as error:
-            granted = 0 if membership.own_grant is None else membership.own_grant.epoch
             # from before this node was removed and invited again: the invitation is newer than all that was seen
-            if error.fault != "old" or granted < seen.newest.epoch:
+            if error.fault != "old" or membership.keys.epoch < seen.newest.epoch:
                 raise
     if membership.keys.epoch < seen.newest.epoch and membership.version == 0:
         raise _no_member(folder, f"an invitation from before epoch {seen.newest.epoch}, which it has seen,")
-    if membership.keys.epoch == 0 or not membership.is_member(identity.peer_id):
+    if not membership.is_member(identity.peer_id):
         raise _no_member(folder, f"the roll or an invitation without {identity.peer_name}, or past its end")
     return membership
 

@@ -1,7 +1,8 @@
-"""Fixtures of the tests that need a model; torch and transformers are imported only where one is asked for."""
+"""Fixtures of several test files; torch and transformers are imported only where a model is asked for."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,19 @@ import pytest
 
 if TYPE_CHECKING:
     from swarm.policy.policy import Policy
+
+
+@pytest.fixture
+def is_durable(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], bool]:
+    """Whether a file that was written since, and its name, have reached the disk, so that they survive a power failure."""
+    synced, fsync = set[int](), os.fsync
+
+    def watched(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    return lambda path: {path.stat().st_ino, path.parent.stat().st_ino} <= synced
 
 
 @pytest.fixture(scope="session")

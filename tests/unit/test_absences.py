@@ -76,6 +76,40 @@ def test_a_busy_author_is_asked_again_soon_and_others_meanwhile() -> None:
     assert pause_s(absences, clock) == pytest.approx(0.75, abs=0.26)
 
 
+def pauses_s(num: int, seed: int = 0, longest_s: float = SILENCE_PAUSE_S) -> list[float]:
+    """The spread pauses that `make(seed)` draws one after the other, out of at most `longest_s`."""
+    rng = random.Random(seed)
+    return [longest_s * rng.uniform(0.5, 1.0) for _ in range(num)]
+
+
+def test_a_failure_at_the_moment_the_pause_ends_counts_and_the_next_one_only_after_somebody_answered() -> None:
+    absences, clock = make()
+    draws = pauses_s(3)
+    absences.failed("a")
+    absences.answered("b")
+    clock.now += draws[0]
+    assert "a" not in absences and absences.has_failed("a") and not absences.has_failed("b")
+    absences.failed("a")
+    clock.now += 2 * draws[1]
+    assert "a" not in absences
+    absences.failed("a")  # nobody has answered since
+    clock.now += 2 * draws[2] - 1e-3
+    assert "a" in absences
+    clock.now += 2e-3
+    assert "a" not in absences
+
+
+def test_a_failure_is_remembered_for_the_longest_pause_after_its_own() -> None:
+    absences, clock = make()
+    absences.failed("a")
+    clock.now += pauses_s(1)[0] + MAX_PAUSE_S
+    absences.failed("b")
+    assert len(absences) == 2
+    clock.now += 1e-3
+    absences.failed("c")
+    assert not absences.has_failed("a")
+
+
 def test_what_is_remembered_is_bounded_and_forgotten() -> None:
     absences, clock = make()
     for number in range(2_000):

@@ -106,6 +106,11 @@ def test_what_a_peer_may_not_say_of_its_adapter(changes: dict[str, object], reas
     assert verify_offer(signed_fields(), SWARM_ID).peer_id == ALICE.peer_id
 
 
+def test_the_longest_life_is_allowed() -> None:
+    record = signed_fields(expires_at=NOW + MAX_LIFETIME_S)
+    assert verify_offer(record, SWARM_ID).expires_at == NOW + MAX_LIFETIME_S
+
+
 def test_only_the_owner_is_listed_under_its_name_and_lineage() -> None:
     assert reason_of_entry(KEY, ALICE.peer_id) is None
     assert reason_of_entry(KEY.replace("/merge/", "/other/"), ALICE.peer_id) == "wrong_slot"

@@ -4,19 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.admission.admission import MAX_CLOCK_SKEW_S, Admission
+from swarm.admission.admission import MAX_CLOCK_SKEW_S, MAX_TIME_TO_LIVE_S, Admission
 from swarm.records.codec import body_hash, encode_body
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.types import Header, Lineage, RolloutGroup, TaskRef
+from swarm.types import Header, Lineage, Rollout, RolloutGroup, TaskRef
 from tests.unit.experience_factory import (
     EOS,
     MALLORY,
     NOW,
     READER,
     Clock,
+    SpellingVerifier,
     admission,
     body_and_header,
     context_of,
+    decode,
     group,
     header_of,
     ids_of,
@@ -76,11 +78,20 @@ def test_own_record_from_elsewhere_is_rejected() -> None:
         ({"expires_at": NOW - 1}, Rejection.EXPIRED),
         ({"created_at": NOW + MAX_CLOCK_SKEW_S + 1, "expires_at": NOW + 100}, Rejection.CLOCK_SKEW),
         ({"expires_at": NOW + 10_000}, Rejection.CLOCK_SKEW),
+        ({"expires_at": NOW}, Rejection.EXPIRED),
+        ({"created_at": NOW - MAX_TIME_TO_LIVE_S, "expires_at": NOW + 1}, Rejection.CLOCK_SKEW),
+        ({"expires_at": NOW + 1}, None),
+        ({"created_at": NOW + MAX_CLOCK_SKEW_S}, None),
+        ({"created_at": NOW - MAX_TIME_TO_LIVE_S + 1, "expires_at": NOW + 1}, None),
     ],
 )
-def test_time_is_checked(changes: dict[str, float], reason: Rejection) -> None:
+def test_time_is_checked(changes: dict[str, float], reason: Rejection | None) -> None:
     body, _ = body_and_header()
-    assert header_reason(admission(), signed(header_of([group()], body, **changes))) is reason
+    header = header_of([group()], body, **changes)
+    if reason is None:
+        assert admission().admit_header(signed(header)) == header
+    else:
+        assert header_reason(admission(), signed(header)) is reason
 
 
 def test_replayed_header_and_copied_body_are_rejected() -> None:
@@ -172,6 +183,48 @@ def test_body_must_hold_the_groups_of_its_header() -> None:
     assert body_reason(header=header, body=body) is Rejection.HEADER_MISMATCH
 
 
+@pytest.mark.parametrize(("claimed", "is_near"), [(0.001, True), (0.0011, False)])
+def test_a_header_may_round_the_mean_reward(claimed: float, is_near: bool) -> None:
+    body, header = body_and_header(group("wrong", "worse"))
+    header = replace(header, groups=(replace(header.groups[0], mean_reward=claimed),))
+    if is_near:
+        assert len(admission().admit_body(header, body)) == 1
+    else:
+        assert body_reason(header=header, body=body) is Rejection.HEADER_MISMATCH
+
+
+@pytest.mark.parametrize("num_announced", [1, 3])
+def test_a_body_holds_as_many_groups_as_announced(num_announced: int) -> None:
+    groups = [group(index=number) for number in range(3)]
+    body = encode_body(groups[:2])
+    assert body_reason(header=header_of(groups[:num_announced], body), body=body) is Rejection.HEADER_MISMATCH
+
+
+def test_a_body_has_the_announced_number_of_rollouts_and_bytes() -> None:
+    body, header = body_and_header()
+    summary = replace(header.groups[0], num_rollouts=3)
+    assert body_reason(header=replace(header, groups=(summary,)), body=body) is Rejection.HEADER_MISMATCH
+    assert body_reason(header=replace(header, body_bytes=len(body) + 1), body=body) is Rejection.WRONG_HASH
+
+
+@pytest.mark.parametrize(("claimed", "is_near"), [(1e-4, True), (1.1e-4, False)])
+def test_a_claimed_reward_may_be_rounded_and_the_recomputed_one_counts(claimed: float, is_near: bool) -> None:
+    sent = replace(group(), rollouts=(rollout("wrong", reward=claimed), rollout("worse", reward=0.0)))
+    if is_near:
+        body, header = body_and_header(sent)
+        (admitted,) = admission().admit_body(header, body)
+        assert [one.reward for one in admitted.rollouts] == [0.0, 0.0]
+    else:
+        assert body_reason(sent) is Rejection.REWARD_MISMATCH
+
+
+def test_a_verifier_that_gives_too_few_rewards_is_a_bug_and_shortens_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SpellingVerifier, "rewards", lambda self, group: (1.0,))
+    body, header = body_and_header()
+    with pytest.raises(ValueError, match="shorter"):
+        admission().admit_body(header, body)
+
+
 def test_false_reward_is_rejected() -> None:
     liar = replace(group(), rollouts=(rollout("wrong", reward=1.0), rollout("right", reward=0.0)))
     assert body_reason(liar) is Rejection.REWARD_MISMATCH
@@ -192,6 +245,25 @@ def test_token_ids_are_checked(ids: tuple[int, ...]) -> None:
     assert body_reason(replace(group(), rollouts=(bad, rollout("wrong")))) is Rejection.TOKENS
 
 
+@pytest.mark.parametrize(
+    ("token", "num_tokens", "is_valid"), [(63, 4, True), (64, 4, False), (10, 8, True), (10, 9, False), (10, 1, True)]
+)
+def test_bounds_of_tokens_are_those_of_vocabulary_and_configuration(
+    token: int, num_tokens: int, is_valid: bool
+) -> None:
+    """The vocabulary of the tests has 64 tokens. The answers are cut off, so none ends with EOS."""
+    ids = (token,) * num_tokens
+    cut = Rollout(decode(ids), ids, (-0.5,) * num_tokens, finished=False, reward=0.0)
+    body, header = body_and_header(replace(group(), rollouts=(cut, rollout("wrong"))))
+    door = admission(max_answer_tokens=8)
+    if is_valid:
+        assert len(door.admit_body(header, body)) == 1
+    else:
+        with pytest.raises(InvalidRecord) as caught:
+            door.admit_body(header, body)
+        assert caught.value.reason is Rejection.TOKENS
+
+
 def test_tokens_of_another_tokenizer_are_not_looked_at() -> None:
     other = Lineage("33" * 16, "44" * 16)
     strange = replace(rollout("right"), token_ids=(4_000_000_000,) * 6, logprobs=(-1.0,) * 6)
@@ -204,8 +276,9 @@ def test_tokens_of_another_tokenizer_are_not_looked_at() -> None:
 def test_group_beyond_the_size_bound_is_rejected() -> None:
     body, header = body_and_header(group(*["right", "wrong"] * 3))
     with pytest.raises(InvalidRecord) as caught:
-        admission(max_group_size=4).admit_body(header, body)
+        admission(max_group_size=5).admit_body(header, body)
     assert caught.value.reason is Rejection.OVERSIZE
+    assert len(admission(max_group_size=6).admit_body(header, body)[0].rollouts) == 6
 
 
 def test_prompt_that_was_rebuilt_differently_is_rejected() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swarm.extensions.points import ADVANTAGES
-from swarm.training.advantages import Gdpo, GroupRewards
+from swarm.training.advantages import Advantage, Gdpo, GroupRewards
 
 
 def advantages(rewards: torch.Tensor, kind: str) -> torch.Tensor:
@@ -54,6 +54,19 @@ def test_equal_rewards_give_no_advantage(kind: str):
 def test_order_of_siblings_does_not_matter(kind: str):
     order = torch.tensor([2, 0, 3, 1])
     assert torch.allclose(advantages(REWARDS[order], kind), advantages(REWARDS, kind)[order], rtol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "median", "gdpo"])
+def test_each_form_says_whether_it_is_centred_and_reads_signals(kind: str):
+    form: Advantage = ADVANTAGES.make(kind, {}, "")
+    one, other = (
+        form.of_group(GroupRewards(REWARDS, signals[None], torch.ones(1), tuple((n,) for n in range(4)))).nan_to_num(
+            0.0
+        )
+        for signals in (REWARDS, REWARDS.flip(0))
+    )
+    assert form.is_centred == (abs(one.sum().item()) < 1e-9)
+    assert form.uses_signals == (not torch.equal(one, other))
 
 
 def test_median_is_the_deviation_from_the_middle_reward():

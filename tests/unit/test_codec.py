@@ -1,6 +1,8 @@
 """What is sent comes back equal; what is hostile is refused with a reason and nothing else."""
 
+import struct
 from dataclasses import replace
+from typing import Any
 
 import msgpack
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.records.codec import (
+    MAX_BODY_BYTES,
     MAX_GROUPS_PER_BODY,
     MAX_RECORD_BYTES,
     MAX_ROLLOUTS_PER_BODY,
@@ -24,7 +27,7 @@ from swarm.records.codec import (
     fits_into_body,
 )
 from swarm.records.rejection import InvalidRecord, Rejection
-from swarm.types import RolloutGroup, SignedRecord
+from swarm.types import BEACON_BYTES, Header, RolloutGroup, SignedRecord
 from tests.unit.experience_factory import ALICE, LINEAGE, body_and_header, group, header_of, rollout, signed
 
 
@@ -120,6 +123,35 @@ def test_reward_outside_its_range_is_refused(value: object) -> None:
     assert reason_of(decode_body, body, ALICE.peer_id, LINEAGE, 0) is Rejection.MALFORMED
 
 
+def packed_body(tokens: bytes, logprobs: bytes) -> bytes:
+    """A body whose first answer has these bytes, which no encoder of ours would write."""
+    fields = msgpack.unpackb(zstandard.ZstdDecompressor().decompress(encode_body([group()])))
+    fields[2][0][5][0][1:3] = [tokens, logprobs]
+    return zstandard.ZstdCompressor(write_content_size=True).compress(msgpack.packb(fields))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs"),
+    [
+        (bytes(8), bytes(2)),
+        (bytes(8), bytes(6)),
+        (bytes(6), bytes(3)),  # not whole numbers, although as many bytes as they should be
+        (bytes(8), struct.pack("<2e", -0.5, float("nan"))),
+        (bytes(8), struct.pack("<2e", -0.5, float("inf"))),
+        (bytes(8), struct.pack("<2e", -0.5, float("-inf"))),
+        (bytes(8), struct.pack("<2e", 2e-3, -0.5)),
+    ],
+)
+def test_bytes_that_are_no_log_probs_of_these_tokens_are_refused(tokens: bytes, logprobs: bytes) -> None:
+    assert reason_of(decode_body, packed_body(tokens, logprobs), ALICE.peer_id, LINEAGE, 0) is Rejection.LOGPROBS
+
+
+def test_a_log_prob_may_be_zero_very_low_or_above_zero_by_its_rounding() -> None:
+    body = packed_body(bytes(12), struct.pack("<3e", 0.0, -6e4, 9e-4))
+    (read,) = decode_body(body, ALICE.peer_id, LINEAGE, 0)
+    assert read.rollouts[0].logprobs == pytest.approx((0.0, -6e4, 9e-4), rel=1e-3)
+
+
 def test_logprobs_of_another_length_are_refused() -> None:
     one = replace(rollout("abc"), logprobs=(-0.5,))
     body = encode_body([replace(group(), rollouts=(one, rollout("b")))])
@@ -142,6 +174,52 @@ def test_header_of_too_many_groups_is_refused() -> None:
     assert reason_of(decode_header, encode_header(header), "x") is Rejection.MALFORMED
 
 
+def header_with(**changes: Any) -> Header:
+    """A header with changed fields of its own, of its only group, or of the task of that group."""
+
+    def changed(item: Any) -> Any:
+        return replace(item, **{name: value for name, value in changes.items() if hasattr(item, name)})
+
+    header = body_and_header()[1]
+    (summary,) = header.groups
+    groups = (replace(changed(summary), task=changed(summary.task)),)
+    return changed(replace(header, groups=groups))
+
+
+@pytest.mark.parametrize(
+    ("field", "largest", "above"),
+    [
+        ("sequence", 2**48, 2**48 + 1),
+        ("policy_version", 2**48, 2**48 + 1),
+        ("body_bytes", MAX_BODY_BYTES, MAX_BODY_BYTES + 1),
+        ("created_at", 1e11, 1.1e11),
+        ("expires_at", 1e11, 1.1e11),
+        ("beacon", bytes(BEACON_BYTES), bytes(BEACON_BYTES + 1)),
+        ("mean_reward", 1.0, 1.01),
+        ("num_rollouts", MAX_ROLLOUTS_PER_BODY, MAX_ROLLOUTS_PER_BODY + 1),
+        ("seed", 2**31 - 1, 2**31),
+        ("index", 2**20 - 1, 2**20),
+    ],
+)
+def test_header_is_read_up_to_the_largest_value_of_each_field(field: str, largest: object, above: object) -> None:
+    sent = header_with(**{field: largest})
+    assert decode_header(encode_header(sent), sent.author) == sent
+    assert reason_of(decode_header, encode_header(header_with(**{field: above})), "x") is Rejection.MALFORMED
+
+
+@pytest.mark.parametrize(("field", "value"), [("body_bytes", 0), ("groups", ()), ("sequence", -1), ("num_rollouts", 1)])
+def test_header_below_the_least_value_of_a_field_is_refused(field: str, value: object) -> None:
+    assert reason_of(decode_header, encode_header(header_with(**{field: value})), "x") is Rejection.MALFORMED
+
+
+def test_body_is_refused_by_its_size_only_above_the_limits() -> None:
+    """What is as large as allowed is refused for its content, here no frame and no array."""
+    assert reason_of(decode_body, bytes(MAX_BODY_BYTES), "x", LINEAGE, 0) is Rejection.MALFORMED
+    assert reason_of(decode_body, bytes(MAX_BODY_BYTES + 1), "x", LINEAGE, 0) is Rejection.OVERSIZE
+    unpacked = zstandard.ZstdCompressor().compress(bytes(MAX_UNPACKED_BODY_BYTES))
+    assert reason_of(decode_body, unpacked, "x", LINEAGE, 0) is Rejection.MALFORMED
+
+
 def sized(num_groups: int, num_rollouts: int, num_tokens: int = 1, text: str = "") -> list[RolloutGroup]:
     one = replace(rollout("a"), text=text, token_ids=(5,) * num_tokens, logprobs=(-0.5,) * num_tokens)
     return [replace(group(index=index), rollouts=(one,) * num_rollouts) for index in range(num_groups)]
@@ -154,8 +232,11 @@ def sized(num_groups: int, num_rollouts: int, num_tokens: int = 1, text: str = "
         sized(1, MAX_ROLLOUTS_PER_BODY),
         sized(2, 2, MAX_TOKENS_PER_BODY // 4),
         sized(1, 60, text="\U0001f9a6" * MAX_TEXT_CHARS),
+        sized(
+            1, 64, 2, text="\U0001f9a6" * 32_509
+        ),  # 64 · (2 · 6 + 32 509 · 4) bytes, and 64 KiB around them, are 8 MiB
     ],
-    ids=("groups", "rollouts", "tokens", "texts"),
+    ids=("groups", "rollouts", "tokens", "texts", "all"),
 )
 def test_largest_body_is_sent_and_taken(groups: list[RolloutGroup]) -> None:
     assert fits_into_body(groups)
@@ -177,6 +258,11 @@ def test_larger_body_is_neither_sent_nor_taken(groups: list[RolloutGroup]) -> No
     assert not fits_into_body(groups)
     refused = reason_of(decode_body, encode_body(groups), ALICE.peer_id, LINEAGE, 7)
     assert refused in (Rejection.OVERSIZE, Rejection.MALFORMED)
+
+
+def test_body_is_not_sent_where_its_largest_size_would_be_above_the_limit() -> None:
+    assert not fits_into_body(sized(1, 64, 3, text="a" * 32_509))
+    assert not fits_into_body(sized(1, 64, 2, text="a" * 32_510))
 
 
 def test_body_under_another_name_is_refused() -> None:

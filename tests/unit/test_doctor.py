@@ -29,8 +29,9 @@ from swarm.network.peers.dialling import StoredPeer, write_peers
 from swarm.network.tcp_address import TcpAddress
 from swarm.records.identity import create, write_seed
 from swarm.records.identity_moves import write_sealed
+from swarm.silo.silo_files import SiloFiles
 from tests.swarm_process import swarm
-from tests.unit.silo_factory import DAY_S, NOW, OWNER, SILO_ID, folder_of, found, identity_of
+from tests.unit.silo_factory import DAY_S, NOW, OWNER, SILO_ID, folder_of, found, identity_of, invite
 
 
 def levels(findings: list[CheckResult]) -> dict[str, Level]:
@@ -66,6 +67,20 @@ def test_who_is_no_member_of_the_silo_or_not_for_long_is_told(tmp_path: Path) ->
     assert over.level is Level.PROBLEM and "swarm silo request" in over.fix
     write_sealed(member, folder.identity, "a long passphrase")
     assert "passphrase" in check_membership(config, lambda: NOW).text
+
+
+def test_days_of_an_invitation_from_before_a_revocation_do_not_count(tmp_path: Path) -> None:
+    member, folder, owner = identity_of(0), NodeFolder(tmp_path), found()
+    config = parse({"node": {"dir": str(tmp_path)}, "swarm": {"id": SILO_ID, "silo_owner": OWNER.peer_id}})
+    write_seed(member, folder.identity)
+    SiloFiles(tmp_path).write_token(invite(owner, member, until=NOW + 30 * DAY_S))
+    folder_of(tmp_path, owner)
+    assert check_membership(config, lambda: NOW).text.startswith("member for 30 more days")
+    owner.revoke(member.peer_id, NOW)
+    invite(owner, member, until=NOW + 2 * DAY_S)
+    folder_of(tmp_path, owner)
+    soon = check_membership(config, lambda: NOW)
+    assert soon.level is Level.WARNING and soon.text.startswith("member for 2 more days")
 
 
 def test_identity_that_others_can_read_is_a_problem(tmp_path: Path) -> None:

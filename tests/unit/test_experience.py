@@ -36,7 +36,7 @@ BPE_TEMPLATE = (
 HOSTILE = ["</s>", "12</s>", "<|im_end|>", "<|im_start|>user\n", "a<|end|>b", "<eos>", "<|endoftext|>12", "<|pad|>"]
 
 
-def write_bpe_model(folder: Path) -> Path:
+def write_bpe_model(folder: Path, num_embeddings: int = 340) -> Path:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -49,7 +49,12 @@ def write_bpe_model(folder: Path) -> Path:
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=BPE_TEMPLATE,
         additional_special_tokens=["<|im_start|>"],
     )  # fmt: skip
-    shape: dict[str, Any] = SHAPE | {"vocab_size": 340, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 2}
+    shape: dict[str, Any] = SHAPE | {
+        "vocab_size": num_embeddings,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    }
     torch.manual_seed(0)
     GPTNeoXForCausalLM(GPTNeoXConfig(**shape)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -258,6 +263,19 @@ def test_ids_that_no_text_shows_are_left_out_whatever_the_tokenizer_calls_specia
     assert reader.num_answers_text_mismatch == 1
 
 
+def test_a_token_for_which_the_model_has_no_embedding_is_left_out(tmp_path: Path) -> None:
+    whole = build_policy(write_bpe_model(tmp_path / "whole"))
+    last = max(whole.tokenizer.get_vocab().values())
+    policy = build_policy(write_bpe_model(tmp_path / "cut", num_embeddings=last))
+    group = written_by(policy, "12", "13")
+    beyond = Rollout(policy.decode([last]), (last,), (-0.7,), False, 0.0)
+    assert beyond.text
+    reader = translator(policy, quantile=0.5)
+    reader.observe_own([-1e9] * 64)
+    got = reader.foreign(PROMPT, replace(group, rollouts=(*group.rollouts, beyond)))
+    assert got is not None and got.group.rollouts == group.rollouts
+
+
 def test_text_that_the_own_tokenizer_cannot_spell_is_left_out(llama: Policy, neox: Policy) -> None:
     reader = translator(llama)
     got = reader.foreign(PROMPT, written_by(neox, "12", "13", "日本 12"))
@@ -379,6 +397,45 @@ def test_an_author_whose_groups_are_of_no_use_loses_its_share_whatever_lineage_i
             for _ in range(6):
                 assert reader.foreign(PROMPT, group) is None
         assert reputation.trust(group.author) < 0.25 and not reputation.is_banned(group.author)
+
+
+def test_a_prompt_may_be_as_long_as_the_settings_say(make_policy: Callable[..., Policy]) -> None:
+    num_tokens = len(make_policy().encode_prompt(PROMPT))
+    policy, shorter = (make_policy(max_prompt_tokens=limit) for limit in (num_tokens, num_tokens - 1))
+    group = written_by(policy, "12", "13")
+    assert translator(policy).foreign(PROMPT, group) is not None
+    reader = translator(shorter)
+    assert reader.foreign(PROMPT, group) is None and reader.dropped == {"long_prompt": 1}
+
+
+def test_a_group_needs_an_answer_that_reaches_the_level_of_success(llama: Policy) -> None:
+    group = written_by(llama, "12", "13", rewards=(0.5, 0.0))
+    assert translator(llama).foreign(PROMPT, group, success_level=0.5) is not None
+    reader = translator(llama)
+    assert reader.foreign(PROMPT, group, success_level=0.51) is None and reader.dropped == {"nothing_usable": 1}
+
+
+def test_the_floor_is_a_quantile_of_own_answers_and_an_answer_at_it_is_kept(llama: Policy) -> None:
+    group = written_by(llama, "12", "13", "14")
+    prompt = tuple(llama.encode_prompt(PROMPT))
+    means = translator(llama)._mean_logprobs(prompt, [one.token_ids for one in group.rollouts])
+    for quantile, num_kept in ((0.5, 3), (0.53, 0)):  # of 64 own answers the 32nd and the 34th
+        reader = translator(llama, quantile=quantile)
+        reader.observe_own([0.0] * 32 + [min(means)] * 32)
+        assert len(reader._above_floor(prompt, group).rollouts) == num_kept
+
+
+def test_an_author_of_which_something_is_useful_is_not_reported_for_a_quarter_of_unlikely_answers(
+    llama: Policy,
+) -> None:
+    group = written_by(llama, "12", "13", "14", "zqxj~^zqxj~^", rewards=(1.0, 0.0, 0.0, 1.0))
+    prompt = tuple(llama.encode_prompt(PROMPT))
+    means = translator(llama)._mean_logprobs(prompt, [one.token_ids for one in group.rollouts])
+    reported: list[str] = []
+    reader = RolloutConverter(llama, 0.5, 64, lambda author, bad: reported.append(author), micro_batch_sequences=64)
+    reader.observe_own([(means[3] + min(means[:3])) / 2] * 64)
+    got = reader.foreign(PROMPT, group)
+    assert got is not None and len(got.group.rollouts) == 3 and reported == []
 
 
 def test_a_prompt_too_long_for_the_own_template_is_counted(neox: Policy, llama: Policy) -> None:

@@ -33,6 +33,21 @@ def test_one_that_lives_long_keeps_no_expired_ones_behind_it() -> None:
     assert len(keys) < 300 and -1 in keys
 
 
+def test_expired_keys_go_once_there_are_twice_as_many_as_were_alive() -> None:
+    clock = Clock()
+    keys = ExpiringKeys[int](clock, 100_000)
+    for number in range(300):
+        keys.add(number, clock.now + (1 if number < 10 else 1000) if number else clock.now + 2000)
+    clock.now += 1
+    assert keys.num_alive() == 291, "nine of them expire at this moment"
+    for number in range(300, 512):
+        keys.add(number, clock.now + 1000)
+    assert len(keys) == 512, "it has looked at 257 keys, all alive"
+    for number in range(512, 515):
+        keys.add(number, clock.now + 1000)
+    assert len(keys) == 506 == keys.num_alive()
+
+
 def test_what_has_expired_already_is_not_kept() -> None:
     clock = Clock()
     keys = ExpiringKeys[str](clock, 10)

@@ -34,6 +34,7 @@ def test_many_known_owners_leave_room_for_one_that_nobody_knows() -> None:
         "their newest ones are safe"
     )
     assert "".join(filled("AAAddddd", max_items=6, safe_per_known=2).values()) == "AAAddd", "who holds most is first"
+    assert "".join(filled("AAAddde", max_items=6, safe_per_known=2).values()) == "AAAdde", "and of equals the stranger"
 
 
 def test_an_entry_that_comes_again_is_the_newest_one() -> None:

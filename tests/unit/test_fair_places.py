@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from swarm.limits.connection_slots import ConnectionSlots, NoPlace
+from swarm.limits.connection_slots import ConnectionSlots, NoPlace, network_of
 
 
 def hold(stack: ExitStack, places: ConnectionSlots, address: str, left: list[str], name: str) -> None:
@@ -44,6 +44,21 @@ def test_addresses_of_one_ipv6_network_are_one_and_those_of_ipv4_are_not() -> No
         for address in ("2a00:1:8::1", "::ffff:192.0.2.1", "192.0.2.2"):
             hold(stack, places, address, left, address)
     assert left == ["m0", "m1", "m2"]
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("2a00:1:7:5::1", "2a00:1:7::/48"),
+        ("fd00::1", "fd00::1"),
+        ("fe80::1%eth0", "fe80::1"),
+        ("a relay", "a relay"),
+    ],
+)
+def test_what_counts_as_one_address(address: str, expected: str) -> None:
+    assert network_of(address) == expected
 
 
 def test_where_the_newest_wins_an_address_pushes_out_its_own_oldest() -> None:

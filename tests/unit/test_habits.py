@@ -51,10 +51,10 @@ def test_workflow_runs_what_everyone_runs_with_no_right_to_write() -> None:
     ("line", "changed"),
     [
         ("x = a < b", ["x = (a <= b)"]),
-        ("x = a * b + 1", ["x = (a * b - 1)", "x = (a / b) + 1", "x = a * b + 2"]),
+        ("x = a * b + 1", ["x = (a * b - 1)", "x = (a / b) + 1"]),
         ("if not a and b: pass", ["if (not a or b): pass", "if (a) and b: pass"]),
         ("x = 'ä' == b", ["x = ('ä' != b)"]),
-        ("x = 0.5", ["x = 1.0"]),
+        ("x = 0.5", []),
         ("assert a < 1", []),
         ("raise ValueError(a < 1)", []),
         ("logger.info('%d', 1 + 1)", []),

@@ -114,6 +114,124 @@ def test_kl_is_told_where_it_moved_half_a_nat_or_is_beyond_two(before: float, af
     assert any(seen) == is_told
 
 
+def is_seen(name: str, column: str, older: list[float], recent: list[float], **others: tuple[float, float]) -> bool:
+    """Whether a check warns: `older` and `recent` are the values of a column, after which rows have none up to eight newest ones.
+
+    `others`: (older, newest) values of the reward.
+    """
+    rows = [{**HEALTHY, column: value} for value in [*older, *recent]]
+    rows += [{**HEALTHY, column: None}] * (8 - len(recent))
+    for place, row in enumerate(rows):
+        row.update({"rollout/reward_mean": others["reward"][place >= len(older)]} if others else {})
+    return bool(CHECKS[name](rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "older", "at_bound", "beyond"),
+    [
+        ("entropy_collapse", "train/entropy", 2.0, 1.0, 0.99),
+        ("entropy_collapse", "train/entropy", 0.06, 0.05, 0.049),
+        ("few_effective_answers", "train/ess_fraction", 0.9, 0.3, 0.29),
+        ("kl_runaway", "train/kl", 0.0, 0.5, 0.51),
+        ("kl_runaway", "train/kl", 2.0, 2.0, 2.01),
+        ("grad_norm_spike", "train/grad_norm", 2.0, 6.0, 6.01),
+        ("reward_falling", "rollout/reward_mean", 0.05, 0.0, -0.01),
+        ("many_clipped", "train/clip_fraction", 0.1, 0.3, 0.31),
+    ],
+)
+def test_each_bound_is_where_the_check_says(name: str, column: str, older: float, at_bound: float, beyond: float):
+    assert not is_seen(name, column, [older] * 8, [at_bound] * 8)
+    assert is_seen(name, column, [older] * 8, [beyond] * 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "older", "recent", "num_older", "num_recent"),
+    [
+        ("entropy_collapse", "train/entropy", 1.0, 0.3, 4, 4),
+        ("few_effective_answers", "train/ess_fraction", 0.9, 0.1, 0, 4),
+        ("kl_runaway", "train/kl", 0.1, 1.1, 2, 3),
+        ("grad_norm_spike", "train/grad_norm", 1.0, 5.0, 4, 5),
+        ("reward_falling", "rollout/reward_mean", 0.5, 0.3, 8, 8),
+        ("many_clipped", "train/clip_fraction", 0.1, 0.5, 0, 4),
+    ],
+)
+def test_each_check_waits_for_enough_rows(
+    name: str, column: str, older: float, recent: float, num_older: int, num_recent: int
+):
+    assert is_seen(name, column, [older] * num_older, [recent] * num_recent)
+    if num_older:
+        assert not is_seen(name, column, [older] * (num_older - 1), [recent] * num_recent)
+    if name != "grad_norm_spike":  # two of its newest rows are enough
+        assert not is_seen(name, column, [older] * num_older, [recent] * (num_recent - 1))
+
+
+@pytest.mark.parametrize(
+    ("entropy", "reward", "is_told"),
+    [
+        ((0.06, 0.04), (0.89, 0.89), True),
+        ((0.06, 0.04), (0.9, 0.9), False),  # nearly all is solved
+        ((1.0, 0.4), (0.0, 0.02), True),
+        ((1.0, 0.4), (0.0, 0.03), False),  # it has risen
+        ((1.0, 0.4), (0.95, 0.95), True),
+    ],
+)
+def test_entropy_may_fall_where_the_reward_is_high_or_rises(
+    entropy: tuple[float, float], reward: tuple[float, float], is_told: bool
+):
+    older, recent = entropy
+    assert is_seen("entropy_collapse", "train/entropy", [older] * 8, [recent] * 8, reward=reward) == is_told
+
+
+def test_reward_that_falls_within_its_noise_is_no_sickness():
+    """Standard deviation .1069 of eight alternating values, so three standard errors of the difference are .16."""
+    older = [0.5, 0.7] * 4
+    assert not is_seen("reward_falling", "rollout/reward_mean", older, [0.35, 0.55] * 4)
+    assert is_seen("reward_falling", "rollout/reward_mean", older, [0.33, 0.53] * 4)
+
+
+def test_rounds_without_a_reward_excuse_nothing():
+    watch = HealthWatch()
+    for _ in range(20):
+        watch.observe(HEALTHY)
+    sick = {**HEALTHY, "rollout/reward_mean": None, "train/kl": 1.1, "train/entropy": 0.3}
+    found = [watch.observe(sick) for _ in range(12)]
+    assert [len(texts) for texts in found[-4:]] == [2] * 4
+    rewarded_again = [watch.observe({**sick, "rollout/reward_mean": 0.5}) for _ in range(8)]
+    assert len(rewarded_again[-1]) == 2
+
+
+def test_norms_of_zero_are_no_scale_for_a_spike():
+    assert not is_seen("grad_norm_spike", "train/grad_norm", [0.0] * 8, [1.0] * 8)
+
+
+def test_three_of_eight_steps_that_were_not_applied_are_told():
+    skipped = {**HEALTHY, "train/skip_reason": "because"}
+    check = CHECKS["steps_not_applied"]
+    assert check([HEALTHY] * 6 + [skipped] * 2) == "" == check([skipped] * 8 + [HEALTHY] * 6 + [skipped] * 2)
+    assert check([HEALTHY] * 5 + [skipped] * 3).startswith("3 of the last 8 steps were not applied")
+
+
+@pytest.mark.parametrize(("num_quiet", "num_told"), [(7, 1), (8, 2)])
+def test_an_episode_is_over_after_eight_rows_without_it(
+    num_quiet: int, num_told: int, caplog: pytest.LogCaptureFixture
+):
+    watch = HealthWatch()
+    clipped = {**HEALTHY, "train/clip_fraction": 0.5}
+    # the median of eight rows follows after four healthy and after five clipped ones
+    for row in [clipped] * 8 + [HEALTHY] * (3 + num_quiet - 4) + [clipped] * 5:
+        watch.observe(row)
+    assert len(told(caplog)) == num_told
+
+
+@pytest.mark.parametrize(("start", "now", "is_told"), [(0.5, 0.5, True), (0.0, 0.1, True), (0.0, 0.11, False)])
+def test_gain_counts_from_the_first_eight_rewards_of_the_run(start: float, now: float, is_told: bool):
+    watch = HealthWatch()
+    for reward in (start, None, *[start] * 7, *[now] * 60):
+        watch.observe({**HEALTHY, "rollout/reward_mean": reward})
+    far = {**HEALTHY, "rollout/reward_mean": now, "train/kl": 1.1}
+    assert any(watch.observe(far) for _ in range(4)) == is_told
+
+
 def test_rounds_without_a_step_and_nan_are_no_rows_to_judge():
     watch = HealthWatch()
     for i in range(30):

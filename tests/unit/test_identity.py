@@ -5,20 +5,33 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import base58
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import IdentityError
-from swarm.records.identity import Identity, IdentityLock, create, is_peer_id, load, peer_name, verify, write_libp2p_key
+from swarm.records.identity import (
+    Identity,
+    IdentityLock,
+    create,
+    is_peer_id,
+    load,
+    load_or_create,
+    peer_name,
+    verify,
+    write_libp2p_key,
+)
 
 # libp2p specification, peer-ids.md, "Test vectors", Ed25519.
 SPEC_PRIVATE_KEY = bytes.fromhex(
     "080112407e0830617c4a7de83925dfb2694556b12936c477a0e1feb2e148ec9da60fee7d"
     "1ed1e8fae2c4a144b8be8fd4b47bf3d3b34b871c3cacf6010f0e42d474fce27e"
 )
+SPEC_PUBLIC_KEY_PREFIX = bytes.fromhex("002408011220")
 SPEC_PUBLIC_KEY = bytes.fromhex("080112201ed1e8fae2c4a144b8be8fd4b47bf3d3b34b871c3cacf6010f0e42d474fce27e")
 # The node key 00...01 of Substrate's developer documentation and the peer id that rust-libp2p gives it.
 SUBSTRATE_SEED = bytes(31) + b"\x01"
@@ -48,6 +61,16 @@ def test_created_identity_is_private_and_loads_again(tmp_path: Path) -> None:
     assert load(path).peer_id == identity.peer_id
 
 
+def test_identity_in_a_folder_of_a_folder_is_created_once_and_then_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "nodes" / "first" / "identity.key"
+    assert load_or_create(path).seed == load_or_create(path).seed == path.read_bytes()
+
+
+def test_new_identity_survives_a_power_failure(tmp_path: Path, is_durable: Callable[[Path], bool]) -> None:
+    create(tmp_path / "identity.key")
+    assert is_durable(tmp_path / "identity.key")
+
+
 def test_two_identities_differ(tmp_path: Path) -> None:
     assert create(tmp_path / "a").peer_id != create(tmp_path / "b").peer_id
 
@@ -69,7 +92,7 @@ def test_damaged_identity_is_refused(tmp_path: Path, size: int) -> None:
     path = tmp_path / "identity.key"
     path.touch(mode=0o600)
     path.write_bytes(bytes(size))
-    with pytest.raises(IdentityError, match="must hold 32 bytes"):
+    with pytest.raises(IdentityError, match=f"must hold 32 bytes, got {size if size < 32 else 'more'} in"):
         load(path)
 
 
@@ -122,6 +145,21 @@ def test_peer_id_has_one_spelling(spelling: str) -> None:
     assert is_peer_id(identity.peer_id)
     assert not is_peer_id(other)
     assert not verify(other, b"data", identity.sign(b"data"))
+
+
+@pytest.mark.parametrize("public_key", [bytes(32), b"\xff" * 32], ids=["lowest", "highest"])
+def test_every_key_has_a_peer_id_of_the_same_length(public_key: bytes) -> None:
+    peer_id = base58.b58encode(SPEC_PUBLIC_KEY_PREFIX + public_key).decode()
+    assert is_peer_id(peer_id) and len(peer_id) == len(SUBSTRATE_PEER_ID)
+    other_kind = base58.b58encode(b"\x00\x24\x08\x02\x12\x20" + public_key).decode()
+    assert len(other_kind) == len(peer_id) and not is_peer_id(other_kind), "a key of another algorithm"
+
+
+def test_data_or_signature_of_another_type_is_not_valid() -> None:
+    identity = Identity(SUBSTRATE_SEED)
+    signature = identity.sign(b"data")
+    for data, claimed in [("data", signature), (None, signature), (b"data", signature.hex()), (b"data", None)]:
+        assert not verify(identity.peer_id, data, claimed)
 
 
 @given(

@@ -8,6 +8,7 @@ import select
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from swarm.records.identity_moves import (
     ROTATION_FILE,
     is_sealed,
     open_export,
+    parse_export,
     read_export,
     read_statements,
     rotate,
@@ -99,6 +101,20 @@ def test_file_that_is_no_export_is_refused(tmp_path: Path, content: bytes, told:
         read_export(tmp_path / "file")
 
 
+def test_file_of_the_largest_size_is_read(tmp_path: Path) -> None:
+    largest = json.dumps(GOLDEN).ljust(MAX_FILE_BYTES).encode()
+    (tmp_path / "file").write_bytes(largest)
+    assert read_export(tmp_path / "file") == parse_export(largest, "a key file") == GOLDEN
+    with pytest.raises(IdentityError, match="must be a file of"):
+        parse_export(largest + b" ", "a key file")
+
+
+def test_passphrase_of_the_least_length_is_enough(tmp_path: Path) -> None:
+    identity = Identity(bytes(32))
+    write_export(identity, tmp_path / "backup", "8 chars.")
+    assert open_export(read_export(tmp_path / "backup"), "8 chars.").seed == identity.seed
+
+
 def test_plain_export_must_hold_the_key_of_its_name(tmp_path: Path) -> None:
     identity = Identity(bytes(range(32)))
     write_export(identity, tmp_path / "plain", None)
@@ -124,6 +140,15 @@ def test_rotation_is_signed_by_both_keys_and_keeps_the_old_one(tmp_path: Path) -
     assert stat.S_IMODE((tmp_path / ROTATION_FILE).stat().st_mode) == 0o600
     names = sorted(item.name for item in tmp_path.iterdir())
     assert names == sorted([KEY_FILE, ROTATION_FILE, *(f"{KEY_FILE}.{one.peer_name}" for one in (old, new))])
+
+
+def test_what_a_rotation_and_an_export_write_survives_a_power_failure(
+    tmp_path: Path, is_durable: Callable[[Path], bool]
+) -> None:
+    old = create(tmp_path / KEY_FILE)
+    rotate(tmp_path, Identity(bytes(32)), 1e9)
+    write_export(old, tmp_path / "backup", None)
+    assert all(map(is_durable, tmp_path.iterdir()))
 
 
 def test_altered_statement_is_not_valid(tmp_path: Path) -> None:

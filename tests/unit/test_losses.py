@@ -38,6 +38,13 @@ def test_clipped_loss_by_hand(ratio: float, advantage: float, loss: float, gradi
     assert got[2] is is_clipped
 
 
+@pytest.mark.parametrize(("ratio", "sign"), [(0.8, -1.0), (1.28, 1.0), (4.0, -1.0), (0.1, 0.0), (9.0, 0.0)])
+def test_a_token_at_a_bound_or_without_advantage_is_not_clipped(ratio: float, sign: float):
+    ratios, advantages = (torch.tensor([[value]], dtype=torch.float64) for value in (ratio, sign))
+    terms = clipped_loss(ratios, advantages, **CLIP)
+    assert terms.loss.item() == pytest.approx(-ratio * sign) and not terms.is_clipped.item()
+
+
 def test_clipped_loss_equals_a_plain_loop():
     generator = torch.Generator().manual_seed(1)
     new = torch.randn(6, 9, generator=generator, dtype=torch.float64)

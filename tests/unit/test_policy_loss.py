@@ -13,6 +13,7 @@ from swarm.config import TrainingSection
 from swarm.extensions.points import CORRECTIONS
 from swarm.training.micro_batch import MicroBatch
 from swarm.training.policy_loss import ClipRange, Logprobs, LossTerms, policy_loss
+from swarm.training.step_report import StepSums
 
 RATIOS = ("token", "sequence", "minpro")
 CLIP = ClipRange(0.2, 0.28)
@@ -199,6 +200,23 @@ def test_the_ratio_to_the_sampler_is_r_times_w(batch: tuple[Tensor, ...]):
     """Unclipped and unweighted, r = π/μ from the sampler equals π/π_old where π_old = μ."""
     new, old, _, mask, signed = batch
     assert equal_losses((new, old, old, mask, signed), section(), section("token", "none", "sampler"))
+
+
+def test_the_adaptive_clip_weighs_answers_as_the_loss_does():
+    new, mask = torch.zeros(2, 1), torch.ones(2, 1)
+    terms, _, _ = loss_and_gradient(new, new, mask, batch_of(new, torch.tensor([[1.0], [-1.0]])), section())
+    sums = StepSums()
+    for _ in range(2):
+        sums.add_bound_pulls(terms, torch.tensor([[0.5], [0.25]]), mask, 4.0)
+    assert sums.bound_pulls[0].tolist() == [1.0, 0.5]
+
+
+def test_distance_to_the_sampler_is_half_the_squared_difference_where_it_is_known():
+    new, mask = torch.full((2, 2), -4.0), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    part = batch_of(torch.full((2, 2), -1.0), torch.ones(2, 1))._replace(has_behaviour=torch.tensor([[1.0], [0.0]]))
+    terms, _, _ = loss_and_gradient(new, new, mask, part, section())
+    assert terms.sampler_distance.tolist() == [[4.5, 4.5], [0.0, 0.0]]
+    assert terms.sampler_known.tolist() == [[1.0, 1.0], [0.0, 0.0]]
 
 
 def test_unusable_logprobs_only_measure_the_distance():

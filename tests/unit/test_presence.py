@@ -103,6 +103,8 @@ def test_presence_of_another_swarm() -> None:
         ({"hosts_index": 1}, Rejection.MALFORMED),
         ({"level": MAX_SHARD_LEVEL + 1}, Rejection.MALFORMED),
         ({"level": -1}, Rejection.MALFORMED),
+        ({"level": True}, Rejection.MALFORMED),
+        ({"created_at": True}, Rejection.MALFORMED),
         ({"created_at": float("nan")}, Rejection.MALFORMED),
         ({"expires_at": float("inf")}, Rejection.MALFORMED),
         ({"expires_at": NOW + MAX_LIFETIME_S + 1}, Rejection.CLOCK_SKEW),
@@ -112,3 +114,8 @@ def test_presence_of_another_swarm() -> None:
 def test_what_a_peer_may_not_say_of_itself(changes: dict[str, object], reason: Rejection) -> None:
     assert reason_of(signed_fields(**changes)) is reason
     assert verify_presence(signed_fields(), SWARM_ID).peer_id == ALICE.peer_id
+
+
+def test_the_longest_life_is_allowed() -> None:
+    record = signed_fields(expires_at=NOW + MAX_LIFETIME_S)
+    assert verify_presence(record, SWARM_ID).expires_at == NOW + MAX_LIFETIME_S

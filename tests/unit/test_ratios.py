@@ -70,6 +70,13 @@ def test_pulls_equal_the_gradient_of_the_clipped_loss():
         )
 
 
+def test_a_ratio_at_a_bound_still_pulls():
+    ratios = torch.tensor([[1.2, 0.6, 4.0]], dtype=torch.float64)
+    pulls = torch.tensor([[1.0, -1.0, -1.0]], dtype=torch.float64)
+    got = bound_pulls(ratios, pulls, torch.ones(1, 3), clip_delta=4.0)
+    assert got[0].tolist() == [1.2, 4.6] and got[1].tolist() == [1.2, 4.0]
+
+
 def chosen(ratios: list[float], pulls: list[float]) -> tuple[float, float]:
     clip = AdaptiveClip()
     clip.choose(bound_pulls(torch.tensor([ratios]), torch.tensor([pulls]), torch.ones(1, len(ratios)), 4.0))
@@ -83,6 +90,11 @@ def test_balanced_updates_keep_the_first_bounds():
 def test_unlikely_bad_answers_are_left_out_first():
     # .66 · 1 against 1 · .5 and .1: good .5, bad .76; from c_low .7 on bad .1
     assert chosen([1.0, 0.66, 1.0], [0.5, -1.0, -0.1]) == (0.7, 1.2)
+
+
+def test_half_of_the_update_is_enough_and_an_update_of_nothing_is_balanced():
+    assert chosen([1.0, 0.625, 1.0], [1.0, -1.0, -0.375]) == (0.6, 1.2)  # 1 against .625 + .375
+    assert chosen([0.66], [-1.0]) == (0.7, 1.2), "nothing is left of it"
 
 
 def test_then_good_answers_may_grow():

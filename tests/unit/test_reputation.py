@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,9 @@ from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.index import Shard
 from swarm.sharing.peer_tracker import PeerTracker
 from swarm.sharing.reputation import (
+    BURST_GROUPS,
     FIRST_BAN_S,
+    KNOWN_ARE_HEARD_FOR_S,
     MAX_AUTHORS,
     MAX_BAN_S,
     PROBATION_BODIES,
@@ -113,6 +115,61 @@ def test_a_strangers_lie_bans_it_and_bans_grow_and_expire() -> None:
     assert not reputation.is_banned(LIAR)
 
 
+def test_each_ban_is_twice_as_long_as_the_one_before_unless_that_was_long_ago() -> None:
+    clock = Clock()
+    reputation = made(clock)
+
+    def ban_s() -> float:
+        assert reputation.refused(LIAR, Rejection.REWARD_MISMATCH) and reputation.num_banned() == 1
+        until = reputation.banned_until(LIAR)
+        banned_s, clock.now = until - clock.now, until
+        assert reputation.banned_until(LIAR) == 0 == reputation.num_banned()
+        return banned_s
+
+    bans = []
+    for pause_s in (0.0, 3600.0, 2 * MAX_BAN_S, 2 * MAX_BAN_S + 1, 0.0):
+        bans.append(ban_s())
+        clock.now += pause_s
+    assert bans == [FIRST_BAN_S, 2 * FIRST_BAN_S, 4 * FIRST_BAN_S, 8 * FIRST_BAN_S, FIRST_BAN_S]
+
+
+def test_a_false_claim_bans_only_below_a_fifth_of_the_trust() -> None:
+    reputation = made()
+    for author in ("at the bound", "below"):
+        reputation.admitted(author)
+        reputation.hint(author, 1.0)  # 1.5 of 7.5 are left of it once it lies
+    reputation.hint("below", 0.01)
+    assert not reputation.refused("at the bound", Rejection.COPIED) and reputation.weight("at the bound") == 0.2
+    assert reputation.refused("below", Rejection.COPIED)
+
+
+def test_unlikely_answers_count_by_their_part_of_the_group() -> None:
+    reputation = made()
+    reputation.unlikely(LIAR, 0.25)  # half a bad body
+    assert reputation.weight(LIAR) == pytest.approx(1 / 2.5)
+
+
+def test_probation_ends_with_the_fourth_good_body_unless_more_of_them_were_bad() -> None:
+    reputation, known_after = made(), []
+    for _ in range(4):
+        known_after.append(reputation.is_known(LIAR))
+        reputation.admitted(LIAR)
+    assert known_after == [False] * 4 and reputation.is_known(LIAR) and reputation.num_known() == 1
+    reputation.hint(LIAR, 4.0)
+    assert reputation.is_known(LIAR) and reputation.has_known(), "as many bad ones"
+    reputation.hint(LIAR, 0.01)
+    assert not reputation.is_known(LIAR) and not reputation.has_known()
+
+
+def test_an_author_is_untried_until_a_tenth_of_a_body_speaks_for_or_against_it() -> None:
+    reputation = made()
+    reputation.hint("hardly", 0.09)
+    reputation.hint("a tenth", 0.1)
+    reputation.admitted("both")
+    reputation.hint("both", 1.0)
+    assert [reputation.is_untried(name) for name in ("new", "hardly", "a tenth", "both")] == [True, True, False, False]
+
+
 def test_who_is_well_known_may_err_once_and_cannot_spend_a_good_name_on_lies() -> None:
     reputation = known(made(), LIAR)
     outcomes = [reputation.refused(LIAR, Rejection.REWARD_MISMATCH) for _ in range(4)]
@@ -135,6 +192,20 @@ def test_strangers_do_not_displace_whom_we_know() -> None:
     assert reputation.is_known(ALICE.peer_id)
 
 
+def test_who_has_just_come_displaces_the_one_known_longest_ago_where_all_are_known() -> None:
+    clock = Clock()
+    reputation = made(clock)
+    for number in range(MAX_AUTHORS):
+        clock.now += 1e-3
+        for _ in range(int(PROBATION_BODIES)):
+            reputation.admitted(str(number))
+    reputation.hint("new", 1.0)
+    remembered = reputation.last_evidence()
+    assert "new" in remembered and "0" not in remembered and "1" in remembered
+    reputation.hint("next", 1.0)
+    assert "new" not in reputation.last_evidence() and "1" in reputation.last_evidence()
+
+
 @pytest.mark.parametrize("field", ["good", "bad", "at", "banned_until", "num_bans"])
 @pytest.mark.parametrize("value", ['"x"', "null", "-2", "NaN", "1e400", "[]", "true"])
 def test_a_number_that_is_none_fails_no_later_judgement(tmp_path: Path, field: str, value: str) -> None:
@@ -152,7 +223,9 @@ def test_a_ban_of_a_file_lasts_no_longer_than_one_that_this_node_gives(tmp_path:
     assert reputation.weight("alice") < 0.995, "and evidence is bounded as ever"
 
 
-def test_reputation_outlives_the_process_and_a_damaged_file_does_not_stop_the_next(tmp_path: Path) -> None:
+def test_reputation_outlives_the_process_and_a_damaged_file_does_not_stop_the_next(
+    tmp_path: Path, is_durable: Callable[[Path], bool]
+) -> None:
     path, clock = tmp_path / "reputation.json", Clock()
     first = known(made(clock, path), ALICE.peer_id)
     first.refused(LIAR, Rejection.HEADER_MISMATCH)
@@ -160,6 +233,7 @@ def test_reputation_outlives_the_process_and_a_damaged_file_does_not_stop_the_ne
     again = made(clock, path)
     assert again.is_known(ALICE.peer_id) and again.is_banned(LIAR)
     assert again.weight(ALICE.peer_id) == first.weight(ALICE.peer_id)
+    assert is_durable(path)
     for damaged in ('{"a": 1}', '{"a": {"good": 1, "unknown": 2}}', "[]", '{"a'):
         path.write_text(damaged)
         assert len(made(clock, path)) == 0
@@ -194,6 +268,77 @@ def test_bodies_of_known_authors_earn_strangers_their_part_over_time() -> None:
     assert shares.within_share([strangers, own]) == [own]
 
 
+def test_strangers_wait_from_their_last_group_on_until_no_known_author_is_active() -> None:
+    clock = Clock()
+    shares = shares_of(known(made(clock), *KNOWN))
+    stranger, own = (header_of([group()], b"", author=author) for author in (LIAR, KNOWN[0]))
+    shares.heard(KNOWN[0])
+    shares.heard(LIAR)
+    for _ in range(int(BURST_GROUPS)):
+        assert shares.within_share([stranger, own]) == [stranger, own]
+        shares.pulled(stranger)
+    assert shares.within_share([stranger, own]) == [own]
+    clock.now += KNOWN_ARE_HEARD_FOR_S
+    shares.heard(LIAR)
+    assert shares.within_share([stranger, own]) == [own]
+    clock.now += 1
+    assert shares.within_share([stranger, own]) == [stranger, own]
+
+
+@pytest.mark.parametrize("num_before", [1000, -1000])
+def test_neither_debt_nor_credit_of_strangers_is_more_than_a_burst(num_before: int) -> None:
+    shares = shares_of(known(made(), *KNOWN))
+    shares.heard(KNOWN[0])
+    stranger, own = (header_of([group()], b"", author=author) for author in (LIAR, KNOWN[0]))
+    for _ in range(abs(num_before)):
+        shares.pulled(own if num_before > 0 else stranger)
+    spent, spending = (stranger, 1) if num_before > 0 else (own, 3)  # three groups of a known author earn strangers one
+    for _ in range(int(BURST_GROUPS) * spending):
+        assert (shares.within_share([stranger]) == [stranger]) == (num_before > 0)
+        shares.pulled(spent)
+    shares.pulled(spent)
+    assert (shares.within_share([stranger]) == [stranger]) == (num_before < 0)
+
+
+def test_strangers_never_wait_where_their_share_has_no_bound() -> None:
+    shares = shares_of(known(made(), *KNOWN), share=1.0)
+    shares.heard(KNOWN[0])
+    headers = [header_of([group()], b"", author=author) for author in (LIAR, KNOWN[0])]
+    for _ in range(20):
+        for header in headers:
+            shares.pulled(header)
+    assert shares.within_share(headers) == headers
+
+
+def test_bound_on_strangers_counts_each_known_author_once() -> None:
+    shares = shares_of(known(made(), *KNOWN))
+    assert shares.bound_on_strangers([LIAR, "new"]) == ({LIAR, "new"}, 1.0)
+    assert shares.bound_on_strangers([LIAR, KNOWN[0], KNOWN[0]]) == ({LIAR}, 0.75)
+    assert shares.bound_on_strangers([LIAR, *KNOWN, "new"]) == ({LIAR, "new"}, 0.25)
+
+
+def test_neighbours_are_the_strangers_of_one_address_group() -> None:
+    at_home = ["/ip4/192.0.2.1/tcp/1"]
+    shares = shares_of(
+        known(made(), "known"), seen(dict.fromkeys(("a", "b", "known"), at_home) | {"c": ["/ip4/8.8.8.8/tcp/1"]})
+    )
+    assert shares.neighbours("a", ["b", "c", "known"]) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [
+        ((), None),
+        (("/ip4/8.8.8.8/tcp/1",), "8.8.8.0/24"),
+        (("/ip4/8.8.8.8/tcp/1", "/ip4/8.8.4.4/tcp/1"), "8.8.4.0/24"),
+        (("/ip4/8.8.8.8/tcp/1", "/ip4/10.0.0.1/tcp/1"), None),
+        (("/dns4/Example.org/tcp/1",), "host example.org"),
+    ],
+)
+def test_public_group_of_a_peer(addresses: tuple[str, ...], expected: str | None) -> None:
+    assert shares_of(made(), seen({"a": addresses})).public_group("a") == expected
+
+
 def seen(places: Mapping[str, Sequence[str]]) -> SeenAt:
     return lambda peer_id: places.get(peer_id, ())
 
@@ -204,6 +349,13 @@ def test_strangers_together_get_their_share_and_no_more() -> None:
     standing = shares_of(known(made(), *honest)).standing([*honest, *sybils])
     of_sybils = sum(standing[sybil] for sybil in sybils) / sum(standing.values())
     assert of_sybils == pytest.approx(0.25)
+    reputation = known(made(), *honest)
+    for name in (*sybils, honest[0]):
+        reputation.admitted(name)
+    for name in (*sybils[:20], honest[0]):
+        reputation.hint(name, 1.0)  # less of what each weighs, and the same bound on all
+    standing = shares_of(reputation).standing([*honest, *sybils])
+    assert sum(standing[sybil] for sybil in sybils) / sum(standing.values()) == pytest.approx(0.25)
     alone = shares_of(known(made(), *honest), share=1.0).standing([*honest, sybils[0]])
     assert alone[sybils[0]] == pytest.approx(1 / (1 + PROBATION_BODIES))
 
@@ -250,6 +402,16 @@ def test_strangers_pay_for_what_strangers_did_until_their_own_first_true_bodies(
     for number in range(20):
         reputation.admitted(f"honest {number}")
     assert reputation.promise("next") > 0.85, "and made good by those that come after"
+
+
+def test_what_strangers_are_like_is_learned_from_the_first_body_of_each() -> None:
+    reputation = made()
+    for _ in range(2):
+        reputation.hint("vague", 0.75)  # counts as one bad body at most
+    assert reputation.promise("new") == 1 / 2
+    for _ in range(2):
+        reputation.admitted("honest")  # the second is no first body any more
+    assert reputation.promise("new") == 2 / 3
 
 
 def test_a_body_of_many_groups_counts_once_in_what_strangers_are_like() -> None:
@@ -330,6 +492,20 @@ def test_address_groups_by_kind() -> None:
     groups = AddressGroups(seen({"a": ["/ip4/10.0.0.77/tcp/0", "/ip6/2001:db8:1:2::1/tcp/0", relay]}))
     assert groups.of("a") == {"10.0.0.0/24", "2001:db8:1::/48", "relay 12D3KooWRelay"}
     assert groups.of("nobody") == {"unknown"}
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("/ip4/10.0.0.77/tcp/1/p2p/12D3KooWDirect", "10.0.0.0/24"),
+        ("/p2p-circuit", "unknown"),
+        ("/ip4", "unknown"),
+        ("", "unknown"),
+        ("/ip4/10.0.0.300/tcp/1", "unknown"),
+    ],
+)
+def test_address_without_a_relay_or_a_network_is_no_group_of_its_own(address: str, expected: str) -> None:
+    assert AddressGroups(seen({"a": [address]})).of("a") == {expected}
 
 
 async def test_sixteen_fresh_names_that_invent_addresses_get_the_part_of_two(tmp_path: Path) -> None:

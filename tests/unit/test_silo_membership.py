@@ -101,6 +101,38 @@ def test_older_roll_changes_nothing() -> None:
     assert not ann.is_member(BEN.peer_id) and ann.keys.epoch == 2
 
 
+def test_older_roll_of_the_same_epoch_is_passed_over() -> None:
+    owner = found(ANN)
+    old = owner.data
+    invite(owner, BEN)
+    ann = membership_of(ANN, owner.data)
+    assert not ann.accept_roll(old) and ann.roll_data == owner.data
+
+
+@pytest.mark.parametrize(("num_added", "more"), [(8, "; 9 members"), (9, " and 1 more; 10 members")])
+def test_a_line_of_the_log_names_few_members(caplog: pytest.LogCaptureFixture, num_added: int, more: str) -> None:
+    caplog.set_level(logging.INFO)
+    owner = found(ANN)
+    ann = membership_of(ANN, owner.data)
+    for number in range(num_added):
+        invite(owner, identity_of(20 + number))
+    ann.accept_roll(owner.data)
+    assert caplog.messages[0].endswith(f"){more}") and caplog.messages[0].count("12D3") == 8
+
+
+def test_who_is_not_on_the_roll_of_a_later_epoch_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+    owner = found(ANN)
+    before = owner.data
+    token = decode_token(invite(owner, BEN))
+    ben = membership_of(BEN)
+    ben.accept_own_grant(token.grant.data, token.wrapped)
+    ben.accept_roll(before)
+    assert not caplog.records and ben.is_member(BEN.peer_id), "the roll is from before the invitation"
+    owner.revoke(BEN.peer_id, NOW)
+    ben.accept_roll(owner.data)
+    assert "no longer a member" in caplog.text and not ben.is_member(BEN.peer_id) and ben.own_grant is None
+
+
 def test_newer_roll_is_told_once_with_who_went_and_who_came(caplog: pytest.LogCaptureFixture) -> None:
     owner = found(ANN, BEN)
     caplog.set_level(logging.INFO)
@@ -247,6 +279,46 @@ def test_newcomer_takes_no_roll_from_before_its_invitation_epoch() -> None:
     assert fault_of(lambda: ben.accept_roll(before)) == "old"
 
 
+@pytest.mark.parametrize(("now", "is_valid"), [(NOW + DAY_S - 1, True), (NOW + DAY_S, False)])
+def test_a_grant_is_valid_until_its_end(now: float, is_valid: bool) -> None:
+    ann = membership_of(ANN, found(ANN, until=NOW + 2 * DAY_S).data, now=now)
+    if is_valid:
+        ann.accept_grant(GRANT)
+    else:
+        assert fault_of(lambda: ann.accept_grant(GRANT)) == "old"
+    assert ann.is_member(BEN.peer_id) is is_valid
+
+
+def test_a_grant_counts_only_where_it_adds_to_a_roll_of_its_epoch() -> None:
+    owner = found(ANN, BEN)
+    ben, cat = (decode_token(invite(owner, one)).grant.data for one in (BEN, CAT))
+    newcomer, ann = membership_of(EVE), membership_of(ANN, owner.data)
+    for membership in (newcomer, ann):
+        for grant in (ben, cat):
+            assert membership.accept_grant(grant).epoch == 1
+        assert membership.grants == (), "without a roll, or on it already"
+    assert not newcomer.is_member(BEN.peer_id)
+    owner.rotate(NOW)
+    late = decode_token(invite(owner, EVE)).grant.data
+    assert ann.accept_grant(late).epoch == 2 and not ann.is_member(EVE.peer_id), "its roll is on its way"
+    assert ann.grants == ()
+
+
+def test_grants_end_with_the_roll_of_a_later_epoch() -> None:
+    owner = found(ANN)
+    ann = membership_of(ANN, owner.data)
+    eve, cat = (decode_token(invite(owner, one)).grant.data for one in (EVE, CAT))
+    ann.accept_grant(eve)
+    invite(owner, BEN)
+    stays = replace(owner.roll, members=tuple(one for one in owner.roll.members if one.peer_id != CAT.peer_id))
+    ann.accept_grant(cat)
+    ann.accept_roll(encode_roll(stays, OWNER))
+    assert [one.peer_id for one in ann.grants] == [CAT.peer_id], "Eve is on the roll"
+    owner.revoke(CAT.peer_id, NOW)
+    ann.accept_roll(owner.data)
+    assert ann.grants == () and not ann.is_member(CAT.peer_id)
+
+
 def test_expired_and_forged_grants_are_refused() -> None:
     ann = membership_of(ANN, found(ANN).data, now=NOW + 2 * DAY_S)
     assert fault_of(lambda: ann.accept_grant(GRANT)) == "old"
@@ -270,7 +342,12 @@ def test_token_of_another_is_refused_and_its_key_does_not_open() -> None:
     assert fault_of(lambda: membership_of(EVE).accept_own_grant(token.grant.data, token.wrapped)) == "stranger"
     request = MembershipRequest(EVE.peer_id, box_key(EVE).public_key().public_bytes_raw())
     own = encode_grant(OWNER, SILO_ID, request, NOW + DAY_S, 1)
-    assert fault_of(lambda: membership_of(EVE).accept_own_grant(own, token.wrapped)) == "forged"
+    eve = membership_of(EVE)
+    assert fault_of(lambda: eve.accept_own_grant(own, token.wrapped)) == "forged"
+    assert eve.own_grant is None and not eve.is_member(EVE.peer_id)
+    for peer_id, key in ((EVE.peer_id, token.grant.box_key), (BEN.peer_id, request.box_key)):
+        mixed = encode_grant(OWNER, SILO_ID, MembershipRequest(peer_id, key), NOW + DAY_S, 1)
+        assert fault_of(lambda mixed=mixed: eve.accept_own_grant(mixed, token.wrapped)) == "stranger"
 
 
 def test_token_brings_the_manifest_and_survives_mail() -> None:

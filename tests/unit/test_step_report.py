@@ -42,6 +42,18 @@ def test_a_step_without_tokens_shows_its_rate_and_reason_alone() -> None:
     assert replace(ONE, num_tokens=1).row()["train/loss"] == 1.0
 
 
+def test_sums_become_means_over_the_tokens_for_which_a_value_is_known() -> None:
+    sums = StepSums(
+        loss=3.0, num_tokens=8.0, num_clipped=2.0, entropy=4.0, ratio=10.0, kl=6.0, num_base_known=4.0,
+        sampler_distance=1.0, num_sampler_known=2.0,
+    )  # fmt: skip
+    report = sums.report(grad_norm=1.5, lr=0.1, skip_reason="")
+    assert (report.loss, report.clip_fraction, report.entropy, report.mean_ratio) == (3.0, 0.25, 0.5, 1.25)
+    assert (report.kl, report.sampler_kl, report.num_tokens) == (1.5, 0.5, 8)
+    nothing = StepSums().report(grad_norm=0.0, lr=0.1, skip_reason="")
+    assert (nothing.clip_fraction, nothing.entropy, nothing.kl, nothing.sampler_kl) == (0.0, 0.0, None, None)
+
+
 @pytest.mark.parametrize(
     ("loss", "grad_norm", "signal", "reason"),
     [

@@ -57,6 +57,7 @@ def test_advantages_of_others_by_hand() -> None:
     first, second, *wrong = batch_advantages([training_group(1.0, 1, 0.5, 0, 0)], section)
     assert first == pytest.approx(1.305582, abs=1e-5) and second is None
     assert wrong == pytest.approx([-0.783349] * 2, abs=1e-5)
+    assert batch_advantages([training_group(1.0, 1, 0.5, 0)], section)[1] == 0.0, "it takes part without a direction"
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "median", "gdpo"])

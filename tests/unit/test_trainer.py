@@ -1,7 +1,7 @@
 """The step as a whole: against an independent computation, in micro-batches, interrupted, fed with bad data."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from swarm.engine.sampling import Sampling
 from swarm.engine.slot_engine import SlotEngine
 from swarm.errors import CheckpointError, TrainingError
 from swarm.extensions.points import ADVANTAGES, CORRECTIONS
+from swarm.policy.logprobs import TokenLogprobs, TokenSequence
 from swarm.policy.policy import Policy, load_policy
 from swarm.training.experience import TrainingGroup
 from swarm.training.policy_optimizer import LocalOptimizer
@@ -253,6 +254,42 @@ def test_inner_epochs_move_away_from_the_frozen_policy(make_policy: MakePolicy):
     assert policy.version == 3
     assert report.mean_ratio != pytest.approx(1.0, abs=1e-3)
     assert report.clip_fraction > 0
+
+
+@pytest.mark.parametrize(("inner_epochs", "num_passes"), [(1, 1), (2, 3)])
+def test_log_probs_are_computed_ahead_only_where_the_policy_moves_within_a_step(
+    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, inner_epochs: int, num_passes: int
+):
+    policy, passes, compute = make_policy(), list[int](), Policy.token_logprobs
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    policy.version = inner_epochs  # the KL to the base is measured at every fourth step, the first one included
+
+    def counted(policy: Policy, answers: Sequence[TokenSequence], *others: Any, **settings: Any) -> TokenLogprobs:
+        passes.append(len(answers))
+        return compute(policy, answers, *others, **settings)
+
+    monkeypatch.setattr(Policy, "token_logprobs", counted)
+    trainer_of(policy, inner_epochs=inner_epochs, micro_batch_sequences=64).step(groups)
+    assert passes == [16] * num_passes
+
+
+def test_kl_to_the_base_is_measured_at_every_fourth_step_and_one_answer_in_sixteen(make_policy: MakePolicy):
+    policy = make_policy()
+    groups = sampled_groups(policy, group_size=5, max_new_tokens=MAX_NEW_TOKENS)
+    trainer = trainer_of(policy, inner_epochs=2)
+    assert [trainer.step(groups).kl is not None for _ in range(5)] == [True, False, False, False, True]
+    assert trainer._kl_rows(33) == [] and policy.version == 10
+    policy.version = 16
+    assert trainer._kl_rows(33) == [0, 16, 32]
+
+
+@pytest.mark.parametrize(("ratio", "is_clipped"), [("sequence", True), ("token", False)])
+def test_the_ratio_of_an_answer_has_a_clip_range_of_its_own(make_policy: MakePolicy, ratio: str, is_clipped: bool):
+    policy = make_policy()
+    groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    settings = {"inner_epochs": 2, "lr": 1e-4, "sequence_clip_low": 1e-7, "sequence_clip_high": 1e-7}
+    report = trainer_of(policy, ratio=ratio, **settings).step(groups)
+    assert (report.clip_fraction > 0) == is_clipped
 
 
 def test_temperature_is_that_of_sampling(make_policy: MakePolicy):
@@ -498,6 +535,46 @@ def test_adaptive_clip_bounds_survive_a_restart(make_policy: MakePolicy):
     del state["adaptive_clip_notch"]  # a checkpoint of an older version
     resumed.restore(tensors, state)
     assert resumed.state()[1]["adaptive_clip_notch"] == 0
+
+
+def test_a_saved_state_does_not_change_with_later_steps(make_policy: MakePolicy):
+    policy = make_policy()
+    trainer, groups = trainer_of(policy), sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    trainer.step(groups)
+    saved, _ = trainer.state()
+    before = {(kind, name): value.clone() for kind, named in saved.items() for name, value in named.items()}
+    trainer.step(groups)
+    assert all(torch.equal(saved[kind][name], value) for (kind, name), value in before.items())
+
+
+def test_without_dropout_gradients_are_computed_in_evaluation_mode(make_policy: MakePolicy):
+    policy, modes = make_policy(), list[bool]()
+    steps = LocalOptimizer(TrainingSection(), policy)
+
+    def loss_of(index: int, result: TokenLogprobs) -> Tensor:
+        modes.append(policy.model.training)
+        return result.logprobs.sum()
+
+    steps.accumulate([[((5, 6), (7, 8))], [((5,), (7,))]], loss_of, 1.0)
+    assert modes == [False] * 2
+
+
+def test_a_gradient_of_one_tensor_alone_moves_it(make_policy: MakePolicy):
+    policy = make_policy()
+    steps = LocalOptimizer(TrainingSection(weight_decay=0.0), policy)
+    name, first = next(iter(adapter_parameters(policy.model)))
+    before = steps.read()
+    steps.accumulate([[((5, 6), (7, 8))]], lambda index, result: first.sum(), 1.0)
+    steps.apply(1e-3)
+    after = steps.read()
+    assert [one for one in before if not torch.equal(before[one], after[one])] == [name] and policy.version == 1
+
+
+def test_an_answer_may_be_as_long_as_the_limit(make_policy: MakePolicy):
+    policy = make_policy()
+    (group, *_) = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
+    longest = with_rollouts(group, lambda i, r: replace(r, token_ids=(5,) * 6, logprobs=(-1.0,) * 6))
+    assert trainer_of(policy).step([longest]).num_tokens == 6 * len(group.group.rollouts)
 
 
 def test_writing_turned_tensors_forgets_their_moments_and_no_others(make_policy: MakePolicy):

@@ -38,6 +38,18 @@ def test_a_burst_comes_at_once_and_the_rest_at_the_rate() -> None:
     assert turns_of(scenario) == [("a", 0), ("a", 0), ("a", 0.125), ("a", 0.25), ("a", 0.4375), ("a", 0.5)]
 
 
+def test_a_limiter_rests_once_nobody_waits() -> None:
+    async def scenario(limiter: FairRateLimiter, ask: Callable[[str, int], None]) -> None:
+        for who in range(3):
+            ask("a", who)
+        limiter.leave("a", 2)
+        await asyncio.sleep(1)
+        assert limiter._timer is None
+        ask("a", 3)
+
+    assert turns_of(scenario) == [("a", 0), ("a", 0), ("a", 1)]
+
+
 def test_addresses_take_turns_and_a_turn_given_up_is_not_taken() -> None:
     async def scenario(limiter: FairRateLimiter, ask: Callable[[str, int], None]) -> None:
         for who in range(6):

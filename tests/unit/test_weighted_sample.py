@@ -3,7 +3,8 @@
 import random
 from collections import Counter
 
-from swarm.limits.weighted_sample import weighted_order
+from swarm.config import Config
+from swarm.limits.weighted_sample import round_seed, weighted_order
 
 WEIGHTS = [1.0, 2.0, 5.0]
 
@@ -24,6 +25,15 @@ def test_first_places_go_by_weight_and_second_ones_by_weight_among_the_rest() ->
         expected = WEIGHTS[first] / total * WEIGHTS[second] / (total - WEIGHTS[first])
         assert abs(count / draws - expected) < 4 * (expected * (1 - expected) / draws) ** 0.5
     assert len(orders) == 6
+
+
+def test_seeds_differ_by_node_purpose_and_round_and_fit_into_31_bits() -> None:
+    cases = [
+        (author, purpose, number) for author in ("a", "b") for purpose in ("tasks", "pairs") for number in range(64)
+    ]
+    seeds = [round_seed(Config(), *case) for case in cases]
+    assert len(set(seeds)) == len(cases) and seeds == [round_seed(Config(), *case) for case in cases]
+    assert 2**30 < max(seeds) < 2**31
 
 
 def test_nothing_of_weight_zero_comes_before_the_others() -> None:
