@@ -186,9 +186,8 @@ class RolloutConverter:
         limits = {"max_sequences": self._micro_batch_sequences, "max_tokens": self._policy.micro_batch_tokens}
         for part in cut(sequences, **limits):  # a group of others may be many times larger than what fits into memory
             scored = self._policy.token_logprobs([sequences[index] for index in part])
-            means_of_part: list[float] = (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()
-            for index, mean in zip(part, means_of_part, strict=True):
-                means[index] = mean
+            for index, mean in zip(part, scored.logprobs.sum(-1) / scored.mask.sum(-1), strict=True):
+                means[index] = float(mean)
         return means
 
 
