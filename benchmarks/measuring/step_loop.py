@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TextIO
 
 from measuring.command_loop import reply, take_over_stdout
@@ -34,11 +33,3 @@ def timed(work: Callable[[], Any]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
-
-
-def peak_mib() -> float:
-    """Largest resident set of this process so far."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) / 1024
-    return 0.0

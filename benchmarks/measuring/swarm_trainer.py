@@ -9,7 +9,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from measuring.step_loop import StepLoop, peak_mib, timed
+from measuring.peak_memory import peak_mib
+from measuring.step_loop import StepLoop, timed
 from swarm.config import PolicySection, RolloutsSection, TrainingSection
 from swarm.engine.make_engine import make_engine
 from swarm.policy.logprobs import token_logprobs

@@ -7,7 +7,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from measuring.step_loop import StepLoop, peak_mib
+from measuring.peak_memory import peak_mib
+from measuring.step_loop import StepLoop
 
 
 class Peer:

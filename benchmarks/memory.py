@@ -1,0 +1,187 @@
+"""How much memory a training step on long answers takes: this project beside TRL's GRPOTrainer.
+
+    python benchmarks/memory.py            Qwen2.5-0.5B's shape, answers of 512 and 2,048 tokens; about half an hour
+    python benchmarks/memory.py --quick    the same vocabulary and width with two layers, answers of 128 tokens; under a minute
+    python benchmarks/memory.py --prepare  make TRL's environment, once (2 GB in ~/.cache, some minutes)
+
+A step is log-probs, entropy, loss, backward pass and optimizer on the same made-up answers, with LoRA of rank 16 on all linear
+layers, in float32. Each system runs in a process of its own, as it is set up for its users: TRL with the whole group at once,
+with and without gradient checkpointing; this project with the micro-batches that its memory probe chooses, and with the whole
+group at once. The peak is the resident memory of the process, weights and libraries included. A system that does not fit into
+the memory of the machine is ended before the machine is, and counts as `more than` its limit.
+
+`memory_ratio_trl` is the peak of this project over that of TRL, both with gradient checkpointing, which is TRL's own default.
+`probe_error` is the largest difference between the peak that the probe predicts and the one that was measured. The last line of
+the output is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from peers.environment import PeerUnavailable
+from peers.trainers_venv import TRAINERS
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from swarm.policy.base_folder import BUNDLED_FOLDER
+from swarm.policy.base_model import load_tokenizer
+
+_HERE = Path(__file__).resolve().parent
+_TIME_LIMIT_S = 1800.0
+_RESERVE = 0.9
+"""Part of the free memory that one process may take."""
+SWARM, TRL = "swarm", "TRL"
+_SCRIPTS = {SWARM: "measuring/swarm_memory.py", TRL: "peers/trl_memory.py"}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One step."""
+
+    system: str
+    answer_tokens: int
+    checkpointing: bool
+    at_once: str
+    """How many answers go through the model together, in words."""
+    micro_batch_tokens: int | None = None
+    answers: int = 8
+    prompt_tokens: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    case: Case
+    found: dict[str, float]
+    """Empty where the step did not end."""
+    failure: str = ""
+
+
+def main() -> None:
+    """Measure, print the table, print the figures."""
+    options = _options()
+    if options.prepare:
+        TRAINERS.make(TRAINERS.folder)
+        return
+    try:
+        peer_python: Path | None = TRAINERS.python_of(TRAINERS.folder)
+    except PeerUnavailable as error:
+        print(f"without TRL: {error}")
+        peer_python = None
+    with tempfile.TemporaryDirectory() as folder:
+        base = _base(Path(folder), num_layers=2 if options.quick else 24)
+        print("| system | answers of | gradient checkpointing | at once | peak, MiB | predicted | weights | seconds |")
+        print("|---|---|---|---|---|---|---|---|", flush=True)
+        results = [
+            _show(_run(case, base, peer_python, options.threads))
+            for case in _cases(quick=options.quick)
+            if case.system == SWARM or peer_python
+        ]
+    print(json.dumps(_figures(results)))
+
+
+def _cases(*, quick: bool) -> Iterator[Case]:
+    lengths = (128,) if quick else (512, 2048)
+    for length in lengths:
+        for checkpointing in (True,) if quick else (True, False):
+            yield Case(SWARM, length, checkpointing, "as the probe chooses")
+            if not quick:
+                yield Case(SWARM, length, checkpointing, "one answer", micro_batch_tokens=1)
+            yield Case(TRL, length, checkpointing, "the group")
+        yield Case(SWARM, length, checkpointing=True, at_once="the group", micro_batch_tokens=10**6)
+
+
+def _base(folder: Path, *, num_layers: int) -> Path:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=num_layers,
+        num_attention_heads=14, num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    load_tokenizer(BUNDLED_FOLDER).save_pretrained(folder)
+    return folder
+
+
+def _run(case: Case, base: Path, peer_python: Path | None, threads: int) -> Result:
+    spec = {
+        "base": str(base), "threads": threads, "answers": case.answers, "prompt_tokens": case.prompt_tokens,
+        "answer_tokens": case.answer_tokens, "checkpointing": case.checkpointing,
+        "micro_batch_tokens": case.micro_batch_tokens,
+    }  # fmt: skip
+    python = sys.executable if case.system == SWARM else str(peer_python)
+    limit = int(_RESERVE * psutil.virtual_memory().available)
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+    def bound() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # an error here rather than the system's killer
+
+    try:
+        ended = subprocess.run(
+            [python, str(_HERE / _SCRIPTS[case.system]), json.dumps(spec)],
+            capture_output=True, text=True, timeout=_TIME_LIMIT_S, env=environment, preexec_fn=bound, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return Result(case, {}, f"not done in {_TIME_LIMIT_S:.0f} s")
+    if ended.returncode:
+        last = " ".join(ended.stderr.split())[-300:]
+        is_memory = "allocate memory" in last or "MemoryError" in last
+        return Result(case, {}, f"more than {limit / 2**20:.0f}" if is_memory else last)
+    return Result(case, json.loads(ended.stdout.splitlines()[-1]))
+
+
+def _show(result: Result) -> Result:
+    case, found = result.case, result.found
+    cells: list[Any] = [case.system, case.answer_tokens, "yes" if case.checkpointing else "no", case.at_once]
+    if found:
+        predicted = f"{found['predicted_mib']:.0f}" if "predicted_mib" in found else ""
+        cells += [f"{found['peak_mib']:.0f}", predicted, f"{found['loaded_mib']:.0f}", f"{found['seconds']:.0f}"]
+    else:
+        cells += [result.failure, "", "", ""]
+    print("|", " | ".join(map(str, cells)), "|", flush=True)
+    return result
+
+
+def _figures(results: list[Result]) -> dict[str, float | None]:
+    def peak(system: str, length: int) -> float | None:
+        """Of the first case of a system, which has gradient checkpointing."""
+        first = next((one for one in results if one.case.system == system and one.case.answer_tokens == length), None)
+        return first.found.get("peak_mib") if first else None
+
+    lengths = sorted({one.case.answer_tokens for one in results})
+    own, other = peak(SWARM, lengths[0]), peak(TRL, lengths[0])
+    errors = [
+        abs(one.found["predicted_mib"] / one.found["peak_mib"] - 1) for one in results if "predicted_mib" in one.found
+    ]
+    longest = peak(SWARM, lengths[-1])
+    return {
+        "memory_ratio_trl": own / other if own and other else None,
+        "growth_with_length": longest / own if own and longest and len(lengths) > 1 else None,
+        "probe_error": max(errors, default=None),
+    }
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a smaller policy and shorter answers")
+    parser.add_argument("--prepare", action="store_true", help="make TRL's environment, once")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
