@@ -12,15 +12,13 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.swarm_process import swarm
+from tests.swarm_process import SwarmProcess, swarm
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["getting-started.md", "tutorials/testbed.md", "tutorials/public.md", "tutorials/silo.md"]
@@ -58,18 +56,15 @@ class Newcomer:
 
     def leave_running(self, line: str) -> None:
         """Until the page ends; waits for the address that others join through."""
-        command = [sys.executable, "-m", "swarm.cli.main", *self._words(line)[1:]]
-        running = self._stack.enter_context(_running(command, self._folder, os.environ | self._environment))
-        assert running.stdout is not None
-        said = []
-        for text in running.stdout:
-            said.append(text)
-            if found := ADDRESS.search(text):
-                self._address = found[0]
-                drain = threading.Thread(target=running.stdout.read, daemon=True)
-                drain.start()  # a full pipe would stop it
-                return
-        raise AssertionError("".join(said))
+        output = self._folder / "running.out"
+        environment = os.environ | self._environment
+        running = SwarmProcess(*self._words(line)[1:], cwd=self._folder, environment=environment, output=output)
+        self._stack.callback(_end, running)
+        until = time.monotonic() + _COMMAND_S
+        while not (found := ADDRESS.search(output.read_text() if output.exists() else "")):
+            assert running.poll() is None and time.monotonic() < until, output.read_text()
+            time.sleep(0.05)  # between two looks at another process's file
+        self._address = found[0]
 
     def _words(self, line: str) -> list[str]:
         line = line.replace("38000", self._port)
@@ -92,20 +87,13 @@ class Newcomer:
         return word
 
 
-@contextmanager
-def _running(words: list[str], folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def _end(process: SwarmProcess) -> None:
+    process.send_signal(signal.SIGINT)
     try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _free_port() -> int:
