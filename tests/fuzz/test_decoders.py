@@ -80,6 +80,6 @@ def test_spoiled_bytes_are_taken_or_refused(name: str, seed: int, raw: bytes) ->
 
 
 def check(name: str, data: bytes) -> None:
-    start = time.perf_counter()
+    start = time.process_time()  # what else this machine does is not held against the decoder
     TARGETS[name](data)
-    assert time.perf_counter() - start < MAX_SECONDS
+    assert time.process_time() - start < MAX_SECONDS

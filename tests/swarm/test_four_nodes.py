@@ -66,7 +66,7 @@ async def run_all(nodes: Sequence[Node]) -> list[bool]:
 def test_four_nodes_learn_from_each_other(tmp_path: Path, faults: Faults) -> None:
     torch.set_num_threads(1)
     network = MemoryNetwork(random.Random(7), time.time, faults)
-    nodes = [make_node(network, node_config(tmp_path / str(i), groups_per_round=6 + i % 2), i) for i in range(4)]
+    nodes = [make_node(network, node_config(tmp_path / str(i), groups_per_round=8 + i % 2), i) for i in range(4)]
     assert asyncio.run(run_all(nodes)) == [True] * 4
     evidence: Counter[str] = Counter()
     for node in nodes:
