@@ -27,7 +27,7 @@ quick: $(READY) format lint types  ## While you work: format, lint, types and th
 
 test: $(READY)  ## All tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -m alone $$(grep -rl mark.alone tests --include="test_*.py")
 
 check: $(READY) format lint types security audit docs test  ## Format, lint, types, security, documentation and tests
 

@@ -3,6 +3,11 @@
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes depends on what else the machine does; pytest bounds the whole test.
+settings.register_profile("swarm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("swarm")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.e2e.audited_node import note_contacts
+
 IMPORTED_ONCE = "tests.swarm_imports"
 
 
@@ -37,15 +39,15 @@ class SwarmProcess:
         stdin: Path = Path(os.devnull),
         output: Path,
         errors: Path | None = None,
+        contacts: Path | None = None,
     ) -> None:
         """`output` is appended to, and takes what goes to stderr, too, unless `errors` does.
 
-        `environment`: in place of this process's own.
+        `environment`: in place of this process's own. `contacts`: a file for every address that the command contacts.
         """
         variables = {**(os.environ if environment is None else environment), "OMP_NUM_THREADS": "1"}
-        self._process = _fork_server().Process(
-            target=_be_swarm, args=(arguments, cwd or Path.cwd(), variables, stdin, output, errors or output)
-        )
+        files = (stdin, output, errors or output, contacts)
+        self._process = _fork_server().Process(target=_be_swarm, args=(arguments, cwd or Path.cwd(), variables, files))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -104,9 +106,10 @@ def _fork_server() -> ForkServerContext:
 
 
 def _be_swarm(
-    arguments: tuple[str, ...], cwd: Path, environment: dict[str, str], stdin: Path, output: Path, errors: Path
+    arguments: tuple[str, ...], cwd: Path, environment: dict[str, str], files: tuple[Path, Path, Path, Path | None]
 ) -> None:
-    """In the fork."""
+    """In the fork. `files`: as in the constructor, in its order."""
+    stdin, output, errors, contacts = files
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for number, path, flags in ((0, stdin, os.O_RDONLY), (1, output, append), (2, errors, append)):
         opened = os.open(path, flags, 0o644)
@@ -119,6 +122,8 @@ def _be_swarm(
     random.seed()  # every fork would draw the same
     from swarm.cli import main
 
+    if contacts is not None:
+        note_contacts(str(contacts))
     sys.argv = [main.__file__, *arguments]
     try:
         main.main()

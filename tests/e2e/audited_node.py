@@ -9,8 +9,9 @@ import sys
 _EVENTS = {"socket.connect", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "socket.gethostbyname"}
 
 
-def main() -> None:
-    log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+def note_contacts(path: str) -> None:
+    """Write every address from now on to the file `path`; this process cannot undo it."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def note(event: str, arguments: tuple) -> None:
         if event in _EVENTS:
@@ -18,6 +19,10 @@ def main() -> None:
             os.write(log, f"{event} {target!r}\n".encode())
 
     sys.addaudithook(note)
+
+
+def main() -> None:
+    note_contacts(sys.argv[1])
     sys.argv = ["swarm", *sys.argv[2:]]
     from swarm.cli.main import main as swarm
 

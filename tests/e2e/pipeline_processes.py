@@ -1,12 +1,9 @@
 """A pipeline of real processes: `swarm stage` several times and one `swarm run` that drives them."""
 
 import contextlib
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +13,9 @@ from typing import Any
 from swarm.config import dump_toml, parse
 from swarm.records import identity as identities
 from tests.e2e.node_process import NodeProcess, node_settings, wait_for
+from tests.swarm_process import SwarmProcess
 
 _DEADLINE_S = 240.0
-"""Every process imports torch, all at the same time."""
 
 
 class StageProcess:
@@ -29,16 +26,13 @@ class StageProcess:
         self.peer_id = settings_identity(folder)
         config = folder.parent / f"{folder.name}.toml"
         config.write_text(dump_toml(parse(settings)))
-        self._command = [sys.executable, "-m", "swarm.cli.main", "stage", str(config), *arguments]
+        self._command = ["stage", str(config), *arguments]
         self.output = folder.parent / f"{folder.name}.out"
         self.process = self.start()
 
-    def start(self) -> "subprocess.Popen[bytes]":
+    def start(self) -> SwarmProcess:
         """Start the process, also after it was killed, then at another port."""
-        with self.output.open("ab") as output:
-            self.process = subprocess.Popen(
-                self._command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
-            )
+        self.process = SwarmProcess(*self._command, output=self.output)
         return self.process
 
     def kill_9(self) -> None:

@@ -69,14 +69,13 @@ async def test_system_gives_up_connections_on_which_nothing_comes_back(planes: t
         assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == SILENCE_S * 1000
 
 
-@pytest.mark.alone
 async def test_peer_whose_subscriptions_were_lost_is_heard_again(planes: tuple[Plane, Plane]) -> None:
     """What py-libp2p does when the older of two connections to a peer ends."""
     first, second = planes
     await until_heard(second, first)
     assert second.gossip._pubsub is not None
     second.gossip._wake.set()  # have it look once who is subscribed
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while first.peer_id not in second.gossip._subscribers:
             await asyncio.sleep(0.05)
     second.gossip._pubsub.peer_topics.clear()

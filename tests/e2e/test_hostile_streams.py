@@ -88,11 +88,10 @@ async def ask(
     return await node.request(peer_id, protocol, b"hi", max_response_bytes=max_response_bytes, deadline_s=deadline_s)
 
 
-async def failure(node: HivemindTransport, peer_id: str, server: Server, mallory: HivemindTransport) -> str:
+async def failure(node: HivemindTransport, peer_id: str, protocol: str, **limits: float) -> str:
     """The reason with which a request to a hostile server ends."""
-    await serve_raw(mallory, HOSTILE, server)
     with pytest.raises(RequestError) as caught:
-        await ask(node, peer_id, HOSTILE, deadline_s=0.5)
+        await ask(node, peer_id, protocol, **limits)  # type: ignore[arg-type]
     return caught.value.reason
 
 
@@ -129,46 +128,46 @@ async def send_other_bytes(reader: asyncio.StreamReader, writer: asyncio.StreamW
     await reader.read()
 
 
-@pytest.mark.parametrize(
-    ("server", "reason"),
-    [
-        (announce_a_terabyte, "oversize"),
-        (never_end, "deadline"),
-        (stop_in_the_middle, "cut"),
-        (send_other_bytes, "damaged"),
-    ],
-)
-async def test_hostile_response_ends_with_its_reason(tmp_path: Path, server: Server, reason: str) -> None:
-    node, mallory = make_node(tmp_path / "node"), make_node(tmp_path / "mallory")
-    async with joined(node, mallory):
-        assert await failure(node, mallory.peer_id, server, mallory) == reason
-        assert await ask(node, mallory.peer_id, ECHO) == b"hi"
+SERVERS: list[tuple[Server, str]] = [
+    (announce_a_terabyte, "oversize"),
+    (never_end, "deadline"),
+    (stop_in_the_middle, "cut"),
+    (send_other_bytes, "damaged"),
+]
+FRAMES = [
+    (header(2**40), "oversize"),
+    (header(60_001) + bytes(60_001), "oversize"),
+    (header(60_000) + bytes(100), "cut"),
+    (header(5, digest_of(b"right")) + b"wrong", "damaged"),
+    (b"", "cut"),
+    (bytes(2_000_000), "cut"),
+]
 
 
-@pytest.mark.parametrize(
-    ("frame", "reason"),
-    [
-        (header(2**40), "oversize"),
-        (header(60_001) + bytes(60_001), "oversize"),
-        (header(60_000) + bytes(100), "cut"),
-        (header(5, digest_of(b"right")) + b"wrong", "damaged"),
-        (b"", "cut"),
-        (bytes(2_000_000), "cut"),
-    ],
-)
-async def test_hostile_answer_to_a_short_call_ends_with_its_reason(tmp_path: Path, frame: bytes, reason: str) -> None:
+async def test_hostile_responses_end_with_their_reasons(tmp_path: Path) -> None:
+    """By stream; and as answers to short calls, which need no stream."""
     node, mallory = make_node(tmp_path / "node"), make_node(tmp_path / "mallory")
 
-    async def lie(request: bytes, peer_id: object) -> bytes:
-        return frame
+    def liar(frame: bytes) -> Callable[[bytes, object], Awaitable[bytes]]:
+        async def lie(request: bytes, peer_id: object) -> bytes:
+            return frame
+
+        return lie
 
     async with joined(node, mallory):
         assert mallory._session is not None
-        await mallory._session._p2p._client.add_unary_handler(f"{HOSTILE}/call", lie)  # type: ignore[attr-defined]
-        with pytest.raises(RequestError) as caught:
-            await ask(node, mallory.peer_id, HOSTILE, max_response_bytes=60_000)
-        assert caught.value.reason == reason
-        assert await ask(node, mallory.peer_id, ECHO, max_response_bytes=60_000) == b"hi"
+        for number, (server, reason) in enumerate(SERVERS):
+            protocol = f"{HOSTILE}/stream-{number}"
+            await serve_raw(mallory, protocol, server)
+            deadline_s = 0.5 if reason == "deadline" else 5.0
+            assert await failure(node, mallory.peer_id, protocol, deadline_s=deadline_s) == reason, server.__name__
+            assert await ask(node, mallory.peer_id, ECHO) == b"hi"
+        for number, (frame, reason) in enumerate(FRAMES):
+            protocol = f"{HOSTILE}/frame-{number}"
+            client = mallory._session._p2p._client
+            await client.add_unary_handler(f"{protocol}/call", liar(frame))  # type: ignore[attr-defined]
+            assert await failure(node, mallory.peer_id, protocol, max_response_bytes=60_000) == reason, frame[:50]
+            assert await ask(node, mallory.peer_id, ECHO, max_response_bytes=60_000) == b"hi"
 
 
 async def test_one_peer_with_many_calls_leaves_room_for_others(tmp_path: Path) -> None:

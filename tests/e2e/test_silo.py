@@ -23,6 +23,7 @@ from swarm.sharing.body_store import BODY_PROTOCOL
 from swarm.sharing.index import Shard, presence_key
 from swarm.silo.bulletin import BULLETIN_PROTOCOL, encode_question
 from tests.e2e.node_process import NodeProcess, node_settings, wait_for
+from tests.swarm_process import SwarmProcess
 from tests.unit.silo_factory import swarm
 
 ROOT = Path(__file__).parents[2]
@@ -43,12 +44,10 @@ class Member(NodeProcess):
         settings = node_settings(folder, network={"poll_interval_s": 0.2, "listen": [listen]})
         config = folder.with_suffix(".toml")
         config.write_text(tomli_w.dumps(settings))
-        arguments = ["join", str(folder / "manifest.toml"), str(config)]
-        with self.output.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.e2e.audited_node", str(self.contacted), *arguments],
-                stdout=output, stderr=subprocess.STDOUT, cwd=folder.parent, env=ENVIRONMENT,
-            )  # fmt: skip
+        self.process = SwarmProcess(
+            "join", str(folder / "manifest.toml"), str(config),
+            cwd=folder.parent, output=self.output, contacts=self.contacted,
+        )  # fmt: skip
 
     def look_at_sockets(self) -> None:
         """Where the node and its daemon have dialled to: connections at ports that they do not listen on."""

@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 from swarm.observability.status_file import read_status
+from tests.e2e.node_process import Process
+from tests.swarm_process import SwarmProcess
 
 PATIENCE_S = 120.0
 SETTINGS = (
@@ -21,8 +23,10 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def node(tmp_path: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    command = [sys.executable, "-m", "swarm.cli.main", "run", "--node.dir", str(tmp_path / "n"), *SETTINGS, *arguments]
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Not a fork: what it starts again is the command that Python was called with."""
+    command = [sys.executable, "-m", "swarm.cli.main", *run(tmp_path), "--supervised"]
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(command, stderr=said, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     yield process
@@ -32,17 +36,18 @@ def node(tmp_path: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 @pytest.fixture
-def supervisor(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    yield from node(tmp_path, "--supervised")
-
-
-@pytest.fixture
-def slow_node(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+def slow_node(tmp_path: Path) -> Iterator[SwarmProcess]:
     """In a round that takes longer than anybody waits for here."""
-    yield from node(tmp_path, "--rollouts.groups_per_round", "4000")
+    said = {"output": tmp_path / "printed", "errors": tmp_path / "said"}
+    with SwarmProcess(*run(tmp_path), "--rollouts.groups_per_round", "4000", **said) as process:
+        yield process
 
 
-def until(holds: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
+def run(tmp_path: Path) -> list[str]:
+    return ["run", "--node.dir", str(tmp_path / "n"), *SETTINGS]
+
+
+def until(holds: Callable[[], bool], process: Process) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline and process.poll() is None
@@ -75,8 +80,9 @@ def test_a_killed_node_is_started_again_and_an_interrupt_ends_it_for_good(
     assert said.count("stopping: the round in flight") == 1, "it was told once"
 
 
-def test_a_second_interrupt_ends_a_node_at_once(tmp_path: Path, slow_node: "subprocess.Popen[str]") -> None:
-    until(lambda: "policy ready" in (tmp_path / "said").read_text(), slow_node)
+def test_a_second_interrupt_ends_a_node_at_once(tmp_path: Path, slow_node: SwarmProcess) -> None:
+    said = tmp_path / "said"
+    until(lambda: said.exists() and "policy ready" in said.read_text(), slow_node)
     until(lambda: read_status(tmp_path / "n" / "status.json").phase == "learning", slow_node)
     slow_node.send_signal(signal.SIGINT)
     until(lambda: "stopping: " in (tmp_path / "said").read_text(), slow_node)

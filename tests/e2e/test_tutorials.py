@@ -2,7 +2,7 @@
 
 A block that begins with `# leave this running` stays up until its page ends. ADDRESS stands for the address that such a
 command printed, REQUEST and INVITATION for what the command before printed, MEMBER for a member's peer id. Ports are
-exchanged for free ones.
+exchanged for free ones. Long runs are cut to a few rounds: what is tested is that the commands work in their order.
 """
 
 import json
@@ -12,20 +12,20 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.swarm_process import swarm
+from tests.swarm_process import SwarmProcess, swarm
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["getting-started.md", "tutorials/testbed.md", "tutorials/public.md", "tutorials/silo.md"]
 KEEP_RUNNING = "# leave this running"
 ADDRESS = re.compile(r"/ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+")
+LENGTH = re.compile(r"(--rounds|--node\.max_rounds) (\d+)")
+MAX_ROUNDS = 3
 _COMMAND_S = 240
 
 
@@ -46,7 +46,7 @@ class Newcomer:
         self._environment = {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
     def type(self, line: str) -> subprocess.CompletedProcess[str]:
-        words = self._words(line)
+        words = self._words(LENGTH.sub(lambda found: f"{found[1]} {min(int(found[2]), MAX_ROUNDS)}", line))
         if words[0] == "swarm":
             ended = swarm(*words[1:], cwd=self._folder, timeout_s=_COMMAND_S, **self._environment)
         else:
@@ -56,18 +56,15 @@ class Newcomer:
 
     def leave_running(self, line: str) -> None:
         """Until the page ends; waits for the address that others join through."""
-        command = [sys.executable, "-m", "swarm.cli.main", *self._words(line)[1:]]
-        running = self._stack.enter_context(_running(command, self._folder, os.environ | self._environment))
-        assert running.stdout is not None
-        said = []
-        for text in running.stdout:
-            said.append(text)
-            if found := ADDRESS.search(text):
-                self._address = found[0]
-                drain = threading.Thread(target=running.stdout.read, daemon=True)
-                drain.start()  # a full pipe would stop it
-                return
-        raise AssertionError("".join(said))
+        output = self._folder / "running.out"
+        environment = os.environ | self._environment
+        running = SwarmProcess(*self._words(line)[1:], cwd=self._folder, environment=environment, output=output)
+        self._stack.callback(_end, running)
+        until = time.monotonic() + _COMMAND_S
+        while not (found := ADDRESS.search(output.read_text() if output.exists() else "")):
+            assert running.poll() is None and time.monotonic() < until, output.read_text()
+            time.sleep(0.05)  # between two looks at another process's file
+        self._address = found[0]
 
     def _words(self, line: str) -> list[str]:
         line = line.replace("38000", self._port)
@@ -90,20 +87,13 @@ class Newcomer:
         return word
 
 
-@contextmanager
-def _running(words: list[str], folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def _end(process: SwarmProcess) -> None:
+    process.send_signal(signal.SIGINT)
     try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _free_port() -> int:

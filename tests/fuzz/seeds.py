@@ -5,6 +5,7 @@ import json
 import struct
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from typing import Any
 
 import base58
@@ -47,8 +48,9 @@ _rpc: Any = rpc_pb2
 _ADDRESSES = ("/ip4/192.0.2.7/tcp/31000", "/ip6/2001:db8::1/tcp/31000", "/dns4/node.example.org/tcp/443")
 
 
+@cache
 def seeds() -> dict[str, list[bytes]]:
-    """{target: valid inputs}"""
+    """{target: valid inputs}. Some need models of a pipeline, so that the first call takes seconds."""
     made = [body_and_header(group()), body_and_header(group("right", "a", "b"), group(index=1))]
     bodies, headers = [body for body, _ in made], [header for _, header in made]
     records = [signed(header) for header in headers]

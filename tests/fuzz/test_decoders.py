@@ -26,7 +26,7 @@ MAX_SECONDS = 5.0
 """For one input; on an idle machine the slowest takes a tenth of it."""
 MAX_PEAK_BYTES = 64 << 20
 """Memory that one input may ask for: a body unpacks to 8 MiB, and the fuzzed reply of a peer has 4 MiB."""
-_SEEDS, _BOMBS = seeds(), bombs()
+_BOMBS = bombs()
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +38,13 @@ def quiet() -> Iterator[None]:
 
 
 def test_every_target_has_a_place_to_begin() -> None:
-    assert _SEEDS.keys() == TARGETS.keys()
+    assert seeds().keys() == TARGETS.keys()
     assert {folder.name for folder in CORPUS.iterdir()} == TARGETS.keys()
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_valid_bytes_are_taken(name: str) -> None:
-    taken = [TARGETS[name](seed) for seed in _SEEDS[name]]
+    taken = [TARGETS[name](seed) for seed in seeds()[name]]
     assert any(taken)
 
 
@@ -73,13 +73,13 @@ def test_bombs_cost_bounded_time_and_memory(name: str) -> None:
 @settings(max_examples=100, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), raw=st.binary(max_size=64))
 def test_spoiled_bytes_are_taken_or_refused(name: str, seed: int, raw: bytes) -> None:
-    rng, valid = random.Random(seed), _SEEDS[name]
+    rng, valid = random.Random(seed), seeds()[name]
     spoil = mutate_body if name == "body" else mutate
     check(name, spoil(rng.choice(valid), rng.choice(valid), rng))
     check(name, raw)
 
 
 def check(name: str, data: bytes) -> None:
-    start = time.perf_counter()
+    start = time.process_time()  # what else this machine does is not held against the decoder
     TARGETS[name](data)
-    assert time.perf_counter() - start < MAX_SECONDS
+    assert time.process_time() - start < MAX_SECONDS

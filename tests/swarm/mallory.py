@@ -30,8 +30,9 @@ TIME_TO_LIVE_S = 600.0
 class Mallory:
     """A member with a key of its own that may say anything, in gossip, to the index and as a body server."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        self.identity = Identity(b"m" * 32)
+    def __init__(self, simulation: Simulation, number: int = 0) -> None:
+        """`number`: which of several."""
+        self.identity = Identity(b"m" * 31 + bytes([number]))
         self.network = simulation.network
         self.rng = simulation.network.rng
         self.transport = MemoryTransport(simulation.network, self.identity.peer_id)
@@ -75,8 +76,8 @@ class Mallory:
 
 
 @contextlib.asynccontextmanager
-async def mallory_in(simulation: Simulation) -> AsyncIterator[Mallory]:
-    mallory = Mallory(simulation)
+async def mallory_in(simulation: Simulation, number: int = 0) -> AsyncIterator[Mallory]:
+    mallory = Mallory(simulation, number)
     await mallory.transport.start()
     yield mallory
     await mallory.transport.stop()

@@ -3,6 +3,7 @@
 What shares and admits is the code of real nodes; only rollouts and network are light.
 """
 
+import contextlib
 import hashlib
 from dataclasses import replace
 
@@ -147,25 +148,33 @@ def test_frozen_nodes_and_wrong_clocks_harm_nobody_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("deed", "reasons"),
+    "reason_of",
     [
-        (deeds.garbage, {"malformed"}),
-        (deeds.forgery, {"bad_signature"}),
-        (deeds.future, {"clock_skew"}),
-        (deeds.compression_bomb, {"oversize"}),
-        (deeds.garbage_body, {"malformed"}),
-        (deeds.wrong_hash, {"wrong_hash"}),
-        (deeds.oversize_body, {"unavailable"}),
-        (deeds.silence, {"unavailable"}),
-        (deeds.false_reward, {"reward_mismatch"}),
+        {
+            deeds.garbage: "malformed",
+            deeds.forgery: "bad_signature",
+            deeds.future: "clock_skew",
+            deeds.compression_bomb: "oversize",
+            deeds.wrong_hash: "wrong_hash",
+            deeds.silence: "unavailable",
+        },
+        {deeds.garbage_body: "malformed", deeds.oversize_body: "unavailable", deeds.false_reward: "reward_mismatch"},
     ],
+    ids=["headers, hashes and silence", "bodies"],
 )
-def test_a_hostile_peer_is_counted_and_the_others_train_on(deed: Deed, reasons: set[str]) -> None:
+def test_hostile_peers_are_counted_and_the_others_train_on(reason_of: dict[Deed, str]) -> None:
+    """One peer for each deed: no two deeds in a swarm have the same reason, so that each is seen to be counted for its own."""
+
     async def scenario(simulation: Simulation) -> None:
-        async with mallory_in(simulation) as mallory:
-            before = trained(simulation.nodes)
+        async with contextlib.AsyncExitStack() as stack:
+            hostile = [
+                (deed, await stack.enter_async_context(mallory_in(simulation, number)))
+                for number, deed in enumerate(reason_of)
+            ]
+            before, reasons = trained(simulation.nodes), set(reason_of.values())
             for _ in range(100):
-                await deed(mallory)
+                for deed, mallory in hostile:
+                    await deed(mallory)
                 await simulation.let(0.2)
             assert reasons <= set(simulation.rejected())
             assert set(simulation.rejected()) <= reasons | HARMLESS | {"banned"}

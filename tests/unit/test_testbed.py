@@ -284,7 +284,6 @@ class TestTestbed:
         LocalSwarm(plans, console(), fake_command({}, joined)).run("test")
         assert joined == {"node-1": None, "node-2": None}
 
-    @pytest.mark.alone
     def test_ctrl_c_leaves_no_process(self, tmp_path: Path) -> None:
         """A testbed process of its own, interrupted as a terminal would."""
         script = (
@@ -300,7 +299,7 @@ class TestTestbed:
         wait_until(lambda: all((folder / "metrics.jsonl").exists() for folder in folders))
         pids = [json.loads((folder / "status.json").read_text())["pid"] for folder in folders]
         process.send_signal(signal.SIGINT)
-        assert process.wait(5) != 0
+        assert process.wait(60) != 0
         assert all(is_gone(pid) for pid in pids)
 
     def test_two_testbeds_in_one_folder_are_refused(self, tmp_path: Path) -> None:
