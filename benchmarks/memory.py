@@ -32,6 +32,7 @@ import torch
 from peers.environment import PeerUnavailable
 from peers.trainers_venv import TRAINERS
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from swarm.policy.base_folder import BUNDLED_FOLDER
 from swarm.policy.base_model import load_tokenizer
@@ -102,6 +103,7 @@ def _cases(*, quick: bool) -> Iterator[Case]:
 
 def _base(folder: Path, *, num_layers: int) -> Path:
     torch.manual_seed(0)
+    disable_progress_bar()
     config = Qwen2Config(
         vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=num_layers,
         num_attention_heads=14, num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,

@@ -33,6 +33,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     policy = load_policy(section, device="cpu")
     training = TrainingSection(mask_truncated=False, groups_per_step=0, micro_batch_tokens=spec["micro_batch_tokens"])
     trainer = Trainer(training, policy, LocalOptimizer(training, policy), temperature=1.0, max_new_tokens=answer_tokens)
+    policy.token_logprobs([((5,) * 8, (7,) * 8)])  # files of weights are mapped, and read when they are needed
     loaded = resident_mib()
     forget_peak()
     started = time.perf_counter()

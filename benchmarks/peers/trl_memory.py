@@ -48,6 +48,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
             peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
         )
         trainer.create_optimizer_and_scheduler(num_training_steps=1)
+        trainer.current_gradient_accumulation_steps = 1  # as its loop sets it
         rng = random.Random(0)
 
         def tokens(rows: int, count: int) -> torch.Tensor:
