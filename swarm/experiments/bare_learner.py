@@ -53,7 +53,7 @@ class BareLearner:
         return self._worker.rollout(tasks, 1_000_003 * (self._seed + 1) + self._num_rounds)
 
     def train(self, rollouts: RolloutBatch, *, is_own: bool) -> float | None:
-        """One step on the groups with signal. Returns ESS / B; None where there was no step."""
+        """One step on the groups with signal. Returns ESS / N; None where there was no step."""
         prompts = {task.ref: task.prompt for task in rollouts.tasks}
         batch = list[TrainingGroup]()
         for group in rollouts.groups:
