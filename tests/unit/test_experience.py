@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 from swarm.config import PolicySection, TrainingSection
-from swarm.policy.logprobs import TokenLogprobs, TokenSequence, token_logprobs
+from swarm.policy.logprobs import TokenLogprobs, TokenSequence
 from swarm.policy.policy import Policy, load_policy
 from swarm.sharing.reputation import Reputation
-from swarm.training.experience import RolloutConverter
+from swarm.training.experience import RolloutConverter, least_likely_stretch
 from swarm.training.micro_batch import TrainingSequence, training_sequences
 from swarm.training.policy_optimizer import LocalOptimizer
 from swarm.training.trainer import Trainer
@@ -281,9 +281,9 @@ class Measuring(RolloutConverter):
 
     measured: list[int]
 
-    def _mean_logprobs(self, prompt_ids: tuple[int, ...], answers: Sequence[tuple[int, ...]]) -> list[float]:
+    def _logprobs(self, prompt_ids: tuple[int, ...], answers: Sequence[tuple[int, ...]]) -> list[list[float]]:
         self.measured = [len(answer) for answer in answers]
-        return super()._mean_logprobs(prompt_ids, answers)
+        return super()._logprobs(prompt_ids, answers)
 
 
 def test_an_answer_too_long_once_re_encoded_is_not_trained_on_and_measured_by_its_beginning(
@@ -293,7 +293,7 @@ def test_an_answer_too_long_once_re_encoded_is_not_trained_on_and_measured_by_it
     group = written_by(neox, "12", "13", long)
     assert len(neox.encode_answer(long)) <= 64 < len(llama.encode_answer(long))
     reader = Measuring(llama, 0.5, max_new_tokens=64, micro_batch_sequences=64)
-    reader.observe_own([-1e9] * 64)  # a floor under everything: none is below
+    reader.observe_own([(-1e9,)] * 64)  # a floor under everything: none is below
     got = reader.foreign(PROMPT, group)
     assert got is not None and len(got.group.rollouts) == 3 and reader.measured == [3, 3, 64]
     trained = training_sequences([got], TrainingSection(advantage="dr_grpo"), 64)
@@ -315,46 +315,77 @@ def test_a_large_group_is_measured_in_parts_that_fit_into_memory(
     monkeypatch.setattr(Policy, "token_logprobs", watched)
     group = written_by(llama, *(str(number) for number in range(11)))
     prompt, answers = tuple(llama.encode_prompt(PROMPT)), [one.token_ids for one in group.rollouts]
-    in_parts = translator(llama, at_once=4)._mean_logprobs(prompt, answers)
+    in_parts = translator(llama, at_once=4)._logprobs(prompt, answers)
     assert at_once == [4, 4, 3]
-    assert in_parts == pytest.approx(translator(llama, at_once=64)._mean_logprobs(prompt, answers), abs=1e-5)
+    whole = translator(llama, at_once=64)._logprobs(prompt, answers)
+    assert [len(row) for row in in_parts] == [len(answer) for answer in answers]
+    assert in_parts == [pytest.approx(row, abs=1e-5) for row in whole]
 
 
 def test_nothing_of_others_is_trained_on_before_there_is_a_floor(llama: Policy, neox: Policy) -> None:
     group = written_by(neox, "12", "13")
     reader = translator(llama, quantile=0.5)
-    reader.observe_own([-1e9] * 31)
+    reader.observe_own([(-1e9,)] * 31)
     assert reader.foreign(PROMPT, group) is None and reader.dropped == {"no_floor_yet": 1}
-    reader.observe_own([-1e9])
+    reader.observe_own([(-1e9,)])
     assert reader.foreign(PROMPT, group) is not None
     assert translator(llama, quantile=0.0).foreign(PROMPT, group) is not None, "without one it is not waited for"
 
 
-def test_answers_below_the_floor_are_left_out_and_counted(llama: Policy, neox: Policy) -> None:
-    group = written_by(neox, "12", "zqxj~^zqxj~^", "13")
-    prompt = llama.encode_prompt(PROMPT)
-    with torch.no_grad():
-        answers = [(prompt, [*llama.encode_answer(r.text), llama.eos_token_ids[0]]) for r in group.rollouts]
-        scored = token_logprobs(llama.model, answers, llama.pad_token_id)
-    means = (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()
-    assert means[1] < min(means[0], means[2])
+def own_level_above(policy: Policy, *unlikely: str) -> list[tuple[float, ...]]:
+    """Own answers of which these texts are just below the floor."""
+    reader = translator(policy)
+    ids = [(*policy.encode_answer(text), policy.eos_token_ids[0]) for text in unlikely]
+    scored = reader._logprobs(tuple(policy.encode_prompt(PROMPT)), ids)
+    level = max(least_likely_stretch(row) + 7 / min(len(row), 16) for row in scored) + 0.01
+    return [(level,) * len(ids[0])] * 64
+
+
+JUNK = "zqxj~^zqxj~^"
+
+
+@pytest.mark.parametrize("author_is_a_stranger", [True, False])
+def test_answers_below_the_floor_are_counted_and_left_out_of_the_loss_but_not_of_the_baseline(
+    llama: Policy, neox: Policy, author_is_a_stranger: bool
+) -> None:
+    group = written_by(neox if author_is_a_stranger else llama, "12", JUNK, "13", rewards=(1.0, 0.5, 0.0))
     reader = translator(llama, quantile=0.5)
-    reader.observe_own([(means[1] + min(means[0], means[2])) / 2] * 64)
+    reader.observe_own(own_level_above(llama, JUNK))
     got = reader.foreign(PROMPT, group)
-    assert got is not None and [r.text for r in got.group.rollouts] == ["12", "13"]
+    assert got is not None and [r.text for r in got.group.rollouts if r.token_ids] == ["12", "13"]
     assert reader.num_answers_below_floor == 1
+    first, second = training_sequences([got], TrainingSection(advantage="dr_grpo"), 64)
+    assert (first.advantage, second.advantage) == (0.5, -0.5)  # 1 - .5 and 0 - .5
+    first, second = training_sequences([got], TrainingSection(advantage="grpo"), 64)
+    assert (first.advantage, second.advantage) == pytest.approx((1.0, -1.0), abs=1e-5), "the standard deviation is .5"
+    assert first.scale == second.scale == 1 / (len(first.answer_ids) + len(second.answer_ids))
+
+
+def test_right_answers_teach_also_where_all_wrong_ones_are_below_the_floor(llama: Policy) -> None:
+    group = written_by(llama, "12", "13", JUNK, JUNK, rewards=(1.0, 1.0, 0.0, 0.0))
+    reader = translator(llama, quantile=0.5)
+    reader.observe_own(own_level_above(llama, JUNK))
+    got = reader.foreign(PROMPT, group)
+    assert got is not None
+    taught = training_sequences([got], TrainingSection(advantage="dr_grpo"), 64)
+    assert [sequence.advantage for sequence in taught] == [0.5, 0.5]
+
+
+def test_a_group_whose_best_answers_are_below_the_floor_is_not_used(llama: Policy) -> None:
+    """All that is left would be pushed down, and nothing up."""
+    group = written_by(llama, "12", "13", JUNK, JUNK, rewards=(0.4, 0.0, 1.0, 1.0))
+    reader = translator(llama, quantile=0.5)
+    reader.observe_own(own_level_above(llama, JUNK))
+    assert reader.foreign(PROMPT, group) is None and reader.dropped == {"nothing_usable": 1}
+    reader.observe_own([(-1e9,) * 12] * 512)
+    assert reader.foreign(PROMPT, group) is not None
 
 
 def test_poisoned_style_of_the_own_lineage_is_left_out_whatever_log_probs_it_claims_and_told(llama: Policy) -> None:
-    group = written_by(llama, "12", "13", "zqxj~^zqxj~^", "zqxj~^zqxj~^", rewards=(0.0, 0.0, 1.0, 1.0))
-    prompt = llama.encode_prompt(PROMPT)
-    with torch.no_grad():
-        scored = token_logprobs(llama.model, [(prompt, r.token_ids) for r in group.rollouts], llama.pad_token_id)
-    means = (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()
-    assert max(means[2:]) < min(means[:2])
+    group = written_by(llama, "12", "13", JUNK, JUNK, rewards=(0.0, 0.0, 1.0, 1.0))
     told: list[tuple[str, float]] = []
     reader = RolloutConverter(llama, 0.5, 64, lambda author, bad: told.append((author, bad)), micro_batch_sequences=64)
-    reader.observe_own([(max(means[2:]) + min(means[:2])) / 2] * 64)
+    reader.observe_own(own_level_above(llama, JUNK))
     for claimed in (0.0, -20.0):
         rollouts = tuple(replace(r, logprobs=(claimed,) * len(r.token_ids)) for r in group.rollouts)
         assert reader.foreign(PROMPT, replace(group, rollouts=rollouts)) is None, "what is left has no signal"
@@ -369,8 +400,8 @@ def test_an_author_whose_groups_are_of_no_use_loses_its_share_whatever_lineage_i
     """Bodies of six groups with true rewards: in words that nobody here would write, or spelt in a way that no text shows."""
     reputation = Reputation(21_600.0, Clock())
     reader = RolloutConverter(llama, 0.5, 64, reputation.unlikely, micro_batch_sequences=64)
-    reader.observe_own([-0.1] * 64)
-    foreign = replace(written_by(neox, "12", "13"), author="foreign")
+    reader.observe_own([(-0.1,) * 3] * 64)
+    foreign = replace(written_by(neox, JUNK, "~^zqxj"), author="foreign")
     honest = written_by(llama, "12", "13")
     hidden = [replace(one, token_ids=(0, *one.token_ids), logprobs=(-1.0, *one.logprobs)) for one in honest.rollouts]
     for group in (foreign, replace(honest, author="sibling", rollouts=tuple(hidden))):
