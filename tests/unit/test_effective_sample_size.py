@@ -1,6 +1,7 @@
 """Effective sample size: by plain arithmetic, and what it makes of noise and of stale data at any length of answers."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -114,3 +115,26 @@ def test_stale_data_lower_the_learning_rate_at_any_length(length: int):
     assert by_token(shifted(1.0, length)) < 0.93
     for kl in (0.05, 0.2, 0.5):
         assert by_token(drifted(kl, length)) < by_geometric_mean(drifted(kl, length)), "a mean hides what tokens show"
+
+
+ROWS = {
+    "rounding, σ = .05": lambda length: noise(0.05, length),
+    "drift of .05 nats": lambda length: drifted(0.05, length),
+    "drift of .2 nats": lambda length: drifted(0.2, length),
+    "drift of 1 nat": lambda length: drifted(1.0, length),
+    "shift of 1 nat": lambda length: shifted(1.0, length),
+}
+COLUMNS = {"product": by_product, "geometric mean": by_geometric_mean, "tokens": by_token}
+
+
+def test_the_table_of_the_documentation_is_this_simulation():
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    table = page[page.index("| log w per token |") :].split("\n\n")[0].splitlines()[2:]
+    data, checked = "", 0
+    for row in table:
+        name, statistic, *values = [cell.strip(" *") for cell in row.strip("|").split("|")]
+        data = name or data
+        got = [COLUMNS[statistic](ROWS[data](length)) for length in LENGTHS]
+        assert [float(value) for value in values] == pytest.approx(got, abs=0.0051), (data, statistic)
+        checked += 1
+    assert checked == len(ROWS) * len(COLUMNS)
