@@ -46,7 +46,8 @@ class SharingSection(Section):
     """Largest fraction of downloads that all authors on probation get together, while known authors offer bodies. 1: no
     limit."""
     likelihood_floor_quantile: Fraction = 0.02
-    """Answers of peers are not trained on if their mean log-prob is below this quantile of own answers. 0: off."""
+    """Answers of peers are not trained on if their least likely stretch of 16 tokens is e^7 times less likely than this quantile
+    of own answers of similar length. Their rewards still count in the baseline. 0: off."""
     success_quantile: Fraction = 0.5
     """An answer of a peer counts as a success from this quantile of the best rewards of own groups on, per task source. 0:
     off."""

@@ -35,9 +35,11 @@ class TrainingSection(Section):
     signal_weights: dict[str, float] = Field(default_factory=dict)
     """Weights of a task's reward signals by name, for gdpo; other signals have the weight that the task gives them."""
     aggregation: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
-    """dapo: sum over tokens / all tokens. grpo: mean per sequence, then mean. dr_grpo: sum / (sequences x max_new_tokens)."""
+    """dapo: sum over tokens / all tokens. grpo: mean per sequence, then mean. dr_grpo: sum / (sequences x max_new_tokens).
+    With ratio sequence always grpo."""
     ratio: Literal["token", "sequence", "minpro"] = "token"
-    """token: r per token. sequence: geometric mean of an answer (GSPO). minpro: r times the smallest r before it."""
+    """token: r per token. sequence: geometric mean of an answer, which then counts once whatever its length (GSPO). minpro: r
+    times the smallest r before it."""
     ratio_reference: Literal["start", "sampler"] = "start"
     """Policy in the denominator of the ratio r: at the start of the step, or the one that sampled if its log-probs are usable."""
     sequence_clip_low: PositiveFloat = 3e-4
@@ -57,13 +59,14 @@ class TrainingSection(Section):
     correction_parameters: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the correction, for those that take some."""
     correction_cap: Annotated[float, Field(gt=1)] = 2.0
-    """C of the correction, and of the weights in ESS."""
+    """C of the correction, and of the weights in ESS and in the KL penalty."""
     opsm_limit_nats: PositiveFloat = 0.5
     """opsm leaves a bad answer out if the policy finds its tokens so much less likely, on average, than its author did."""
     lr_by_ess: bool = True
-    """Lower the learning rate by sqrt(ESS / B) where few answers carry the step (VCPO, 2602.17616)."""
+    """Lower the learning rate by sqrt(ESS / N) where few of the N tokens carry the step (after VCPO, 2602.17616)."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL penalty towards the base policy (k3 estimator); 0 only watches it, at a few answers."""
+    """Weight of the penalty KL(policy || base), weighted by min(policy / sampler, correction_cap) where the sampler's log-probs
+    are usable; 0 only watches it, at a few answers."""
     filter_groups: bool = True
     """Leave out own groups whose rewards are all equal. false: as in the SAPO paper (2509.08721), for comparison only."""
     mask_truncated: bool = True

@@ -39,7 +39,6 @@ class BareLearner:
             self.policy,
             config.sharing.likelihood_floor_quantile,
             config.rollouts.max_new_tokens,
-            micro_batch_sequences=config.training.micro_batch_sequences,
         )
         stream = training_seed(author, seed)
         self._cursor = TaskCursor(self._mixture, stream, random.Random(f"{author}/{seed}"))
@@ -53,7 +52,7 @@ class BareLearner:
         return self._worker.rollout(tasks, 1_000_003 * (self._seed + 1) + self._num_rounds)
 
     def train(self, rollouts: RolloutBatch, *, is_own: bool) -> float | None:
-        """One step on the groups with signal. Returns ESS / B; None where there was no step."""
+        """One step on the groups with signal. Returns ESS / N; None where there was no step."""
         prompts = {task.ref: task.prompt for task in rollouts.tasks}
         batch = list[TrainingGroup]()
         for group in rollouts.groups:

@@ -121,8 +121,7 @@ class Learner:
             self.policy,
             config.sharing.likelihood_floor_quantile,
             config.rollouts.max_new_tokens,
-            hint=ports.report_peer,
-            micro_batch_sequences=config.training.micro_batch_sequences,
+            report_unlikely=ports.report_peer,
         )
         weigh = ports.usefulness.of_group if ports.usefulness else None
         self._batches = BatchBuilder(config, mixture=mixture, pool=pool, converter=self._converter, weigh=weigh)

@@ -52,6 +52,7 @@ Ref = Annotated[tuple[str, str, Count, Index], Strict(False)]
 Answer = Annotated[tuple[list[Count], list[LogProb], list[LogProb], End], Strict(False)]
 Belief = Annotated[tuple[Positive, Positive, Positive], Strict(False)]
 Pair = Annotated[tuple[float, float], Strict(False)]
+OwnStretch = Annotated[tuple[Annotated[int, Field(ge=1, lt=2**31)], float], Strict(False)]
 Scalars = dict[str, float | str | None]
 
 
@@ -153,7 +154,7 @@ class _RunState(_Part):
     trainer: _Trainer
     cursor: _Cursor
     rng: Generator
-    own_likelihoods: list[float]
+    own_likelihoods: list[float | OwnStretch]
     totals: dict[str, Count]
     difficulty: dict[str, Belief] = {}
     open_groups: list[_OpenGroup] = []

@@ -86,8 +86,8 @@ class RolloutBatch:
     """Groups dropped because a verifier failed, by source."""
     too_long: dict[str, int]
     """Tasks skipped because of their prompt's length, by source."""
-    likelihoods: list[float]
-    """Mean log-prob per token of each answer of the groups, under the plain policy: temperature 1, no filter."""
+    likelihoods: list[tuple[float, ...]]
+    """Log-probs of the tokens of each answer of the groups, under the plain policy: temperature 1, no filter."""
     num_tokens: int
     """Number of tokens sampled, including those of dropped and of open groups."""
     num_stale_tokens: int = 0
@@ -214,12 +214,12 @@ class RolloutWorker:
     ) -> RolloutBatch:
         """Score the answers to each task, sampled by this policy version and later ones."""
         groups: list[RolloutGroup] = []
-        likelihoods: list[float] = []
+        likelihoods: list[tuple[float, ...]] = []
         failures: Counter[str] = Counter()
         for task, completions, policy_version in answered:
             try:
                 groups.append(self._group(task, completions, policy_version))
-                likelihoods += [sum(c.policy_logprobs) / len(c.policy_logprobs) for c in completions]
+                likelihoods += [tuple(completion.policy_logprobs) for completion in completions]
             except TaskFailure as failure:
                 failures[task.ref.source] += 1
                 logger.debug("dropped a group of %s: %s", task.ref.source, failure)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from swarm.config import TrainingSection
 from swarm.extensions.points import CORRECTIONS
-from swarm.training.losses import masked_mean
+from swarm.training.losses import masked_mean, truncated_weights
 
 
 class OffPolicyTokens(NamedTuple):
@@ -94,11 +94,6 @@ class SequenceMaskOpsm(Correction):
 
     def factors(self, tokens: OffPolicyTokens, config: TrainingSection) -> Tensor:
         return SequenceMask().factors(tokens, config) * Opsm().factors(tokens, config)
-
-
-def truncated_weights(log_weights: Tensor, cap: float) -> Tensor:
-    """min(w, C) per token."""
-    return log_weights.exp().clamp(max=cap)
 
 
 def configured_correction(config: TrainingSection) -> Correction:

@@ -82,10 +82,10 @@ def entropy_collapse(rows: Rows) -> str:
 
 def few_effective_answers(rows: Rows) -> str:
     recent = _medians(rows, "train/ess_fraction")[1]
-    if not recent < 0.3:
+    if not recent < 0.5:
         return ""
     return (
-        f"ESS/B is {recent:.2g}: few answers carry each step, because the batch comes from policies far from this one or "
+        f"ESS/N is {recent:.2g}: few tokens carry each step, because the batch comes from policies far from this one or "
         "its answers are left out; lower sharing.max_age_s or sharing.swarm_groups, or training.lr, and keep "
         "training.lr_by_ess on"
     )

@@ -4,8 +4,8 @@ Every aggregation is a sum of token terms times one scale per sequence. So a bat
 anywhere: their losses add up to the loss of the whole, and so do their gradients.
 
 Differences of log-probabilities stay finite, whatever stands at masked places. The ratio r of the loss is computed from
-log r per token, by name of `training.ratio`; all levels are equal where the policy has not moved, where r = 1. The effective
-sample size says how many answers a step really learns from, and how far it should go (VCPO, 2602.17616).
+log r per token, by name of `training.ratio`; all levels are 1 where the policy has not moved. The effective sample size says
+what part of its tokens a step really learns from, and how far it should go (after VCPO, 2602.17616).
 """
 
 import math
@@ -15,33 +15,33 @@ import torch
 from torch import Tensor
 
 
-def sequence_log_weights(log_weights: Tensor, factors: Tensor, mask: Tensor, cap: float) -> Tensor:
-    """log of each answer's weight [B]: min(Π_t w_t, C), and 0 (-inf) for an answer of which the correction keeps nothing.
+def truncated_weights(log_weights: Tensor, cap: float) -> Tensor:
+    """min(w, C) per token."""
+    return log_weights.exp().clamp(max=cap)
 
-    Cut at C, because one outlier, which no correction lets through in full, would otherwise hide all other answers.
-    `log_weights` and `factors` (of the correction) are [B, T]; log w is 0 where the sampler's log-probs are unknown.
+
+def ess_weights(log_weights: Tensor, factors: Tensor, mask: Tensor, cap: float) -> Tensor:
+    """Weight of each token in the effective sample size [B, T]: min(w, C), and 0 where the correction drops the token.
+
+    They are weights of tokens, since these are what the loss weighs. The product over an answer would fall with its length from
+    rounding alone. The cap is there because one outlier, which no correction lets through in full, would otherwise hide all
+    other tokens. `log_weights` and `factors` (of the correction) are [B, T].
     """
-    total = log_weights.sum(-1).clamp(max=math.log(cap))
-    is_dropped = torch.where(mask > 0, factors, 0.0).sum(-1) == 0
-    return total.masked_fill(is_dropped, -torch.inf)
+    return torch.where((mask > 0) & (factors > 0), truncated_weights(log_weights, cap), 0.0)
 
 
-def ess_fraction(log_weights: Tensor) -> float:
-    """ESS / B = (Σ w_i)² / (B Σ w_i²) over log w_i [B]; 1 for no answers, 0 if all were dropped.
+def ess_fraction(weight_sum: float, square_sum: float, num_tokens: float) -> float:
+    """ESS / N = (Σ w)² / (N Σ w²) over the N tokens of a step; 1 for no tokens, 0 if all were dropped.
 
-    1 means fresh data; near 1/B a single answer makes the step.
+    1 means fresh data; near 1/N a single token makes the step.
     """
-    if log_weights.numel() == 0:
+    if num_tokens == 0:
         return 1.0
-    largest = log_weights.double().max()
-    if largest == -torch.inf:
-        return 0.0
-    weights = (log_weights.double() - largest).exp()  # the largest is 1: no overflow
-    return (weights.sum().square() / weights.square().sum() / weights.numel()).item()
+    return weight_sum**2 / (num_tokens * square_sum) if square_sum else 0.0
 
 
 def lr_factor(ess: float, num_answers: int) -> float:
-    """sqrt(min(1, ESS/B)): with fewer effective answers the gradient is noisier and the step shorter. Never below 1/√B."""
+    """sqrt(ESS / N): with fewer effective tokens the gradient is noisier and the step shorter. Never below 1/√B for B answers."""
     return math.sqrt(min(1.0, max(ess, 1.0 / max(num_answers, 1))))
 
 
@@ -108,10 +108,18 @@ def clipped_loss(
     return ClippedLoss(-torch.minimum(free, clipped), is_clipped)
 
 
-def kl_to_reference(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """k3 estimate of KL(π ‖ π_ref) per token: exp(d) - d - 1 with d = log π_ref - log π; never negative; 0 where masked."""
-    difference = masked_log_ratio(reference_logprobs, logprobs, mask)
-    return difference.exp() - difference - 1
+def kl_to_reference(
+    logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, importance: Tensor | float = 1.0
+) -> Tensor:
+    """Estimate of KL(π ‖ π_ref) per token [B, T] whose gradient estimates that of the KL; never negative, 0 where masked.
+
+    The value is ρ (e^d - d - 1), the k3 estimator, with d = log π_ref - log π and `importance` ρ = π / μ of the policy μ that
+    drew the token. The gradient is that of ρ·k3 with ρ = π / μ differentiated too: -ρ d ∇log π (2506.09477, 2510.01555). The
+    plain gradient of k3, (1 - e^d) ∇log π, would be that of the forward KL(π_ref ‖ π).
+    """
+    difference = masked_log_ratio(reference_logprobs, logprobs.detach(), mask)
+    zero_with_gradient = torch.where(mask > 0, logprobs - logprobs.detach(), 0.0)
+    return importance * (difference.exp() - difference - 1 - difference * zero_with_gradient)
 
 
 def sequence_scales(num_tokens: Tensor, kind: str, max_new_tokens: int, weights: Tensor | None = None) -> Tensor:

@@ -35,6 +35,8 @@ class TrainingSequence:
     """Whether the answer was trained on before, in an earlier step."""
     segments: tuple[tuple[int, int], ...]
     """(policy version, number of tokens that it sampled) of an own answer; empty for those of others."""
+    fresh_from: int
+    """Index of the first token that the current policy version sampled; the number of tokens where it sampled none."""
 
 
 class MicroBatch(NamedTuple):
@@ -47,19 +49,29 @@ class MicroBatch(NamedTuple):
     has_behaviour: Tensor  # [B, 1] 1 or 0
     is_comparable: Tensor  # [B, 1] 1 or 0; 0 without behaviour
     is_replay: Tensor  # [B, 1] 1 or 0
+    fresh_from: Tensor = torch.tensor(torch.inf)  # [B, 1] see TrainingSequence; by default no token is fresh
 
 
 def training_sequences(
-    batch: Sequence[TrainingGroup], config: TrainingSection, max_new_tokens: int, stop: Sequence[str] = ()
+    batch: Sequence[TrainingGroup],
+    config: TrainingSection,
+    max_new_tokens: int,
+    stop: Sequence[str] = (),
+    *,
+    advantages: Sequence[float | None] | None = None,
+    policy_version: int | None = None,
 ) -> list[TrainingSequence]:
     """All answers that take part, with advantage and scale.
+
+    `advantages`: those of a larger batch that `batch` is a part of; by default `batch` is the whole. `policy_version`: of the
+    policy that trains, whose own tokens are fresh; by default none are.
 
     Left out are answers cut at the token limit, that is without EOS or a string of `stop` (if `config.mask_truncated`),
     longer than `max_new_tokens`, without tokens, or the median of their group; their rewards still count. Raises
     TrainingError for a group without reward differences.
     """
     answers = [(group, rollout) for group in batch for rollout in group.group.rollouts]
-    values = batch_advantages(batch, config)
+    values = batch_advantages(batch, config) if advantages is None else advantages
     counts: list[int] = []
     for (_, rollout), value in zip(answers, values, strict=True):
         is_whole = rollout.finished or any(string in rollout.text for string in stop)
@@ -67,7 +79,10 @@ def training_sequences(
         num_tokens = len(rollout.token_ids)
         counts.append(num_tokens if takes_part and num_tokens <= max_new_tokens else 0)
     weights = torch.tensor([group.weight for group, _ in answers])
-    scales = sequence_scales(torch.tensor(counts), config.aggregation, max_new_tokens, weights)
+    kind = (
+        "grpo" if config.ratio == "sequence" else config.aggregation
+    )  # GSPO: every answer has one term, whatever its length
+    scales = sequence_scales(torch.tensor(counts), kind, max_new_tokens, weights)
     return [
         TrainingSequence(
             group.prompt_ids,
@@ -77,7 +92,8 @@ def training_sequences(
             value,
             scale.item(),
             group.is_replay,
-            _segments(group, rollout),
+            segments := _segments(group, rollout),
+            len(rollout.token_ids) - sum(num for version, num in segments if version == policy_version),
         )
         for (group, rollout), value, scale, count in zip(answers, values, scales, counts, strict=True)
         if count > 0 and value is not None
@@ -116,4 +132,5 @@ def _collate(part: Sequence[TrainingSequence], device: torch.device) -> MicroBat
         has_behaviour=column([float(sequence.behaviour_logprobs is not None) for sequence in part]),
         is_comparable=column([float(sequence.is_comparable) for sequence in part]),
         is_replay=column([float(sequence.is_replay) for sequence in part]),
+        fresh_from=column([float(sequence.fresh_from) for sequence in part]),
     )

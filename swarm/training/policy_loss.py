@@ -18,13 +18,14 @@ from torch import Tensor
 
 from swarm.config import TrainingSection
 from swarm.extensions.points import CORRECTIONS, WEIGHS
-from swarm.training.corrections import OffPolicyTokens, configured_correction, truncated_weights
+from swarm.training.corrections import OffPolicyTokens, configured_correction
 from swarm.training.losses import (
     clipped_loss,
+    ess_weights,
     kl_to_reference,
     masked_log_ratio,
     policy_ratio,
-    sequence_log_weights,
+    truncated_weights,
 )
 from swarm.training.micro_batch import MicroBatch
 
@@ -106,15 +107,15 @@ class LossTerms(NamedTuple):
     pull: Tensor
     """Advantage times the correction's factor: direction and size of the update before the clip."""
     kl: Tensor
-    """Estimate of KL(π ‖ base), 0 where the base's log-probs are unknown."""
+    """Estimate of KL(π ‖ base), weighted by min(π / μ, C); 0 where the base's log-probs are unknown."""
     base_known: Tensor
     """Mask of tokens with log-probs of the base."""
     sampler_distance: Tensor
     """½ (log π - log μ)², 0 where μ is unknown: estimates their KL, and no single log-prob can blow it up."""
     sampler_known: Tensor
     """Mask of tokens with log μ."""
-    log_weights: Tensor
-    """[B] log of each answer's weight, for ESS."""
+    ess_weights: Tensor
+    """Weight of each token in the effective sample size; 0 where it is dropped."""
 
 
 def policy_loss(part: MicroBatch, logprobs: Logprobs, config: TrainingSection, clip: ClipRange) -> LossTerms:
@@ -136,9 +137,14 @@ def policy_loss(part: MicroBatch, logprobs: Logprobs, config: TrainingSection, c
     loss, kl, base_known = clipped.loss * factors, torch.zeros_like(new), torch.zeros_like(mask)
     if logprobs.base is not None and logprobs.has_base is not None:
         base_known = mask * logprobs.has_base
-        kl = kl_to_reference(new, logprobs.base, base_known)
+        # π/μ where μ is usable, else π/π_old
+        importance = truncated_weights(masked_log_ratio(new.detach(), old, mask) + log_weights, config.correction_cap)
+        kl = kl_to_reference(new, logprobs.base, base_known, importance)
     if config.kl_coef:
         loss = loss + config.kl_coef * kl
+    is_fresh = (
+        torch.arange(mask.shape[1], device=mask.device) >= part.fresh_from
+    )  # its w is rounding between engine and trainer
     return LossTerms(
         loss=loss,
         ratio=ratio.detach(),
@@ -148,5 +154,5 @@ def policy_loss(part: MicroBatch, logprobs: Logprobs, config: TrainingSection, c
         base_known=base_known,
         sampler_distance=to_sampler.square() / 2,
         sampler_known=known,
-        log_weights=sequence_log_weights(log_weights, factors, mask, config.correction_cap),
+        ess_weights=ess_weights(log_weights.masked_fill(is_fresh, 0.0), factors, mask, config.correction_cap),
     )

@@ -48,7 +48,7 @@ class StepReport:
     entropy: float
     """Entropy of the policy at the sampled positions, in nats."""
     ess_fraction: float
-    """Effective sample size over number of answers; the earliest sign of stale data."""
+    """Effective sample size over number of tokens; the earliest sign of stale data."""
     kl: float | None
     """Estimated KL to the base, in nats per token; from a few answers of every fourth step when training.kl_coef is 0."""
     sampler_kl: float | None
@@ -162,8 +162,11 @@ class StepSums:
     num_sampler_known: float = 0.0
     signal: float = 0.0
     """Sum of |weight · advantage| over unclipped tokens: 0 means there is no direction to move in."""
-    log_weights: list[float] = field(default_factory=list[float])
-    """The log of each answer's weight in the step."""
+    num_answers: int = 0
+    ess_weight: float = 0.0
+    """Sum of the tokens' weights in the effective sample size."""
+    ess_square: float = 0.0
+    """Sum of their squares."""
     bound_pulls: Tensor = field(default_factory=lambda: torch.zeros(len(BOUNDS), 2, dtype=torch.float64))
     """Gradient from good and from bad answers under each clip bounds; filled where `training.adaptive_clip` is on."""
 
@@ -179,7 +182,9 @@ class StepSums:
         self.entropy += entropy.sum().item()
         self.sampler_distance += terms.sampler_distance.sum().item()
         self.num_sampler_known += terms.sampler_known.sum().item()
-        self.log_weights += terms.log_weights.tolist()
+        self.num_answers += len(mask)
+        self.ess_weight += terms.ess_weights.sum().item()
+        self.ess_square += terms.ess_weights.square().sum().item()
         self.kl += terms.kl.sum().item()
         self.num_base_known += terms.base_known.sum().item()
 
@@ -189,7 +194,7 @@ class StepSums:
 
     @property
     def ess_fraction(self) -> float:
-        return ess_fraction(torch.tensor(self.log_weights))
+        return ess_fraction(self.ess_weight, self.ess_square, self.num_tokens)
 
     def why_not_applicable(self, grad_norm: float) -> str:
         """Reason to leave the adapter as it is, or an empty string."""

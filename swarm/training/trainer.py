@@ -2,7 +2,7 @@
 
     groups ─▶ advantages, scales ─▶ micro-batches ─┬▶ log-probs ─▶ r = π/π_old, w = π_old/μ ─▶ loss ─▶ backward ─┐
                                                    └────────────── gradients add up ────────────────────────────┤
-                            next inner epoch ◀─ AdamW ◀─ lr · √(ESS/B) ◀─ clip ◀─ finite? ◀─────────────────────┘
+                            next inner epoch ◀─ AdamW ◀─ lr · √(ESS/N) ◀─ clip ◀─ finite? ◀─────────────────────┘
 
 A step is all or nothing: it is applied, or the adapter and the optimizer stay bitwise what they were. A large batch may be
 split into several steps.
@@ -10,6 +10,7 @@ split into several steps.
 
 import math
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from swarm.observability.tracing import Facts, traced
 from swarm.policy.logprobs import TokenLogprobs
 from swarm.policy.micro_batch_size import TokenSequence
 from swarm.policy.policy import TextPolicy
-from swarm.training.advantages import configured_advantage
+from swarm.training.advantages import batch_advantages, configured_advantage
 from swarm.training.corrections import configured_correction
 from swarm.training.experience import TrainingGroup
 from swarm.training.losses import lr_factor
@@ -85,11 +86,23 @@ class Trainer:
         adapter did not.
         """
         num_parts = max(1, math.ceil(len(batch) / (self._config.groups_per_step or max(len(batch), 1))))
-        parts = [self._step(batch[first::num_parts]) for first in range(num_parts)]
+        values = iter(batch_advantages(batch, self._config))  # of the whole batch, which some forms normalise over
+        by_group = [list(islice(values, len(group.group.rollouts))) for group in batch]
+        parts = [
+            self._step(batch[first::num_parts], list(chain.from_iterable(by_group[first::num_parts])))
+            for first in range(num_parts)
+        ]
         return parts[0] if num_parts == 1 else StepReport.of_parts(parts)
 
-    def _step(self, batch: Sequence[TrainingGroup]) -> StepReport:
-        sequences = training_sequences(batch, self._config, self._max_new_tokens, self._stop)
+    def _step(self, batch: Sequence[TrainingGroup], advantages: Sequence[float | None]) -> StepReport:
+        sequences = training_sequences(
+            batch,
+            self._config,
+            self._max_new_tokens,
+            self._stop,
+            advantages=advantages,
+            policy_version=self._policy.version,
+        )
         if not sequences:
             self.num_skipped_steps += 1
             return StepReport.skip("no answer that takes part in the loss", lr=self._lr())
@@ -145,7 +158,7 @@ class Trainer:
             return StepReport.skip(str(failure), lr=self._lr())
         lr = self._lr()
         if self._config.lr_by_ess:
-            lr *= lr_factor(sums.ess_fraction, len(sums.log_weights))
+            lr *= lr_factor(sums.ess_fraction, sums.num_answers)
         reason = sums.why_not_applicable(grad_norm)
         if reason:
             self.num_skipped_steps += 1

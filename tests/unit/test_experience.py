@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 from swarm.config import PolicySection, TrainingSection
-from swarm.policy.logprobs import TokenLogprobs, TokenSequence, token_logprobs
+from swarm.policy.logprobs import TokenLogprobs, TokenSequence
 from swarm.policy.policy import Policy, load_policy
 from swarm.sharing.reputation import Reputation
-from swarm.training.experience import RolloutConverter
+from swarm.training.experience import LikelihoodFloor, RolloutConverter, least_likely_stretch
 from swarm.training.micro_batch import TrainingSequence, training_sequences
 from swarm.training.policy_optimizer import LocalOptimizer
 from swarm.training.trainer import Trainer
@@ -85,8 +85,8 @@ def written_by(author: Policy, *texts: str, finished: bool = True, rewards: tupl
     return RolloutGroup(TaskRef("made-up", "0" * 16, 16, 0), "0" * 16, rollouts, "other", author.lineage, 3)
 
 
-def translator(policy: Policy, quantile: float = 0.0, max_new_tokens: int = 64, at_once: int = 64) -> RolloutConverter:
-    return RolloutConverter(policy, quantile, max_new_tokens, micro_batch_sequences=at_once)
+def translator(policy: Policy, quantile: float = 0.0, max_new_tokens: int = 64) -> RolloutConverter:
+    return RolloutConverter(policy, quantile, max_new_tokens)
 
 
 def sequences(policy: Policy, group: RolloutGroup, **settings: object) -> list[TrainingSequence]:
@@ -271,7 +271,7 @@ def test_a_token_for_which_the_model_has_no_embedding_is_left_out(tmp_path: Path
     beyond = Rollout(policy.decode([last]), (last,), (-0.7,), False, 0.0)
     assert beyond.text
     reader = translator(policy, quantile=0.5)
-    reader.observe_own([-1e9] * 64)
+    reader.observe_own([(-1e9,)] * 64)
     got = reader.foreign(PROMPT, replace(group, rollouts=(*group.rollouts, beyond)))
     assert got is not None and got.group.rollouts == group.rollouts
 
@@ -299,9 +299,9 @@ class Measuring(RolloutConverter):
 
     measured: list[int]
 
-    def _mean_logprobs(self, prompt_ids: tuple[int, ...], answers: Sequence[tuple[int, ...]]) -> list[float]:
+    def _logprobs(self, prompt_ids: tuple[int, ...], answers: Sequence[tuple[int, ...]]) -> list[list[float]]:
         self.measured = [len(answer) for answer in answers]
-        return super()._mean_logprobs(prompt_ids, answers)
+        return super()._logprobs(prompt_ids, answers)
 
 
 def test_an_answer_too_long_once_re_encoded_is_not_trained_on_and_measured_by_its_beginning(
@@ -310,8 +310,8 @@ def test_an_answer_too_long_once_re_encoded_is_not_trained_on_and_measured_by_it
     long = "the answer is twelve " * 6  # 6 tokens of one tokenizer's are 126 of the other's
     group = written_by(neox, "12", "13", long)
     assert len(neox.encode_answer(long)) <= 64 < len(llama.encode_answer(long))
-    reader = Measuring(llama, 0.5, max_new_tokens=64, micro_batch_sequences=64)
-    reader.observe_own([-1e9] * 64)  # a floor under everything: none is below
+    reader = Measuring(llama, 0.5, max_new_tokens=64)
+    reader.observe_own([(-1e9,)] * 64)  # a floor under everything: none is below
     got = reader.foreign(PROMPT, group)
     assert got is not None and len(got.group.rollouts) == 3 and reader.measured == [3, 3, 64]
     trained = training_sequences([got], TrainingSection(advantage="dr_grpo"), 64)
@@ -333,46 +333,79 @@ def test_a_large_group_is_measured_in_parts_that_fit_into_memory(
     monkeypatch.setattr(Policy, "token_logprobs", watched)
     group = written_by(llama, *(str(number) for number in range(11)))
     prompt, answers = tuple(llama.encode_prompt(PROMPT)), [one.token_ids for one in group.rollouts]
-    in_parts = translator(llama, at_once=4)._mean_logprobs(prompt, answers)
-    assert at_once == [4, 4, 3]
-    assert in_parts == pytest.approx(translator(llama, at_once=64)._mean_logprobs(prompt, answers), abs=1e-5)
+    whole = translator(llama)._logprobs(prompt, answers)
+    assert at_once.pop() == len(answers)
+    monkeypatch.setattr(llama, "micro_batch_tokens", 2 * len(prompt))
+    in_parts = translator(llama)._logprobs(prompt, answers)
+    assert len(at_once) > 2 and sum(at_once) == len(answers)
+    assert [len(row) for row in in_parts] == [len(answer) for answer in answers]
+    assert in_parts == [pytest.approx(row, abs=1e-5) for row in whole]
 
 
 def test_nothing_of_others_is_trained_on_before_there_is_a_floor(llama: Policy, neox: Policy) -> None:
     group = written_by(neox, "12", "13")
     reader = translator(llama, quantile=0.5)
-    reader.observe_own([-1e9] * 31)
+    reader.observe_own([(-1e9,)] * 31)
     assert reader.foreign(PROMPT, group) is None and reader.dropped == {"no_floor_yet": 1}
-    reader.observe_own([-1e9])
+    reader.observe_own([(-1e9,)])
     assert reader.foreign(PROMPT, group) is not None
     assert translator(llama, quantile=0.0).foreign(PROMPT, group) is not None, "without one it is not waited for"
 
 
-def test_answers_below_the_floor_are_left_out_and_counted(llama: Policy, neox: Policy) -> None:
-    group = written_by(neox, "12", "zqxj~^zqxj~^", "13")
-    prompt = llama.encode_prompt(PROMPT)
-    with torch.no_grad():
-        answers = [(prompt, [*llama.encode_answer(r.text), llama.eos_token_ids[0]]) for r in group.rollouts]
-        scored = token_logprobs(llama.model, answers, llama.pad_token_id)
-    means = (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()
-    assert means[1] < min(means[0], means[2])
+def own_level_above(policy: Policy, *unlikely: str) -> list[tuple[float, ...]]:
+    """Own answers of which these texts are just below the floor."""
+    reader = translator(policy)
+    ids = [(*policy.encode_answer(text), policy.eos_token_ids[0]) for text in unlikely]
+    scored = reader._logprobs(tuple(policy.encode_prompt(PROMPT)), ids)
+    level = max(least_likely_stretch(row) + 7 / min(len(row), 16) for row in scored) + 0.01
+    return [(level,) * len(ids[0])] * 64
+
+
+JUNK = "zqxj~^zqxj~^"
+
+
+@pytest.mark.parametrize("author_is_a_stranger", [True, False])
+def test_answers_below_the_floor_are_counted_and_left_out_of_the_loss_but_not_of_the_baseline(
+    llama: Policy, neox: Policy, author_is_a_stranger: bool
+) -> None:
+    group = written_by(neox if author_is_a_stranger else llama, "12", JUNK, "13", rewards=(1.0, 0.5, 0.0))
     reader = translator(llama, quantile=0.5)
-    reader.observe_own([(means[1] + min(means[0], means[2])) / 2] * 64)
+    reader.observe_own(own_level_above(llama, JUNK))
     got = reader.foreign(PROMPT, group)
-    assert got is not None and [r.text for r in got.group.rollouts] == ["12", "13"]
+    assert got is not None and [r.text for r in got.group.rollouts if r.token_ids] == ["12", "13"]
     assert reader.num_answers_below_floor == 1
+    first, second = training_sequences([got], TrainingSection(advantage="dr_grpo"), 64)
+    assert (first.advantage, second.advantage) == (0.5, -0.5)  # 1 - .5 and 0 - .5
+    first, second = training_sequences([got], TrainingSection(advantage="grpo"), 64)
+    assert (first.advantage, second.advantage) == pytest.approx((1.0, -1.0), abs=1e-5), "the standard deviation is .5"
+    assert first.scale == second.scale == 1 / (len(first.answer_ids) + len(second.answer_ids))
+
+
+def test_right_answers_teach_also_where_all_wrong_ones_are_below_the_floor(llama: Policy) -> None:
+    group = written_by(llama, "12", "13", JUNK, JUNK, rewards=(1.0, 1.0, 0.0, 0.0))
+    reader = translator(llama, quantile=0.5)
+    reader.observe_own(own_level_above(llama, JUNK))
+    got = reader.foreign(PROMPT, group)
+    assert got is not None
+    taught = training_sequences([got], TrainingSection(advantage="dr_grpo"), 64)
+    assert [sequence.advantage for sequence in taught] == [0.5, 0.5]
+
+
+def test_a_group_whose_best_answers_are_below_the_floor_is_not_used(llama: Policy) -> None:
+    """All that is left would be pushed down, and nothing up."""
+    group = written_by(llama, "12", "13", JUNK, JUNK, rewards=(0.4, 0.0, 1.0, 1.0))
+    reader = translator(llama, quantile=0.5)
+    reader.observe_own(own_level_above(llama, JUNK))
+    assert reader.foreign(PROMPT, group) is None and reader.dropped == {"nothing_usable": 1}
+    reader.observe_own([(-1e9,) * 12] * 512)
+    assert reader.foreign(PROMPT, group) is not None
 
 
 def test_poisoned_style_of_the_own_lineage_is_left_out_whatever_log_probs_it_claims_and_told(llama: Policy) -> None:
-    group = written_by(llama, "12", "13", "zqxj~^zqxj~^", "zqxj~^zqxj~^", rewards=(0.0, 0.0, 1.0, 1.0))
-    prompt = llama.encode_prompt(PROMPT)
-    with torch.no_grad():
-        scored = token_logprobs(llama.model, [(prompt, r.token_ids) for r in group.rollouts], llama.pad_token_id)
-    means = (scored.logprobs.sum(-1) / scored.mask.sum(-1)).tolist()
-    assert max(means[2:]) < min(means[:2])
+    group = written_by(llama, "12", "13", JUNK, JUNK, rewards=(0.0, 0.0, 1.0, 1.0))
     told: list[tuple[str, float]] = []
-    reader = RolloutConverter(llama, 0.5, 64, lambda author, bad: told.append((author, bad)), micro_batch_sequences=64)
-    reader.observe_own([(max(means[2:]) + min(means[:2])) / 2] * 64)
+    reader = RolloutConverter(llama, 0.5, 64, lambda author, bad: told.append((author, bad)))
+    reader.observe_own(own_level_above(llama, JUNK))
     for claimed in (0.0, -20.0):
         rollouts = tuple(replace(r, logprobs=(claimed,) * len(r.token_ids)) for r in group.rollouts)
         assert reader.foreign(PROMPT, replace(group, rollouts=rollouts)) is None, "what is left has no signal"
@@ -386,9 +419,9 @@ def test_an_author_whose_groups_are_of_no_use_loses_its_share_whatever_lineage_i
 ) -> None:
     """Bodies of six groups with true rewards: in words that nobody here would write, or spelt in a way that no text shows."""
     reputation = Reputation(21_600.0, Clock())
-    reader = RolloutConverter(llama, 0.5, 64, reputation.unlikely, micro_batch_sequences=64)
-    reader.observe_own([-0.1] * 64)
-    foreign = replace(written_by(neox, "12", "13"), author="foreign")
+    reader = RolloutConverter(llama, 0.5, 64, reputation.unlikely)
+    reader.observe_own([(-0.1,) * 3] * 64)
+    foreign = replace(written_by(neox, JUNK, "~^zqxj"), author="foreign")
     honest = written_by(llama, "12", "13")
     hidden = [replace(one, token_ids=(0, *one.token_ids), logprobs=(-1.0, *one.logprobs)) for one in honest.rollouts]
     for group in (foreign, replace(honest, author="sibling", rollouts=tuple(hidden))):
@@ -415,14 +448,13 @@ def test_a_group_needs_an_answer_that_reaches_the_level_of_success(llama: Policy
     assert reader.foreign(PROMPT, group, success_level=0.51) is None and reader.dropped == {"nothing_usable": 1}
 
 
-def test_the_floor_is_a_quantile_of_own_answers_and_an_answer_at_it_is_kept(llama: Policy) -> None:
-    group = written_by(llama, "12", "13", "14")
-    prompt = tuple(llama.encode_prompt(PROMPT))
-    means = translator(llama)._mean_logprobs(prompt, [one.token_ids for one in group.rollouts])
-    for quantile, num_kept in ((0.5, 3), (0.53, 0)):  # of 64 own answers the 32nd and the 34th
-        reader = translator(llama, quantile=quantile)
-        reader.observe_own([0.0] * 32 + [min(means)] * 32)
-        assert len(reader._above_floor(prompt, group).rollouts) == num_kept
+def test_the_floor_is_a_quantile_of_own_answers_and_an_answer_at_it_is_kept() -> None:
+    for quantile, own in ((0.5, -20.0), (0.53, 0.0)):  # of 64 own answers the 32nd and the 34th
+        floor = LikelihoodFloor(quantile)
+        floor.observe_own([(0.0, 0.0)] * 32 + [(-20.0, -20.0)] * 32)
+        lowest = own - 7 / 2  # e^-7 for two tokens
+        assert floor.bound(2) == lowest
+        assert floor.admits((lowest, lowest)) and not floor.admits((lowest, lowest - 0.01))
 
 
 def test_an_author_of_which_something_is_useful_is_not_reported_for_a_quarter_of_unlikely_answers(
@@ -430,12 +462,14 @@ def test_an_author_of_which_something_is_useful_is_not_reported_for_a_quarter_of
 ) -> None:
     group = written_by(llama, "12", "13", "14", "zqxj~^zqxj~^", rewards=(1.0, 0.0, 0.0, 1.0))
     prompt = tuple(llama.encode_prompt(PROMPT))
-    means = translator(llama)._mean_logprobs(prompt, [one.token_ids for one in group.rollouts])
+    unlikely = translator(llama)._logprobs(prompt, [group.rollouts[3].token_ids])[0]
     reported: list[str] = []
-    reader = RolloutConverter(llama, 0.5, 64, lambda author, bad: reported.append(author), micro_batch_sequences=64)
-    reader.observe_own([(means[3] + min(means[:3])) / 2] * 64)
+    reader = RolloutConverter(llama, 0.5, 64, lambda author, bad: reported.append(author))
+    above = least_likely_stretch(unlikely) + 7 / len(unlikely) + 0.01  # so that the floor is just above that answer
+    reader.observe_own([(above,) * len(unlikely)] * 64)
     got = reader.foreign(PROMPT, group)
-    assert got is not None and len(got.group.rollouts) == 3 and reported == []
+    assert got is not None and reported == []
+    assert [bool(rollout.token_ids) for rollout in got.group.rollouts] == [True, True, True, False]
 
 
 def test_a_prompt_too_long_for_the_own_template_is_counted(neox: Policy, llama: Policy) -> None:

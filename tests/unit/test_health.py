@@ -45,7 +45,7 @@ def test_a_run_that_learns_is_left_in_peace(caplog: pytest.LogCaptureFixture):
 
 SICK: dict[str, dict[str, Any]] = {
     "entropy_collapse": {"train/entropy": 0.3},
-    "few_effective_answers": {"train/ess_fraction": 0.1},
+    "few_effective_answers": {"train/ess_fraction": 0.49},
     "kl_runaway": {"train/kl": 1.1},
     "grad_norm_spike": {"train/grad_norm": 4.0},
     "reward_falling": {"rollout/reward_mean": 0.3},
@@ -70,6 +70,11 @@ def test_each_sickness_is_told_once_with_a_setting_to_change(name: str, caplog: 
     assert message.startswith("round 2") and message.endswith(text)
     assert "training." in text and ":" in text
     assert json.loads(json.dumps(watch.state())) == watch.state()
+
+
+def test_half_of_the_tokens_is_enough():
+    watch = HealthWatch()
+    assert not any(watch.observe({**HEALTHY, "train/ess_fraction": 0.51}) for _ in range(20))
 
 
 def test_a_new_episode_is_told_again(caplog: pytest.LogCaptureFixture):
@@ -131,7 +136,7 @@ def is_seen(name: str, column: str, older: list[float], recent: list[float], **o
     [
         ("entropy_collapse", "train/entropy", 2.0, 1.0, 0.99),
         ("entropy_collapse", "train/entropy", 0.06, 0.05, 0.049),
-        ("few_effective_answers", "train/ess_fraction", 0.9, 0.3, 0.29),
+        ("few_effective_answers", "train/ess_fraction", 0.9, 0.5, 0.49),
         ("kl_runaway", "train/kl", 0.0, 0.5, 0.51),
         ("kl_runaway", "train/kl", 2.0, 2.0, 2.01),
         ("grad_norm_spike", "train/grad_norm", 2.0, 6.0, 6.01),

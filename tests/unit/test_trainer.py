@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -62,6 +63,11 @@ def with_rollouts(group: TrainingGroup, change: Callable[[int, Rollout], Rollout
     return replace(group, group=replace(group.group, rollouts=rollouts))
 
 
+def of_others(group: TrainingGroup) -> TrainingGroup:
+    """The same group, as if another node had sampled it: no token of it is fresh."""
+    return replace(group, is_own=False)
+
+
 def answer_logprobs(policy: Policy, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Tensor:
     """[T] by one unpadded forward pass."""
     logits = policy.model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0].double()
@@ -82,10 +88,11 @@ def plain_loss(policy: Policy, groups: list[TrainingGroup], kl_coef: float = 0.0
             for t, logprob in enumerate(logprobs):
                 old = logprob.detach()
                 weight = min(math.exp(old.item() - rollout.logprobs[t]), 2.0) if group.usable_logprobs else 1.0
-                term = -weight * (logprob - old).exp() * (rollout.reward - mean) / (std + 1e-6)
+                weight = weight * (logprob - old).exp()  # π/μ
+                term = -weight * (rollout.reward - mean) / (std + 1e-6)
                 if kl_coef:
                     difference = base[t] - logprob
-                    term = term + kl_coef * (difference.exp() - difference - 1)
+                    term = term + kl_coef * weight * (difference.exp() - difference - 1)
                 terms.append(term)
     return torch.stack(terms).sum() / len(terms)
 
@@ -95,7 +102,9 @@ def test_step_follows_the_gradient_of_the_plain_loss(make_policy: MakePolicy, na
     policy = make_policy(name)
     groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
     # another policy sampled the second group, a text-only author the third
-    groups[1] = with_rollouts(groups[1], lambda i, r: replace(r, logprobs=tuple(p - 0.2 * i for p in r.logprobs)))
+    groups[1] = of_others(
+        with_rollouts(groups[1], lambda i, r: replace(r, logprobs=tuple(p - 0.2 * i for p in r.logprobs)))
+    )
     groups[2] = replace(groups[2], usable_logprobs=False)
     loss = plain_loss(policy, groups, kl_coef=0.1)
     expected = torch.cat(
@@ -192,7 +201,7 @@ def test_filtered_sampling_shows_in_the_importance_weights(make_policy: MakePoli
             groups[0],
             lambda i, r: replace(r, token_ids=completions[i].token_ids, logprobs=getattr(completions[i], kind)),
         )
-        return trainer_of(make_policy()).step([drawn]).ess_fraction
+        return trainer_of(make_policy()).step([of_others(drawn)]).ess_fraction
 
     assert report("policy_logprobs") == pytest.approx(1.0, abs=1e-6)  # π_old itself
     assert report("logprobs") < 0.999  # w = π_old / μ, and μ is what was drawn from
@@ -298,8 +307,10 @@ def test_temperature_is_that_of_sampling(make_policy: MakePolicy):
     engine, sampling = SlotEngine(policy, 8), Sampling(temperature=0.6)
     (completions,) = engine.generate(requests(prompts, 4, 4), sampling, seed=0)
     groups = sampled_groups(policy, ("Hi",), max_new_tokens=4)
-    fresh = with_rollouts(
-        groups[0], lambda i, r: replace(r, token_ids=completions[i].token_ids, logprobs=completions[i].logprobs)
+    fresh = of_others(
+        with_rollouts(
+            groups[0], lambda i, r: replace(r, token_ids=completions[i].token_ids, logprobs=completions[i].logprobs)
+        )
     )
     assert trainer_of(make_policy(), temperature=0.6).step([fresh]).ess_fraction == pytest.approx(1.0, abs=1e-6)
     assert trainer_of(make_policy(), temperature=1.0).step([fresh]).ess_fraction < 0.999
@@ -472,8 +483,13 @@ def test_ratios_to_the_sampler_make_rewarded_answers_likelier(make_policy: MakeP
 def test_the_learning_rate_backs_off_when_few_answers_carry_the_step(make_policy: MakePolicy):
     groups = sampled_groups(make_policy(), max_new_tokens=MAX_NEW_TOKENS)
     one_stands_out = [  # 15 of 16 answers were far likelier when they were sampled
-        with_rollouts(
-            g, lambda i, r, g=g: r if g is groups[0] and i == 0 else replace(r, logprobs=(0.0,) * len(r.logprobs))
+        of_others(
+            with_rollouts(
+                g,
+                lambda i, r, g=g: (
+                    r if g is groups[0] and i == 0 else replace(r, logprobs=tuple(p + 6 for p in r.logprobs))
+                ),
+            )
         )
         for g in groups
     ]
@@ -490,7 +506,51 @@ def test_dropped_answers_lower_the_effective_sample_size(make_policy: MakePolicy
     policy = make_policy()
     groups = sampled_groups(policy, max_new_tokens=MAX_NEW_TOKENS)
     groups[0] = with_rollouts(groups[0], lambda _, r: replace(r, logprobs=tuple(p - 3 for p in r.logprobs)))
-    assert trainer_of(policy, correction="sequence_mask").step(groups).ess_fraction == pytest.approx(3 / 4, rel=1e-4)
+    tokens = [sum(len(rollout.token_ids) for rollout in group.group.rollouts) for group in groups]
+    left = 1 - tokens[0] / sum(tokens)
+    assert trainer_of(policy, correction="sequence_mask").step(groups).ess_fraction == pytest.approx(left, rel=1e-4)
+
+
+def test_rounding_of_the_own_engine_is_not_staleness_and_the_same_weights_of_an_older_version_are(
+    make_policy: MakePolicy,
+):
+    groups = sampled_groups(make_policy(), max_new_tokens=MAX_NEW_TOKENS)
+    noisy = [
+        with_rollouts(g, lambda i, r: replace(r, logprobs=tuple(p + 0.4 * (-1) ** i for p in r.logprobs)))
+        for g in groups
+    ]
+    older = [replace(g, group=replace(g.group, policy_version=-1)) for g in noisy]
+    half = [  # the first token of each answer is older
+        with_rollouts(
+            g, lambda _, r: replace(r, segments=((-1, 1), (0, len(r.token_ids) - 1)) if r.token_ids[1:] else ())
+        )
+        for g in noisy
+    ]
+    fresh, stale, mixed = (trainer_of(make_policy(), lr=1e-3).step(one) for one in (noisy, older, half))
+    assert fresh.ess_fraction == 1.0 and fresh.lr == 1e-3
+    assert stale.ess_fraction < mixed.ess_fraction < 1 and stale.lr < mixed.lr < 1e-3
+    assert fresh.loss == stale.loss, "the loss is corrected alike"
+
+
+def test_gdpo_normalises_over_the_whole_batch_also_where_it_takes_several_steps(make_policy: MakePolicy):
+    """The advantages of a part are those of the whole batch: float64 numpy, two signals that agree in one group alone."""
+    groups = sampled_groups(make_policy(), ("Hi", "What is 7 + 5?"), max_new_tokens=MAX_NEW_TOKENS)
+    signals = (((1.0, 1.0), (0.0, 0.0), (0.0, 0.0), (1.0, 1.0)), ((1.0, 0.0), (0.0, 1.0), (0.5, 0.5), (1.0, 0.2)))
+    signalled = [
+        with_rollouts(g, lambda i, r, of=of: replace(r, signals=(("form", of[i][0]), ("truth", of[i][1]))))
+        for g, of in zip(groups, signals, strict=True)
+    ]
+
+    def normalised(values: np.ndarray) -> np.ndarray:
+        return (values - values.mean(0)) / (values.std(0, ddof=1) + 1e-6)
+
+    of_groups = [normalised(np.array(of)).sum(1) for of in signals]
+    whole, last = np.concatenate(of_groups).std(ddof=1), of_groups[1].std(ddof=1)
+    settings = {"advantage": "gdpo", "lr": 1e-7, "correction": "none"}
+    in_parts = gradient_of(make_policy(), signalled, groups_per_step=1, **settings)  # of the last part
+    alone = gradient_of(make_policy(), signalled[1:], **settings)
+    assert whole / last > 1.2
+    assert (in_parts * whole / last - alone).norm() < 1e-4 * alone.norm()
 
 
 def test_the_report_always_tells_kl_and_adapter_norm(make_policy: MakePolicy):
