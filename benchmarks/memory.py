@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py            Qwen2.5-0.5B's shape, answers of 512 and 2,048 tokens; about half an hour
     python benchmarks/memory.py --quick    the same vocabulary and width with two layers, answers of 128 tokens; under a minute
+    python benchmarks/memory.py --models   what Qwen2.5's sizes take by length, as computed from measured layers; some minutes
     python benchmarks/memory.py --prepare  make TRL's environment, once (2 GB in ~/.cache, some minutes)
 
 A step is log-probs, entropy, loss, backward pass and optimizer on the same made-up answers, with LoRA of rank 16 on all linear
@@ -22,8 +23,8 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,11 @@ from peers.trainers_venv import TRAINERS
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from swarm.config import PolicySection
 from swarm.policy.base_folder import BUNDLED_FOLDER
 from swarm.policy.base_model import load_tokenizer
+from swarm.policy.memory_probe import Polynomial, StepNeed, measure_step
+from swarm.policy.policy import load_policy
 
 _HERE = Path(__file__).resolve().parent
 _TIME_LIMIT_S = 1800.0
@@ -43,6 +47,29 @@ _RESERVE = 0.9
 """Part of the free memory that one process may take."""
 SWARM, TRL = "swarm", "TRL"
 _SCRIPTS = {SWARM: "measuring/swarm_memory.py", TRL: "peers/trl_memory.py"}
+
+
+_ANSWERS = (512, 2048, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The shape of a model, as in the settings of Qwen2.5."""
+
+    layers: int
+    width: int
+    inner: int
+    heads: int
+    kv_heads: int
+    is_tied: bool
+
+
+SIZES = {
+    "0.5 B": Size(24, 896, 4864, 14, 2, True),
+    "1.5 B": Size(28, 1536, 8960, 12, 2, True),
+    "3 B": Size(36, 2048, 11008, 16, 2, True),
+    "7 B": Size(28, 3584, 18944, 28, 4, False),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +100,16 @@ def main() -> None:
     if options.prepare:
         TRAINERS.make(TRAINERS.folder)
         return
+    if options.models:
+        _print_models()
+        return
     try:
         peer_python: Path | None = TRAINERS.python_of(TRAINERS.folder)
     except PeerUnavailable as error:
         print(f"without TRL: {error}")
         peer_python = None
     with tempfile.TemporaryDirectory() as folder:
-        base = _base(Path(folder), num_layers=2 if options.quick else 24)
+        base = _base(Path(folder), replace(SIZES["0.5 B"], layers=2) if options.quick else SIZES["0.5 B"])
         print("| system | answers of | gradient checkpointing | at once | peak, MiB | predicted | weights | seconds |")
         print("|---|---|---|---|---|---|---|---|", flush=True)
         results = [
@@ -91,27 +121,74 @@ def main() -> None:
 
 
 def _cases(*, quick: bool) -> Iterator[Case]:
-    lengths = (128,) if quick else (512, 2048)
-    for length in lengths:
-        for checkpointing in (True,) if quick else (True, False):
-            yield Case(SWARM, length, checkpointing, "as the probe chooses")
-            if not quick:
-                yield Case(SWARM, length, checkpointing, "one answer", micro_batch_tokens=1)
-            yield Case(TRL, length, checkpointing, "the group")
-        yield Case(SWARM, length, checkpointing=True, at_once="the group", micro_batch_tokens=10**6)
+    for length in (128,) if quick else (512, 2048):
+        yield Case(SWARM, length, checkpointing=True, at_once="as the probe chooses")
+        yield Case(TRL, length, checkpointing=True, at_once="the group")
+    length = 128 if quick else 512
+    yield Case(SWARM, length, checkpointing=True, at_once="the group", micro_batch_tokens=10**6)
+    if not quick:
+        yield Case(SWARM, length, checkpointing=False, at_once="as the probe chooses")
+        yield Case(SWARM, length, checkpointing=False, at_once="one answer", micro_batch_tokens=1)
+        yield Case(TRL, length, checkpointing=False, at_once="the group")
 
 
-def _base(folder: Path, *, num_layers: int) -> Path:
+def _base(folder: Path, size: Size, dtype: torch.dtype = torch.float32) -> Path:
+    """A folder with random weights."""
     torch.manual_seed(0)
     disable_progress_bar()
     config = Qwen2Config(
-        vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=num_layers,
-        num_attention_heads=14, num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        vocab_size=151_936, hidden_size=size.width, intermediate_size=size.inner, num_hidden_layers=size.layers,
+        num_attention_heads=size.heads, num_key_value_heads=size.kv_heads, max_position_embeddings=32_768,
+        tie_word_embeddings=size.is_tied, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    Qwen2ForCausalLM(config).to(dtype).save_pretrained(folder)
     load_tokenizer(BUNDLED_FOLDER).save_pretrained(folder)
     return folder
+
+
+def _print_models() -> None:
+    """Bytes of a whole model from those of one with two layers and one with four: each layer takes the same."""
+    print(
+        "| size | gradient checkpointing | weights in bfloat16, GiB | adapter, gradients, moments | a token, MiB |",
+        end="",
+    )
+    print("".join(f" one answer of {length:,} |" for length in _ANSWERS))
+    print("|---|---|---|---|---|" + "---|" * len(_ANSWERS), flush=True)
+    for name, size in SIZES.items():
+        for checkpointing in (False, True):
+            weights, step = _whole(size, checkpointing)
+            cells = [name, "yes" if checkpointing else "no", f"{weights / 2**30:.1f}"]
+            cells += [f"{step.adapter_bytes * 4 / 3 / 2**30:.2f}"]
+            cells += [f"{max(step.stored.linear, step.backward.linear) / 2**20:.2f}"]
+            cells += [f"{step.of(1, 512, length) / 2**30:.1f}" for length in _ANSWERS]
+            print("|", " | ".join(cells), "|", flush=True)
+
+
+def _whole(size: Size, checkpointing: bool) -> tuple[float, StepNeed]:
+    few, more = (_measured(replace(size, layers=layers), checkpointing) for layers in (2, 4))
+
+    def at_all_layers(get: Callable[[tuple[int, StepNeed]], float]) -> float:
+        return get(few) + (get(more) - get(few)) * (size.layers - 2) / 2
+
+    def polynomial(get: Callable[[StepNeed], Polynomial]) -> Polynomial:
+        return Polynomial(
+            at_all_layers(lambda one: get(one[1]).once),
+            at_all_layers(lambda one: get(one[1]).linear),
+            at_all_layers(lambda one: get(one[1]).quadratic),
+        )
+
+    adapter = int(at_all_layers(lambda one: one[1].adapter_bytes))
+    stored, backward = polynomial(lambda one: one.stored), polynomial(lambda one: one.backward)
+    return at_all_layers(lambda one: one[0]), StepNeed(adapter, few[1].logits_bytes, stored, backward)
+
+
+def _measured(size: Size, checkpointing: bool) -> tuple[int, StepNeed]:
+    with tempfile.TemporaryDirectory() as folder:
+        base = _base(Path(folder), size, torch.bfloat16)
+        section = PolicySection(base=str(base), dtype="bfloat16", gradient_checkpointing=checkpointing)
+        policy = load_policy(section, device="cpu")
+        frozen = sum(one.nbytes for one in policy.model.parameters() if not one.requires_grad)
+        return frozen, measure_step(policy)
 
 
 def _run(case: Case, base: Path, peer_python: Path | None, threads: int) -> Result:
@@ -180,6 +257,7 @@ def _figures(results: list[Result]) -> dict[str, float | None]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a smaller policy and shorter answers")
+    parser.add_argument("--models", action="store_true", help="a table of model sizes, without steps")
     parser.add_argument("--prepare", action="store_true", help="make TRL's environment, once")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     return parser.parse_args()

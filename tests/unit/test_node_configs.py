@@ -7,6 +7,7 @@ import pytest
 
 from swarm.config import Config, load
 from swarm.machine.hardware import Hardware, choose_policy
+from swarm.policy.answer_head import CHUNK_BYTES, CHUNK_COPIES
 
 ROOT = Path(__file__).parents[2] / "node_configs"
 
@@ -36,15 +37,12 @@ SHAPES = {
 }
 WEIGHT_BYTES = {"4bit": 0.5 + 4 / 64, "8bit": 1.0}
 """NF4 with a float32 scale for every 64 weights, as base_model.py asks bitsandbytes for."""
-LOGIT_BYTES = 16
-"""16-bit logits, as float32, scaled by the temperature, and their gradient (policy/logprobs.py)."""
 
 
 def needed_bytes(config: Config, value_bytes: int) -> dict[str, float]:
     """What a node with that base keeps at once; `value_bytes` of one weight, activation or cached key that is not quantized."""
     shape, policy, rollouts = SHAPES[config.policy.base], config.policy, config.rollouts
     tokens = policy.max_prompt_tokens + rollouts.max_new_tokens
-    micro_batch = config.training.micro_batch_sequences
     linear_weights = shape.layers * sum(inputs * outputs for inputs, outputs in shape.linears)
     adapter_weights = shape.layers * policy.lora.rank * sum(inputs + outputs for inputs, outputs in shape.linears)
     kept_width = (
@@ -56,8 +54,10 @@ def needed_bytes(config: Config, value_bytes: int) -> dict[str, float]:
         "embedding and head": (1 if shape.is_tied else 2) * shape.vocab * shape.hidden * value_bytes,
         "adapter": adapter_weights * 16,  # float32, gradient, two moments
         "cache": rollouts.max_batch_sequences * tokens * 2 * shape.layers * shape.kv_width * value_bytes,
-        "activations": micro_batch * tokens * kept_width * value_bytes,
-        "logits": micro_batch * rollouts.max_new_tokens * shape.vocab * LOGIT_BYTES,
+        "activations": tokens
+        * kept_width
+        * value_bytes,  # of the longest sequence; the memory probe takes more where they fit
+        "logits": CHUNK_COPIES * CHUNK_BYTES,
     }
 
 
