@@ -38,7 +38,7 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...], *, is_own: bool) -> None:
         """`is_own`: the chat template is part of this package. Raises PolicyError for a template that is refused."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._is_own = is_own
         self._frames: dict[PromptContext, PromptFrame | None] = {}
@@ -51,7 +51,7 @@ class PromptEncoder:
     def prepare(self, contexts: Iterable[PromptContext]) -> None:
         """Render the chat template for these contexts, in one process. Raises PolicyError as `prompt_frames` does."""
         if new := [context for context in dict.fromkeys(contexts) if context not in self._frames]:
-            self._frames |= prompt_frames(self._tokenizer, new, is_own=self._is_own)
+            self._frames |= prompt_frames(self.tokenizer, new, is_own=self._is_own)
 
     def render(self, text: str, context: PromptContext = PLAIN) -> str:
         """Return the prompt as the chat template writes it; the text itself where there is no template."""
@@ -63,19 +63,17 @@ class PromptEncoder:
         """Return the token ids that an answer follows. Empty where the tokenizer cannot encode the text."""
         rendered = self.render(text, context)
         if self.has_template:
-            return encoded(self._tokenizer, rendered, add_special_tokens=False)
-        token_ids = encoded(self._tokenizer, rendered)
+            return encoded(self.tokenizer, rendered, add_special_tokens=False)
+        token_ids = encoded(self.tokenizer, rendered)
         if token_ids and token_ids[-1] in self._eos_token_ids:  # some tokenizers append EOS to every text
             token_ids.pop()
         return token_ids
 
     def check_marker(self, marker: str) -> None:
         """Raise PolicyError for a text that disappears when an answer is decoded, as special tokens do."""
-        token_ids = encoded(self._tokenizer, marker, add_special_tokens=False)
+        token_ids = encoded(self.tokenizer, marker, add_special_tokens=False)
         with surviving_panics():
-            if marker in self._tokenizer.decode(
-                token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            ):
+            if marker in self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False):
                 return
         raise PolicyError(
             f"the answer rule of a task source must find its mark in decoded answers, got {marker}, which the tokenizer of "
@@ -84,7 +82,7 @@ class PromptEncoder:
 
     def check_plain(self, text: str, setting: str) -> None:
         """Raise PolicyError where a text that is the same for all tasks holds a special token, which could begin a turn."""
-        special = {token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         if found := sorted(token for token in special if token and token in text):
             raise PolicyError(
                 f"{setting} must have no special token of policy.base, which could begin a turn of its own, got "

@@ -31,7 +31,7 @@ def rule(name: str, **parameters: Any) -> FinalAnswerRule:
         ("last_line", {}, "so\n the answer \n\n \n", "the answer"),
         ("last_line", {}, " \n ", None),
         ("last_number", {}, "so the answer is 42", "42"),
-        ("last_number", {}, "7 apples, or 1,000.5!", "1,000.5"),
+        ("last_number", {}, "7 apples, or 1,000.5.", "1,000.5"),
         ("last_number", {}, "it is 3/4.", "3/4"),
         ("last_number", {}, "none", None),
         ("last_number", {}, "v7", None),
@@ -84,7 +84,7 @@ def test_tags_are_read_as_reasoning_gym_reads_them(text: str) -> None:
 
 _MIB = 1 << 20
 _HOSTILE = {
-    "boxed": ["\\boxed{" * (_MIB // 7), "\\boxed{" * (_MIB // 14) + "}" * (_MIB // 14), "\\boxed   " * (_MIB // 9), "{}" * (_MIB // 2)],
+    "boxed": ["\\boxed{" * (_MIB // 7), "\\boxed{" * (_MIB // 8) + "}" * (_MIB // 8), "\\boxed   " * (_MIB // 9), "{}" * _MIB],
     "tag": ["<answer>" * (_MIB // 8), "</answer>" * (_MIB // 9), "<answer></answer>" * (_MIB // 17)],
     "last_number": ["1," * (_MIB // 2), "<" * _MIB + "1", "1" * _MIB],
     "last_line": ["\n" * _MIB, " \n" * (_MIB // 2)],

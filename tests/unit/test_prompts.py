@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from swarm.cli.policy.show_prompts import show_prompts
 from swarm.config import Config, TaskSourceSection, TasksSection, dump_toml, parse
 from swarm.errors import ConfigError, ManifestError, PolicyError, TaskError
 from swarm.manifest.manifest import changed, changes, create, dump
 from swarm.manifest.manifest import parse as parse_manifest
-from swarm.policy.base_folder import max_positions
+from swarm.policy.base_folder import BUNDLED_FOLDER, max_positions
+from swarm.policy.base_model import folder_eos_ids
 from swarm.policy.chat_template import PromptFrame, prompt_frames
 from swarm.policy.policy import Policy
+from swarm.policy.prompts import PromptEncoder
 from swarm.records.identity import Identity
 from swarm.rollouts.prompt_check import check_prompts
 from swarm.tasks.task_mixture import TaskMixture, score
@@ -163,13 +166,13 @@ def test_a_file_without_prompts_is_asked_by_its_own_fields(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("section", "told"),
     [
-        ({"name": "gcd", "prompt_template": "{promt}"}, "fields of the task (prompt, question), got {promt}; correct it, or write {{promt}}"),
+        ({"name": "gcd", "prompt_template": "{promt}"}, "task (prompt, question), got {promt}; correct it, or write {{promt}}"),
         ({"name": "gcd", "prompt_template": "\\boxed{}"}, "must name a field"),
         ({"name": "gcd", "prompt_template": "{prompt} {answer}"}, "fields that a policy may see, got {answer}"),
         ({"kind": "code", "name": "list_functions", "prompt_template": "{question}"}, "(entry, prompt), got {question}"),
         ({"kind": "jsonl", "name": "mine", "prompt_template": "{prompt} {level}"}, "got no 'level' in"),
         ({"kind": "jsonl", "name": "mine", "prompt_template": "{prompt} {tags}"}, "got no 'tags' in"),
-        ({"kind": "jsonl", "name": "mine", "prompt_template": "{prompt}" + "x" * 32_000 + "{prompt}" * 9}, "at most 65536 characters"),
+        ({"kind": "jsonl", "name": "mine", "prompt_template": "{prompt}" * 14}, "at most 65536 characters"),
         ({"kind": "jsonl", "name": "mine"}, "only, got ['tags']"),
     ],
 )  # fmt: skip
@@ -248,45 +251,62 @@ def test_the_resolved_configuration_keeps_them(tmp_path: Path) -> None:
 # --- before the first rollout
 
 
-def config_of(policy: Policy, **settings: Any) -> Config:
+@pytest.fixture
+def prompts() -> PromptEncoder:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(BUNDLED_FOLDER)
+    return PromptEncoder(tokenizer, folder_eos_ids(BUNDLED_FOLDER, tokenizer), is_own=True)
+
+
+def config_of(**settings: Any) -> Config:
     rollouts = {key: settings.pop(key) for key in ("max_new_tokens",) if key in settings}
-    most = {key: settings.pop(key) for key in ("max_prompt_tokens",) if key in settings}
-    return parse(
-        {
-            "policy": {"base": str(policy.base_folder), **most},
-            "rollouts": rollouts,
-            "tasks": {"sources": [{"name": "gcd", **settings}]},
-        }
-    )
+    policy = {key: settings.pop(key) for key in ("max_prompt_tokens",) if key in settings}
+    return parse({"policy": policy, "rollouts": rollouts, "tasks": {"sources": [{"name": "gcd", **settings}]}})
 
 
-def check(policy: Policy, **settings: Any) -> None:
-    config = config_of(policy, **settings)
-    check_prompts(config, TaskMixture(config.tasks), policy.prompts, policy.base_folder)
+def check(prompts: PromptEncoder, **settings: Any) -> None:
+    config = config_of(**settings)
+    check_prompts(config, TaskMixture(config.tasks), prompts, BUNDLED_FOLDER)
 
 
-def test_prompts_that_do_not_fit_are_reported_before_the_first_rollout(make_policy: Callable[..., Policy]) -> None:
-    policy = make_policy("qwen2")
-    assert max_positions(policy.base_folder) == 512
-    check(policy, system="Be kind.")
-    with pytest.raises(ConfigError, match=r"fit into the 512 positions .* beside rollouts.max_new_tokens = 24, got 6"):
-        check(policy, system="x" * 600)
-    with pytest.raises(ConfigError, match="max_prompt_tokens must leave room for a task .* got 100"):
-        check(policy, system="x" * 120, max_prompt_tokens=100)
-    with pytest.raises(ConfigError, match="fit into the 512 positions .* rollouts.max_new_tokens = 500; lower it"):
-        check(policy, max_new_tokens=500)
-    with pytest.raises(PolicyError, match=r"tasks.sources.system of 'gcd' must have no special token .* '<eos>'"):
-        check(policy, system="Bye.<eos>")
-    with pytest.raises(PolicyError, match="tasks.sources.examples of 'gcd'"):
-        check(policy, examples=[{"prompt": "a<eos>", "answer": "b"}])
+def test_prompts_that_do_not_fit_are_reported_before_the_first_rollout(prompts: PromptEncoder) -> None:
+    assert max_positions(BUNDLED_FOLDER) == 512
+    check(prompts, system="Be kind.")
+    with pytest.raises(
+        ConfigError, match=r"fit into the 512 positions .* beside rollouts.max_new_tokens = 24, got \d{3}"
+    ):
+        check(prompts, system="7 " * 600)
+    with pytest.raises(ConfigError, match=r"max_prompt_tokens must leave room for a task .* got 100"):
+        check(prompts, system="7 " * 120, max_prompt_tokens=100)
+    with pytest.raises(ConfigError, match=r"fit into the 512 positions .* rollouts.max_new_tokens = 510; lower it"):
+        check(prompts, max_new_tokens=510)
+    with pytest.raises(PolicyError, match=r"tasks.sources.system of 'gcd' must have no special token .* '<|answer|>'"):
+        check(prompts, system="Bye.<|answer|>")
+    with pytest.raises(PolicyError, match=r"tasks.sources.examples of 'gcd'"):
+        check(prompts, examples=[{"prompt": "a<|answer|>", "answer": "b"}])
 
 
-def test_a_mark_that_decoding_drops_is_reported(make_policy: Callable[..., Policy]) -> None:
-    policy = make_policy("qwen2")
-    policy.tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
-    check(policy, answer="tag")
+def test_positions_are_those_that_the_model_says(tmp_path: Path) -> None:
+    for settings, expected in (
+        ({"n_positions": 1024}, 1024),
+        ({"text_config": {"max_position_embeddings": 64}}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 256),
+        (
+            {"max_position_embeddings": 64, "rope_scaling": {"factor": 8, "original_max_position_embeddings": 8}},
+            64,
+        ),
+        ({"max_position_embeddings": "many"}, None),
+        ({"max_position_embeddings": 64, "rope_scaling": {"factor": float("inf")}}, None),
+        ([], None),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        assert max_positions(tmp_path) == expected
+
+
+def test_a_mark_that_decoding_drops_is_reported(prompts: PromptEncoder) -> None:
+    check(prompts, answer="tag")
+    prompts.tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
     with pytest.raises(PolicyError, match="got </think>, which the tokenizer"):
-        check(policy, answer="after_think")
+        check(prompts, answer="after_think")
 
 
 def test_prompts_have_the_tokens_of_the_rendered_text(make_policy: Callable[..., Policy]) -> None:
@@ -302,12 +322,11 @@ def test_prompts_have_the_tokens_of_the_rendered_text(make_policy: Callable[...,
     assert policy.encode_prompt("2 + 2?", asked) == list(ids) != policy.encode_prompt("2 + 2?", PLAIN)
 
 
-def test_the_rendered_prompts_are_printed(make_policy: Callable[..., Policy], tmp_path: Path) -> None:
-    policy = make_policy("qwen2")
+def test_the_rendered_prompts_are_printed(tmp_path: Path) -> None:
     settings = {**FORM, "template_arguments": {}, "system": "Be\x1b[31m kind."}
     with (tmp_path / "shown").open("w+") as stream:
-        show_prompts(config_of(policy, **settings), policy.base_folder, stream)
+        show_prompts(config_of(**settings), BUNDLED_FOLDER, stream)
         stream.seek(0)
         shown = stream.read()
     assert "── gcd: " in shown and " tokens (at most 512" in shown and "answer: tag" in shown
-    assert "<s>Be\\x1b[31m kind.\n<u>1 + 1?\n<a><answer>2</answer>\n<u>" in shown and "\\boxed{}.\n<a>" in shown
+    assert "Be\\x1b[31m kind.1 + 1?<answer>2</answer>" in shown and "\\boxed{}.<|answer|>" in shown
