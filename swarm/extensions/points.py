@@ -32,6 +32,11 @@ VERIFIERS = Registry(
         BuiltIn("exact", "swarm.tasks.verifiers:EXACT", "the text equals the answer"),
         BuiltIn("numeric", "swarm.tasks.verifiers:NUMERIC", "the last number of the text equals the answer"),
         BuiltIn("regex", "swarm.tasks.verifiers:REGEX", "the text matches the answer, a pattern of RE2"),
+        BuiltIn(
+            "math",
+            "swarm.tasks.mathematics.math_verifier:MATH",
+            "the text equals the answer in mathematics, both in LaTeX",
+        ),
     ),
     error=TaskError,
     needs_isolation=True,

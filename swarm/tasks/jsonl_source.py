@@ -50,10 +50,12 @@ class JsonlSource:
             raise TaskError(f"a jsonl source needs a path, got none; set path for source {config.name!r}")
         self.name = config.source_name
         content, numbered = numbered_lines(config.path)
-        self.config_digest = hashlib.sha256(f"{_RULES}:{config.verifier}:".encode() + content).hexdigest()[:16]
         template = PromptTemplate(config, None)
         lines = [_parse(text, where, config.verifier, template) for text, where in numbered]
         self._held_out, self._training = held_out_and_training(lines, config.path)
+        rules = "".join(f"{VERIFIERS.load(name).rules()}:" for name in sorted({line.verifier for line in lines}))
+        facts = f"{_RULES}:{config.verifier}:{rules.strip(':')}"
+        self.config_digest = hashlib.sha256(facts.encode() + content).hexdigest()[:16]
 
     @property
     def num_held_out(self) -> int:
@@ -131,10 +133,10 @@ def _parse(text: bytes, where: str, default_verifier: str, template: PromptTempl
         known = ", ".join(VERIFIERS.names)
         raise TaskError(f"verifier must be one of {known}, got {verifier!r} in {where}; fix that line")
     chosen: Verifier = VERIFIERS.load(verifier)
-    if chosen.isolation is not Isolation.NONE_NEEDED:
+    if chosen.isolation is Isolation.PROCESS:
         raise TaskError(
-            f"a verifier of a file must need no isolation, got {verifier}, which needs Isolation.{chosen.isolation.name}, in "
-            f"{where}; write a task source for it"
+            f"a verifier of a file must need no isolation or have its own, got {verifier}, which needs "
+            f"Isolation.{chosen.isolation.name}, in {where}; write a task source for it"
         )
     try:
         chosen.check(str(answer))

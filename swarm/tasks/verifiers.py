@@ -72,7 +72,9 @@ class Verifier:
     check: Callable[[str], None]
     """Raises ValueError, with rule and value, for an expected answer that no text can match."""
     isolation: Isolation
-    """Lines of files are scored in the node, so only a verifier that needs no isolation may score them."""
+    """Lines of files are scored in the node, so a verifier must need no isolation, or have a sandbox of its own."""
+    rules: Callable[[], str] = str
+    """What decides its results beside the code of this version, such as the versions of packages; part of the config digest."""
 
 
 def check_length(expected: str) -> None:
