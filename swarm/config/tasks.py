@@ -28,7 +28,7 @@ _MAX_ASKED_CHARS = 32_768
 _CALL_ARGUMENTS = frozenset(
     {
         "add_generation_prompt", "chat_template", "continue_final_message", "conversations", "documents", "messages",
-        "return_assistant_tokens_mask", "tools",
+        "return_assistant_tokens_mask", "self", "tools",
     }
 )  # fmt: skip
 """Names that the rendering itself gives to a chat template, beside those of special tokens (`bos_token`)."""

@@ -72,7 +72,7 @@ def prompt_frames(
     for context in contexts:
         _report_unused(template, context)
     if is_own:
-        return {context: _frame(_rendered_here(tokenizer, context), context) for context in contexts}
+        return {context: _frame(_rendered_here(tokenizer, template, context), context) for context in contexts}
     return _foreign_frames(template, tokenizer.special_tokens_map, contexts)
 
 
@@ -98,12 +98,15 @@ def _arguments(context: PromptContext) -> dict[str, Any]:
     return found
 
 
-def _rendered_here(tokenizer: Any, context: PromptContext) -> list[str]:
-    arguments = _arguments(context)
-    return [
-        tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **arguments)
-        for chat in _chats(context)
-    ]
+def _rendered_here(tokenizer: Any, template: str, context: PromptContext) -> list[str]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    values = {**_arguments(context), **tokenizer.special_tokens_map}
+    try:
+        texts, _ = render_jinja_template(_chats(context), chat_template=template, add_generation_prompt=True, **values)
+    except Exception as error:  # an argument may be one that the template cannot use
+        raise _refusal(f"one that fails: {type(error).__name__}: {str(error)[:200]!a}", context) from None
+    return texts
 
 
 def _foreign_frames(

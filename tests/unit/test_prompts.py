@@ -115,6 +115,7 @@ def test_an_argument_that_the_base_does_not_use_is_a_warning(caplog: pytest.LogC
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        ({"self": 1}, "must not replace what the rendering itself sets, got self"),
         ({"messages": 1}, "must not replace what the rendering itself sets, got messages"),
         ({"eos_token": "x"}, "must not replace what the rendering itself sets, got eos_token"),
         ({"a-b": 1}, "have names of letters"),
@@ -129,6 +130,33 @@ def test_arguments_are_booleans_numbers_and_words(arguments: dict[str, Any], tol
     with pytest.raises(ConfigError) as caught:
         parse({"tasks": {"sources": [{"name": "gcd", "template_arguments": arguments}]}})
     assert told in str(caught.value) and "'gcd'" in str(caught.value)
+
+
+def test_no_name_of_an_argument_reaches_the_library(prompts: PromptEncoder) -> None:
+    """The template of this package is rendered in the node itself."""
+    names = (
+        "tokenize",
+        "padding",
+        "truncation",
+        "return_tensors",
+        "tokenizer_kwargs",
+        "conversation",
+        "raise_exception",
+        "loop",
+    )
+    asked = context(template_arguments=dict.fromkeys(names, True))
+    assert prompts.render("2 + 2?", asked) == prompts.render("2 + 2?")
+    with pytest.raises(PolicyError, match=r"one that fails: UndefinedError|one that fails: TypeError"):
+        prompt_frames(BrokenBySystem(), [context(system="x")], is_own=True)
+
+
+class BrokenBySystem(Tokenizer):
+    """A tokenizer whose template fails over a system prompt."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "{% if messages[0].role == 'system' %}{{ nothing.at.all }}{% endif %}{{ messages[-1].content }}"
+        )
 
 
 def test_true_and_one_are_two_contexts() -> None:
