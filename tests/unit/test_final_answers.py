@@ -2,6 +2,7 @@
 
 import json
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,16 @@ def test_the_documented_think_and_answer_form_earns_the_full_reward() -> None:
     assert assess(task, right, 30).signals == (("correct", 0.0), ("format", 0.0), ("length", 1.0)), "no tag, no answer"
     with pytest.raises(TaskFailure, match="measured in tokens"):
         assess(task, tagged)
+
+
+def test_the_first_example_of_the_page_is_what_it_says() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    block = page.split("\n\nA verifier", 1)[0].split("\n\n", 1)[1]
+    config = parse(tomllib.loads(block.replace("\n    ", "\n").strip()))
+    source = TaskMixture(config.tasks).sources["chain_sum"]
+    right = source.answer(16, 0)
+    assert score(source.task(16, 0), f"<think>because</think><answer>{right}</answer>") == pytest.approx(1.0)
+    assert score(source.task(16, 0), right) == pytest.approx(0.1), "short, and no more"
 
 
 def test_a_text_may_be_long_and_its_answer_may_not(tmp_path: Path) -> None:
