@@ -12,7 +12,7 @@ Source and process are confined as before: text is only concatenated and searche
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -29,6 +29,16 @@ _FIELD = re.compile(r"\{\{([A-Za-z_][A-Za-z0-9_]{0,63})\}\}|\{([A-Za-z_][A-Za-z0
 _RULES = "prompted-1"
 
 
+def _parts(template: str) -> Iterator[tuple[str, str]]:
+    """(text, "") and ("", name of a field) in order."""
+    position = 0
+    for found in _FIELD.finditer(template):
+        yield template[position : found.start()], ""
+        yield (f"{{{found[1]}}}", "") if found[1] else ("", found[2])
+        position = found.end()
+    yield template[position:], ""
+
+
 class PromptTemplate:
     """The text of the user's message with the fields of a task in it. It is immutable and safe from any thread."""
 
@@ -38,8 +48,8 @@ class PromptTemplate:
         Raises TaskError for a template that names no field, or one that a task lacks.
         """
         self._source = config.source_name
-        self._template = config.prompt_template or f"{{{PROMPT}}}"
-        self.names = frozenset(found[2] for found in _FIELD.finditer(self._template) if found[2])
+        self._parts = list(_parts(config.prompt_template or f"{{{PROMPT}}}"))
+        self.names = frozenset(name for _, name in self._parts if name)
         if not self.names:
             raise self._error(f"name a field, such as {{{PROMPT}}}, got none", "add one, or every task asks the same")
         if hidden := sorted(self.names & {"answer", "verifier"}):
@@ -55,13 +65,14 @@ class PromptTemplate:
 
     def render(self, fields: Mapping[str, str]) -> str:
         """The user's text. Raises TaskFailure where it is too long. `fields` has all of `names`."""
-        text = _FIELD.sub(lambda found: f"{{{found[1]}}}" if found[1] else fields[found[2]], self._template)
-        if len(text) > MAX_TEXT_CHARS:
+        pieces = [fields[name] if name else text for text, name in self._parts]
+        num_chars = sum(map(len, pieces))  # before they are joined: a template may repeat a long field
+        if num_chars > MAX_TEXT_CHARS:
             raise TaskFailure(
                 self._source,
-                f"a prompt must have at most {MAX_TEXT_CHARS} characters, got {len(text)} with its template",
+                f"a prompt must have at most {MAX_TEXT_CHARS} characters, got {num_chars} with its template",
             )
-        return text
+        return "".join(pieces)
 
     def _error(self, rule: str, fix: str) -> TaskError:
         return TaskError(f"prompt_template must {rule}; {fix}; set tasks.sources.prompt_template of {self._source!r}")
