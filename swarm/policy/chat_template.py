@@ -174,7 +174,7 @@ def _check_shows(before: str, context: PromptContext) -> None:
 def _not_shown(part: str) -> PolicyError:
     return PolicyError(
         f"the chat template of policy.base must write {part} of a task source as it is, got one that changes it or leaves it "
-        "out; write that text into prompt_template instead, or take another base"
+        "out (many do with reasoning in earlier answers); shorten it, or write it into prompt_template"
     )
 
 

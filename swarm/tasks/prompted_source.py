@@ -6,7 +6,7 @@ r"""How a source asks its tasks and where it finds the answer: `prompt_template`
 In a template, `{name}` stands for a field of the task and `{{name}}` for the text `{name}`. All other braces are text, as in
 `\boxed{}`. The value of a field is inserted as it is and never read as a template. The right answer is no field.
 
-Source and process are confined as before: text is only concatenated and searched, in time proportional to its length.
+Text is only concatenated and searched, in time proportional to its length.
 """
 
 import hashlib

@@ -39,7 +39,7 @@ from swarm.tasks.final_answers import answer_rule, final_answer
 from swarm.tasks.prompted_source import verifier_signals
 from swarm.tasks.reward_plugin import TIME_BUDGET_S, RewardPlugin
 from swarm.tasks.task_source import LENGTH, TaskSource, named_signals
-from swarm.tasks.verifiers import check_pattern, regex
+from swarm.tasks.verifiers import MAX_ANSWER_CHARS, check_pattern, regex
 from swarm.types import Task
 
 
@@ -59,6 +59,8 @@ class FormatParameters(Section):
 
     pattern: str = ""
     """Regular expression (RE2) that the whole text must match, except for white space at both ends."""
+    max_chars: Annotated[int, Field(ge=1, le=1 << 20)] = MAX_ANSWER_CHARS
+    """Longer texts do not match a pattern."""
     tags: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")], ...] = ()
     """Names of tags: the text must be `<a>…</a> <b>…</b>` in this order, each once, and nothing else."""
 
@@ -129,7 +131,7 @@ class Format(RewardSignal):
 
     def value(self, text: str) -> float:
         pattern = self._parameters.pattern
-        return regex(pattern, text) if pattern else tagged(self._parameters.tags, text)
+        return regex(pattern, text, self._parameters.max_chars) if pattern else tagged(self._parameters.tags, text)
 
 
 class Length(RewardSignal):

@@ -223,6 +223,33 @@ def test_a_prompt_that_its_template_makes_too_long_costs_its_task() -> None:
 # --- digests and manifests
 
 
+SIGNALS = [
+    {"name": "correct", "weight": 8},
+    {"name": "format", "parameters": {"tags": ["answer"]}},
+    {"name": "length", "parameters": {"max_chars": 400, "buffer_chars": 100}},
+]
+
+
+@pytest.mark.parametrize(
+    ("section", "digest"),
+    [
+        ({"name": "gcd"}, "44d78352b28df24a"),
+        ({"name": "gcd", "parameters": {"min_value": 2}, "signals": SIGNALS}, "70147358a700d434"),
+        ({"kind": "jsonl", "name": "mine", "verifier": "numeric"}, "12f045e3e5aa317a"),
+        ({"kind": "jsonl", "name": "mine", "signals": SIGNALS}, "9017538e15a72317"),
+        ({"kind": "code", "name": "list_functions"}, "6d68378abf301bfe"),
+    ],
+)
+def test_digests_of_sources_without_these_settings_are_those_of_earlier_versions(
+    tmp_path: Path, section: dict[str, Any], digest: str
+) -> None:
+    if section.get("kind") == "jsonl":
+        section = section | {"path": tmp_path / "t"}
+        section["path"].write_text("\n".join([json.dumps({"prompt": "p", "answer": "7"})] * 3))
+    (source,) = sources_of(section, run_code_unsandboxed=True).sources.values()
+    assert source.config_digest == digest
+
+
 def test_a_source_as_it_was_keeps_its_digest_and_each_new_setting_changes_it() -> None:
     plain = sources_of({"name": "gcd"}).sources["gcd"].config_digest
     assert plain == sources_of({"name": "gcd", "answer": "whole", "examples": []}).sources["gcd"].config_digest

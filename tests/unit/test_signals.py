@@ -91,6 +91,12 @@ def test_tags_come_once_and_in_order(text: str, value: float) -> None:
     assert tagged(("think", "answer"), text) == value
 
 
+def test_a_pattern_matches_long_texts_where_that_is_set() -> None:
+    pattern, text = r"(?s).*</think>\s*<answer>.*</answer>", "so " * 9000 + "</think> <answer>7</answer>"
+    assert build_signal("format", {"pattern": pattern}, "mine").value(text) == 0.0
+    assert build_signal("format", {"pattern": pattern, "max_chars": 100_000}, "mine").value(text) == 1.0
+
+
 def test_form_is_checked_in_bounded_time() -> None:
     started = time.process_time()
     by_tags = build_signal("format", {"tags": ["a", "b"]}, "mine")
