@@ -70,14 +70,14 @@ class PromptEncoder:
         return token_ids
 
     def check_marker(self, marker: str) -> None:
-        """Raise PolicyError for a text that disappears when an answer is decoded, as special tokens do."""
+        """Raise PolicyError for a text that no decoded answer can have: special tokens disappear."""
         token_ids = encoded(self.tokenizer, marker, add_special_tokens=False)
         with surviving_panics():
             if marker in self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False):
                 return
         raise PolicyError(
             f"the answer rule of a task source must find its mark in decoded answers, got {marker}, which the tokenizer of "
-            "policy.base leaves out as a special token; choose another rule"
+            "policy.base cannot write or leaves out as a special token; choose another rule"
         )
 
     def check_plain(self, text: str, setting: str) -> None:

@@ -43,9 +43,9 @@ def sample(
 ) -> None:
     """Sample answers to one prompt, or to one prompt per line until Ctrl-D.
 
-    A policy answers in the form of the tasks that it was trained on: --tasks shows
-    some. Prompts of your own get the system prompt, examples and template arguments
-    of the task sources where all sources have the same.
+    A policy answers in the form of the tasks that it was trained on:
+    --tasks shows some. Prompts of your own get the system prompt, examples and
+    template arguments of the task sources if all sources have the same.
 
     Reads: CONFIG, or config.toml of --dir; the newest checkpoint; prompts.
     Writes: nothing.
