@@ -103,10 +103,12 @@ def _rendered_here(tokenizer: Any, template: str, context: PromptContext) -> lis
 
     values = {**_arguments(context), **tokenizer.special_tokens_map}
     try:
-        texts, _ = render_jinja_template(_chats(context), chat_template=template, add_generation_prompt=True, **values)
+        rendered: Any = render_jinja_template(  # (texts, places of the assistant's parts)
+            _chats(context), chat_template=template, add_generation_prompt=True, **values
+        )
     except Exception as error:  # an argument may be one that the template cannot use
         raise _refusal(f"one that fails: {type(error).__name__}: {str(error)[:200]!a}", context) from None
-    return texts
+    return list(rendered[0])
 
 
 def _foreign_frames(
