@@ -50,6 +50,21 @@ class TaskRef:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptContext:
+    """What a chat template writes around the prompts of a task source, besides its own text."""
+
+    system: str = ""
+    examples: tuple[tuple[str, str], ...] = ()
+    """(prompt, answer) of earlier turns."""
+    arguments: str = ""
+    """Arguments of the template as JSON with its keys in order; empty where there are none."""
+
+
+PLAIN = PromptContext()
+"""The context of a prompt that stands alone."""
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """A prompt with its verifier."""
 
@@ -62,6 +77,9 @@ class Task:
     """
     weights: tuple[tuple[str, float], ...] = ()
     """(signal, weight), weights summing to 1: the reward is the weighted sum. Empty: it is `correct` alone."""
+    token_length: Callable[[int], float] | None = None
+    """The signal `length` by an answer's number of tokens, where the source measures it in tokens; `verify` omits it then."""
+    context: PromptContext = PLAIN
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.tasks.sandboxed_verifier import Overrun, SandboxedVerifier
 from swarm.tasks.task_mixture import TaskMixture, score
 from swarm.tasks.task_source import FIRST_TRAINING_SEED, TaskFailure, UnknownTask, prompt_digest
-from swarm.types import RolloutGroup, Task, TaskRef
+from swarm.types import Rollout, RolloutGroup, Task, TaskRef
 
 BURST_S = 30.0
 """Seconds that one author may take at once: enough for hundreds of honest code answers."""
@@ -89,7 +89,7 @@ class RewardVerifier:
         if prompt_digest(task.prompt) != group.prompt_digest:
             raise InvalidRecord(Rejection.TASK_MISMATCH, group.task.source)
         try:
-            return tuple(self._score(task, rollout.text, group.author) for rollout in group.rollouts)
+            return tuple(self._score(task, rollout, group.author) for rollout in group.rollouts)
         except TaskFailure as failure:
             raise InvalidRecord(Rejection.TASK_FAILED, str(failure)) from None
 
@@ -98,7 +98,8 @@ class RewardVerifier:
         self._budget.check(group.author)
         started_at = self._clock()
         try:
-            digest, rewards = fence.rewards(group.task, [rollout.text for rollout in group.rollouts])
+            texts = [rollout.text for rollout in group.rollouts]
+            digest, rewards = fence.rewards(group.task, texts, [len(one.token_ids) for one in group.rollouts])
         except Overrun as error:
             raise InvalidRecord(Rejection.TOO_SLOW, str(error)) from None
         except UnknownTask:
@@ -111,11 +112,11 @@ class RewardVerifier:
             raise InvalidRecord(Rejection.TASK_MISMATCH, group.task.source)
         return rewards
 
-    def _score(self, task: Task, text: str, author: str) -> float:
+    def _score(self, task: Task, rollout: Rollout, author: str) -> float:
         self._budget.check(author)
         started_at = self._clock()
         try:
-            return score(task, text)
+            return score(task, rollout.text, len(rollout.token_ids))
         finally:
             self._budget.spend(author, self._clock() - started_at)
 

@@ -14,7 +14,14 @@ from swarm.config.policy import LoraSection, PipelineSection, PolicySection
 from swarm.config.rollouts import RolloutsSection
 from swarm.config.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section, SwarmName
 from swarm.config.sharing import SharingSection
-from swarm.config.tasks import DEMO_TASKS, RewardSignalSection, TaskSourceFacts, TaskSourceSection, TasksSection
+from swarm.config.tasks import (
+    DEMO_TASKS,
+    ExampleSection,
+    RewardSignalSection,
+    TaskSourceFacts,
+    TaskSourceSection,
+    TasksSection,
+)
 from swarm.config.training import TrainingSection
 
 __all__ = [
@@ -22,6 +29,7 @@ __all__ = [
     "CheckpointSection",
     "Config",
     "EvaluationSection",
+    "ExampleSection",
     "Fraction",
     "IntegrationsSection",
     "LoraSection",

@@ -64,7 +64,18 @@ def parse(data: Mapping[str, Any], origin: Origin = lambda location: None) -> Co
     try:
         return Config.model_validate(with_present_names(data))
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(item, origin) for item in error.errors())) from None
+        raise ConfigError("; ".join(_explain(item, origin) for item in _causes(error.errors()))) from None
+
+
+def _causes(errors: Sequence[Any]) -> list[Any]:
+    """The mistakes without those lists that are only too short because an item of theirs is wrong."""
+    places = [item["loc"] for item in errors]
+    return [
+        item
+        for item in errors
+        if item["type"] != "too_short"
+        or not any(len(place) > len(item["loc"]) and place[: len(item["loc"])] == item["loc"] for place in places)
+    ]
 
 
 def origin_in(paths: Iterable[Path | str], overrides: Mapping[str, str] | None = None) -> Origin:

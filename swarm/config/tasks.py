@@ -1,12 +1,13 @@
 """What the policy is trained on."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from swarm.config.section import Section
-from swarm.extensions.points import TASK_SOURCES, VERIFIERS
+from swarm.extensions.points import FINAL_ANSWERS, TASK_SOURCES, VERIFIERS
 
 Weight = Annotated[float, Field(gt=0, le=1e9)]  # sums of weights stay finite
 
@@ -20,6 +21,29 @@ class RewardSignalSection(Section):
     """Share of the reward, relative to the other signals'."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the signal, such as {pattern = "..."} or {tags = ["answer"]} of format, {max_chars = 200} of length."""
+
+
+_MAX_ASKED_CHARS = 32_768
+"""Characters of a system prompt and all examples together: rendered several times over, they fit into one reply."""
+_CALL_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversations", "documents", "messages",
+        "return_assistant_tokens_mask", "self", "tools",
+    }
+)  # fmt: skip
+"""Names that the rendering itself gives to a chat template, beside those of special tokens (`bos_token`)."""
+_ARGUMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_ARGUMENT_WORDS = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.-]{0,31}")  # no special token can be written with it
+_MAX_ARGUMENT = 10**12
+
+
+class ExampleSection(Section):
+    """One example of a prompt and its answer, which stands before the prompt of every task."""
+
+    prompt: Annotated[str, Field(pattern=r"\S")]
+    """What the user asks."""
+    answer: Annotated[str, Field(pattern=r"\S")]
+    """What the assistant answers."""
 
 
 class TaskSourceFacts(Section):
@@ -39,10 +63,59 @@ class TaskSourceFacts(Section):
     """Verifier for lines of a JSONL file that name none."""
     signals: tuple[RewardSignalSection, ...] = ()
     """Signals whose weighted sum is the reward. Empty: correctness alone."""
+    system: str = ""
+    """System prompt of the base's chat template."""
+    examples: Annotated[tuple[ExampleSection, ...], Field(max_length=32)] = ()
+    """Few-shot examples, each {prompt, answer}, as earlier turns of the chat."""
+    template_arguments: dict[str, Any] = Field(default_factory=dict, max_length=16)
+    """Arguments of the chat template, such as {enable_thinking = false}: booleans, numbers and short words."""
+    prompt_template: Annotated[str, Field(max_length=_MAX_ASKED_CHARS)] = ""
+    """Text of the user's message, in which {prompt} and other fields of the task are replaced. Empty: the prompt alone."""
+    answer: Annotated[str, FINAL_ANSWERS] = "whole"
+    """Which part of a text is the answer that the verifier compares; see rewards.md."""
+    answer_parameters: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of that rule, such as {tag = "answer"} of tag."""
 
     @property
     def source_name(self) -> str:
         return self.label or self.name
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """The settings of prompts and final answers that differ from their defaults, as values of JSON."""
+        return self.model_dump(mode="json", include=_FORM, exclude_defaults=True)
+
+    @model_validator(mode="after")
+    def _form_is_bounded(self) -> "TaskSourceFacts":
+        num_chars = len(self.system) + sum(len(one.prompt) + len(one.answer) for one in self.examples)
+        if num_chars > _MAX_ASKED_CHARS:
+            raise ValueError(
+                f"system and examples of a source must have <= {_MAX_ASKED_CHARS} characters together, got {num_chars} of "
+                f"{self.source_name!r}; shorten them"
+            )
+        if self.system and not self.system.strip():
+            raise ValueError(f"system must have a letter, got white space of {self.source_name!r}; remove it")
+        for name, value in self.template_arguments.items():
+            if mistake := _argument_mistake(name, value):
+                raise ValueError(f"template_arguments must {mistake} of {self.source_name!r}; remove or change it")
+        return self
+
+
+def _argument_mistake(name: str, value: Any) -> str:
+    """The rule that an argument breaks, and the value; empty where it breaks none."""
+    if _ARGUMENT_NAME.fullmatch(name) is None:
+        return f"have names of letters, digits and _, got {name[:64]!a}"
+    if name in _CALL_ARGUMENTS or name.endswith(("_token", "_tokens")):
+        return f"not replace what the rendering itself sets, got {name}"
+    is_word = isinstance(value, str) and _ARGUMENT_WORDS.fullmatch(value) is not None
+    is_number = isinstance(value, int | float) and abs(value) <= _MAX_ARGUMENT  # NaN and infinity are not
+    if not is_word and not is_number:
+        shown = ascii(value)[:80] if isinstance(value, str | bool | float) else type(value).__name__
+        return f"be true, false, numbers within ±1e12 or words of <= 32 letters, digits, spaces and _.-, got {name} = {shown}"
+    return ""
+
+
+_FORM = {"system", "examples", "template_arguments", "prompt_template", "answer", "answer_parameters"}
 
 
 class TaskSourceSection(TaskSourceFacts):

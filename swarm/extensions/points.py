@@ -32,9 +32,27 @@ VERIFIERS = Registry(
         BuiltIn("exact", "swarm.tasks.verifiers:EXACT", "the text equals the answer"),
         BuiltIn("numeric", "swarm.tasks.verifiers:NUMERIC", "the last number of the text equals the answer"),
         BuiltIn("regex", "swarm.tasks.verifiers:REGEX", "the text matches the answer, a pattern of RE2"),
+        BuiltIn(
+            "math",
+            "swarm.tasks.mathematics.math_verifier:MATH",
+            "the text equals the answer in mathematics, both in LaTeX",
+        ),
     ),
     error=TaskError,
     needs_isolation=True,
+)
+FINAL_ANSWERS = Registry(
+    "a rule for final answers",
+    (
+        BuiltIn("whole", "swarm.tasks.final_answers:Whole", "the whole text"),
+        BuiltIn("last_line", "swarm.tasks.final_answers:LastLine", "the last line that is not empty"),
+        BuiltIn("last_number", "swarm.tasks.final_answers:LastNumber", "the last number, as `numeric` reads it"),
+        BuiltIn("tag", "swarm.tasks.final_answers:Tag", "what the last <answer>…</answer> holds"),
+        BuiltIn("boxed", "swarm.tasks.final_answers:Boxed", "what the last \\boxed{…} holds"),
+        BuiltIn("after_think", "swarm.tasks.final_answers:AfterThink", "what follows the last </think>"),
+        BuiltIn("pattern", "swarm.tasks.final_answers:PatternGroup", "the group of the last match of a pattern of RE2"),
+    ),
+    error=TaskError,
 )
 REWARDS = Registry(
     "a reward function",

@@ -78,7 +78,7 @@ class BatchBuilder:
         fresh = self._not_too_stale(
             [g for g in rollouts.groups if g.has_reward_variance or not needs_signal], policy_version
         )
-        own = [_weighted(self._converter.own(tasks[g.task].prompt, g), tasks[g.task]) for g in fresh]
+        own = [self._own(tasks[group.task], group) for group in fresh]
         return OwnGroups(fresh, own, *self._largest(rollouts.groups))
 
     def draw_from_pool(self, own: OwnGroups, rng: random.Random) -> list[TrainingGroup]:
@@ -142,12 +142,16 @@ class BatchBuilder:
             self._dropped["no_success"] += 1
             return None
         task, group = self._rebuilt(group)
-        translated = self._converter.foreign(task.prompt, group, level.reward) if task else None
+        translated = self._converter.foreign(task.prompt, group, level.reward, context=task.context) if task else None
         return _weighted(translated, task) if translated and task else None
 
     def _again(self, group: RolloutGroup) -> TrainingGroup | None:
         task, group = self._rebuilt(group)
-        return _weighted(self._converter.own(task.prompt, group, is_replay=True), task) if task else None
+        return self._own(task, group, is_replay=True) if task else None
+
+    def _own(self, task: Task, group: RolloutGroup, *, is_replay: bool = False) -> TrainingGroup:
+        converted = self._converter.own(task.prompt, group, is_replay=is_replay, context=task.context)
+        return _weighted(converted, task)
 
     def _rebuilt(self, group: RolloutGroup) -> tuple[Task | None, RolloutGroup]:
         """The task of a group, and the group with its reward signals where they count: neither pool nor store keeps those.
@@ -157,7 +161,7 @@ class BatchBuilder:
         try:
             task = self._mixture.rebuild(group.task)
             if task.weights and self._advantage.uses_signals:
-                signals = [assess(task, rollout.text).signals for rollout in group.rollouts]
+                signals = [assess(task, one.text, len(one.token_ids)).signals for one in group.rollouts]
                 rollouts = [replace(r, signals=s) for r, s in zip(group.rollouts, signals, strict=True)]
                 group = replace(group, rollouts=tuple(rollouts))
             return task, group

@@ -48,6 +48,7 @@ from swarm.policy.policy import TextPolicy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.context import SwarmContext
 from swarm.records.identity import Identity
+from swarm.rollouts.prompt_check import check_prompts
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
 from swarm.sharing.parts import SharingParts, make_sharing_parts
@@ -236,6 +237,8 @@ class Node:
         backend = self._load_policy(loop)
         policy = backend.policy
         logger.info("policy ready on %s, lineage %s", policy.device, policy.lineage.policy[:12])
+        for rendered in check_prompts(self.config, mixture, policy.prompts, policy.base_folder):
+            logger.info("a prompt of %s has %d tokens", rendered.source, rendered.num_tokens)
         exchange = self._make_exchange(self.sharing, policy, mixture) if self.sharing else None
         ports = SwarmPorts(
             publish=self._publisher(exchange, loop) if exchange else publish_nothing,

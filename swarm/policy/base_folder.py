@@ -195,6 +195,28 @@ def read_base_json(path: Path) -> Any:
     return read_json(path.resolve(), _MAX_JSON_BYTES)
 
 
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+
+
+def max_positions(folder: Path) -> int | None:
+    """Return the tokens of prompt and answer together for which a base was made, or None where its config.json has no number."""
+    try:
+        settings = read_base_json(folder / "config.json")
+        settings = settings.get("text_config") or settings
+        found = next((settings[name] for name in _POSITIONS if type(settings.get(name)) is int), None)
+        scaling = settings.get("rope_scaling") or {}
+        factor = scaling.get("factor", 1) if "original_max_position_embeddings" not in scaling else 1
+        return found if found is None or found <= 0 else int(found * max(1, factor))
+    except (
+        OSError,
+        ValueError,
+        OverflowError,
+        AttributeError,
+        TypeError,
+    ):  # what is damaged is reported where it is loaded
+        return None
+
+
 def _check_names(folder: Path) -> None:
     """Raises PolicyError where config.json, at any depth, names other weights or code to download."""
     try:

@@ -1,23 +1,29 @@
 """The text that a base's chat template writes around a prompt.
 
-    template, probe messages ─ rendered once, in a confined process ─▶ text before, text after ─▶ any prompt, in the node
+    template, context, probe messages ─ rendered once, in a confined process ─▶ text before, text after ─▶ any prompt, in the node
 
 A template is a program in a file of the base, which a manifest may name: nested loops run forever, and a text that doubles
-takes all memory. The node therefore runs it once, in the confined process of `line_process`, on messages whose result shows
-the text around a prompt. A template that changes the prompt itself, except for white space at its ends, is refused.
+takes all memory. The node therefore runs it once per context (system prompt, examples, arguments), in the confined process of
+`line_process`, on messages whose result shows the text around a prompt. A template that changes the prompt itself, except for
+white space at its ends, is refused, and so is one that leaves out a part of the context.
 """
 
 import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from swarm.errors import PolicyError
 from swarm.sandbox.line_process import Confinement, LineProcess, LineProcessError
+from swarm.types import PLAIN, PromptContext
+
+logger = logging.getLogger(__name__)
 
 MAX_TEMPLATE_CHARS = 256 << 10
 TIME_BUDGET_S = 5.0
-"""Time for all probes together, which usually take milliseconds."""
+"""Time for all probes of one context together, which usually take milliseconds."""
 _SERVICE = "swarm.policy.template_process"
 _CONFINEMENT = Confinement(memory_bytes=1 << 30, file_bytes=0, namespaces="if possible")
 """The libraries take a fifth of this memory."""
@@ -41,63 +47,152 @@ class PromptFrame:
         return f"{self.before}{prompt.strip() if self.strips else prompt}{self.after}"
 
 
-def prompt_frame(tokenizer: Any, *, is_own: bool) -> PromptFrame | None:
-    """Return the frame of a tokenizer's chat template, or None where it has no template.
+_MAX_KNOWN_FRAMES = 256
+_known_frames: dict[tuple[str, str, PromptContext], PromptFrame] = {}
+"""By template, special tokens and context. Starting the process takes longer than all else."""
+
+
+def prompt_frames(
+    tokenizer: Any, contexts: Sequence[PromptContext] = (PLAIN,), *, is_own: bool
+) -> dict[PromptContext, PromptFrame | None]:
+    """Return the frame of a tokenizer's chat template for each context; None where it has no template.
 
     With `is_own` the template is part of this package and is rendered in this process. Raises PolicyError for a template
-    that fails, exceeds its time or memory, or changes prompts.
+    that fails, exceeds its time or memory, or changes prompts; for a context that it does not show; and for any context but
+    the plain one where there is no template.
     """
     if not tokenizer.chat_template:
-        return None
+        if any(context != PLAIN for context in contexts):
+            raise PolicyError(
+                "policy.base must have a chat template for system, examples and template_arguments of a task source, got a "
+                "base without one; write the text into prompt_template, or take another base"
+            )
+        return dict.fromkeys(contexts)
+    template = _template(tokenizer)
+    for context in contexts:
+        _report_unused(template, context)
+    if is_own:
+        return {context: _frame(_rendered_here(tokenizer, template, context), context) for context in contexts}
+    return _foreign_frames(template, tokenizer.special_tokens_map, contexts)
+
+
+def _template(tokenizer: Any) -> str:
     try:
         template = tokenizer.get_chat_template()
     except ValueError:
         raise _refusal("several, none of them the default") from None
     if not isinstance(template, str):
         raise _refusal(f"one that is {type(template).__name__} and not text")
-    if is_own:
-        return _frame(
-            [tokenizer.apply_chat_template(_chat(text), add_generation_prompt=True, tokenize=False) for text in PROBES]
+    return template
+
+
+def _chats(context: PromptContext) -> list[list[dict[str, str]]]:
+    begin = [{"role": "system", "content": context.system}] if context.system else []
+    for prompt, answer in context.examples:
+        begin += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    return [[*begin, {"role": "user", "content": probe}] for probe in PROBES]
+
+
+def _arguments(context: PromptContext) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(context.arguments or "{}")
+    return found
+
+
+def _rendered_here(tokenizer: Any, template: str, context: PromptContext) -> list[str]:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    values = {**_arguments(context), **tokenizer.special_tokens_map}
+    try:
+        rendered: Any = render_jinja_template(  # (texts, places of the assistant's parts)
+            _chats(context), chat_template=template, add_generation_prompt=True, **values
         )
-    return _foreign_frame(template, json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str))
+    except Exception as error:  # an argument may be one that the template cannot use
+        raise _refusal(f"one that fails: {type(error).__name__}: {str(error)[:200]!a}", context) from None
+    return list(rendered[0])
 
 
-def _chat(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
-
-@lru_cache(maxsize=16)
-def _foreign_frame(template: str, special_tokens: str) -> PromptFrame:
+def _foreign_frames(
+    template: str, special_tokens: Mapping[str, Any], contexts: Sequence[PromptContext]
+) -> dict[PromptContext, PromptFrame | None]:
     if len(template) > MAX_TEMPLATE_CHARS:
         raise _refusal(f"one of {len(template)} characters, with at most {MAX_TEMPLATE_CHARS} allowed")
+    tokens = json.dumps(special_tokens, sort_keys=True, default=str)
+    process = LineProcess(_SERVICE, None, _CONFINEMENT)
+    try:
+        for context in contexts:
+            if (template, tokens, context) not in _known_frames:
+                frame = _frame(_ask(process, template, tokens, context), context)
+                _known_frames[template, tokens, context] = frame
+        frames = {context: _known_frames[template, tokens, context] for context in contexts}
+    finally:
+        process.close()
+    while len(_known_frames) > _MAX_KNOWN_FRAMES:
+        _known_frames.pop(next(iter(_known_frames)), None)
+    return dict(frames)
+
+
+def _ask(process: LineProcess, template: str, special_tokens: str, context: PromptContext) -> list[str]:
     question = {
         "template": template,
         "special_tokens": json.loads(special_tokens),
-        "chats": [_chat(one) for one in PROBES],
+        "chats": _chats(context),
+        "arguments": _arguments(context),
     }
-    process = LineProcess(_SERVICE, None, _CONFINEMENT)
     try:
         reply = process.ask(question, TIME_BUDGET_S)
     except LineProcessError as error:
-        raise _refusal(f"one that does not end within its time and memory ({error})") from None
-    finally:
-        process.close()
+        raise _refusal(f"one that does not end within its time and memory ({error})", context) from None
     texts = reply.get("texts")
     if not isinstance(texts, list) or len(texts) != len(PROBES) or not all(type(text) is str for text in texts):
-        raise _refusal(f"one that fails: {ascii(reply.get('error', 'no texts'))[:200]}")
-    return _frame(texts)
+        raise _refusal(f"one that fails: {ascii(reply.get('error', 'no texts'))[:200]}", context)
+    return texts
 
 
-def _frame(texts: list[str]) -> PromptFrame:
-    before, found, after = texts[0].partition(_WORDS)
+def _frame(texts: list[str], context: PromptContext) -> PromptFrame:
+    before, found, after = texts[0].rpartition(_WORDS)
     for strips in (False, True):
         frame = PromptFrame(before, after, strips)
         if found and [frame.around(one) for one in PROBES] == texts:
+            _check_shows(before, context)
             return frame
-    raise _refusal("one that changes prompts")
+    raise _refusal("one that changes prompts", context)
 
 
-def _refusal(found: str) -> PolicyError:
+def _check_shows(before: str, context: PromptContext) -> None:
+    """Raise PolicyError unless the text before the prompt has the system prompt, and all examples in order."""
+    parts: list[tuple[str, str]] = []
+    for number, (prompt, answer) in enumerate(context.examples):
+        parts += [(f"examples[{number}].prompt", prompt), (f"examples[{number}].answer", answer)]
+    position = 0
+    for name, part in parts:
+        found = before.find(part.strip(), position)
+        if found < 0:
+            raise _not_shown(name)
+        position = found + len(part.strip())
+    if context.system.strip() not in before:
+        raise _not_shown("system")
+
+
+def _not_shown(part: str) -> PolicyError:
+    return PolicyError(
+        f"the chat template of policy.base must write {part} of a task source as it is, got one that changes it or leaves it "
+        "out (many do with reasoning in earlier answers); shorten it, or write it into prompt_template"
+    )
+
+
+def _report_unused(template: str, context: PromptContext) -> None:
+    """Nodes of one swarm may have different bases, so an argument that this base does not know is no error."""
+    for name in _arguments(context):
+        if re.search(rf"\b{name}\b", template) is None:
+            logger.warning("the chat template of the base does not use %s of template_arguments", name)
+
+
+def _refusal(found: str, context: PromptContext = PLAIN) -> PolicyError:
+    if context != PLAIN:
+        return PolicyError(
+            "policy.base must have a chat template that can write system, examples and template_arguments of the task sources, "
+            f"got {found}; change these settings, or take another base"
+        )
     return PolicyError(
         "policy.base must have a chat template that writes a user's message as it is, between texts that stay the same, got "
         f"{found}; take another base, or remove the template from a copy of it"

@@ -8,7 +8,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,33 +19,19 @@ from swarm.config import PolicySection
 from swarm.errors import PolicyError
 from swarm.policy.base_folder import locate_base, weight_files
 from swarm.policy.base_model import check_is_causal, eos_token_ids, load_base, load_tokenizer
-from swarm.policy.chat_template import PromptFrame, prompt_frame
 from swarm.policy.device import resolve_device, resolve_dtype
 from swarm.policy.lineage import compute_lineage
 from swarm.policy.logprobs import TokenLogprobs, token_logprobs
 from swarm.policy.lora import adapter_shape, attach_adapter
 from swarm.policy.micro_batch_size import DEFAULT_TOKENS, TokenSequence
+from swarm.policy.prompts import PromptEncoder, encoded, surviving_panics
 from swarm.policy.quiet import quiet_libraries
-from swarm.types import Lineage
+from swarm.types import PLAIN, Lineage, PromptContext
 
 logger = logging.getLogger(__name__)
 
 _LOADING = threading.Lock()
 """transformers patches torch while it builds a model: two loads at once in one process would leave weights out."""
-
-
-class _surviving_panics(AbstractContextManager[None]):  # noqa: N801  a context manager like `suppress`
-    """A context manager that ends early where the native code of a tokenizer panics over a text.
-
-    A pattern in tokenizer.json gives up after a number of steps, and its panic is no Exception. Pattern and text may come
-    from strangers, who could otherwise end the thread that reads them.
-    """
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        is_panic = kind is not None and kind.__name__ == "PanicException" and not issubclass(kind, Exception)
-        if is_panic:
-            logger.warning("the tokenizer failed over a text: %s", error)
-        return is_panic
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,12 +55,12 @@ class TextPolicy(ABC):
     micro_batch_tokens: int = DEFAULT_TOKENS
     """Most tokens of one forward and backward pass; the memory probe sets it."""
     pad_token_id: int = field(init=False)
-    prompt_frame: PromptFrame | None = field(init=False)
-    """The text that the base's chat template writes around a prompt; None without a template."""
+    prompts: PromptEncoder = field(init=False)
+    """Encodes prompts through the base's chat template."""
 
     def __post_init__(self) -> None:
         """Raises PolicyError for a chat template that is refused."""
-        self.prompt_frame = prompt_frame(self.tokenizer, is_own=self.config.base == "bundled")
+        self.prompts = PromptEncoder(self.tokenizer, self.eos_token_ids, is_own=self.config.base == "bundled")
         pad = self.tokenizer.pad_token_id
         self.pad_token_id = pad if pad is not None and pad < self.vocab_size else self.eos_token_ids[0]
 
@@ -89,17 +75,12 @@ class TextPolicy(ABC):
     ) -> TokenLogprobs:
         """Compute log-probs of all answer tokens as `swarm.policy.logprobs`, with `without_adapter` of the frozen base."""
 
-    def encode_prompt(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str, context: PromptContext = PLAIN) -> list[int]:
         """Return the token ids that an answer follows, through the chat template where there is one, as a user's message.
 
         Empty where the tokenizer cannot encode the text.
         """
-        if self.prompt_frame is not None:
-            return self._encoded(self.prompt_frame.around(text), add_special_tokens=False)
-        token_ids = self._encoded(text)
-        if token_ids and token_ids[-1] in self.eos_token_ids:  # some tokenizers append EOS to every text
-            token_ids.pop()
-        return token_ids
+        return self.prompts.encode(text, context)
 
     def encode_answer(self, text: str) -> list[int]:
         """Return token ids of an answer's text without EOS, which belongs to it only if the answer was finished.
@@ -107,18 +88,13 @@ class TextPolicy(ABC):
         The name of a special token stays text: `</s>` written in an answer must not end it. Empty where the tokenizer
         cannot encode the text.
         """
-        return self._encoded(text, add_special_tokens=False, split_special_tokens=True)
+        return encoded(self.tokenizer, text, add_special_tokens=False, split_special_tokens=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of an answer without special tokens. Empty where the tokenizer cannot decode the ids."""
-        with _surviving_panics():
+        with surviving_panics():
             return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return ""
-
-    def _encoded(self, text: str, **options: bool) -> list[int]:
-        with _surviving_panics():
-            return list(self.tokenizer(text, **options).input_ids)
-        return []
 
 
 @dataclass(slots=True, kw_only=True)

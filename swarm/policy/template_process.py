@@ -1,7 +1,7 @@
 """The service that renders an untrusted chat template, in the confined process of `line_process`.
 
 opening:  nothing
-question: {"template": text, "special_tokens": {name: text}, "chats": [[message, …], …]}
+question: {"template": text, "special_tokens": {name: text}, "chats": [[message, …], …], "arguments": {name: value}}
 reply:    {"texts": [text, …]} or {"error": text}
 """
 
@@ -25,7 +25,7 @@ def start(opening: None) -> Callable[[dict[str, Any]], dict[str, Any]]:
                 question["chats"],
                 chat_template=question["template"],
                 add_generation_prompt=True,
-                **question["special_tokens"],
+                **{**question["arguments"], **question["special_tokens"]},
             )
         except (Exception, MemoryError) as error:  # a template may fail in any way
             return {"error": f"{type(error).__name__}: {error}"[:_MAX_MESSAGE_CHARS]}

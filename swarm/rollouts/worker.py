@@ -130,7 +130,7 @@ class RolloutWorker:
 
         The same seed, tasks, sizes and weights give the same groups.
         """
-        encoded = [(task, self._policy.encode_prompt(task.prompt)) for task in tasks]
+        encoded = [(task, self._policy.encode_prompt(task.prompt, task.context)) for task in tasks]
         kept = [(task, prompt) for task, prompt in encoded if self._fits(prompt)]
         sizes = sizes or [self._config.group_size] * len(tasks)
         kept_sizes = [size for (_, prompt), size in zip(encoded, sizes, strict=True) if self._fits(prompt)]
@@ -156,7 +156,7 @@ class RolloutWorker:
         Earlier groups go first. Those whose prompt is too long are counted and are in neither. Needs a ResumingEngine.
         """
         assert isinstance(self._engine, ResumingEngine), "checked by make_engine"
-        encoded = [(group, self._policy.encode_prompt(group.task.prompt)) for group in begun]
+        encoded = [(group, self._policy.encode_prompt(group.task.prompt, group.task.context)) for group in begun]
         too_long = Counter(group.task.ref.source for group, prompt in encoded if not self._fits(prompt))
         kept = [(group, prompt) for group, prompt in encoded if self._fits(prompt)]
         answers = self._engine.resume(
@@ -182,7 +182,8 @@ class RolloutWorker:
     def evaluate(self, tasks: Sequence[Task], *, temperature: float, seed: int) -> dict[str, list[float]]:
         """Reward of one answer per task, by source; tasks with too long a prompt or a failing verifier are left out."""
         rewards: dict[str, list[float]] = {}
-        kept = [(task, prompt) for task in tasks if self._fits(prompt := self._policy.encode_prompt(task.prompt))]
+        encoded = [(task, self._policy.encode_prompt(task.prompt, task.context)) for task in tasks]
+        kept = [(task, prompt) for task, prompt in encoded if self._fits(prompt)]
         answers = self._engine.generate(
             [self._request(prompt, 1) for _, prompt in kept],
             Sampling(temperature=temperature),
@@ -191,7 +192,7 @@ class RolloutWorker:
         )
         for (task, _), (completion,) in zip(kept, answers, strict=True):
             try:
-                reward = score(task, self._policy.decode(completion.token_ids))
+                reward = score(task, self._policy.decode(completion.token_ids), len(completion.token_ids))
             except TaskFailure as failure:
                 logger.debug("left a task of %s out of the evaluation: %s", task.ref.source, failure)
                 continue
@@ -235,7 +236,7 @@ class RolloutWorker:
         rollouts: list[Rollout] = []
         for completion in completions:
             text = self._policy.decode(completion.token_ids)
-            worth = assess(task, text)
+            worth = assess(task, text, len(completion.token_ids))
             rollout = Rollout(text, completion.token_ids, completion.logprobs, completion.finished, worth.reward)
             rollouts.append(replace(rollout, signals=worth.signals))
         return RolloutGroup(

@@ -43,10 +43,11 @@ _SET_VARIABLES = {
 class LineProcessError(Exception):
     """The process could not start, was late, or ended without an answer."""
 
-    def __init__(self, message: str, *, by_question: bool = False) -> None:
-        """`by_question`: the process was running, and the question took too long or ended it."""
+    def __init__(self, message: str, *, by_question: bool = False, is_late: bool = False) -> None:
+        """`by_question`: the process was running, and the question took too long (`is_late`) or ended it."""
         super().__init__(message)
         self.by_question = by_question
+        self.is_late = is_late
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ class LineProcess:
         self._end()
         is_late = time.monotonic() >= deadline
         message = f"took longer than {time_budget_s:g} s" if is_late else f"ended with {why or data[:100]!r}"
-        raise LineProcessError(message, by_question=is_question and not self._is_closed)
+        raise LineProcessError(message, by_question=is_question and not self._is_closed, is_late=is_late)
 
     def _end(self) -> None:
         self._stop()

@@ -32,6 +32,7 @@ from swarm.extensions.registry import Isolation, first_mistake, valid_parameters
 from swarm.machine.safe_files import parse_json_text
 from swarm.sandbox.runner import RunLimits, Sandbox, SandboxError
 from swarm.tasks.jsonl_source import held_out_and_training, numbered_lines, shuffled_position
+from swarm.tasks.prompted_source import PROMPT, PromptTemplate
 from swarm.tasks.task_source import CORRECT, EVALUATION_SEED, INDEX_SPAN, MAX_TEXT_CHARS, TaskFailure
 from swarm.types import Task, TaskRef
 
@@ -255,6 +256,7 @@ class CodeSource:
         self._parameters = valid_parameters(
             CodeParameters, config.parameters, self.name, f"tasks.sources.parameters of {self.name!r}", TaskError
         )
+        self._template = PromptTemplate(config, {PROMPT, "entry"})
         self._held_out: list[CodeProblem] = []
         self._training: list[CodeProblem] = []
         content = b""
@@ -279,7 +281,8 @@ class CodeSource:
     def task(self, seed: int, index: int) -> Task:
         problem = self._problem(seed, index)
         ref = TaskRef(self.name, self.config_digest, seed, index)
-        return Task(ref, problem.prompt, partial(self._verifier.verify, problem))
+        prompt = self._template.render({PROMPT: problem.prompt, "entry": problem.entry})
+        return Task(ref, prompt, partial(self._verifier.verify, problem))
 
     def answer(self, seed: int, index: int) -> str:
         return self._problem(seed, index).answer

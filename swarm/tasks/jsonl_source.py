@@ -1,4 +1,4 @@
-"""Tasks of a JSONL file: one {"prompt", "answer", "verifier"?} object per line.
+"""Tasks of a JSONL file: one {"prompt", "answer", "verifier"?} object per line, with the fields that `prompt_template` names.
 
 The config digest is a hash of the file's content, so two nodes share tasks only if they have the same file. Every tenth line
 is held out for evaluation. Each training stream goes through the others in an order of its own, over and over.
@@ -10,14 +10,15 @@ import random
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.extensions.points import VERIFIERS
 from swarm.extensions.registry import Isolation
 from swarm.machine.safe_files import parse_json_text
-from swarm.tasks.task_source import EVALUATION_SEED, MAX_TEXT_CHARS
+from swarm.tasks.prompted_source import PROMPT, PromptTemplate
+from swarm.tasks.task_source import EVALUATION_SEED, TaskFailure
 from swarm.tasks.verifiers import Verifier
 from swarm.types import Task, TaskRef
 
@@ -49,9 +50,12 @@ class JsonlSource:
             raise TaskError(f"a jsonl source needs a path, got none; set path for source {config.name!r}")
         self.name = config.source_name
         content, numbered = numbered_lines(config.path)
-        self.config_digest = hashlib.sha256(f"{_RULES}:{config.verifier}:".encode() + content).hexdigest()[:16]
-        lines = [_parse(text, where, config.verifier) for text, where in numbered]
+        template = PromptTemplate(config, None)
+        lines = [_parse(text, where, config.verifier, template) for text, where in numbered]
         self._held_out, self._training = held_out_and_training(lines, config.path)
+        rules = "".join(f"{VERIFIERS.load(name).rules()}:" for name in sorted({line.verifier for line in lines}))
+        facts = f"{_RULES}:{config.verifier}:{rules.strip(':')}"
+        self.config_digest = hashlib.sha256(facts.encode() + content).hexdigest()[:16]
 
     @property
     def num_held_out(self) -> int:
@@ -108,20 +112,20 @@ def _read(path: Path) -> bytes:
         ) from None
 
 
-def _parse(text: bytes, where: str, default_verifier: str) -> Line:
+def _parse(text: bytes, where: str, default_verifier: str, template: PromptTemplate) -> Line:
     try:
         data = parse_json_text(text)
     except ValueError as error:  # not UTF-8, not JSON, numbers or nesting beyond the parser's bounds
         raise TaskError(f"a line must be one JSON object in UTF-8, got {error} in {where}; fix that line") from None
-    if not isinstance(data, dict) or not isinstance(data.get("prompt"), str) or not data["prompt"].strip():
+    if not isinstance(data, dict):
         raise TaskError(f'a line must have a text "prompt", got none in {where}; fix that line')
-    if len(data["prompt"]) > MAX_TEXT_CHARS:
-        raise TaskError(
-            f"a prompt must have at most {MAX_TEXT_CHARS} characters, got {len(data['prompt'])} in {where}; shorten it"
-        )
-    unknown = sorted(data.keys() - {"prompt", "answer", "verifier"})
+    prompt = _prompt(data, where, template)
+    unknown = sorted(data.keys() - {PROMPT, "answer", "verifier", *template.names})
     if unknown:
-        raise TaskError(f"a line must have prompt, answer and verifier only, got {unknown} in {where}; fix that line")
+        raise TaskError(
+            f"a line must have prompt, answer, verifier and the fields that prompt_template names only, got {unknown} in "
+            f"{where}; fix that line"
+        )
     answer, verifier = data.get("answer"), data.get("verifier", default_verifier)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
         raise TaskError(f'a line must have an "answer" (text or number), got {answer!r} in {where}; fix that line')
@@ -129,13 +133,31 @@ def _parse(text: bytes, where: str, default_verifier: str) -> Line:
         known = ", ".join(VERIFIERS.names)
         raise TaskError(f"verifier must be one of {known}, got {verifier!r} in {where}; fix that line")
     chosen: Verifier = VERIFIERS.load(verifier)
-    if chosen.isolation is not Isolation.NONE_NEEDED:
+    if chosen.isolation is Isolation.PROCESS:
         raise TaskError(
-            f"a verifier of a file must need no isolation, got {verifier}, which needs Isolation.{chosen.isolation.name}, in "
-            f"{where}; write a task source for it"
+            f"a verifier of a file must need no isolation or have its own, got {verifier}, which needs "
+            f"Isolation.{chosen.isolation.name}, in {where}; write a task source for it"
         )
     try:
         chosen.check(str(answer))
     except ValueError as error:
         raise TaskError(f"{error} in {where}; fix that line") from None
-    return Line(data["prompt"], str(answer), verifier)
+    return Line(prompt, str(answer), verifier)
+
+
+def _prompt(data: dict[str, Any], where: str, template: PromptTemplate) -> str:
+    """The prompt of a line. Raises TaskError for a field that it lacks, and for a prompt that is too long."""
+    for name in sorted(template.names):
+        value = data.get(name)
+        is_text = isinstance(value, str) and bool(value.strip())
+        if name == PROMPT and not is_text:
+            raise TaskError(f'a line must have a text "prompt", got none in {where}; fix that line')
+        if not is_text and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise TaskError(
+                f"a line must have the fields that prompt_template names, as text or number, got no {name!r} in {where}; fix "
+                f"that line, or write {{{{{name}}}}} in the template for that text itself"
+            )
+    try:
+        return template.render({name: str(data[name]) for name in template.names})
+    except TaskFailure as failure:
+        raise TaskError(f"{failure} in {where}; shorten it") from None

@@ -27,6 +27,7 @@ from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.extensions.registry import Isolation
 from swarm.tasks.parameter_rules import check_declared, declared_by_class
+from swarm.tasks.prompted_source import PROMPT, PromptTemplate
 from swarm.tasks.task_source import INDEX_SPAN, TaskFailure
 from swarm.types import Task, TaskRef
 
@@ -181,6 +182,7 @@ class ReasoningGymSource:
         self.config_digest = base_digest(config)
         self._data_set_name = config.name
         self._parameters = config.parameters
+        self._template = PromptTemplate(config, {PROMPT, "question"})
         _check_name(config.name)
         try:
             if tasks.sandboxed:
@@ -200,7 +202,8 @@ class ReasoningGymSource:
     def task(self, seed: int, index: int) -> Task:
         data_set, entry = self._item(seed, index)
         ref = TaskRef(self.name, self.config_digest, seed, index)
-        return Task(ref, entry["question"], partial(score_once, self._data_set_name, data_set.score_answer, entry))
+        prompt = self._template.render({PROMPT: entry["question"], "question": entry["question"]})
+        return Task(ref, prompt, partial(score_once, self._data_set_name, data_set.score_answer, entry))
 
     def answer(self, seed: int, index: int) -> str:
         return str(self._item(seed, index)[1]["answer"])

@@ -30,6 +30,7 @@ from swarm.extensions.points import TASK_SOURCES
 from swarm.extensions.registry import Isolation
 from swarm.sandbox.inside.file_guard import AUDIT_HOOK
 from swarm.sandbox.line_process import Confinement, LineProcess, LineProcessError
+from swarm.tasks.prompted_source import prompt_context
 from swarm.tasks.signalled_source import package_signals
 from swarm.tasks.task_source import INDEX_SPAN, MAX_TEXT_CHARS, TaskFailure, UnknownTask
 from swarm.types import Task, TaskRef
@@ -134,12 +135,15 @@ class SandboxedVerifier:
             raise TaskFailure(ref.source, "verifier process: a reply must have a text as answer")
         return str(answer)
 
-    def rewards(self, ref: TaskRef, texts: Sequence[str]) -> tuple[str, tuple[float, ...]]:
-        """(digest of the prompt, reward of each text), for a source that it holds.
+    def rewards(
+        self, ref: TaskRef, texts: Sequence[str], num_tokens: Sequence[int] | None = None
+    ) -> tuple[str, tuple[float, ...]]:
+        """(digest of the prompt, reward of each text of so many tokens), for a source that it holds.
 
         Raises UnknownTask and TaskFailure as `TaskMixture.rebuild` and `assess` do, Overrun beyond its bounds.
         """
-        return _checked(ref, self._ask(ref.source, ["rewards", *_facts(ref), list(texts)]), len(texts))
+        lengths = [None] * len(texts) if num_tokens is None else list(num_tokens)
+        return _checked(ref, self._ask(ref.source, ["rewards", *_facts(ref), list(texts), lengths]), len(texts))
 
     def _ask(self, source: str, question: list[object]) -> dict[str, Any]:
         try:
@@ -222,6 +226,7 @@ class SandboxedSource:
         opened = fence.open(self.name)
         self.config_digest = opened.config_digest
         self.num_held_out = opened.num_held_out
+        self._context = prompt_context(config)
         self._fence = fence
         self._lock = threading.Lock()
         self._ahead: dict[tuple[int, int], str] = {}
@@ -232,7 +237,7 @@ class SandboxedSource:
 
     def task(self, seed: int, index: int) -> Task:
         ref = TaskRef(self.name, self.config_digest, seed, index)
-        return Task(ref, self._prompt(ref), partial(self._verify, ref))
+        return Task(ref, self._prompt(ref), partial(self._verify, ref), context=self._context)
 
     def answer(self, seed: int, index: int) -> str:
         try:

@@ -6,8 +6,9 @@
 
 Names, weights, parameters and the versions of plug-ins are part of the config digest: nodes with others do not share tasks.
 
-Built-in signals are functions of the answer's text alone, so that every receiver computes the same value: length is counted
-in characters, since another tokenizer counts other tokens. All take time in proportion to the text.
+Built-in signals are functions of the answer's text, so that every receiver computes the same value. Length may also be counted
+in tokens: in those of the author, whose number is in the record. All take time in proportion to the text. `format` and `length`
+read the whole text; the source's verifier and plug-ins read the final answer (`final_answers`).
 
 A built-in signal is one class here, or in a file of its own, and one line in `swarm/extensions/points.py`. Reward functions of
 packages run in processes of their own (`reward_plugin`).
@@ -33,10 +34,12 @@ from swarm.config import (
     TasksSection,
 )
 from swarm.errors import TaskError
-from swarm.extensions.points import REWARDS, TASK_SOURCES
+from swarm.extensions.points import REWARDS
+from swarm.tasks.final_answers import answer_rule, final_answer
+from swarm.tasks.prompted_source import verifier_signals
 from swarm.tasks.reward_plugin import TIME_BUDGET_S, RewardPlugin
-from swarm.tasks.task_source import CORRECT, TaskSource, named_signals
-from swarm.tasks.verifiers import check_pattern, regex
+from swarm.tasks.task_source import LENGTH, TaskSource, named_signals
+from swarm.tasks.verifiers import MAX_ANSWER_CHARS, check_pattern, regex
 from swarm.types import Task
 
 
@@ -56,6 +59,8 @@ class FormatParameters(Section):
 
     pattern: str = ""
     """Regular expression (RE2) that the whole text must match, except for white space at both ends."""
+    max_chars: Annotated[int, Field(ge=1, le=1 << 20)] = MAX_ANSWER_CHARS
+    """Longer texts do not match a pattern."""
     tags: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")], ...] = ()
     """Names of tags: the text must be `<a>…</a> <b>…</b>` in this order, each once, and nothing else."""
 
@@ -69,17 +74,27 @@ class FormatParameters(Section):
 
 
 class LengthParameters(Section):
-    """Soft penalty for answers that are too long."""
+    """Soft penalty for answers that are too long, in characters or in tokens."""
 
-    max_chars: PositiveInt
+    max_chars: PositiveInt | None = None
     """Answers of so many characters or more have the value 0."""
     buffer_chars: NonNegativeInt = 0
     """The value falls from 1 to 0 over the last so many characters before that."""
+    max_tokens: PositiveInt | None = None
+    """Answers of so many tokens or more have the value 0. The end-of-text token counts."""
+    buffer_tokens: NonNegativeInt = 0
+    """The value falls from 1 to 0 over the last so many tokens before that."""
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> "LengthParameters":
-        if self.buffer_chars > self.max_chars:
-            raise ValueError(f"buffer_chars must be at most max_chars, got {self.buffer_chars} > {self.max_chars}")
+        if (self.max_chars is None) == (self.max_tokens is None):
+            raise ValueError("length needs max_chars or max_tokens, and not both")
+        for unit, limit, buffer in (
+            ("chars", self.max_chars, self.buffer_chars),
+            ("tokens", self.max_tokens, self.buffer_tokens),
+        ):
+            if buffer > (limit or 0):
+                raise ValueError(f"buffer_{unit} must be at most max_{unit}, got {buffer} > {limit}")
         return self
 
 
@@ -97,12 +112,12 @@ def tagged(tags: tuple[str, ...], text: str) -> float:
     return float(not text[position:].strip())
 
 
-def brevity(max_chars: int, buffer_chars: int, text: str) -> float:
-    """1 + R of DAPO's overlong shaping (2503.14476), in characters: 1, then linearly down to 0 at `max_chars`."""
-    left = max_chars - len(text)
+def brevity(limit: int, buffer: int, length: int) -> float:
+    """1 + R of DAPO's soft over-long penalty (2503.14476): 1 up to `limit - buffer`, then linearly down to 0 at `limit`."""
+    left = limit - length
     if left <= 0:
         return 0.0
-    return min(1.0, left / buffer_chars) if buffer_chars else 1.0
+    return min(1.0, left / buffer) if buffer else 1.0
 
 
 class Format(RewardSignal):
@@ -116,33 +131,32 @@ class Format(RewardSignal):
 
     def value(self, text: str) -> float:
         pattern = self._parameters.pattern
-        return regex(pattern, text) if pattern else tagged(self._parameters.tags, text)
+        return regex(pattern, text, self._parameters.max_chars) if pattern else tagged(self._parameters.tags, text)
 
 
 class Length(RewardSignal):
-    """See `brevity`."""
+    """See `brevity`. In tokens it is no function of the text; `by_tokens` is called then in place of `value`."""
 
     Parameters = LengthParameters
 
     def __init__(self, parameters: LengthParameters) -> None:
         self._parameters = parameters
 
+    @property
+    def counts_tokens(self) -> bool:
+        return self._parameters.max_tokens is not None
+
     def value(self, text: str) -> float:
-        return brevity(self._parameters.max_chars, self._parameters.buffer_chars, text)
+        return brevity(self._parameters.max_chars or 0, self._parameters.buffer_chars, len(text))
+
+    def by_tokens(self, num_tokens: int) -> float:
+        return brevity(self._parameters.max_tokens or 0, self._parameters.buffer_tokens, num_tokens)
 
 
 def package_signals(source: TaskSourceFacts) -> list[str]:
     """Names of the signals of a source that reward functions of packages compute, each in a process of its own."""
     known = {*verifier_signals(source.kind), *REWARDS.names}
     return [signal.name for signal in source.signals if signal.name not in known]
-
-
-def verifier_signals(kind: str) -> tuple[str, ...]:
-    """The signals that the verifier of a kind of source gives: `signal_names` of a built-in class, else `correct` alone."""
-    if not TASK_SOURCES.is_built_in(kind):
-        return (CORRECT,)
-    names: tuple[str, ...] = getattr(TASK_SOURCES.load(kind), "signal_names", (CORRECT,))
-    return names
 
 
 class MultiRewardSource:
@@ -157,7 +171,9 @@ class MultiRewardSource:
         self._source = source
         self.name = source.name
         self._of_verifier = verifier_signals(config.kind)
+        self._rule = answer_rule(config)
         self._built_in: dict[str, RewardSignal] = {}
+        self._token_length: Callable[[int], float] | None = None
         self._plugins: dict[str, RewardPlugin] = {}
         for signal in config.signals:
             self._add(signal)
@@ -172,7 +188,8 @@ class MultiRewardSource:
     def task(self, seed: int, index: int) -> Task:
         task = self._source.task(seed, index)
         verify = partial(self._verify, task, partial(self._source.answer, seed, index))
-        return Task(replace(task.ref, config_digest=self.config_digest), task.prompt, verify, self._weights)
+        ref = replace(task.ref, config_digest=self.config_digest)
+        return replace(task, ref=ref, verify=verify, weights=self._weights, token_length=self._token_length)
 
     def answer(self, seed: int, index: int) -> str:
         return self._source.answer(seed, index)
@@ -180,15 +197,16 @@ class MultiRewardSource:
     def _verify(self, task: Task, expected: Callable[[], str], text: str) -> dict[str, float]:
         values: dict[str, float] = {}
         for name, _ in self._weights:
-            if name in values:
+            if name in values or (name == LENGTH and self._token_length is not None):
                 continue
             if name in self._built_in:
                 values[name] = self._built_in[name].value(text)
             elif name in self._plugins:
-                values[name] = self._plugins[name](task.prompt, expected(), text)
+                answer = final_answer(self._rule, text)
+                values[name] = 0.0 if answer is None else self._plugins[name](task.prompt, expected(), answer)
             else:
                 values |= named_signals(task.verify(text))
-        return {name: values[name] for name, _ in self._weights}
+        return {name: values[name] for name, _ in self._weights if name in values}
 
     def _add(self, signal: RewardSignalSection) -> None:
         name = signal.name
@@ -199,7 +217,10 @@ class MultiRewardSource:
                     f"set tasks.sources.signals of {self.name!r}"
                 )
         elif REWARDS.is_built_in(name):
-            self._built_in[name] = REWARDS.make(name, signal.parameters, f"tasks.sources.signals of {self.name!r}")
+            made = REWARDS.make(name, signal.parameters, f"tasks.sources.signals of {self.name!r}")
+            self._built_in[name] = made
+            if isinstance(made, Length) and made.counts_tokens:
+                self._token_length = made.by_tokens
         else:
             self._plugins[name] = self._plugin(signal)
 

@@ -14,6 +14,7 @@ from functools import lru_cache
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.extensions.points import TASK_SOURCES
+from swarm.tasks.prompted_source import PROMPT, PromptedSource, PromptTemplate
 from swarm.tasks.sandboxed_verifier import SandboxedSource, SandboxedVerifier, needs_process
 from swarm.tasks.signalled_source import MultiRewardSource, package_signals
 from swarm.tasks.task_source import (
@@ -21,6 +22,7 @@ from swarm.tasks.task_source import (
     EVALUATION_SEED,
     FIRST_TRAINING_SEED,
     INDEX_SPAN,
+    LENGTH,
     MAX_SEED,
     TaskFailure,
     TaskSource,
@@ -73,15 +75,20 @@ class TaskMixture:
         source: TaskSource
         if self._fence is not None and self._fence.holds(section.source_name):
             source = SandboxedSource(section, self._fence)
-        elif TASK_SOURCES.is_built_in(section.kind):
-            source = TASK_SOURCES.load(section.kind)(section, config)
-        elif self._is_in_fence:
-            source = PackageSource(section, config)
         else:
-            raise TaskError(
-                f"a task source of a package must run in a process, got {section.kind} in the node; report this"
-            )
+            source = self._build_here(section, config)
+            source = PromptedSource(source, section) if section.form else source
         return MultiRewardSource(source, section, config) if section.signals else source
+
+    def _build_here(self, section: TaskSourceSection, config: TasksSection) -> TaskSource:
+        if TASK_SOURCES.is_built_in(section.kind):
+            source: TaskSource = TASK_SOURCES.load(section.kind)(section, config)
+            return source
+        if self._is_in_fence:
+            return PackageSource(section, config)
+        raise TaskError(
+            f"a task source of a package must run in a process, got {section.kind} in the node; report this"
+        )
 
     def rebuild(self, ref: TaskRef) -> Task:
         """The task of a reference, which may be anybody's. Raises UnknownTask or TaskFailure."""
@@ -131,6 +138,7 @@ class PackageSource:
                 f"tasks.sources of {section.source_name!r}"
             ) from None
         self.name = section.source_name
+        self._template = PromptTemplate(section, {PROMPT})
         facts = [TASK_SOURCES.origin(section.kind), section.kind, section.name, section.parameters, own_digest]
         self.config_digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -141,7 +149,9 @@ class PackageSource:
     def task(self, seed: int, index: int) -> Task:
         try:
             task = self._source.task(seed, index)
-            prompt, verify = str(task.prompt), task.verify
+            prompt, verify = self._template.render({PROMPT: str(task.prompt)}), task.verify
+        except TaskFailure:
+            raise
         except Exception as error:  # as above
             raise TaskFailure(self.name, f"building task {seed}/{index}: {type(error).__name__}: {error}") from error
         return Task(TaskRef(self.name, self.config_digest, seed, index), prompt, verify)
@@ -163,23 +173,30 @@ class Score:
     """(name, value in [0, 1]) of every signal of the reward; empty where there is only one."""
 
 
-def assess(task: Task, text: str) -> Score:
-    """The score of an answer. Raises TaskFailure where the verifier fails or gives a value outside [0, 1]."""
+def assess(task: Task, text: str, num_tokens: int | None = None) -> Score:
+    """The score of an answer of so many tokens; None where the number is not known.
+
+    Raises TaskFailure where the verifier fails or gives a value outside [0, 1], and where the number is needed.
+    """
     try:
         named = named_signals(task.verify(text))
     except TaskFailure:
         raise
     except Exception as error:  # third-party verifiers meet hostile text
         raise TaskFailure(task.ref.source, f"verifier: {type(error).__name__}: {error}") from error
+    if task.token_length is not None:
+        if num_tokens is None:
+            raise TaskFailure(task.ref.source, "signal length is measured in tokens, and their number is not known")
+        named[LENGTH] = task.token_length(num_tokens)
     weights = task.weights or ((CORRECT, 1.0),)
     signals = tuple((name, _within_range(task, name, named.get(name))) for name, _ in weights)
     reward = sum(weight * value for (_, weight), (_, value) in zip(weights, signals, strict=True))
     return Score(min(1.0, reward), signals if task.weights else ())
 
 
-def score(task: Task, text: str) -> float:
+def score(task: Task, text: str, num_tokens: int | None = None) -> float:
     """The reward of an answer, in [0, 1]. Raises TaskFailure as `assess` does."""
-    return assess(task, text).reward
+    return assess(task, text, num_tokens).reward
 
 
 def _within_range(task: Task, name: str, value: float | None) -> float:

@@ -23,6 +23,8 @@ FIRST_TRAINING_SEED = 16
 MAX_SEED = 2**31 - 1
 CORRECT = "correct"
 """Name of the signal of a verifier that gives one number."""
+LENGTH = "length"
+"""Name of the signal that may be measured in tokens."""
 
 
 class TaskFailure(Exception):

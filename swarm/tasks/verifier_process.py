@@ -5,7 +5,7 @@ question: ["open", source]                                          {"config_dig
                                                                      "files": text} or {"error": text}
           ["prompts", source, config digest, seed, index, count]    {"prompts": [text, …]}, one at least
           ["answer", source, config digest, seed, index]            {"answer": text}
-          ["rewards", source, config digest, seed, index, [answer, …]]
+          ["rewards", source, config digest, seed, index, [answer, …], [number of tokens or null, …]]
                                                                     {"prompt_digest": text, "rewards": [number, …]}
 
 or, in place of an answer, {"unknown": text}, {"failure": text} or {"overrun": text}. A source is built by the first question
@@ -83,9 +83,11 @@ class _Workshop:
         self._task(source, config_digest, seed, index)
         return {"answer": _bounded(source, self._mixture(source).sources[source].answer(seed, index))}
 
-    def rewards(self, source: str, config_digest: str, seed: int, index: int, texts: list[str]) -> Reply:
-        task = self._task(source, config_digest, seed, index)
-        return {"prompt_digest": prompt_digest(task.prompt), "rewards": [score(task, text) for text in texts]}
+    def rewards(self, *facts: Any) -> Reply:
+        *task_facts, texts, num_tokens = facts
+        task = self._task(*task_facts)
+        rewards = [score(task, text, length) for text, length in zip(texts, num_tokens, strict=True)]
+        return {"prompt_digest": prompt_digest(task.prompt), "rewards": rewards}
 
     def _prompt(self, source: str, config_digest: str, seed: int, index: int) -> str:
         return _bounded(source, self._task(source, config_digest, seed, index).prompt)

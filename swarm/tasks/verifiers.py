@@ -55,12 +55,12 @@ def numeric(expected: str, text: str) -> float:
     return float(abs(wanted - given) <= tolerance)
 
 
-def regex(expected: str, text: str) -> float:
+def regex(expected: str, text: str, max_chars: int = MAX_ANSWER_CHARS) -> float:
     """The whole text matches the pattern, which the author of the file wrote, in time proportional to the text."""
     text = text.strip()
-    if len(text) > MAX_ANSWER_CHARS or not _is_unicode(text):
+    if len(text) > max_chars or not is_unicode(text):
         return 0.0
-    return float(_compiled(expected).fullmatch(text) is not None)
+    return float(compiled(expected).fullmatch(text) is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,9 @@ class Verifier:
     check: Callable[[str], None]
     """Raises ValueError, with rule and value, for an expected answer that no text can match."""
     isolation: Isolation
-    """Lines of files are scored in the node, so only a verifier that needs no isolation may score them."""
+    """Lines of files are scored in the node, so a verifier must need no isolation, or have a sandbox of its own."""
+    rules: Callable[[], str] = str
+    """What decides its results beside the code of this version, such as the versions of packages; part of the config digest."""
 
 
 def check_length(expected: str) -> None:
@@ -91,11 +93,11 @@ def check_number(expected: str) -> None:
 def check_pattern(expected: str) -> None:
     check_length(expected)
     try:
-        _compiled(expected)
+        compiled(expected)
     except (re2.error, UnicodeEncodeError) as error:
         reason = error.args[0].decode(errors="replace") if isinstance(error, re2.error) else str(error)
         raise ValueError(
-            "a regex answer must be a valid pattern of RE2, which knows no backreferences, no lookaround, no \\Z and "
+            "a pattern must be a valid pattern of RE2, which knows no backreferences, no lookaround, no \\Z and "
             f"no repeat above 1000, and fit into {PATTERN_BYTES >> 10} KiB, got {expected!r}: {reason}; rewrite it"
         ) from None
 
@@ -107,16 +109,11 @@ REGEX = Verifier(regex, check_pattern, Isolation.NONE_NEEDED)
 
 def last_number(text: str) -> Fraction | None:
     """The last number of a text, or None where there is none, where it does not stand alone, or beyond 1e±400."""
-    last = next(
-        (position for position in reversed(range(len(text))) if unicodedata.category(text[position])[0] == "N"), -1
-    )
-    if last < 0 or not _is_unicode(text):
-        return None
-    number = _NUMBER_AT_END.search(text[: last + 1].replace("\N{MINUS SIGN}", "-"))
-    if number is None or _AFTER.match(text[last + 1 :]) is None:
+    number = number_at_end(text)
+    if number is None:
         return None
     try:
-        numerator, denominator = (Decimal((part or "1").replace(",", "")) for part in number.groups())
+        numerator, denominator = (Decimal((part or "1").replace(",", "")) for part in number)
         if max(abs(numerator.adjusted()), abs(denominator.adjusted())) > _MAX_EXPONENT:
             return None
         return Fraction(numerator) / Fraction(denominator)
@@ -124,15 +121,27 @@ def last_number(text: str) -> Fraction | None:
         return None
 
 
-def _is_unicode(text: str) -> bool:
+def number_at_end(text: str) -> tuple[str, str | None] | None:
+    """(numerator, denominator or None) of the last number as it is written, or None where it does not stand alone."""
+    last = next(
+        (position for position in reversed(range(len(text))) if unicodedata.category(text[position])[0] == "N"), -1
+    )
+    if last < 0 or not is_unicode(text):
+        return None
+    number = _NUMBER_AT_END.search(text[: last + 1].replace("\N{MINUS SIGN}", "-"))
+    return None if number is None or _AFTER.match(text[last + 1 :]) is None else number.groups()
+
+
+def is_unicode(text: str) -> bool:
     """Whether the text is without lone surrogates, which UTF-8 and with it RE2 cannot hold."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 @lru_cache(maxsize=256)
-def _compiled(pattern: str) -> Any:
+def compiled(pattern: str, *, captures: bool = False) -> Any:
+    """A pattern of RE2. Raises re2.error and UnicodeEncodeError."""
     options = re2.Options()
     options.max_mem = PATTERN_BYTES
-    options.never_capture = True  # nobody asks for groups, and without them matching is faster
+    options.never_capture = not captures  # without groups matching is faster
     options.log_errors = False
     return re2.compile(pattern, options)

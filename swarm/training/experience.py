@@ -26,7 +26,7 @@ import torch
 
 from swarm.policy.micro_batch_size import cut
 from swarm.policy.policy import TextPolicy
-from swarm.types import Rollout, RolloutGroup
+from swarm.types import PLAIN, PromptContext, Rollout, RolloutGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +151,21 @@ class RolloutConverter:
         """Note own fresh answers by the log-probs of their tokens under the plain policy, as for text of others."""
         self._floor.observe_own(answers)
 
-    def own(self, prompt: str, group: RolloutGroup, *, is_replay: bool = False) -> TrainingGroup:
-        ids = tuple(self._policy.encode_prompt(prompt))
+    def own(
+        self, prompt: str, group: RolloutGroup, *, is_replay: bool = False, context: PromptContext = PLAIN
+    ) -> TrainingGroup:
+        ids = tuple(self._policy.encode_prompt(prompt, context))
         return TrainingGroup(prompt_ids=ids, group=group, usable_logprobs=True, is_own=True, is_replay=is_replay)
 
-    def foreign(self, prompt: str, group: RolloutGroup, success_level: float = 0.0) -> TrainingGroup | None:
+    def foreign(
+        self, prompt: str, group: RolloutGroup, success_level: float = 0.0, *, context: PromptContext = PLAIN
+    ) -> TrainingGroup | None:
         """None, and counted, where the prompt is too long here, there is no floor yet, or nothing useful is left.
 
         Answers with a reward below `success_level` are no good examples. A group is useless where no answer that is likely
         enough reaches this level and is better than the mean. Answers below the floor stay in the group without tokens.
         """
-        ids = tuple(self._policy.encode_prompt(prompt))
+        ids = tuple(self._policy.encode_prompt(prompt, context))
         if not 0 < len(ids) <= self._policy.config.max_prompt_tokens:
             self.dropped["long_prompt"] += 1
             return None

@@ -133,6 +133,6 @@ def manifest_content(data: bytes) -> bool:
 def answer(data: bytes) -> bool:
     """An answer's text, to the verifiers of this project and the guard in front of the others."""
     text = data.decode(errors="replace")
-    rewards = [VERIFIERS.load(name).score(_EXPECTED[name], text) for name in VERIFIERS.names]
+    rewards = [VERIFIERS.load(name).score(_EXPECTED[name], text) for name in _EXPECTED]
     assert all(reward in (0.0, 1.0) for reward in rewards)
     return any(admissible(data_set, text) for data_set in ALPHABETS)

@@ -11,8 +11,9 @@ from swarm.config import PolicySection
 from swarm.errors import PolicyError
 from swarm.policy import chat_template
 from swarm.policy.base_folder import BUNDLED_FOLDER
-from swarm.policy.chat_template import PromptFrame, prompt_frame
+from swarm.policy.chat_template import PromptFrame, prompt_frames
 from swarm.policy.policy import Policy, load_policy
+from swarm.types import PLAIN, PromptContext
 
 CONTENT = "{{ messages[0]['content'] }}"
 QWEN = (
@@ -25,7 +26,7 @@ LLAMA = "{{- bos_token }}{%- for one in messages %}{{- '[' + one['role'] + ']' +
 
 
 class Tokenizer:
-    """What `prompt_frame` needs of one."""
+    """What `prompt_frames` needs of one."""
 
     special_tokens_map: ClassVar = {"bos_token": "<s>"}
 
@@ -36,8 +37,8 @@ class Tokenizer:
         return self.chat_template
 
 
-def frame(template: str) -> PromptFrame | None:
-    return prompt_frame(Tokenizer(template), is_own=False)
+def frame(template: str, context: PromptContext = PLAIN) -> PromptFrame | None:
+    return prompt_frames(Tokenizer(template), [context], is_own=False)[context]
 
 
 def test_ordinary_templates_are_the_text_around_a_prompt() -> None:
@@ -116,7 +117,7 @@ def test_what_is_no_template_is_refused(template: object, told: str) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(BUNDLED_FOLDER)
     tokenizer.chat_template = template
     with pytest.raises(PolicyError, match=told):
-        prompt_frame(tokenizer, is_own=False)
+        prompt_frames(tokenizer, is_own=False)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "bundled"])

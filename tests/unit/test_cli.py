@@ -144,6 +144,21 @@ def test_dry_run_prints_what_would_run(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path], "a dry run writes nothing"
 
 
+def test_prompts_are_shown_before_a_run(tmp_path: Path) -> None:
+    """On stderr by `run --dry-run`, whose output stays a configuration, and on stdout by `sample --show-prompt`."""
+    (tmp_path / "mine.toml").write_text(
+        '[[tasks.sources]]\nname = "products"\nsystem = "Be kind."\nprompt_template = "{prompt} Say \\\\boxed{}."\n'
+    )
+    dry = swarm("run", "mine.toml", "--dry-run", cwd=tmp_path)
+    shown = swarm("sample", "mine.toml", "--show-prompt", cwd=tmp_path)
+    assert (dry.returncode, shown.returncode) == (0, 0), dry.stderr + shown.stderr
+    (tmp_path / "resolved.toml").write_text(dry.stdout)
+    assert load([tmp_path / "resolved.toml"]).tasks.sources[0].system == "Be kind."
+    for text in (dry.stderr, shown.stdout):
+        assert "── products: " in text and "Be kind.Solve the following multiplication: " in text
+        assert text.rstrip().endswith(" Say \\boxed{}.<|answer|>\n──")
+
+
 def test_init_creates_once_and_keeps_the_identity(tmp_path: Path) -> None:
     first = swarm("init", "mine", "--name", "friends", cwd=tmp_path)
     assert first.returncode == 0

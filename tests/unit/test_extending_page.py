@@ -17,6 +17,7 @@ import torch
 from swarm.config import TaskSourceSection, TasksSection, parse
 from swarm.extensions import points
 from swarm.extensions.registry import BuiltIn, Isolation, Registry
+from swarm.tasks.final_answers import FinalAnswerRule, final_answer
 from swarm.tasks.task_cursor import DifficultyTable
 from swarm.tasks.task_mixture import TaskMixture, score
 from swarm.training.advantages import Advantage
@@ -72,6 +73,11 @@ def test_task_source_and_choice_keep_their_contracts(added: dict[str, Any]) -> N
     rng = random.Random(0)
     drawn = [added["half_solved"]().choose(table, {"solved": 1.0, "open": 1.0}, rng) for _ in range(300)]
     assert 0 < drawn.count("solved") < 60
+
+
+def test_a_rule_for_final_answers_keeps_its_contract(added: dict[str, Any]) -> None:
+    rule: FinalAnswerRule = added["after_mark"]()
+    assert [final_answer(rule, text) for text in ("#### 1 #### 2", "####", "", "#" * 10**6)] == ["2", None, None, None]
 
 
 def test_the_settings_of_the_package_work_where_it_is_installed(example_extension: Path) -> None:

@@ -24,7 +24,7 @@ from swarm.extensions.registry import Isolation, Registry
 from swarm.tasks.signalled_source import RewardSignal
 from swarm.tasks.task_cursor import DifficultyTable, TaskChoice
 from swarm.tasks.task_mixture import TaskMixture, assess, owns_stream, score, training_seed
-from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, MAX_SEED, MAX_TEXT_CHARS, UnknownTask
+from swarm.tasks.task_source import EVALUATION_SEED, INDEX_SPAN, MAX_SEED, MAX_TEXT_CHARS, TaskFailure, UnknownTask
 from swarm.tasks.verifiers import MAX_ANSWER_CHARS, Verifier
 from swarm.training.advantages import Advantage, GroupRewards
 from swarm.training.corrections import Correction, OffPolicyTokens
@@ -210,9 +210,12 @@ def test_other_parameters_are_another_source_or_refused(section: TaskSourceSecti
 def test_a_verifier_gives_any_text_the_same_reward_within_bounds(name: str, text: str) -> None:
     verifier: Verifier = points.VERIFIERS.load(name)
     verifier.check("12")
-    assert verifier.isolation is Isolation.NONE_NEEDED, "lines of files are scored in the node"
-    assert 0 <= verifier.score("12", text) <= 1
-    assert verifier.score("12", text) == verifier.score("12", text)
+    assert verifier.isolation is not Isolation.PROCESS, "lines of files are scored in the node"
+    try:
+        assert 0 <= verifier.score("12", text) <= 1
+        assert verifier.score("12", text) == verifier.score("12", text)
+    except TaskFailure:  # processor time that may differ elsewhere
+        assert verifier.isolation is Isolation.OWN_SANDBOX
     assert verifier.score("12", "12") == 1
 
 

@@ -148,7 +148,7 @@ def test_nobody_else_can_make_a_manifest_of_the_same_id() -> None:
     [
         (b"", "signature"),
         (b"x" * (MAX_BYTES + 1), "bytes"),
-        (b"# " + b"y" * 5000, "lines"),
+        (b"a" + b".a" * 5000 + b" = 1", "lines"),
         (b"\xff\xfe", "TOML in UTF-8"),
         (b"not toml", "TOML"),
         (b"\x89PNG\r\n\x1a\n", "TOML"),

@@ -63,12 +63,13 @@ def mixture(tmp_path: Path) -> TaskMixture:
     [(0, 1.0), (10, 1.0), (20, 1.0), (25, 0.75), (30, 0.5), (39, 0.05), (40, 0.0), (41, 0.0), (10**6, 0.0)],
 )
 def test_length_falls_over_the_buffer(num_chars: int, value: float) -> None:
-    assert brevity(40, 20, "é" * num_chars) == pytest.approx(value)  # characters, not bytes
+    length = build_signal("length", {"max_chars": 40, "buffer_chars": 20}, "mine")
+    assert length.value("é" * num_chars) == pytest.approx(value)  # characters, not bytes
 
 
 @pytest.mark.parametrize(("num_chars", "value"), [(0, 1.0), (9, 1.0), (10, 0.0), (11, 0.0)])
 def test_length_without_a_buffer_is_a_bound(num_chars: int, value: float) -> None:
-    assert brevity(10, 0, "a" * num_chars) == value
+    assert brevity(10, 0, num_chars) == value
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,12 @@ def test_length_without_a_buffer_is_a_bound(num_chars: int, value: float) -> Non
 )
 def test_tags_come_once_and_in_order(text: str, value: float) -> None:
     assert tagged(("think", "answer"), text) == value
+
+
+def test_a_pattern_matches_long_texts_where_that_is_set() -> None:
+    pattern, text = r"(?s).*</think>\s*<answer>.*</answer>", "so " * 9000 + "</think> <answer>7</answer>"
+    assert build_signal("format", {"pattern": pattern}, "mine").value(text) == 0.0
+    assert build_signal("format", {"pattern": pattern, "max_chars": 100_000}, "mine").value(text) == 1.0
 
 
 def test_form_is_checked_in_bounded_time() -> None:

@@ -2,11 +2,15 @@
 
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import typer
 
 from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config, settle_imports
 from swarm.machine.child_python import swarm_command
+
+if TYPE_CHECKING:
+    from swarm.config import Config
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Lets `--section.key value` through to `load_config`."""
@@ -20,7 +24,11 @@ def run(
         "--fresh/--resume",
         help="Start a new run; the earlier run is moved aside. Default: resume the earlier run.",
     ),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print the resolved configuration and exit."),
+    dry_run: bool = typer.Option(
+        False,
+        "--dry-run",
+        help="Print the resolved configuration and exit; to stderr, also the prompts of sources that set how they ask.",
+    ),
     supervised: bool = typer.Option(
         False, "--supervised", help="Restart the node when it has crashed or is stuck, with growing pauses."
     ),
@@ -48,7 +56,9 @@ def run(
     if dry_run:
         from swarm.config import dump_toml
 
-        print(dump_toml(resolved), end="")
+        print(dump_toml(resolved), end="", flush=True)
+        if any(source.form for source in resolved.tasks.sources):
+            _show_prompts(resolved)
         return
     if supervised:
         raise typer.Exit(_supervise(config or [], fresh=fresh))
@@ -57,6 +67,18 @@ def run(
     from swarm.node.process import run_node
 
     run_node(resolved, fresh=fresh, unlock=unlock, end_when_stuck=end_when_stuck)
+
+
+def _show_prompts(config: "Config") -> None:
+    settle_imports(config)
+    from swarm.cli.policy.show_prompts import show_prompts
+    from swarm.policy.base_folder import base_at_hand
+
+    folder = base_at_hand(config.policy.base, config.policy.revision)
+    if folder is None:
+        print(f"prompts are shown once {config.policy.base} is downloaded: swarm sample --show-prompt", file=sys.stderr)
+        return
+    show_prompts(config, folder, sys.stderr)
 
 
 def _supervise(config: list[str], *, fresh: bool) -> int:

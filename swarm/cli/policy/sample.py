@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config
+from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config, settle_imports
 from swarm.cli.policy.saved_policy import config_arguments, load_saved_policy
 from swarm.errors import ConfigError
 from swarm.observability.plain_text import plain
 
 if TYPE_CHECKING:
     from swarm.config import Config
-    from swarm.types import Task
+    from swarm.types import PromptContext, Task
 
+_OPTIONS = ("--dir", "--prompt", "--tasks", "--num", "--temperature", "--seed", "--base", "--show-prompt")
 KEPT = "\n\t"
 """Of a text's control characters, on a terminal."""
 
@@ -36,10 +37,15 @@ def sample(
     temperature: float = typer.Option(0.0, min=0.0, help="0 decodes greedily."),
     seed: int = typer.Option(0, min=0, help="The same seed gives the same answers."),
     base: bool = typer.Option(False, "--base", help="Sample from the base without its adapter."),
+    show_prompt: bool = typer.Option(
+        False, "--show-prompt", help="Print one prompt of every task source as the policy reads it, and end."
+    ),
 ) -> None:
     """Sample answers to one prompt, or to one prompt per line until Ctrl-D.
 
-    A policy answers in the form of the tasks that it was trained on: --tasks shows some.
+    A policy answers in the form of the tasks that it was trained on:
+    --tasks shows some. Prompts of your own get the system prompt, examples and
+    template arguments of the task sources if all sources have the same.
 
     Reads: CONFIG, or config.toml of --dir; the newest checkpoint; prompts.
     Writes: nothing.
@@ -48,12 +54,14 @@ def sample(
       swarm sample --dir runs/mine --tasks 1
       swarm sample --dir runs/mine --prompt "What is 3 + 4?" --num 4 --temperature 1
       swarm sample --dir runs/mine < prompts.txt
+      swarm sample mine.toml --show-prompt
 
-    Exit codes: 0 done, 3 configuration, 5 policy, 8 no checkpoint.
+    Exit codes: 0 done, 3 configuration, 5 policy, 6 tasks, 8 no checkpoint.
     """
-    resolved = load_config(
-        config_arguments(config, folder), ("--dir", "--prompt", "--tasks", "--num", "--temperature", "--seed", "--base")
-    )
+    resolved = load_config(config_arguments(config, folder), _OPTIONS)
+    if show_prompt:
+        _show_prompts(resolved)
+        return
     from swarm.engine.engine import AnswerRequest
     from swarm.engine.make_engine import make_engine
     from swarm.engine.sampling import Sampling
@@ -61,11 +69,13 @@ def sample(
     if prompt and tasks:
         raise ConfigError("there must be --prompt or --tasks, got both; leave one out")
     policy, _ = load_saved_policy(resolved, base_only=base)
+    max_new_tokens = resolved.rollouts.max_new_tokens
     engine = make_engine(policy, resolved.rollouts)
     asked = _held_out(resolved, tasks) if tasks else ((text, None) for text in ([prompt] if prompt else _lines()))
+    own = _own_context(resolved)
     for number, (text, task) in enumerate(asked):
         (answers,) = engine.generate(
-            [AnswerRequest(policy.encode_prompt(text), num, resolved.rollouts.max_new_tokens)],
+            [AnswerRequest(policy.encode_prompt(text, task.context if task else own), num, max_new_tokens)],
             Sampling(temperature=temperature),
             seed=seed + number,
             stop=resolved.rollouts.stop,
@@ -75,7 +85,7 @@ def sample(
         for answer in answers:
             said = policy.decode(answer.token_ids)
             cut = " …" if answer.end == "limit" else ""
-            reward = "" if task is None else f"   ({_reward(task, said)})"
+            reward = "" if task is None else f"   ({_reward(task, said, len(answer.token_ids))})"
             print(("" if task is None else "  → ") + plain(said, keep=KEPT) + cut + reward, flush=True)
 
 
@@ -86,14 +96,32 @@ def _held_out(config: "Config", tasks_per_source: int) -> Iterator[tuple[str, "T
         yield task.prompt, task
 
 
-def _reward(task: "Task", text: str) -> str:
+def _reward(task: "Task", text: str, num_tokens: int) -> str:
     from swarm.tasks.task_mixture import score
     from swarm.tasks.task_source import TaskFailure
 
     try:
-        return f"reward {score(task, text):.2f}"
+        return f"reward {score(task, text, num_tokens):.2f}"
     except TaskFailure as failure:
         return f"no reward: {plain(str(failure))}"
+
+
+def _show_prompts(config: "Config") -> None:
+    settle_imports(config)
+    from swarm.cli.policy.show_prompts import show_prompts
+    from swarm.policy.base_folder import locate_base
+
+    policy = config.policy
+    show_prompts(config, locate_base(policy.base, policy.revision, policy.max_download_gib), sys.stdout)
+
+
+def _own_context(config: "Config") -> "PromptContext":
+    """The context of prompts that belong to no task."""
+    from swarm.tasks.prompted_source import prompt_context
+    from swarm.types import PLAIN
+
+    first, *others = {prompt_context(section) for section in config.tasks.sources}
+    return PLAIN if others else first
 
 
 def _lines() -> Iterator[str]:

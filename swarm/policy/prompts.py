@@ -1,0 +1,90 @@
+"""Encodes prompts as token ids, through the base's chat template where there is one."""
+
+import logging
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from swarm.errors import PolicyError
+from swarm.policy.chat_template import PromptFrame, prompt_frames
+from swarm.types import PLAIN, PromptContext
+
+logger = logging.getLogger(__name__)
+
+
+class surviving_panics(AbstractContextManager[None]):  # noqa: N801  a context manager like `suppress`
+    """A context manager that ends early where the native code of a tokenizer panics over a text.
+
+    A pattern in tokenizer.json gives up after a number of steps, and its panic is no Exception. Pattern and text may come
+    from strangers, who could otherwise end the thread that reads them.
+    """
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        is_panic = kind is not None and kind.__name__ == "PanicException" and not issubclass(kind, Exception)
+        if is_panic:
+            logger.warning("the tokenizer failed over a text: %s", error)
+        return is_panic
+
+
+def encoded(tokenizer: Any, text: str, **options: bool) -> list[int]:
+    """Return the token ids of a text. Empty where the tokenizer cannot encode it."""
+    with surviving_panics():
+        return list(tokenizer(text, **options).input_ids)
+    return []
+
+
+class PromptEncoder:
+    """The tokenizer of a base with the frames of its chat template, one per context. It belongs to one thread."""
+
+    def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...], *, is_own: bool) -> None:
+        """`is_own`: the chat template is part of this package. Raises PolicyError for a template that is refused."""
+        self.tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._is_own = is_own
+        self._frames: dict[PromptContext, PromptFrame | None] = {}
+        self.prepare([PLAIN])
+
+    @property
+    def has_template(self) -> bool:
+        return self._frames[PLAIN] is not None
+
+    def prepare(self, contexts: Iterable[PromptContext]) -> None:
+        """Render the chat template for these contexts, in one process. Raises PolicyError as `prompt_frames` does."""
+        if new := [context for context in dict.fromkeys(contexts) if context not in self._frames]:
+            self._frames |= prompt_frames(self.tokenizer, new, is_own=self._is_own)
+
+    def render(self, text: str, context: PromptContext = PLAIN) -> str:
+        """Return the prompt as the chat template writes it; the text itself where there is no template."""
+        self.prepare([context])
+        frame = self._frames[context]
+        return text if frame is None else frame.around(text)
+
+    def encode(self, text: str, context: PromptContext = PLAIN) -> list[int]:
+        """Return the token ids that an answer follows. Empty where the tokenizer cannot encode the text."""
+        rendered = self.render(text, context)
+        if self.has_template:
+            return encoded(self.tokenizer, rendered, add_special_tokens=False)
+        token_ids = encoded(self.tokenizer, rendered)
+        if token_ids and token_ids[-1] in self._eos_token_ids:  # some tokenizers append EOS to every text
+            token_ids.pop()
+        return token_ids
+
+    def check_marker(self, marker: str) -> None:
+        """Raise PolicyError for a text that no decoded answer can have: special tokens disappear."""
+        token_ids = encoded(self.tokenizer, marker, add_special_tokens=False)
+        with surviving_panics():
+            if marker in self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False):
+                return
+        raise PolicyError(
+            f"the answer rule of a task source must find its mark in decoded answers, got {marker}, which the tokenizer of "
+            "policy.base cannot write or leaves out as a special token; choose another rule"
+        )
+
+    def check_plain(self, text: str, setting: str) -> None:
+        """Raise PolicyError where a text that is the same for all tasks holds a special token, which could begin a turn."""
+        special = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        if found := sorted(token for token in special if token and token in text):
+            raise PolicyError(
+                f"{setting} must have no special token of policy.base, which could begin a turn of its own, got "
+                f"{found[0]!a}; remove it"
+            )

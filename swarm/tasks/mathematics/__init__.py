@@ -1,0 +1,1 @@
+"""The verifier of mathematical answers and its process."""
