@@ -18,6 +18,13 @@ from swarm.config.training import TrainingSection
 from swarm.extensions.points import ADVANTAGES, ODD_GROUPS
 from swarm.types import is_mapping
 
+_DEFAULTS_OF_LANGUAGE_MODELS = {
+    "policy": {"max_prompt_tokens": 1024},
+    "rollouts": {"max_new_tokens": 1024},
+    "training": {"lr": 2e-5, "warmup_steps": 10},
+}
+"""Where policy.base is not the bundled policy, whose answers have four characters and which learns at much higher rates."""
+
 
 class Config(Section):
     """All settings of one node."""
@@ -38,8 +45,21 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _tasks_of_a_manifest_are_fenced(cls, data: Any) -> Any:
-        """Also in a configuration that was written when there was no fence yet."""
+    def _language_models_have_defaults_of_their_own(cls, data: Any) -> Any:
+        policy = data.get("policy") if is_mapping(data) else None
+        if not is_mapping(policy) or policy.get("base", "bundled") == "bundled":
+            return data
+        filled = dict(data)
+        for section, defaults in _DEFAULTS_OF_LANGUAGE_MODELS.items():
+            given = data.get(section, {})
+            if is_mapping(given):
+                filled[section] = {**defaults, **given}
+        return filled
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tasks_of_a_manifest_are_sandboxed(cls, data: Any) -> Any:
+        """This holds for a configuration that was written when there was no sandbox yet, too."""
         swarm, tasks = (data.get(name) for name in ("swarm", "tasks")) if is_mapping(data) else (None, None)
         if is_mapping(swarm) and swarm.get("id") and (tasks is None or is_mapping(tasks)):
             return {**data, "tasks": {"sandboxed": True, **(tasks or {})}}

@@ -105,7 +105,7 @@ class PolicySection(Section):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: needs less memory and about a third more time."""
     max_prompt_tokens: PositiveInt = 512
-    """Tasks with a longer prompt than this are skipped and counted."""
+    """Tasks with a longer prompt than this are skipped and counted. 1024 unless set, if policy.base is not bundled."""
     lora: LoraSection = LoraSection()
     pipeline: PipelineSection = PipelineSection()
 

@@ -40,7 +40,7 @@ class RolloutsSection(Section):
     prune_certainty: Annotated[float, Field(gt=0.5, lt=1)] = 0.8
     """Probability of ending like most of its group from which an answer may be dropped."""
     max_new_tokens: PositiveInt = 24
-    """Longest answer in tokens; longer ones are cut and masked from the loss."""
+    """Longest answer in tokens; longer ones are cut and masked from the loss. 1024 unless set, if policy.base is not bundled."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature."""
     top_k: NonNegativeInt = 0

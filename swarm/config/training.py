@@ -12,9 +12,9 @@ class TrainingSection(Section):
     """The policy-gradient step."""
 
     lr: PositiveFloat = 1e-3
-    """Peak learning rate of AdamW on the adapter."""
+    """Peak learning rate of AdamW on the adapter. 2e-5 unless set, if policy.base is not bundled."""
     warmup_steps: Annotated[int, Field(ge=0)] = 5
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up. 10 unless set, if policy.base is not bundled."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled decay of AdamW on the adapter."""
     max_grad_norm: PositiveFloat = 1.0

@@ -24,7 +24,7 @@ from swarm.policy.lineage import compute_lineage
 from swarm.policy.logprobs import TokenLogprobs, token_logprobs
 from swarm.policy.lora import adapter_shape, attach_adapter
 from swarm.policy.micro_batch_size import DEFAULT_TOKENS, TokenSequence
-from swarm.policy.prompts import PromptEncoder, encoded, surviving_panics
+from swarm.policy.prompts.prompt_encoder import PromptEncoder, encoded, surviving_panics
 from swarm.policy.quiet import quiet_libraries
 from swarm.types import PLAIN, Lineage, PromptContext
 

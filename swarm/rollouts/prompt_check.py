@@ -7,7 +7,7 @@ from pathlib import Path
 from swarm.config import Config, TaskSourceSection
 from swarm.errors import ConfigError
 from swarm.policy.base_folder import max_positions
-from swarm.policy.prompts import PromptEncoder
+from swarm.policy.prompts.prompt_encoder import PromptEncoder
 from swarm.tasks.final_answers import answer_rule
 from swarm.tasks.prompted_source import prompt_context
 from swarm.tasks.task_mixture import TaskMixture

@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 from swarm.config import PolicySection
 from swarm.errors import PolicyError
-from swarm.policy import chat_template
 from swarm.policy.base_folder import BUNDLED_FOLDER
-from swarm.policy.chat_template import PromptFrame, prompt_frames
 from swarm.policy.policy import Policy, load_policy
+from swarm.policy.prompts import chat_template
+from swarm.policy.prompts.chat_template import PromptFrame, prompt_frames
 from swarm.types import PLAIN, PromptContext
 
 CONTENT = "{{ messages[0]['content'] }}"
@@ -97,7 +97,7 @@ def test_a_template_that_escapes_from_its_language_finds_no_network_no_process_a
     """A hole in the template language is played by a module that the process imports first."""
     (tmp_path / "escaped_service.py").write_text(
         ESCAPED
-        + "from swarm.policy.template_process import start as begin\ndef start(opening):\n    return begin(opening)\n"
+        + "from swarm.policy.prompts.template_process import start as begin\ndef start(opening):\n    return begin(opening)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(chat_template, "_SERVICE", "escaped_service")

@@ -243,3 +243,14 @@ def test_swarm_id_depends_on_the_name_alone() -> None:
     one, other = load([], {"swarm.name": '"a"'}), load([], {"swarm.name": '"b"', "training.lr": "1"})
     assert one.swarm_id == load([], {"swarm.name": '"a"', "node.seed": "5"}).swarm_id != other.swarm_id
     assert len(bytes.fromhex(one.swarm_id)) == 16
+
+
+def test_a_language_model_has_defaults_of_its_own_where_nothing_is_set() -> None:
+    bundled, hub = Config.model_validate({}), Config.model_validate({"policy": {"base": "Qwen/Qwen2.5-0.5B-Instruct"}})
+    assert (bundled.rollouts.max_new_tokens, bundled.policy.max_prompt_tokens, bundled.training.lr) == (24, 512, 1e-3)
+    assert (hub.rollouts.max_new_tokens, hub.policy.max_prompt_tokens, hub.training.lr) == (1024, 1024, 2e-5)
+    own = {"policy": {"base": "some/model", "max_prompt_tokens": 300}, "rollouts": {"max_new_tokens": 48}}
+    config = Config.model_validate({**own, "training": {"lr": 1e-4}})
+    assert (config.rollouts.max_new_tokens, config.policy.max_prompt_tokens, config.training.lr) == (48, 300, 1e-4)
+    assert config.training.warmup_steps == 10
+    assert Config.model_validate(config.model_dump(mode="json")) == config

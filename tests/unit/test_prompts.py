@@ -16,9 +16,9 @@ from swarm.manifest.manifest import changed, changes, create, dump
 from swarm.manifest.manifest import parse as parse_manifest
 from swarm.policy.base_folder import BUNDLED_FOLDER, max_positions
 from swarm.policy.base_model import folder_eos_ids
-from swarm.policy.chat_template import PromptFrame, prompt_frames
 from swarm.policy.policy import Policy
-from swarm.policy.prompts import PromptEncoder
+from swarm.policy.prompts.chat_template import PromptFrame, prompt_frames
+from swarm.policy.prompts.prompt_encoder import PromptEncoder
 from swarm.records.identity import Identity
 from swarm.rollouts.prompt_check import check_prompts
 from swarm.tasks.task_mixture import TaskMixture, score
@@ -97,7 +97,7 @@ def test_a_context_that_the_template_does_not_show_is_refused(
 
 
 def test_several_contexts_are_rendered_by_one_process_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    from swarm.policy import chat_template
+    from swarm.policy.prompts import chat_template
 
     asked = [context(system=f"Be {number}.") for number in range(3)]
     frames = prompt_frames(Tokenizer(QWEN + " "), asked, is_own=False)

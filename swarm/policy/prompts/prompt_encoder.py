@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from swarm.errors import PolicyError
-from swarm.policy.chat_template import PromptFrame, prompt_frames
+from swarm.policy.prompts.chat_template import PromptFrame, prompt_frames
 from swarm.types import PLAIN, PromptContext
 
 logger = logging.getLogger(__name__)

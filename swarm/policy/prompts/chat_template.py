@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MAX_TEMPLATE_CHARS = 256 << 10
 TIME_BUDGET_S = 5.0
 """Time for all probes of one context together, which usually take milliseconds."""
-_SERVICE = "swarm.policy.template_process"
+_SERVICE = "swarm.policy.prompts.template_process"
 _CONFINEMENT = Confinement(memory_bytes=1 << 30, file_bytes=0, namespaces="if possible")
 """The libraries take a fifth of this memory."""
 _WORDS = "What is 3 + 4?"
