@@ -67,9 +67,9 @@ def read_adapter_folder(path: Path) -> AdapterFolder:
             f"an adapter folder must hold files only, got {error.filename}: {error.strerror}; copy it with `cp -rL`"
         ) from None
     config = _read_json(path / _CONFIG)
-    odd = [key for key in _MUST_BE_UNSET if config.get(key)]
-    if config.get("peft_type") != "LORA" or odd or config.get("bias", "none") != "none":
-        what = odd[0] if odd else f"peft_type {config.get('peft_type')} with bias {config.get('bias')}"
+    unsupported = [key for key in _MUST_BE_UNSET if config.get(key)]
+    if config.get("peft_type") != "LORA" or unsupported or config.get("bias", "none") != "none":
+        what = unsupported[0] if unsupported else f"peft_type {config.get('peft_type')} with bias {config.get('bias')}"
         raise MergeError(f"an adapter to merge must be plain LoRA, got {what} in {path}; export it as such")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1 or not 0 < alpha < math.inf:

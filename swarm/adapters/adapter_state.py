@@ -43,11 +43,11 @@ def write_adapter(model: Any, tensors: Mapping[str, Tensor]) -> None:
 
 def check_adapter(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
     """Raises CheckpointError for missing, extra or misshapen tensors, and for values that are not finite in float32."""
-    odd = sorted(set(shapes).symmetric_difference(tensors))
-    if odd:
+    different = sorted(set(shapes).symmetric_difference(tensors))
+    if different:
         raise CheckpointError(
             "an adapter must have exactly the layers of policy.lora.targets, got a difference at "
-            f"{odd[0]}; use the same base and targets"
+            f"{different[0]}; use the same base and targets"
         )
     for name, tensor in tensors.items():
         if tensor.shape != shapes[name]:
@@ -92,9 +92,11 @@ def moments_of(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]
         if kind != "exp_avg" and bool((value < 0).any()):
             raise ValueError(f"second moments and step counts must be at least 0, got less at {key[:80]!r}")
         found.setdefault(name, {})[kind] = value
-    odd = next((name for name, kinds in found.items() if len(kinds) < len(MOMENTS)), None)
-    if odd is not None:
-        raise ValueError(f"optimizer state of a tensor must be {', '.join(MOMENTS)}, got only some at {odd[:80]!r}")
+    incomplete = next((name for name, kinds in found.items() if len(kinds) < len(MOMENTS)), None)
+    if incomplete is not None:
+        raise ValueError(
+            f"optimizer state of a tensor must be {', '.join(MOMENTS)}, got only some at {incomplete[:80]!r}"
+        )
     return found
 
 

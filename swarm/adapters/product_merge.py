@@ -181,10 +181,12 @@ def check_layers(adapters: Sequence[Adapter]) -> None:
     """Raises MergeError unless all have the same layers with the same inputs and outputs; ranks may differ."""
     expected = {layer: _sides(adapters[0], layer) for layer in layers_of(adapters[0])}
     for one in adapters[1:]:
-        odd = sorted(expected.keys() ^ set(layers_of(one)))
-        odd = odd or [layer for layer, sides in expected.items() if _sides(one, layer) != sides]
-        if odd:
-            raise MergeError(f"adapters to merge must adapt the same layers of one base, got a difference at {odd[0]}")
+        different = sorted(expected.keys() ^ set(layers_of(one)))
+        different = different or [layer for layer, sides in expected.items() if _sides(one, layer) != sides]
+        if different:
+            raise MergeError(
+                f"adapters to merge must adapt the same layers of one base, got a difference at {different[0]}"
+            )
 
 
 def _sides(tensors: Adapter, layer: str) -> tuple[int, int]:

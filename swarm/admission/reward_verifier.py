@@ -63,14 +63,14 @@ class RewardVerifier:
         clock: Callable[[], float] = time.monotonic,
         is_known: Callable[[str], bool] = lambda author: False,
         *,
-        fence: SandboxedVerifier | None,
+        sandboxed: SandboxedVerifier | None,
     ) -> None:
         """`clock`: seconds of a monotonic clock, which times the verifiers. `is_known`: whether an author's probation is over.
 
-        `fence`: scores the sources that it holds, which are all whose verifiers have no bounds of their own. None is for
+        `sandboxed`: scores the sources that it holds, which are all whose verifiers have no bounds of their own. None is for
         experiments whose authors are all in this process: all answers are then scored on the calling thread.
         """
-        self._fence = fence
+        self._sandboxed = sandboxed
         self._mixture = mixture
         self._clock = clock
         self._budget = VerificationBudget(clock, is_known)
@@ -83,8 +83,8 @@ class RewardVerifier:
             raise InvalidRecord(Rejection.HELD_OUT_TASK, f"stream {ref.seed}")
 
     def rewards(self, group: RolloutGroup) -> tuple[float, ...]:
-        if self._fence is not None and self._fence.holds(group.task.source):
-            return self._fenced(self._fence, group)
+        if self._sandboxed is not None and self._sandboxed.holds(group.task.source):
+            return self._verify_sandboxed(self._sandboxed, group)
         task = self._rebuild(group.task)
         if prompt_digest(task.prompt) != group.prompt_digest:
             raise InvalidRecord(Rejection.TASK_MISMATCH, group.task.source)
@@ -93,13 +93,13 @@ class RewardVerifier:
         except TaskFailure as failure:
             raise InvalidRecord(Rejection.TASK_FAILED, str(failure)) from None
 
-    def _fenced(self, fence: SandboxedVerifier, group: RolloutGroup) -> tuple[float, ...]:
+    def _verify_sandboxed(self, sandboxed: SandboxedVerifier, group: RolloutGroup) -> tuple[float, ...]:
         self.check_known(group.task)
         self._budget.check(group.author)
         started_at = self._clock()
         try:
             texts = [rollout.text for rollout in group.rollouts]
-            digest, rewards = fence.rewards(group.task, texts, [len(one.token_ids) for one in group.rollouts])
+            digest, rewards = sandboxed.rewards(group.task, texts, [len(one.token_ids) for one in group.rollouts])
         except Overrun as error:
             raise InvalidRecord(Rejection.TOO_SLOW, str(error)) from None
         except UnknownTask:

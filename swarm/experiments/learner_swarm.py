@@ -188,7 +188,7 @@ class LearnerSwarm:
 
 
 def _plain_reader(parts: ReaderParts, usefulness: Usefulness | None = None) -> MemoryReader:
-    verifier = RewardVerifier(parts.mixture, fence=None)
+    verifier = RewardVerifier(parts.mixture, sandboxed=None)
     admission = Admission(parts.config.sharing, parts.context, verifier=verifier, vocabulary=parts.vocabulary)
     choice = make_choice(parts.config.sharing, parts.pool, usefulness, parts.rng)
     return MemoryReader(parts.exchange, parts.context.peer_id, admission=admission, pool=parts.pool, choice=choice)

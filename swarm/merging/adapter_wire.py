@@ -144,12 +144,12 @@ def _restored(part: memoryview, row_shape: tuple[int, int], levels: int, name: s
         )
     if levels == _LEVELS["int8"]:
         numbers = np.frombuffer(part[4 * num_rows :], np.int8).reshape(num_rows, row_len)
-        odd = numbers.min(initial=0) < -levels
+        is_out_of_range = numbers.min(initial=0) < -levels
     else:
         packed = np.frombuffer(part[4 * num_rows :], np.uint8).reshape(num_rows, -1)
         stored = np.stack([packed & 15, packed >> 4], axis=-1).reshape(num_rows, -1)
-        odd = stored.min(initial=1) == 0 or bool((stored[:, row_len:] != _FOUR_BIT_ZERO).any())
+        is_out_of_range = stored.min(initial=1) == 0 or bool((stored[:, row_len:] != _FOUR_BIT_ZERO).any())
         numbers = stored[:, :row_len].astype(np.int8) - np.int8(_FOUR_BIT_ZERO)
-    if odd:
+    if is_out_of_range:
         raise MergeError(f"numbers of a received adapter must be within ±{levels}, got others in {name}")
     return numbers.astype(np.float32) * scales[:, None]

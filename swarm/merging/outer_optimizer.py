@@ -135,10 +135,10 @@ class OuterOptimizer:
         return slow, momentum
 
     def _check_all(self, tensors: Mapping[str, Tensor]) -> None:
-        odd = sorted(set(self._slow).symmetric_difference(tensors))
-        if odd:
+        different = sorted(set(self._slow).symmetric_difference(tensors))
+        if different:
             raise MergeError(
-                f"an outer step needs the adapter's own tensors, got a difference at {odd[0]}; use the same policy.lora"
+                f"an outer step needs the adapter's own tensors, got a difference at {different[0]}; use the same policy.lora"
             )
         for name, tensor in tensors.items():
             self._check(name, tensor)

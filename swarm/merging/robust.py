@@ -190,9 +190,11 @@ class StrangerBudget:
 
 def refuse_unusable(partner: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     """Raise MergeError for missing or extra tensors, other shapes, NaN or infinity."""
-    odd = sorted(set(own).symmetric_difference(partner))
-    if odd:
-        raise MergeError(f"a partner must send the adapter's own tensors, got a difference at {odd[0]}; leave it out")
+    different = sorted(set(own).symmetric_difference(partner))
+    if different:
+        raise MergeError(
+            f"a partner must send the adapter's own tensors, got a difference at {different[0]}; leave it out"
+        )
     for name, tensor in partner.items():
         if tensor.shape != own[name].shape:
             raise MergeError(

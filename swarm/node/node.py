@@ -119,7 +119,7 @@ class Node:
         seen_at = transport.seen_at if transport else lambda peer_id: ()
         self.pool = ExperiencePool(folder.pool, config.sharing, self._clock)
         self.tracker = PeerTracker(config.sharing, context, path=folder.reputation, seen_at=seen_at)
-        self._fence = SandboxedVerifier(config.tasks)
+        self._sandboxed_verifier = SandboxedVerifier(config.tasks)
         self._copies = CopyWatch(owns_stream, self.tracker.reputation.refused)
         self.sharing = (
             make_sharing_parts(
@@ -166,7 +166,7 @@ class Node:
         logger.info("node %s (%s) in %s", self.identity.peer_name, self.identity.peer_id, self.folder.path)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.pool.close)
-            stack.callback(self._fence.close)
+            stack.callback(self._sandboxed_verifier.close)
             stack.callback(self._save_reputation)
             stack.push_async_callback(self._report.stop)
             if self._driver is not None:
@@ -263,7 +263,7 @@ class Node:
         return local_backend(self.config, policy, self.identity.peer_id)
 
     def _make_exchange(self, sharing: SharingParts, policy: TextPolicy, mixture: TaskMixture) -> Exchange:
-        verifier = RewardVerifier(mixture, is_known=self.tracker.reputation.is_known, fence=self._fence)
+        verifier = RewardVerifier(mixture, is_known=self.tracker.reputation.is_known, sandboxed=self._sandboxed_verifier)
         vocabulary = Vocabulary(
             lineage=policy.lineage,
             size=policy.vocab_size,

@@ -42,13 +42,13 @@ _REWARD_SLACK = 1e-6
 class TaskMixture:
     """The task sources of one node, by name. It is safe from any thread."""
 
-    def __init__(self, config: TasksSection, *, is_in_fence: bool = False) -> None:
+    def __init__(self, config: TasksSection, *, is_sandboxed: bool = False) -> None:
         """Raises TaskError if not one source works.
 
-        Sources for which `_is_fenced` holds are built and scored in a sandboxed process; with `is_in_fence` this is that process.
+        Sources for which `_is_fenced` holds are built and scored in a sandboxed process; with `is_sandboxed` this is that process.
         """
-        self._is_in_fence = is_in_fence
-        fenced = () if is_in_fence else tuple(one for one in config.sources if _is_fenced(one, config))
+        self._is_in_fence = is_sandboxed
+        fenced = () if is_sandboxed else tuple(one for one in config.sources if _is_fenced(one, config))
         self._fence = SandboxedVerifier(_without_signals(config, fenced)) if fenced else None
         self.sources: dict[str, TaskSource] = {}
         self.weights: dict[str, float] = {}

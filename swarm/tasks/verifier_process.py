@@ -95,7 +95,7 @@ class _Workshop:
     def _build(self, source: str) -> TaskMixture:
         if source not in self._sections:
             raise UnknownTask(f"source {source[:64]!r}")
-        return TaskMixture(self._config.model_copy(update={"sources": (self._sections[source],)}), is_in_fence=True)
+        return TaskMixture(self._config.model_copy(update={"sources": (self._sections[source],)}), is_sandboxed=True)
 
     def _rebuild(self, source: str, config_digest: str, seed: int, index: int) -> Task:
         try:

@@ -254,7 +254,7 @@ def test_a_verifier_of_a_package_that_fails_costs_its_task_and_works_again(evil:
 
 def test_answers_of_strangers_meet_a_source_of_a_package_in_a_process_and_their_author_pays(evil: Evil) -> None:
     mixture, fence = TaskMixture(tasks_of()), SandboxedVerifier(tasks_of(), time_budget_s=1.0)
-    judge = RewardVerifier(mixture, fence=fence)
+    judge = RewardVerifier(mixture, sandboxed=fence)
     ref = TaskRef("evil", mixture.sources["evil"].config_digest, training_seed("alice", 0), 0)
 
     def group(text: str) -> RolloutGroup:
@@ -334,7 +334,7 @@ def test_a_manifest_cannot_choose_which_package_is_imported(evil: Evil) -> None:
 def test_a_record_of_a_peer_cannot_choose_which_package_is_imported(evil: Evil) -> None:
     section = TaskSourceSection(kind="code", name="list_functions")
     mixture = TaskMixture(TasksSection(sources=(section,)))
-    judge = RewardVerifier(mixture, fence=SandboxedVerifier(TasksSection(sources=(section,))))
+    judge = RewardVerifier(mixture, sandboxed=SandboxedVerifier(TasksSection(sources=(section,))))
     for source in ("evil", "evil_tasks:Evil", "swarm.task_sources", "os"):
         with pytest.raises(InvalidRecord) as caught:
             judge.check_known(TaskRef(source, "0" * 16, training_seed("alice", 0), 0))

@@ -199,8 +199,8 @@ def test_a_receiver_computes_the_same_in_its_process() -> None:
         group = RolloutGroup(task.ref, prompt_digest(task.prompt), rollouts, "alice", Lineage("1" * 32, "2" * 32), 1)
         expected = tuple(rollout.reward for rollout in rollouts)
         assert expected == pytest.approx((1.0, 0.02, 0.0))
-        assert RewardVerifier(mixture, fence=fence).rewards(group) == expected
-        assert RewardVerifier(mixture, fence=None).rewards(group) == expected
+        assert RewardVerifier(mixture, sandboxed=fence).rewards(group) == expected
+        assert RewardVerifier(mixture, sandboxed=None).rewards(group) == expected
     finally:
         fence.close()
         mixture.close()

@@ -197,9 +197,9 @@ def foreign_group(mixture: TaskMixture, *texts: str, index: int = 0) -> RolloutG
 def test_a_receiver_recomputes_the_same_reward(mixture: TaskMixture, tmp_path: Path) -> None:
     group = foreign_group(mixture, "<answer>7</answer>", "7", "8" * 33)
     elsewhere = mixture_of(tmp_path / "copy.jsonl")
-    assert RewardVerifier(elsewhere, fence=None).rewards(group) == tuple(r.reward for r in group.rollouts)
+    assert RewardVerifier(elsewhere, sandboxed=None).rewards(group) == tuple(r.reward for r in group.rollouts)
     with pytest.raises(InvalidRecord) as caught:
-        RewardVerifier(mixture_of(tmp_path / "other.jsonl", []), fence=None).rewards(group)
+        RewardVerifier(mixture_of(tmp_path / "other.jsonl", []), sandboxed=None).rewards(group)
     assert caught.value.reason is Rejection.UNKNOWN_TASK
 
 
@@ -216,7 +216,7 @@ def test_an_author_gets_so_much_time_for_its_answers(mixture: TaskMixture) -> No
             return replace(super().rebuild(ref), verify=slow, weights=())
 
     mixture.__class__ = Slow
-    judge = RewardVerifier(mixture, lambda: now, fence=None)
+    judge = RewardVerifier(mixture, lambda: now, sandboxed=None)
     group = foreign_group(mixture, "7", "8", "9", "0", "1", "2", "3", "4")
     with pytest.raises(InvalidRecord) as caught:
         judge.rewards(group)

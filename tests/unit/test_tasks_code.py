@@ -251,7 +251,7 @@ async def test_answers_of_others_are_judged_in_the_sandbox_while_the_loop_goes_o
     }
     rollouts = tuple(Rollout(text, (5,), (-1.0,), True, reward) for text, reward in texts.items())
     group = RolloutGroup(task.ref, prompt_digest(task.prompt), rollouts, "alice", Lineage("1" * 32, "2" * 32), 1)
-    judging = asyncio.create_task(asyncio.to_thread(RewardVerifier(mixture, fence=None).rewards, group))
+    judging = asyncio.create_task(asyncio.to_thread(RewardVerifier(mixture, sandboxed=None).rewards, group))
     num_turns = 0
     while not judging.done():
         await asyncio.wait({judging}, timeout=0.02)

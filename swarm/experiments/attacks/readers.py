@@ -68,7 +68,7 @@ class GuardedReader:
         self._tracker = tracker = PeerTracker(sharing, context, max_shown=0, seen_at=_own_network)
         self.reputation = tracker.reputation
         self._copies = CopyWatch(owns_stream, self.reputation.refused)
-        verifier = RewardVerifier(parts.mixture, is_known=self.reputation.is_known, fence=None)
+        verifier = RewardVerifier(parts.mixture, is_known=self.reputation.is_known, sandboxed=None)
         self._admission = Admission(
             sharing, context, verifier=verifier, vocabulary=parts.vocabulary, copies=self._copies
         )

@@ -31,7 +31,7 @@ from swarm.records.adapter_offer import AdapterOffer, verify_offer
 from swarm.records.rejection import InvalidRecord
 
 _PROPOSALS_PER_LOOK = 3
-_SHYNESS = 0.25
+_WAITING_SHARE = 0.25
 """Largest part of the search in which a node is listed but does not propose. Without it, an arriving node would always pair with
 whoever waits, and equally fast nodes would always meet the same partner. Strangers are accepted only after that part, when the
 node has seen who else is ready: a node that is always ready and asks at once would be ahead of all others."""
@@ -75,13 +75,13 @@ class PartnerSearch:
             await self._look(own)
         )  # before anybody can propose, because whose turn it is depends on who is ready
         await self._ready.enlist(own.offer, own.record, listed_until)
-        await self._wait(own, self._rng.uniform(0.0, self._timeouts.search_s * _SHYNESS))
+        await self._wait(own, self._rng.uniform(0.0, self._timeouts.search_s * _WAITING_SHARE))
         num_looks = 0
         while own.partner is None and loop.time() < ends_at:
             await self._ready.enlist(own.offer, own.record, listed_until)
             others = await self._look(own)
             is_anybody_ready = is_anybody_ready or bool(others)
-            own.takes_strangers = loop.time() > ends_at - self._timeouts.search_s * (1 - _SHYNESS)
+            own.takes_strangers = loop.time() > ends_at - self._timeouts.search_s * (1 - _WAITING_SHARE)
             own.takes_anybody = loop.time() > ends_at - self._timeouts.search_s / 2
             await self._propose_to_some(own, others, ends_at)
             await self._pause(own, num_looks, ends_at)

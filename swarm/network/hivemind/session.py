@@ -44,14 +44,14 @@ logger = logging.getLogger(__name__)
 
 StreamHandler = Callable[[str, str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """(peer id, protocol, reader, writer); it closes the stream and raises nothing."""
-OnOtherPeer = Callable[[str, tuple[str, ...]], None]
+OtherPeerCallback = Callable[[str, tuple[str, ...]], None]
 """(peer id, addresses) of a peer that answered in place of the peer that was dialled. Whoever listens there can lie."""
 
 NUM_REPLICAS = 5
 _RPC_TIMEOUT_S = 3.0
 """Timeout of one question to one peer. A peer that stays silent delays every search that meets it."""
 _CONNECT_TIMEOUT_S = 5.0
-_BAN_S = 2.0
+_BLACKLIST_S = 2.0
 _BAN_GROWTH = 1.5
 """A peer that did not answer is not asked for 2, 3, 4.5, ... seconds. hivemind's own pauses soon reach minutes."""
 _CONTROL_TIMEOUT_S = 5.0
@@ -66,7 +66,13 @@ class HivemindSession:
     """Daemon, control connection and DHT node, made by `open`. It cannot be used after `close`."""
 
     def __init__(
-        self, daemon: Daemon, folder: RuntimeFolder, p2p: P2P, node: DHTNode, role: Role, on_other_peer: OnOtherPeer
+        self,
+        daemon: Daemon,
+        folder: RuntimeFolder,
+        p2p: P2P,
+        node: DHTNode,
+        role: Role,
+        on_other_peer: OtherPeerCallback,
     ) -> None:
         self._daemon = daemon
         self._folder = folder
@@ -88,7 +94,7 @@ class HivemindSession:
         write_key: Callable[[Path], None],
         guard: IndexGuard,
         server: RequestServer,
-        on_other_peer: OnOtherPeer,
+        on_other_peer: OtherPeerCallback,
         timeout_s: float,
     ) -> "HivemindSession":
         """Start a daemon and a DHT node that knows no peer yet. Raises NetworkError and leaves nothing behind.
@@ -328,7 +334,7 @@ async def _attach(folder: RuntimeFolder, guard: IndexGuard, role: Role) -> tuple
         node_id=DHTID.generate(source=p2p.peer_id.to_bytes()),  # the same place in the DHT after a restart
         num_replicas=NUM_REPLICAS,
         wait_timeout=_RPC_TIMEOUT_S,
-        blacklist_time=_BAN_S,
+        blacklist_time=_BLACKLIST_S,
         backoff_rate=_BAN_GROWTH,
         record_validator=guard,
         client_mode=not role.is_full,

@@ -98,7 +98,7 @@ def test_the_judge_blames_the_author_for_a_text_that_spoils_its_verifier(
 ) -> None:
     """And it alone: the time until there is a new process is the time of that author."""
     mixture = TaskMixture(SUMS)
-    judge = RewardVerifier(mixture, fence=SandboxedVerifier(SUMS, time_budget_s=1.0))
+    judge = RewardVerifier(mixture, sandboxed=SandboxedVerifier(SUMS, time_budget_s=1.0))
     right = mixture.sources["chain_sum"].answer(SEED, 0)
     assert judge.rewards(group_of(mixture, right, "7")) == (1.0, 0.0)
     spent_s: dict[str, float] = {}
