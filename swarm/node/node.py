@@ -263,7 +263,9 @@ class Node:
         return local_backend(self.config, policy, self.identity.peer_id)
 
     def _make_exchange(self, sharing: SharingParts, policy: TextPolicy, mixture: TaskMixture) -> Exchange:
-        verifier = RewardVerifier(mixture, is_known=self.tracker.reputation.is_known, sandboxed=self._sandboxed_verifier)
+        verifier = RewardVerifier(
+            mixture, is_known=self.tracker.reputation.is_known, sandboxed=self._sandboxed_verifier
+        )
         vocabulary = Vocabulary(
             lineage=policy.lineage,
             size=policy.vocab_size,

@@ -41,9 +41,9 @@ class RewardPlugin:
         self._source = source
         self._name = entry.name
         self._time_budget_s = time_budget_s
-        fence = "none" if entry.name in tasks.unsandboxed_rewards else "required"
-        file_bytes = None if fence == "none" else FILE_BYTES
-        confinement = Confinement(tasks.reward_memory_mib << 20, file_bytes, fence)
+        namespaces = "none" if entry.name in tasks.unsandboxed_rewards else "required"
+        file_bytes = None if namespaces == "none" else FILE_BYTES
+        confinement = Confinement(tasks.reward_memory_mib << 20, file_bytes, namespaces)
         opening = [entry.name, entry.value, parameters, tasks.sandboxed]
         self._process = LineProcess("swarm.tasks.plugin_process", opening, confinement)
         try:

@@ -165,12 +165,14 @@ class SandboxedVerifier:
 
     def _process(self, sections: Sequence[TaskSourceSection], config: TasksSection) -> LineProcess:
         """One process for `sections`, which are built in, or one of a package."""
-        fence: Literal["required", "if possible", "none"] = "if possible"
+        namespaces: Literal["required", "if possible", "none"] = "if possible"
         if not TASK_SOURCES.is_built_in(sections[0].kind):
-            fence = "none" if sections[0].kind in config.unsandboxed_kinds else "required"
+            namespaces = "none" if sections[0].kind in config.unsandboxed_kinds else "required"
         readable = () if config.sandboxed else tuple(_named_files(sections))
         tasks = config.model_copy(update={"sources": tuple(sections)})
-        confinement = Confinement(self._memory_bytes, None if fence == "none" else FILE_BYTES, fence, readable)
+        confinement = Confinement(
+            self._memory_bytes, None if namespaces == "none" else FILE_BYTES, namespaces, readable
+        )
         return LineProcess("swarm.tasks.verifier_process", tasks.model_dump_json(), confinement)
 
     def _renew(self, source: str) -> None:
@@ -220,14 +222,14 @@ _AHEAD = 32
 class SandboxedSource:
     """One source in its process. Safe from any thread: questions are answered one after the other."""
 
-    def __init__(self, config: TaskSourceSection, fence: SandboxedVerifier) -> None:
+    def __init__(self, config: TaskSourceSection, verifier: SandboxedVerifier) -> None:
         """Raises TaskError for a source that is unknown or refused, and for parameters that are refused or fail."""
         self.name = config.source_name
-        opened = fence.open(self.name)
+        opened = verifier.open(self.name)
         self.config_digest = opened.config_digest
         self.num_held_out = opened.num_held_out
         self._context = prompt_context(config)
-        self._fence = fence
+        self._verifier = verifier
         self._lock = threading.Lock()
         self._ahead: dict[tuple[int, int], str] = {}
         self._next = (-1, -1)
@@ -241,7 +243,7 @@ class SandboxedSource:
 
     def answer(self, seed: int, index: int) -> str:
         try:
-            return self._fence.answer(TaskRef(self.name, self.config_digest, seed, index))
+            return self._verifier.answer(TaskRef(self.name, self.config_digest, seed, index))
         except (Overrun, UnknownTask) as error:
             raise TaskFailure(self.name, str(error)) from None
 
@@ -253,7 +255,7 @@ class SandboxedSource:
         if prompt is not None:
             return prompt
         try:
-            first, *following = self._fence.prompts(ref, _AHEAD if is_walk else 1)
+            first, *following = self._verifier.prompts(ref, _AHEAD if is_walk else 1)
         except (Overrun, UnknownTask) as error:
             raise TaskFailure(self.name, f"building task {ref.seed}/{ref.index}: {error}") from None
         if following:
@@ -263,6 +265,6 @@ class SandboxedSource:
 
     def _verify(self, ref: TaskRef, text: str) -> float:
         try:
-            return self._fence.rewards(ref, [text])[1][0]
+            return self._verifier.rewards(ref, [text])[1][0]
         except (Overrun, UnknownTask) as error:
             raise TaskFailure(self.name, f"verifier: {error}") from None

@@ -45,11 +45,12 @@ class TaskMixture:
     def __init__(self, config: TasksSection, *, is_sandboxed: bool = False) -> None:
         """Raises TaskError if not one source works.
 
-        Sources for which `_is_fenced` holds are built and scored in a sandboxed process; with `is_sandboxed` this is that process.
+        Sources for which `_must_be_sandboxed` holds are built and scored in a sandboxed process. With `is_sandboxed` this is that
+        process.
         """
-        self._is_in_fence = is_sandboxed
-        fenced = () if is_sandboxed else tuple(one for one in config.sources if _is_fenced(one, config))
-        self._fence = SandboxedVerifier(_without_signals(config, fenced)) if fenced else None
+        self._is_sandboxed = is_sandboxed
+        sandboxed = () if is_sandboxed else tuple(one for one in config.sources if _must_be_sandboxed(one, config))
+        self._sandboxed = SandboxedVerifier(_without_signals(config, sandboxed)) if sandboxed else None
         self.sources: dict[str, TaskSource] = {}
         self.weights: dict[str, float] = {}
         self.broken: dict[str, str] = {}
@@ -68,13 +69,13 @@ class TaskMixture:
 
     def close(self) -> None:
         """End the processes that build tasks, where there are any. Tasks that are asked for later fail."""
-        if self._fence is not None:
-            self._fence.close()
+        if self._sandboxed is not None:
+            self._sandboxed.close()
 
     def _build(self, section: TaskSourceSection, config: TasksSection) -> TaskSource:
         source: TaskSource
-        if self._fence is not None and self._fence.holds(section.source_name):
-            source = SandboxedSource(section, self._fence)
+        if self._sandboxed is not None and self._sandboxed.holds(section.source_name):
+            source = SandboxedSource(section, self._sandboxed)
         else:
             source = self._build_here(section, config)
             source = PromptedSource(source, section) if section.form else source
@@ -84,7 +85,7 @@ class TaskMixture:
         if TASK_SOURCES.is_built_in(section.kind):
             source: TaskSource = TASK_SOURCES.load(section.kind)(section, config)
             return source
-        if self._is_in_fence:
+        if self._is_sandboxed:
             return PackageSource(section, config)
         raise TaskError(
             f"a task source of a package must run in a process, got {section.kind} in the node; report this"
@@ -226,7 +227,7 @@ def _is_within(number: object, stop: int) -> bool:
     return type(number) is int and 0 <= number < stop
 
 
-def _is_fenced(section: TaskSourceSection, config: TasksSection) -> bool:
+def _must_be_sandboxed(section: TaskSourceSection, config: TasksSection) -> bool:
     """Whether even the node's own tasks and answers go through the sandboxed process.
 
     They do for sources of packages, of a manifest, and of a section with reward functions of packages: these have processes of

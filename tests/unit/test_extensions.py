@@ -239,8 +239,8 @@ def test_a_source_of_a_package_is_let_out_only_where_the_operator_names_its_kind
 @pytest.mark.parametrize("text", ["hang", "eat", "die", "two", "nan", "text"])
 def test_a_verifier_of_a_package_that_fails_costs_its_task_and_works_again(evil: Evil, text: str) -> None:
     mixture = TaskMixture(tasks_of())
-    assert mixture._fence is not None
-    mixture._fence._time_budget_s = 0.5
+    assert mixture._sandboxed is not None
+    mixture._sandboxed._time_budget_s = 0.5
     task = mixture.sources["evil"].task(16, 0)
     started = time.monotonic()
     with pytest.raises(TaskFailure):

@@ -133,7 +133,7 @@ def test_the_process_ends_with_the_fence_and_is_not_started_without_need(tmp_pat
 
 
 @pytest.mark.usefixtures("spoiled")
-def test_beside_reward_functions_of_packages_the_verifier_is_fenced_too(tmp_path: Path) -> None:
+def test_beside_reward_functions_of_packages_the_verifier_is_sandboxed_too(tmp_path: Path) -> None:
     """The node itself never runs it, for its own answers neither."""
     install(tmp_path)
     invalidate_caches()
@@ -185,7 +185,7 @@ def test_prompts_and_answers_of_the_process_are_checked_too(
         fence.open("chain_sum")
 
 
-def test_a_kind_of_source_that_nobody_has_listed_as_bounded_is_fenced() -> None:
+def test_a_kind_of_source_that_nobody_has_listed_as_bounded_is_sandboxed() -> None:
     section = SUMS.sources[0].model_copy(update={"kind": "new"})
     assert SandboxedVerifier(TasksSection.model_construct(sources=(section,))).holds("chain_sum")
 
