@@ -1,16 +1,30 @@
 """The trainable part: LoRA factors B·A on the base's linear layers (peft), with equal initial values in a lineage."""
 
 import difflib
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import DynamicCache
 
 from swarm.config import LoraSection
 from swarm.errors import PolicyError
 from swarm.policy.counter_noise import uniform
+
+logger = logging.getLogger(__name__)
+
+_BYPASSED: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(("falcon_h1", "nemotron_h", "mamba", "mamba2", "falcon_mamba"), frozenset({"out_proj"})),
+    "jamba": frozenset({"dt_proj"}),
+}
+"""Linear layers by model type whose weight the model's code reads directly, so that an adapter on them has no effect.
+
+The first five are those of peft: fused kernels compute `out_proj`. The layers to adapt must not depend on the machine.
+"""
 
 
 def attach_adapter(model: Any, config: LoraSection) -> Any:
@@ -42,6 +56,45 @@ def adapted_layers(peft_model: Any) -> Iterable[tuple[str, Any]]:
             yield name, module
 
 
+@torch.no_grad()
+def check_adapter_runs(peft_model: Any) -> None:
+    """Raises PolicyError unless the base computes with a standard cache, and calls every adapted layer without one.
+
+    Some families have a cache of their own, and fused kernels may read the weights of a layer without calling it: its
+    adapter would be trained and have no effect. Experts to which no token goes are not called, so they do not count.
+    """
+    base = peft_model.get_base_model()
+    called: set[str] = set()
+    layers = [(name, layer) for name, layer in adapted_layers(peft_model) if ".experts." not in name]
+    handles = [layer.register_forward_hook(partial(_note_call, called, name)) for name, layer in layers]
+    token_ids = torch.tensor([[0, 1]], device=next(base.parameters()).device)
+    try:
+        peft_model.eval()(input_ids=token_ids, past_key_values=DynamicCache(config=base.config), use_cache=True)
+        called.clear()
+        has_dropout = peft_model.peft_config["default"].lora_dropout > 0  # only then is training done in train mode
+        peft_model.train(has_dropout)(input_ids=token_ids, use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the code of any family of models
+        raise PolicyError(
+            f"policy.base must decode with the standard cache of transformers, got an error of {type(base).__name__}: "
+            f"{' '.join(str(error).split())[:200]}; set policy.base to a model of another family"
+        ) from None
+    finally:
+        peft_model.eval()
+        for handle in handles:
+            handle.remove()
+    if unused := [name for name, _ in layers if name not in called]:
+        raise PolicyError(
+            f"every layer of policy.lora.targets must be called in training, got {unused[0]}, whose weight "
+            f"{type(base).__name__} reads directly on this machine; list the other layers in policy.lora.targets"
+        )
+
+
+def _note_call(called: set[str], name: str, *_: Any) -> None:
+    called.add(name)
+
+
 def adapter_shape(peft_model: Any) -> list[tuple[str, int, int]]:
     """Return (name, inputs, outputs) of every adapted layer."""
     return [(name, layer.in_features, layer.out_features) for name, layer in adapted_layers(peft_model)]
@@ -58,14 +111,25 @@ def _start_factors(name: str, layer: Any, init_seed: int) -> None:
 
 
 def resolve_targets(model: Any, targets: str | tuple[str, ...]) -> list[str]:
-    """Return full names of the layers to adapt: all linear ones but the head, or those that end with a name of `targets`."""
+    """Return full names of the layers to adapt: all linear ones but the head, or those that end with a name of `targets`.
+
+    Layers whose adapter would have no effect are left out. Raises PolicyError for a target that names none of the others.
+    """
     head = model.get_output_embeddings()
-    linear = [name for name, module in model.named_modules() if _is_linear(module) and module is not head]
+    kind = model.config.model_type
+    bypassed = _BYPASSED.get(kind, frozenset())
+    names = [name for name, module in model.named_modules() if _is_linear(module) and module is not head]
+    linear = [name for name in names if name.rpartition(".")[2] not in bypassed]
     if targets == "all-linear":
         return linear
     chosen: set[str] = set()
     for target in targets:
         matching = {name for name in linear if name == target or name.endswith("." + target)}
+        if target.rpartition(".")[2] in bypassed:
+            raise PolicyError(
+                f"policy.lora.targets must name layers that an adapter can change, got {target!r}, whose weight the code of "
+                f"{kind} reads directly; leave it out"
+            )
         if not matching:
             leaves = sorted({name.rpartition(".")[2] for name in linear})
             near = difflib.get_close_matches(target, leaves, n=3, cutoff=0.4) or leaves
@@ -82,5 +146,7 @@ def resolve_targets(model: Any, targets: str | tuple[str, ...]) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    # bitsandbytes layers derive from nn.Linear; GPT-2 style Conv1D is a linear layer with its weight transposed
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    # bitsandbytes layers derive from nn.Linear; GPT-2 style Conv1D is a linear layer with its weight transposed. Some
+    # routers of experts derive from nn.Linear, too, but return several tensors, which peft cannot add to.
+    kind = type(module).__name__
+    return kind == "Conv1D" or (isinstance(module, nn.Linear) and "Router" not in kind)
