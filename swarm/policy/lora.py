@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from swarm.config import LoraSection
 from swarm.errors import PolicyError
+from swarm.policy.base_model import one_line
 from swarm.policy.counter_noise import uniform
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,8 @@ The first five are those of peft: fused kernels compute `out_proj`. The layers t
 def attach_adapter(model: Any, config: LoraSection) -> Any:
     """Wrap `model` with an adapter in float32: A from `config.init_seed` and the layer's name, B zero.
 
-    Torch's random state stays as it was. Raises PolicyError for a target that names no linear layer.
+    Torch's random state stays as it was. Raises PolicyError for a target that names no linear layer, and for settings that
+    peft refuses.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -42,11 +44,34 @@ def attach_adapter(model: Any, config: LoraSection) -> Any:
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]):  # peft draws A and B, which are replaced below
-        peft_model = get_peft_model(model, lora)
+    try:
+        with torch.random.fork_rng(devices=[]):  # peft draws A and B, which are replaced below
+            peft_model = get_peft_model(model, lora)
+    except ValueError as error:
+        raise PolicyError(
+            f"policy.lora must fit the layers of {type(model).__name__}, got: {one_line(error).rstrip('.')}; change policy.lora"
+        ) from None
     for name, layer in adapted_layers(peft_model):
         _start_factors(name, layer, config.init_seed)
+    _tell_of_experts(peft_model)
     return peft_model
+
+
+def _tell_of_experts(peft_model: Any) -> None:
+    """Log whether the stacked experts of a mixture get an adapter: peft adapts them for some families and not for others.
+
+    peft adapts them where the targets hold the names that their weights had one by one (gate_proj, up_proj, down_proj), and
+    then in place of the plain layers of these names.
+    """
+    stacked = [name for name, one in peft_model.named_parameters() if one.dim() == 3 and ".experts." in name]
+    if not stacked:
+        return
+    num_adapted = sum("experts" in name and hasattr(layer, "num_experts") for name, layer in adapted_layers(peft_model))
+    family = type(peft_model.get_base_model()).__name__
+    if num_adapted:
+        logger.info("the experts of %s get an adapter, its plain gate_proj, up_proj and down_proj do not", family)
+    else:
+        logger.info("the experts of this mixture (%s) get no adapter; its other layers do", family)
 
 
 def adapted_layers(peft_model: Any) -> Iterable[tuple[str, Any]]:
@@ -78,7 +103,7 @@ def check_adapter_runs(peft_model: Any) -> None:
     except Exception as error:  # the code of any family of models
         raise PolicyError(
             f"policy.base must decode with the standard cache of transformers, got an error of {type(base).__name__}: "
-            f"{' '.join(str(error).split())[:200]}; set policy.base to a model of another family"
+            f"{one_line(error)}; set policy.base to a model of another family"
         ) from None
     finally:
         peft_model.eval()

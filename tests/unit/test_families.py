@@ -3,6 +3,7 @@
 The reference is an unpadded forward pass per answer of plain transformers and peft, over the exported adapter.
 """
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,18 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from swarm.adapters.adapter_state import read_adapter
+from swarm.adapters.adapter_state import read_adapter, write_adapter
 from swarm.adapters.checkpoint import Checkpoint
 from swarm.adapters.export import export_checkpoint, export_merged
-from swarm.config import RolloutsSection
+from swarm.adapters.product_merge import LowRank, merge_by_layer
+from swarm.config import LoraSection, PolicySection, RolloutsSection
 from swarm.engine.make_engine import make_engine
 from swarm.engine.sampling import Sampling
 from swarm.engine.slot_engine import SlotEngine
-from swarm.errors import PolicyError
+from swarm.errors import MergeError, PolicyError
 from swarm.policy.logprobs import TokenSequence, token_logprobs
-from swarm.policy.policy import Policy
+from swarm.policy.lora import check_adapter_runs
+from swarm.policy.policy import Policy, load_policy
 from tests.unit.families import FAMILIES, REFUSED, write_family
 from tests.unit.tiny_models import build_policy, requests
 
@@ -104,3 +107,78 @@ def test_a_family_with_a_cache_of_its_own_is_refused_at_load(name: str, tmp_path
         PolicyError, match="must decode with the standard cache of transformers, got an error of MiniMax"
     ):
         build_policy(write_family(name, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mixtral", "the experts of this mixture (MixtralForCausalLM) get no adapter"),
+        ("deepseek_v3", "the experts of DeepseekV3ForCausalLM get an adapter"),
+        ("llama", ""),
+    ],
+)
+def test_the_log_says_whether_experts_are_trained(
+    name: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="swarm.policy.lora"):
+        policy = build_policy(write_family(name, tmp_path))
+    assert said in caplog.text if said else caplog.text == ""
+    has_factors = any(".experts." in factor for factor in read_adapter(policy.model))
+    assert has_factors == (name == "deepseek_v3")
+
+
+def test_adapters_of_experts_are_merged_by_their_factors(tmp_path: Path) -> None:
+    policy = build_policy(write_family("deepseek_v3", tmp_path), rank=2)
+    own = read_adapter(policy.model)
+    other = {name: torch.randn(one.shape, generator=torch.Generator().manual_seed(1)) for name, one in own.items()}
+    both, scaling = [LowRank(own, 2.0), LowRank(other, 2.0)], 2.0
+    merged = merge_by_layer(both, [0.5, 0.5], 2, scaling, drift_threshold=0.0)
+    experts = [name for name in own if ".experts." in name]
+    assert len(experts) == 4
+    for name in experts:
+        assert torch.allclose(merged.tensors[name], (own[name] + other[name]) / 2)
+    products = {name.rpartition(".")[0] for name in own} - {name.rpartition(".")[0] for name in experts}
+    assert set(merged.truncation) == products
+    write_adapter(policy.model, merged.tensors)
+    with pytest.raises(MergeError, match="stacked experts can be averaged, but not merged as products"):
+        merge_by_layer(both, [0.5, 0.5], 4, scaling, drift_threshold=0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "message"),
+    [
+        (
+            "deepseek_v3",
+            {"dropout": 0.1},
+            "must fit the layers of DeepseekV3ForCausalLM, got: .* lora_dropout != 0; change",
+        ),
+        ("deepseek_v3", {"targets": ("gate_proj",)}, "must fit the layers of .* without also targeting up_proj"),
+        (
+            "falcon_h1",
+            {"targets": ("out_proj",)},
+            "'out_proj', whose weight the code of falcon_h1 reads directly; leave",
+        ),
+    ],
+)
+def test_an_adapter_that_cannot_work_is_refused(name: str, lora: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=message):
+        load_policy(PolicySection(base=str(write_family(name, tmp_path)), lora=LoraSection(**lora)), device="cpu")
+
+
+def test_layer_that_the_base_does_not_call_is_refused(tmp_path: Path) -> None:
+    """As with a fused kernel that reads the weight of the last projection."""
+    policy = build_policy(write_family("llama", tmp_path))
+    layer = policy.model.get_base_model().model.layers[1].self_attn.o_proj
+    layer.__class__ = type("Bypassed", (type(layer),), {"__call__": lambda self, x: self.base_layer(x)})
+    with pytest.raises(PolicyError, match=r"must be called in training, got model.layers.1.self_attn.o_proj"):
+        check_adapter_runs(policy.model)
+
+
+def test_state_that_a_family_does_not_continue_is_computed_with_each_answer(tmp_path: Path) -> None:
+    """Jamba's code ignores the state where several tokens continue it."""
+    policy = build_policy(write_family("jamba", tmp_path))
+    widths: list[int] = []
+    policy.model.get_input_embeddings().register_forward_hook(lambda *call: widths.append(call[1][0].shape[0]))
+    sequences = [([5, 6, 7, 8] * 4, [9, 10, 2]) for _ in range(4)]
+    token_logprobs(policy.model, sequences, policy.pad_token_id)
+    assert widths[-1] == 4
