@@ -133,18 +133,12 @@ def export_checkpoint(checkpoint: Checkpoint, base: str, revision: str | None, l
 
     adapter = checkpoint.tensors["adapter"]
     stacked = stacked_layers(adapter)
-    # peft gives the joint gates and inputs of stacked experts twice the rank, so that each of the two has the whole
-    of_experts: dict[str, Any] = {
-        "target_parameters": ["down_proj", "gate_up_proj"],
-        "rank_pattern": {_GATES_AND_INPUTS: 2 * lora.rank},
-        "alpha_pattern": {_GATES_AND_INPUTS: 2 * lora.alpha},
-    }
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only divides it by r
         lora_dropout=lora.dropout,
         target_modules=sorted({name.rpartition(".")[0] for name in adapter} - stacked),
-        **(of_experts if stacked else {}),
+        **(stacked_settings(lora) if stacked else {}),
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
         revision=revision,
@@ -157,3 +151,16 @@ def export_checkpoint(checkpoint: Checkpoint, base: str, revision: str | None, l
         safetensors.torch.save_file(named, folder / "adapter_model.safetensors")
     except OSError as error:
         raise PolicyError(f"an adapter must be writable, got {error} in {folder}; free some space") from None
+
+
+def stacked_settings(lora: LoraSection) -> dict[str, Any]:
+    """Return the settings of peft for the stacked experts of a mixture.
+
+    Gates and inputs of an expert are one weight there. It gets twice the rank, as peft does it for checkpoints with one weight
+    for each of the two.
+    """
+    return {
+        "target_parameters": ["down_proj", "gate_up_proj"],
+        "rank_pattern": {_GATES_AND_INPUTS: 2 * lora.rank},
+        "alpha_pattern": {_GATES_AND_INPUTS: 2 * lora.alpha},
+    }

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
+from swarm.adapters.export import stacked_settings
 from swarm.config import LoraSection
 from swarm.errors import PolicyError
 from swarm.policy.base_model import one_line
@@ -18,6 +19,8 @@ from swarm.policy.counter_noise import uniform
 
 logger = logging.getLogger(__name__)
 
+ALL_LINEAR, EXPERTS = "all-linear", "experts"
+"""Names in `policy.lora.targets` that are not those of layers."""
 _BYPASSED: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("falcon_h1", "nemotron_h", "mamba", "mamba2", "falcon_mamba"), frozenset({"out_proj"})),
     "jamba": frozenset({"dt_proj"}),
@@ -37,11 +40,13 @@ def attach_adapter(model: Any, config: LoraSection) -> Any:
     from peft import LoraConfig, get_peft_model
 
     targets = resolve_targets(model, config.targets)
+    of_experts = stacked_settings(config) if EXPERTS in config.targets else {}
     lora = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft only divides it by r
         lora_dropout=config.dropout,
         target_modules=targets,
+        **of_experts,
         task_type="CAUSAL_LM",
     )
     try:
@@ -61,7 +66,7 @@ def _tell_of_experts(peft_model: Any) -> None:
     """Log whether the stacked experts of a mixture get an adapter: peft adapts them for some families and not for others.
 
     peft adapts them where the targets hold the names that their weights had one by one (gate_proj, up_proj, down_proj), and
-    then in place of the plain layers of these names.
+    then in place of the plain layers of these names. `experts` among the targets adapts them for any family.
     """
     stacked = [name for name, one in peft_model.named_parameters() if one.dim() == 3 and ".experts." in name]
     if not stacked:
@@ -69,9 +74,9 @@ def _tell_of_experts(peft_model: Any) -> None:
     num_adapted = sum("experts" in name and hasattr(layer, "num_experts") for name, layer in adapted_layers(peft_model))
     family = type(peft_model.get_base_model()).__name__
     if num_adapted:
-        logger.info("the experts of %s get an adapter, its plain gate_proj, up_proj and down_proj do not", family)
+        logger.info("the experts of this mixture (%s) get an adapter", family)
     else:
-        logger.info("the experts of this mixture (%s) get no adapter; its other layers do", family)
+        logger.info("the experts of this mixture (%s) get no adapter; policy.lora.targets can name them", family)
 
 
 def adapted_layers(peft_model: Any) -> Iterable[tuple[str, Any]]:
@@ -138,17 +143,22 @@ def _start_factors(name: str, layer: Any, init_seed: int) -> None:
 def resolve_targets(model: Any, targets: str | tuple[str, ...]) -> list[str]:
     """Return full names of the layers to adapt: all linear ones but the head, or those that end with a name of `targets`.
 
-    Layers whose adapter would have no effect are left out. Raises PolicyError for a target that names none of the others.
+    `experts` among the targets adds no name, as the weights of experts are not layers. Layers whose adapter would have no
+    effect are left out. Raises PolicyError for a target that names none of the others.
     """
     head = model.get_output_embeddings()
     kind = model.config.model_type
     bypassed = _BYPASSED.get(kind, frozenset())
     names = [name for name, module in model.named_modules() if _is_linear(module) and module is not head]
     linear = [name for name in names if name.rpartition(".")[2] not in bypassed]
-    if targets == "all-linear":
+    if targets == ALL_LINEAR:
         return linear
-    chosen: set[str] = set()
+    chosen: set[str] = set(linear if ALL_LINEAR in targets else ())
     for target in targets:
+        if target == EXPERTS:
+            _check_has_stacked_experts(model)
+        if target in (ALL_LINEAR, EXPERTS):
+            continue
         matching = {name for name in linear if name == target or name.endswith("." + target)}
         if target.rpartition(".")[2] in bypassed:
             raise PolicyError(
@@ -165,9 +175,20 @@ def resolve_targets(model: Any, targets: str | tuple[str, ...]) -> list[str]:
         chosen |= matching
     if not chosen:
         raise PolicyError(
-            "policy.lora.targets must name at least one layer, got none; set policy.lora.targets = all-linear"
+            "policy.lora.targets must name at least one linear layer, got none; set policy.lora.targets = all-linear"
         )
     return [name for name in linear if name in chosen]
+
+
+def _check_has_stacked_experts(model: Any) -> None:
+    stacked = {
+        name.rpartition(".")[2] for name, one in model.named_parameters() if one.dim() == 3 and ".experts." in name
+    }
+    if stacked != {"gate_up_proj", "down_proj"}:
+        raise PolicyError(
+            "policy.lora.targets may name experts where a base stacks them as gate_up_proj and down_proj, got "
+            f"{', '.join(sorted(stacked)) or 'none'} in {type(model).__name__}; leave it out"
+        )
 
 
 def _is_linear(module: nn.Module) -> bool:

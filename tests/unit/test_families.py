@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from swarm.adapters.adapter_state import read_adapter, write_adapter
 from swarm.adapters.checkpoint import Checkpoint
 from swarm.adapters.export import export_checkpoint, export_merged
-from swarm.adapters.product_merge import LowRank, merge_by_layer
+from swarm.adapters.product_merge import LowRank, layers_of, merge_by_layer
 from swarm.config import LoraSection, PolicySection, RolloutsSection
 from swarm.engine.make_engine import make_engine
 from swarm.engine.sampling import Sampling
@@ -27,7 +27,7 @@ from swarm.policy.logprobs import TokenSequence, token_logprobs
 from swarm.policy.lora import check_adapter_runs
 from swarm.policy.policy import Policy, load_policy
 from tests.unit.families import FAMILIES, REFUSED, write_family
-from tests.unit.tiny_models import build_policy, requests
+from tests.unit.tiny_models import build_policy, perturb, requests
 
 PROMPTS = ("What is 7 + 5?", "Spell this backward, please: a")
 TOLERANCE = 1e-5
@@ -37,8 +37,37 @@ GRADIENT_TOLERANCE = 1e-4
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_one_policy_in_sampling_training_and_export(name: str, tmp_path: Path) -> None:
+    _check_family(name, build_policy(write_family(name, tmp_path / "base")), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek_v3",
+        "gpt_oss",
+        "granitemoe",
+        "granitemoehybrid",
+        "jamba",
+        "lfm2_moe",
+        "mixtral",
+        "olmoe",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_moe",
+    ],
+)
+def test_experts_are_trained_where_the_targets_name_them(name: str, tmp_path: Path) -> None:
+    lora = LoraSection(rank=4, alpha=8, targets=("all-linear", "experts"))
+    config = PolicySection(base=str(write_family(name, tmp_path / "base")), lora=lora)
+    policy = load_policy(config, device="cpu")
+    perturb(policy)
+    _check_family(name, policy, tmp_path)
+    layers = {layer.rpartition(".mlp.")[2] for layer in layers_of(read_adapter(policy.model)) if "experts" in layer}
+    assert len(layers) >= 2
+
+
+def _check_family(name: str, policy: Policy, tmp_path: Path) -> None:
     family = FAMILIES[name]
-    policy = build_policy(write_family(name, tmp_path / "base"))
     exported = _exported(policy, tmp_path)
     sequences, sampled = _sampled(policy, is_in_slots=family.is_in_slots)
     expected = [_unpadded(exported["adapter"], sequence) for sequence in sequences]
@@ -113,7 +142,7 @@ def test_a_family_with_a_cache_of_its_own_is_refused_at_load(name: str, tmp_path
     ("name", "said"),
     [
         ("mixtral", "the experts of this mixture (MixtralForCausalLM) get no adapter"),
-        ("deepseek_v3", "the experts of DeepseekV3ForCausalLM get an adapter"),
+        ("deepseek_v3", "the experts of this mixture (DeepseekV3ForCausalLM) get an adapter"),
         ("llama", ""),
     ],
 )
