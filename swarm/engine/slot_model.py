@@ -194,6 +194,7 @@ def supports_slots(policy: Policy) -> bool:
     config = base.config.get_text_config()
     return (
         config.model_type not in _OWN_MASKS
+        and not getattr(config, "alibi", False)  # biases by the columns of the mask, and not by positions
         and set(getattr(config, "layer_types", None) or ["full_attention"]) <= _LAYER_TYPES
         and is_plain(DynamicCache(config=base.config))
         and getattr(base.config, "_attn_implementation", None) in ("sdpa", "eager")

@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache
 
 from swarm.adapters.export import stacked_settings
 from swarm.config import LoraSection
 from swarm.errors import PolicyError
 from swarm.policy.base_model import one_line
 from swarm.policy.counter_noise import uniform
+from swarm.policy.logprobs import PromptCache
 
 logger = logging.getLogger(__name__)
 
+_MAX_DEVIATION = 0.2
+"""Largest distance of logits with a cache from those without, relative to their norm, that 16-bit numbers can explain."""
 ALL_LINEAR, EXPERTS = "all-linear", "experts"
 """Names in `policy.lora.targets` that are not those of layers."""
 _BYPASSED: Mapping[str, frozenset[str]] = {
@@ -88,21 +90,28 @@ def adapted_layers(peft_model: Any) -> Iterable[tuple[str, Any]]:
 
 @torch.no_grad()
 def check_adapter_runs(peft_model: Any) -> None:
-    """Raises PolicyError unless the base computes with a standard cache, and calls every adapted layer without one.
+    """Raises PolicyError unless the base decodes with a standard cache, and calls every adapted layer without one.
 
-    Some families have a cache of their own, and fused kernels may read the weights of a layer without calling it: its
-    adapter would be trained and have no effect. Experts to which no token goes are not called, so they do not count.
+    Some families have a cache of their own. They raise an error with another, or ignore it, and their answers would be sampled
+    from another policy than the trained one. Fused kernels may read the weights of a layer without calling it: its adapter
+    would be trained and have no effect. Experts to which no token goes are not called, so they do not count.
     """
     base = peft_model.get_base_model()
     called: set[str] = set()
     layers = [(name, layer) for name, layer in adapted_layers(peft_model) if ".experts." not in name]
     handles = [layer.register_forward_hook(partial(_note_call, called, name)) for name, layer in layers]
-    token_ids = torch.tensor([[0, 1]], device=next(base.parameters()).device)
+    prompt, answer = [0, 1, 1, 0, 1], [0, 0]
+    token_ids = torch.tensor([prompt + answer], device=next(base.parameters()).device)
+    has_dropout = peft_model.peft_config["default"].lora_dropout > 0  # only then is training done in train mode
     try:
-        peft_model.eval()(input_ids=token_ids, past_key_values=DynamicCache(config=base.config), use_cache=True)
-        called.clear()
-        has_dropout = peft_model.peft_config["default"].lora_dropout > 0  # only then is training done in train mode
         peft_model.train(has_dropout)(input_ids=token_ids, use_cache=False)
+        uncalled = [name for name, _ in layers if name not in called]
+        cache = PromptCache(peft_model.eval(), pad_token_id=0)
+        cache.start([prompt[:2], prompt], token_ids.device)
+        cache.select(torch.tensor([1, 0], device=token_ids.device))
+        steps = [cache.extend(torch.tensor([[token]] * 2, device=token_ids.device)) for token in answer]
+        decoded = torch.stack([logits[0, -1] for logits in steps])
+        expected = peft_model(input_ids=token_ids, use_cache=False).logits[0, len(prompt) :]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the code of any family of models
@@ -114,9 +123,14 @@ def check_adapter_runs(peft_model: Any) -> None:
         peft_model.eval()
         for handle in handles:
             handle.remove()
-    if unused := [name for name, _ in layers if name not in called]:
+    if not (decoded - expected).float().norm() <= _MAX_DEVIATION * expected.float().norm():
         raise PolicyError(
-            f"every layer of policy.lora.targets must be called in training, got {unused[0]}, whose weight "
+            f"policy.base must decode with a cache as in one pass, got other logits of {type(base).__name__}, whose code stores "
+            "states elsewhere; set policy.base to a model of another family"
+        )
+    if uncalled:
+        raise PolicyError(
+            f"every layer of policy.lora.targets must be called in training, got {uncalled[0]}, whose weight "
             f"{type(base).__name__} reads directly on this machine; list the other layers in policy.lora.targets"
         )
 

@@ -67,6 +67,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5_moe": Family({"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1}),
     "exaone4": Family({**_SLIDING}),
     "falcon": Family({"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_alibi": Family({"model_type": "falcon", "alibi": True, "multi_query": False}, is_in_slots=False),
     "falcon_h1": Family({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8,
                          "mamba_n_groups": 1, "mamba_chunk_size": 16}, is_in_slots=False),
     "gemma": Family({"head_dim": 8}),
@@ -100,6 +101,8 @@ FAMILIES: dict[str, Family] = {
     "lfm2_moe": Family({**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1},
                        is_in_slots=False),
     "llama": Family(),
+    "llama4_text": Family({"head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 64, "attention_chunk_size": 8},
+                          is_in_slots=False),
 
     "ministral": Family({**_SLIDING, "head_dim": 8}),
     "mistral": Family({"sliding_window": _WINDOW}),
@@ -140,16 +143,18 @@ FAMILIES: dict[str, Family] = {
 REFUSED: dict[str, Family] = {
     "minimax": Family({"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 4, "block_size": 8,
                        "num_experts_per_tok": 2, "head_dim": 8}),
+    "recurrent_gemma": Family({"head_dim": 8, "lru_width": 32, "attention_window_size": 8,
+                               "block_types": ["recurrent", "attention"]}),
 }  # fmt: skip
 """Families that transformers has and that this node cannot use."""
 
 
 def write_family(name: str, folder: Path) -> Path:
     """Write a random model of two layers and width 32 with a character tokenizer, and return its folder."""
-    settings = {**_COMMON, **(FAMILIES | REFUSED)[name].settings}
+    settings = {"model_type": name, **_COMMON, **(FAMILIES | REFUSED)[name].settings}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **settings))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:  # large enough for uneven distributions

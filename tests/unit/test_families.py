@@ -26,7 +26,7 @@ from swarm.errors import MergeError, PolicyError
 from swarm.policy.logprobs import TokenSequence, token_logprobs
 from swarm.policy.lora import check_adapter_runs
 from swarm.policy.policy import Policy, load_policy
-from tests.unit.families import FAMILIES, REFUSED, write_family
+from tests.unit.families import FAMILIES, write_family
 from tests.unit.tiny_models import build_policy, perturb, requests
 
 PROMPTS = ("What is 7 + 5?", "Spell this backward, please: a")
@@ -130,11 +130,15 @@ def _unpadded(model: Any, sequence: TokenSequence) -> Tensor:
     return logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(answer)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_family_with_a_cache_of_its_own_is_refused_at_load(name: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        PolicyError, match="must decode with the standard cache of transformers, got an error of MiniMax"
-    ):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("minimax", "must decode with the standard cache of transformers, got an error of MiniMax"),
+        ("recurrent_gemma", "must decode with a cache as in one pass, got other logits of RecurrentGemmaForCausalLM"),
+    ],
+)
+def test_a_family_with_a_cache_of_its_own_is_refused_at_load(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=message):
         build_policy(write_family(name, tmp_path))
 
 
