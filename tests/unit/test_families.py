@@ -49,6 +49,7 @@ def test_a_family_is_one_policy_in_sampling_training_and_export(name: str, tmp_p
         "granitemoehybrid",
         "jamba",
         "lfm2_moe",
+        "llama4_text",
         "mixtral",
         "olmoe",
         "phimoe",
