@@ -1,4 +1,4 @@
-"""Prints the test files of `make quick`: those of `tests/unit` that load no model and no network library and start no process.
+"""Prints the tests of `make quick`: files of `tests/unit` that load no model or network library and start no process, and SAMPLE.
 
 The imports of a file decide, so that no list has to be kept. A file is quick where its imports, followed through the
 modules of this project, reach none of `LARGE`, and where neither the file, nor a module that it imports, nor a module
@@ -15,6 +15,9 @@ from tests import house
 LARGE = {"transformers", "peft", "hivemind", "libp2p", "matplotlib", "reasoning_gym"}
 PROCESSES = {"subprocess", "multiprocessing"}
 STEPS_TO_PROCESSES = 2
+_FAMILY = "tests/unit/test_families.py::test_a_family_is_one_policy_in_sampling_training_and_export"
+SAMPLE = tuple(f"{_FAMILY}[{name}]" for name in ("deepseek_v3", "falcon_h1", "gemma3_text", "gpt2", "llama"))
+"""Tests that load tiny models: families with experts, recurrent states, windows, other linear layers, and none of these."""
 
 
 def quick_files() -> list[Path]:
@@ -66,4 +69,4 @@ def _is_test(file: Path) -> bool:
 
 
 if __name__ == "__main__":
-    print(*(file.relative_to(house.ROOT) for file in quick_files()))
+    print(*(file.relative_to(house.ROOT) for file in quick_files()), *SAMPLE)

@@ -11,6 +11,7 @@ import torch
 from swarm.adapters.adapter_state import read_adapter, write_adapter
 from swarm.adapters.checkpoint import Checkpoint
 from swarm.adapters.load_pretrained import load_pretrained
+from swarm.adapters.product_merge import stacked_layers
 from swarm.config import LoraSection
 from swarm.errors import PolicyError
 from swarm.machine.safe_files import SHARED, read_json, replace_file
@@ -35,6 +36,7 @@ _NAMES_OF_CODE = frozenset({
 })  # fmt: skip
 """Settings of a model that lead to code; all others belong to its architecture."""
 _MAX_JSON_BYTES = 64 << 20
+_GATES_AND_INPUTS = r".*\.gate_up_proj"
 
 
 def export_adapter(model: Any, tokenizer: Any, folder: Path, base_hash: str | None = None) -> Path:
@@ -130,12 +132,13 @@ def export_checkpoint(checkpoint: Checkpoint, base: str, revision: str | None, l
     from peft import LoraConfig
 
     adapter = checkpoint.tensors["adapter"]
-    layers = sorted({name.rpartition(".")[0] for name in adapter})
+    stacked = stacked_layers(adapter)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft only divides it by r
         lora_dropout=lora.dropout,
-        target_modules=layers,
+        target_modules=sorted({name.rpartition(".")[0] for name in adapter} - stacked),
+        **(stacked_settings(lora) if stacked else {}),
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
         revision=revision,
@@ -148,3 +151,16 @@ def export_checkpoint(checkpoint: Checkpoint, base: str, revision: str | None, l
         safetensors.torch.save_file(named, folder / "adapter_model.safetensors")
     except OSError as error:
         raise PolicyError(f"an adapter must be writable, got {error} in {folder}; free some space") from None
+
+
+def stacked_settings(lora: LoraSection) -> dict[str, Any]:
+    """Return the settings of peft for the stacked experts of a mixture.
+
+    Gates and inputs of an expert are one weight there. It gets twice the rank, as peft does it for checkpoints with one weight
+    for each of the two.
+    """
+    return {
+        "target_parameters": ["down_proj", "gate_up_proj"],
+        "rank_pattern": {_GATES_AND_INPUTS: 2 * lora.rank},
+        "alpha_pattern": {_GATES_AND_INPUTS: 2 * lora.alpha},
+    }

@@ -7,6 +7,9 @@ start stay close. For other ranks, other initial values, or after much drift the
 
 at a cost of O((d + k)·R²); the d×k matrix is never made. Everything is computed in float64.
 
+The factors of stacked experts hold one small pair for each expert, so their product means nothing. They are averaged one by
+one, always.
+
 `greedy_soup` chooses which adapters to merge by the score of each mixture (Wortsman et al., arXiv 2203.05482).
 """
 
@@ -52,6 +55,7 @@ def _equal_weights(members: set[int], num_adapters: int) -> list[float]:
 
 Adapter = Mapping[str, Tensor]
 _A, _B = ".lora_A", ".lora_B"
+_INNER = ".base_layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,22 @@ def layers_of(tensors: Adapter) -> list[str]:
     return layers
 
 
+def rank_of(tensors: Adapter) -> int:
+    """Return the rank of an adapter: that of its plain layers, or the number of rows where it has none."""
+    stacked = stacked_layers(tensors)
+    layers = layers_of(tensors)
+    return len(tensors[next((layer for layer in layers if layer not in stacked), layers[0]) + _A])
+
+
+def stacked_layers(tensors: Adapter) -> set[str]:
+    """Return the layers whose factors are of all experts of a mixture, A [experts · rank, k] and B [d, rank · experts].
+
+    peft wraps the two weights of stacked experts one in the other, and names the inner one `base_layer`.
+    """
+    inner = {name.removesuffix(_A) for name in tensors if name.endswith(_INNER + _A)}
+    return inner | {layer.removesuffix(_INNER) for layer in inner}
+
+
 def average_factors(adapters: Sequence[Adapter], weights: Sequence[float]) -> dict[str, Tensor]:
     """Average A and B separately, for adapters of one rank, scaling and start."""
     return {
@@ -109,9 +129,15 @@ def merge_products(
     `layers` are those to merge, all by default. Raises MergeError if layers or their sides differ.
     """
     check_layers([one.tensors for one in adapters])
+    layers = layers_of(adapters[0].tensors) if layers is None else layers
+    if stacked := sorted(stacked_layers(adapters[0].tensors) & set(layers)):
+        raise MergeError(
+            f"factors of stacked experts can be averaged, but not merged as products, got {stacked[0]}; merge adapters of "
+            "one rank and alpha, without --product"
+        )
     tensors: dict[str, Tensor] = {}
     truncation: dict[str, float] = {}
-    for layer in layers_of(adapters[0].tensors) if layers is None else layers:
+    for layer in layers:
         pairs = list(zip(adapters, weights, strict=True))
         stacked_b = torch.cat([w * one.scaling * one.tensors[layer + _B].double() for one, w in pairs], 1)  # [d, R]
         stacked_a = torch.cat([one.tensors[layer + _A].double() for one, _ in pairs], 0)  # [R, k]
@@ -136,7 +162,7 @@ def merge_by_layer(
     or scaling differs from the wanted one. `reset_names` of the result are the factors whose basis was rotated.
     """
     tensors = [one.tensors for one in adapters]
-    alike = all(one.scaling == scaling and _rank(one.tensors) == rank for one in adapters)
+    alike = all(one.scaling == scaling and rank_of(one.tensors) == rank for one in adapters)
     if not alike:
         return merge_products(adapters, weights, rank, scaling=scaling, like=like)
     apart = [layer for layer, error in averaging_error(tensors, weights).items() if error > drift_threshold]
@@ -147,11 +173,12 @@ def merge_by_layer(
 def drift(first: Adapter, second: Adapter) -> dict[str, float]:
     """Return by layer the error of averaging factors: ‖(B₁−B₂)(A₁−A₂)‖/4 over ‖(B₁A₁+B₂A₂)/2‖, by Gram matrices.
 
-    The adapters have one rank and scaling. 0 where they are equal, infinity where their products cancel.
+    The adapters have one rank and scaling. 0 where they are equal, infinity where their products cancel. Stacked experts are
+    left out.
     """
     check_layers([first, second])
     values: dict[str, float] = {}
-    for layer in layers_of(first):
+    for layer in _plain_layers(first):
         b1, b2 = first[layer + _B].double(), second[layer + _B].double()
         a1, a2 = first[layer + _A].double(), second[layer + _A].double()
         if a1.shape != a2.shape:
@@ -167,7 +194,7 @@ def averaging_error(adapters: Sequence[Adapter], weights: Sequence[float]) -> di
     check_layers(adapters)
     mean = average_factors(adapters, weights)
     errors: dict[str, float] = {}
-    for layer in layers_of(adapters[0]):
+    for layer in _plain_layers(adapters[0]):
         weighted = [w * one[layer + _B].double() for one, w in zip(adapters, weights, strict=True)]
         factors = [one[layer + _A].double() for one in adapters]
         wanted = _product_norm(torch.cat(weighted, 1), torch.cat(factors, 0))
@@ -179,17 +206,20 @@ def averaging_error(adapters: Sequence[Adapter], weights: Sequence[float]) -> di
 
 def check_layers(adapters: Sequence[Adapter]) -> None:
     """Raises MergeError unless all have the same layers with the same inputs and outputs; ranks may differ."""
-    expected = {layer: _sides(adapters[0], layer) for layer in layers_of(adapters[0])}
+    stacked = stacked_layers(adapters[0])
+    expected = {layer: _sides(adapters[0], layer, is_stacked=layer in stacked) for layer in layers_of(adapters[0])}
     for one in adapters[1:]:
         different = sorted(expected.keys() ^ set(layers_of(one)))
-        different = different or [layer for layer, sides in expected.items() if _sides(one, layer) != sides]
+        different = different or [
+            k for k, sides in expected.items() if _sides(one, k, is_stacked=k in stacked) != sides
+        ]
         if different:
             raise MergeError(
                 f"adapters to merge must adapt the same layers of one base, got a difference at {different[0]}"
             )
 
 
-def _sides(tensors: Adapter, layer: str) -> tuple[int, int]:
+def _sides(tensors: Adapter, layer: str, *, is_stacked: bool) -> tuple[int, int]:
     factor_a, factor_b = tensors[layer + _A], tensors[layer + _B]
     if factor_a.dim() != 2 or factor_b.dim() != 2 or factor_a.shape[0] != factor_b.shape[1]:
         raise MergeError(
@@ -197,15 +227,18 @@ def _sides(tensors: Adapter, layer: str) -> tuple[int, int]:
             f"{tuple(factor_b.shape)} at {layer}"
         )
     sides = factor_b.shape[0], factor_a.shape[1]
-    if len(factor_a) > max(sides):  # a rank × rank matrix would be larger than the factors, which may hold no numbers
+    if (
+        len(factor_a) > max(sides) and not is_stacked
+    ):  # a rank × rank matrix would be larger than the factors, which may hold no numbers
         raise MergeError(
             f"a rank must be at most the longer side of its layer, got {len(factor_a)} of {sides} at {layer}"
         )
     return sides
 
 
-def _rank(tensors: Adapter) -> int:
-    return tensors[layers_of(tensors)[0] + _A].shape[0]
+def _plain_layers(tensors: Adapter) -> list[str]:
+    stacked = stacked_layers(tensors)
+    return [layer for layer in layers_of(tensors) if layer not in stacked]
 
 
 def _product_norm(factor_b: Tensor, factor_a: Tensor) -> float:

@@ -17,7 +17,8 @@ class LoraSection(Section):
     dropout: Fraction = 0.0
     """Dropout before A, in training only."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Names of the linear layers to adapt. all-linear: all but the head."""
+    """Names of the linear layers to adapt. all-linear: all but the head. In a list, `experts` adds the weights of a mixture's
+    experts, as in ["all-linear", "experts"]."""
     init_seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of A. Nodes of equal base, adapter shape and init_seed are one lineage: they share log-probs and can merge."""
 

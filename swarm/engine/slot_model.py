@@ -122,6 +122,8 @@ def is_plain(cache: DynamicCache) -> bool:
 
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_OWN_MASKS = {"gpt_neo"}
+"""Model types whose attention hides tokens by the length of the cache, and not by the mask that it gets."""
 
 
 class SlotModel:
@@ -191,7 +193,9 @@ def supports_slots(policy: Policy) -> bool:
     base = policy.model.get_base_model()
     config = base.config.get_text_config()
     return (
-        set(getattr(config, "layer_types", None) or ["full_attention"]) <= _LAYER_TYPES
+        config.model_type not in _OWN_MASKS
+        and not getattr(config, "alibi", False)  # biases by the columns of the mask, and not by positions
+        and set(getattr(config, "layer_types", None) or ["full_attention"]) <= _LAYER_TYPES
         and is_plain(DynamicCache(config=base.config))
         and getattr(base.config, "_attn_implementation", None) in ("sdpa", "eager")
         and "position_ids" in inspect.signature(base.forward).parameters

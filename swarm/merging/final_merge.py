@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from swarm.adapters.product_merge import LowRank, Merged, layers_of, merge_by_layer
+from swarm.adapters.product_merge import LowRank, Merged, merge_by_layer, rank_of
 from swarm.config import MergingSection
 from swarm.errors import MergeError
 from swarm.merging.outer_optimizer import Adapter, AdapterOrigin
@@ -271,7 +271,7 @@ class FinalMerge:
 
     def _mean(self, theirs: Adapter, own_part: float, other_part: float) -> Merged:
         both = [LowRank(self._weights, self._origin.scaling), LowRank(theirs, self._origin.scaling)]
-        rank = len(self._weights[layers_of(self._weights)[0] + ".lora_A"])
+        rank = rank_of(self._weights)
         return merge_by_layer(
             both, [own_part, other_part], rank, self._origin.scaling, self._drift_threshold, like=self._weights
         )

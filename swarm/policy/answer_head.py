@@ -128,6 +128,8 @@ class _WithRowGradients(torch.autograd.Function):
 def _separated(causal: Any, choose: Callable[[Tensor], Tensor], **inputs: Any) -> tuple[Tensor, Head]:
     """See `decode`. Raises whatever the model raises where its decoder is not called once, with hidden states first."""
     decoder = causal.get_decoder()
+    if decoder is causal:
+        raise ValueError("it names no part of it as its decoder")
     outputs: list[Any] = []
 
     def keep(_module: Any, _arguments: Any, output: Any) -> Any:

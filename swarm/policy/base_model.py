@@ -43,7 +43,7 @@ def load_base(config: PolicySection, folder: Path, device: torch.device, dtype: 
         ) from None
     except Exception as error:  # the settings come from strangers, and the library may raise anything over them
         raise PolicyError(
-            f"policy.base must load as a causal language model, got {folder}: {_one_line(error)}; check the folder"
+            f"policy.base must load as a causal language model, got {folder}: {one_line(error)}; check the folder"
         ) from None
     _check_is_complete(report, folder)
     _check_has_cache(model, folder)
@@ -71,7 +71,7 @@ def load_tokenizer(folder: Path) -> Any:
             tokenizer.pad_token = tokenizer.eos_token  # padding is always masked, so any id works
     except Exception as error:  # as for models
         raise PolicyError(
-            f"policy.base must come with a tokenizer, got none that loads in {folder} ({_one_line(error)}); "
+            f"policy.base must come with a tokenizer, got none that loads in {folder} ({one_line(error)}); "
             "add its tokenizer files"
         ) from None
     return tokenizer
@@ -93,7 +93,7 @@ def folder_eos_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
         else:
             generation_config = transformers.GenerationConfig.from_model_config(config)
     except Exception as error:  # as for models
-        raise PolicyError(f"policy.base must hold a valid config.json, got {folder}: {_one_line(error)}") from None
+        raise PolicyError(f"policy.base must hold a valid config.json, got {folder}: {one_line(error)}") from None
     return _eos_ids(tokenizer, generation_config, config)
 
 
@@ -196,5 +196,6 @@ def _use_one_weight_layout(model: Any) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Return the beginning of an error's text without line breaks."""
     return " ".join(str(error).split())[:200]

@@ -12,9 +12,12 @@ and positions count real tokens only.
 """
 
 import inspect
+import logging
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -24,6 +27,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttention
 from swarm.policy.answer_head import CHUNK_BYTES, Head, decode, score_tokens
 from swarm.policy.micro_batch_size import Extent, TokenSequence
 from swarm.policy.recomputed_layers import recomputed_layers
+
+logger = logging.getLogger(__name__)
 
 
 class PromptCache:
@@ -37,6 +42,9 @@ class PromptCache:
         self._compute = compute or logits_at
         self._takes_positions = "position_ids" in inspect.signature(base.forward).parameters
         self._cache = DynamicCache(config=base.config)
+        for layer in self._cache.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                layer.update_recurrent_state = partial(_store_anew, layer)  # type: ignore[method-assign]
         self._mask = torch.empty(0, 0, dtype=torch.long)  # [B, tokens so far]
         self._next_position = torch.empty(0, 1, dtype=torch.long)  # [B, 1]
 
@@ -100,6 +108,13 @@ def is_plain_layer(layer: Any) -> TypeGuard[DynamicLayer]:
     return isinstance(layer, DynamicLayer) and not isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
+def _store_anew(layer: Any, states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
+    """Store a recurrent state in a tensor of its own: the backward pass needs the one before, which transformers overwrites."""
+    layer.recurrent_states[state_idx] = states
+    layer.is_recurrent_states_initialized[state_idx] = True
+    return states
+
+
 def _states(layer: Any) -> list[Tensor]:
     found = [getattr(layer, name, None) for name in ("keys", "values")]
     for name in ("conv_states", "recurrent_states"):
@@ -160,23 +175,79 @@ def token_logprobs(
     computes each layer again, which saves most of the memory for a third more time. `chunk_bytes` bounds the logits that
     exist at a time.
     """
+    recomputes = recompute_layers and torch.is_grad_enabled()
+    shares = share_prompts and Extent.of(sequences).shares_prompts
+    if shares and not PromptCache(model, pad_id).is_plain:
+        # a recurrent state is changed in place, so it is not there again where layers are computed again
+        shares = not recomputes and _continues_states(model, pad_id)
+    with recomputed_layers(model) if recomputes else nullcontext():
+        return _answers(model, sequences, pad_id, temperature, with_entropy, shares=shares, chunk_bytes=chunk_bytes)
+
+
+def _answers(
+    model: Any,
+    sequences: Sequence[TokenSequence],
+    pad_id: int,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    *,
+    shares: bool,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> TokenLogprobs:
     device = next(model.parameters()).device
     answers = [list(answer) for _, answer in sequences]
     mask = _right_padded([[1.0] * len(answer) for answer in answers], 0.0, device)
-    prompts = list(dict.fromkeys(tuple(prompt) for prompt, _ in sequences))
-    recomputes = recompute_layers and torch.is_grad_enabled()
-    shares = share_prompts and Extent.of(sequences).shares_prompts
-    if shares and recomputes:
-        shares = PromptCache(model, pad_id).is_plain  # a recurrent state is changed in place, so it is not there again
-    with recomputed_layers(model) if recomputes else nullcontext():
-        if shares:
-            hidden, head = _shared(model, prompts, sequences, mask=mask, pad_id=pad_id)
-        else:
-            hidden, head = _separate(model, sequences, mask, pad_id=pad_id)
+    if shares:
+        prompts = list(dict.fromkeys(tuple(prompt) for prompt, _ in sequences))
+        hidden, head = _shared(model, prompts, sequences, mask=mask, pad_id=pad_id)
+    else:
+        hidden, head = _separate(model, sequences, mask, pad_id=pad_id)
     targets = torch.tensor([token for answer in answers for token in answer], device=device)
     return scored_answers(
         head, hidden, targets, mask, temperature=temperature, with_entropy=with_entropy, chunk_bytes=chunk_bytes
     )
+
+
+_continuing = weakref.WeakKeyDictionary[Any, bool]()
+_TRIED: tuple[list[TokenSequence], ...] = (
+    [([1, 0, 1, 1, 0, 1], [0, 1, 1, 0]), ([0, 1, 0], [1, 1, 0, 1])],
+    [([1, 0, 1, 1, 0, 1], [0, 1])],
+)
+_MAX_DEVIATION = 0.1
+"""Largest distance from what separate prompts give, relative to its norm, that 16-bit numbers can explain."""
+
+
+def _continues_states(model: Any, pad_id: int) -> bool:
+    """Whether several tokens can continue the recurrent state of a prompt. It is tried once for each model.
+
+    The code of some families, or the kernels that they use on a GPU, ignore the state then, or pass no gradient to it.
+    """
+    causal = model.get_base_model()
+    if causal not in _continuing:
+        try:
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                pairs = list(zip(_tried(model, pad_id, shares=False), _tried(model, pad_id, shares=True), strict=True))
+            agrees = all(bool((got - expected).norm() <= _MAX_DEVIATION * expected.norm()) for expected, got in pairs)
+        except Exception as error:  # the code of any family of models
+            logger.warning("the state of a prompt of %s cannot be continued: %s", type(causal).__name__, error)
+            pairs, agrees = [], False
+        if len(pairs) == 1:
+            return agrees  # without an adapter there is no gradient to compare
+        logger.info(
+            "answers of %s %s", type(causal).__name__, "share their prompt" if agrees else "each compute their prompt"
+        )
+        _continuing[causal] = agrees
+    return _continuing[causal]
+
+
+def _tried(model: Any, pad_id: int, *, shares: bool) -> list[Tensor]:
+    """Return log-probs of `_TRIED` and, where they have one, their gradient."""
+    logprobs = torch.cat([_answers(model, one, pad_id, shares=shares).logprobs.flatten() for one in _TRIED])
+    if not logprobs.requires_grad:
+        return [logprobs]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(logprobs.sum(), trained, allow_unused=True, materialize_grads=True)
+    return [logprobs.detach(), torch.cat([gradient.flatten().float() for gradient in gradients])]
 
 
 def scored_answers(
@@ -225,6 +296,9 @@ def _shared(
         return first, heads[-1]
     cache.select(prompt_of)
     token_ids = _right_padded([list(answer[:-1]) for _, answer in sequences], pad_id, mask.device)
+    if token_ids.shape[1] == 1 and not cache.is_plain:
+        # a single token is taken for a step of sampling, which overwrites states that the backward pass needs
+        token_ids = torch.cat([token_ids, torch.full_like(token_ids, pad_id)], dim=1)
     later = cache.extend(token_ids, lambda hidden: hidden[rows, steps][None])[0]  # [N - B, H]
     is_first = mask.nonzero(as_tuple=True)[1] == 0
     order = torch.empty_like(is_first, dtype=torch.long)  # by answer: a_1 of row 0, its later tokens, a_1 of row 1, …

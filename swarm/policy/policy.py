@@ -22,7 +22,7 @@ from swarm.policy.base_model import check_is_causal, eos_token_ids, load_base, l
 from swarm.policy.device import resolve_device, resolve_dtype
 from swarm.policy.lineage import compute_lineage
 from swarm.policy.logprobs import TokenLogprobs, token_logprobs
-from swarm.policy.lora import adapter_shape, attach_adapter
+from swarm.policy.lora import adapter_shape, attach_adapter, check_adapter_runs
 from swarm.policy.micro_batch_size import DEFAULT_TOKENS, TokenSequence
 from swarm.policy.prompts.prompt_encoder import PromptEncoder, encoded, surviving_panics
 from swarm.policy.quiet import quiet_libraries
@@ -140,6 +140,7 @@ def load_policy(config: PolicySection, *, device: str = "auto", hash_cache: Path
         base = load_base(config, folder, target, dtype=dtype)
         eos_ids = eos_token_ids(base, tokenizer)
         model = attach_adapter(base, config.lora).eval()
+        check_adapter_runs(model)
     lineage = compute_lineage(folder, tokenizer, config.lora, adapted=adapter_shape(model), cache=hash_cache)
     policy = Policy(
         model=model, tokenizer=tokenizer, config=config, device=target, dtype=dtype, lineage=lineage,

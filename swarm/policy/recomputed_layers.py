@@ -35,15 +35,21 @@ def recomputed_layers(model: Any) -> Iterator[None]:
 
 
 def checkpointed_layers(model: Any) -> list[Any]:
-    """The layers that can be computed again; none for a few families."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    """The layers that can be computed again, without those inside of another one; none for a few families."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():  # a layer comes before those inside of it
+        if isinstance(module, GradientCheckpointingLayer) and not name.startswith(
+            tuple(f"{outer}." for outer in found)
+        ):
+            found[name] = module
+    return list(found.values())
 
 
 def _recomputed(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
     if cache is None:
         return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
-    index = next(module.layer_idx for module in layer.modules() if hasattr(module, "layer_idx"))
+    index = _layer_index(layer)
     before = cache.layers[index]
     after = copy.copy(before)
     first_run = [after]
@@ -62,3 +68,9 @@ def _recomputed(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: A
     result = checkpoint(partial(run, **emptied), *positional, use_reentrant=False)
     cache.layers[index] = after
     return result
+
+
+def _layer_index(layer: Any) -> int:
+    """Return the place of a layer's keys and values in the cache, which its attention holds under one of two names."""
+    found = (vars(module).get(name) for module in layer.modules() for name in ("layer_idx", "layer_id"))
+    return next(index for index in found if index is not None)
