@@ -168,6 +168,11 @@ class SlotRun:
         return sum(prefixes.values()) + sum(answer.length for answer in self.cache.answers)
 
     @property
+    def num_queued(self) -> int:
+        """Number of answers that wait for a slot."""
+        return len(self._queue)
+
+    @property
     def _num_active(self) -> int:
         return len(self.cache.answers)
 
@@ -270,13 +275,14 @@ class SlotRun:
         """Put rows into free slots. Prompts are computed few at a time, so they take little memory beside the slots."""
         first = self._num_active
         self.cache.add([self._cached(row) for row in rows])
-        waiting = deque(enumerate(rows, first))
+        waiting: dict[int, AnswerSlot] = {}
         for slot, row in enumerate(rows, first):
             prefix = self.cache.answers[slot].prefix
-            if prefix is not None:
-                waiting.remove((slot, row))
+            if prefix is None:
+                waiting[slot] = row
+            else:
                 self._fill_after(slot, row, prefix)
-        missing = {row.start: self._tokens_before(row) for _, row in waiting if row.start not in self._prepared}
+        missing = {row.start: self._tokens_before(row) for row in waiting.values() if row.start not in self._prepared}
         self._fill_prepared(waiting)
         for chunk in _chunks(missing):
             cache, logits = self._prepare(list(chunk.values()), list(chunk))
@@ -307,13 +313,13 @@ class SlotRun:
         assert logits is not None
         self._begin(slot, row, logits)
 
-    def _fill_prepared(self, waiting: deque[tuple[int, AnswerSlot]]) -> None:
-        """Begin the first answers that wait, as long as their prompts are computed."""
-        while waiting and waiting[0][1].start in self._prepared:
-            slot, row = waiting.popleft()
-            prepared = self._prepared[row.start]
-            self.cache.fill(slot, prepared.cache, row=prepared.row, start=0)
-            self._begin(slot, row, prepared.logits)
+    def _fill_prepared(self, waiting: Mapping[int, AnswerSlot]) -> None:
+        """Begin the answers, by slot, whose prompts were computed last."""
+        for slot, row in waiting.items():
+            if row.start in self._prepared:
+                prepared = self._prepared[row.start]
+                self.cache.fill(slot, prepared.cache, row=prepared.row, start=0)
+                self._begin(slot, row, prepared.logits)
 
     def _begin(self, slot: int, row: AnswerSlot, logits: Tensor) -> None:
         """Set everything of a slot but keys and values."""
