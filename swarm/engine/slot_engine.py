@@ -35,7 +35,7 @@ from swarm.engine.slot_model import SlotModel
 from swarm.engine.slot_run import SlotPruning, SlotRun
 from swarm.policy.device import available_bytes
 from swarm.policy.lora import adapted_layers
-from swarm.policy.memory_probe import fitting_answers
+from swarm.policy.memory_probe import fitting_answers, rollout_share
 from swarm.policy.policy import Policy
 
 
@@ -92,8 +92,6 @@ def _like(base: nn.Linear) -> nn.Linear:
 
 _FOLD_SHARE = 4
 """Merged weights may take at most this fraction (1/4) of free memory: a copy of the adapted layers is not worth more."""
-CACHE_SHARE = 2
-"""Keys and values may take this fraction (1/2) of free memory where no limit is set."""
 _STORED_BYTES = 64 * 2**20
 """Buffers up to this size stay for the next call: new memory would cost a small model a tenth of its time on CPU."""
 
@@ -211,6 +209,9 @@ class SlotEngine:
         """See `Engine.answer_bytes`."""
         return self._model.token_bytes * num_tokens
 
+    answers_wait = True
+    """See `Engine.answers_wait`."""
+
     @property
     def held_bytes(self) -> int:
         """See `Engine.held_bytes`."""
@@ -224,6 +225,6 @@ class SlotEngine:
         held = 0 if self._cache is None else self._cache.num_bytes()
         budget = self._cache_bytes
         if budget is None:
-            budget = max(held, (available_bytes(self._policy.device) + held) // CACHE_SHARE)
+            budget = max(held, rollout_share(available_bytes(self._policy.device) + held))
         fitting_answers(self.answer_bytes(capacity), 1, budget)
         return budget // self._model.token_bytes
