@@ -1,6 +1,6 @@
 """One call of the slot engine: the answers that wait, those in the slots, and those that have ended.
 
-queue ─▶ each prompt computed once, its keys and values copied to the slots of its answers
+queue ─▶ each prompt computed once, its keys and values copied to the slots of its answers, or read by all of them
       ─▶ one token per active slot and step ─▶ an answer ends: the last active slot moves in, and waiting answers follow
 
 `SlotPruning` passes the hidden states of the last forward pass to the rule that drops answers.
@@ -135,12 +135,8 @@ class SlotRun:
         self._pruning = pruning
         self._num_slots = num_slots
         self._prepared: dict[tuple[int, int], _Prepared] = {}  # by start
-        self._shared = {
-            prompt
-            for prompt, count in self.num_missing.items()
-            if count > 1 and len(self._prompts[prompt]) >= _SHARED_TOKENS and model.splits_attention
-        }
-        self._prefixes: dict[int, SharedPrefix] = {}  # by prompt
+        self._shared = self._find_shared(rows, model, by_request=pruning is not None)
+        self._prefixes: dict[tuple[int, ...], SharedPrefix] = {}  # by prompt
         self._always_fits = num_slots * capacity_of(requests) <= cache.max_places
         self._is_short = False  # of memory, until an answer ends
         self._rows: list[AnswerSlot | None] = [None] * num_slots
@@ -175,6 +171,20 @@ class SlotRun:
     @property
     def _num_active(self) -> int:
         return len(self.cache.answers)
+
+    def _find_shared(
+        self, rows: Sequence[AnswerSlot], model: SlotModel, *, by_request: bool
+    ) -> dict[int, tuple[int, ...]]:
+        """Return a key of each long prompt that several answers have, by request.
+
+        Equal prompts of several requests have one key, unless `by_request`: pruning wants the hidden states of each.
+        """
+        long = {row.prompt for row in rows if len(self._prompts[row.prompt]) >= _SHARED_TOKENS}
+        if not long or not model.splits_attention:
+            return {}
+        prompts = {prompt: (prompt,) if by_request else tuple(self._prompts[prompt]) for prompt in long}
+        counts = Counter(prompts[row.prompt] for row in rows if row.prompt in long)
+        return {prompt: tokens for prompt, tokens in prompts.items() if counts[tokens] > 1}
 
     def is_going(self) -> bool:
         """Make room for the next tokens and fill free slots; returns whether any answer is active."""
@@ -266,9 +276,10 @@ class SlotRun:
 
     def _cached(self, row: AnswerSlot) -> CachedAnswer:
         prompt, num_begun = len(self._prompts[row.prompt]), len(row.begun.token_ids)
-        if row.prompt not in self._shared:
+        shared = self._shared.get(row.prompt)
+        if shared is None:
             return CachedAnswer(prompt + num_begun, prompt + row.max_new_tokens)
-        prefix = self._prefixes.setdefault(row.prompt, SharedPrefix(prompt))
+        prefix = self._prefixes.setdefault(shared, SharedPrefix(prompt))
         return CachedAnswer(num_begun, row.max_new_tokens, prefix)
 
     def _place(self, rows: Sequence[AnswerSlot]) -> None:
@@ -359,7 +370,7 @@ class SlotRun:
         """Forget shared prompts that neither an active answer nor the next one reads."""
         if self._prefixes:
             read = {id(answer.prefix) for answer in self.cache.answers}
-            coming = self._queue[0].prompt if self._queue else None
+            coming = self._shared.get(self._queue[0].prompt) if self._queue else None
             self._prefixes = {
                 prompt: prefix
                 for prompt, prefix in self._prefixes.items()

@@ -121,8 +121,8 @@ def probe_memory(
 
     Sets `policy.micro_batch_tokens`. `answer_bytes` is the engine's need for one answer of full length with its prompt,
     `held_bytes` its memory besides. With `answers_wait` the engine lets answers wait for memory, so only one of full length
-    must fit into what rollouts may use (`rollout_share`). `available_bytes` defaults to the free memory of the device. Weights, gradients and random
-    state stay as they are. Raises MemoryBudgetError with the value that would fit.
+    must fit into what rollouts may use (`rollout_share`). `available_bytes` defaults to the free memory of the device.
+    Weights, gradients and random state stay as they are. Raises MemoryBudgetError with the value that would fit.
     """
     available = (free_bytes(policy.device) if available_bytes is None else available_bytes) - held_bytes
     longest = policy.config.max_prompt_tokens, rollouts.max_new_tokens

@@ -15,6 +15,7 @@ from swarm.engine.engine import (
     open_rows,
 )
 from swarm.engine.sampling import Sampling
+from swarm.engine.slot_attention import attend, hidden_columns
 from swarm.engine.slot_engine import SlotEngine
 from swarm.engine.slot_model import PIECE_TOKENS, SlotModel
 from swarm.engine.slot_run import SlotRun
@@ -168,9 +169,7 @@ def test_begun_answers_read_the_prompt_of_their_group(make_policy: MakePolicy) -
     fresh = requests(prompts(), 3, 60)
     first = engine.resume(fresh, Sampling(), enough=2, seed=3)
     assert any(completion.end == "open" and completion.token_ids for group in first for completion in group)
-    continued = [
-        AnswerRequest(one.prompt, 3, 60, tuple(group)) for one, group in zip(fresh, first, strict=True)
-    ]
+    continued = [AnswerRequest(one.prompt, 3, 60, tuple(group)) for one, group in zip(fresh, first, strict=True)]
     whole = engine.generate(fresh, Sampling(), seed=3)
     assert tokens_of(engine.resume(continued, Sampling(), enough=4, seed=3)) == tokens_of(whole)
 
@@ -180,3 +179,20 @@ def test_attention_in_parts_is_tried_before_it_is_used(make_policy: MakePolicy, 
     policy = make_policy(name)
     assert SlotModel(policy).splits_attention is splits
     assert policy.model.config._attn_implementation == ("sdpa" if splits else "eager")
+
+
+@pytest.mark.parametrize(
+    "value_size", [16, 8]
+)  # the CPU's kernel wants equal sizes; otherwise, and on a GPU, plain products
+def test_attention_over_parts_merges_to_that_over_all(value_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 2, 5, 16, generator=generator)
+    keys = torch.randn(3, 2, 40, 16, generator=generator)
+    values = torch.randn(3, 2, 40, value_size, generator=generator)
+    mask = hidden_columns(torch.tensor([[39], [20], [12]]), 40, 10, dtype=torch.float32)
+    expected = ((query @ keys.mT) * 0.25 + mask).softmax(-1) @ values
+    first, first_lse = attend(query, keys[:, :, :8], values[:, :, :8], mask[..., :8], 0.25)
+    rest, rest_lse = attend(query, keys[:, :, 8:], values[:, :, 8:], mask[..., 8:], 0.25)
+    merged = torch.lerp(rest, first, (first_lse - rest_lse).sigmoid()[..., None])
+    assert torch.allclose(merged, expected, atol=1e-5)
+    assert torch.equal(merged[0], rest[0])  # the first part is outside of its window
