@@ -259,6 +259,7 @@ class SlotRun:
             self._free(slot)
             self._logits[slot] = self._logits[self._num_active]
             self._is_short = True
+            self._drop_unread()
         self.cache.widen()
 
     def _admitted(self) -> list[AnswerSlot]:
@@ -374,7 +375,7 @@ class SlotRun:
             self._prefixes = {
                 prompt: prefix
                 for prompt, prefix in self._prefixes.items()
-                if id(prefix) in read or (prompt == coming and prefix.cache is not None)
+                if id(prefix) in read or (prompt == coming and prefix.cache is not None and not self._is_short)
             }
 
     def _completion(self, slot: int, end: End) -> Completion:
