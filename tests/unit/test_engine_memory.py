@@ -40,7 +40,7 @@ def tokens_of(groups: list[list[Completion]]) -> list[list[tuple[int, ...]]]:
     return [[completion.token_ids for completion in group] for group in groups]
 
 
-def wanted(limits: Sequence[int] = (200, 40, 190, 200)) -> list[AnswerRequest]:
+def wanted(limits: Sequence[int] = (140, 30, 60, 120)) -> list[AnswerRequest]:
     return requests(prompts(), 3, limits)
 
 
