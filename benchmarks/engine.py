@@ -1,13 +1,18 @@
 """How fast answers are sampled: this project's engine beside transformers' `model.generate`.
 
     python benchmarks/engine.py            three policies; about five minutes
-    python benchmarks/engine.py --quick    without the largest; under a minute
+    python benchmarks/engine.py --long     prompts of 1,000 tokens, answers of up to 2,000; about 40 minutes
+    python benchmarks/engine.py --quick    both, without the largest policy and shorter; under a minute
 
 Same policy (base and adapter), same prompts, same sampling, same lengths, in turns. `generate` runs twice: on the policy
 as it is, as a node without an engine would, and with the adapter folded in, as the engine does it; the ratios are
 against the faster of the two. `generate` returns no log-probs: the pass that computes them afterwards is not counted.
 Two forms of lengths: uniform, and long-tailed, where one answer in ten is 8 times as long as the others. The whole round is
 one batch for either system, so the engine has nothing to refill from: with a queue it gains more.
+
+At length: all answers start at once, in groups to prompts of 1,000 tokens, and their lengths are log-normal. Beside `generate`
+come continuous batching of transformers and, where it is installed, vLLM. `--quick` takes prompts of 512 tokens, answers of up
+to 128, and the policy of 32 M alone.
 
 Limit: the arithmetic of the tokens owed, over what a large matrix product reaches here; and the bytes that must be read,
 over what reading memory reaches. The last line of the output is one JSON object.
@@ -30,6 +35,9 @@ from measuring.engine_contest import (
     peak_bytes_per_s,
     peak_flops_per_s,
 )
+from measuring.engine_long import ENGINE as ENGINE_AT_LENGTH
+from measuring.engine_long import GENERATE as GENERATE_AT_LENGTH
+from measuring.engine_long import LongCase, LongContest, LongTimes
 from measuring.engine_models import bundled, qwen_half_billion, small_llama
 
 from swarm.policy.policy import Policy
@@ -40,13 +48,24 @@ _TAIL = 8
 
 
 def main() -> None:
-    """Measure, print the table, print the figures."""
+    """Measure, print the tables, print the figures."""
     options = _options()
     torch.set_num_threads(options.threads)
+    figures: dict[str, float | str] = {}
+    with quiet_libraries():
+        if not options.long:
+            figures |= _short(options)
+        if options.quick or options.long:
+            figures |= _at_length(options.quick)
+    print(json.dumps(figures))
+
+
+def _short(options: argparse.Namespace) -> dict[str, float]:
+    """Short prompts and answers: ratios over `generate`."""
     peaks = peak_flops_per_s(), peak_bytes_per_s()
     print(f"{options.threads} threads: {peaks[0] / 1e9:.0f} GFLOP/s, {peaks[1] / 1e9:.1f} GB/s", flush=True)
     results: dict[str, list[Times]] = {}
-    with tempfile.TemporaryDirectory() as folder, quiet_libraries():
+    with tempfile.TemporaryDirectory() as folder:
         for name, make, group_size, median, num_turns in _plan(options.quick, Path(folder)):
             contest = Contest(make(), max_answers=10 * group_size)
             uniform = Case("uniform", group_size, (2 * median,) * 8)
@@ -57,7 +76,47 @@ def main() -> None:
                 _print(name, results[name][-1], peaks)
     if options.quick:
         print("left out by --quick: the shape of Qwen2.5-0.5B")
-    print(json.dumps(_figures(results)))
+    return _figures(results)
+
+
+def _at_length(quick: bool) -> dict[str, float | str]:
+    """Long prompts, and answers of log-normal length: ratios over `generate`, and which system is the fastest."""
+    results: dict[str, LongTimes] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, make, case in _long_plan(quick, Path(folder)):
+            results[name] = LongContest(make(), case).run(num_turns=1)
+            _print_long(name, results[name])
+    worst = min(results.values(), key=lambda times: times.ratio(GENERATE_AT_LENGTH))
+    figures: dict[str, float | str] = {"ratio_long": round(worst.ratio(GENERATE_AT_LENGTH), 3)}
+    for name, times in results.items():
+        figures[f"best_long {name}"] = max(times.seconds, key=times.tokens_per_s)
+        figures |= {f"tokens_per_s_long {name}, {one}": round(times.tokens_per_s(one), 1) for one in times.seconds}
+    return figures
+
+
+def _long_plan(quick: bool, folder: Path) -> Sequence[tuple[str, Callable[[], Policy], LongCase]]:
+    """(name, how to make it, prompts and answers)."""
+    small = ("random Llama, 32 M", lambda: small_llama(folder / "long-llama"))
+    if quick:
+        return [(*small, LongCase(2, 4, 512, median=24, longest=128))]
+    large = ("random Qwen2.5-0.5B", lambda: qwen_half_billion(folder / "long-qwen"))
+    return [
+        (*small, LongCase(4, 8, 1000, median=300, longest=2000)),
+        (*large, LongCase(2, 8, 1000, median=200, longest=2000)),
+    ]
+
+
+def _print_long(name: str, times: LongTimes) -> None:
+    case = times.case
+    print(
+        f"\n{name}, {case.num_prompts} prompts of {case.prompt_tokens} tokens, {case.group_size} answers each: "
+        f"{case.num_tokens} tokens, median {case.median}, longest {case.longest}"
+    )
+    for system in times.seconds:
+        ratio = "" if system == ENGINE_AT_LENGTH else f"   engine {times.ratio(system):.2f} times as fast"
+        print(f"  {system:26} {times.tokens_per_s(system):8.1f} tokens/s{ratio}", flush=True)
+    for system, reason in times.missing.items():
+        print(f"  {system:26} left out: {reason}")
 
 
 def _plan(quick: bool, folder: Path) -> Sequence[tuple[str, Callable[[], Policy], int, int, int]]:
@@ -102,7 +161,8 @@ def _figures(results: dict[str, list[Times]]) -> dict[str, float]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="two policies, short answers")
+    parser.add_argument("--quick", action="store_true", help="smaller policies, shorter answers, all cases")
+    parser.add_argument("--long", action="store_true", help="only long prompts and answers")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads for tensor work (default 2)")
     return parser.parse_args()
 

@@ -22,7 +22,7 @@ def small_llama(folder: Path) -> Policy:
     """32 M parameters."""
     config = LlamaConfig(
         vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=1024, **_TOKENS,
+        num_key_value_heads=4, max_position_embeddings=4096, **_TOKENS,
     )  # fmt: skip
     return _policy(LlamaForCausalLM, config, folder)
 
@@ -31,7 +31,7 @@ def qwen_half_billion(folder: Path) -> Policy:
     """Qwen2.5-0.5B's shape: 494 M parameters, 2 GB in float32."""
     config = Qwen2Config(
         vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, **_TOKENS,
+        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True, **_TOKENS,
     )  # fmt: skip
     return _policy(Qwen2ForCausalLM, config, folder)
 

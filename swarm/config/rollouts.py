@@ -56,7 +56,7 @@ class RolloutsSection(Section):
     max_batch_sequences: PositiveInt = 64
     """Most answers that are decoded at the same time."""
     cache_mib: PositiveInt | None = None
-    """Memory for keys and values of answers; fewer are decoded at once if it is short. Unset: half of what is free."""
+    """Memory for keys and values of answers so far; some wait if it is short. Unset: half of what is free."""
 
     @model_validator(mode="after")
     def _sizes_are_in_order(self) -> "RolloutsSection":

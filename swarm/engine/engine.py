@@ -84,6 +84,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def answers_wait(self) -> bool:
+        """Whether answers wait where memory is short, so that only one of full length must fit at a time."""
+        ...
+
+    @property
     def held_bytes(self) -> int:
         """Memory that sampling takes besides the answers."""
         ...

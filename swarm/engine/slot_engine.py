@@ -30,11 +30,12 @@ from swarm.engine.engine import (
 )
 from swarm.engine.pruning import PruneCall
 from swarm.engine.sampling import Sampling
-from swarm.engine.slot_model import SlotCache, SlotModel
+from swarm.engine.slot_cache import CachedAnswer, SlotCache
+from swarm.engine.slot_model import SlotModel
 from swarm.engine.slot_run import SlotPruning, SlotRun
 from swarm.policy.device import available_bytes
 from swarm.policy.lora import adapted_layers
-from swarm.policy.memory_probe import fitting_answers
+from swarm.policy.memory_probe import fitting_answers, rollout_share
 from swarm.policy.policy import Policy
 
 
@@ -91,8 +92,6 @@ def _like(base: nn.Linear) -> nn.Linear:
 
 _FOLD_SHARE = 4
 """Merged weights may take at most this fraction (1/4) of free memory: a copy of the adapted layers is not worth more."""
-_CACHE_SHARE = 2
-"""Keys and values may take this fraction (1/2) of free memory where no limit is set."""
 _STORED_BYTES = 64 * 2**20
 """Buffers up to this size stay for the next call: new memory would cost a small model a tenth of its time on CPU."""
 
@@ -101,9 +100,9 @@ class SlotEngine:
     """Engine over `policy.model` for architectures with a standard cache; see `supports_slots`."""
 
     def __init__(self, policy: Policy, max_batch_sequences: int, cache_bytes: int | None = None) -> None:
-        """Uses at most `max_batch_sequences` slots, fewer where their keys and values need more than `cache_bytes`.
+        """Samples at most `max_batch_sequences` answers at a time, fewer where their tokens so far exceed `cache_bytes`.
 
-        Without `cache_bytes` they may take half of the memory that is free at the time of a call.
+        Without `cache_bytes` keys and values may take half of the memory that is free at the time of a call.
         """
         self._policy = policy
         self._max_batch_sequences = max_batch_sequences
@@ -111,7 +110,6 @@ class SlotEngine:
         self._model = SlotModel(policy)
         self._merged = MergedLayers(policy, max_bytes=available_bytes(policy.device) // _FOLD_SHARE)
         self._cache: SlotCache | None = None  # of the last call
-        self._token_bytes = 0
 
     @torch.inference_mode()  # a twelfth faster than no_grad for a small model
     def generate(
@@ -141,7 +139,7 @@ class SlotEngine:
         slot_pruning = SlotPruning(self._policy, pruning, [len(request.prompt) for request in requests])
         return grouped(requests, self._run(requests, rows, self._call(sampling, seed, stop), pruning=slot_pruning))
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def resume(
         self,
         requests: Sequence[AnswerRequest],
@@ -170,17 +168,22 @@ class SlotEngine:
             return {}
         enough = len(requests) if enough is None else enough
         self._policy.model.eval()
-        num_slots = self._num_slots(len(rows), capacity_of(requests))
+        max_places = self._max_places(capacity_of(requests))
+        num_slots = min(len(rows), self._max_batch_sequences)
         cache, self._cache = self._cache, None  # a call that fails midway must leave nothing behind
-        run = SlotRun(self._model, requests, rows, call=call, num_slots=num_slots, cache=cache, pruning=pruning)
+        if cache is None:
+            cache = self._model.cache(num_slots, max_places)
+        else:
+            cache.resize(num_slots, max_places)
+        run = SlotRun(self._model, requests, rows, call=call, cache=cache, pruning=pruning)
         num_ended = len(requests) - len(run.num_missing)  # requests whose answers had all ended before
         with self._merged, pruning or nullcontext():
             while num_ended + sum(not num for num in run.num_missing.values()) < enough and run.is_going():
                 run.step()
         completions = run.completions | run.suspend()
         refuse_nan(completions.values())
-        if run.cache is not None and run.cache.num_bytes() <= _STORED_BYTES:
-            self._cache = run.cache
+        if cache.num_bytes() <= _STORED_BYTES:
+            self._cache = cache
         return completions
 
     @torch.inference_mode()
@@ -190,22 +193,24 @@ class SlotEngine:
         logprobs: list[float] = []
         with self._merged:
             prepared, logits = self._model.prepare([prompt])
-            cache = SlotCache(prepared, 1, len(prompt) + len(answer))
-            cache.put(0, prepared, row=0, length=len(prompt))
+            cache = self._model.cache(1, len(prompt) + len(answer))
+            cache.add([CachedAnswer(len(prompt), len(prompt) + len(answer))])
+            cache.fill(0, prepared, row=0, start=0)
             for step, token in enumerate(answer):
                 logprobs.append(logits.float().log_softmax(-1)[0, token].item())
                 if step + 1 < len(answer):
                     last = torch.tensor([token], device=logits.device)
-                    logits = self._model.extend(cache, last, len(prompt) + step + 1)
+                    cache.widen()
+                    logits = self._model.extend(cache, last)
         return logprobs
 
     @torch.no_grad()
     def answer_bytes(self, num_tokens: int) -> int:
         """See `Engine.answer_bytes`."""
-        if not self._token_bytes:
-            cache, _ = self._model.prepare([[self._policy.pad_token_id]])
-            self._token_bytes = SlotCache(cache, 1, 1).num_bytes()
-        return self._token_bytes * num_tokens
+        return self._model.token_bytes * num_tokens
+
+    answers_wait = True
+    """See `Engine.answers_wait`."""
 
     @property
     def held_bytes(self) -> int:
@@ -215,11 +220,11 @@ class SlotEngine:
     def _call(self, sampling: Sampling, seed: int, stop: Sequence[str]) -> SamplingCall:
         return SamplingCall(self._policy, sampling, seed, stop=stop)
 
-    def _num_slots(self, wanted: int, capacity: int) -> int:
-        """Number of slots that are wanted, allowed and fit into memory. Raises MemoryBudgetError where none fits."""
-        each = self.answer_bytes(capacity)
+    def _max_places(self, capacity: int) -> int:
+        """Return for how many tokens there may be keys and values. Raises MemoryBudgetError if not for one answer."""
         held = 0 if self._cache is None else self._cache.num_bytes()
         budget = self._cache_bytes
         if budget is None:
-            budget = max(held, (available_bytes(self._policy.device) + held) // _CACHE_SHARE)
-        return fitting_answers(each, min(wanted, self._max_batch_sequences), budget)
+            budget = max(held, rollout_share(available_bytes(self._policy.device) + held))
+        fitting_answers(self.answer_bytes(capacity), 1, budget)
+        return budget // self._model.token_bytes

@@ -1,6 +1,6 @@
 """One call of the slot engine: the answers that wait, those in the slots, and those that have ended.
 
-queue ─▶ each prompt computed once, its keys and values copied to the slots of its answers
+queue ─▶ each prompt computed once, its keys and values copied to the slots of its answers, or read by all of them
       ─▶ one token per active slot and step ─▶ an answer ends: the last active slot moves in, and waiting answers follow
 
 `SlotPruning` passes the hidden states of the last forward pass to the rule that drops answers.
@@ -8,7 +8,7 @@ queue ─▶ each prompt computed once, its keys and values copied to the slots 
 
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -18,7 +18,8 @@ from transformers.cache_utils import DynamicCache
 from swarm.engine.engine import AnswerRequest, AnswerSlot, Completion, End, SamplingCall, capacity_of
 from swarm.engine.pruning import PruneCall
 from swarm.engine.sampling import sample_tokens
-from swarm.engine.slot_model import SlotCache, SlotModel
+from swarm.engine.slot_cache import CachedAnswer, SharedPrefix, SlotCache, bytes_of
+from swarm.engine.slot_model import SlotModel
 from swarm.errors import ConfigError
 from swarm.policy.policy import Policy
 
@@ -42,11 +43,14 @@ class SlotPruning:
         self._hook.remove()
         self._hidden = None
 
-    def saw_prompts(self, starts: Sequence[tuple[int, int]]) -> None:
-        """Report a forward pass over whole prompts [D, P, hidden], padded on the right."""
-        prompts = [prompt for prompt, _ in starts]
-        last = [self._lengths[prompt] - 1 for prompt in prompts]
-        self._call.saw_prompts(prompts, self._states(list(range(len(prompts))), last))
+    def saw_piece(self, starts: Sequence[tuple[int, int]], first: int) -> None:
+        """Report a forward pass over a piece of prompts [D, P, hidden] that begins at position `first`."""
+        width = 0 if self._hidden is None else self._hidden.shape[1]
+        columns = [self._lengths[prompt] - 1 - first for prompt, _ in starts]
+        rows = [row for row, column in enumerate(columns) if 0 <= column < width or self._hidden is None]
+        if rows:
+            states = self._states(rows, [columns[row] for row in rows])
+            self._call.saw_prompts([starts[row][0] for row in rows], states)
 
     def slots_to_drop(self, rows: Sequence[AnswerSlot | None], lengths: Sequence[int]) -> list[int]:
         """Ask which slots to drop after a pass over one token of every slot [n, 1, hidden]; ascending.
@@ -83,8 +87,10 @@ def hidden_size(policy: Policy) -> int:
 
 _REFILL_SHARE = 8
 """Slots are refilled once 1/8 of them is free: computing prompts costs about as much for one as for several."""
-_PROMPT_TOKENS = 4096
-"""Prompt tokens computed at a time, padding included: more is no faster and only takes memory."""
+_PROMPT_TOKENS = 2048
+"""Most tokens of short prompts that are computed together, padding included: more is no faster and only takes memory."""
+_SHARED_TOKENS = 256
+"""Prompts of at least this length are held once for all answers. Copies of shorter ones cost less than another part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,11 @@ class _Prepared:
 
 
 class SlotRun:
-    """The answers of one call, at most `num_slots` at a time. Slots 0 to `_num_active` - 1 are in use."""
+    """The answers of one call. Slots 0 to `_num_active` - 1 are in use.
+
+    Where the tokens in use outgrow the cache's `max_places`, the answers that are least far wait: they go back to the queue
+    with their tokens, and are computed again, as a prompt is, once another one has ended.
+    """
 
     def __init__(
         self,
@@ -106,12 +116,12 @@ class SlotRun:
         rows: Sequence[AnswerSlot],
         *,
         call: SamplingCall,
-        num_slots: int,
-        cache: SlotCache | None,
+        cache: SlotCache,
         pruning: SlotPruning | None = None,
     ) -> None:
-        """`rows` come in the order in which they start, siblings together. `cache` holds buffers to reuse."""
+        """`rows` come in the order in which they start, siblings together. `cache` is empty and holds one answer at least."""
         device, longest_answer = model.device, max(row.max_new_tokens for row in rows)
+        num_slots = len(cache.slots)
         self.completions: dict[tuple[int, int], Completion] = {}
         """Ended answers by (prompt, sample)."""
         self.num_missing = Counter(row.prompt for row in rows)
@@ -124,12 +134,12 @@ class SlotRun:
         self._eos = torch.tensor(sorted(call.eos_token_ids), device=device)
         self._pruning = pruning
         self._num_slots = num_slots
-        self._num_active = 0
-        self._capacity = capacity_of(requests)  # tokens of one slot
         self._prepared: dict[tuple[int, int], _Prepared] = {}  # by start
-        self._slots = torch.arange(num_slots, device=device)
+        self._shared = self._find_shared(rows, model, by_request=pruning is not None)
+        self._prefixes: dict[tuple[int, ...], SharedPrefix] = {}  # by prompt
+        self._always_fits = num_slots * capacity_of(requests) <= cache.max_places
+        self._is_short = False  # of memory, until an answer ends
         self._rows: list[AnswerSlot | None] = [None] * num_slots
-        self._lengths = [0] * num_slots  # tokens in the cache
         self._noise = torch.zeros(num_slots, longest_answer, device=device)
         self._tokens = torch.zeros(num_slots, longest_answer, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(
@@ -139,11 +149,49 @@ class SlotRun:
         self._limits = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._logits = torch.zeros(num_slots, 0, device=device)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all keys and values, with those of prompts whose answers wait."""
+        prepared = {id(one.cache): one.cache for one in self._prepared.values()}
+        read = {id(answer.prefix) for answer in self.cache.answers}
+        unread = [prefix.cache for prefix in self._prefixes.values() if id(prefix) not in read and prefix.cache]
+        return self.cache.num_bytes() + sum(bytes_of(cache) for cache in (*prepared.values(), *unread))
+
+    @property
+    def num_used_places(self) -> int:
+        """Tokens in use: those of active answers, and of each shared prompt once."""
+        prefixes = {id(answer.prefix): answer.prefix.length for answer in self.cache.answers if answer.prefix}
+        return sum(prefixes.values()) + sum(answer.length for answer in self.cache.answers)
+
+    @property
+    def num_queued(self) -> int:
+        """Number of answers that wait for a slot."""
+        return len(self._queue)
+
+    @property
+    def _num_active(self) -> int:
+        return len(self.cache.answers)
+
+    def _find_shared(
+        self, rows: Sequence[AnswerSlot], model: SlotModel, *, by_request: bool
+    ) -> dict[int, tuple[int, ...]]:
+        """Return a key of each long prompt that several answers have, by request.
+
+        Equal prompts of several requests have one key, unless `by_request`: pruning wants the hidden states of each.
+        """
+        long = {row.prompt for row in rows if len(self._prompts[row.prompt]) >= _SHARED_TOKENS}
+        if not long or not model.splits_attention:
+            return {}
+        prompts = {prompt: (prompt,) if by_request else tuple(self._prompts[prompt]) for prompt in long}
+        counts = Counter(prompts[row.prompt] for row in rows if row.prompt in long)
+        return {prompt: tokens for prompt, tokens in prompts.items() if counts[tokens] > 1}
+
     def is_going(self) -> bool:
-        """Fill free slots; returns whether any answer is active."""
-        num_free = self._num_slots - self._num_active
-        if self._queue and (not self._num_active or num_free * _REFILL_SHARE >= self._num_slots):
-            self._place([self._queue.popleft() for _ in range(min(num_free, len(self._queue)))])
+        """Make room for the next tokens and fill free slots; returns whether any answer is active."""
+        self._make_room()
+        is_loose = (self._num_slots - self._num_active) * _REFILL_SHARE >= self._num_slots
+        if self._queue and (not self._num_active or (is_loose and not self._is_short)):
+            self._place(self._admitted())
         return self._num_active > 0
 
     def suspend(self) -> dict[tuple[int, int], Completion]:
@@ -153,13 +201,13 @@ class SlotRun:
             assert row is not None
             rest[row.prompt, row.sample] = self._completion(slot, "open")
         self._queue.clear()
-        self._num_active = 0
+        self.cache.clear()
         return rest
 
     def step(self) -> None:
         """Sample one token in every active slot, remove ended answers, and compute the next logits of the others."""
         num_active = self._num_active
-        slots, steps = self._slots[:num_active], self._steps[:num_active]
+        slots, steps = self.cache.slots[:num_active], self._steps[:num_active]
         tokens, *logprobs = sample_tokens(self._logits[:num_active], self._call.sampling, self._noise[slots, steps])
         self._tokens[slots, steps] = tokens
         self._logprobs[:, slots, steps] = torch.stack(logprobs)
@@ -168,18 +216,16 @@ class SlotRun:
             self._remove(slot, end)
         num_active = self._num_active
         if num_active:
-            assert self.cache is not None
-            last = self._tokens[self._slots[:num_active], self._steps[:num_active] - 1]
-            width = max(self._lengths[:num_active]) + 1
-            self._logits[:num_active] = self._model.extend(self.cache, last, width)
-            self._lengths[:num_active] = [length + 1 for length in self._lengths[:num_active]]
+            last = self._tokens[self.cache.slots[:num_active], self._steps[:num_active] - 1]
+            self._logits[:num_active] = self._model.extend(self.cache, last)
             if self._pruning is not None:
                 self._prune(self._pruning)
 
     def _prune(self, pruning: SlotPruning) -> None:
         """Remove the answers to drop. The logits of the next token exist already and move with their slots."""
         num_active = self._num_active
-        for slot in reversed(pruning.slots_to_drop(self._rows[:num_active], self._lengths[:num_active])):
+        lengths = self.cache.positions[:num_active].tolist()
+        for slot in reversed(pruning.slots_to_drop(self._rows[:num_active], lengths)):
             self._remove(slot, "pruned")
             self._logits[slot] = self._logits[self._num_active]
 
@@ -198,67 +244,139 @@ class SlotRun:
                 ended.append((slot, "limit"))
         return ended
 
+    def _make_room(self) -> None:
+        """Give every active answer a column for its next token, and let the shortest ones wait where memory is short."""
+        if not self._queue:
+            self.cache.shrink()
+        if not self.cache.full_buckets():
+            return
+        while self._num_active > 1 and not self._always_fits and self.cache.places() > self.cache.max_places:
+            steps = self._steps[: self._num_active].tolist()
+            slot = steps.index(min(steps))
+            row = self._rows[slot]
+            assert row is not None
+            self._queue.appendleft(replace(row, begun=self._completion(slot, "open")))
+            self._free(slot)
+            self._logits[slot] = self._logits[self._num_active]
+            self._is_short = True
+            self._drop_unread()
+        self.cache.widen()
+
+    def _admitted(self) -> list[AnswerSlot]:
+        """Take rows from the queue, as many as free slots and memory allow; one where nothing is active."""
+        rows: list[AnswerSlot] = []
+        answers: list[CachedAnswer] = []
+        while self._queue and self._num_active + len(rows) < self._num_slots:
+            answers.append(self._cached(self._queue[0]))
+            if not self._always_fits and self._num_active + len(rows):
+                self._is_short = self.cache.places(answers) > self.cache.max_places
+                if self._is_short:
+                    break
+            rows.append(self._queue.popleft())
+        return rows
+
+    def _cached(self, row: AnswerSlot) -> CachedAnswer:
+        prompt, num_begun = len(self._prompts[row.prompt]), len(row.begun.token_ids)
+        shared = self._shared.get(row.prompt)
+        if shared is None:
+            return CachedAnswer(prompt + num_begun, prompt + row.max_new_tokens)
+        prefix = self._prefixes.setdefault(shared, SharedPrefix(prompt))
+        return CachedAnswer(num_begun, row.max_new_tokens, prefix)
+
     def _place(self, rows: Sequence[AnswerSlot]) -> None:
         """Put rows into free slots. Prompts are computed few at a time, so they take little memory beside the slots."""
-        missing = {row.start: self._tokens_before(row) for row in rows if row.start not in self._prepared}
-        waiting = deque(rows)
-        while waiting and waiting[0].start in self._prepared:
-            self._fill_slot(waiting.popleft())
+        first = self._num_active
+        self.cache.add([self._cached(row) for row in rows])
+        waiting: dict[int, AnswerSlot] = {}
+        for slot, row in enumerate(rows, first):
+            prefix = self.cache.answers[slot].prefix
+            if prefix is None:
+                waiting[slot] = row
+            else:
+                self._fill_after(slot, row, prefix)
+        missing = {row.start: self._tokens_before(row) for row in waiting.values() if row.start not in self._prepared}
+        self._fill_prepared(waiting)
         for chunk in _chunks(missing):
-            cache, logits = self._model.prepare(list(chunk.values()))
-            if self._pruning is not None:
-                self._pruning.saw_prompts(list(chunk))
+            cache, logits = self._prepare(list(chunk.values()), list(chunk))
             self._prepared = {start: _Prepared(cache, row, logits[row]) for row, start in enumerate(chunk)}
-            while waiting and waiting[0].start in self._prepared:
-                self._fill_slot(waiting.popleft())
+            self._fill_prepared(waiting)
         if not self._queue or self._queue[0].start not in self._prepared:
             self._prepared = {}
+        self._drop_unread()
 
     def _tokens_before(self, row: AnswerSlot) -> list[int]:
         return [*self._prompts[row.prompt], *row.begun.token_ids]
 
-    def _fill_slot(self, row: AnswerSlot) -> None:
-        slot, prepared, num_begun = self._num_active, self._prepared[row.start], len(row.begun.token_ids)
-        length = len(self._prompts[row.prompt]) + num_begun
-        cache = self._buffers(prepared)
-        cache.put(slot, prepared.cache, row=prepared.row, length=length)
-        noise = torch.from_numpy(self._call.uniforms(row))
-        self._noise[slot, : row.max_new_tokens] = noise.to(self._noise.device)
-        self._logits[slot] = prepared.logits
-        self._rows[slot], self._lengths[slot] = row, length
+    def _prepare(
+        self, token_ids: Sequence[Sequence[int]], starts: Sequence[tuple[int, int]], prefix: DynamicCache | None = None
+    ) -> tuple[DynamicCache, Tensor]:
+        pruning = self._pruning
+        saw = None if pruning is None else lambda column: pruning.saw_piece(starts, column)
+        return self._model.prepare(token_ids, prefix, saw_piece=saw)
+
+    def _fill_after(self, slot: int, row: AnswerSlot, prefix: SharedPrefix) -> None:
+        """Begin an answer that reads a shared prompt, computed here if it is the first."""
+        if prefix.cache is None:
+            prefix.cache, (prefix.logits,) = self._prepare([self._prompts[row.prompt]], [(row.prompt, -1)])
+        logits = prefix.logits
+        if row.begun.token_ids:
+            cache, (logits,) = self._prepare([row.begun.token_ids], [row.start], prefix.cache)
+            self.cache.fill(slot, cache, row=0, start=prefix.length)
+        assert logits is not None
+        self._begin(slot, row, logits)
+
+    def _fill_prepared(self, waiting: Mapping[int, AnswerSlot]) -> None:
+        """Begin the answers, by slot, whose prompts were computed last."""
+        for slot, row in waiting.items():
+            if row.start in self._prepared:
+                prepared = self._prepared[row.start]
+                self.cache.fill(slot, prepared.cache, row=prepared.row, start=0)
+                self._begin(slot, row, prepared.logits)
+
+    def _begin(self, slot: int, row: AnswerSlot, logits: Tensor) -> None:
+        """Set everything of a slot but keys and values."""
+        if not self._logits.shape[1]:
+            self._logits = logits.new_zeros(self._num_slots, len(logits), dtype=torch.float32)
+        num_begun, device = len(row.begun.token_ids), self._tokens.device
+        self._noise[slot, : row.max_new_tokens] = torch.from_numpy(self._call.uniforms(row)).to(device)
+        self._logits[slot] = logits
+        self._rows[slot] = row
         self._steps[slot], self._limits[slot] = num_begun, row.max_new_tokens
         if num_begun:
-            device = self._tokens.device
             self._tokens[slot, :num_begun] = torch.tensor(row.begun.token_ids, device=device)
             both = torch.tensor([row.begun.logprobs, row.begun.policy_logprobs], device=device)
             self._logprobs[:, slot, :num_begun] = both
-        self._num_active += 1
-
-    def _buffers(self, prepared: _Prepared) -> SlotCache:
-        """Return the buffers of this run, made or resized before its first row."""
-        if not self._logits.shape[1]:
-            self._logits = prepared.logits.new_zeros(self._num_slots, len(prepared.logits), dtype=torch.float32)
-            if self.cache is None or not self.cache.resize(self._num_slots, self._capacity):
-                self.cache = None  # free the old buffers before making new ones
-                self.cache = SlotCache(prepared.cache, self._num_slots, self._capacity)
-        assert self.cache is not None
-        return self.cache
 
     def _remove(self, slot: int, end: End) -> None:
         """Store the answer of a slot, and move the last active one there."""
         row = self._rows[slot]
-        assert row is not None and self.cache is not None
+        assert row is not None
         self.completions[row.prompt, row.sample] = self._completion(slot, end)
         self.num_missing[row.prompt] -= 1
-        self._num_active -= 1
+        self._is_short = False
+        self._free(slot)
+        self._drop_unread()
+
+    def _free(self, slot: int) -> None:
+        """Move the last active answer to a slot."""
+        self.cache.remove(slot)
         last = self._num_active
-        if slot == last:
-            return
-        self.cache.move(last, slot, self._lengths[last])
-        for buffer in (self._noise, self._tokens, self._steps, self._limits):
-            buffer[slot] = buffer[last]
-        self._logprobs[:, slot] = self._logprobs[:, last]
-        self._rows[slot], self._lengths[slot] = self._rows[last], self._lengths[last]
+        if slot != last:
+            for buffer in (self._noise, self._tokens, self._steps, self._limits):
+                buffer[slot] = buffer[last]
+            self._logprobs[:, slot] = self._logprobs[:, last]
+            self._rows[slot] = self._rows[last]
+
+    def _drop_unread(self) -> None:
+        """Forget shared prompts that neither an active answer nor the next one reads."""
+        if self._prefixes:
+            read = {id(answer.prefix) for answer in self.cache.answers}
+            coming = self._shared.get(self._queue[0].prompt) if self._queue else None
+            self._prefixes = {
+                prompt: prefix
+                for prompt, prefix in self._prefixes.items()
+                if id(prefix) in read or (prompt == coming and prefix.cache is not None and not self._is_short)
+            }
 
     def _completion(self, slot: int, end: End) -> Completion:
         num_tokens = int(self._steps[slot])

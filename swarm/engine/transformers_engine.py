@@ -77,6 +77,9 @@ class TransformersEngine:
         cache.start([[self._policy.pad_token_id] * num_tokens], self._policy.device)
         return 2 * cache.num_bytes()  # the cache is copied as it grows
 
+    answers_wait = False
+    """See `Engine.answers_wait`."""
+
     @property
     def held_bytes(self) -> int:
         """See `Engine.held_bytes`."""

@@ -122,6 +122,9 @@ class VllmEngine:
         """0, since vLLM takes its memory when it starts."""
         return 0
 
+    answers_wait = True
+    """See `Engine.answers_wait`."""
+
     @property
     def held_bytes(self) -> int:
         """0, since vLLM's memory is not in this process's account."""

@@ -38,6 +38,7 @@ def local_backend(config: Config, policy: Policy, peer_id: str) -> PolicyBackend
             config.training,
             answer_bytes=engine.answer_bytes(num_tokens),
             held_bytes=engine.held_bytes,
+            answers_wait=engine.answers_wait,
         )
 
     seed = round_seed(config, peer_id, "pruning")

@@ -114,13 +114,15 @@ def probe_memory(
     *,
     answer_bytes: int,
     held_bytes: int = 0,
+    answers_wait: bool = False,
     available_bytes: int | None = None,
 ) -> MemoryNeed:
     """Check that steps and rollouts fit with the longest prompts and answers that the config allows.
 
     Sets `policy.micro_batch_tokens`. `answer_bytes` is the engine's need for one answer of full length with its prompt,
-    `held_bytes` its memory besides. `available_bytes` defaults to the free memory of the device. Weights, gradients and random
-    state stay as they are. Raises MemoryBudgetError with the value that would fit.
+    `held_bytes` its memory besides. With `answers_wait` the engine lets answers wait for memory, so only one of full length
+    must fit into what rollouts may use (`rollout_share`). `available_bytes` defaults to the free memory of the device.
+    Weights, gradients and random state stay as they are. Raises MemoryBudgetError with the value that would fit.
     """
     available = (free_bytes(policy.device) if available_bytes is None else available_bytes) - held_bytes
     longest = policy.config.max_prompt_tokens, rollouts.max_new_tokens
@@ -131,7 +133,10 @@ def probe_memory(
         step.fitting(_SHARE * available, *longest) * length,
     )
     num_sequences = min(max(1, wanted // length), training.micro_batch_sequences)
-    num_answers = fitting_answers(answer_bytes, rollouts.max_batch_sequences, rollouts.cache_bytes)
+    cache_bytes = rollouts.cache_bytes
+    if cache_bytes is None and answers_wait:
+        cache_bytes = rollout_share(available)
+    num_answers = fitting_answers(answer_bytes, rollouts.max_batch_sequences, cache_bytes)
     tokens = max(wanted, length)
     need = MemoryNeed(step.of(num_sequences, *longest), answer_bytes * num_answers, available, tokens)
     if need.training_bytes > available:
@@ -152,17 +157,22 @@ def probe_memory(
     return need
 
 
+def rollout_share(available_bytes: int) -> int:
+    """Return what keys and values may take of the free memory where `rollouts.cache_mib` is not set: half of it."""
+    return max(0, available_bytes) // 2
+
+
 def fitting_answers(answer_bytes: int, wanted: int, cache_bytes: int | None) -> int:
     """Return how many of `wanted` answers can be sampled at once. Raises MemoryBudgetError where not one fits."""
     if cache_bytes is None:
         return wanted
-    if answer_bytes > cache_bytes:
+    if answer_bytes and answer_bytes > cache_bytes:
         raise MemoryBudgetError(
             f"keys and values of one answer of full length, its prompt included, must fit into {cache_bytes / 2**20:.1f} MiB, "
             f"got {answer_bytes / 2**20:.1f} MiB; set rollouts.cache_mib = {-(-answer_bytes // 2**20)}, or lower "
             "policy.max_prompt_tokens or rollouts.max_new_tokens"
         )
-    return min(wanted, cache_bytes // answer_bytes)
+    return min(wanted, cache_bytes // answer_bytes) if answer_bytes else wanted
 
 
 def measure_step(policy: Policy) -> StepNeed:

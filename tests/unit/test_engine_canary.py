@@ -24,6 +24,7 @@ class StaleEngine:
         self._weights = {name: value.clone() for name, value in policy.model.state_dict().items()}
 
     held_bytes = 0
+    answers_wait = False
 
     def generate(self, *_: Any, **__: Any) -> list[list[Completion]]:
         raise AssertionError("the canary only scores")

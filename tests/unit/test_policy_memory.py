@@ -23,11 +23,19 @@ def need(
     cache_mib: int | None = None,
     max_new_tokens: int = 8,
     micro_batch_sequences: int = 64,
+    answers_wait: bool = False,
 ) -> MemoryNeed:
     rollouts = RolloutsSection(max_new_tokens=max_new_tokens, max_batch_sequences=batch, cache_mib=cache_mib)
     training = TrainingSection(micro_batch_tokens=tokens, micro_batch_sequences=micro_batch_sequences)
     answer_bytes = SlotEngine(policy, batch).answer_bytes(policy.config.max_prompt_tokens + max_new_tokens)
-    return probe_memory(policy, rollouts, training, answer_bytes=answer_bytes, available_bytes=available)
+    return probe_memory(
+        policy,
+        rollouts,
+        training,
+        answer_bytes=answer_bytes,
+        answers_wait=answers_wait,
+        available_bytes=available,
+    )
 
 
 def tensors_of(policy: Policy) -> list[torch.Tensor]:
@@ -127,6 +135,17 @@ def test_rollouts_that_do_not_fit_name_their_own_setting(make_policy: MakePolicy
     enough_for_training = measure_step(policy).of(1, policy.config.max_prompt_tokens, 8)
     with pytest.raises(MemoryBudgetError, match=r"set rollouts\.max_batch_sequences = \d+"):
         need(policy, batch=65536, available=enough_for_training)
+
+
+def test_answers_that_wait_for_memory_need_half_of_it_and_room_for_one(make_policy: MakePolicy):
+    policy = make_policy()
+    length = policy.config.max_prompt_tokens + 8
+    one_answer, training = SlotEngine(policy, 1).answer_bytes(length), measure_step(policy).of(1, length - 8, 8)
+    available = max(training, 7 * one_answer)
+    found = need(policy, batch=65536, available=available, answers_wait=True)
+    assert found.rollout_bytes == available // 2 // one_answer * one_answer
+    with pytest.raises(MemoryBudgetError, match=r"must fit into .* set rollouts\.cache_mib = \d+"):
+        need(make_policy(max_prompt_tokens=10**6), tokens=1, available=2 * 10**8, answers_wait=True)
 
 
 def test_a_cache_that_does_not_hold_one_answer_is_refused_with_the_size_that_would(make_policy: MakePolicy):

@@ -63,6 +63,9 @@ class PipelineEngine:
         """See `Engine.answer_bytes`. 0: keys and values are in the stages, each of which has its own limit."""
         return 0
 
+    answers_wait = False
+    """See `Engine.answers_wait`."""
+
     @property
     def held_bytes(self) -> int:
         """See `answer_bytes`."""
