@@ -2,6 +2,7 @@
 # models, which the package lists, and takes a third longer.
 from transformers.cache_utils import DynamicCache as DynamicCache
 from transformers.generation.configuration_utils import GenerationConfig as GenerationConfig
+from transformers.modeling_utils import AttentionInterface as AttentionInterface
 from transformers.models.auto.configuration_auto import AutoConfig as AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM as AutoModelForCausalLM
 from transformers.models.auto.tokenization_auto import AutoTokenizer as AutoTokenizer
