@@ -55,6 +55,7 @@ def write_models(folder: Path) -> dict[str, Path]:
     """Write models as {architecture: folder}: a tied head, layers of two kinds (short windows), dropout to switch off."""
     torch.set_num_threads(1)
     windows = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}
+    torch.manual_seed(0)
     built = {
         "llama": LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=2, tie_word_embeddings=True)),
         "qwen2": Qwen2ForCausalLM(Qwen2Config(**SHAPE, num_key_value_heads=2, **windows)),
