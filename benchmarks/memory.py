@@ -12,6 +12,7 @@ group at once. The peak is the resident memory of the process, weights and libra
 the memory of the machine is ended before the machine is, and counts as `more than` its limit.
 
 `memory_ratio_trl` is the peak of this project over that of TRL, both with gradient checkpointing, which is TRL's own default.
+It is an upper bound where TRL did not fit into the machine.
 `probe_error` is the largest difference between the peak that the probe predicts and the one that was measured. The last line of
 the output is one JSON object.
 """
@@ -92,6 +93,8 @@ class Result:
     found: dict[str, float]
     """Empty where the step did not end."""
     failure: str = ""
+    limit_mib: float = 0.0
+    """What the process was allowed, where that was not enough."""
 
 
 def main() -> None:
@@ -114,17 +117,17 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|", flush=True)
         results = [
             _show(_run(case, base, peer_python, options.threads))
-            for case in _cases(quick=options.quick)
+            for case in _cases(options.answers, quick=options.quick)
             if case.system == SWARM or peer_python
         ]
     print(json.dumps(_figures(results)))
 
 
-def _cases(*, quick: bool) -> Iterator[Case]:
-    for length in (128,) if quick else (512, 2048):
+def _cases(lengths: list[int], *, quick: bool) -> Iterator[Case]:
+    for length in (128,) if quick else lengths:
         yield Case(SWARM, length, checkpointing=True, at_once="as the probe chooses")
         yield Case(TRL, length, checkpointing=True, at_once="the group")
-    length = 128 if quick else 512
+    length = 128 if quick else lengths[0]
     yield Case(SWARM, length, checkpointing=True, at_once="the group", micro_batch_tokens=10**6)
     if not quick:
         yield Case(SWARM, length, checkpointing=False, at_once="as the probe chooses")
@@ -222,7 +225,9 @@ def _run(case: Case, base: Path, peer_python: Path | None, threads: int) -> Resu
     if ended.returncode:
         last = " ".join(ended.stderr.split())[-300:]
         is_memory = "allocate memory" in last or "MemoryError" in last
-        return Result(case, {}, f"more than {limit / 2**20:.0f}" if is_memory else last)
+        if is_memory:
+            return Result(case, {}, f"more than {limit / 2**20:.0f}", limit / 2**20)
+        return Result(case, {}, last)
     return Result(case, json.loads(ended.stdout.splitlines()[-1]))
 
 
@@ -240,9 +245,9 @@ def _show(result: Result) -> Result:
 
 def _figures(results: list[Result]) -> dict[str, float | None]:
     def peak(system: str, length: int) -> float | None:
-        """Of the first case of a system, which has gradient checkpointing."""
+        """Of the first case of a system, which has gradient checkpointing; its limit where it did not fit."""
         first = next((one for one in results if one.case.system == system and one.case.answer_tokens == length), None)
-        return first.found.get("peak_mib") if first else None
+        return first.found.get("peak_mib", first.limit_mib or None) if first else None
 
     lengths = sorted({one.case.answer_tokens for one in results})
     own, other = peak(SWARM, lengths[0]), peak(TRL, lengths[0])
@@ -260,6 +265,7 @@ def _figures(results: list[Result]) -> dict[str, float | None]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a smaller policy and shorter answers")
+    parser.add_argument("--answers", type=int, nargs="+", default=[512, 2048], help="lengths of answers in tokens")
     parser.add_argument("--models", action="store_true", help="a table of model sizes, without steps")
     parser.add_argument("--prepare", action="store_true", help="make TRL's environment, once")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
