@@ -246,8 +246,8 @@ class SlotRun:
 
     def _make_room(self) -> None:
         """Give every active answer a column for its next token, and let the shortest ones wait where memory is short."""
-        if not self._queue:
-            self.cache.shrink()
+        if not self._queue and not self._always_fits:
+            self.cache.shrink()  # it copies what stays: not worth the time where memory was never short
         if not self.cache.full_buckets():
             return
         while self._num_active > 1 and not self._always_fits and self.cache.places() > self.cache.max_places:

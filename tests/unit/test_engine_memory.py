@@ -85,12 +85,14 @@ def test_memory_follows_the_tokens_in_use(make_policy: MakePolicy, places: int) 
     policy.eos_token_ids = (*range(10, 13),)
     model, limits = SlotModel(policy), (200, 40, 190, 200)
     run = run_of(model, policy, requests(prompts(), 8, limits), 12, places)
-    most = 0
+    most = num_active = num_used = 0
     while run.is_going():
-        num_active = len(run.cache.answers)
+        is_plenty = places == 10**6  # then nothing is given back before the end of the call
+        num_active = max(len(run.cache.answers), num_active * is_plenty)
+        num_used = max(run.num_used_places, num_used * is_plenty)
         held = run.num_bytes // model.token_bytes
         # a bucket is a third wider than its shortest answer needs, with 64 or 1/8 of spare columns, 256 at least
-        assert held <= 2 * run.num_used_places + 256 * num_active + 300 * bool(run.num_queued)
+        assert held <= 2 * num_used + 256 * num_active + 300 * bool(run.num_queued)
         assert held <= places + 300
         most = max(most, held)
         run.step()
@@ -107,11 +109,11 @@ def test_a_group_holds_its_long_prompt_once(make_policy: MakePolicy) -> None:
     assert run.num_bytes == (400 + 8 * 10) * model.token_bytes
 
 
-def test_memory_is_given_back_as_answers_end(make_policy: MakePolicy) -> None:
+def test_scarce_memory_is_given_back_as_answers_end(make_policy: MakePolicy) -> None:
     policy = make_policy()
     policy.eos_token_ids = (-1,)
     model = SlotModel(policy)
-    run = run_of(model, policy, requests(prompts([20] * 8), 1, [200, *[30] * 7]), 8, 10**6)
+    run = run_of(model, policy, requests(prompts([20] * 8), 1, [200, *[30] * 7]), 8, 1500)
     held: list[int] = []
     while run.is_going():
         held.append(run.num_bytes // model.token_bytes)
