@@ -29,6 +29,8 @@ CHUNK_BYTES = 32 << 20
 """Size of the logits of one chunk in float32."""
 CHUNK_COPIES = 5
 """Most tensors of that size that exist at once: logits, scaled logits, softmax, entropy, and the gradients of these."""
+_WHOLE_SHARE = 4
+"""Where all logits are a quarter of a chunk, they are kept for the backward pass, which takes less time."""
 _MAX_DEVIATION = 0.02
 """Largest difference between the logits of a separated head and those of the whole model, relative to the largest logit."""
 
@@ -78,6 +80,8 @@ def score_tokens(
     entropies: list[Tensor | None] = []
     row_gradients: list[Tensor] = []
     size = head.chunk_size(chunk_bytes)
+    if len(hidden) <= size // _WHOLE_SHARE:
+        return score(hidden, targets)
     for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
         if has_gradient and head.is_trained:
             logprob, entropy = checkpoint(score, rows, wanted, use_reentrant=False)
