@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py            Qwen2.5-0.5B's shape, answers of 512 and 2,048 tokens; about half an hour
     python benchmarks/memory.py --quick    the same vocabulary and width with two layers, answers of 128 tokens; under a minute
+    python benchmarks/memory.py --probe    predictions of the probe beside measured peaks, 12 cases; a quarter of an hour
     python benchmarks/memory.py --models   what Qwen2.5's sizes take by length, as computed from measured layers; some minutes
     python benchmarks/memory.py --prepare  make TRL's environment, once (2 GB in ~/.cache, some minutes)
 
@@ -19,12 +20,13 @@ the output is one JSON object.
 
 import argparse
 import json
+import math
 import os
 import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,14 @@ SIZES = {
 }
 
 
+PROBED = {
+    "42 M": Size(8, 256, 1024, 4, 2, True),
+    "0.5 B, 2 layers": replace(SIZES["0.5 B"], layers=2),
+    "0.5 B, 8 layers": replace(SIZES["0.5 B"], layers=8),
+    "1.5 B, 2 layers": replace(SIZES["1.5 B"], layers=2),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One step."""
@@ -105,6 +115,9 @@ def main() -> None:
         return
     if options.models:
         _print_models()
+        return
+    if options.probe:
+        print(json.dumps({"probe_error": _print_probed(options.threads)}))
         return
     try:
         peer_python: Path | None = TRAINERS.python_of(TRAINERS.folder)
@@ -147,6 +160,35 @@ def _base(folder: Path, size: Size, dtype: torch.dtype = torch.float32) -> Path:
     Qwen2ForCausalLM(config).to(dtype).save_pretrained(folder)
     load_tokenizer(BUNDLED_FOLDER).save_pretrained(folder)
     return folder
+
+
+def _print_probed(threads: int) -> float | None:
+    """Predicted and measured growth of the process during one step on two answers. Returns the largest error of a peak."""
+    print("| model | answers of | at once | weights and libraries, MiB | step, MiB | predicted |")
+    print("|---|---|---|---|---|---|", flush=True)
+    results = []
+    for name, size in PROBED.items():
+        with tempfile.TemporaryDirectory() as folder:
+            base = _base(Path(folder), size)
+            for length in (256, 1024, 2048):
+                case = Case(SWARM, length, checkpointing=True, at_once="as the probe chooses", answers=2)
+                results.append(one := _run(case, base, None, threads))
+                loaded, peak, predicted = (
+                    one.found.get(key, math.nan) for key in ("loaded_mib", "peak_mib", "predicted_mib")
+                )
+                cells = [
+                    name,
+                    length,
+                    case.at_once,
+                    *(f"{mib:.0f}" for mib in (loaded, peak - loaded, predicted - loaded)),
+                ]
+                print("|", " | ".join(map(str, cells)), "|", one.failure, flush=True)
+    return _probe_error(results)
+
+
+def _probe_error(results: Sequence[Result]) -> float | None:
+    found = [one.found for one in results if "predicted_mib" in one.found]
+    return max((abs(one["predicted_mib"] / one["peak_mib"] - 1) for one in found), default=None)
 
 
 def _print_models() -> None:
@@ -251,14 +293,11 @@ def _figures(results: list[Result]) -> dict[str, float | None]:
 
     lengths = sorted({one.case.answer_tokens for one in results})
     own, other = peak(SWARM, lengths[0]), peak(TRL, lengths[0])
-    errors = [
-        abs(one.found["predicted_mib"] / one.found["peak_mib"] - 1) for one in results if "predicted_mib" in one.found
-    ]
     longest = peak(SWARM, lengths[-1])
     return {
         "memory_ratio_trl": own / other if own and other else None,
         "growth_with_length": longest / own if own and longest and len(lengths) > 1 else None,
-        "probe_error": max(errors, default=None),
+        "probe_error": _probe_error(results),
     }
 
 
@@ -266,6 +305,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a smaller policy and shorter answers")
     parser.add_argument("--answers", type=int, nargs="+", default=[512, 2048], help="lengths of answers in tokens")
+    parser.add_argument("--probe", action="store_true", help="predictions of the memory probe beside measured peaks")
     parser.add_argument("--models", action="store_true", help="a table of model sizes, without steps")
     parser.add_argument("--prepare", action="store_true", help="make TRL's environment, once")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)

@@ -16,7 +16,18 @@ if TYPE_CHECKING:
 
     from swarm.testbed.profiles import PlanRequest
 
-_OPTIONS = ("--nodes", "--rounds", "--minutes", "--dir", "--fresh", "--resume", "--compare", "--seeds", "--merge")
+_OPTIONS = (
+    "--nodes",
+    "--policy",
+    "--rounds",
+    "--minutes",
+    "--dir",
+    "--fresh",
+    "--resume",
+    "--compare",
+    "--seeds",
+    "--merge",
+)
 
 
 class What(StrEnum):
@@ -25,12 +36,26 @@ class What(StrEnum):
     sharing = "sharing"
 
 
+class BundledPolicy(StrEnum):
+    """A policy that is part of this package."""
+
+    tiny = "tiny"
+    reasoning = "reasoning"
+
+
 def testbed(
     config: list[str] = typer.Argument(None, metavar=CONFIG_METAVAR, help=CONFIG_HELP),
     nodes: int = typer.Option(4, min=1, help="Number of nodes; each fourth one has the same profile."),
+    policy: BundledPolicy = typer.Option(
+        None,
+        help="tiny: answers of a few characters. reasoning: steps first, of 60 to 250 tokens.",
+        show_default="tiny",
+    ),
     rounds: int = typer.Option(150, min=1, help="Rounds of each node, those of earlier runs in the folder included."),
     minutes: float = typer.Option(None, min=0.1, help="End training after so many minutes, wherever the nodes are."),
-    folder: Path = typer.Option(None, "--dir", metavar="DIR", help="Folder of the run.", show_default="runs/testbed"),
+    folder: Path = typer.Option(
+        None, "--dir", metavar="DIR", help="Folder of the run.", show_default="runs/testbed, or runs/reasoning"
+    ),
     fresh: bool = typer.Option(
         False,
         "--fresh/--resume",
@@ -50,6 +75,7 @@ def testbed(
 
     Examples:
       swarm testbed --nodes 4 --minutes 3
+      swarm testbed --nodes 2 --policy reasoning
       swarm testbed --nodes 2 --rounds 40 --merge --dir runs/small
 
     Exit codes: 0 done, 1 a node failed, 3 configuration, 130 interrupted.
@@ -57,6 +83,7 @@ def testbed(
     from rich.console import Console
 
     from swarm.config.node_folder import set_aside
+    from swarm.config.policy import BUNDLED, BUNDLED_REASONING
     from swarm.testbed.profiles import MERGING, PlanRequest, final_merge_time
     from swarm.testbed.testbed import LOCK_FILE, exclusive
 
@@ -66,8 +93,11 @@ def testbed(
         if minutes and not compare:
             at, minutes = final_merge_time(minutes, time.time())
         overrides = {**MERGING, **at, **overrides}
+    if policy is not None:
+        bases = {BundledPolicy.tiny: BUNDLED, BundledPolicy.reasoning: BUNDLED_REASONING}
+        overrides = {"policy.base": bases[policy], **overrides}
     request = PlanRequest(num_nodes=nodes, num_rounds=rounds, configs=configs, overrides=overrides)
-    folder = folder or Path("runs/comparison" if compare else "runs/testbed")
+    folder = folder or _default_folder(compare, policy)
     console = Console()
     with exclusive(folder):
         if fresh and (aside := set_aside(folder, {LOCK_FILE})):
@@ -80,6 +110,13 @@ def testbed(
         except KeyboardInterrupt:
             console.print(f"all nodes have ended; the same command resumes {folder}", highlight=False)
             raise
+
+
+def _default_folder(compare: What | None, policy: BundledPolicy | None) -> Path:
+    """A folder for each kind of run, so that none resumes another."""
+    if policy == BundledPolicy.reasoning:
+        return Path("runs/reasoning-comparison" if compare else "runs/reasoning")
+    return Path("runs/comparison" if compare else "runs/testbed")
 
 
 def _run(folder: Path, request: "PlanRequest", minutes: float | None, console: "Console") -> None:

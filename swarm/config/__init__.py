@@ -10,12 +10,13 @@ from swarm.config.load import Origin, dump_toml, load, merge, origin_in, parse, 
 from swarm.config.merging import MergingSection, largest_stable_beta
 from swarm.config.network import NetworkSection
 from swarm.config.node import CheckpointSection, EvaluationSection, NodeSection, ObservabilitySection, SwarmSection
-from swarm.config.policy import LoraSection, PipelineSection, PolicySection
+from swarm.config.policy import BUNDLED_BASES, LoraSection, PipelineSection, PolicySection
 from swarm.config.rollouts import RolloutsSection
 from swarm.config.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section, SwarmName
 from swarm.config.sharing import SharingSection
 from swarm.config.tasks import (
     DEMO_TASKS,
+    REASONING_TASKS,
     ExampleSection,
     RewardSignalSection,
     TaskSourceFacts,
@@ -25,7 +26,9 @@ from swarm.config.tasks import (
 from swarm.config.training import TrainingSection
 
 __all__ = [
+    "BUNDLED_BASES",
     "DEMO_TASKS",
+    "REASONING_TASKS",
     "CheckpointSection",
     "Config",
     "EvaluationSection",

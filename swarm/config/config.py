@@ -9,21 +9,26 @@ from swarm.config.integrations import IntegrationsSection
 from swarm.config.merging import MergingSection
 from swarm.config.network import NetworkSection
 from swarm.config.node import CheckpointSection, EvaluationSection, NodeSection, ObservabilitySection, SwarmSection
-from swarm.config.policy import PolicySection
+from swarm.config.policy import BUNDLED, BUNDLED_REASONING, PolicySection
 from swarm.config.rollouts import RolloutsSection
 from swarm.config.section import Section
 from swarm.config.sharing import SharingSection
-from swarm.config.tasks import TasksSection
+from swarm.config.tasks import REASONING_TASKS, TasksSection
 from swarm.config.training import TrainingSection
 from swarm.extensions.points import ADVANTAGES, ODD_GROUPS
 from swarm.types import is_mapping
 
-_DEFAULTS_OF_LANGUAGE_MODELS = {
+_DEFAULTS_OF_LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "policy": {"max_prompt_tokens": 1024},
     "rollouts": {"max_new_tokens": 1024},
     "training": {"lr": 2e-5, "warmup_steps": 10},
 }
-"""Where policy.base is not the bundled policy, whose answers have four characters and which learns at much higher rates."""
+"""Where policy.base is not a bundled policy; those learn at much higher rates."""
+_DEFAULTS_OF_BUNDLED: dict[str, dict[str, dict[str, Any]]] = {
+    BUNDLED: {},
+    BUNDLED_REASONING: {"tasks": {"sources": REASONING_TASKS}, "rollouts": {"max_new_tokens": 256}},
+}
+"""The plain defaults are those of the tiny policy, whose answers have four characters."""
 
 
 class Config(Section):
@@ -45,12 +50,13 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _language_models_have_defaults_of_their_own(cls, data: Any) -> Any:
+    def _each_kind_of_base_has_defaults_of_its_own(cls, data: Any) -> Any:
         policy = data.get("policy") if is_mapping(data) else None
-        if not is_mapping(policy) or policy.get("base", "bundled") == "bundled":
+        if not is_mapping(policy):
             return data
         filled = dict(data)
-        for section, defaults in _DEFAULTS_OF_LANGUAGE_MODELS.items():
+        defaults_of_base = _DEFAULTS_OF_BUNDLED.get(str(policy.get("base", BUNDLED)), _DEFAULTS_OF_LANGUAGE_MODELS)
+        for section, defaults in defaults_of_base.items():
             given = data.get(section, {})
             if is_mapping(given):
                 filled[section] = {**defaults, **given}

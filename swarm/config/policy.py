@@ -89,11 +89,17 @@ class PipelineSection(Section):
         return self
 
 
+BUNDLED, BUNDLED_REASONING = "bundled", "bundled-reasoning"
+BUNDLED_BASES = (BUNDLED, BUNDLED_REASONING)
+"""Names of the policies that are part of this package."""
+
+
 class PolicySection(Section):
     """Base model and adapter."""
 
-    base: str = "bundled"
-    """`bundled` (the tiny policy of this package), a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct."""
+    base: str = BUNDLED
+    """`bundled` (the tiny policy of this package), `bundled-reasoning` (a small one that writes its steps before the answer), a
+    folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct."""
     revision: str | None = None
     """Branch, tag or commit of a hub model. Use a commit in production. If it is set, no local folder of that name is used."""
     max_download_gib: PositiveFloat = 40.0

@@ -158,6 +158,40 @@ DEMO_TASKS = (
 )
 """What the bundled policy was made for, easy settings and harder ones."""
 
+_STEPS = "Work in steps inside <think></think>, then write the result inside <answer></answer>."
+
+
+def _in_steps(name: str, label: str, **parameters: Any) -> TaskSourceSection:
+    return TaskSourceSection(name=name, label=label, parameters=parameters, system=_STEPS, answer="tag")
+
+
+REASONING_TASKS = (
+    _in_steps("chain_sum", "long_sums", min_terms=2, max_terms=2, min_digits=4, max_digits=6),
+    _in_steps("products", "long_products", min_digits=2, max_digits=2),
+    _in_steps(
+        "basic_arithmetic",
+        "chains",
+        min_terms=3,
+        max_terms=5,
+        min_digits=1,
+        max_digits=1,
+        operators=["+", "-", "*"],
+        allow_negation=False,
+    ),
+    _in_steps(
+        "number_sorting",
+        "sorting",
+        min_numbers=4,
+        max_numbers=6,
+        min_decimals=0,
+        max_decimals=0,
+        min_value=0,
+        max_value=999,
+    ),
+    _in_steps("leg_counting", "legs", min_animals=3, max_animals=5),
+)
+"""What the bundled reasoning policy was made for: its answers need steps."""
+
 
 class TasksSection(Section):
     """What the policy is trained on."""

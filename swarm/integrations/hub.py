@@ -16,7 +16,7 @@ import tomli_w
 from swarm import __version__
 from swarm.adapters.checkpoint import Checkpoint, CheckpointStore
 from swarm.adapters.export import export_checkpoint
-from swarm.config import Config
+from swarm.config import BUNDLED_BASES, Config
 from swarm.config.node_folder import NodeFolder
 from swarm.config.shareable import base_name, shareable
 from swarm.observability.metrics import read_rows
@@ -46,7 +46,7 @@ class CardFacts:
 
     @property
     def is_bundled(self) -> bool:
-        return self.base == "bundled"
+        return self.base in BUNDLED_BASES
 
 
 def model_card(facts: CardFacts) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swarm.config import Config, Origin, TaskSourceSection, merge, parse
+from swarm.config import BUNDLED_BASES, Config, Origin, TaskSourceSection, merge, parse
 from swarm.errors import ConfigError, ManifestError, PolicyError, TaskError
 from swarm.machine.hardware import Hardware, PolicyChoice, choose_policy
 from swarm.manifest.manifest import Manifest, ManifestTask
@@ -198,7 +198,7 @@ def _within_limits(manifest: Manifest, user: Settings, config: Config) -> Config
 def _with_base(manifest: Manifest, user: Settings, config: Config) -> Config:
     """Set the revision that the manifest pins. Raises ConfigError for a base that it does not allow."""
     allowed = _revisions_by_base(manifest)
-    is_folder = config.policy.base != "bundled" and Path(config.policy.base).is_dir()
+    is_folder = config.policy.base not in BUNDLED_BASES and Path(config.policy.base).is_dir()
     if is_folder and _get(user, "policy", "base") is None:
         raise ConfigError(
             f"a base of the manifest of {manifest.name} must come from the hub, got {config.policy.base}, which is a folder "

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from swarm.config.policy import BUNDLED, BUNDLED_REASONING
 from swarm.errors import PolicyError
 from swarm.machine.safe_files import is_bare_name, read_json
 
@@ -128,7 +129,7 @@ def _policy_errors(base: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except HFValidationError:
-        raise PolicyError(f"policy.base must be bundled, a folder or a hub id, got {base!r}; set policy.base") from None
+        raise PolicyError(f"policy.base must be bundled, bundled-reasoning, a folder or a hub id, got {base!r}; set policy.base") from None
     except GatedRepoError:
         raise PolicyError(
             f"policy.base must be a model you may read, got gated {base}; "
@@ -150,7 +151,9 @@ def _policy_errors(base: str, revision: str | None) -> Iterator[None]:
         ) from None
 
 
-BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "assets" / "tiny_policy"
+_ASSETS = Path(__file__).resolve().parent.parent / "assets"
+BUNDLED_FOLDER = _ASSETS / "tiny_policy"
+_BUNDLED_FOLDERS = {BUNDLED: BUNDLED_FOLDER, BUNDLED_REASONING: _ASSETS / "reasoning_policy"}
 
 _MAX_JSON_BYTES = 64 << 20
 _ADAPTER = "adapter_config.json"
@@ -174,7 +177,7 @@ def locate_base(base: str, revision: str | None, max_download_gib: float = math.
         )
     if folder is None:
         folder = download(base, revision, max_download_gib)
-    elif base != "bundled" and not _looks_like_path(base):
+    elif base not in _BUNDLED_FOLDERS and not _looks_like_path(base):
         logger.warning(
             "policy.base %s is a folder here, so it is used, and no model of the hub; write ./%s", base, base
         )
@@ -299,8 +302,8 @@ def _folder_here(base: str, revision: str | None) -> Path | None:
     A base with a revision is of the hub: folders have no revision, and a folder that somebody put into the current folder
     must not replace what a founder or a user has pinned.
     """
-    if base == "bundled":
-        return BUNDLED_FOLDER
+    if base in _BUNDLED_FOLDERS:
+        return _BUNDLED_FOLDERS[base]
     if revision is not None and not _looks_like_path(base):
         return None
     folder = Path(base).expanduser()

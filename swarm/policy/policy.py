@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from swarm.config import PolicySection
+from swarm.config import BUNDLED_BASES, PolicySection
 from swarm.errors import PolicyError
 from swarm.policy.base_folder import locate_base, weight_files
 from swarm.policy.base_model import check_is_causal, eos_token_ids, load_base, load_tokenizer
@@ -60,7 +60,7 @@ class TextPolicy(ABC):
 
     def __post_init__(self) -> None:
         """Raises PolicyError for a chat template that is refused."""
-        self.prompts = PromptEncoder(self.tokenizer, self.eos_token_ids, is_own=self.config.base == "bundled")
+        self.prompts = PromptEncoder(self.tokenizer, self.eos_token_ids, is_own=self.config.base in BUNDLED_BASES)
         pad = self.tokenizer.pad_token_id
         self.pad_token_id = pad if pad is not None and pad < self.vocab_size else self.eos_token_ids[0]
 

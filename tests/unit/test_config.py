@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.config import Config, dump_toml, load, parse
+from swarm.config import DEMO_TASKS, REASONING_TASKS, Config, dump_toml, load, parse
 from swarm.config.load import _ALIASES, _known_keys
 from swarm.config.reference import reference_markdown, settings
 from swarm.config.section import RENAMED, _report_old_name
@@ -254,3 +254,12 @@ def test_a_language_model_has_defaults_of_its_own_where_nothing_is_set() -> None
     assert (config.rollouts.max_new_tokens, config.policy.max_prompt_tokens, config.training.lr) == (48, 300, 1e-4)
     assert config.training.warmup_steps == 10
     assert Config.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_the_reasoning_policy_has_tasks_and_longer_answers_where_nothing_is_set() -> None:
+    policy = {"base": "bundled-reasoning"}
+    plain = Config.model_validate({"policy": policy})
+    assert (plain.tasks.sources, plain.rollouts.max_new_tokens, plain.training.lr) == (REASONING_TASKS, 256, 1e-3)
+    own = {"rollouts": {"max_new_tokens": 64}, "tasks": {"sources": [DEMO_TASKS[0].model_dump()]}}
+    config = Config.model_validate({"policy": policy, **own})
+    assert (config.tasks.sources, config.rollouts.max_new_tokens) == (DEMO_TASKS[:1], 64)

@@ -15,8 +15,9 @@ import psutil
 import pytest
 from rich.console import Console
 
-from swarm.config import load
+from swarm.config import REASONING_TASKS, load
 from swarm.config.node_folder import set_aside
+from swarm.config.policy import BUNDLED_REASONING
 from swarm.errors import ConfigError, SwarmError
 from swarm.machine import tethered
 from swarm.report.live_table import NodeView, sparkline
@@ -104,6 +105,13 @@ class TestProfiles:
         by_hand = load([Path("node_configs/testbed.toml")])
         assert by_hand.swarm_id == plan.config.swarm_id
         assert by_hand.tasks == plan.config.tasks
+
+    def test_the_reasoning_policy_comes_with_its_tasks(self, tmp_path: Path) -> None:
+        request = PlanRequest(num_nodes=1, overrides={"policy.base": BUNDLED_REASONING})
+        (plan,) = plan_nodes(tmp_path, request)
+        assert plan.config.tasks.sources == REASONING_TASKS
+        plan.write()
+        assert load([plan.config_path]) == plan.config
 
     def test_folder_of_a_node_cannot_be_overridden(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="set --dir"):

@@ -16,6 +16,7 @@ def show_prompts(config: "Config", folder: Path, stream: TextIO) -> None:
 
     Raises PolicyError, TaskError and ConfigError as the start of a node does.
     """
+    from swarm.config import BUNDLED_BASES
     from swarm.policy.base_model import folder_eos_ids, load_tokenizer
     from swarm.policy.prompts.prompt_encoder import PromptEncoder
     from swarm.policy.quiet import quiet_libraries
@@ -24,7 +25,9 @@ def show_prompts(config: "Config", folder: Path, stream: TextIO) -> None:
 
     with quiet_libraries():
         tokenizer = load_tokenizer(folder)
-        prompts = PromptEncoder(tokenizer, folder_eos_ids(folder, tokenizer), is_own=config.policy.base == "bundled")
+        prompts = PromptEncoder(
+            tokenizer, folder_eos_ids(folder, tokenizer), is_own=config.policy.base in BUNDLED_BASES
+        )
     mixture = TaskMixture(config.tasks)
     try:
         sections = {section.source_name: section for section in config.tasks.sources}
