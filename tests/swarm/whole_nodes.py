@@ -5,11 +5,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from swarm.config import Config, parse
 from swarm.config.node_folder import NodeFolder
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
 from swarm.network.transport import Transport
+from swarm.node import node as node_module
 from swarm.node.node import Node
 from swarm.node.watchdog import Watchdog
 from swarm.observability.metrics import read_rows
@@ -62,7 +64,7 @@ async def run_all(nodes: Sequence[Node]) -> list[bool]:
 
 
 class RunningNodes:
-    """Runs nodes as a context on the running loop, and stops them at its end.
+    """Runs nodes as a context on the running loop, and stops them at its end, when the round in flight is over.
 
     `until` is woken by each row that a node records, and fails where a node ends by itself.
     """
@@ -82,9 +84,12 @@ class RunningNodes:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for node in self._nodes:
-            node.stop()
-        self.have_computed = await asyncio.gather(*self._running)
+        with mock.patch.object(
+            node_module, "_STOP_GRACE_S", WITHIN_S
+        ):  # a thread left behind would disturb later tests
+            for node in self._nodes:
+                node.stop()
+            self.have_computed = await asyncio.gather(*self._running)
 
     async def until(self, is_reached: Callable[[], bool]) -> None:
         """Wait until `is_reached` holds. It is asked now and after every row."""
