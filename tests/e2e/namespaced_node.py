@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from swarm.config import NetworkSection
+from swarm.errors import NetworkError
 from swarm.network.context import NodeContext
 from swarm.network.hivemind.daemon import granted_bytes
 from swarm.network.hivemind.transport import HivemindTransport
@@ -133,13 +134,18 @@ class _Worker:
 
     async def state(self) -> dict[str, Any]:
         """Where it is, whom it is connected to and how, whom it remembers, and what of the index it hosts."""
+        down = {"is_full": None, "addresses": [], "peers": {}, "neighbors": [], "remembered": {}, "num_keys": 0}
         session = self._node._session
         if session is None:
-            return {"is_full": None, "addresses": [], "peers": {}, "neighbors": [], "remembered": {}, "num_keys": 0}
+            return down
+        try:
+            peers = await session.peers()
+        except NetworkError:  # the daemon is being exchanged for one of another role
+            return down
         return {
             "is_full": session._role.is_full,
             "addresses": self._node.addresses(),
-            "peers": await session.peers(),
+            "peers": peers,
             "neighbors": sorted(session.neighbors),
             "remembered": self._node._peers.stored(),
             "num_keys": len(session._node.protocol.storage),
