@@ -12,6 +12,7 @@ for module in (
     "reasoning_gym",
     "transformers.models.auto.modeling_auto",
     "swarm.cli.main",
+    "swarm.network.hivemind.transport",
     "swarm.network.libp2p.transport",
     "swarm.node.process",
     "swarm.node.stage_process",

@@ -172,6 +172,8 @@ class Node:
             if self._driver is not None:
                 stack.callback(self._driver.close)
             await self._report.start()
+            if self.sharing is not None and self.sharing.totals.reads:  # or the first body would wait for it
+                threading.Thread(target=self._sandboxed_verifier.start, name="verifier start", daemon=True).start()
             if self.transport is not None:
                 stack.push_async_callback(self.transport.stop)
             loaded = await self._start()

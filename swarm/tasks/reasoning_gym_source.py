@@ -19,8 +19,9 @@ import hashlib
 import json
 import re
 import unicodedata
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 from swarm.config import TaskSourceSection, TasksSection
@@ -180,20 +181,18 @@ class ReasoningGymSource:
         """
         self.name = config.source_name
         self.config_digest = base_digest(config)
-        self._data_set_name = config.name
-        self._parameters = config.parameters
+        self._recipe = _Recipe(self.config_digest, config.name, config.parameters)
         self._template = PromptTemplate(config, {PROMPT, "question"})
         _check_name(config.name)
         try:
             if tasks.sandboxed:
                 _check_declared(config)
-            self._shared = self._build(0)
+            self._shared, self._is_shareable = _shared_data_set(self._recipe)
         except Exception as error:  # each data set refuses parameters in a way of its own
             raise TaskError(
                 f"parameters must be such that {config.name} accepts them, got {config.parameters}: "
                 f"{str(error) or type(error).__name__}; set tasks.sources.parameters of {config.source_name!r}"
             ) from None
-        self._is_shareable = self._numbers_items_by_seed()
 
     @property
     def num_held_out(self) -> int:
@@ -203,7 +202,7 @@ class ReasoningGymSource:
         data_set, entry = self._item(seed, index)
         ref = TaskRef(self.name, self.config_digest, seed, index)
         prompt = self._template.render({PROMPT: entry["question"], "question": entry["question"]})
-        return Task(ref, prompt, partial(score_once, self._data_set_name, data_set.score_answer, entry))
+        return Task(ref, prompt, partial(score_once, self._recipe.name, data_set.score_answer, entry))
 
     def answer(self, seed: int, index: int) -> str:
         return str(self._item(seed, index)[1]["answer"])
@@ -211,7 +210,7 @@ class ReasoningGymSource:
     def _item(self, seed: int, index: int) -> tuple[Any, dict[str, Any]]:
         number = seed * INDEX_SPAN + index
         try:
-            data_set, position = (self._shared, number) if self._is_shareable else (self._build(number), 0)
+            data_set, position = (self._shared, number) if self._is_shareable else (self._recipe.build(number), 0)
             entry = data_set[position]
         except Exception as error:  # third-party generators fail in any way they like
             raise TaskFailure(self.name, f"building task {seed}/{index}: {type(error).__name__}: {error}") from error
@@ -219,20 +218,32 @@ class ReasoningGymSource:
             raise TaskFailure(self.name, f"building task {seed}/{index}: no question")
         return data_set, entry
 
-    def _build(self, number: int) -> Any:
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """What a data set is built from. Recipes are equal where their digests are."""
+
+    digest: str
+    name: str = field(compare=False)
+    parameters: Mapping[str, Any] = field(compare=False)
+
+    def build(self, number: int) -> Any:
         import reasoning_gym  # slow to import, and not needed by nodes without such tasks
 
-        return reasoning_gym.create_dataset(self._data_set_name, seed=number, size=1, **self._parameters)
+        return reasoning_gym.create_dataset(self.name, seed=number, size=1, **self.parameters)
 
-    def _numbers_items_by_seed(self) -> bool:
-        """Whether the shared object gives the same item as an object that is built for one number."""
-        try:
-            shared, own = self._shared[_PROBE_NUMBER], self._build(_PROBE_NUMBER)[0]
-        except (
-            Exception
-        ):  # items fixed at construction: IndexError, ValueError; the slow way reports what is wrong per task
-            return False
-        return (shared["question"], shared["answer"]) == (own["question"], own["answer"])
+
+@lru_cache(maxsize=32)  # some data sets read a word list of megabytes each time that they are built
+def _shared_data_set(recipe: _Recipe) -> tuple[Any, bool]:
+    """(the data set of seed 0, whether it gives each item that a data set built for that item's number gives)."""
+    shared = recipe.build(0)
+    try:
+        item, own = shared[_PROBE_NUMBER], recipe.build(_PROBE_NUMBER)[0]
+    except (
+        Exception
+    ):  # items fixed at construction: IndexError, ValueError; the slow way reports what is wrong per task
+        return shared, False
+    return shared, (item["question"], item["answer"]) == (own["question"], own["answer"])
 
 
 def base_digest(config: TaskSourceSection) -> str:

@@ -67,7 +67,7 @@ class OpenedSource:
 class SandboxedVerifier:
     """The processes that build tasks and score answers for the sources that need one. Safe from any thread.
 
-    A process starts with the first question about its sources. That of the built-in sources takes 130 MiB.
+    A process starts with the first question about its sources, or with `start`. That of the built-in sources takes 130 MiB.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class SandboxedVerifier:
         self._time_budget_s = time_budget_s
         self._memory_bytes = memory_bytes
         self._opening_s = 0.0
+        self._is_closed = False
         self._processes: dict[str, LineProcess] = {}
         """By name of the source."""
         # Beside packages even the node itself asks the process: see `TaskMixture`.
@@ -85,11 +86,22 @@ class SandboxedVerifier:
             if group:
                 process = self._process(group, config)
                 self._processes |= {one.source_name: process for one in group}
+        self._built_in = self._processes[shared[0].source_name] if shared else None
 
     def close(self) -> None:
-        """End the processes. What is asked later is a TaskFailure."""
+        """End the processes. Questions then fail with TaskFailure, also those that are being answered."""
+        self._is_closed = True
         for process in self._processes.values():
             process.close()
+
+    def start(self) -> None:
+        """Start the process of the built-in sources before the first question, since a start takes seconds.
+
+        If it does not start, the next question tries again and reports it.
+        """
+        if self._built_in is not None:
+            with contextlib.suppress(LineProcessError):
+                self._built_in.start()
 
     def holds(self, source: str) -> bool:
         return source in self._processes
@@ -149,6 +161,8 @@ class SandboxedVerifier:
         try:
             reply = self._processes[source].ask(question, self._time_budget_s)
         except LineProcessError as error:
+            if self._is_closed:  # the node ends; the process did nothing wrong
+                raise TaskFailure(source, "verifier process: closed") from None
             logger.warning("the process that builds and scores tasks of %s was stopped: %s", source, error)
             if error.by_question:
                 self._renew(source)

@@ -6,7 +6,6 @@ Asked over stdin, a word a line, it answers in JSON: `publish` hands out a group
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os
@@ -27,6 +26,7 @@ from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.identity import load_or_create
 from swarm.sharing.exchange import Exchange
 from swarm.sharing.index import EntryValidator
+from tests.swarm_process import ModuleProcess
 from tests.unit.experience_factory import EOS, LINEAGE, SWARM_ID, SpellingVerifier, decode, group, sharing_parts
 
 ANSWER_TIMEOUT_S = 30.0
@@ -44,24 +44,18 @@ class ExchangeProcess:
         self.gossip_addresses: tuple[str, ...] = ()
         network |= {"backend": backend, "initial_peers": initial_peers}
         self._arguments = (str(folder), swarm_id, json.dumps(network))
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ModuleProcess | None = None
 
     async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", __name__, *self._arguments,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        told = await self._answer()
+        self._process = await asyncio.to_thread(ModuleProcess, __name__, *self._arguments)
+        told = await asyncio.to_thread(self._process.answer, ANSWER_TIMEOUT_S)
         self.peer_id, self.addresses = told["peer_id"], tuple(told["addresses"])
         self.gossip_addresses = tuple(told["gossip_addresses"])
         return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._process is not None
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+        self._process.kill()
 
     async def publish(self) -> None:
         await self._ask("publish")
@@ -75,15 +69,7 @@ class ExchangeProcess:
 
     async def _ask(self, word: str) -> Any:
         assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(word.encode() + b"\n")
-        await self._process.stdin.drain()
-        return await self._answer()
-
-    async def _answer(self) -> Any:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        return json.loads(await asyncio.wait_for(self._process.stdout.readline(), ANSWER_TIMEOUT_S))
+        return await asyncio.to_thread(self._process.ask, word, ANSWER_TIMEOUT_S)
 
 
 class _Node:

@@ -23,6 +23,7 @@ from swarm.network.transport import Transport
 from swarm.records.identity import load_or_create
 from swarm.sharing.index import EntryValidator
 from swarm.types import Outcome, Partner, Snapshot
+from tests.swarm_process import ModuleProcess
 from tests.unit.experience_factory import LINEAGE, SWARM_ID
 
 ANSWER_TIMEOUT_S = 60.0
@@ -72,13 +73,10 @@ class MergeProcess:
         """`network`: more settings of that section."""
         self.peer_id = ""
         self._arguments = (str(folder), str(num_bytes), json.dumps(network | {"initial_peers": initial_peers}))
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ModuleProcess | None = None
 
     async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", __name__, *self._arguments,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+        self._process = await asyncio.to_thread(ModuleProcess, __name__, *self._arguments)
         self.peer_id = (await self._answer())["peer_id"]
         return self
 
@@ -87,15 +85,11 @@ class MergeProcess:
 
     async def kill(self) -> None:
         assert self._process is not None
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+        self._process.kill()
 
     async def begin_offer(self) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(b"offer\n")
-        await self._process.stdin.drain()
+        assert self._process is not None
+        self._process.tell("offer")
 
     async def offer(self) -> dict[str, Any]:
         """peer_id and sha256 of the partner, or the reason that there is none."""
@@ -103,8 +97,8 @@ class MergeProcess:
         return await self._answer()
 
     async def _answer(self) -> Any:
-        assert self._process is not None and self._process.stdout is not None
-        return json.loads(await asyncio.wait_for(self._process.stdout.readline(), ANSWER_TIMEOUT_S))
+        assert self._process is not None
+        return await asyncio.to_thread(self._process.answer, ANSWER_TIMEOUT_S)
 
 
 def told(outcome: Outcome) -> dict[str, Any]:

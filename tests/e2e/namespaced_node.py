@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from swarm.config import NetworkSection
+from swarm.errors import NetworkError
 from swarm.network.context import NodeContext
 from swarm.network.hivemind.daemon import granted_bytes
 from swarm.network.hivemind.transport import HivemindTransport
@@ -30,8 +31,10 @@ from swarm.sharing.directory import Directory
 from swarm.sharing.index import WINDOW_S, EntryValidator, Shard, experience_key, experience_topic, shard_of, subkey
 from swarm.sharing.totals import SharingTotals
 from tests.e2e.namespaces import Host
+from tests.swarm_process import ModuleProcess
 from tests.unit.experience_factory import SWARM_ID, Clock, admission, body_and_header, context_of, group, signed
 
+ANSWER_TIMEOUT_S = 200.0
 BODY_BYTES = 16 << 20
 BODY_PROTOCOL = "test/body"
 _REQUEST_TIMEOUT_S = 20.0
@@ -51,13 +54,11 @@ class NamespacedNode:
     """The process, as a test sees it: started at once, ended by the context manager."""
 
     def __init__(self, host: Host, folder: Path, **settings: object) -> None:
-        command = [*host.enter, sys.executable, "-m", "tests.e2e.namespaced_node", str(folder), json.dumps(settings)]
         folder.mkdir(parents=True)
-        self._errors = (folder / "stderr.log").open("wb")
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
-        )
         self.log = folder / "stderr.log"
+        self._process = ModuleProcess(
+            __name__, str(folder), json.dumps(settings), errors=self.log, network_namespace=host.namespace
+        )
 
     def __enter__(self) -> Self:
         started = self._read()
@@ -68,31 +69,24 @@ class NamespacedNode:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # asks for an orderly end
         try:
-            self._process.wait(10)
+            self._process.stop(10)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
-        self._errors.close()
 
     def call(self, name: str, **arguments: object) -> Any:
         """Have the node do something and return its result. Raises RuntimeError with the node's error."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
-        self._process.stdin.flush()
+        self._process.tell(json.dumps({"call": name, **arguments}))
         answer = self._read()
         if "error" in answer:
             raise RuntimeError(f"{name}: {answer['error']}")
         return answer["result"]
 
     def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the node has ended: {self.log.read_text()[-2000:]}")
-        return json.loads(line)
+        try:
+            return self._process.answer(ANSWER_TIMEOUT_S)
+        except EOFError:
+            raise RuntimeError(f"the node has ended: {self.log.read_text()[-2000:]}") from None
 
 
 async def _serve(folder: Path, settings: dict[str, Any]) -> None:
@@ -140,13 +134,18 @@ class _Worker:
 
     async def state(self) -> dict[str, Any]:
         """Where it is, whom it is connected to and how, whom it remembers, and what of the index it hosts."""
+        down = {"is_full": None, "addresses": [], "peers": {}, "neighbors": [], "remembered": {}, "num_keys": 0}
         session = self._node._session
         if session is None:
-            return {"is_full": None, "addresses": [], "peers": {}, "neighbors": [], "remembered": {}, "num_keys": 0}
+            return down
+        try:
+            peers = await session.peers()
+        except NetworkError:  # the daemon is being exchanged for one of another role
+            return down
         return {
             "is_full": session._role.is_full,
             "addresses": self._node.addresses(),
-            "peers": await session.peers(),
+            "peers": peers,
             "neighbors": sorted(session.neighbors),
             "remembered": self._node._peers.stored(),
             "num_keys": len(session._node.protocol.storage),

@@ -17,6 +17,7 @@ from swarm.config import NetworkSection
 from swarm.errors import RequestError
 from swarm.network.hivemind.transport import HivemindTransport
 from swarm.records.identity import load_or_create
+from tests.swarm_process import ModuleProcess
 
 ECHO = "test/echo"
 ANSWER_TIMEOUT_S = 20.0
@@ -31,14 +32,11 @@ class TransportProcess:
         self.addresses: tuple[str, ...] = ()
         self.daemon_pid = 0
         self._arguments = (str(folder), str(health_interval_s), *initial_peers)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ModuleProcess | None = None
 
     async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", __name__, *self._arguments,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        started = await self._answer()
+        self._process = await asyncio.to_thread(ModuleProcess, __name__, *self._arguments)
+        started = await asyncio.to_thread(self._process.answer, ANSWER_TIMEOUT_S)
         self.peer_id, self.daemon_pid = started["peer_id"], started["daemon_pid"]
         self.addresses = tuple(started["addresses"])
         return self
@@ -52,15 +50,12 @@ class TransportProcess:
 
     async def kill_9(self) -> None:
         assert self._process is not None
-        self._process.kill()
-        await self._process.wait()
+        await asyncio.to_thread(self._process.kill)
 
     async def stop(self) -> None:
         """End it in good order."""
         assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        await asyncio.wait_for(self._process.wait(), ANSWER_TIMEOUT_S)
+        await asyncio.to_thread(self._process.stop, ANSWER_TIMEOUT_S)
 
     def signal(self, number: int) -> None:
         """To the process and its daemon."""
@@ -78,15 +73,7 @@ class TransportProcess:
 
     async def ask(self, *words: str) -> Any:
         assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(" ".join(words).encode() + b"\n")
-        await self._process.stdin.drain()
-        return await self._answer()
-
-    async def _answer(self) -> Any:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        return json.loads(await asyncio.wait_for(self._process.stdout.readline(), ANSWER_TIMEOUT_S))
+        return await asyncio.to_thread(self._process.ask, " ".join(words), ANSWER_TIMEOUT_S)
 
 
 async def _echo(peer_id: str, request: bytes) -> bytes:

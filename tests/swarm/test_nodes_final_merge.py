@@ -17,8 +17,8 @@ from swarm.network.memory.transport import MemoryNetwork
 from swarm.node.node import Node
 from swarm.observability.metrics import read_rows
 from swarm.sharing.index import Shard, adapter_key
-from tests.swarm.test_four_nodes import make_node, run_all
 from tests.swarm.test_nodes_merge import flat, merging_config, saved
+from tests.swarm.whole_nodes import make_node, run_all
 
 INTERVAL_S = 2.0
 WITHIN_S = 120.0

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,10 @@ from swarm.adapters.checkpoint import CheckpointStore
 from swarm.config import Config, parse
 from swarm.network.memory.transport import MemoryNetwork
 from swarm.node.node import Node
-from swarm.observability.metrics import read_rows
-from tests.swarm.test_four_nodes import make_node, run_all
+from tests.swarm.whole_nodes import RunningNodes, last_round, make_node, run_all
 
 SILO = {"swarm_groups": 0, "publish": False}
 """Nothing but adapters is exchanged, so that what replicas have in common comes from merging."""
-
-
-WITHIN_S = 60.0
 
 
 def merging_config(
@@ -52,11 +48,6 @@ def merging_config(
     )
 
 
-def last_row(node: Node) -> dict[str, Any]:
-    rows = [row for row in read_rows(node.folder.metrics) if row["kind"] == "round"]
-    return rows[-1] if rows else {}
-
-
 def saved(node: Node, group: str = "adapter") -> dict[str, Tensor]:
     checkpoint = CheckpointStore(node.folder.checkpoints, 3).load_newest()
     assert checkpoint is not None
@@ -74,18 +65,6 @@ def unlikeness(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return ((first - second).square().sum() / (first.square().sum() + second.square().sum())).item()
 
 
-async def run_until(nodes: Sequence[Node], is_reached: Callable[[], bool]) -> None:
-    running = [asyncio.create_task(node.run()) for node in nodes]
-    try:
-        async with asyncio.timeout(WITHIN_S):
-            while not is_reached():
-                await asyncio.sleep(0.1)  # between two looks at their metrics
-    finally:
-        for node in nodes:
-            node.stop()
-        await asyncio.gather(*running)
-
-
 def test_nodes_of_one_lineage_merge_and_come_closer_and_a_stranger_steps_alone(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     network = MemoryNetwork(random.Random(7), time.time)
@@ -95,17 +74,21 @@ def test_nodes_of_one_lineage_merge_and_come_closer_and_a_stranger_steps_alone(t
     pair, stranger = nodes[:2], nodes[2]
 
     def have_merged() -> bool:
-        merges = [last_row(node).get("merge/merges_total", 0) for node in pair]
-        return min(merges) >= 2 and last_row(stranger).get("merge/outer_steps", 0) >= 1
+        merges = [last_round(node).get("merge/merges_total", 0) for node in pair]
+        return min(merges) >= 2 and last_round(stranger).get("merge/outer_steps", 0) >= 1
 
-    asyncio.run(run_until(nodes, have_merged))
+    async def main() -> None:
+        async with RunningNodes(nodes) as running:
+            await running.until(have_merged)
+
+    asyncio.run(main())
     for node, partner in (pair, pair[::-1]):
-        row = last_row(node)
+        row = last_round(node)
         assert row["merge/partner"] == partner.identity.peer_id and 0 < row["merge/partner_share"] <= 0.5
-    assert last_row(stranger)["merge/merges_total"] == 0
-    assert set(last_row(stranger)["merge/reasons"]) == {"nobody"}
+    assert last_round(stranger)["merge/merges_total"] == 0
+    assert set(last_round(stranger)["merge/reasons"]) == {"nobody"}
     silos = [
-        make_node(network, merging_config(tmp_path / f"silo-{i}", last_row(node)["round"], enabled=False), i)
+        make_node(network, merging_config(tmp_path / f"silo-{i}", last_round(node)["round"], enabled=False), i)
         for i, node in enumerate(pair)
     ]
     assert asyncio.run(run_all(silos)) == [True, True]
@@ -120,25 +103,21 @@ def test_newcomer_begins_where_three_donors_are(tmp_path: Path) -> None:
     newcomer = make_node(network, merging_config(tmp_path / "new", 1), 9)
 
     async def main() -> None:
-        joined = asyncio.Event()
-        donating = asyncio.create_task(run_until(donors, joined.is_set))
-        while not all(last_row(node).get("merge/outer_steps", 0) >= 2 for node in donors):
-            await asyncio.sleep(0.1)  # between two looks at their metrics
-        assert await newcomer.run()
-        joined.set()
-        await donating
+        async with RunningNodes(donors) as running:
+            await running.until(lambda: all(last_round(node).get("merge/outer_steps", 0) >= 2 for node in donors))
+            assert await newcomer.run()
+            await running.until(lambda: all(last_round(node)["merge/newcomers_served"] == 1 for node in donors))
 
-    asyncio.run(asyncio.wait_for(main(), WITHIN_S))
-    assert last_row(newcomer)["merge/outer_steps"] >= 1
+    asyncio.run(main())
+    assert last_round(newcomer)["merge/outer_steps"] >= 1
     assert flat(saved(newcomer, "slow_weights")).abs().max() > 0
-    assert all(last_row(node)["merge/newcomers_served"] == 1 for node in donors)
 
 
 def test_merging_off_leaves_no_trace(tmp_path: Path) -> None:
     network = MemoryNetwork(random.Random(7), time.time)
     node = make_node(network, merging_config(tmp_path / "a", 2, enabled=False), 0)
     assert asyncio.run(node.run())
-    assert not [name for name in last_row(node) if name.startswith("merge/")]
+    assert not [name for name in last_round(node) if name.startswith("merge/")]
     checkpoint = CheckpointStore(node.folder.checkpoints, 3).load_newest()
     assert checkpoint is not None and set(checkpoint.tensors) == {"adapter", "optimizer"}
     assert "merging" not in checkpoint.state

@@ -19,47 +19,13 @@ from swarm.node.node import Node
 from swarm.observability.status_file import read_status
 from swarm.sharing.totals import SharingPause
 from swarm.types import Alone, Outcome, Snapshot
-from tests.swarm.test_four_nodes import make_node, node_config
-
-WITHIN_S = 60.0
-
-
-class WatchedRounds:
-    """Rows of rounds of a node, to wait for."""
-
-    def __init__(self, node: Node) -> None:
-        self.last: dict[str, Any] = {"round": 0}
-        self._changed = threading.Condition()
-        self._record = node._report.record
-        node._report.record = self._note  # type: ignore[method-assign]
-
-    async def until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The first row for which it is so."""
-
-        def wait() -> dict[str, Any]:
-            with self._changed:
-                assert self._changed.wait_for(lambda: condition(self.last), WITHIN_S)
-                return self.last
-
-        return await asyncio.to_thread(wait)
-
-    async def more(self, count: int) -> dict[str, Any]:
-        wanted = self.last["round"] + count
-        return await self.until(lambda row: row["round"] >= wanted)
-
-    def _note(self, row: dict[str, Any]) -> None:
-        self._record(row)
-        if row["kind"] == "round":
-            with self._changed:
-                self.last = row
-                self._changed.notify_all()
+from tests.swarm.whole_nodes import WITHIN_S, RunningNodes, last_round, make_node, node_config
 
 
 def endless(folder: Path, *, http: bool = True) -> Config:
     config = node_config(folder)
     return config.model_copy(
         update={
-            "node": config.node.model_copy(update={"max_rounds": None}),
             "checkpoint": config.checkpoint.model_copy(update={"interval_rounds": 100_000}),
             "rollouts": config.rollouts.model_copy(update={"groups_per_round": 4}),
             "evaluation": config.evaluation.model_copy(update={"tasks_per_source": 0}),
@@ -72,37 +38,42 @@ def exchanged(row: dict[str, Any]) -> tuple[int, int]:
     return row["exchange/records_published"], row["exchange/records_admitted"]
 
 
+def has_traded(row: dict[str, Any]) -> bool:
+    return row.get("train/swarm_groups_total", 0) > 0 and row["exchange/records_published"] > 0
+
+
 def test_a_paused_node_shares_nothing_trains_nothing_saves_when_asked_and_stops_at_once(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     network = MemoryNetwork(random.Random(7), time.time)
     one, other = (make_node(network, endless(tmp_path / name), n) for n, name in enumerate(("a", "b")))
-    rounds, others_rounds = WatchedRounds(one), WatchedRounds(other)
 
     async def main() -> None:
-        running, others_running = asyncio.create_task(one.run()), asyncio.create_task(other.run())
-        await rounds.until(lambda row: row.get("train/swarm_groups_total", 0) > 0 and exchanged(row)[0] > 0)
-        one.controls.act("pause-sharing")
-        before = exchanged(await rounds.more(2))  # the loop has heard of it by then
-        assert exchanged(await rounds.more(4)) == before
-        one.controls.act("resume-sharing")
-        await rounds.until(lambda row: all(now > then for now, then in zip(exchanged(row), before, strict=True)))
+        async with RunningNodes([one, other]) as running:
 
-        one.controls.act("pause-training")
-        one.controls.act("checkpoint")
-        await others_rounds.more(4)  # many times what one round of this node takes
-        stands_at = rounds.last["round"]
-        await others_rounds.more(4)
-        assert rounds.last["round"] == stands_at == one.controls.state()["saved_round"]
-        checkpoint = CheckpointStore(one.folder.checkpoints, 3).load_newest()
-        assert checkpoint is not None and checkpoint.state["round"] == stands_at
-        async with asyncio.timeout(10):  # it is written every two seconds
-            while read_status(one.folder.status).phase != "training paused":
-                await asyncio.sleep(0.05)
+            async def more_rounds(node: Node, count: int) -> dict[str, Any]:
+                wanted = last_round(node)["round"] + count
+                await running.until(lambda: last_round(node)["round"] >= wanted)
+                return last_round(node)
 
-        one.stop()
-        assert await running  # False would say that the compute thread had to be left behind
-        other.stop()
-        await others_running
+            await running.until(lambda: has_traded(last_round(one)))
+            one.controls.act("pause-sharing")
+            before = exchanged(await more_rounds(one, 2))  # the loop has heard of it by then
+            assert exchanged(await more_rounds(one, 4)) == before
+            one.controls.act("resume-sharing")
+            await running.until(
+                lambda: all(now > then for now, then in zip(exchanged(last_round(one)), before, strict=True))
+            )
+
+            one.controls.act("pause-training")
+            one.controls.act("checkpoint")
+            await running.until(lambda: one.controls.state()["saved_round"] is not None)
+            stands_at = last_round(one)["round"]
+            await more_rounds(other, 4)
+            assert last_round(one)["round"] == stands_at == one.controls.state()["saved_round"]
+            checkpoint = CheckpointStore(one.folder.checkpoints, 3).load_newest()
+            assert checkpoint is not None and checkpoint.state["round"] == stands_at
+            await running.until(lambda: read_status(one.folder.status).phase == "training paused")
+        assert running.have_computed[0], "nothing had to be left behind"
 
     asyncio.run(main())
     assert read_status(one.folder.status).phase == "ended"

@@ -19,7 +19,7 @@ from swarm.observability.metrics import read_rows
 from swarm.pool.experience_pool import ExperiencePool, PooledGroup
 from swarm.records.identity import Identity
 from swarm.types import RolloutGroup
-from tests.swarm.test_four_nodes import node_config
+from tests.swarm.whole_nodes import node_config
 from tests.unit.experience_factory import NOW, Clock, group
 
 WITHIN_S = 60.0
@@ -46,7 +46,6 @@ class WatchedNode(Node):
 
     def __init__(self, network: MemoryNetwork, folder: Path, number: int, *, held: bool = False) -> None:
         config = node_config(folder, groups_per_round=8)  # the first round has a floor under answers of others
-        config = config.model_copy(update={"node": config.node.model_copy(update={"max_rounds": None})})
         place = NodeFolder(config.node.dir)
         place.create()
         super().__init__(

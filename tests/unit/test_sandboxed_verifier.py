@@ -191,7 +191,7 @@ def test_a_kind_of_source_that_nobody_has_listed_as_bounded_is_sandboxed() -> No
 
 
 @pytest.mark.usefixtures("spoiled")
-def test_closing_does_not_wait_for_an_answer() -> None:
+def test_closing_ends_an_answer_at_once_and_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     fence, mixture, outcome = SandboxedVerifier(SUMS, time_budget_s=60.0), TaskMixture(SUMS), Queue[Exception | None]()
     fence.rewards(ref_of(mixture), ["7"])
 
@@ -210,3 +210,19 @@ def test_closing_does_not_wait_for_an_answer() -> None:
     fence.close()
     assert isinstance(outcome.get(timeout=10), TaskFailure)
     asking.join()
+    with pytest.raises(TaskFailure, match="closed"):
+        fence.rewards(ref_of(mixture), ["7"])
+    assert not caplog.records
+
+
+def test_it_can_be_started_before_the_first_question() -> None:
+    fence = SandboxedVerifier(SUMS)
+    fence.start()
+    process = fence._processes["chain_sum"]._process
+    assert process is not None and process.poll() is None
+    mixture = TaskMixture(SUMS)
+    assert fence.rewards(ref_of(mixture), [mixture.sources["chain_sum"].answer(SEED, 0)])[1] == (1.0,)
+    assert fence._processes["chain_sum"]._process is process
+    fence.close()
+    fence.start()
+    assert process.poll() is not None and fence._processes["chain_sum"]._process is None
