@@ -51,7 +51,7 @@ class VllmEngine:
         if policy.config.quantization == "4bit":
             settings |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
         try:
-            with torch.random.fork_rng():
+            with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
                 self._llm: Any = self._vllm.LLM(
                     model=str(policy.base_folder),
                     dtype=str(policy.dtype).removeprefix("torch."),
@@ -70,8 +70,8 @@ class VllmEngine:
             raise
         except Exception as error:  # the settings come from strangers, and the library may raise anything over them
             raise PolicyError(
-                f'rollouts.engine = "vllm" needs a base that vLLM supports with LoRA, got: {one_line(error)}; '
-                'set rollouts.engine = "auto"'
+                f"vLLM must take the base, with LoRA and in the free memory, got: {one_line(error)}; "
+                'lower rollouts.cache_mib if memory is short, else set rollouts.engine = "auto"'
             ) from None
 
     def generate(

@@ -14,7 +14,7 @@ from swarm.policy.policy import Policy
 
 OLDEST = (0, 32)
 """Oldest version of vLLM whose parts for adapters are those that `vllm_weights` calls."""
-_INSTALL = f'{install_from_clone("vllm")}, or set rollouts.engine = "auto"'
+_INSTALL = f'{install_from_clone("vllm")}, or run "make vllm" there, or set rollouts.engine = "auto"'
 
 
 def import_vllm(policy: Policy) -> Any:
@@ -44,7 +44,7 @@ def _check_device(device: torch.device, built_for: str) -> None:
     if device.type != built_for:
         raise ConfigError(
             f'rollouts.engine = "vllm" must compute on the device of the policy, got {device.type} and a vLLM for '
-            f'{built_for or "no device of this machine"}; set node.device, install the vLLM for {device.type}, or set '
+            f"{built_for or 'no device of this machine'}; set node.device, install the vLLM for {device.type}, or set "
             'rollouts.engine = "auto"'
         )
     if device.index:

@@ -95,7 +95,10 @@ def test_a_gpu_that_is_not_the_first_is_refused(installed: Installed) -> None:
     ("settings", "message"),
     [
         ({"quantization": "8bit"}, r'got policy\.quantization = "8bit"; set policy\.quantization = "4bit"'),
-        ({"quantization": "4bit", "dtype": "float32"}, r'got policy\.dtype = "float32"; set policy\.dtype = "bfloat16"'),
+        (
+            {"quantization": "4bit", "dtype": "float32"},
+            r'got policy\.dtype = "float32"; set policy\.dtype = "bfloat16"',
+        ),
     ],
 )
 def test_a_base_that_vllm_cannot_hold_alike_is_refused(installed: Installed, settings: Any, message: str) -> None:
@@ -115,7 +118,9 @@ def test_4_bit_needs_the_plugin(installed: Installed, monkeypatch: pytest.Monkey
 def test_an_answer_beyond_the_cache_is_refused(rounded: tuple[Policy, VllmEngine]) -> None:
     policy, engine = rounded
     prompt = policy.encode_prompt("2")
-    with pytest.raises(MemoryBudgetError, match=r"tokens that vLLM has keys and values for, got \d+; raise rollouts\.cache_mib"):
+    with pytest.raises(
+        MemoryBudgetError, match=r"tokens that vLLM has keys and values for, got \d+; raise rollouts\.cache_mib"
+    ):
         engine.generate(requests([prompt], 1, 1 << 20), Sampling(), seed=1)
 
 
@@ -132,7 +137,7 @@ def test_weights_in_4_bit_are_held_once(rounded: tuple[Policy, VllmEngine]) -> N
 
 @needs_vllm
 def test_shared_weights_are_the_policys_own(rounded: tuple[Policy, VllmEngine]) -> None:
-    policy, engine = rounded
+    policy, _ = rounded
     alone = policy_of(quantization="4bit", dtype="bfloat16")
     prompt, answer = policy.encode_prompt("What is 2 + 3?"), policy.encode_answer("5 and 12")
     with torch.no_grad():
@@ -203,13 +208,15 @@ def test_training_computes_logprobs_itself_and_corrects_for_the_rounding(rounded
 @needs_vllm
 def test_a_base_without_lora_in_vllm_is_refused(tmp_path: Path) -> None:
     policy = written_policy(tmp_path, "stablelm")
-    with pytest.raises(PolicyError, match=r'needs a base that vLLM supports with LoRA, got: .*; set rollouts\.engine = "auto"'):
+    with pytest.raises(
+        PolicyError, match=r"must take the base, with LoRA .*, got: .* does not support LoRA yet.*; lower"
+    ):
         VllmEngine(policy, 4, CACHE_BYTES)
 
 
 @needs_vllm
 def test_a_base_that_vllm_has_no_kernel_for_is_refused(make_policy: Callable[..., Policy]) -> None:
-    with pytest.raises(PolicyError, match=r"that vLLM supports with LoRA, got: .*head_dim=8"):
+    with pytest.raises(PolicyError, match=r"must take the base, .* got: .*head_dim=8"):
         VllmEngine(make_policy("llama"), 4, CACHE_BYTES)
 
 
