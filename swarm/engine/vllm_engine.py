@@ -18,7 +18,7 @@ import torch
 from swarm.adapters.adapter_state import read_adapter
 from swarm.engine.engine import AnswerRequest, Completion, End, capacity_of, refuse_nan
 from swarm.engine.sampling import Sampling
-from swarm.engine.vllm_requirements import import_vllm
+from swarm.engine.vllm_requirements import check_implementation, import_vllm
 from swarm.engine.vllm_weights import hand_over_adapter, share_base
 from swarm.errors import MemoryBudgetError, PolicyError
 from swarm.policy.base_model import one_line
@@ -51,6 +51,7 @@ class VllmEngine:
         if policy.config.quantization == "4bit":
             settings |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
         try:
+            check_implementation(self._vllm, policy)
             with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
                 self._llm: Any = self._vllm.LLM(
                     model=str(policy.base_folder),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from swarm.errors import ConfigError
+from swarm.errors import ConfigError, PolicyError
 from swarm.machine.child_python import install_from_clone
 from swarm.policy.policy import Policy
 
@@ -38,6 +38,20 @@ def import_vllm(policy: Policy) -> Any:
     _check_device(policy.device, built_for)
     _check_quantization(policy)
     return vllm
+
+
+def check_implementation(vllm: Any, policy: Policy) -> None:
+    """Raises PolicyError for architectures that vLLM runs with the classes of transformers.
+
+    It changes these classes, and the policy in this process would no longer compute. Raises anything for a damaged base.
+    """
+    arguments = vllm.EngineArgs(model=str(policy.base_folder), trust_remote_code=False)
+    config = arguments.create_model_config()
+    if config.using_transformers_backend():
+        raise PolicyError(
+            f"vLLM must have an implementation of its own for policy.base, got none for {config.architectures[0]}; "
+            'set rollouts.engine = "auto"'
+        )
 
 
 def _check_device(device: torch.device, built_for: str) -> None:

@@ -215,6 +215,19 @@ def test_a_base_without_lora_in_vllm_is_refused(tmp_path: Path) -> None:
 
 
 @needs_vllm
+def test_a_base_that_vllm_would_run_with_the_classes_of_the_policy_is_refused(
+    make_policy: Callable[..., Policy],
+) -> None:
+    policy = make_policy("gpt_neox")
+    prompt = policy.encode_prompt("Hi")
+    with pytest.raises(
+        PolicyError, match=r"implementation of its own for policy\.base, got none for GPTNeoXForCausalLM"
+    ):
+        VllmEngine(policy, 4, CACHE_BYTES)
+    policy.token_logprobs([(prompt, prompt)])
+
+
+@needs_vllm
 def test_a_base_that_vllm_has_no_kernel_for_is_refused(make_policy: Callable[..., Policy]) -> None:
     with pytest.raises(PolicyError, match=r"must take the base, .* got: .*head_dim=8"):
         VllmEngine(make_policy("llama"), 4, CACHE_BYTES)
@@ -243,7 +256,7 @@ def test_starting_vllm_leaves_the_random_state_as_it_was() -> None:
 
 
 @needs_vllm
-@pytest.mark.parametrize("name", ["qwen2", "gpt_neox", "gemma2"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
 def test_architectures_agree_with_the_trainer(tmp_path: Path, name: str) -> None:
     policy = written_policy(tmp_path, name, head_dim=32, query_pre_attn_scalar=32)
     canary = Canary(policy, VllmEngine(policy, 4, CACHE_BYTES), tolerance=1e-4)
