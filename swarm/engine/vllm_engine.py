@@ -9,8 +9,12 @@ vLLM is an optional extra. `make vllm` installs it beside the locked packages, i
 
 import hashlib
 import importlib
+import logging
+import os
+import re
 import weakref
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,14 +22,19 @@ import torch
 from swarm.adapters.adapter_state import read_adapter
 from swarm.engine.engine import AnswerRequest, Completion, End, capacity_of, refuse_nan
 from swarm.engine.sampling import Sampling
-from swarm.engine.vllm_requirements import check_implementation, import_vllm
 from swarm.engine.vllm_weights import hand_over_adapter, share_base
-from swarm.errors import MemoryBudgetError, PolicyError
+from swarm.errors import ConfigError, MemoryBudgetError, PolicyError
+from swarm.machine.child_python import install_from_clone
 from swarm.policy.base_model import one_line
 from swarm.policy.counter_noise import derive_seed
 from swarm.policy.logprobs import token_logprobs
 from swarm.policy.policy import Policy
 
+logger = logging.getLogger(__name__)
+
+_OLDEST = (0, 32)
+"""Oldest version of vLLM whose parts for adapters are those that `vllm_weights` calls."""
+_INSTALL = f'{install_from_clone("vllm")}, or run "make vllm" there, or set rollouts.engine = "auto"'
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be built for."""
 _SCORED_AT_ONCE = 16
@@ -40,7 +49,7 @@ class VllmEngine:
         `cache_bytes` limits keys and values. Without it, vLLM takes half of the device in all. Raises ConfigError where vLLM
         is missing or cannot do what the settings ask, PolicyError where it does not take the base.
         """
-        self._vllm: Any = import_vllm(policy)
+        self._vllm: Any = _import_vllm(policy)
         self._lora_request: Any = importlib.import_module("vllm.lora.request").LoRARequest
         self._policy = policy
         self._digest = b""
@@ -51,7 +60,7 @@ class VllmEngine:
         if policy.config.quantization == "4bit":
             settings |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
         try:
-            check_implementation(self._vllm, policy)
+            _check_implementation(self._vllm, policy)
             with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
                 self._llm: Any = self._vllm.LLM(
                     model=str(policy.base_folder),
@@ -67,6 +76,7 @@ class VllmEngine:
                 weakref.finalize(self, self._llm.llm_engine.engine_core.shutdown)  # before another one starts
                 (self.shared_bytes,) = self._llm.apply_model(lambda model: share_base(policy.model, model))
                 self.score(policy.eos_token_ids[:1], policy.eos_token_ids[:1])  # kernels fail here, not in a round
+            logger.info("vLLM and the policy hold %.1f MiB of the base once", self.shared_bytes / 2**20)
         except PolicyError:
             raise
         except Exception as error:  # the settings come from strangers, and the library may raise anything over them
@@ -199,3 +209,73 @@ def _limits(peft_settings: dict[str, Any], cache_bytes: int | None) -> dict[str,
         "max_model_len": -1,  # as long as keys and values fit
         "max_lora_rank": min((size for size in _RANKS if size >= rank), default=rank),
     }
+
+
+def _import_vllm(policy: Policy) -> Any:
+    """Return the module vllm, which will compute in this process and send no usage statistics.
+
+    Raises ConfigError where it is missing or too old, or cannot sample from this policy.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # another process could not share the policy's weights
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    try:
+        vllm = importlib.import_module("vllm")
+        built_for = importlib.import_module("vllm.platforms").current_platform.device_type
+    except ImportError as error:
+        raise ConfigError(f'rollouts.engine = "vllm" needs the package vllm, got {error}; {_INSTALL}') from None
+    numbers = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < _OLDEST:
+        raise ConfigError(
+            f'rollouts.engine = "vllm" needs vllm {_OLDEST[0]}.{_OLDEST[1]} or newer, got {vllm.__version__}; {_INSTALL}'
+        )
+    _check_device(policy.device, built_for)
+    _check_quantization(policy)
+    return vllm
+
+
+def _check_implementation(vllm: Any, policy: Policy) -> None:
+    """Raises PolicyError for architectures that vLLM runs with the classes of transformers.
+
+    It changes these classes, and the policy in this process would no longer compute. Raises anything for a damaged base.
+    """
+    arguments = vllm.EngineArgs(model=str(policy.base_folder), trust_remote_code=False)
+    config = arguments.create_model_config()
+    if config.using_transformers_backend():
+        raise PolicyError(
+            f"vLLM must have an implementation of its own for policy.base, got none for {config.architectures[0]}; "
+            'set rollouts.engine = "auto"'
+        )
+
+
+def _check_device(device: torch.device, built_for: str) -> None:
+    if device.type != built_for:
+        raise ConfigError(
+            f'rollouts.engine = "vllm" must compute on the device of the policy, got {device.type} and a vLLM for '
+            f"{built_for or 'no device of this machine'}; set node.device, install the vLLM for {device.type}, or set "
+            'rollouts.engine = "auto"'
+        )
+    if device.index:
+        raise ConfigError(
+            f'rollouts.engine = "vllm" computes on the first visible GPU, got node.device = "{device}"; start the node with '
+            f'CUDA_VISIBLE_DEVICES={device.index} and set node.device = "cuda"'
+        )
+
+
+def _check_quantization(policy: Policy) -> None:
+    quantization = policy.config.quantization
+    if quantization == "8bit":
+        raise ConfigError(
+            'rollouts.engine = "vllm" samples from bases in 4 bit or without quantization, got policy.quantization = "8bit"; '
+            'set policy.quantization = "4bit", or rollouts.engine = "auto"'
+        )
+    if quantization == "4bit" and policy.dtype == torch.float32:
+        raise ConfigError(
+            'rollouts.engine = "vllm" computes 4-bit bases in 16 bits, got policy.dtype = "float32"; '
+            'set policy.dtype = "bfloat16", or rollouts.engine = "auto"'
+        )
+    if quantization == "4bit" and find_spec("vllm_bnb_plugin") is None:
+        raise ConfigError(
+            'rollouts.engine = "vllm" needs the package vllm-bnb-plugin for policy.quantization = "4bit", got no such '
+            f"package; {_INSTALL}"
+        )

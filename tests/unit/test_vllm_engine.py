@@ -109,7 +109,7 @@ def test_a_base_that_vllm_cannot_hold_alike_is_refused(installed: Installed, set
 
 def test_4_bit_needs_the_plugin(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
     installed()
-    monkeypatch.setattr("swarm.engine.vllm_requirements.find_spec", lambda name: None)
+    monkeypatch.setattr("swarm.engine.vllm_engine.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package vllm-bnb-plugin .*; in the clone: "):
         VllmEngine(policy_of(quantization="4bit", dtype="bfloat16"), 4)
 
