@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test check mutants format lint types security audit docs house setup clean
+.PHONY: help demo quick test check vllm mutants format lint types security audit docs house setup clean
 
 help:  ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -30,6 +30,15 @@ test: $(READY)  ## All tests
 	$(BIN)/python -m pytest -m alone $$(grep -rl mark.alone tests --include="test_*.py")
 
 check: $(READY) format lint types security audit docs test  ## Format, lint, types, security, documentation and tests
+
+VLLM ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
+VLLM_VENV := .venv-vllm
+# vLLM needs other versions of some packages than the lock has, so it has an environment of its own.
+vllm:  ## vLLM in .venv-vllm, for a GPU where there is one (VLLM=cuda or cpu), and the tests of its engine
+	@$(MAKE) --no-print-directory setup VENV=$(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --require-hashes \
+		-r requirements-vllm.lock -r requirements-vllm-$(VLLM).lock
+	$(VLLM_VENV)/bin/python -m pytest --timeout 900 tests/unit/test_engine_contract.py tests/unit/test_vllm_engine.py
 
 SEED ?= 1
 SAMPLE ?= 60
@@ -77,4 +86,4 @@ $(READY): requirements-build.lock requirements.lock requirements-dev.lock requir
 	@touch $(READY)
 
 clean:  ## Remove the environment and caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis site
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis site

@@ -14,7 +14,14 @@ from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sd
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
-LOCKS = ("requirements-build.lock", "requirements.lock", "requirements-dev.lock")
+LOCKS = (
+    "requirements-build.lock",
+    "requirements.lock",
+    "requirements-dev.lock",
+    "requirements-vllm.lock",
+    "requirements-vllm-cpu.lock",
+    "requirements-vllm-cuda.lock",
+)
 INDEX = "https://pypi.org/simple"
 PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^\s\\]+)")
 INTERPRETERS = {"py3", "cp311", "cp312", "cp313"}

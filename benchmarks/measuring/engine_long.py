@@ -102,7 +102,7 @@ class LongContest:
             vllm = VllmEngine(self._policy, len(self._requests))
             systems[VLLM] = lambda requests: self._vllm(vllm, requests)
         else:
-            times.missing[VLLM] = 'not installed here: pip install -e ".[vllm]" in the clone'
+            times.missing[VLLM] = 'not installed here: "make vllm" in the clone'
         short = [replace(request, max_new_tokens=4) for request in self._requests[:2]]
         for name, system in list(systems.items()):
             try:

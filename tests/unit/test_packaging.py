@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import trove_classifiers
 import yaml
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from swarm import __version__
@@ -133,7 +134,15 @@ def test_changelog_begins_with_what_comes_or_is() -> None:
     assert __version__ in headings
 
 
-LOCKS = ("requirements.lock", "requirements-dev.lock", "requirements-build.lock")
+LOCKS = {
+    "requirements.lock": 50,
+    "requirements-dev.lock": 50,
+    "requirements-build.lock": 5,
+    "requirements-vllm.lock": 50,
+    "requirements-vllm-cuda.lock": 40,
+    "requirements-vllm-cpu.lock": 2,
+}
+"""{lock: fewer pins than it has}"""
 
 
 def pins_of(lock: str) -> dict[str, str]:
@@ -144,7 +153,7 @@ def pins_of(lock: str) -> dict[str, str]:
     return dict(pins)
 
 
-@pytest.mark.parametrize(("lock", "least"), [*zip(LOCKS, (50, 50, 5), strict=True)])
+@pytest.mark.parametrize(("lock", "least"), LOCKS.items())
 def test_every_pin_names_the_hashes_of_its_files(lock: str, least: int) -> None:
     """pip installs nothing else then, whichever index or mirror it asks."""
     pins = pins_of(lock)
@@ -155,6 +164,24 @@ def test_the_tools_that_build_packages_are_pinned_as_elsewhere() -> None:
     build, others = pins_of("requirements-build.lock"), pins_of("requirements.lock") | pins_of("requirements-dev.lock")
     assert build.items() <= others.items()
     assert {"setuptools", "hatchling"} <= {pin.partition("==")[0] for pin in build}
+
+
+def test_the_lock_of_vllm_has_only_what_the_others_do_not_have() -> None:
+    others = pins_of("requirements.lock") | pins_of("requirements-dev.lock")
+    shared, cpu, cuda = (pins_of(f"requirements-vllm{build}.lock") for build in ("", "-cpu", "-cuda"))
+    assert not (shared.keys() | cpu.keys() | cuda.keys()) & others.keys()
+    names = [pin.partition("==")[0] for pin in (*shared, *cuda)]
+    assert len(set(names)) == len(names)
+
+
+def test_both_builds_of_vllm_are_the_version_of_the_extra() -> None:
+    (build,) = (pin for pin in pins_of("requirements-vllm-cpu.lock") if pin.startswith("vllm-cpu=="))
+    version = build.partition("==")[2]
+    assert f"vllm=={version}" in pins_of("requirements-vllm-cuda.lock")
+    extra = {Requirement(text).name: Requirement(text) for text in PROJECT["optional-dependencies"]["vllm"]}
+    assert extra["vllm"].specifier.contains(version)
+    (plugin,) = (pin for pin in pins_of("requirements-vllm.lock") if pin.startswith("vllm-bnb-plugin=="))
+    assert extra["vllm-bnb-plugin"].specifier.contains(plugin.partition("==")[2])
 
 
 def test_the_environment_is_set_up_with_hashes() -> None:
