@@ -16,7 +16,7 @@ from swarm.config.sharing import SharingSection
 from swarm.config.tasks import TasksSection
 from swarm.config.training import TrainingSection
 from swarm.extensions.points import ADVANTAGES, ODD_GROUPS
-from swarm.types import is_mapping
+from swarm.types import USUAL_ANSWER_TOKENS, is_mapping
 
 _DEFAULTS_OF_LANGUAGE_MODELS = {
     "policy": {"max_prompt_tokens": 1024},
@@ -55,6 +55,17 @@ class Config(Section):
             if is_mapping(given):
                 filled[section] = {**defaults, **given}
         return filled
+
+    @model_validator(mode="before")
+    @classmethod
+    def _peers_may_answer_as_long_as_this_node(cls, data: Any) -> Any:
+        rollouts, sharing = (
+            (data.get(name, {}) for name in ("rollouts", "sharing")) if is_mapping(data) else (None, None)
+        )
+        longest = rollouts.get("max_new_tokens") if is_mapping(rollouts) else None
+        if not isinstance(longest, int) or longest <= USUAL_ANSWER_TOKENS or not is_mapping(sharing):
+            return data
+        return {**data, "sharing": {"max_answer_tokens": longest, **sharing}}
 
     @model_validator(mode="before")
     @classmethod

@@ -254,3 +254,17 @@ def test_a_language_model_has_defaults_of_its_own_where_nothing_is_set() -> None
     assert (config.rollouts.max_new_tokens, config.policy.max_prompt_tokens, config.training.lr) == (48, 300, 1e-4)
     assert config.training.warmup_steps == 10
     assert Config.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "accepted"),
+    [
+        ({}, 4096),
+        ({"rollouts": {"max_new_tokens": 4000}}, 4096),
+        ({"rollouts": {"max_new_tokens": 16_384}}, 16_384),
+        ({"rollouts": {"max_new_tokens": 16_384}, "sharing": {"max_answer_tokens": 2000}}, 2000),
+        ({"policy": {"base": "some/model"}}, 4096),
+    ],
+)
+def test_a_node_accepts_answers_as_long_as_its_own_unless_set(settings: dict[str, object], accepted: int) -> None:
+    assert parse(settings).sharing.max_answer_tokens == accepted
