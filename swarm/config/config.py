@@ -1,9 +1,10 @@
 """`Config` holds all sections and checks the rules between them."""
 
 import hashlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
-from pydantic import model_validator
+from pydantic import ModelWrapValidatorHandler, model_validator
 
 from swarm.config.integrations import IntegrationsSection
 from swarm.config.merging import MergingSection
@@ -18,12 +19,22 @@ from swarm.config.training import TrainingSection
 from swarm.extensions.points import ADVANTAGES, ODD_GROUPS
 from swarm.types import USUAL_ANSWER_TOKENS, is_mapping
 
-_DEFAULTS_OF_LANGUAGE_MODELS = {
+_DEFAULTS_OF_LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "policy": {"max_prompt_tokens": 1024},
     "rollouts": {"max_new_tokens": 1024},
     "training": {"lr": 2e-5, "warmup_steps": 10},
 }
 """Where policy.base is not the bundled policy, whose answers have four characters and which learns at much higher rates."""
+_HELD_OUT_TASKS = 64
+"""About as many answers as a round samples with the defaults."""
+
+
+def _held_out_tasks(data: Mapping[str, Any]) -> int:
+    """Return the held-out tasks per source of an evaluation that takes no longer than a round, between 4 and 32."""
+    tasks = data.get("tasks")
+    sources = tasks.get("sources") if is_mapping(tasks) else None
+    num_sources = len(sources) if isinstance(sources, list | tuple) else len(TasksSection().sources)
+    return max(4, min(32, _HELD_OUT_TASKS // max(1, num_sources)))
 
 
 class Config(Section):
@@ -43,18 +54,22 @@ class Config(Section):
     observability: ObservabilitySection = ObservabilitySection()
     integrations: IntegrationsSection = IntegrationsSection()
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _language_models_have_defaults_of_their_own(cls, data: Any) -> Any:
+    def _language_models_have_defaults_of_their_own(cls, data: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """They do not count as set by the user: `model_fields_set` of their sections leaves them out."""
         policy = data.get("policy") if is_mapping(data) else None
         if not is_mapping(policy) or policy.get("base", "bundled") == "bundled":
-            return data
-        filled = dict(data)
-        for section, defaults in _DEFAULTS_OF_LANGUAGE_MODELS.items():
-            given = data.get(section, {})
-            if is_mapping(given):
-                filled[section] = {**defaults, **given}
-        return filled
+            return validate(data)
+        defaults = {**_DEFAULTS_OF_LANGUAGE_MODELS, "evaluation": {"tasks_per_source": _held_out_tasks(data)}}
+        given = {section: data.get(section, {}) for section in defaults}
+        filled = {section: {**defaults[section], **own} for section, own in given.items() if is_mapping(own)}
+        config = validate({**data, **filled})
+        for section in filled:
+            getattr(config, section).model_fields_set.difference_update(
+                defaults[section].keys() - given[section].keys()
+            )
+        return config
 
     @model_validator(mode="before")
     @classmethod

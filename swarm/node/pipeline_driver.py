@@ -57,8 +57,11 @@ class PipelineDriver:
             silence_s=silence_s,
         )
 
-    def bring_up(self, loop: asyncio.AbstractEventLoop, hash_cache: Path) -> "PolicyBackend":
-        """Wait for the machines, assign and load layers. Blocks; must not run on the loop. Raises SwarmError."""
+    def bring_up(self, config: Config, loop: asyncio.AbstractEventLoop, hash_cache: Path) -> "PolicyBackend":
+        """Wait for the machines, assign and load layers. Blocks; must not run on the loop. Raises SwarmError.
+
+        `config`: as fitted to the base.
+        """
         from swarm.node.policy_backend import PolicyBackend
         from swarm.pipeline.commands import StageSettings
         from swarm.pipeline.driver.assignment import Machine
@@ -69,7 +72,6 @@ class PipelineDriver:
         from swarm.pipeline.stage.stage_host import base_model, layers_per_s
         from swarm.policy.device import available_bytes
 
-        config = self._config
         base = base_model(config.policy, config.node.device)
         pipeline = config.policy.pipeline
         settings = StageSettings(

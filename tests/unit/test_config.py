@@ -268,3 +268,31 @@ def test_a_language_model_has_defaults_of_its_own_where_nothing_is_set() -> None
 )
 def test_a_node_accepts_answers_as_long_as_its_own_unless_set(settings: dict[str, object], accepted: int) -> None:
     assert parse(settings).sharing.max_answer_tokens == accepted
+
+
+@pytest.mark.parametrize(
+    ("settings", "tasks_per_source"),
+    [
+        ({}, 32),
+        ({"policy": {"base": "some/model"}}, 10),
+        ({"policy": {"base": "some/model"}, "tasks": {"sources": [{"name": "gcd"}]}}, 32),
+        (
+            {
+                "policy": {"base": "some/model"},
+                "tasks": {"sources": [{"name": f"s{i}"} for i in range(40)]},
+            },
+            4,
+        ),
+        ({"policy": {"base": "some/model"}, "evaluation": {"tasks_per_source": 0}}, 0),
+    ],
+)
+def test_an_evaluation_of_a_language_model_takes_about_a_round(
+    settings: dict[str, object], tasks_per_source: int
+) -> None:
+    assert parse(settings).evaluation.tasks_per_source == tasks_per_source
+
+
+def test_defaults_of_language_models_do_not_count_as_set() -> None:
+    config = parse({"policy": {"base": "some/model"}, "rollouts": {"max_new_tokens": 512}, "training": {"lr": 2e-5}})
+    assert config.policy.model_fields_set == {"base"}
+    assert (config.rollouts.model_fields_set, config.training.model_fields_set) == ({"max_new_tokens"}, {"lr"})
