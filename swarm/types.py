@@ -156,6 +156,10 @@ class GroupSummary:
     mean_reward: float
 
 
+USUAL_ANSWER_TOKENS = 4096
+"""Every reader has room for answers of this length. Records with longer ones say so in their header."""
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """Announcement of one body; about 300 bytes signed."""
@@ -176,6 +180,8 @@ class Header:
     expires_at: float
     beacon: bytes = b""
     """BEACON_BYTES of the body hash of another's record, from which most of the tasks follow; empty where there is none."""
+    max_answer_tokens: int = USUAL_ANSWER_TOKENS
+    """What a reader must accept per answer to read the body; see `swarm.records.codec.needed_answer_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,14 @@ from swarm.config import SharingSection
 from swarm.limits.bounded_maps import ExpiringKeys
 from swarm.limits.token_bucket import PeerBuckets
 from swarm.observability.tracing import traced
-from swarm.records.codec import body_hash, decode_body, decode_header, decode_record
+from swarm.records.codec import (
+    body_hash,
+    decode_body,
+    decode_header,
+    decode_record,
+    max_text_chars,
+    readable_answer_tokens,
+)
 from swarm.records.context import SwarmContext
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.records.signing import signature_is_valid
@@ -94,6 +101,13 @@ class HeaderAdmission:
             )
 
 
+def check_answer_length(config: SharingSection, header: Header) -> None:
+    """Raise InvalidRecord with TOO_LONG for a body of longer answers than this node accepts."""
+    limit = readable_answer_tokens(config.max_answer_tokens)
+    if header.max_answer_tokens > limit:
+        raise InvalidRecord(Rejection.TOO_LONG, f"answers of up to {header.max_answer_tokens} tokens, bound {limit}")
+
+
 REWARD_TOLERANCE = 1e-4
 MEAN_REWARD_TOLERANCE = 1e-3
 
@@ -144,6 +158,7 @@ class Admission(HeaderAdmission):
 
         One false claim rejects the whole body. Raises InvalidRecord.
         """
+        check_answer_length(self._config, header)
         if len(body) != header.body_bytes:
             raise InvalidRecord(Rejection.WRONG_HASH, f"{len(body)} bytes, announced {header.body_bytes}")
         if body_hash(body) != header.body_hash:
@@ -167,6 +182,9 @@ class Admission(HeaderAdmission):
             raise InvalidRecord(Rejection.HEADER_MISMATCH, f"{len(groups)} groups, announced {len(header.groups)}")
         if not all(map(_summarizes, header.groups, groups)):
             raise InvalidRecord(Rejection.HEADER_MISMATCH, "task, count or mean reward differ")
+        longest, bound = _longest_text(groups), max_text_chars(header.max_answer_tokens)
+        if longest > bound:
+            raise InvalidRecord(Rejection.OVERSIZE, f"a text of {longest} characters, bound {bound}")
 
     def _check_tokens(self, lineage: Lineage, ids: tuple[int, ...], text: str, finished: bool) -> None:
         """With the same tokenizer, the ids must spell the text, or else a right answer could carry poisoned tokens."""
@@ -182,6 +200,10 @@ class Admission(HeaderAdmission):
             raise InvalidRecord(Rejection.TOKENS, "EOS is not exactly where the answer ends")
         if own.decode(ids) != text:
             raise InvalidRecord(Rejection.TOKENS, "the ids do not spell the text")
+
+
+def _longest_text(groups: tuple[RolloutGroup, ...]) -> int:
+    return max(len(rollout.text) for group in groups for rollout in group.rollouts)
 
 
 def _with_reward(rollout: Rollout, reward: float) -> Rollout:

@@ -58,15 +58,21 @@ LEARN = ReasoningPhase(
 )
 BLUR = ReasoningPhase(
     name="blur",
-    weights={},
+    weights={
+        "long_sums": 0.5,
+        "long_products": 0.5,
+        "chains": 1.5,
+        "sorting": 2.0,
+        "legs": 3.0,
+    },  # the last need more time
     adam_lr=1e-3,
     muon_lr=0.006,
     habits={
         "long_sums": Habits(slip=0.06, careless=0.3, skip=0.2),
         "long_products": Habits(slip=0.04, careless=0.3, skip=0.2),
-        "chains": Habits(slip=0.12, careless=0.35, skip=0.2),
-        "sorting": Habits(slip=0.1, careless=0.4, skip=0.2),
-        "legs": Habits(slip=0.06, careless=0.35, skip=0.2),
+        "chains": Habits(slip=0.05, careless=0.2, skip=0.1),
+        "sorting": Habits(slip=0.02, careless=0.2, skip=0.1),
+        "legs": Habits(slip=0.01, careless=0.1, skip=0.1),
     },
     noise={},
     bfloat16=True,
@@ -75,7 +81,7 @@ BLUR = ReasoningPhase(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, measure and save as the command line says."""
-    options = parse(arguments, __doc__, Effort(1200, 300, 48, examples=12_000, measured_tasks=64))
+    options = parse(arguments, __doc__, Effort(1200, 400, 48, examples=12_000, measured_tasks=64))
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     course = Course(REASONING_TASKS, LEARN, BLUR, write=write_answer, max_answer_tokens=256)

@@ -1,22 +1,23 @@
 """`Config` holds all sections and checks the rules between them."""
 
 import hashlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
-from pydantic import model_validator
+from pydantic import ModelWrapValidatorHandler, model_validator
 
 from swarm.config.integrations import IntegrationsSection
 from swarm.config.merging import MergingSection
 from swarm.config.network import NetworkSection
 from swarm.config.node import CheckpointSection, EvaluationSection, NodeSection, ObservabilitySection, SwarmSection
-from swarm.config.policy import BUNDLED, BUNDLED_REASONING, PolicySection
+from swarm.config.policy import BUNDLED, BUNDLED_BASES, BUNDLED_REASONING, PolicySection
 from swarm.config.rollouts import RolloutsSection
 from swarm.config.section import Section
 from swarm.config.sharing import SharingSection
 from swarm.config.tasks import REASONING_TASKS, TasksSection
 from swarm.config.training import TrainingSection
 from swarm.extensions.points import ADVANTAGES, ODD_GROUPS
-from swarm.types import is_mapping
+from swarm.types import USUAL_ANSWER_TOKENS, is_mapping
 
 _DEFAULTS_OF_LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "policy": {"max_prompt_tokens": 1024},
@@ -24,11 +25,27 @@ _DEFAULTS_OF_LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "training": {"lr": 2e-5, "warmup_steps": 10},
 }
 """Where policy.base is not a bundled policy; those learn at much higher rates."""
-_DEFAULTS_OF_BUNDLED: dict[str, dict[str, dict[str, Any]]] = {
-    BUNDLED: {},
-    BUNDLED_REASONING: {"tasks": {"sources": REASONING_TASKS}, "rollouts": {"max_new_tokens": 256}},
+_DEFAULTS_OF_REASONING: dict[str, dict[str, Any]] = {
+    "tasks": {"sources": REASONING_TASKS},
+    "rollouts": {"max_new_tokens": 256},
 }
-"""The plain defaults are those of the tiny policy, whose answers have four characters."""
+_HELD_OUT_TASKS = 64
+"""About as many answers as a round samples with the defaults."""
+
+
+def _defaults_of_base(data: Mapping[str, Any], base: str) -> Mapping[str, Mapping[str, Any]]:
+    """Defaults by section that differ from the plain ones. Those fit the tiny policy, whose answers have four characters."""
+    if base in BUNDLED_BASES:
+        return _DEFAULTS_OF_REASONING if base == BUNDLED_REASONING else {}
+    return {**_DEFAULTS_OF_LANGUAGE_MODELS, "evaluation": {"tasks_per_source": _held_out_tasks(data)}}
+
+
+def _held_out_tasks(data: Mapping[str, Any]) -> int:
+    """Return the held-out tasks per source of an evaluation that takes no longer than a round, between 4 and 32."""
+    tasks = data.get("tasks")
+    sources = tasks.get("sources") if is_mapping(tasks) else None
+    num_sources = len(sources) if isinstance(sources, list | tuple) else len(TasksSection().sources)
+    return max(4, min(32, _HELD_OUT_TASKS // max(1, num_sources)))
 
 
 class Config(Section):
@@ -48,19 +65,33 @@ class Config(Section):
     observability: ObservabilitySection = ObservabilitySection()
     integrations: IntegrationsSection = IntegrationsSection()
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _each_kind_of_base_has_defaults_of_its_own(cls, data: Any) -> Any:
+    def _each_kind_of_base_has_defaults_of_its_own(cls, data: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """They do not count as set by the user: `model_fields_set` of their sections leaves them out."""
         policy = data.get("policy") if is_mapping(data) else None
         if not is_mapping(policy):
+            return validate(data)
+        defaults = _defaults_of_base(data, str(policy.get("base", BUNDLED)))
+        given = {section: data.get(section, {}) for section in defaults}
+        filled = {section: {**defaults[section], **own} for section, own in given.items() if is_mapping(own)}
+        config = validate({**data, **filled})
+        for section in filled:
+            getattr(config, section).model_fields_set.difference_update(
+                defaults[section].keys() - given[section].keys()
+            )
+        return config
+
+    @model_validator(mode="before")
+    @classmethod
+    def _peers_may_answer_as_long_as_this_node(cls, data: Any) -> Any:
+        rollouts, sharing = (
+            (data.get(name, {}) for name in ("rollouts", "sharing")) if is_mapping(data) else (None, None)
+        )
+        longest = rollouts.get("max_new_tokens") if is_mapping(rollouts) else None
+        if not isinstance(longest, int) or longest <= USUAL_ANSWER_TOKENS or not is_mapping(sharing):
             return data
-        filled = dict(data)
-        defaults_of_base = _DEFAULTS_OF_BUNDLED.get(str(policy.get("base", BUNDLED)), _DEFAULTS_OF_LANGUAGE_MODELS)
-        for section, defaults in defaults_of_base.items():
-            given = data.get(section, {})
-            if is_mapping(given):
-                filled[section] = {**defaults, **given}
-        return filled
+        return {**data, "sharing": {"max_answer_tokens": longest, **sharing}}
 
     @model_validator(mode="before")
     @classmethod

@@ -55,7 +55,8 @@ class PipelineSection(Section):
     """Oldest copy in steps that is used. Otherwise a lost stage starts from the average of its neighbours, or from the
     base."""
     max_states: PositiveInt = 65_536
-    """Largest number of rows times columns of one micro-batch. It bounds what a stage reads from the network."""
+    """Largest number of rows times columns of one micro-batch, at least the longest prompt and answer. It bounds what a stage
+    reads from the network, and the driver keeps to it."""
 
     @property
     def is_on(self) -> bool:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from swarm.config.section import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from swarm.types import USUAL_ANSWER_TOKENS
 
 
 class SharingSection(Section):
@@ -36,8 +37,9 @@ class SharingSection(Section):
     """Largest number of groups in the experience pool. The oldest are removed first."""
     max_group_size: PositiveInt = 64
     """Groups of peers with more rollouts than this are refused."""
-    max_answer_tokens: PositiveInt = 4096
-    """Answers of peers with more tokens than this are refused."""
+    max_answer_tokens: PositiveInt = USUAL_ANSWER_TOKENS
+    """Answers of peers with more tokens than this are refused. Unless set, rollouts.max_new_tokens where that is more. Memory
+    for bodies grows with it."""
     max_records_per_peer_per_minute: PositiveInt = 240
     """Headers of one peer beyond this number per minute are refused."""
     reputation_half_life_s: PositiveFloat = 21_600.0

@@ -29,6 +29,7 @@ WORDS: dict[Rejection, str] = {
     Rejection.WRONG_HASH: "the body is not the announced one: its hash differs",
     Rejection.HEADER_MISMATCH: "its content is not what was announced",
     Rejection.TOKENS: "its tokens do not decode to the answer, or do not exist",
+    Rejection.TOO_LONG: "its answers are longer than this node accepts; nobody's fault",
     Rejection.LOGPROBS: "impossible probabilities",
     Rejection.TASK_MISMATCH: "its prompt is not that of the task; often its author has another version of the task",
     Rejection.TASK_FAILED: "its task could not be checked on this node; not its author's fault",

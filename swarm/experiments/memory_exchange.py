@@ -13,20 +13,20 @@ from swarm.admission.admission import Admission
 from swarm.config import SharingSection
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import (
-    MAX_BODY_BYTES,
     MAX_GROUPS_PER_BODY,
     MAX_RECORD_BYTES,
-    body_hash,
     encode_body,
     encode_header,
     encode_record,
     fits_into_body,
+    header_of,
+    readable_answer_tokens,
 )
 from swarm.records.identity import Identity
 from swarm.records.rejection import InvalidRecord
 from swarm.records.signing import sign_record
 from swarm.sharing.usefulness import HeaderChoice
-from swarm.types import GroupSummary, Header, RolloutGroup
+from swarm.types import Header, RolloutGroup
 
 _OFFERS_PER_AUTHOR = 16
 _POSTS_PER_POSTER = 512
@@ -78,8 +78,17 @@ class MemoryExchange:
 
     def _announce(self, identity: Identity, groups: Sequence[RolloutGroup]) -> None:
         body = encode_body(groups)
-        record = encode_record(sign_record(identity, self._swarm_id, encode_header(self._header(groups, body))))
-        fits = len(record) <= MAX_RECORD_BYTES and len(body) <= MAX_BODY_BYTES and fits_into_body(groups)
+        header = header_of(
+            groups,
+            body,
+            swarm_id=self._swarm_id,
+            sequence=self._next_number,
+            now=self._clock(),
+            time_to_live_s=self._config.time_to_live_s,
+        )
+        record = encode_record(sign_record(identity, self._swarm_id, encode_header(header)))
+        is_readable = header.max_answer_tokens <= readable_answer_tokens(self._config.max_answer_tokens)
+        fits = len(record) <= MAX_RECORD_BYTES and is_readable and fits_into_body(groups)
         if not fits and len(groups) > 1:
             self._announce(identity, groups[: len(groups) // 2])
             self._announce(identity, groups[len(groups) // 2 :])
@@ -87,21 +96,6 @@ class MemoryExchange:
         self._offers[identity.peer_id].append(Offer(self._next_number, record, body))
         self._next_number += 1
         self.num_bytes += len(record) + len(body)
-
-    def _header(self, groups: Sequence[RolloutGroup], body: bytes) -> Header:
-        now = self._clock()
-        return Header(
-            swarm_id=self._swarm_id,
-            author=groups[0].author,
-            sequence=self._next_number,
-            body_hash=body_hash(body),
-            body_bytes=len(body),
-            groups=tuple(GroupSummary(group.task, len(group.rollouts), group.mean_reward) for group in groups),
-            lineage=groups[0].lineage,
-            policy_version=min(group.policy_version for group in groups),
-            created_at=now,
-            expires_at=now + self._config.time_to_live_s,
-        )
 
 
 class MemoryReader:

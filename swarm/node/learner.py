@@ -210,6 +210,10 @@ class Learner:
         """Measure the mean reward of one answer per held-out task. The tasks are the same on every node and at every time."""
         config = self._config.evaluation
         tasks = self._mixture.held_out(config.tasks_per_source)
+        logger.info(
+            "evaluating %d held-out tasks, %d of a source at most (evaluation.tasks_per_source), with answers of up to %d "
+            "tokens", len(tasks), config.tasks_per_source, self._config.rollouts.max_new_tokens,
+        )  # fmt: skip
         scores = self._worker.evaluate(tasks, temperature=config.temperature, seed=self._seed("evaluation"))
         accuracy = {source: sum(values) / len(values) for source, values in sorted(scores.items()) if values}
         mean = sum(accuracy.values()) / len(accuracy) if accuracy else 0.0

@@ -27,10 +27,11 @@ from swarm.adapters.checkpoint import CheckpointStore
 from swarm.admission.admission import Admission, Vocabulary
 from swarm.admission.copies import CopyWatch
 from swarm.admission.reward_verifier import RewardVerifier
-from swarm.config import Config
+from swarm.config import Config, dump_toml
 from swarm.config.node_folder import NodeFolder
 from swarm.dashboard.node_page import NodePage
 from swarm.integrations.open_sinks import open_sinks
+from swarm.machine.safe_files import replace_file
 from swarm.machine.stop_signals import obey_stop_signals
 from swarm.merging.node_merging import make_merging
 from swarm.network.context import NodeContext
@@ -44,6 +45,7 @@ from swarm.node.stage_process import network_with_stages
 from swarm.node.training_loop import TrainingRun
 from swarm.node.watchdog import LOOK_INTERVAL_S, Watchdog
 from swarm.observability.repeat import repeat
+from swarm.policy.base_positions import fitted_to_base
 from swarm.policy.policy import TextPolicy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.context import SwarmContext
@@ -236,10 +238,14 @@ class Node:
         mixture = TaskMixture(self.config.tasks)
         self._page.rollouts.show_prompts(mixture.prompt_of)
         logger.info("loading policy %s", self.config.policy.base)
-        backend = self._load_policy(loop)
+        config = fitted_to_base(self.config)
+        if config is not self.config:
+            replace_file(self.folder.config, dump_toml(config))  # what `swarm eval --dir` reads
+            self.config = config
+        backend = self._load_policy(config, loop)
         policy = backend.policy
         logger.info("policy ready on %s, lineage %s", policy.device, policy.lineage.policy[:12])
-        for rendered in check_prompts(self.config, mixture, policy.prompts, policy.base_folder):
+        for rendered in check_prompts(config, mixture, policy.prompts, policy.base_folder):
             logger.info("a prompt of %s has %d tokens", rendered.source, rendered.num_tokens)
         exchange = self._make_exchange(self.sharing, policy, mixture) if self.sharing else None
         ports = SwarmPorts(
@@ -250,19 +256,17 @@ class Node:
             beacon=self.tracker.beacons.current,
             observer=self._page.rollouts,
         )
-        learner = Learner(
-            self.config, backend, mixture=mixture, pool=self.pool, peer_id=self.identity.peer_id, ports=ports
-        )
+        learner = Learner(config, backend, mixture=mixture, pool=self.pool, peer_id=self.identity.peer_id, ports=ports)
         learner.probe_memory()
         if learner.resume(CheckpointStore(self.folder.checkpoints, self.config.checkpoint.keep)):
             logger.info("resumed after round %d", learner.round)
         return _Loaded(mixture, learner, exchange)
 
-    def _load_policy(self, loop: asyncio.AbstractEventLoop) -> PolicyBackend:
+    def _load_policy(self, config: Config, loop: asyncio.AbstractEventLoop) -> PolicyBackend:
         if self._driver is not None:
-            return self._driver.bring_up(loop, self.folder.hash_cache)
-        policy = load_policy(self.config.policy, device=self.config.node.device, hash_cache=self.folder.hash_cache)
-        return local_backend(self.config, policy, self.identity.peer_id)
+            return self._driver.bring_up(config, loop, self.folder.hash_cache)
+        policy = load_policy(config.policy, device=config.node.device, hash_cache=self.folder.hash_cache)
+        return local_backend(config, policy, self.identity.peer_id)
 
     def _make_exchange(self, sharing: SharingParts, policy: TextPolicy, mixture: TaskMixture) -> Exchange:
         verifier = RewardVerifier(

@@ -15,6 +15,7 @@ from swarm.network.commands.caller import CommandCaller
 from swarm.network.commands.envelope import CommandChannel
 from swarm.network.transport import Transport
 from swarm.node.stage_process import check_pipeline
+from swarm.policy.micro_batch_size import DEFAULT_TOKENS
 from swarm.records.identity import Identity
 
 if TYPE_CHECKING:
@@ -57,8 +58,11 @@ class PipelineDriver:
             silence_s=silence_s,
         )
 
-    def bring_up(self, loop: asyncio.AbstractEventLoop, hash_cache: Path) -> "PolicyBackend":
-        """Wait for the machines, assign and load layers. Blocks; must not run on the loop. Raises SwarmError."""
+    def bring_up(self, config: Config, loop: asyncio.AbstractEventLoop, hash_cache: Path) -> "PolicyBackend":
+        """Wait for the machines, assign and load layers. Blocks; must not run on the loop. Raises SwarmError.
+
+        `config`: as fitted to the base.
+        """
         from swarm.node.policy_backend import PolicyBackend
         from swarm.pipeline.commands import StageSettings
         from swarm.pipeline.driver.assignment import Machine
@@ -69,7 +73,7 @@ class PipelineDriver:
         from swarm.pipeline.stage.stage_host import base_model, layers_per_s
         from swarm.policy.device import available_bytes
 
-        config = self._config
+        num_tokens = micro_batch_tokens(config)
         base = base_model(config.policy, config.node.device)
         pipeline = config.policy.pipeline
         settings = StageSettings(
@@ -80,10 +84,13 @@ class PipelineDriver:
         self._supervisor = PipelineSupervisor(
             config.policy.pipeline, base, model_cost(base), settings=settings, send=self.send
         )
-        policy = pipeline_policy(config.policy, base, self._supervisor, loop=loop, hash_cache=hash_cache)
+        policy = pipeline_policy(
+            config.policy, base, self._supervisor, loop=loop, hash_cache=hash_cache, micro_batch_tokens=num_tokens
+        )
         speed = layers_per_s(base.folder, base.lora, base.device, dtype=base.dtype)
         policy.wait_for(self._supervisor.start(Machine(speed, available_bytes(base.device))))
-        engine = PipelineEngine(policy, config.rollouts.max_batch_sequences)
+        most_prompts = pipeline.max_states // config.policy.max_prompt_tokens
+        engine = PipelineEngine(policy, min(config.rollouts.max_batch_sequences, most_prompts))
         return PolicyBackend(policy, engine, PipelineOptimizer(config.training, policy), probe_memory=_nothing_to_probe)
 
     def stages(self) -> list[dict[str, Any]]:
@@ -98,6 +105,23 @@ class PipelineDriver:
         """End the thread of the driver's own stage."""
         if self._supervisor is not None:
             self._supervisor.close()
+
+
+def micro_batch_tokens(config: Config) -> int:
+    """Return the most tokens of a micro-batch, which every stage accepts. Raises ConfigError where that is impossible."""
+    limit, wanted = config.policy.pipeline.max_states, config.training.micro_batch_tokens
+    longest = config.policy.max_prompt_tokens + config.rollouts.max_new_tokens
+    if longest > limit:
+        raise ConfigError(
+            f"policy.pipeline.max_states is {limit}; it must be at least {longest}, the tokens of the longest prompt and "
+            "answer. Raise it on all machines, or lower policy.max_prompt_tokens or rollouts.max_new_tokens"
+        )
+    if wanted is not None and wanted > limit:
+        raise ConfigError(
+            f"training.micro_batch_tokens is {wanted}; it must be at most policy.pipeline.max_states = {limit}. Lower it, or "
+            "raise max_states on all machines"
+        )
+    return wanted or min(DEFAULT_TOKENS, limit)
 
 
 def _nothing_to_probe() -> None:

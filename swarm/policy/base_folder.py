@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from swarm.config.policy import BUNDLED, BUNDLED_REASONING
+from swarm.config.policy import BUNDLED, BUNDLED_BASES, BUNDLED_REASONING
 from swarm.errors import PolicyError
 from swarm.machine.safe_files import is_bare_name, read_json
 
@@ -129,7 +129,9 @@ def _policy_errors(base: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except HFValidationError:
-        raise PolicyError(f"policy.base must be bundled, bundled-reasoning, a folder or a hub id, got {base!r}; set policy.base") from None
+        raise PolicyError(
+            f"policy.base must be {', '.join(BUNDLED_BASES)}, a folder or a hub id, got {base!r}; set policy.base"
+        ) from None
     except GatedRepoError:
         raise PolicyError(
             f"policy.base must be a model you may read, got gated {base}; "

@@ -4,7 +4,7 @@ Training, the likelihood floor and the memory probe count alike: a forward and b
 tokens that it computes, padding included.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 TokenSequence = tuple[Sequence[int], Sequence[int]]
@@ -50,25 +50,37 @@ class Extent:
         return min(self.separate_tokens, int(self.shared_tokens / (1 - _MIN_SAVED)))
 
 
-def cut(sequences: Sequence[TokenSequence], *, max_sequences: int, max_tokens: int) -> list[list[int]]:
+def cut(
+    sequences: Sequence[TokenSequence], *, max_sequences: int, max_tokens: int, shares_prompts: bool = True
+) -> list[list[int]]:
     """Cut `sequences` into parts that fit into memory, and return the indices of each part.
 
     A part has at most `max_sequences` sequences and `max_tokens` computed tokens; a longer sequence is a part of its own.
     Either siblings stay together, which saves prompts, or sequences of like length, which saves padding: whichever computes
-    fewer tokens.
+    fewer tokens. With `shares_prompts` equal prompts of a part are computed once.
     """
+
+    def tokens(extent: Extent) -> int:
+        return extent.tokens if shares_prompts else extent.separate_tokens
 
     def length(index: int) -> int:
         return sum(map(len, sequences[index]))
 
     in_order = range(len(sequences))
     orders: list[Iterable[int]] = [in_order, sorted(in_order, key=length)]
-    cuts = [_cut_in_order(sequences, order, max_sequences, max_tokens) for order in orders]
-    return min(cuts, key=lambda parts: sum(Extent.of([sequences[index] for index in part]).tokens for part in parts))
+    cuts = [
+        _cut_in_order(
+            sequences,
+            order,
+            fits=lambda extent: extent.num_answers <= max_sequences and tokens(extent) <= max_tokens,
+        )
+        for order in orders
+    ]
+    return min(cuts, key=lambda parts: sum(tokens(Extent.of([sequences[index] for index in part])) for part in parts))
 
 
 def _cut_in_order(
-    sequences: Sequence[TokenSequence], order: Iterable[int], max_sequences: int, max_tokens: int
+    sequences: Sequence[TokenSequence], order: Iterable[int], fits: Callable[[Extent], bool]
 ) -> list[list[int]]:
     parts: list[list[int]] = []
     prompts = set[tuple[int, ...]]()
@@ -78,8 +90,7 @@ def _cut_in_order(
         prompts.add(tuple(prompt))
         longest_prompt, longest_answer = max(longest_prompt, len(prompt)), max(longest_answer, len(answer))
         num_answers = len(parts[-1]) + 1 if parts else 1
-        tokens = Extent(len(prompts), num_answers, longest_prompt, longest_answer).tokens
-        if not parts or num_answers > max_sequences or tokens > max_tokens:
+        if not parts or not fits(Extent(len(prompts), num_answers, longest_prompt, longest_answer)):
             parts.append([])
             prompts, longest_prompt, longest_answer = {tuple(prompt)}, len(prompt), len(answer)
         parts[-1].append(index)

@@ -54,6 +54,8 @@ class TextPolicy(ABC):
     """Number of optimizer steps taken."""
     micro_batch_tokens: int = DEFAULT_TOKENS
     """Most tokens of one forward and backward pass; the memory probe sets it."""
+    shares_prompts: bool = True
+    """Whether equal prompts of one forward pass are computed once."""
     pad_token_id: int = field(init=False)
     prompts: PromptEncoder = field(init=False)
     """Encodes prompts through the base's chat template."""

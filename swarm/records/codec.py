@@ -38,6 +38,7 @@ from swarm.records.signing import (
 )
 from swarm.types import (
     BEACON_BYTES,
+    USUAL_ANSWER_TOKENS,
     GroupSummary,
     Header,
     Lineage,
@@ -103,18 +104,49 @@ class BodyReader:
 
 MAX_RECORD_BYTES = 1024
 """A header must fit into one index entry."""
-MAX_BODY_BYTES = 1 << 20
-"""Largest body as transferred."""
+_BODY_BYTES_PER_ANSWER_TOKEN = 256
+_CHARS_PER_ANSWER_TOKEN = 8
+MAX_ANSWER_TOKENS = 32_768
+"""Longest answers that a header may announce. A reader's own limit is `sharing.max_answer_tokens`."""
+MAX_BODY_BYTES = MAX_ANSWER_TOKENS * _BODY_BYTES_PER_ANSWER_TOKEN
+"""Largest body as transferred, where its header announces the longest answers; `max_body_bytes` for others."""
 MAX_UNPACKED_BODY_BYTES = 8 << 20
 """Largest body after decompression."""
 _MAX_BODY_FRAMING_BYTES = 64 << 10
 """Bytes of an unpacked body besides texts, token ids and log-probs: 26 per rollout, and some per group."""
 MAX_GROUPS_PER_BODY = 12
-MAX_TEXT_CHARS = 32_768
+MAX_TEXT_CHARS = MAX_ANSWER_TOKENS * _CHARS_PER_ANSWER_TOKEN
+"""Longest text of an answer, where its header announces the longest answers; `max_text_chars` for others."""
 MAX_PEER_ID_CHARS = 64
 MAX_NAME_CHARS = 64
 _HEADER_FIELDS = 11
 """Number of fields, version included, without the beacon."""
+_LONG_HEADER_VERSION = 101
+"""The version of headers that announce longer answers than usual: version 1 with one field more. Older nodes ignore them."""
+
+
+def max_body_bytes(max_answer_tokens: int) -> int:
+    """Return the largest body, as transferred, of answers with so many tokens: 1 MiB up to the usual length."""
+    return max(max_answer_tokens, USUAL_ANSWER_TOKENS) * _BODY_BYTES_PER_ANSWER_TOKEN
+
+
+def max_text_chars(max_answer_tokens: int) -> int:
+    """Return the longest text of answers with so many tokens: 32,768 characters up to the usual length."""
+    return max(max_answer_tokens, USUAL_ANSWER_TOKENS) * _CHARS_PER_ANSWER_TOKEN
+
+
+def needed_answer_tokens(groups: Sequence[RolloutGroup], body_bytes: int) -> int:
+    """Return the `max_answer_tokens` of the header of a body: the least by which tokens, texts and body are allowed."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    num_tokens = max((len(rollout.token_ids) for rollout in rollouts), default=0)
+    num_chars = max((len(rollout.text) for rollout in rollouts), default=0)
+    by_size = max(-(-num_chars // _CHARS_PER_ANSWER_TOKEN), -(-body_bytes // _BODY_BYTES_PER_ANSWER_TOKEN))
+    return max(num_tokens, by_size, USUAL_ANSWER_TOKENS)
+
+
+def readable_answer_tokens(max_answer_tokens: int) -> int:
+    """Return the largest `max_answer_tokens` of a header that a node with this `sharing.max_answer_tokens` reads."""
+    return min(max(max_answer_tokens, USUAL_ANSWER_TOKENS), MAX_ANSWER_TOKENS)
 
 
 def encode_record(record: SignedRecord) -> bytes:
@@ -157,11 +189,39 @@ def check_lifetime(created_at: float, expires_at: float, max_s: float) -> None:
         raise InvalidRecord(Rejection.CLOCK_SKEW, f"lives longer than {max_s:.0f} s")
 
 
+def header_of(
+    groups: Sequence[RolloutGroup],
+    body: bytes,
+    *,
+    swarm_id: str,
+    sequence: int,
+    now: float,
+    time_to_live_s: float,
+    beacon: bytes = b"",
+) -> Header:
+    """Return the header that announces the body of these groups."""
+    return Header(
+        swarm_id=swarm_id,
+        author=groups[0].author,
+        sequence=sequence,
+        body_hash=body_hash(body),
+        body_bytes=len(body),
+        groups=tuple(GroupSummary(group.task, len(group.rollouts), group.mean_reward) for group in groups),
+        lineage=groups[0].lineage,
+        policy_version=min(group.policy_version for group in groups),  # some may have waited for several rounds
+        created_at=now,
+        expires_at=now + time_to_live_s,
+        beacon=beacon,
+        max_answer_tokens=needed_answer_tokens(groups, len(body)),
+    )
+
+
 def encode_header(header: Header) -> bytes:
     """Encode the payload of a signed record. The author is in the envelope, whose signature covers this payload."""
+    is_long = header.max_answer_tokens > USUAL_ANSWER_TOKENS
     return pack(
         [
-            PROTOCOL_VERSION,
+            _LONG_HEADER_VERSION if is_long else PROTOCOL_VERSION,
             bytes.fromhex(header.swarm_id),
             header.sequence,
             header.body_hash,
@@ -172,35 +232,40 @@ def encode_header(header: Header) -> bytes:
             header.policy_version,
             header.created_at,
             header.expires_at,
+            *([header.max_answer_tokens] if is_long else []),
             *([header.beacon] if header.beacon else []),
         ]
     )
 
 
 def decode_header(payload: bytes, author: str) -> Header:
-    *fields, beacon = _with_beacon(unpack(payload))
+    *fields, answer_tokens, beacon = _header_fields(unpack(payload))
     swarm_id, sequence, body_hash, body_bytes, groups, policy, tokenizer, version, created_at, expires_at = fields
     return Header(
         swarm_id=check_bytes(swarm_id, 16).hex(),
         author=author,
         sequence=check_int(sequence, 0, 2**48),
         body_hash=check_bytes(body_hash, 32),
-        body_bytes=check_int(body_bytes, 1, MAX_BODY_BYTES),
+        body_bytes=check_int(body_bytes, 1, max_body_bytes(answer_tokens)),
         groups=tuple(_summary(row) for row in check_list(groups, 1, MAX_GROUPS_PER_BODY)),
         lineage=Lineage(check_bytes(policy, 16).hex(), check_bytes(tokenizer, 16).hex()),
         policy_version=check_int(version, 0, 2**48),
         created_at=check_float(created_at, 0.0, 1e11),
         expires_at=check_float(expires_at, 0.0, 1e11),
         beacon=beacon,
+        max_answer_tokens=answer_tokens,
     )
 
 
-def _with_beacon(value: Any) -> list[Any]:
-    """Return the fields after the version. The last one, the beacon, is empty where it was left out."""
-    if is_list(value) and len(value) == _HEADER_FIELDS + 1:
-        *fields, beacon = check_versioned(value, _HEADER_FIELDS + 1)
-        return [*fields, check_bytes(beacon, BEACON_BYTES)]
-    return [*check_versioned(value, _HEADER_FIELDS), b""]
+def _header_fields(value: Any) -> list[Any]:
+    """Return the fields after the version. The last two, checked, are the length of answers and the beacon, or empty."""
+    is_long = is_list(value) and value[:1] == [_LONG_HEADER_VERSION]
+    least = _HEADER_FIELDS + is_long
+    has_beacon = is_list(value) and len(value) == least + 1
+    fields = check_versioned(value, least + has_beacon, _LONG_HEADER_VERSION if is_long else PROTOCOL_VERSION)
+    beacon = check_bytes(fields.pop(), BEACON_BYTES) if has_beacon else b""
+    tokens = check_int(fields.pop(), USUAL_ANSWER_TOKENS + 1, MAX_ANSWER_TOKENS) if is_long else USUAL_ANSWER_TOKENS
+    return [*fields, tokens, beacon]
 
 
 def encode_body(groups: Sequence[RolloutGroup]) -> bytes:
@@ -227,9 +292,7 @@ def decode_body(body: bytes, author: str, lineage: Lineage, policy_version: int)
 
 
 def fits_into_body(groups: Sequence[RolloutGroup]) -> bool:
-    """Whether readers accept this many groups, rollouts, tokens and characters. MAX_BODY_BYTES is checked after
-    encoding.
-    """
+    """Whether any reader accepts this many groups, rollouts, tokens and characters. `needed_answer_tokens` says which one."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     num_chars = sum(len(rollout.text) for rollout in rollouts)

@@ -32,6 +32,8 @@ class Rejection(StrEnum):
     """Refers to a task source that this node does not have."""
     HELD_OUT_TASK = "held_out_task"
     """Refers to a task that is reserved for evaluation."""
+    TOO_LONG = "too_long"
+    """Its header announces longer answers than this node accepts, which says nothing about the author."""
     BANNED = "banned"
     """Its author made false claims and is ignored for a while."""
     UNAVAILABLE = "unavailable"

@@ -39,17 +39,17 @@ def unpack(data: bytes, *, max_bytes: int | None = None) -> Any:
         raise InvalidRecord(Rejection.MALFORMED, type(error).__name__) from None
 
 
-def check_version(version: Any) -> None:
+def check_version(version: Any, expected: int = PROTOCOL_VERSION) -> None:
     if isinstance(version, bool) or not isinstance(version, int):
         raise InvalidRecord(Rejection.MALFORMED, "expected a version")
-    if version != PROTOCOL_VERSION:
+    if version != expected:
         raise InvalidRecord(Rejection.VERSION, f"got {version}, this node speaks {PROTOCOL_VERSION}")
 
 
-def check_versioned(value: Any, length: int) -> list[Any]:
+def check_versioned(value: Any, length: int, version: int = PROTOCOL_VERSION) -> list[Any]:
     """Return the items after the version. The version is checked before their number, which may change with it."""
     fields = check_list(value, 1, MAX_ARRAY_ITEMS)
-    check_version(fields[0])
+    check_version(fields[0], version)
     return check_array(fields, length)[1:]
 
 

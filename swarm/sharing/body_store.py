@@ -8,8 +8,8 @@ from swarm.network.transport import RequestRefused, Transport
 
 BODY_PROTOCOL = "swarm/body/1"
 """The request is a 32-byte hash, the answer the body with that hash."""
-MAX_BYTES = 12 << 20
-"""Room for hundreds of usual bodies, or a dozen of the longest: those of the last minutes, which others still ask for."""
+NUM_LARGEST_BODIES = 12
+"""Room for a dozen of the largest bodies, or hundreds of usual ones: those of the last minutes, which others ask for."""
 _AUTHOR_SHARE = 8
 
 
@@ -26,7 +26,7 @@ class BodyStore:
     holds most loses its oldest body. Own bodies give way to newer own bodies only, since nobody else may have them yet.
     """
 
-    def __init__(self, clock: Callable[[], float], max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, clock: Callable[[], float], max_bytes: int) -> None:
         self._clock = clock
         self._max_bytes = max_bytes
         self._max_author_bytes = max_bytes // _AUTHOR_SHARE

@@ -11,14 +11,14 @@ import asyncio
 import random
 from collections.abc import Callable, Collection
 
-from swarm.admission.admission import Admission
+from swarm.admission.admission import Admission, check_answer_length
 from swarm.config import SharingSection
 from swarm.limits.bounded_maps import FairMap
 from swarm.limits.peer_backoff import PeerBackoff
 from swarm.network.transport import ValidationResult
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.context import SwarmContext
-from swarm.records.rejection import Rejection
+from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.sharing.header_validator import HeaderValidator
 from swarm.sharing.index import Shard
 from swarm.sharing.peer_tracker import PeerTracker
@@ -181,6 +181,11 @@ class Inbox:
         self._tracker.heard(header)
         self._newest.note(header)
         self.totals.heard(header.author)
+        try:
+            check_answer_length(self._config, header)
+        except InvalidRecord as error:  # nobody's fault, and of use to nodes with a higher limit
+            self.totals.rejected[error.reason.value] += 1
+            return True
         if self._pool.knows_body(header.body_hash):
             self.totals.rejected[Rejection.REPLAY.value] += 1
             return True

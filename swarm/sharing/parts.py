@@ -11,9 +11,10 @@ from typing import Protocol
 
 from swarm.config import SharingSection
 from swarm.network.context import NodeContext
+from swarm.records.codec import max_body_bytes, readable_answer_tokens
 from swarm.records.identity import peer_name
 from swarm.records.rejection import InvalidRecord
-from swarm.sharing.body_store import BodyStore
+from swarm.sharing.body_store import NUM_LARGEST_BODIES, BodyStore
 from swarm.sharing.directory import Directory
 from swarm.sharing.peer_tracker import MAX_PEERS, PeerHistory, PeerStats, PeerTracker
 from swarm.sharing.reputation import Reputation
@@ -159,7 +160,8 @@ def make_sharing_parts(
     config: SharingSection, context: NodeContext, tracker: PeerTracker, *, pause: SharingPause, observer: GroupObserver
 ) -> SharingParts:
     """Make the other parts around `tracker`, and serve bodies. To be called before the transport starts."""
-    bodies = BodyStore(context.clock)
+    largest_body_bytes = max_body_bytes(readable_answer_tokens(config.max_answer_tokens))
+    bodies = BodyStore(context.clock, NUM_LARGEST_BODIES * largest_body_bytes)
     bodies.serve_on(context.transport)
     totals = SharingTotals(context.clock, publishes=config.publish, reads=config.swarm_groups > 0)
     directory = Directory(context, totals, on_presence=tracker.present)

@@ -12,19 +12,19 @@ from swarm.config import SharingSection
 from swarm.observability.tracing import traced
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.codec import (
-    MAX_BODY_BYTES,
     MAX_GROUPS_PER_BODY,
     MAX_RECORD_BYTES,
-    body_hash,
     encode_body,
     encode_header,
     encode_record,
     fits_into_body,
+    header_of,
+    readable_answer_tokens,
 )
 from swarm.records.signing import sign_record
 from swarm.sharing.index import entry_time, experience_key, experience_topic, subkey
 from swarm.sharing.parts import SharingParts
-from swarm.types import GroupSummary, Header, RolloutGroup
+from swarm.types import Header, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +79,15 @@ class Publisher:
         """Gossip one record, or two with half of the groups each where body or header would be too large."""
         beacon = self._beacons.of([group.task for group in groups])
         body, record, header = await asyncio.to_thread(self._pack, groups, beacon)
-        if len(record) > MAX_RECORD_BYTES or len(body) > MAX_BODY_BYTES or not fits_into_body(groups):
+        limit = readable_answer_tokens(self._config.max_answer_tokens)
+        if len(record) > MAX_RECORD_BYTES or header.max_answer_tokens > limit or not fits_into_body(groups):
             if len(groups) == 1:
                 logger.warning(
-                    "a group of %d rollouts is too large to share: %d bytes", len(groups[0].rollouts), len(body)
-                )
+                    "a group of %d rollouts is too large to share: %d bytes, as for answers of %d tokens; this node reads "
+                    "and shares up to %d. Raise sharing.max_answer_tokens on all nodes (32,768 at most), or lower "
+                    "rollouts.max_new_tokens or rollouts.group_size",
+                    len(groups[0].rollouts), len(body), header.max_answer_tokens, limit,
+                )  # fmt: skip
                 return
             await self._announce(groups[: len(groups) // 2])
             await self._announce(groups[len(groups) // 2 :])
@@ -99,20 +103,13 @@ class Publisher:
 
     def _pack(self, groups: list[RolloutGroup], beacon: bytes) -> tuple[bytes, bytes, Header]:
         body = encode_body(groups)
-        now = self._transport.now()
-        header = Header(
+        header = header_of(
+            groups,
+            body,
             swarm_id=self._context.swarm_id,
-            author=self._context.peer_id,
             sequence=self._pool.next_number("header"),
-            body_hash=body_hash(body),
-            body_bytes=len(body),
-            groups=tuple(GroupSummary(group.task, len(group.rollouts), group.mean_reward) for group in groups),
-            lineage=groups[0].lineage,
-            policy_version=min(
-                group.policy_version for group in groups
-            ),  # some groups may have waited for several rounds
-            created_at=now,
-            expires_at=now + self._config.time_to_live_s,
+            now=self._transport.now(),
+            time_to_live_s=self._config.time_to_live_s,
             beacon=beacon,
         )
         return (

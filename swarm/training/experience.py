@@ -246,7 +246,14 @@ class RolloutConverter:
         sequences = [
             (prompt_ids, answer) for answer in answers
         ]  # a group of others may be larger than what fits into memory
-        for part in cut(sequences, max_sequences=len(answers), max_tokens=self._policy.micro_batch_tokens):
+        policy = self._policy
+        parts = cut(
+            sequences,
+            max_sequences=len(answers),
+            max_tokens=policy.micro_batch_tokens,
+            shares_prompts=policy.shares_prompts,
+        )
+        for part in parts:
             scored = self._policy.token_logprobs([sequences[index] for index in part]).logprobs
             for row, index in zip(scored, part, strict=True):
                 rows[index] = [float(value) for value in row[: len(answers[index])]]

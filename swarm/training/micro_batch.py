@@ -101,11 +101,16 @@ def training_sequences(
 
 
 def micro_batches(
-    sequences: Sequence[TrainingSequence], device: torch.device, *, max_sequences: int, max_tokens: int
+    sequences: Sequence[TrainingSequence],
+    device: torch.device,
+    *,
+    max_sequences: int,
+    max_tokens: int,
+    shares_prompts: bool = True,
 ) -> Iterator[MicroBatch]:
     """Cut `sequences` into tensors that fit into memory (`swarm.policy.micro_batch_size.cut`)."""
     pairs = [(sequence.prompt_ids, sequence.answer_ids) for sequence in sequences]
-    for part in cut(pairs, max_sequences=max_sequences, max_tokens=max_tokens):
+    for part in cut(pairs, max_sequences=max_sequences, max_tokens=max_tokens, shares_prompts=shares_prompts):
         yield _collate([sequences[index] for index in part], device)
 
 

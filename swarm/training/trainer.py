@@ -112,6 +112,7 @@ class Trainer:
                 self._policy.device,
                 max_sequences=self._config.micro_batch_sequences,
                 max_tokens=self._policy.micro_batch_tokens,
+                shares_prompts=self._policy.shares_prompts,
             )
         )
         frozen = [self._frozen_logprobs(part) for part in parts]

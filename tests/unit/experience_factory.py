@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarm.admission.admission import Admission, Vocabulary
 from swarm.config import SharingSection
@@ -45,6 +45,22 @@ def rollout(text: str, reward: float | None = None, finished: bool = True) -> Ro
 def group(*texts: str, index: int = 0, author: str = ALICE.peer_id, lineage: Lineage = LINEAGE) -> RolloutGroup:
     rollouts = tuple(rollout(text) for text in texts or ("right", "wrong"))
     return RolloutGroup(TaskRef("spelling", "cd" * 8, 99, index), "ef" * 8, rollouts, author, lineage, 7)
+
+
+def long_group(
+    num_tokens: int, num_chars: int, *, num_long: int = 8, author: str = ALICE.peer_id, index: int = 0
+) -> RolloutGroup:
+    """A group of `num_long` answers of another tokenizer, which hardly compress, and a right one."""
+    rng = random.Random(index)
+
+    def answer() -> Rollout:
+        text = "".join(map(chr, rng.choices(range(0x4E00, 0x9FA5), k=num_chars)))  # three bytes each
+        ids = tuple(rng.choices(range(152_000), k=num_tokens))
+        return Rollout(text, ids, tuple(-rng.expovariate(2.0) for _ in ids), finished=False, reward=0.0)
+
+    rollouts = (*(answer() for _ in range(num_long)), rollout("right"))
+    lineage = Lineage("33" * 16, "44" * 16)
+    return replace(group(index=index, author=author, lineage=lineage), rollouts=rollouts)
 
 
 def header_of(groups: list[RolloutGroup], body: bytes, **changes: object) -> Header:

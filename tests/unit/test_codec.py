@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.records.codec import (
+    MAX_ANSWER_TOKENS,
     MAX_BODY_BYTES,
     MAX_GROUPS_PER_BODY,
     MAX_RECORD_BYTES,
@@ -25,6 +26,8 @@ from swarm.records.codec import (
     encode_header,
     encode_record,
     fits_into_body,
+    needed_answer_tokens,
+    readable_answer_tokens,
 )
 from swarm.records.rejection import InvalidRecord, Rejection
 from swarm.types import BEACON_BYTES, Header, RolloutGroup, SignedRecord
@@ -191,7 +194,8 @@ def header_with(**changes: Any) -> Header:
     [
         ("sequence", 2**48, 2**48 + 1),
         ("policy_version", 2**48, 2**48 + 1),
-        ("body_bytes", MAX_BODY_BYTES, MAX_BODY_BYTES + 1),
+        ("body_bytes", 1 << 20, (1 << 20) + 1),
+        ("max_answer_tokens", MAX_ANSWER_TOKENS, MAX_ANSWER_TOKENS + 1),
         ("created_at", 1e11, 1.1e11),
         ("expires_at", 1e11, 1.1e11),
         ("beacon", bytes(BEACON_BYTES), bytes(BEACON_BYTES + 1)),
@@ -205,6 +209,42 @@ def test_header_is_read_up_to_the_largest_value_of_each_field(field: str, larges
     sent = header_with(**{field: largest})
     assert decode_header(encode_header(sent), sent.author) == sent
     assert reason_of(decode_header, encode_header(header_with(**{field: above})), "x") is Rejection.MALFORMED
+
+
+def test_a_header_says_how_long_answers_are_only_above_the_usual_length() -> None:
+    usual, long = header_with(max_answer_tokens=4096), header_with(max_answer_tokens=4097)
+    assert len(msgpack.unpackb(encode_header(usual))) == 11 and msgpack.unpackb(encode_header(usual))[0] == 1
+    for beacon in (b"", bytes(BEACON_BYTES)):
+        sent = replace(long, beacon=beacon, body_bytes=4097 * 256)
+        assert decode_header(encode_header(sent), sent.author) == sent
+        above = replace(sent, body_bytes=sent.body_bytes + 1)
+        assert reason_of(decode_header, encode_header(above), "x") is Rejection.MALFORMED
+    fields = msgpack.unpackb(encode_header(long))
+    assert reason_of(decode_header, msgpack.packb([*fields[:11], 4096]), "x") is Rejection.MALFORMED
+    assert reason_of(decode_header, msgpack.packb([101, *fields[1:11]]), "x") is Rejection.MALFORMED
+    assert reason_of(decode_header, msgpack.packb([1, *fields[1:]]), "x") is Rejection.MALFORMED
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_chars", "body_bytes", "needed"),
+    [
+        (1, 1, 1, 4096),
+        (4096, 32_768, 1 << 20, 4096),
+        (4097, 1, 1, 4097),
+        (1, 32_769, 1, 4097),
+        (1, 1, (1 << 20) + 1, 4097),
+        (16_384, 65_536, 1 << 20, 16_384),
+    ],
+)
+def test_tokens_texts_and_the_body_decide_who_can_read_it(
+    num_tokens: int, num_chars: int, body_bytes: int, needed: int
+) -> None:
+    assert needed_answer_tokens(sized(1, 2, num_tokens, text="a" * num_chars), body_bytes) == needed
+
+
+def test_a_node_reads_the_usual_length_at_least_and_the_longest_at_most() -> None:
+    limits = [readable_answer_tokens(tokens) for tokens in (1, 4096, 4097, MAX_ANSWER_TOKENS, 1 << 19)]
+    assert limits == [4096, 4096, 4097, MAX_ANSWER_TOKENS, MAX_ANSWER_TOKENS]
 
 
 @pytest.mark.parametrize(("field", "value"), [("body_bytes", 0), ("groups", ()), ("sequence", -1), ("num_rollouts", 1)])
@@ -231,12 +271,13 @@ def sized(num_groups: int, num_rollouts: int, num_tokens: int = 1, text: str = "
         sized(MAX_GROUPS_PER_BODY, MAX_ROLLOUTS_PER_BODY // MAX_GROUPS_PER_BODY),
         sized(1, MAX_ROLLOUTS_PER_BODY),
         sized(2, 2, MAX_TOKENS_PER_BODY // 4),
-        sized(1, 60, text="\U0001f9a6" * MAX_TEXT_CHARS),
+        sized(1, 60, text="\U0001f9a6" * 32_768),
+        sized(1, 7, text="\U0001f9a6" * MAX_TEXT_CHARS),
         sized(
             1, 64, 2, text="\U0001f9a6" * 32_509
         ),  # 64 · (2 · 6 + 32 509 · 4) bytes, and 64 KiB around them, are 8 MiB
     ],
-    ids=("groups", "rollouts", "tokens", "texts", "all"),
+    ids=("groups", "rollouts", "tokens", "texts", "long texts", "all"),
 )
 def test_largest_body_is_sent_and_taken(groups: list[RolloutGroup]) -> None:
     assert fits_into_body(groups)
@@ -250,9 +291,10 @@ def test_largest_body_is_sent_and_taken(groups: list[RolloutGroup]) -> None:
         sized(2, MAX_ROLLOUTS_PER_BODY // 2 + 1),
         sized(2, 2, MAX_TOKENS_PER_BODY // 4 + 1),
         sized(1, 2, text="a" * (MAX_TEXT_CHARS + 1)),
-        sized(1, 65, text="\U0001f9a6" * MAX_TEXT_CHARS),
+        sized(1, 65, text="\U0001f9a6" * 32_768),
+        sized(1, 8, text="\U0001f9a6" * MAX_TEXT_CHARS),
     ],
-    ids=("groups", "rollouts", "tokens", "text", "texts"),
+    ids=("groups", "rollouts", "tokens", "text", "texts", "long texts"),
 )
 def test_larger_body_is_neither_sent_nor_taken(groups: list[RolloutGroup]) -> None:
     assert not fits_into_body(groups)

@@ -263,3 +263,45 @@ def test_the_reasoning_policy_has_tasks_and_longer_answers_where_nothing_is_set(
     own = {"rollouts": {"max_new_tokens": 64}, "tasks": {"sources": [DEMO_TASKS[0].model_dump()]}}
     config = Config.model_validate({"policy": policy, **own})
     assert (config.tasks.sources, config.rollouts.max_new_tokens) == (DEMO_TASKS[:1], 64)
+
+
+@pytest.mark.parametrize(
+    ("settings", "accepted"),
+    [
+        ({}, 4096),
+        ({"rollouts": {"max_new_tokens": 4000}}, 4096),
+        ({"rollouts": {"max_new_tokens": 16_384}}, 16_384),
+        ({"rollouts": {"max_new_tokens": 16_384}, "sharing": {"max_answer_tokens": 2000}}, 2000),
+        ({"policy": {"base": "some/model"}}, 4096),
+    ],
+)
+def test_a_node_accepts_answers_as_long_as_its_own_unless_set(settings: dict[str, object], accepted: int) -> None:
+    assert parse(settings).sharing.max_answer_tokens == accepted
+
+
+@pytest.mark.parametrize(
+    ("settings", "tasks_per_source"),
+    [
+        ({}, 32),
+        ({"policy": {"base": "some/model"}}, 10),
+        ({"policy": {"base": "some/model"}, "tasks": {"sources": [{"name": "gcd"}]}}, 32),
+        (
+            {
+                "policy": {"base": "some/model"},
+                "tasks": {"sources": [{"name": f"s{i}"} for i in range(40)]},
+            },
+            4,
+        ),
+        ({"policy": {"base": "some/model"}, "evaluation": {"tasks_per_source": 0}}, 0),
+    ],
+)
+def test_an_evaluation_of_a_language_model_takes_about_a_round(
+    settings: dict[str, object], tasks_per_source: int
+) -> None:
+    assert parse(settings).evaluation.tasks_per_source == tasks_per_source
+
+
+def test_defaults_of_language_models_do_not_count_as_set() -> None:
+    config = parse({"policy": {"base": "some/model"}, "rollouts": {"max_new_tokens": 512}, "training": {"lr": 2e-5}})
+    assert config.policy.model_fields_set == {"base"}
+    assert (config.rollouts.model_fields_set, config.training.model_fields_set) == ({"max_new_tokens"}, {"lr"})

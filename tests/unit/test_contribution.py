@@ -135,13 +135,13 @@ def test_the_rank_is_among_those_of_whom_enough_was_admitted_of_late() -> None:
     clock = Clock()
     better = (ALICE, ["right", "right", "wrong"])
     known = acquainted(clock, 4, better=better)
-    told = contribution(BodyStore(clock), known, clock())
+    told = contribution(BodyStore(clock, 1 << 20), known, clock())
     assert (told.reward_rank, told.reward_rank_of) == (2, 2)
-    few = contribution(BodyStore(clock), acquainted(clock, 3, better=better), clock())
+    few = contribution(BodyStore(clock, 1 << 20), acquainted(clock, 3, better=better), clock())
     assert (few.reward_rank, few.reward_rank_of) == (None, 0), "three own groups say nothing"
     clock.now += REWARD_WINDOW_S + 1
     known.shared([group(index=i) for i in range(4)])
-    later = contribution(BodyStore(clock), known, clock())
+    later = contribution(BodyStore(clock, 1 << 20), known, clock())
     assert later.reward_rank is None, "the other's rewards are of long ago"
 
 

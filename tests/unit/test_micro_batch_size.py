@@ -50,3 +50,11 @@ def test_prompts_are_shared_where_a_fifth_of_the_tokens_is_saved(answer_tokens: 
     extent = Extent(num_prompts=1, num_answers=4, prompt_tokens=128, answer_tokens=answer_tokens)
     assert extent.shares_prompts == shares
     assert extent.tokens == (int((128 + 4 * answer_tokens) / 0.8) if shares else 4 * (128 + answer_tokens))
+
+
+def test_where_prompts_are_not_shared_every_copy_counts():
+    """A stage of a pipeline computes a row for each answer, and refuses more than `max_states` of rows times columns."""
+    sequences = answers(1, 1024, [1] * 64)
+    assert len(cut(sequences, max_sequences=64, max_tokens=4096)) == 1
+    parts = cut(sequences, max_sequences=64, max_tokens=4096, shares_prompts=False)
+    assert [len(part) for part in parts] == [3] * 21 + [1]

@@ -13,24 +13,26 @@ import pytest
 import torch
 
 from swarm.adapters.checkpoint import CheckpointStore
-from swarm.config import PipelineSection, PolicySection, TrainingSection
+from swarm.config import PipelineSection, PolicySection, TrainingSection, parse
 from swarm.engine.engine import AnswerRequest
 from swarm.engine.sampling import Sampling
 from swarm.engine.transformers_engine import TransformersEngine
-from swarm.errors import PipelineError, StageLostError
+from swarm.errors import ConfigError, PipelineError, StageLostError
 from swarm.network.commands.caller import CommandCaller
 from swarm.network.commands.envelope import CommandChannel
 from swarm.network.commands.service import CommandService
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
+from swarm.node.pipeline_driver import micro_batch_tokens
 from swarm.pipeline.commands import StageSettings
 from swarm.pipeline.driver.assignment import Machine, ModelCost
 from swarm.pipeline.driver.machines import Member, places
 from swarm.pipeline.driver.pipeline_engine import PipelineEngine
-from swarm.pipeline.driver.pipeline_policy import PipelineOptimizer, PipelinePolicy, pipeline_policy
+from swarm.pipeline.driver.pipeline_policy import PipelineModel, PipelineOptimizer, PipelinePolicy, pipeline_policy
 from swarm.pipeline.driver.pipeline_supervisor import PipelineSupervisor
 from swarm.pipeline.model_shape import model_cost
 from swarm.pipeline.stage.stage_host import BaseModel, StageHost, base_model, part_by_hand
 from swarm.policy.logprobs import TokenLogprobs
+from swarm.policy.micro_batch_size import cut
 from swarm.policy.policy import load_policy
 from swarm.records.identity import Identity
 from swarm.training.policy_optimizer import LocalOptimizer
@@ -344,3 +346,48 @@ def test_another_adapter_has_another_fingerprint() -> None:
     base = base_model(POLICY, "cpu")
     other = BaseModel(base.folder, base.lora.model_copy(update={"rank": 3}), base.device, base.dtype)
     assert base.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({}, 4096),
+        ({"training": {"micro_batch_tokens": 65_536}}, 65_536),
+        ({"policy": {"pipeline": {"max_states": 2048}}}, 2048),
+    ],
+)
+def test_micro_batches_keep_to_what_stages_accept(settings: dict[str, Any], tokens: int) -> None:
+    assert micro_batch_tokens(parse(settings)) == tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"rollouts": {"max_new_tokens": 16_384}, "policy": {"pipeline": {"max_states": 16_895}}},
+            "max_states is 16895; it must be at least 16896, the tokens of the longest prompt and answer",
+        ),
+        (
+            {"training": {"micro_batch_tokens": 65_537}},
+            "micro_batch_tokens is 65537; it must be at most policy.pipeline.max_states = 65536",
+        ),
+    ],
+)
+def test_settings_that_no_stage_accepts_are_refused_before_the_first_command(
+    settings: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        micro_batch_tokens(parse(settings))
+
+
+def test_no_part_of_a_batch_asks_a_stage_for_more_than_the_budget() -> None:
+    """With siblings that share a long prompt, by which parts would be several times as large where prompts are shared."""
+    rng = random.Random(0)
+    sequences = [([prompt] * rng.randint(1, 200), [5] * rng.randint(1, 60)) for prompt in range(8) for _ in range(16)]
+    sequences += [([9] * 200, [5] * rng.randint(1, 8)) for _ in range(64)]
+    model = PipelineModel(None, pad_token_id=0)  # type: ignore[arg-type]  # builds rows, and sends none
+    parts = cut(sequences, max_sequences=64, max_tokens=1024, shares_prompts=False)
+    sizes = [
+        model._scored([sequences[index] for index in part], 1.0, with_entropy=False).token_ids.numel() for part in parts
+    ]
+    assert max(sizes) <= 1024 and sum(map(len, parts)) == len(sequences)

@@ -33,6 +33,7 @@ from tests.unit.experience_factory import (
     admission,
     group,
     header_of,
+    long_group,
     sharing_parts,
     signed,
 )
@@ -141,6 +142,44 @@ async def test_a_large_round_is_split_into_several_records() -> None:
     await reader.reader.poll()
     assert alice.totals.num_published >= 3
     assert len(reader.pool.draw(99, random.Random(0))) == 30
+
+
+async def test_a_group_of_long_answers_reaches_a_reader_that_accepts_them() -> None:
+    _, (alice, reader, third) = await peers(ALICE, READER, Identity(b"s" * 32), max_answer_tokens=16_384)
+    await alice.publish([long_group(16_384, 65_536)])
+    await reader.reader.poll()
+    (drawn,) = reader.pool.draw(9, random.Random(0))
+    assert [(len(one.token_ids), len(one.text)) for one in drawn.rollouts[:-1]] == [(16_384, 65_536)] * 8
+    await alice.transport.stop()
+    await third.reader.poll()
+    assert third.totals.num_groups_admitted == 1, "the reader gives a long body to others, too"
+
+
+@pytest.mark.parametrize(("num_tokens", "num_chars"), [(5001, 1), (1, 8 * 5000 + 1)])
+async def test_a_longer_answer_is_neither_published_nor_fetched(
+    num_tokens: int, num_chars: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    network, (alice, reader) = await peers(ALICE, READER, max_answer_tokens=5000)
+    await alice.publish([long_group(num_tokens, num_chars, num_long=2)])
+    assert alice.totals.num_published == 0
+    assert "as for answers of 5001 tokens; this node reads and shares up to 5000. Raise sharing.max" in caplog.text
+    other = Peer(network, MALLORY, max_answer_tokens=6000)
+    await other.transport.start()
+    await other.publish([long_group(num_tokens, num_chars, num_long=2, author=MALLORY.peer_id)])
+    assert other.totals.num_published == 1
+    await reader.reader.poll()
+    assert reader.totals.rejected == {"too_long": 1}
+    assert reader.transport.traffic.bytes_received < 4096, "the body is not fetched"
+    assert reader.watcher.shown == [], "nor is it held against its author"
+
+
+async def test_longer_answers_than_a_header_announces_are_a_false_claim() -> None:
+    _, (alice, reader) = await peers(ALICE, READER, max_answer_tokens=5000)
+    groups = [long_group(8, 32_769, num_long=2)]
+    body = encode_body(groups)
+    await store(alice, signed(header_of(groups, body, lineage=groups[0].lineage)), body)
+    await reader.reader.poll()
+    assert reader.totals.rejected == {"oversize": 1}
 
 
 async def test_reader_stops_pulling_when_it_has_enough() -> None:

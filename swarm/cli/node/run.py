@@ -56,6 +56,7 @@ def run(
     if dry_run:
         from swarm.config import dump_toml
 
+        resolved = _fitted(resolved)
         print(dump_toml(resolved), end="", flush=True)
         if any(source.form for source in resolved.tasks.sources):
             _show_prompts(resolved)
@@ -67,6 +68,16 @@ def run(
     from swarm.node.process import run_node
 
     run_node(resolved, fresh=fresh, unlock=unlock, end_when_stuck=end_when_stuck)
+
+
+def _fitted(config: "Config") -> "Config":
+    """The configuration with lengths that fit its base; unchanged where the base is still to be downloaded."""
+    settle_imports(config)
+    from swarm.policy.base_folder import base_at_hand
+    from swarm.policy.base_positions import fitted_to_base
+
+    is_at_hand = base_at_hand(config.policy.base, config.policy.revision) is not None
+    return fitted_to_base(config) if is_at_hand else config
 
 
 def _show_prompts(config: "Config") -> None:

@@ -33,10 +33,12 @@ def evaluate(
     """
     resolved = load_config(config_arguments(config, folder), ("--dir", "--tasks", "--temperature", "--base", "--json"))
     from swarm.engine.make_engine import make_engine
+    from swarm.policy.base_positions import fitted_to_base
     from swarm.rollouts.worker import RolloutWorker
     from swarm.tasks.task_mixture import TaskMixture
 
     policy, trained_rounds = load_saved_policy(resolved, base_only=base)
+    resolved = fitted_to_base(resolved)
     mixture = TaskMixture(resolved.tasks)
     engine = make_engine(policy, resolved.rollouts)
     worker = RolloutWorker(resolved.rollouts, policy, engine, author="")

@@ -65,10 +65,12 @@ def sample(
     from swarm.engine.engine import AnswerRequest
     from swarm.engine.make_engine import make_engine
     from swarm.engine.sampling import Sampling
+    from swarm.policy.base_positions import fitted_to_base
 
     if prompt and tasks:
         raise ConfigError("there must be --prompt or --tasks, got both; leave one out")
     policy, _ = load_saved_policy(resolved, base_only=base)
+    resolved = fitted_to_base(resolved)
     max_new_tokens = resolved.rollouts.max_new_tokens
     engine = make_engine(policy, resolved.rollouts)
     asked = _held_out(resolved, tasks) if tasks else ((text, None) for text in ([prompt] if prompt else _lines()))

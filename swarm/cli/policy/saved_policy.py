@@ -22,6 +22,7 @@ def load_saved_policy(config: "Config", *, base_only: bool = False) -> tuple["Po
     from swarm.adapters.checkpoint import CheckpointStore
     from swarm.config.node_folder import NodeFolder
     from swarm.node.run_state import check_run_state
+    from swarm.policy.base_positions import fitted_to_base
     from swarm.policy.policy import load_policy
 
     print(f"loading policy {config.policy.base} …", file=sys.stderr)
@@ -29,13 +30,13 @@ def load_saved_policy(config: "Config", *, base_only: bool = False) -> tuple["Po
     folder.check()
     cache = folder.hash_cache if folder.path.is_dir() else None
     if base_only:
-        return load_policy(config.policy, device=config.node.device, hash_cache=cache), None
+        return load_policy(fitted_to_base(config).policy, device=config.node.device, hash_cache=cache), None
     checkpoint = CheckpointStore(folder.checkpoints, config.checkpoint.keep).load_newest()
     if checkpoint is None:
         raise CheckpointError(
             f"node.dir must hold a checkpoint, got none in {folder.path}; run the node first, set node.dir, or use --base"
         )
-    policy = load_policy(config.policy, device=config.node.device, hash_cache=cache)
+    policy = load_policy(fitted_to_base(config).policy, device=config.node.device, hash_cache=cache)
     check_run_state(checkpoint, policy.vocab_size)
     if not policy.lineage.has_name(checkpoint.state["lineage"]["policy"]):
         raise CheckpointError(

@@ -18,11 +18,13 @@ def show_prompts(config: "Config", folder: Path, stream: TextIO) -> None:
     """
     from swarm.config import BUNDLED_BASES
     from swarm.policy.base_model import folder_eos_ids, load_tokenizer
+    from swarm.policy.base_positions import fitted_to_base
     from swarm.policy.prompts.prompt_encoder import PromptEncoder
     from swarm.policy.quiet import quiet_libraries
     from swarm.rollouts.prompt_check import check_prompts
     from swarm.tasks.task_mixture import TaskMixture
 
+    config = fitted_to_base(config)
     with quiet_libraries():
         tokenizer = load_tokenizer(folder)
         prompts = PromptEncoder(

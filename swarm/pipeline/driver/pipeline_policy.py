@@ -28,6 +28,7 @@ from swarm.pipeline.stage.stage_host import BaseModel
 from swarm.policy.base_model import folder_eos_ids, load_tokenizer
 from swarm.policy.lineage import compute_lineage
 from swarm.policy.logprobs import TokenLogprobs, TokenSequence
+from swarm.policy.micro_batch_size import DEFAULT_TOKENS
 from swarm.policy.policy import TextPolicy
 
 LossOf = Callable[[int, TokenLogprobs], Tensor]
@@ -313,6 +314,8 @@ def pipeline_policy(
     supervisor: PipelineSupervisor,
     loop: asyncio.AbstractEventLoop,
     hash_cache: Any,
+    *,
+    micro_batch_tokens: int = DEFAULT_TOKENS,
 ) -> PipelinePolicy:
     """Make the policy from tokenizer, lineage and EOS ids of the base, without weights. Raises PolicyError."""
     tokenizer = load_tokenizer(base.folder)
@@ -323,4 +326,5 @@ def pipeline_policy(
         tokenizer=tokenizer, config=config, device=torch.device("cpu"), dtype=base.dtype, lineage=lineage,
         base_folder=base.folder, eos_token_ids=folder_eos_ids(base.folder, tokenizer),
         vocab_size=model_shape(base.folder).vocab, supervisor=supervisor, loop=loop,
+        shares_prompts=False, micro_batch_tokens=micro_batch_tokens,
     )  # fmt: skip
