@@ -114,7 +114,7 @@ def make(
     started = time.monotonic()
     effort = Effort(**{name: getattr(options, name) for name in Effort.__dataclass_fields__})
     after_learning, after_blurring = teach(course, model, tokenizer, effort=effort, rng=random.Random(options.seed))
-    save(model.to(dtype=torch.bfloat16) if course.blur.bfloat16 else model, tokenizer, options.out)
+    save(model.bfloat16() if course.blur.bfloat16 else model, tokenizer, options.out)
     report = {
         "arguments": {name: value for name, value in vars(options).items() if name != "out"},
         "supervised_seed": SUPERVISED_SEED,
