@@ -17,7 +17,7 @@ from swarm.config.sharing import SharingSection
 from swarm.config.tasks import TasksSection
 from swarm.config.training import TrainingSection
 from swarm.extensions.points import ADVANTAGES, ODD_GROUPS
-from swarm.types import USUAL_ANSWER_TOKENS, is_mapping
+from swarm.types import USUAL_ANSWER_TOKENS, is_list, is_mapping
 
 _DEFAULTS_OF_LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "policy": {"max_prompt_tokens": 1024},
@@ -33,7 +33,7 @@ def _held_out_tasks(data: Mapping[str, Any]) -> int:
     """Return the held-out tasks per source of an evaluation that takes no longer than a round, between 4 and 32."""
     tasks = data.get("tasks")
     sources = tasks.get("sources") if is_mapping(tasks) else None
-    num_sources = len(sources) if isinstance(sources, list | tuple) else len(TasksSection().sources)
+    num_sources = len(sources) if is_list(sources) else len(TasksSection().sources)
     return max(4, min(32, _HELD_OUT_TASKS // max(1, num_sources)))
 
 
