@@ -3,10 +3,10 @@
 import sys
 from importlib import import_module
 
-from swarm.cli.arguments import settle_imports
+from swarm.cli.arguments import prepare_imports
 from swarm.config import Config
 
-settle_imports(Config())
+prepare_imports(Config())
 for module in (
     "peft",
     "reasoning_gym",
@@ -18,4 +18,4 @@ for module in (
     "swarm.node.stage_process",
 ):
     import_module(module)
-sys.modules.pop("bitsandbytes", None)  # each command settles it anew
+sys.modules.pop("bitsandbytes", None)  # each command decides it anew

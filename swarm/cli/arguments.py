@@ -1,6 +1,6 @@
 """Arguments that many commands share: configuration files, `--section.key value` overrides and lists of seeds.
 
-An error about a setting that was given with a flag names that flag. `settle_imports` runs before anything imports torch.
+An error about a setting that was given with a flag names that flag. `prepare_imports` runs before anything imports torch.
 """
 
 import difflib
@@ -32,7 +32,7 @@ def told_by_flags(flags: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def settle_imports(config: "Config") -> None:
+def prepare_imports(config: "Config") -> None:
     """For a process that loads the policy of `config` and no other.
 
     peft imports bitsandbytes wherever it is installed, and that the whole compiler of torch: a third of the time until a

@@ -134,10 +134,10 @@ class Node:
             if transport
             else None
         )
-        self._merging = make_merging(config.merging, self.sharing)
+        self._node_merging = make_merging(config.merging, self.sharing)
         # reports
         self._watchdog = watchdog
-        network = NetworkSide(self.sharing, validator, self._merging) if self.sharing else None
+        network = NetworkSide(self.sharing, validator, self._node_merging) if self.sharing else None
         sinks = open_sinks(config, folder, identity)
         self._report = NodeReport(
             config, folder, identity, network=network, watchdog=watchdog, page=self._page, sinks=sinks
@@ -216,9 +216,9 @@ class Node:
             loaded = await asyncio.to_thread(self._load, loop)
         else:
             loaded, _ = await asyncio.gather(asyncio.to_thread(self._load, loop), self._start_transport())
-        merging = loaded.learner.merging
-        if self._merging is not None and merging is not None and loaded.learner.round == 0:
-            await self._merging.join(merging)
+        policy_merging = loaded.learner.merging
+        if self._node_merging is not None and policy_merging is not None and loaded.learner.round == 0:
+            await self._node_merging.join(policy_merging)
         return loaded
 
     async def _start_transport(self) -> None:
@@ -251,7 +251,7 @@ class Node:
         ports = SwarmPorts(
             publish=self._publisher(exchange, loop) if exchange else publish_nothing,
             usefulness=self.tracker.usefulness,
-            merge_ports=self._merging.ports if self._merging else None,
+            merge_ports=self._node_merging.ports if self._node_merging else None,
             report_peer=self.tracker.reputation.unlikely,
             beacon=self.tracker.beacons.current,
             observer=self._page.rollouts,
@@ -305,8 +305,8 @@ class Node:
         reputation = repeat(self._remember_peers, pause_s=_REPUTATION_INTERVAL_S, on_failure=on_failure)
         alive = repeat(self._watchdog.loop_turns, pause_s=LOOK_INTERVAL_S, on_failure=on_failure)
         sharing = exchange.work(on_failure) if exchange else ()
-        merging = self._merging.work(on_failure) if self._merging else ()
-        return [status, reputation, alive, *sharing, *merging]
+        merge_work = self._node_merging.work(on_failure) if self._node_merging else ()
+        return [status, reputation, alive, *sharing, *merge_work]
 
     def _save_reputation(self) -> None:
         """At the end, when nothing is left to try again."""

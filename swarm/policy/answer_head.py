@@ -193,7 +193,9 @@ def _is_separable(causal: Any) -> bool:
         try:
             hidden, head = _separated(causal, lambda states: states[0], input_ids=ids, use_cache=False)
             got = head.logits(hidden).float()
-        except Exception as error:  # the code of any family of models
+        except torch.OutOfMemoryError:
+            raise  # says nothing about the model, and must not be remembered
+        except Exception as error:  # a family's own code and kernels may fail in any way
             logger.warning("the head of %s runs over all tokens at once: %s", type(causal).__name__, error)
             _separable[causal] = False
         else:

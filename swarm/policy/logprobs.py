@@ -228,7 +228,9 @@ def _continues_states(model: Any, pad_id: int) -> bool:
             with torch.inference_mode(mode=False), torch.enable_grad():
                 pairs = list(zip(_tried(model, pad_id, shares=False), _tried(model, pad_id, shares=True), strict=True))
             agrees = all(bool((got - expected).norm() <= _MAX_DEVIATION * expected.norm()) for expected, got in pairs)
-        except Exception as error:  # the code of any family of models
+        except torch.OutOfMemoryError:
+            raise  # says nothing about the model, and must not be remembered
+        except Exception as error:  # a family's own code and kernels may fail in any way
             logger.warning("the state of a prompt of %s cannot be continued: %s", type(causal).__name__, error)
             pairs, agrees = [], False
         if len(pairs) == 1:

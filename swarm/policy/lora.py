@@ -114,7 +114,7 @@ def check_adapter_runs(peft_model: Any) -> None:
         expected = peft_model(input_ids=token_ids, use_cache=False).logits[0, len(prompt) :]
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # the code of any family of models
+    except Exception as error:  # a family's own code and kernels may fail in any way
         raise PolicyError(
             f"policy.base must decode with the standard cache of transformers, got an error of {type(base).__name__}: "
             f"{one_line(error)}; set policy.base to a model of another family"

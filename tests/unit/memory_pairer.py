@@ -19,7 +19,7 @@ SHAPES = {"l.lora_A": (2, 6), "l.lora_B": (4, 2)}
 
 
 class MemoryPairer:
-    """Keeps every offer until the test settles it."""
+    """Keeps every offer until the test finishes it."""
 
     def __init__(self) -> None:
         self.offers: list[Snapshot] = []
@@ -38,11 +38,11 @@ class MemoryPairer:
     def is_known(self, peer_id: str) -> bool:
         return peer_id in self.known
 
-    def settle(self, outcome: Outcome) -> None:
+    def finish(self, outcome: Outcome) -> None:
         self.futures[-1].set_result(outcome)
 
     def leave_alone(self, reason: str = "nobody") -> None:
-        self.settle(Alone(reason))
+        self.finish(Alone(reason))
 
 
 class MemoryFinal:

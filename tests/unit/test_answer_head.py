@@ -126,3 +126,16 @@ def test_a_model_whose_decoder_cannot_be_separated_still_gives_its_logits(
     ids = torch.tensor([[5, 6, 7]])
     hidden, head = decode(policy.model, lambda states: states[0], input_ids=ids, use_cache=False)
     assert torch.allclose(head.logits(hidden), policy.model(input_ids=ids).logits[0])
+
+
+def test_a_lack_of_memory_says_nothing_about_a_model(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch):
+    causal = make_policy("llama").model.get_base_model()
+    answer_head._separable.pop(causal, None)  # pyright: ignore[reportPrivateUsage]
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(answer_head, "_separated", fail)
+        answer_head._is_separable(causal)  # pyright: ignore[reportPrivateUsage]
+    assert answer_head._is_separable(causal), "it is tried again"  # pyright: ignore[reportPrivateUsage]

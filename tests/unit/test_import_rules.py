@@ -124,8 +124,8 @@ def test_command_starts_without_torch(arguments: list[str]) -> None:
 @pytest.mark.parametrize(("quantization", "is_imported"), [("none", False), ("8bit", True)])
 def test_bitsandbytes_is_left_out_where_nothing_is_quantised(quantization: str, is_imported: bool) -> None:
     script = (
-        "import sys\nfrom swarm.cli.arguments import settle_imports\nfrom swarm.config import parse\n"
-        f"settle_imports(parse({{'policy': {{'quantization': '{quantization}'}}}}))\n"
+        "import sys\nfrom swarm.cli.arguments import prepare_imports\nfrom swarm.config import parse\n"
+        f"prepare_imports(parse({{'policy': {{'quantization': '{quantization}'}}}}))\n"
         "from swarm.policy.policy import load_policy\nload_policy(parse({}).policy, device='cpu')\n"
         "print(sys.modules.get('bitsandbytes') is not None, 'torch._inductor.compile_fx' in sys.modules)"
     )

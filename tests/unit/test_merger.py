@@ -27,7 +27,7 @@ def test_outer_step_is_taken_from_the_snapshot_and_training_since_is_kept() -> N
     sent = replica.read()
     assert replica.train(2) == []  # the partner takes its time and training goes on
     theirs = {name: tensor + 0.1 for name, tensor in start().items()}
-    pairer.settle(partner(theirs))
+    pairer.finish(partner(theirs))
     before = replica.read()
     (step,) = replica.train()
     assert step.partner == "peer" and step.reset_names == []
@@ -102,7 +102,7 @@ def test_adapter_of_no_use_costs_a_step_alone_and_trust(
     replica, alone = (ToyReplica(pairer) for pairer in pairers)
     for one in (replica, alone):
         one.train(3)
-    pairers[0].settle(partner(moved(0.5), **changes))
+    pairers[0].finish(partner(moved(0.5), **changes))
     pairers[1].leave_alone()
     (step,), (wanted,) = replica.train(), alone.train()
     assert all(torch.equal(step.weights[name], wanted.weights[name]) for name in SHAPES)
@@ -117,7 +117,7 @@ def test_a_partner_behind_has_less_weight(behind: int, weight: float | None) -> 
     replica = ToyReplica(pairer)
     replica.merger.begin(start(), outer_steps=10)
     replica.train(3)
-    pairer.settle(partner(start(), outer_round=10 - behind))
+    pairer.finish(partner(start(), outer_round=10 - behind))
     (step,) = replica.train()
     assert replica.merger.row().get("merge/partner_share") == weight
     assert (step.partner is None) == (weight is None)
@@ -131,7 +131,7 @@ def test_gate_that_prefers_nothing_of_the_partner_steps_alone() -> None:
     replica, alone = ToyReplica(pairers[0], score=score), ToyReplica(pairers[1])
     for one in (replica, alone):
         one.train(3)
-    pairers[0].settle(partner({name: tensor + 5 for name, tensor in start().items()}))
+    pairers[0].finish(partner({name: tensor + 5 for name, tensor in start().items()}))
     pairers[1].leave_alone()
     (step,), (wanted,) = replica.train(), alone.train()
     assert step.partner is None and replica.merger.row()["merge/reasons"] == {"gate": 1}
@@ -144,7 +144,7 @@ def test_partner_is_clipped_around_what_the_replica_moves_itself() -> None:
     replica = ToyReplica(pairer, clip_factor=2.0)
     replica.train(3)
     own = {name: (replica.weights[name] - start()[name]).norm().item() for name in SHAPES}
-    pairer.settle(partner({name: tensor + 1000 for name, tensor in start().items()}))
+    pairer.finish(partner({name: tensor + 1000 for name, tensor in start().items()}))
     replica.train()
     assert replica.merger.row()["merge/clipped_share"] == 1.0
     for name, phi in start().items():
@@ -159,7 +159,7 @@ def test_factors_that_drifted_apart_are_merged_as_products() -> None:
     sent = replica.read()
     turn = torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
     theirs = {"l.lora_A": turn @ sent["l.lora_A"], "l.lora_B": sent["l.lora_B"] @ turn.T}
-    pairer.settle(partner(theirs))
+    pairer.finish(partner(theirs))
     (step,) = replica.train()
     row = replica.merger.row()
     assert row["merge/product_layers"] == 1 and row["merge/drift"] > 0.3
@@ -199,7 +199,7 @@ def test_exchange_under_way_at_a_kill_is_lost_and_the_next_one_is_not() -> None:
     replica.train(4)
     again = resumed(replica, pairer)
     assert again.train(2) == [] and len(pairer.offers) == 2
-    pairer.settle(partner(start()))
+    pairer.finish(partner(start()))
     assert [step.partner for step in again.train()] == ["peer"]
 
 
@@ -277,7 +277,7 @@ def test_poison_that_the_gate_refused_does_not_come_by_the_momentum() -> None:
     replica, alone = ToyReplica(pairers[0], score=lambda weights: [0.0]), ToyReplica(pairers[1])
     for one in (replica, alone):
         one.train(3)
-    pairers[0].settle(partner({name: tensor + 5 for name, tensor in replica.weights.items()}))
+    pairers[0].finish(partner({name: tensor + 5 for name, tensor in replica.weights.items()}))
     pairers[1].leave_alone()
     (taken,), _ = replica.train(), alone.train()
     assert taken.partner == "peer"
@@ -286,7 +286,7 @@ def test_poison_that_the_gate_refused_does_not_come_by_the_momentum() -> None:
     for _ in range(3):
         for one in (replica, alone):
             one.train(2)
-        pairers[0].settle(partner({name: tensor + 5 for name, tensor in replica.weights.items()}))
+        pairers[0].finish(partner({name: tensor + 5 for name, tensor in replica.weights.items()}))
         pairers[1].leave_alone()
         (step,), _ = replica.train(), alone.train()
         assert step.partner is None
@@ -311,7 +311,7 @@ def test_all_strangers_together_move_a_node_no_further_than_its_own_training() -
     pairer.known.clear()
     for number in range(12):
         replica.train(2 if number else 3)
-        pairer.settle(Partner(f"sybil-{number}", snapshot_of(moved(1000.0), outer_round=number)))
+        pairer.finish(Partner(f"sybil-{number}", snapshot_of(moved(1000.0), outer_round=number)))
         replica.train()
         own, moved_by = own_way(replica), by_strangers(replica)
         assert all(0 < moved_by[name] <= own[name] * (1 + 1e-4) for name in SHAPES)
@@ -323,12 +323,12 @@ def test_a_known_partner_is_not_bounded_as_strangers_are() -> None:
     pairer = MemoryPairer()
     replica = ToyReplica(pairer, clip_factor=4.0, strangers_factor=0.0)
     replica.train(3)
-    pairer.settle(partner(moved(1000.0)))
+    pairer.finish(partner(moved(1000.0)))
     (step,) = replica.train()
     assert step.partner == "peer" and replica.merger.row()["merge/is_stranger"] == 0
     pairer.known.clear()
     replica.train(2)
-    pairer.settle(partner(moved(1000.0), outer_round=1))
+    pairer.finish(partner(moved(1000.0), outer_round=1))
     replica.train()
     assert replica.merger.row()["merge/is_stranger"] == 1 and by_strangers(replica) == dict.fromkeys(SHAPES, 0.0)
 
@@ -363,7 +363,7 @@ def test_replicas_that_merge_stay_closer_than_those_that_do_not() -> None:
             if all(pairer.futures and not pairer.futures[-1].done() for pairer in pairers):
                 for one, other in (pairers, pairers[::-1]):
                     snapshot = other.offers[-1]
-                    one.settle(
+                    one.finish(
                         partner(start(), payload=snapshot.payload, outer_round=snapshot.outer_round)
                         if merging
                         else Alone("nobody")

@@ -73,7 +73,7 @@ class Setting:
 
     def answer(self, change: Callable[[Adapter], Adapter]) -> None:
         """A partner whose weights are the own snapshot's, changed."""
-        self.pairer.settle(self.partner(change(self.weights)))
+        self.pairer.finish(self.partner(change(self.weights)))
 
     def partner(self, weights: Adapter, peer_id: str = "peer") -> Partner:
         payload = encode_adapter(weights, "bf16", self.start)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config, settle_imports
+from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config, prepare_imports
 from swarm.machine.child_python import swarm_command
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run(
         return
     if supervised:
         raise typer.Exit(_supervise(config or [], fresh=fresh))
-    settle_imports(resolved)
+    prepare_imports(resolved)
     from swarm.cli.swarm.passphrase import unlock
     from swarm.node.process import run_node
 
@@ -72,7 +72,7 @@ def run(
 
 def _fitted(config: "Config") -> "Config":
     """The configuration with lengths that fit its base; unchanged where the base is still to be downloaded."""
-    settle_imports(config)
+    prepare_imports(config)
     from swarm.policy.base_folder import base_at_hand
     from swarm.policy.base_positions import fitted_to_base
 
@@ -81,7 +81,7 @@ def _fitted(config: "Config") -> "Config":
 
 
 def _show_prompts(config: "Config") -> None:
-    settle_imports(config)
+    prepare_imports(config)
     from swarm.cli.policy.show_prompts import show_prompts
     from swarm.policy.base_folder import base_at_hand
 

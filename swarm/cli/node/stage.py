@@ -4,7 +4,7 @@ import re
 
 import typer
 
-from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config, settle_imports
+from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config, prepare_imports
 from swarm.cli.swarm.passphrase import unlock
 from swarm.errors import ConfigError
 
@@ -35,7 +35,7 @@ def stage(
     """
     resolved = load_config(config or [], ("--layers",))
     wanted = None if layers is None else parse_layers(layers)
-    settle_imports(resolved)
+    prepare_imports(resolved)
     from swarm.node.stage_process import run_stage
 
     run_stage(resolved, wanted, unlock)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config, settle_imports
+from swarm.cli.arguments import CONFIG_HELP, CONFIG_METAVAR, load_config, prepare_imports
 from swarm.cli.policy.saved_policy import config_arguments, load_saved_policy
 from swarm.errors import ConfigError
 from swarm.observability.plain_text import plain
@@ -109,7 +109,7 @@ def _reward(task: "Task", text: str, num_tokens: int) -> str:
 
 
 def _show_prompts(config: "Config") -> None:
-    settle_imports(config)
+    prepare_imports(config)
     from swarm.cli.policy.show_prompts import show_prompts
     from swarm.policy.base_folder import locate_base
 

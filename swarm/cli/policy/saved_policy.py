@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm.cli.arguments import settle_imports
+from swarm.cli.arguments import prepare_imports
 from swarm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ def load_saved_policy(config: "Config", *, base_only: bool = False) -> tuple["Po
 
     Raises CheckpointError where node.dir holds no checkpoint, or one of another lineage, or one that no learner has written.
     """
-    settle_imports(config)
+    prepare_imports(config)
     from swarm.adapters.adapter_state import write_adapter
     from swarm.adapters.checkpoint import CheckpointStore
     from swarm.config.node_folder import NodeFolder

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarm.cli.arguments import settle_imports, split_arguments, stay_off_hubs, take_first
+from swarm.cli.arguments import prepare_imports, split_arguments, stay_off_hubs, take_first
 from swarm.errors import ConfigError, ManifestError, PreflightError, SwarmError
 from swarm.observability.plain_text import plain
 
@@ -95,7 +95,7 @@ def join(
 
         print(dump_toml(config), end="")
         return
-    settle_imports(config)
+    prepare_imports(config)
     _check_learning(manifest, config)
     files.create()
     write_text(files.manifest, data.decode())

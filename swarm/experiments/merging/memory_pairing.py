@@ -68,7 +68,7 @@ class MemoryPairing:
         self._recent[replica].failed(peer_id)
 
     def advance(self, now: int) -> None:
-        """Match those that wait, and settle what is done by `now`."""
+        """Match those that wait, and finish what is done by `now`."""
         self._now = now
         self._match()
         for offer in [one for one in self._waiting if one.until <= now]:

@@ -49,7 +49,7 @@ class _Request:
         self._future: Future[Outcome] | None = future
         self._outcomes = outcomes
 
-    def settle(self, outcome: Outcome) -> None:
+    def finish(self, outcome: Outcome) -> None:
         """Set the outcome; only the first one counts."""
         future, self._future = self._future, None
         if future is not None:
@@ -112,14 +112,14 @@ class MergeExchange:
     def offer(self, snapshot: Snapshot) -> "Future[Outcome]":
         """Find a partner for this adapter. Returns at once, from any thread; the future never raises."""
         future: Future[Outcome] = Future()
-        future.set_running_or_notify_cancel()  # nobody can cancel it: the loop would have to ask before it settles
+        future.set_running_or_notify_cancel()  # nobody can cancel it: the loop would have to ask before it finishes
         request, loop = _Request(snapshot, future, self.outcomes), self._loop
         try:
             if loop is None:
                 raise RuntimeError("not running")
             loop.call_soon_threadsafe(self._take, request)
         except RuntimeError:  # a loop that is closed raises the same
-            request.settle(Alone("stopped"))
+            request.finish(Alone("stopped"))
         return future
 
     def report_unusable(self, peer_id: str) -> None:
@@ -143,14 +143,14 @@ class MergeExchange:
         finally:
             self._loop = None
             if self._next is not None:
-                self._next.settle(Alone("stopped"))
+                self._next.finish(Alone("stopped"))
 
     def _take(self, request: _Request) -> None:
         if self._loop is None:
-            request.settle(Alone("stopped"))
+            request.finish(Alone("stopped"))
             return
         if self._next is not None:
-            self._next.settle(Alone("replaced"))
+            self._next.finish(Alone("replaced"))
         self._next = request
         self._arrived.set()
 
@@ -174,7 +174,7 @@ class MergeExchange:
             holding.cancel()
             await asyncio.wait({holding})
             self._own = None
-            request.settle(Alone("replaced" if self._arrived.is_set() else "stopped"))
+            request.finish(Alone("replaced" if self._arrived.is_set() else "stopped"))
         if not holding.cancelled():
             holding.result()
 
@@ -184,7 +184,7 @@ class MergeExchange:
             await self._hold(request)
         except (OSError, SwarmError) as error:
             logger.warning("an exchange of adapters failed: %s", error)
-            request.settle(Alone("unreachable"))
+            request.finish(Alone("unreachable"))
 
     async def _hold(self, request: _Request) -> None:
         """Find a partner and fetch its adapter; then wait until the partner has fetched the own one."""
@@ -192,7 +192,7 @@ class MergeExchange:
         is_anybody_ready = await self._search.run(own)
         if own.partner is None:
             self._own = None  # from here on nobody can become its partner
-            request.settle(Alone("declined" if is_anybody_ready else "nobody"))
+            request.finish(Alone("declined" if is_anybody_ready else "nobody"))
             return
         self._recent.add(own.partner.peer_id)
         self._ready.note_round(own.partner)
@@ -206,7 +206,7 @@ class MergeExchange:
     async def _fetch_for(self, request: _Request, partner: AdapterOffer, ends_at: float) -> bool:
         """Fetch the partner's adapter for a request. Returns whether it came; the adapter itself is not kept here."""
         outcome = await self._fetch(partner, ends_at)
-        request.settle(outcome)
+        request.finish(outcome)
         return isinstance(outcome, Partner)
 
     async def _sign(self, snapshot: Snapshot) -> OfferedAdapter:

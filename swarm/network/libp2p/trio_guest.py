@@ -74,11 +74,11 @@ class TrioGuest:
             try:
                 with scope:
                     result = await function(*arguments)
-                    _settle(future, lambda: future.set_result(result))
+                    _complete(future, lambda: future.set_result(result))
             except Exception as error:  # it belongs to the caller; here it would end all of trio
-                _settle(future, lambda error=error: future.set_exception(error))
+                _complete(future, lambda error=error: future.set_exception(error))
             finally:
-                _settle(future, lambda: future.set_exception(self._gone()))
+                _complete(future, lambda: future.set_exception(self._gone()))
 
         self._spawn(task, future)
         try:
@@ -100,7 +100,7 @@ class TrioGuest:
             try:
                 nursery.start_soon(task)
             except RuntimeError:  # the nursery has closed
-                _settle(future, lambda: future.set_exception(self._gone()))
+                _complete(future, lambda: future.set_exception(self._gone()))
 
         try:
             token.run_sync_soon(start)
@@ -135,10 +135,10 @@ class TrioGuest:
             self._ended.set_result(None)
 
 
-def _settle(future: "asyncio.Future[Any]", settle: Callable[[], None]) -> None:
+def _complete(future: "asyncio.Future[Any]", set_outcome: Callable[[], None]) -> None:
     """Set the first outcome only; a cancelled caller does not wait for one."""
     if not future.done():
-        settle()
+        set_outcome()
 
 
 def _discard(handle: asyncio.Handle) -> None:

@@ -276,9 +276,9 @@ class Stage:
                 f"a batch must be complete before it is closed, got {len(self._done)} of {command.num_micro_batches} "
                 f"micro-batches and {len(self._in_flight)} in flight; drop it"
             )
-        settled = BatchGradient(*self._optimizer.gradient(command.shared))
+        gradient = BatchGradient(*self._optimizer.gradient(command.shared))
         self._shared = frozenset(command.shared)
-        return settled
+        return gradient
 
     def commit(self, command: CommitCommand) -> int:
         """Apply the closed batch, once for any number of commits; returns the version. Raises PipelineError."""
