@@ -64,7 +64,7 @@ class VllmEngine:
             with torch.random.fork_rng([policy.device] if policy.device.type == "cuda" else []):
                 self._llm: Any = self._vllm.LLM(
                     model=str(policy.base_folder),
-                    dtype=str(policy.dtype).removeprefix("torch."),
+                    dtype=_dtype(policy),
                     max_num_seqs=max_batch_sequences,
                     enable_lora=True,
                     max_loras=1,
@@ -200,6 +200,10 @@ class VllmEngine:
         return found
 
 
+def _dtype(policy: Policy) -> str:
+    return str(policy.dtype).removeprefix("torch.")
+
+
 def _limits(peft_settings: dict[str, Any], cache_bytes: int | None) -> dict[str, Any]:
     """Return the settings of vLLM's memory: keys and values, and the largest rank of an adapter."""
     rank = max([peft_settings["r"], *peft_settings["rank_pattern"].values()])
@@ -219,6 +223,7 @@ def _import_vllm(policy: Policy) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # another process could not share the policy's weights
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    logging.getLogger("vllm").setLevel(logging.WARNING)  # until vLLM reads that level
     try:
         vllm = importlib.import_module("vllm")
         built_for = importlib.import_module("vllm.platforms").current_platform.device_type
@@ -239,7 +244,7 @@ def _check_implementation(vllm: Any, policy: Policy) -> None:
 
     It changes these classes, and the policy in this process would no longer compute. Raises anything for a damaged base.
     """
-    arguments = vllm.EngineArgs(model=str(policy.base_folder), trust_remote_code=False)
+    arguments = vllm.EngineArgs(model=str(policy.base_folder), dtype=_dtype(policy), trust_remote_code=False)
     config = arguments.create_model_config()
     if config.using_transformers_backend():
         raise PolicyError(
