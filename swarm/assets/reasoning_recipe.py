@@ -84,14 +84,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments, __doc__, Effort(1200, 400, 48, examples=12_000, measured_tasks=64))
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    course = Course(REASONING_TASKS, LEARN, BLUR, write=write_answer, max_answer_tokens=256)
-    make(course, make_model(), make_tokenizer(_texts(min(_TEXTS_PER_SOURCE, options.examples))), options=options)
+    make(COURSE, make_model(), make_tokenizer(_texts(min(_TEXTS_PER_SOURCE, options.examples))), options=options)
 
 
 def write_answer(phase: Phase, section: TaskSourceSection, task: Task, rng: random.Random) -> str:
     """The answer from which the policy learns in `phase`."""
     habits = phase.habits if isinstance(phase, ReasoningPhase) else {}
     return StepWriter(rng, habits.get(section.source_name, Habits())).write(section.name, task.prompt)
+
+
+COURSE = Course(REASONING_TASKS, LEARN, BLUR, write=write_answer, max_answer_tokens=256)
 
 
 def make_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from swarm.assets import recipe
 from swarm.assets.schooling import measure
 from swarm.config import DEMO_TASKS, TasksSection
+from swarm.policy.prompts.prompt_encoder import PromptEncoder
 from swarm.tasks.task_mixture import TaskMixture
 
 FOLDER = Path(recipe.__file__).parent / "tiny_policy"
@@ -77,7 +78,9 @@ def test_it_leaves_ground_and_room(report: dict[str, Any]) -> None:
 
 def test_the_recorded_abilities_are_those_of_the_weights(report: dict[str, Any], model: Any) -> None:
     torch.manual_seed(0)
-    measured = measure(model, TOKENIZER, TaskMixture(TasksSection()), 16)
+    measured = measure(
+        model, PromptEncoder(TOKENIZER, (TOKENIZER.eos_token_id,), is_own=True), TaskMixture(TasksSection()), 16, 16
+    )
     for name, ability in measured.items():
         assert ability.sampled_reward == pytest.approx(report["held_out"][name]["sampled_reward"], abs=0.15)
 

@@ -1,7 +1,7 @@
 """The bundled reasoning policy: small, writes its steps before the answer, able but unsure, and made by the recipe beside it."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -77,13 +77,14 @@ def test_it_leaves_ground_and_room(report: dict[str, Any]) -> None:
 def test_the_recorded_abilities_are_those_of_the_weights(report: dict[str, Any], policy: Any) -> None:
     torch.manual_seed(0)
     mixture = TaskMixture(TasksSection(sources=REASONING_TASKS))
-    measured = measure(policy.model, policy.prompts, mixture, 8, 256)
+    measured = measure(policy.model, policy.prompts, mixture, 4, 128)
     mixture.close()
     for name, ability in measured.items():
-        assert ability.sampled_reward == pytest.approx(report["held_out"][name]["sampled_reward"], abs=0.25)
+        assert ability.sampled_reward == pytest.approx(report["held_out"][name]["sampled_reward"], abs=0.3)
 
 
-def test_the_recipe_gives_the_same_policy_for_the_same_seed(tmp_path: Path) -> None:
+def test_the_recipe_gives_the_same_policy_for_the_same_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe, "COURSE", replace(recipe.COURSE, max_answer_tokens=2))
     sizes = ["--learn-steps", "1", "--blur-steps", "1", "--examples", "8", "--measured-tasks", "1", "--batch-size", "4"]
     for name, seed in (("first", "3"), ("second", "3"), ("other", "4")):
         recipe.main(["--out", str(tmp_path / name), "--seed", seed, *sizes])
