@@ -16,7 +16,7 @@ KINDS: Mapping[str, str] = {
     "offpolicy": "swarm.experiments.offpolicy_cell",
     "heterogeneous": "swarm.experiments.heterogeneous.cell",
     "merging": "swarm.experiments.merging.merging_cell",
-    "hostile_merging": "swarm.experiments.merging.hostile_cell",
+    "hostile_merging": "swarm.experiments.merging.hostile_run",
     "recovery": "swarm.experiments.recovery.recovery_cell",
     "attacks": "swarm.experiments.attacks.attacks_cell",
     "second_policy": "swarm.experiments.heterogeneous.second_policy",

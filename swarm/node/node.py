@@ -45,7 +45,7 @@ from swarm.node.stage_process import network_with_stages
 from swarm.node.training_loop import TrainingRun
 from swarm.node.watchdog import LOOK_INTERVAL_S, Watchdog
 from swarm.observability.repeat import repeat
-from swarm.policy.base_positions import fitted_to_base
+from swarm.policy.base_folder import fitted_to_base
 from swarm.policy.policy import TextPolicy, load_policy
 from swarm.pool.experience_pool import ExperiencePool
 from swarm.records.context import SwarmContext

@@ -11,7 +11,7 @@ from swarm.engine.engine import AnswerRequest
 from swarm.engine.sampling import Sampling
 from swarm.engine.slot_engine import SlotEngine
 from swarm.errors import ConfigError
-from swarm.policy.base_positions import fitted_to_base
+from swarm.policy.base_folder import fitted_to_base
 from swarm.policy.policy import load_policy
 from tests.unit.tiny_models import SHAPE, character_tokenizer
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from swarm.assets.worked_steps import Habits, StepWriter
+from swarm.assets.reasoning_recipe import Habits, StepWriter
 from swarm.config import REASONING_TASKS, TaskSourceSection, TasksSection
 from swarm.tasks.task_mixture import TaskMixture, score
 from swarm.types import Task

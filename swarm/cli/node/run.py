@@ -73,8 +73,7 @@ def run(
 def _fitted(config: "Config") -> "Config":
     """The configuration with lengths that fit its base; unchanged where the base is still to be downloaded."""
     prepare_imports(config)
-    from swarm.policy.base_folder import base_at_hand
-    from swarm.policy.base_positions import fitted_to_base
+    from swarm.policy.base_folder import base_at_hand, fitted_to_base
 
     is_at_hand = base_at_hand(config.policy.base, config.policy.revision) is not None
     return fitted_to_base(config) if is_at_hand else config

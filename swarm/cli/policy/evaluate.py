@@ -33,7 +33,7 @@ def evaluate(
     """
     resolved = load_config(config_arguments(config, folder), ("--dir", "--tasks", "--temperature", "--base", "--json"))
     from swarm.engine.make_engine import make_engine
-    from swarm.policy.base_positions import fitted_to_base
+    from swarm.policy.base_folder import fitted_to_base
     from swarm.rollouts.worker import RolloutWorker
     from swarm.tasks.task_mixture import TaskMixture
 

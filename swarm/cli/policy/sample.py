@@ -65,7 +65,7 @@ def sample(
     from swarm.engine.engine import AnswerRequest
     from swarm.engine.make_engine import make_engine
     from swarm.engine.sampling import Sampling
-    from swarm.policy.base_positions import fitted_to_base
+    from swarm.policy.base_folder import fitted_to_base
 
     if prompt and tasks:
         raise ConfigError("there must be --prompt or --tasks, got both; leave one out")

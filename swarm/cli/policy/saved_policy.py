@@ -22,7 +22,7 @@ def load_saved_policy(config: "Config", *, base_only: bool = False) -> tuple["Po
     from swarm.adapters.checkpoint import CheckpointStore
     from swarm.config.node_folder import NodeFolder
     from swarm.node.run_state import check_run_state
-    from swarm.policy.base_positions import fitted_to_base
+    from swarm.policy.base_folder import fitted_to_base
     from swarm.policy.policy import load_policy
 
     print(f"loading policy {config.policy.base} …", file=sys.stderr)

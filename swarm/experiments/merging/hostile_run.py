@@ -12,18 +12,20 @@ import contextlib
 import random
 import statistics
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from swarm.config import MergingSection
+from swarm.experiments.cells import Result
 from swarm.experiments.merging.arms import NUM_REPLICAS, OFF, MergingArm
 from swarm.experiments.merging.backdoor import Backdoor, train_backdoor
 from swarm.experiments.merging.hostile_names import HostileDonor, HostilePartner
-from swarm.experiments.merging.merging_plan import Company, Stage
+from swarm.experiments.merging.merging_plan import COMPANIES, Company, Stage
 from swarm.experiments.merging.replicas import Adapter
 from swarm.experiments.merging.supervised import SupervisedReplicas, supervised
 from swarm.merging.exchange.adapter_donor import AdapterDonor
@@ -36,7 +38,8 @@ from swarm.merging.outer_optimizer import AdapterOrigin
 from swarm.merging.pairer import Pairer
 from swarm.network.context import NodeContext
 from swarm.network.memory.transport import MemoryNetwork, MemoryTransport
-from swarm.network.memory.virtual_clock import run, virtual_now
+from swarm.network.memory.virtual_clock import run as run_in_virtual_time
+from swarm.network.memory.virtual_clock import virtual_now
 from swarm.observability.repeat import repeat
 from swarm.records.identity import Identity
 from swarm.records.signing import verified_by
@@ -100,7 +103,7 @@ class HostileRun:
     def run(self) -> dict[str, float]:
         """Figures: means over honest nodes at the end."""
         stages = {"live": self._live, "newcomers": self._newcomers}
-        tally = self._final() if self._stage == "final" else run(stages[self._stage]())
+        tally = self._final() if self._stage == "final" else run_in_virtual_time(stages[self._stage]())
         adapters, population = tally.adapters, self._population
         losses = [statistics.fmean(by_task.values()) for by_task in population.measure(adapters)]
         return {
@@ -379,3 +382,16 @@ def _nobody_is_a_stranger(peer_ids: object) -> tuple[tuple[str, ...], float]:
 
 def _no_group(peer_id: str) -> str | None:
     return None
+
+
+def run(settings: Mapping[str, Any]) -> Result:
+    """Run one cell: one company, one stage, one seed. Keys of `settings`: those of `plan.MergingPlan.hostile_cells`."""
+    scale = HostileScale(**settings["scale"], seed=settings["seed"])
+    figures = HostileRun(COMPANIES[settings["arm"]], settings["stage"], scale).run()
+    return {
+        "learning": "hostile",
+        "arm": settings["arm"],
+        "stage": settings["stage"],
+        "seed": settings["seed"],
+        **figures,
+    }
