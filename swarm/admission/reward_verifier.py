@@ -96,18 +96,20 @@ class RewardVerifier:
     def _verify_sandboxed(self, sandboxed: SandboxedVerifier, group: RolloutGroup) -> tuple[float, ...]:
         self.check_known(group.task)
         self._budget.check(group.author)
-        started_at = self._clock()
-        try:
-            texts = [rollout.text for rollout in group.rollouts]
-            digest, rewards = sandboxed.rewards(group.task, texts, [len(one.token_ids) for one in group.rollouts])
-        except Overrun as error:
-            raise InvalidRecord(Rejection.TOO_SLOW, str(error)) from None
-        except UnknownTask:
-            raise InvalidRecord(Rejection.UNKNOWN_TASK, group.task.source) from None
-        except TaskFailure as failure:
-            raise InvalidRecord(Rejection.TASK_FAILED, str(failure)) from None
-        finally:
-            self._budget.spend(group.author, self._clock() - started_at)
+        with sandboxed.reserved(group.task.source):  # authors do not pay for waiting for each other, or for a start
+            self._budget.check(group.author)  # the wait may have been for its own answers
+            started_at = self._clock()
+            try:
+                texts = [rollout.text for rollout in group.rollouts]
+                digest, rewards = sandboxed.rewards(group.task, texts, [len(one.token_ids) for one in group.rollouts])
+            except Overrun as error:
+                raise InvalidRecord(Rejection.TOO_SLOW, str(error)) from None
+            except UnknownTask:
+                raise InvalidRecord(Rejection.UNKNOWN_TASK, group.task.source) from None
+            except TaskFailure as failure:
+                raise InvalidRecord(Rejection.TASK_FAILED, str(failure)) from None
+            finally:
+                self._budget.spend(group.author, self._clock() - started_at)
         if digest != group.prompt_digest:
             raise InvalidRecord(Rejection.TASK_MISMATCH, group.task.source)
         return rewards

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -78,7 +78,7 @@ class LineProcess:
         appear in the list of processes.
         """
         self._request = {"module": module, "opening": opening, **asdict(confinement)}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
         self._stop: Callable[[], object] = lambda: None
         self._is_closed = False
@@ -96,6 +96,12 @@ class LineProcess:
         with self._lock:
             if self._process is None:
                 self._start()
+
+    @contextlib.contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Hold the process for this thread, so that what follows can be timed without the waiting for other threads."""
+        with self._lock:
+            yield
 
     def renew(self) -> None:
         """Start a new process, after ending an old one. Raises LineProcessError."""

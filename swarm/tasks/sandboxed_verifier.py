@@ -103,6 +103,15 @@ class SandboxedVerifier:
             with contextlib.suppress(LineProcessError):
                 self._built_in.start()
 
+    @contextlib.contextmanager
+    def reserved(self, source: str) -> Iterator[None]:
+        """Hold the process of a source for this thread, and start it if need be: what follows is the time of its questions alone."""
+        process = self._processes[source]
+        with process.reserved():
+            with contextlib.suppress(LineProcessError):  # the next question tries again, and reports it
+                process.start()
+            yield
+
     def holds(self, source: str) -> bool:
         return source in self._processes
 

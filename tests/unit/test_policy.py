@@ -273,7 +273,7 @@ def test_a_folder_here_takes_no_place_of_a_pinned_revision(
 
 @pytest.mark.parametrize("base", ["a b", "owner/"])
 def test_a_name_that_is_no_hub_id(base: str):
-    with pytest.raises(PolicyError, match="must be bundled, a folder or a hub id"):
+    with pytest.raises(PolicyError, match="must be bundled, bundled-reasoning, a folder or a hub id"):
         load(base)
 
 

@@ -12,7 +12,7 @@ from queue import Queue
 import psutil
 import pytest
 
-from swarm.admission.reward_verifier import RewardVerifier
+from swarm.admission.reward_verifier import RewardVerifier, VerificationBudget
 from swarm.config import TaskSourceSection, TasksSection
 from swarm.errors import TaskError
 from swarm.records.rejection import InvalidRecord, Rejection
@@ -226,3 +226,25 @@ def test_it_can_be_started_before_the_first_question() -> None:
     fence.close()
     fence.start()
     assert process.poll() is not None and fence._processes["chain_sum"]._process is None
+
+
+def test_an_author_does_not_pay_for_waiting_for_others_or_for_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, has_begun, charged = [0.0], threading.Event(), []
+
+    def clock() -> float:
+        has_begun.set()
+        return now[0]
+
+    monkeypatch.setattr(VerificationBudget, "spend", lambda self, author, duration_s: charged.append(duration_s))
+    mixture, sandboxed = TaskMixture(SUMS), SandboxedVerifier(SUMS)
+    verifier = RewardVerifier(mixture, clock, sandboxed=sandboxed)
+    group = group_of(mixture, "1")
+    has_begun.clear()
+    asking = threading.Thread(target=verifier.rewards, args=(group,))
+    with sandboxed.reserved("chain_sum"):
+        asking.start()
+        assert has_begun.wait(60)
+        now[0] = 100.0
+    asking.join()
+    sandboxed.close()
+    assert charged == [0.0]
