@@ -105,7 +105,7 @@ class SandboxedVerifier:
 
     @contextlib.contextmanager
     def reserved(self, source: str) -> Iterator[None]:
-        """Hold the process of a source for this thread, and start it if need be: what follows is the time of its questions alone."""
+        """Hold the process of a source for this thread, started: what follows is the time of its questions alone."""
         process = self._processes[source]
         with process.reserved():
             with contextlib.suppress(LineProcessError):  # the next question tries again, and reports it
