@@ -84,7 +84,7 @@ def _at_length(quick: bool, small: bool) -> dict[str, float | str]:
     results: dict[str, LongTimes] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, make, case in _long_plan(quick, Path(folder))[: 1 if small else None]:
-            results[name] = LongContest(make(), case).run(num_turns=1)
+            results[name] = LongContest(make, case).run(num_turns=1)
             _print_long(name, results[name])
     worst = min(results.values(), key=lambda times: times.ratio(GENERATE_AT_LENGTH))
     figures: dict[str, float | str] = {"ratio_long": round(worst.ratio(GENERATE_AT_LENGTH), 3)}

@@ -75,7 +75,9 @@ class LongTimes:
 class LongContest:
     """One policy, all systems that run here. The adapter is folded in for all of them, except that vLLM loads it."""
 
-    def __init__(self, policy: Policy, case: LongCase) -> None:
+    def __init__(self, make: Callable[[], Policy], case: LongCase) -> None:
+        self._make = make
+        policy = make()
         policy.eos_token_ids = (-1,)  # lengths are given
         self._policy = policy
         self._case = case
@@ -99,8 +101,10 @@ class LongContest:
             ENGINE: lambda requests: self._engine.generate(requests, Sampling(), seed=0),
         }
         if find_spec("vllm"):
-            vllm = VllmEngine(self._policy, len(self._requests))
-            systems[VLLM] = lambda requests: self._vllm(vllm, requests)
+            shared = self._make()  # a policy of its own, since vLLM replaces its weights
+            vllm = VllmEngine(shared, len(self._requests))
+            shared.eos_token_ids = ()
+            systems[VLLM] = lambda requests: _vllm(vllm, requests)
         else:
             times.missing[VLLM] = 'not installed here: "make vllm" in the clone'
         short = [replace(request, max_new_tokens=4) for request in self._requests[:2]]
@@ -167,9 +171,11 @@ class LongContest:
         if owed != sum(request.max_new_tokens for request in requests):
             raise RuntimeError(f"continuous batching gave {owed} tokens, not as many as it was asked for")
 
-    def _vllm(self, engine: VllmEngine, requests: Sequence[AnswerRequest]) -> None:
-        self._policy.eos_token_ids = ()
-        try:
-            engine.generate(requests, Sampling(), seed=0)
-        finally:
-            self._policy.eos_token_ids = (-1,)
+
+def _vllm(engine: VllmEngine, requests: Sequence[AnswerRequest]) -> None:
+    """Sample with vLLM, which ends an answer at the end-of-sequence token of the base: a random base draws that rarely."""
+    groups = engine.generate(requests, Sampling(), seed=0)
+    drawn = sum(len(answer.token_ids) for group in groups for answer in group)
+    owed = sum(request.max_new_tokens for request in requests)
+    if drawn < 0.98 * owed:
+        raise RuntimeError(f"vLLM gave {drawn} tokens of {owed}")
