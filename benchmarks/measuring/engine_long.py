@@ -114,14 +114,22 @@ class LongContest:
             except Exception as error:  # what another project's engine raises on this machine is reported, not ours
                 if name == ENGINE:
                     raise
-                times.missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                times.missing[name] = _first_line(error)
                 del systems[name]
         times.seconds = {name: [] for name in systems}
         for _ in range(num_turns):
-            for name, system in systems.items():
+            for name, system in list(systems.items()):
                 started = time.perf_counter()
-                system(self._requests)
+                try:
+                    system(self._requests)
+                except Exception as error:  # as above
+                    if name == ENGINE:
+                        raise
+                    times.missing[name] = _first_line(error)
+                    del systems[name], times.seconds[name]
+                    continue
                 times.seconds[name].append(time.perf_counter() - started)
+                print(f"    {name}: {times.seconds[name][-1]:.1f} s", flush=True)
         return times
 
     @torch.no_grad()
@@ -170,6 +178,10 @@ class LongContest:
                     raise RuntimeError("the generation thread of continuous batching ended early")
         if owed != sum(request.max_new_tokens for request in requests):
             raise RuntimeError(f"continuous batching gave {owed} tokens, not as many as it was asked for")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _vllm(engine: VllmEngine, requests: Sequence[AnswerRequest]) -> None:
