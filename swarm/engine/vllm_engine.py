@@ -58,7 +58,9 @@ class VllmEngine:
         self._settings: dict[str, Any] = policy.model.peft_config["default"].to_dict()
         settings = _limits(self._settings, cache_bytes)
         if policy.device.type == "cpu":
-            settings["enable_chunked_prefill"] = False  # with it, vLLM moves the offset of generators, which on a CPU have none
+            settings["enable_chunked_prefill"] = (
+                False  # with it, vLLM moves the offset of generators, which on a CPU have none
+            )
         if policy.config.quantization == "4bit":
             settings |= {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
         try:
